@@ -1,0 +1,1 @@
+"""Simulated time: the hardware as SimPy processes, which never hold a decision."""

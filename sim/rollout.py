@@ -1,0 +1,288 @@
+"""A simulated replica: continuous batching over a bounded KV cache.
+
+Between two changes of the batch every running rollout gains one token a decode step, so the time of n
+steps has a closed form and a rollout costs a few events, however long it is:
+
+    b rollouts with S context tokens:  n * a(b) + c * (n * S + b * n * (n - 1) / 2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import ceil, sqrt
+from typing import TYPE_CHECKING, Any
+
+import simpy
+
+from streamrl.messages import Finish, Generate, Generated, LoadWeights, WeightsLoaded
+
+if TYPE_CHECKING:
+    from sim.world import SimWorld
+
+ROUNDING = (
+    1e-9  # share of a decode step by which an instant may miss a step's end in floating point
+)
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One `Generate` on this replica."""
+
+    rollout: int
+    group: int
+    priority: int
+    prompt_tokens: int
+    done: int
+    """Output tokens made so far, counted when it joined the batch."""
+    length: int
+    """Output tokens at which it finishes."""
+    finish_at: int = 0
+    """Decode step of the replica with which it finishes."""
+    version: int = 0
+    began_at: float | None = None
+    prefill_time: float = 0.0
+
+
+class Replica:
+    """One process: load, admit and prefill, decode to the next change of the batch, and again."""
+
+    def __init__(self, world: SimWorld, replica_id: int, version: int) -> None:
+        self._world = world
+        self._env = world.env
+        self._costs = world.costs
+        self._max_running = world.run_file.rollout.max_running
+        self.id = replica_id
+        self.version = version
+        self._queue: list[tuple[int, int, Attempt]] = []
+        self._queued: dict[int, Attempt] = {}
+        self._running: dict[int, Attempt] = {}
+        self._finishing: list[tuple[int, int]] = []
+        self._prefixes: dict[int, int] = {}
+        """Running rollouts by group: the first of a group prefills the prompt for all."""
+        self._step = 0
+        self._context = 0
+        self._kv = 0
+        self._is_full = False
+        self._is_lost = False
+        self._aborted: list[int] = []
+        self.num_preempted = 0
+        self._load: LoadWeights | None = None
+        self._idle: simpy.Event | None = None
+        self._is_decoding = False
+        self.process = self._env.process(self._run())
+
+    # What the world asks for ----------------------------------------------------------------------
+
+    def generate(self, command: Generate, group: int, prompt_tokens: int, length: int) -> None:
+        """Queue a rollout of `length` output tokens."""
+        attempt = Attempt(
+            command.rollout, group, command.priority, prompt_tokens, command.prefix, length
+        )
+        self._enqueue(attempt)
+        if len(self._running) < self._max_running and not self._is_full:
+            self._notice()
+
+    def abort(self, rollout: int) -> None:
+        """End a rollout with what it has made so far, at the end of the decode step."""
+        self._aborted.append(rollout)
+        self._notice()
+
+    def load(self, command: LoadWeights) -> None:
+        """Take new weights, once drained or at the end of the decode step."""
+        self._load = command
+        self._notice()
+
+    def lose(self) -> None:
+        """Die here and now; what was queued or running is lost."""
+        self._is_lost = True
+        self.process.interrupt("lost")
+
+    # The process ----------------------------------------------------------------------------------
+
+    def _run(self) -> Generator[simpy.Event, Any, None]:
+        try:
+            while True:
+                self._end_aborted()
+                if self._load is not None and not (self._load.drain and self._running):
+                    yield from self._load_weights(self._load)
+                elif (prefill_time := self._admit()) is not None:
+                    yield self._env.timeout(prefill_time)
+                    self._end_finished()
+                elif self._running:
+                    yield from self._decode()
+                else:
+                    self._idle = self._env.event()
+                    yield self._idle
+        except simpy.Interrupt:
+            return  # lost
+
+    def _load_weights(self, command: LoadWeights) -> Generator[simpy.Event, Any, None]:
+        yield self._env.timeout(self._costs.load_time)
+        self._load = None
+        self.version = command.version
+        self._world.emit(WeightsLoaded(self.id, command.version, self._costs.load_time))
+
+    def _admit(self) -> float | None:
+        """Move queued rollouts into the batch; give the seconds of their prefill, None for no rollout."""
+        if self._load is not None or self._is_full or not self._queue:
+            return None
+        joined: list[Attempt] = []
+        tokens, pairs = 0, 0.0
+        while self._queue and len(self._running) < self._max_running:
+            attempt = self._queue[0][2]
+            if self._queued.get(attempt.rollout) is not attempt:
+                heappop(self._queue)
+                continue
+            context = attempt.prompt_tokens + attempt.done
+            is_first = attempt.group not in self._prefixes
+            fresh = context if is_first else attempt.done
+            if self._kv + fresh + 1 > self._costs.kv_capacity:
+                break
+            heappop(self._queue)
+            self._join(attempt, fresh)
+            joined.append(attempt)
+            tokens += max(fresh, 1)
+            pairs += fresh * (context - fresh / 2)
+        return self._prefill(joined, tokens, pairs) if joined else None
+
+    def _prefill(self, joined: list[Attempt], tokens: int, pairs: float) -> float:
+        """Compute the prefixes of what joined; this also makes the next token of each."""
+        prefill_time = self._costs.prefill_time(tokens, pairs)
+        for attempt in joined:
+            attempt.prefill_time += prefill_time / len(joined)
+        return prefill_time
+
+    def _decode(self) -> Generator[simpy.Event, Any, None]:
+        """Decode until a rollout finishes, the KV cache is full, or someone calls."""
+        num_running = len(self._running)
+        room = (self._costs.kv_capacity - self._kv) // num_running
+        if room < 1:
+            self._preempt()
+            return
+        steps = min(self._next_finish() - self._step, room)
+        began_at = self._env.now
+        self._is_decoding = True
+        try:
+            yield self._env.timeout(self._time_of(steps))
+        except simpy.Interrupt:
+            if self._is_lost:
+                raise
+            elapsed = self._env.now - began_at
+            steps = min(steps, self._steps_in(elapsed))
+            yield self._env.timeout(max(0.0, self._time_of(steps) - elapsed))
+        self._is_decoding = False
+        self._step += steps
+        self._context += steps * num_running
+        self._kv += steps * num_running
+        self._end_finished()
+
+    def _time_of(self, steps: int) -> float:
+        """Seconds of the next `steps` decode steps with the batch as it is."""
+        curve, num_running = self._costs.decode, len(self._running)
+        context = steps * self._context + num_running * steps * (steps - 1) / 2
+        return steps * curve.base[num_running] + curve.per_context_token * context
+
+    def _steps_in(self, elapsed: float) -> int:
+        """Decode steps after `elapsed` seconds, the one under way counted: the inverse of `_time_of`."""
+        curve, num_running = self._costs.decode, len(self._running)
+        slope = curve.per_context_token * num_running / 2
+        first = curve.base[num_running] + curve.per_context_token * self._context - slope
+        steps = 2 * elapsed / (first + sqrt(first * first + 4 * slope * elapsed))
+        return ceil(steps - ROUNDING)
+
+    # The batch ------------------------------------------------------------------------------------
+
+    def _enqueue(self, attempt: Attempt) -> None:
+        self._queued[attempt.rollout] = attempt
+        heappush(self._queue, (attempt.priority, attempt.rollout, attempt))
+
+    def _join(self, attempt: Attempt, fresh: int) -> None:
+        """Put a rollout into the batch, its first new token counted."""
+        del self._queued[attempt.rollout]
+        if attempt.began_at is None:
+            attempt.began_at = self._env.now
+            attempt.version = self.version
+        attempt.done += 1
+        attempt.finish_at = self._step + attempt.length - attempt.done
+        self._prefixes[attempt.group] = self._prefixes.get(attempt.group, 0) + 1
+        self._running[attempt.rollout] = attempt
+        heappush(self._finishing, (attempt.finish_at, attempt.rollout))
+        self._context += attempt.prompt_tokens + attempt.done
+        self._kv += fresh + 1
+
+    def _leave(self, attempt: Attempt) -> None:
+        """Take a rollout out of the batch with the tokens it has now."""
+        del self._running[attempt.rollout]
+        attempt.done = attempt.length - (attempt.finish_at - self._step)
+        self._context -= attempt.prompt_tokens + attempt.done
+        self._kv -= attempt.done
+        siblings = self._prefixes[attempt.group] - 1
+        if siblings:
+            self._prefixes[attempt.group] = siblings
+        else:
+            del self._prefixes[attempt.group]
+            self._kv -= attempt.prompt_tokens
+
+    def _next_finish(self) -> int:
+        """Give the decode step with which the next rollout finishes."""
+        finishing = self._finishing
+        while True:
+            step, rollout = finishing[0]
+            attempt = self._running.get(rollout)
+            if attempt is not None and attempt.finish_at == step:
+                return step
+            heappop(finishing)
+
+    def _end_finished(self) -> None:
+        while self._running and self._next_finish() <= self._step:
+            attempt = self._running[heappop(self._finishing)[1]]
+            self._leave(attempt)
+            self._is_full = False
+            is_cut = attempt.length >= self._world.run_file.rollout.max_tokens
+            self._end(attempt, "length" if is_cut else "stop")
+
+    def _end_aborted(self) -> None:
+        while self._aborted:
+            rollout = self._aborted.pop(0)
+            attempt = self._running.get(rollout) or self._queued.pop(rollout, None)
+            if attempt is None:
+                continue  # finished before the abort arrived
+            if rollout in self._running:
+                self._leave(attempt)
+                self._is_full = False
+            self._end(attempt, "aborted")
+
+    def _end(self, attempt: Attempt, finish: Finish) -> None:
+        began_at = self._env.now if attempt.began_at is None else attempt.began_at
+        self._world.emit(
+            Generated(
+                attempt.rollout,
+                attempt.done,
+                finish,
+                attempt.version,
+                self._env.now - began_at,
+                attempt.prefill_time,
+            )
+        )
+
+    def _preempt(self) -> None:
+        """Put the rollout that joined last back into the queue; its KV cache is recomputed later.
+
+        Nothing joins again before a rollout finishes, so that the same one is not preempted in circles.
+        """
+        attempt = self._running[next(reversed(self._running))]
+        self._leave(attempt)
+        self._enqueue(attempt)
+        self._is_full = True
+        self.num_preempted += 1
+
+    def _notice(self) -> None:
+        """Let the process look again, at the end of the decode step if one is under way."""
+        if self._idle is not None:
+            self._idle.succeed()
+            self._idle = None
+        elif self._is_decoding:
+            self._is_decoding = False
+            self.process.interrupt()

@@ -1,0 +1,181 @@
+"""The simulated world: one SimPy process for each resource, and a clock that jumps from event to event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple, assert_never
+
+import simpy
+
+from sim.costs import Costs
+from sim.rollout import Replica
+from sim.trainer import Trainer
+from sim.transfer import Transfer
+from sim.verifier import Verifier
+from streamrl.config import Run
+from streamrl.messages import (
+    Abort,
+    Command,
+    DrawPrompts,
+    Drop,
+    Failed,
+    Generate,
+    LoadWeights,
+    PromptsDrawn,
+    PushWeights,
+    ReplicaLost,
+    ReplicaStarted,
+    RunStarted,
+    SaveCheckpoint,
+    Score,
+    StartReplica,
+    StartTrainer,
+    Step,
+    Stop,
+    Take,
+    Train,
+    Verify,
+    WakeAt,
+    Woke,
+)
+from streamrl.systems import build_engine
+from streamrl.trace import Trace
+from streamrl.workload import SimulatedWorkload, Workload
+from streamrl.world import World
+
+
+class Sequence(NamedTuple):
+    """What the world knows of a rollout from the start."""
+
+    group: int
+    prompt_tokens: int
+    length: int
+
+
+class SimWorld(World):
+    """Carries commands out in simulated seconds."""
+
+    def __init__(self, run: Run, costs: Costs, workload: Workload) -> None:
+        super().__init__(build_engine(run), Trace(run, "simulated", dict(costs.tiers)))
+        self.run_file = run
+        self.costs = costs
+        self.env = simpy.Environment()
+        self.replicas: dict[int, Replica] = {}
+        self._workload = workload
+        self._sequences: dict[int, Sequence] = {}
+        self._next_group = 0
+        self._trainer = Trainer(self)
+        self._transfer = Transfer(self)
+        self._verifier = Verifier(self)
+
+    @property
+    def now(self) -> float:
+        """Simulated seconds since the run's start."""
+        return self.env.now
+
+    def run(self, watch: Callable[[int], None] = lambda version: None) -> Trace:
+        """Simulate to the end; `watch` is told each policy version as it is made.
+
+        Raises:
+            RuntimeError: nothing is left that could happen, but the run is not over.
+        """
+        state, env = self.engine.state, self.env
+        self.emit(RunStarted(0, 0))
+        version = 0
+        while not state.is_finished:
+            try:
+                env.step()
+            except simpy.core.EmptySchedule:
+                raise RuntimeError(
+                    f"the run is stuck at {self.now:.3f} s: {_sum_up(self)}"
+                ) from None
+            if state.version != version:
+                version = state.version
+                watch(version)
+        return self.trace
+
+    def start(self, command: Command) -> None:
+        """Hand a command to the resource it is for."""
+        match command:
+            case Generate():
+                sequence = self._sequences[command.rollout]
+                self.replicas[command.replica].generate(
+                    command, sequence.group, sequence.prompt_tokens, sequence.length
+                )
+            case Verify():
+                self._verifier.begin(command)
+            case Take() | Drop() | Stop():
+                pass
+            case Score() | Train() | Step() | SaveCheckpoint() | StartTrainer():
+                self._trainer.begin(command)
+            case DrawPrompts():
+                self._draw(command)
+            case PushWeights():
+                self._transfer.begin(command)
+            case LoadWeights():
+                self.replicas[command.replica].load(command)
+            case Abort():
+                self._find(command.rollout).abort(command.rollout)
+            case StartReplica():
+                self.env.process(self._start_replica(command))
+            case WakeAt():
+                self.env.process(self._wake(command))
+            case _:
+                assert_never(command)
+
+    def sequence_lengths(self, rollouts: tuple[int, ...]) -> list[int]:
+        """Give prompt and output tokens of rollouts, one number each."""
+        sequences = map(self._sequences.__getitem__, rollouts)
+        return [sequence.prompt_tokens + sequence.length for sequence in sequences]
+
+    def lose(self, replica_id: int, reason: str) -> None:
+        """Let a replica die, as a failure would."""
+        replica = self.engine.state.fleet.replicas[replica_id]
+        commands: list[Command] = [Generate(rollout, replica_id, 0) for rollout in replica.rollouts]
+        if replica.loading is not None:
+            commands.append(LoadWeights(replica_id, replica.loading, drain=False))
+        self.replicas.pop(replica_id).lose()
+        self.emit(ReplicaLost(replica_id, reason))
+        for command in commands:
+            self.emit(Failed(command, reason))
+
+    def _draw(self, command: DrawPrompts) -> None:
+        draws = self._workload.draw(self._next_group, command.num_groups)
+        self._next_group += command.num_groups
+        for draw in draws:
+            drawn = draw.drawn
+            for rollout, length in zip(drawn.rollouts, draw.lengths, strict=True):
+                self._sequences[rollout] = Sequence(drawn.group, drawn.prompt_tokens, length)
+        groups = tuple(draw.drawn for draw in draws)
+        self.emit(PromptsDrawn(command.step, command.oldest_version, groups))
+
+    def _find(self, rollout: int) -> Replica:
+        replica = self.engine.state.rollouts[rollout].replica
+        assert replica is not None, f"rollout {rollout} runs nowhere"
+        return self.replicas[replica.id]
+
+    def _start_replica(self, command: StartReplica) -> Generator[simpy.Event, Any, None]:
+        yield self.env.timeout(self.run_file.rollout.start_time)
+        self.replicas[command.replica] = Replica(self, command.replica, command.version)
+        self.emit(ReplicaStarted(command.replica, command.version))
+
+    def _wake(self, command: WakeAt) -> Generator[simpy.Event, Any, None]:
+        yield self.env.timeout(max(0.0, command.time - self.now))
+        self.emit(Woke(command.time))
+
+
+def simulate(run: Run, watch: Callable[[int], None] = lambda version: None) -> Trace:
+    """Simulate a run file from its first prompt to its last step.
+
+    Raises:
+        ValueError: the run file asks for what its profiles or memory do not allow.
+    """
+    return SimWorld(run, Costs.load(run), SimulatedWorkload(run)).run(watch)
+
+
+def _sum_up(world: SimWorld) -> str:
+    state = world.engine.state
+    return (
+        f"version {state.version}, {state.num_generating} rollouts generating, "
+        f"{len(state.taken)} groups taken, {len(state.trainable)} rollouts trainable"
+    )

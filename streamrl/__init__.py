@@ -1,0 +1,1 @@
+"""The core: decides, describes and reports disaggregated RL post-training; it never waits and never computes on GPUs."""

@@ -1,0 +1,236 @@
+"""The run file as frozen structs: one file that simulate, plan and execute all read.
+
+`load_run` reads TOML, applies `--set` overrides, and raises `ValueError` with the key's path and value
+where anything is wrong. Paths in a run file are relative to the file.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from streamrl.units import Bandwidth, Duration
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the run file; unknown keys are refused."""
+
+
+class ModelConfig(Section, frozen=True, kw_only=True):
+    """Which model is post-trained: `name` of a profile, or `path` of a Hugging Face directory."""
+
+    name: str | None = None
+    """Name of a model in profiles/models, such as "qwen2.5-7b"."""
+    path: str | None = None
+    """A Hugging Face directory with config.json, tokenizer and weights."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Type of the weights that generate, of activations and of the KV cache."""
+
+
+class PoolConfig(Section, frozen=True, kw_only=True):
+    """Machines of one kind in one place."""
+
+    gpu: str
+    """Name of a GPU in profiles/gpus; "cpu" counts worker processes of this machine as GPUs."""
+    nodes: int = 1
+    gpus_per_node: int = 8
+    price: float | None = None
+    """Dollars per GPU-hour; the GPU's own figure where absent."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all nodes."""
+        return self.nodes * self.gpus_per_node
+
+
+class LinkConfig(Section, frozen=True, kw_only=True):
+    """What connects two pools."""
+
+    between: tuple[str, str]
+    bandwidth: Bandwidth
+    """One direction, shared by everything that crosses: "80 Gbps", "400 GB/s"."""
+    latency: Duration = Duration(0.0)
+    """One way: "20 ms"."""
+    transport: Literal["tcp", "rdma"] = "tcp"
+
+
+class ClusterConfig(Section, frozen=True, kw_only=True):
+    """The pools and the links between them; within a pool the GPU's own network counts."""
+
+    pools: dict[str, PoolConfig]
+    links: list[LinkConfig] = []
+
+
+class RolloutConfig(Section, frozen=True, kw_only=True):
+    """The generation side."""
+
+    pool: str
+    replicas: int
+    tensor_parallel: int = 1
+    max_running: int = 256
+    """Most rollouts that a replica decodes at once; KV memory may allow fewer."""
+    max_tokens: int
+    """Most output tokens of a rollout."""
+    temperature: float = 1.0
+    memory_utilization: float = 0.9
+    """Share of GPU memory for weights and KV cache."""
+    backend: Literal["transformers"] = "transformers"
+    start_time: Duration = Duration(0.0)
+    """Simulated seconds until a replica serves."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all replicas."""
+        return self.replicas * self.tensor_parallel
+
+
+class TrainerConfig(Section, frozen=True, kw_only=True):
+    """The training side."""
+
+    pool: str
+    data_parallel: int = 1
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    micro_batch: int = 4
+    """Rollouts that one data-parallel rank takes in one forward and backward pass."""
+    max_tokens_per_pass: int = 16384
+    """Padded tokens in one forward and backward pass of a real trainer."""
+    backend: Literal["torch"] = "torch"
+    start_time: Duration = Duration(0.0)
+    """Simulated seconds until the trainer is up."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the trainer."""
+        return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
+
+
+class AlgorithmConfig(Section, frozen=True, kw_only=True):
+    """What is optimised, and in which portions."""
+
+    name: Literal["grpo", "dr-grpo", "rloo", "reinforce++", "ppo"] = "grpo"
+    steps: int
+    prompts_per_step: int
+    group_size: int = 1
+    """Rollouts of each prompt."""
+    learning_rate: float = 1e-6
+    correction: Literal["none", "token_tis", "seq_tis", "icepop", "decoupled"] = "token_tis"
+    """How sampling from an older policy is corrected for."""
+    clip: float = 0.2
+    kl_coefficient: float = 0.0
+    """Weight of the KL term against the initial policy; above 0 a reference model runs."""
+    loss_mean: Literal["token", "rollout"] = "token"
+    max_grad_norm: float = 1.0
+
+    @property
+    def trains_whole_groups(self) -> bool:
+        """Whether an advantage needs every rollout of its group."""
+        return self.name in ("grpo", "dr-grpo", "rloo")
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic of the actor's size is trained beside it."""
+        return self.name == "ppo"
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the initial policy runs beside the actor."""
+        return self.kl_coefficient > 0
+
+    @property
+    def needs_score(self) -> bool:
+        """Whether rollouts need forward passes before their gradient."""
+        return self.has_critic or self.has_reference or self.correction == "decoupled"
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """Rollouts of one optimizer step."""
+        return self.prompts_per_step * self.group_size
+
+
+class LengthsConfig(Section, frozen=True, kw_only=True):
+    """Where simulated output lengths come from."""
+
+    kind: Literal["histogram", "empirical", "groups", "trace"]
+    """histogram: bins of `start,end,density`; empirical: one length a row; groups: lengths by prompt,
+    resampled whole; trace: what a recorded run generated, rollout by rollout."""
+    source: str
+    """A name in profiles/lengths, or the path of a CSV file (a trace: its JSONL file)."""
+    scale: float = 1.0
+    """Multiplies every length."""
+    prompt_tokens: int = 400
+    """Tokens of a prompt where the source does not say."""
+    ranker: Literal["oracle", "none"] = "none"
+    """What a rollout's expected length is: its true one, or the mean of all."""
+
+
+class WorkloadConfig(Section, frozen=True, kw_only=True):
+    """What is generated: prompts for a real run, lengths for a simulated one."""
+
+    prompts: str | None = None
+    """A JSONL file with a "prompt" on each line, and what its verifier needs."""
+    verifier: str | None = None
+    """Name of the scorer: "exact", "math-verify" or "reasoning-gym"."""
+    max_prompt_tokens: int = 2048
+    lengths: LengthsConfig | None = None
+
+
+class VerifierConfig(Section, frozen=True, kw_only=True):
+    """Who computes rewards."""
+
+    workers: int = 1
+    time: Duration = Duration(0.0)
+    """Simulated seconds of one worker for one rollout."""
+
+
+class PoliciesConfig(Section, frozen=True, kw_only=True):
+    """A system by name; each policy may be replaced by name."""
+
+    system: Literal[
+        "disaggregated", "stream-sync", "one-step-async", "stream-async", "fully-async"
+    ] = "stream-async"
+    max_staleness: int | None = None
+    dispatch: Literal["least-loaded", "round-robin"] | None = None
+    order: Literal["fifo", "longest-first"] | None = None
+    streaming: Literal["whole-batch", "stream"] | None = None
+    consumption: Literal["strict-fifo", "greedy"] | None = None
+    weight_sync: (
+        Literal["barrier", "drain-then-load", "load-in-flight", "abort-and-resume"] | None
+    ) = None
+    max_attempts: int = 3
+    """Failures of one rollout after which its group is dropped."""
+    max_restarts: int = 4
+    """Lost replicas that are replaced before the run stops."""
+
+
+class ExecuteConfig(Section, frozen=True, kw_only=True):
+    """How a plan is run for real."""
+
+    launcher: Literal["local", "in-process"] = "local"
+    """local: a process for each replica and for the trainer; in-process: threads of this one."""
+    output: str = "runs/run"
+    """Run directory: trace, metrics, rollouts, checkpoints."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints; the last step is always saved."""
+    threads: int = 1
+    """CPU threads of each worker process."""
+    device: str = "auto"
+    """"cpu", "cuda", or "auto": a GPU where there is one."""
+
+
+class Run(Section, frozen=True, kw_only=True):
+    """A whole run file."""
+
+    seed: int = 0
+    warm_up_steps: int = 1
+    """Steps at the start that reported medians leave out."""
+    model: ModelConfig
+    cluster: ClusterConfig
+    rollout: RolloutConfig
+    trainer: TrainerConfig
+    algorithm: AlgorithmConfig
+    workload: WorkloadConfig = WorkloadConfig()
+    verifier: VerifierConfig = VerifierConfig()
+    policies: PoliciesConfig = PoliciesConfig()
+    execute: ExecuteConfig = ExecuteConfig()

@@ -1,0 +1,75 @@
+"""What the state is made of: rollouts, their groups, and the replicas that generate them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+
+class Phase(Enum):
+    """Where a rollout is on its way from prompt to gradient."""
+
+    WAITING = auto()
+    GENERATING = auto()
+    FINISHED = auto()
+    """Generated; nobody has asked for its reward yet."""
+    VERIFYING = auto()
+    READY = auto()
+    """Has a reward; whether it can be trained on depends on its group."""
+    TRAINING = auto()
+    """In the trainer's hands: forward passes or gradient."""
+    TRAINED = auto()
+    """In the gradient of the coming step."""
+
+
+@dataclass(slots=True, eq=False)
+class Rollout:
+    """One sampled response."""
+
+    id: int
+    group: Group
+    expected_tokens: int
+    phase: Phase = Phase.WAITING
+    replica: Replica | None = None
+    is_aborting: bool = False
+    tokens: int = 0
+    born: int | None = None
+    """Version that its first token was sampled from; None before any token."""
+    reward: float = 0.0
+    failures: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The rollouts of one prompt."""
+
+    id: int
+    step: int
+    """The step it was drawn for."""
+    oldest_version: int
+    prompt_tokens: int
+    rollouts: list[Rollout] = field(default_factory=list)
+    taken_for: int | None = None
+    is_dropped: bool = False
+    num_missing: int = 0
+    """Rollouts that are not ready yet."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a step could still take it."""
+        return self.taken_for is None and not self.is_dropped
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One inference engine with its GPUs."""
+
+    id: int
+    version: int
+    is_serving: bool = False
+    loading: int | None = None
+    """Version that a `LoadWeights` under way brings."""
+    promised: int | None = None
+    """Version that what is sent now starts under, or a newer one; None while it may be sent nothing."""
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    """What was sent there and has not ended, queued or running."""

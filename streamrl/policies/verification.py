@@ -1,0 +1,17 @@
+"""When rewards are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from streamrl.messages import Command, Verify
+from streamrl.state import State
+
+
+class VerifyOnArrival:
+    """Ask for a rollout's reward as soon as it is generated."""
+
+    def decide(self, state: State) -> Iterator[Command]:
+        """Yield what has arrived."""
+        while state.unverified:
+            yield Verify(state.unverified[0].id)

@@ -1,0 +1,71 @@
+"""How a new policy version reaches the replicas: pushed once, then loaded by each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from streamrl.messages import Abort, Command, LoadWeights, PushWeights
+from streamrl.state import State
+
+
+class DrainThenLoad:
+    """Push at once; each replica finishes what it runs, loads, and only then starts what waits on it.
+
+    No rollout is sampled from two versions. A replica that drains runs at a falling batch size.
+    """
+
+    def decide(self, state: State) -> Iterator[Command]:
+        """Yield the push of the newest version, then a load for each replica behind it."""
+        yield from _push(state)
+        for replica in _to_load(state):
+            yield LoadWeights(replica, state.pushed_version, drain=True)
+
+
+class LoadInFlight:
+    """Push at once; each replica pauses, loads, and goes on with what it runs.
+
+    Rollouts keep their KV cache and carry one version a token. Nothing drains, nothing is computed twice.
+    """
+
+    def decide(self, state: State) -> Iterator[Command]:
+        """Yield the push of the newest version, then a load for each replica behind it."""
+        yield from _push(state)
+        for replica in _to_load(state):
+            yield LoadWeights(replica, state.pushed_version, drain=False)
+
+
+class AbortAndResume:
+    """Push at once; each replica gives up what it has, loads, and takes it up again from the prefix.
+
+    The prefix is prefilled once more under the new version, which costs compute and saves the drain.
+    """
+
+    def decide(self, state: State) -> Iterator[Command]:
+        """Yield the push, then for each replica behind it the aborts and the load."""
+        yield from _push(state)
+        for replica in _to_load(state):
+            for rollout in state.fleet.replicas[replica].rollouts.values():
+                if not rollout.is_aborting:
+                    yield Abort(rollout.id)
+            yield LoadWeights(replica, state.pushed_version, drain=True)
+
+
+class Barrier:
+    """Push only while nothing is generated; everyone waits until every replica has loaded."""
+
+    def decide(self, state: State) -> Iterator[Command]:
+        """Yield the push once generation is idle, then a load for each replica."""
+        if not state.num_generating:
+            yield from _push(state)
+        for replica in _to_load(state):
+            yield LoadWeights(replica, state.pushed_version, drain=True)
+
+
+def _push(state: State) -> Iterator[Command]:
+    """Yield a push where the trainer has made a version that is neither pushed nor on its way."""
+    if state.pushing is None and state.version > state.pushed_version and not state.is_stopping:
+        yield PushWeights(state.version)
+
+
+def _to_load(state: State) -> list[int]:
+    return [] if state.is_stopping else list(state.fleet.outdated)

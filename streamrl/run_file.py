@@ -1,0 +1,280 @@
+"""Read a run file: TOML, overrides, paths, and checks that need more than one key."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, get_type_hints, overload
+
+import msgspec
+
+from streamrl.config import Run, Section
+from streamrl.units import QUANTITIES
+
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>[^`]+)`(?: - at `\$(?P<path>.*)`)?")
+_MISSING = re.compile(r"Object missing required field `(?P<key>[^`]+)`(?: - at `\$(?P<path>.*)`)?")
+_AT = re.compile(r"(?P<what>.*) - at `\$(?P<path>.*)`", re.DOTALL)
+
+
+def load_run(path: Path, overrides: Iterable[str] = ()) -> Run:
+    """Read the run file at `path` with `key=value` overrides applied.
+
+    Raises:
+        ValueError: one line that names the key, its value and what would be right.
+    """
+    try:
+        table = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such run file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ValueError(f"{path}: not a TOML file: {error}") from None
+    for override in overrides:
+        _override(table, override)
+    return make_run(table, path.parent)
+
+
+def make_run(table: dict[str, Any], base: Path = Path()) -> Run:
+    """Make a run from a table as TOML gives it; relative paths start at `base`."""
+    try:
+        run = msgspec.convert(table, Run, dec_hook=_read_quantity)
+    except msgspec.ValidationError as error:
+        raise ValueError(_say(str(error), table)) from None
+    check_run(run)
+    return _resolve_paths(run, base)
+
+
+def decode_run(data: bytes) -> Run:
+    """Read a run that `encode_run` wrote."""
+    return msgspec.json.decode(data, type=Run, dec_hook=_restore_quantity)
+
+
+def encode_run(run: Run) -> bytes:
+    """Write a run as JSON, quantities in base units."""
+    return msgspec.json.encode(run, enc_hook=float)
+
+
+def check_run(run: Run) -> None:
+    """Raise `ValueError` where values contradict each other."""
+    _check_model(run)
+    _check_positive(run)
+    _check_pools(run)
+    _check_algorithm(run)
+
+
+def _check_model(run: Run) -> None:
+    if (run.model.name is None) == (run.model.path is None):
+        raise ValueError("model needs exactly one of name and path")
+
+
+def _check_positive(run: Run) -> None:
+    for section in (run.rollout, run.trainer, run.algorithm, run.verifier):
+        for key, kind in get_type_hints(type(section)).items():
+            value = getattr(section, key)
+            if kind is int and value < 1:
+                raise ValueError(f"{_name(run, section)}.{key} must be at least 1, got {value}")
+    for name, pool in run.cluster.pools.items():
+        for key, value in (("nodes", pool.nodes), ("gpus_per_node", pool.gpus_per_node)):
+            if value < 1:
+                raise ValueError(f"cluster.pools.{name}.{key} must be at least 1, got {value}")
+    if not 0 < run.rollout.memory_utilization <= 1:
+        raise ValueError(
+            f"rollout.memory_utilization must be in (0, 1], got {run.rollout.memory_utilization}"
+        )
+    if run.policies.max_staleness is not None and run.policies.max_staleness < 0:
+        raise ValueError(
+            f"policies.max_staleness must be 0 or more, got {run.policies.max_staleness}"
+        )
+
+
+def _check_pools(run: Run) -> None:
+    pools = run.cluster.pools
+    for side, pool_name in (("rollout", run.rollout.pool), ("trainer", run.trainer.pool)):
+        if pool_name not in pools:
+            raise ValueError(f"{side}.pool {pool_name!r} is none of the pools {sorted(pools)}")
+    for index, link in enumerate(run.cluster.links):
+        for pool_name in link.between:
+            if pool_name not in pools:
+                raise ValueError(
+                    f"cluster.links[{index}].between names {pool_name!r}, which is no pool"
+                )
+        if link.bandwidth <= 0:
+            raise ValueError(f"cluster.links[{index}].bandwidth must be above 0")
+    per_node = pools[run.rollout.pool].gpus_per_node
+    degree = run.rollout.tensor_parallel
+    if degree > per_node or per_node % degree:
+        raise ValueError(
+            f"rollout.tensor_parallel must divide the {per_node} GPUs of a node, got {degree}"
+        )
+    _check_num_gpus(run)
+
+
+def _check_num_gpus(run: Run) -> None:
+    needs = {run.rollout.pool: 0, run.trainer.pool: 0}
+    needs[run.rollout.pool] += run.rollout.num_gpus
+    needs[run.trainer.pool] += run.trainer.num_gpus
+    for name, need in needs.items():
+        have = run.cluster.pools[name].num_gpus
+        if need > have:
+            raise ValueError(
+                f"pool {name!r} has {have} GPUs, but rollout.replicas={run.rollout.replicas} x "
+                f"tensor_parallel={run.rollout.tensor_parallel} and the trainer's "
+                f"{run.trainer.num_gpus} need {need} there"
+            )
+    if run.rollout.pool != run.trainer.pool and find_link(run) is None:
+        raise ValueError(
+            f"cluster.links has no link between {run.rollout.pool!r} and {run.trainer.pool!r}"
+        )
+
+
+def _check_algorithm(run: Run) -> None:
+    algorithm = run.algorithm
+    if algorithm.trains_whole_groups and algorithm.group_size < 2:
+        raise ValueError(
+            f"algorithm.group_size must be at least 2 for {algorithm.name}, "
+            f"got {algorithm.group_size}"
+        )
+    if algorithm.rollouts_per_step < run.trainer.data_parallel:
+        raise ValueError(
+            f"algorithm.prompts_per_step x group_size gives {algorithm.rollouts_per_step} rollouts, "
+            f"fewer than trainer.data_parallel={run.trainer.data_parallel}"
+        )
+
+
+def find_link(run: Run) -> int | None:
+    """Give the index of the link between the two sides, or None within one pool."""
+    wanted = {run.rollout.pool, run.trainer.pool}
+    for index, link in enumerate(run.cluster.links):
+        if set(link.between) == wanted and len(wanted) == 2:
+            return index
+    return None
+
+
+def _name(run: Run, section: Section) -> str:
+    return next(key for key in run.__struct_fields__ if getattr(run, key) is section)
+
+
+def _read_quantity(kind: type, value: object) -> object:
+    if kind in QUANTITIES:
+        return kind.parse(value)
+    raise NotImplementedError(f"no reader for {kind}")
+
+
+def _restore_quantity(kind: type, value: object) -> object:
+    return kind(value)
+
+
+def _override(table: dict[str, Any], override: str) -> None:
+    """Set one dotted key, such as `rollout.replicas=8` or `cluster.links.0.latency=20 ms`."""
+    key, separator, text = override.partition("=")
+    if not separator or not key.strip():
+        raise ValueError(f"--set {override!r} must read key=value")
+    *parents, last = key.strip().split(".")
+    place: Any = table
+    for depth, part in enumerate(parents):
+        place = _enter(place, part, ".".join(parents[: depth + 1]))
+    if not isinstance(place, dict):
+        raise ValueError(f"--set {key}: name a key inside an entry of this list")
+    place[last] = _read_value(text.strip())
+
+
+def _enter(place: Any, part: str, path: str) -> Any:
+    if isinstance(place, list):
+        if not part.isdigit() or int(part) >= len(place):
+            raise ValueError(f"--set {path}: no entry {part!r} in a list of {len(place)}")
+        return place[int(part)]
+    inner = place.setdefault(part, {})
+    if not isinstance(inner, dict | list):
+        raise ValueError(f"--set {path}: {inner!r} is no table")
+    return inner
+
+
+def _read_value(text: str) -> object:
+    """Read a TOML value; what is none is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _resolve_paths(run: Run, base: Path) -> Run:
+    """Let every path in the run file start at `base`."""
+    replace = msgspec.structs.replace
+    lengths = run.workload.lengths
+    if lengths is not None and ("/" in lengths.source or "." in lengths.source):
+        lengths = replace(lengths, source=_from(base, lengths.source))
+    return replace(
+        run,
+        model=replace(run.model, path=_from(base, run.model.path)),
+        workload=replace(run.workload, prompts=_from(base, run.workload.prompts), lengths=lengths),
+        execute=replace(run.execute, output=_from(base, run.execute.output)),
+    )
+
+
+@overload
+def _from(base: Path, path: str) -> str: ...
+@overload
+def _from(base: Path, path: None) -> None: ...
+def _from(base: Path, path: str | None) -> str | None:
+    return None if path is None else str(base / path)
+
+
+def _say(error: str, table: dict[str, Any]) -> str:
+    """Say what msgspec found, with the key's path as a run file has it."""
+    if match := _UNKNOWN.fullmatch(error):
+        close = difflib.get_close_matches(match["key"], _all_keys(), n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        return f"{_dotted(match['path'], match['key'])} is no key of a run file{hint}"
+    if match := _MISSING.fullmatch(error):
+        return f"{_dotted(match['path'], match['key'])} is missing"
+    if match := _AT.fullmatch(error):
+        path = _name_entry(match["path"], error, table)
+        return f"{_dotted(path)}: {match['what']}, got {_look_up(table, path)!r}"
+    return error
+
+
+def _all_keys() -> list[str]:
+    return [key for section in Section.__subclasses__() for key in section.__struct_fields__]
+
+
+def _dotted(path: str | None, key: str = "") -> str:
+    return ".".join(part for part in ((path or "").lstrip("."), key) if part)
+
+
+def _name_entry(path: str, error: str, table: dict[str, Any]) -> str:
+    """Replace msgspec's "[...]" by the entry of the table that is wrong."""
+    before, found, after = path.partition("[...]")
+    if not found:
+        return path
+    entries = _look_up(table, before)
+    if not isinstance(entries, dict):
+        return path
+    for name, entry in entries.items():
+        alone = copy.deepcopy(table)
+        _override_table(alone, before, {name: entry})
+        try:
+            msgspec.convert(alone, Run, dec_hook=_read_quantity)
+        except msgspec.ValidationError as again:
+            if str(again) == error:
+                return f"{before}.{name}{after}"
+    return path
+
+
+def _override_table(table: dict[str, Any], path: str, value: object) -> None:
+    *parents, last = _dotted(path).split(".")
+    place: Any = table
+    for part in parents:
+        place = place[part]
+    place[last] = value
+
+
+def _look_up(table: Any, path: str) -> object:
+    for part in re.findall(r"[^.\[\]]+", path):
+        try:
+            table = table[int(part)] if isinstance(table, list) else table[part]
+        except (KeyError, IndexError, ValueError, TypeError):
+            return "nothing there"
+    return table

@@ -1,0 +1,459 @@
+"""Everything the engine knows, changed in two places: `observe` an event, `commit` a command.
+
+Policies read it and never scan history, so each question they ask has an index here:
+
+    waiting      rollouts to dispatch, oldest draw first           heap of ids
+    unverified   finished rollouts without a reward                in order of arrival
+    untaken      groups not yet taken for a step                   in draw order
+    complete     untaken groups whose rollouts are all ready       in order of arrival
+    unscored     rollouts of taken groups to run forward passes of in order of arrival
+    trainable    rollouts of taken groups to train on              in order of arrival
+    failed       rollouts that failed and are not ready yet        by id
+    fleet        replicas by version and by load                   see `streamrl.fleet`
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, assert_never
+
+from streamrl.entities import Group, Phase, Rollout
+from streamrl.fleet import Fleet
+from streamrl.invariants import check
+from streamrl.messages import (
+    Abort,
+    CheckpointSaved,
+    Command,
+    DrawPrompts,
+    Drop,
+    Event,
+    Failed,
+    Generate,
+    Generated,
+    Interrupted,
+    LoadWeights,
+    PromptsDrawn,
+    PushWeights,
+    ReplicaLost,
+    ReplicaStarted,
+    RunStarted,
+    SaveCheckpoint,
+    Score,
+    Scored,
+    StartReplica,
+    StartTrainer,
+    Step,
+    Stepped,
+    Stop,
+    Take,
+    Train,
+    Trained,
+    TrainerStarted,
+    Verified,
+    Verify,
+    WakeAt,
+    WeightsLoaded,
+    WeightsPushed,
+    Woke,
+)
+
+if TYPE_CHECKING:
+    from streamrl.config import Run
+
+
+@dataclass(slots=True)
+class State:
+    """See the module's table; `start` makes the state before the first event."""
+
+    num_steps: int
+    prompts_per_step: int
+    group_size: int
+    trains_whole_groups: bool
+    needs_score: bool
+
+    now: float = 0.0
+    has_started: bool = False
+    version: int = 0
+    pushed_version: int = 0
+    pushing: int | None = None
+    checkpoint_version: int = 0
+    trainer_is_ready: bool = False
+    trainer_command: Command | None = None
+    stop_reason: str | None = None
+    next_wake: float | None = None
+
+    fleet: Fleet = field(default_factory=Fleet)
+    groups: dict[int, Group] = field(default_factory=dict)
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    taken: dict[int, Group] = field(default_factory=dict)
+
+    waiting: list[int] = field(default_factory=list)
+    unverified: deque[Rollout] = field(default_factory=deque)
+    untaken: deque[Group] = field(default_factory=deque)
+    complete: deque[Group] = field(default_factory=deque)
+    unscored: deque[Rollout] = field(default_factory=deque)
+    trainable: deque[Rollout] = field(default_factory=deque)
+    failed: dict[int, Rollout] = field(default_factory=dict)
+
+    num_admitted: int = 0
+    """Groups asked for and not dropped, those behind a resumed run included."""
+    num_drawing: int = 0
+    next_group: int = 0
+    """Id of the next group in draw order."""
+    num_generating: int = 0
+    num_verifying: int = 0
+    num_in_gradient: int = 0
+    """Rollouts whose gradient the coming step has."""
+    num_drawn: int = 0
+    num_trained: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Rollouts dropped, by reason."""
+    failure: str | None = None
+    """What broke beyond what a retry can mend."""
+
+    @classmethod
+    def start(cls, run: Run) -> State:
+        """Make the state that a run begins with, before its `RunStarted`."""
+        return cls(
+            num_steps=run.algorithm.steps,
+            prompts_per_step=run.algorithm.prompts_per_step,
+            group_size=run.algorithm.group_size,
+            trains_whole_groups=run.algorithm.trains_whole_groups,
+            needs_score=run.algorithm.needs_score,
+        )
+
+    # Questions ------------------------------------------------------------------------------------
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """Rollouts that one optimizer step is made of."""
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def trainer_is_free(self) -> bool:
+        """Whether the trainer could begin something now."""
+        return self.trainer_is_ready and self.trainer_command is None
+
+    @property
+    def is_synced(self) -> bool:
+        """Whether every serving replica has the newest policy version."""
+        return self.pushing is None and self.fleet.is_synced(self.version)
+
+    @property
+    def has_all_steps(self) -> bool:
+        """Whether the last step is done."""
+        return self.version >= self.num_steps
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the run should start nothing new."""
+        return self.stop_reason is not None or self.has_all_steps
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left to do and nothing is under way."""
+        return (
+            self.is_stopping
+            and not self.rollouts
+            and self.trainer_command is None
+            and self.pushing is None
+            and not self.num_drawing
+            and all(replica.loading is None for replica in self.fleet.replicas.values())
+        )
+
+    def next_waiting(self) -> Rollout | None:
+        """Give the oldest rollout to dispatch."""
+        waiting = self.waiting
+        while waiting:
+            rollout = self.rollouts.get(waiting[0])
+            if rollout is not None and rollout.phase is Phase.WAITING:
+                return rollout
+            heappop(waiting)
+        return None
+
+    def next_untaken(self) -> Group | None:
+        """Give the oldest group, in draw order, that no step has taken."""
+        return _first_free(self.untaken)
+
+    def next_complete(self) -> Group | None:
+        """Give the group that became complete first and that no step has taken."""
+        return _first_free(self.complete)
+
+    # Changes --------------------------------------------------------------------------------------
+
+    def observe(self, event: Event, now: float) -> None:
+        """Enter what happened at `now` seconds.
+
+        Raises:
+            ValueError: the event answers no command that is under way.
+        """
+        self.now = now
+        match event:
+            case Generated():
+                self._end_generate(event)
+            case Verified():
+                self._end_verify(event)
+            case Scored(rollouts):
+                self.trainer_command = None
+                self.trainable.extend(self._still_wanted(rollouts, Phase.READY))
+            case Trained(rollouts):
+                self.trainer_command = None
+                self.num_in_gradient += len(self._still_wanted(rollouts, Phase.TRAINED))
+            case Stepped(version):
+                self._end_step(version)
+            case PromptsDrawn():
+                self._add_groups(event)
+            case WeightsPushed(version):
+                self.pushing = None
+                self.pushed_version = version
+                self.fleet.find_outdated(version)
+            case WeightsLoaded(replica_id, version) | ReplicaStarted(replica_id, version):
+                self.fleet.serve(replica_id, version, self.pushed_version)
+            case TrainerStarted(version):
+                self.trainer_command = None
+                self.trainer_is_ready = True
+                self.version = version
+            case RunStarted(version, groups_done):
+                self.has_started = True
+                self.next_group = groups_done
+                self.version = self.pushed_version = self.checkpoint_version = version
+                self.num_admitted = version * self.prompts_per_step
+            case ReplicaLost(replica_id, _):
+                self.fleet.lose(replica_id)
+            case CheckpointSaved(version):
+                self.trainer_command = None
+                self.checkpoint_version = version
+            case Woke(_):
+                self.next_wake = None
+            case Failed(command, reason):
+                self._fail(command, reason)
+            case Interrupted(reason):
+                self.stop_reason = self.stop_reason or reason
+            case _:
+                assert_never(event)
+
+    def commit(self, command: Command) -> None:
+        """Enter what a policy has decided, before the next command is asked for."""
+        match command:
+            case Generate(rollout_id, replica_id):
+                rollout = self.rollouts[rollout_id]
+                rollout.phase = Phase.GENERATING
+                self.num_generating += 1
+                self.fleet.assign(rollout, replica_id)
+            case Verify(rollout_id):
+                rollout = self.unverified.popleft()
+                if rollout.id != rollout_id:
+                    raise ValueError(f"rollout {rollout.id} must be verified before {rollout_id}")
+                rollout.phase = Phase.VERIFYING
+                self.num_verifying += 1
+            case Take(group_id, step):
+                self._take(self.groups[group_id], step)
+            case Score(rollouts):
+                self.trainer_command = command
+                _hand_over(self.unscored, rollouts)
+            case Train(rollouts):
+                self.trainer_command = command
+                _hand_over(self.trainable, rollouts)
+            case Step() | StartTrainer() | SaveCheckpoint():
+                self.trainer_command = command
+            case DrawPrompts(_, num_groups):
+                self.num_admitted += num_groups
+                self.num_drawing += num_groups
+            case PushWeights(version):
+                self.pushing = version
+            case LoadWeights(replica_id, version):
+                self.fleet.load(replica_id, version)
+            case Abort(rollout_id):
+                self.rollouts[rollout_id].is_aborting = True
+            case Drop(group_id, reason):
+                self._drop(self.groups[group_id], reason)
+            case Stop(reason):
+                self.stop_reason = self.stop_reason or reason
+            case StartReplica(replica_id, version):
+                self.fleet.start(replica_id, version)
+            case WakeAt(time):
+                self.next_wake = time
+            case _:
+                assert_never(command)
+
+    def check(self) -> None:
+        """Raise `AssertionError` where the state contradicts itself."""
+        check(self)
+
+    def _end_generate(self, event: Generated) -> None:
+        rollout = self.rollouts[event.rollout]
+        self._release(rollout)
+        rollout.tokens = event.tokens
+        if rollout.born is None and event.tokens:
+            rollout.born = event.version
+        if rollout.group.is_dropped:
+            self._forget(rollout)
+        elif event.finish == "aborted":
+            self._wait(rollout)
+        else:
+            rollout.phase = Phase.FINISHED
+            self.unverified.append(rollout)
+
+    def _end_verify(self, event: Verified) -> None:
+        rollout = self.rollouts[event.rollout]
+        self.num_verifying -= 1
+        rollout.reward = event.reward
+        self._settle(rollout)
+
+    def _settle(self, rollout: Rollout) -> None:
+        """Let a rollout with a reward go on to training, alone or with its group."""
+        group = rollout.group
+        if group.is_dropped:
+            self._forget(rollout)
+            return
+        rollout.phase = Phase.READY
+        self.failed.pop(rollout.id, None)
+        group.num_missing -= 1
+        if not group.num_missing and group.taken_for is None:
+            self.complete.append(group)
+        if group.taken_for is not None:
+            if not self.trains_whole_groups:
+                self._supply(rollout)
+            elif not group.num_missing:
+                self._supply(*group.rollouts)
+
+    def _supply(self, *rollouts: Rollout) -> None:
+        (self.unscored if self.needs_score else self.trainable).extend(rollouts)
+
+    def _take(self, group: Group, step: int) -> None:
+        group.taken_for = step
+        self.taken[group.id] = group
+        if not self.trains_whole_groups or not group.num_missing:
+            self._supply(*(r for r in group.rollouts if r.phase is Phase.READY))
+
+    def _still_wanted(self, rollouts: Iterable[int], phase: Phase) -> list[Rollout]:
+        """Give back what the trainer had in hand, less what was dropped meanwhile."""
+        wanted = []
+        for rollout in map(self.rollouts.__getitem__, rollouts):
+            if rollout.group.is_dropped:
+                self._forget(rollout)
+            else:
+                rollout.phase = phase
+                wanted.append(rollout)
+        return wanted
+
+    def _end_step(self, version: int) -> None:
+        if version != self.version + 1:
+            raise ValueError(f"step made version {version}, expected {self.version + 1}")
+        self.trainer_command = None
+        self.version = version
+        self.num_trained += self.num_in_gradient
+        self.num_in_gradient = 0
+        for group in self.taken.values():
+            del self.groups[group.id]
+            for rollout in group.rollouts:
+                del self.rollouts[rollout.id]
+        self.taken = {}
+
+    def _add_groups(self, event: PromptsDrawn) -> None:
+        self.num_drawing -= len(event.groups)
+        for drawn in event.groups:
+            group = Group(drawn.group, event.step, event.oldest_version, drawn.prompt_tokens)
+            self.next_group = drawn.group + 1
+            group.num_missing = len(drawn.rollouts)
+            self.groups[group.id] = group
+            self.untaken.append(group)
+            for rollout_id, expected in zip(drawn.rollouts, drawn.expected_tokens, strict=True):
+                rollout = Rollout(rollout_id, group, expected)
+                group.rollouts.append(rollout)
+                self.rollouts[rollout_id] = rollout
+                heappush(self.waiting, rollout_id)
+            self.num_drawn += len(drawn.rollouts)
+
+    def _drop(self, group: Group, reason: str) -> None:
+        group.is_dropped = True
+        self.num_admitted -= 1
+        self.dropped[reason] = self.dropped.get(reason, 0) + len(group.rollouts)
+        self.taken.pop(group.id, None)
+        del self.groups[group.id]
+        self.num_in_gradient -= sum(r.phase is Phase.TRAINED for r in group.rollouts)
+        if group.taken_for is not None:
+            self.unscored = deque(r for r in self.unscored if r.group is not group)
+            self.trainable = deque(r for r in self.trainable if r.group is not group)
+        for rollout in group.rollouts:
+            if rollout.phase not in (Phase.GENERATING, Phase.VERIFYING, Phase.TRAINING):
+                self._forget(rollout)
+
+    def _forget(self, rollout: Rollout) -> None:
+        if rollout.phase is Phase.FINISHED:
+            self.unverified.remove(rollout)
+        self.failed.pop(rollout.id, None)
+        del self.rollouts[rollout.id]
+
+    def _wait(self, rollout: Rollout) -> None:
+        rollout.phase = Phase.WAITING
+        heappush(self.waiting, rollout.id)
+
+    def _release(self, rollout: Rollout) -> None:
+        self.fleet.release(rollout)
+        rollout.is_aborting = False
+        self.num_generating -= 1
+
+    def _fail(self, command: Command, reason: str) -> None:
+        match command:
+            case Generate(rollout_id):
+                rollout = self.rollouts[rollout_id]
+                self._release(rollout)
+                self._retry(rollout)
+            case Verify(rollout_id):
+                self.num_verifying -= 1
+                self._retry(self.rollouts[rollout_id])
+            case LoadWeights(replica_id):
+                replica = self.fleet.replicas.get(replica_id)
+                if replica is not None:
+                    replica.loading = None
+                    self.failure = f"replica {replica_id} cannot load weights: {reason}"
+            case StartReplica(replica_id):
+                self.fleet.lose(replica_id)
+            case DrawPrompts(_, num_groups):
+                self.num_admitted -= num_groups
+                self.num_drawing -= num_groups
+                self.failure = f"no prompts: {reason}"
+            case PushWeights(version):
+                self.pushing = None
+                self.failure = f"weights of version {version} were not pushed: {reason}"
+            case Score(rollouts) | Train(rollouts):
+                self.trainer_command = None
+                self._still_wanted(rollouts, Phase.READY)
+                self.failure = f"trainer: {reason}"
+            case _:
+                self.trainer_command = None
+                self.failure = f"{type(command).__name__}: {reason}"
+
+    def _retry(self, rollout: Rollout) -> None:
+        """Let what failed be tried again; a policy says how often."""
+        if rollout.group.is_dropped:
+            self._forget(rollout)
+            return
+        rollout.failures += 1
+        self.failed[rollout.id] = rollout
+        if rollout.phase is Phase.VERIFYING:
+            rollout.phase = Phase.FINISHED
+            self.unverified.append(rollout)
+        else:
+            self._wait(rollout)
+
+
+def _first_free(groups: deque[Group]) -> Group | None:
+    while groups:
+        if groups[0].is_free:
+            return groups[0]
+        groups.popleft()
+    return None
+
+
+def _hand_over(line: deque[Rollout], rollouts: tuple[int, ...]) -> None:
+    """Take `rollouts` from the head of `line` into the trainer's hands."""
+    for rollout_id in rollouts:
+        rollout = line.popleft()
+        if rollout.id != rollout_id:
+            raise ValueError(f"rollout {rollout.id} comes before {rollout_id}")
+        rollout.phase = Phase.TRAINING

@@ -1,0 +1,66 @@
+"""Quantities with their unit: a run file says "80 Gbps" or "20 ms", the program holds bytes a second or seconds."""
+
+from __future__ import annotations
+
+import re
+
+BITS_PER_BYTE = 8
+_PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_NUMBER = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]+)\s*")
+
+
+class Bandwidth(float):
+    """Bytes per second, written as "80 Gbps" (bits) or "400 GB/s" (bytes)."""
+
+    @classmethod
+    def parse(cls, text: object) -> Bandwidth:
+        """Read a bandwidth; a bare number is refused."""
+        value, unit = _split(text, "a bandwidth such as '80 Gbps' or '400 GB/s'")
+        if unit.endswith("bps") and unit[:-3] in _PREFIXES:
+            return cls(value * _PREFIXES[unit[:-3]] / BITS_PER_BYTE)
+        if unit.endswith("B/s"):
+            return cls(value * _scale(unit[:-3], text))
+        raise ValueError(f"{text!r} is no bandwidth: write '80 Gbps' or '400 GB/s'")
+
+
+class Size(float):
+    """Bytes, written as "96 GB" or "80 GiB"."""
+
+    @classmethod
+    def parse(cls, text: object) -> Size:
+        """Read a size; a bare number is refused."""
+        value, unit = _split(text, "a size such as '96 GB'")
+        if not unit.endswith("B"):
+            raise ValueError(f"{text!r} is no size: write '96 GB' or '80 GiB'")
+        return cls(value * _scale(unit[:-1], text))
+
+
+class Duration(float):
+    """Seconds, written as "20 ms" or "1.5 s"."""
+
+    @classmethod
+    def parse(cls, text: object) -> Duration:
+        """Read a duration; a bare number is refused."""
+        value, unit = _split(text, "a duration such as '20 ms'")
+        if unit not in _TIMES:
+            raise ValueError(f"{text!r} is no duration: units are {', '.join(_TIMES)}")
+        return cls(value * _TIMES[unit])
+
+
+QUANTITIES = (Bandwidth, Size, Duration)
+
+
+def _split(text: object, example: str) -> tuple[float, str]:
+    match = _NUMBER.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(f"{text!r} needs a unit: write {example}")
+    return float(match[1]), match[2]
+
+
+def _scale(prefix: str, text: object) -> float:
+    scale = _PREFIXES.get(prefix) or _BINARY.get(prefix)
+    if scale is None:
+        raise ValueError(f"{text!r} has an unknown prefix {prefix!r}")
+    return scale
