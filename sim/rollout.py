@@ -55,7 +55,8 @@ class Replica:
         self._max_running = world.run_file.rollout.max_running
         self.id = replica_id
         self.version = version
-        self._queue: list[tuple[int, int, Attempt]] = []
+        self._queue: list[tuple[int, int]] = []
+        """Heap of (priority, rollout); what was aborted meanwhile is no longer in `_queued`."""
         self._queued: dict[int, Attempt] = {}
         self._running: dict[int, Attempt] = {}
         self._finishing: list[tuple[int, int]] = []
@@ -131,8 +132,9 @@ class Replica:
         joined: list[Attempt] = []
         tokens, pairs = 0, 0.0
         while self._queue and len(self._running) < self._max_running:
-            attempt = self._queue[0][2]
-            if self._queued.get(attempt.rollout) is not attempt:
+            priority, rollout = self._queue[0]
+            attempt = self._queued.get(rollout)
+            if attempt is None or attempt.priority != priority:
                 heappop(self._queue)
                 continue
             context = attempt.prompt_tokens + attempt.done
@@ -196,7 +198,7 @@ class Replica:
 
     def _enqueue(self, attempt: Attempt) -> None:
         self._queued[attempt.rollout] = attempt
-        heappush(self._queue, (attempt.priority, attempt.rollout, attempt))
+        heappush(self._queue, (attempt.priority, attempt.rollout))
 
     def _join(self, attempt: Attempt, fresh: int) -> None:
         """Put a rollout into the batch, its first new token counted."""

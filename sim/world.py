@@ -115,7 +115,7 @@ class SimWorld(World):
             case LoadWeights():
                 self.replicas[command.replica].load(command)
             case Abort():
-                self._find(command.rollout).abort(command.rollout)
+                self._abort(command.rollout)
             case StartReplica():
                 self.env.process(self._start_replica(command))
             case WakeAt():
@@ -149,10 +149,11 @@ class SimWorld(World):
         groups = tuple(draw.drawn for draw in draws)
         self.emit(PromptsDrawn(command.step, command.oldest_version, groups))
 
-    def _find(self, rollout: int) -> Replica:
+    def _abort(self, rollout: int) -> None:
         replica = self.engine.state.rollouts[rollout].replica
         assert replica is not None, f"rollout {rollout} runs nowhere"
-        return self.replicas[replica.id]
+        if replica.id in self.replicas:  # on a lost one, its `Failed` is on its way
+            self.replicas[replica.id].abort(rollout)
 
     def _start_replica(self, command: StartReplica) -> Generator[simpy.Event, Any, None]:
         yield self.env.timeout(self.run_file.rollout.start_time)

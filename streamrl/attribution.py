@@ -2,27 +2,30 @@
 
 cause         who                 waits for
 start-up      replica, trainer    itself, or the replicas that come up with it
-failure       replica             its replacement
+failure       replica, trainer    the replacement of a replica
 sync          replica, trainer    weights on their way or being loaded
 skew          replica, trainer    the stragglers of the step, while replicas already stand idle
 pipeline      replica             the trainer, which may not be overtaken (on-policy)
-trainer             rollouts, while every replica works on them
+              trainer             rollouts, while no replica stands idle
 staleness     replica             the trainer, which is max_staleness steps behind
-verifier      replica, trainer    the rewards of generated rollouts
+verifier      replica, trainer    the rewards of generated rollouts, while the trainer does nothing
 checkpoint    trainer             the disk
 backpressure  replica             room for finished rollouts
+wind-down     replica             the end of the run: every prompt is drawn (off-policy)
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from operator import itemgetter
 from typing import NamedTuple
 
 from streamrl.messages import (
     DrawnGroup,
     Drop,
     Failed,
+    Generate,
     Generated,
     PromptsDrawn,
     ReplicaLost,
@@ -46,6 +49,7 @@ IDLE = (
     "verifier",
     "checkpoint",
     "backpressure",
+    "wind-down",
 )
 
 
@@ -88,7 +92,7 @@ def _sweep(trace: Trace, timeline: Timeline) -> dict[str, float]:
     counts: dict[str, int] = defaultdict(int)
     seconds: dict[str, float] = defaultdict(float)
     before = 0.0
-    for time, name, by in sorted(_changes(trace, timeline)):
+    for time, name, by in sorted(_changes(trace, timeline), key=itemgetter(0)):
         if time > before:
             for activity, replicas in _replica_shares(counts, run.rollout.replicas, is_on_policy):
                 seconds[activity] += replicas * run.rollout.tensor_parallel * (time - before)
@@ -102,47 +106,70 @@ def _replica_shares(
     counts: dict[str, int], num_replicas: int, is_on_policy: bool
 ) -> Iterator[tuple[str, int]]:
     """Give how many replicas do, or wait for, what."""
-    missing = num_replicas - counts["replicas"]
-    starting = counts["replica start-up"]
-    idle = counts["replicas"] - starting - counts["replica generate"] - counts["replica sync"]
-    yield ("failure" if counts["lost"] else "start-up"), missing
-    yield ("failure" if counts["lost"] else "start-up"), starting
+    yield _coming_up(counts), num_replicas - counts["replicas"] + counts["replica start-up"]
     yield "generate", counts["replica generate"]
     yield "sync", counts["replica sync"]
-    yield _replica_cause(counts, is_on_policy), idle
+    yield _replica_cause(counts, is_on_policy), _num_idle(counts)
 
 
 def _replica_cause(counts: dict[str, int], is_on_policy: bool) -> str:
+    is_syncing = _is_syncing(counts)
     if not counts["has prompts"]:
         return "start-up"
-    if counts["push"] or counts["replica sync"]:
+    if counts["waiting"] and is_syncing:
         return "sync"
     if counts["ungenerated"]:
-        return "skew" if counts["replica generate"] else "start-up"
-    if counts["unverified"]:
+        if counts["replica generate"]:
+            return "skew"
+        return "sync" if is_syncing else _coming_up(counts)
+    if counts["unverified"] and _trainer_work(counts) is None:
         return "verifier"
-    return "pipeline" if is_on_policy else "staleness"
+    if is_on_policy:
+        return "pipeline"
+    return "wind-down" if counts["has last prompts"] else "staleness"
 
 
 def _trainer_activity(counts: dict[str, int]) -> str:
-    for activity in ("start-up", "score", "train", "checkpoint"):
-        if counts[f"trainer {activity}"]:
-            return activity
-    is_syncing = counts["push"] or counts["replica sync"]
+    work = _trainer_work(counts)
+    if work is not None:
+        return work
     if not counts["has prompts"]:
         return "start-up"
     if counts["ungenerated"]:
         if counts["replica generate"]:
-            return "pipeline" if counts["replica generate"] == counts["replicas"] else "skew"
-        return "sync" if is_syncing else "start-up"
+            return "skew" if _num_idle(counts) else "pipeline"
+        return "sync" if _is_syncing(counts) else _coming_up(counts)
     if counts["unverified"]:
         return "verifier"
-    return "sync" if is_syncing else "pipeline"
+    return "sync" if _is_syncing(counts) else "pipeline"
+
+
+def _trainer_work(counts: dict[str, int]) -> str | None:
+    for activity in ("start-up", "score", "train", "checkpoint"):
+        if counts[f"trainer {activity}"]:
+            return activity
+    return None
+
+
+def _num_idle(counts: dict[str, int]) -> int:
+    """Replicas that are up and do nothing."""
+    is_up = counts["replicas"] - counts["replica start-up"]
+    return is_up - counts["replica generate"] - counts["replica sync"]
+
+
+def _is_syncing(counts: dict[str, int]) -> bool:
+    return bool(counts["push"] or counts["replica sync"])
+
+
+def _coming_up(counts: dict[str, int]) -> str:
+    """Say why replicas come up: once one was lost, each that starts is a replacement."""
+    return "failure" if counts["lost"] else "start-up"
 
 
 def _changes(trace: Trace, timeline: Timeline) -> Iterator[Change]:
     yield from _span_changes(timeline)
-    yield from _step_changes(trace)
+    yield from _run_changes(trace)
+    yield from _rollout_changes(trace)
     yield Change(timeline.end, "end", 1)
 
 
@@ -159,91 +186,121 @@ def _span_changes(timeline: Timeline) -> Iterator[Change]:
         yield Change(span.end, "push", -1)
 
 
-def _step_changes(trace: Trace) -> Iterator[Change]:
-    """Who is there, and what the rollouts of the coming step still lack."""
-    step = _ComingStep()
+def _run_changes(trace: Trace) -> Iterator[Change]:
+    """Which replicas there are, and whether there is anything to generate yet, or ever again."""
     for time, event, commands in trace.entries:
         match event:
             case PromptsDrawn():
-                step.draw(event.groups)
                 yield Change(time, "has prompts", 1)
-            case Generated() if event.finish != "aborted":
-                step.advance(event.rollout)
-            case Verified():
-                step.advance(event.rollout)
-            case Stepped():
-                step.clear()
-            case ReplicaLost():
+                if event.step == trace.run.algorithm.steps:
+                    yield Change(time, "has last prompts", 1)
+            case ReplicaLost() | Failed(StartReplica()):
                 yield Change(time, "replicas", -1)
                 yield Change(time, "lost", 1)
-            case Failed(StartReplica()):
-                yield Change(time, "replicas", -1)
             case _:
                 pass  # changes neither
         for command in commands:
+            if isinstance(command, StartReplica):
+                yield Change(time, "replicas", 1)
+
+
+def _rollout_changes(trace: Trace) -> Iterator[Change]:
+    """How many rollouts wait for a replica, and how many the coming step lacks."""
+    rollouts = _Rollouts(trace.run.algorithm.prompts_per_step)
+    for time, event, commands in trace.entries:
+        match event:
+            case PromptsDrawn():
+                for drawn in event.groups:
+                    rollouts.draw(drawn)
+            case Generated():
+                is_aborted = event.finish == "aborted"
+                rollouts.move(event.rollout, WAITING if is_aborted else UNVERIFIED)
+            case Failed(Generate(rollout)):
+                rollouts.move(rollout, WAITING)
+            case Verified():
+                rollouts.move(event.rollout, READY)
+            case Stepped():
+                rollouts.end_step()
+            case _:
+                pass  # says nothing of rollouts
+        for command in commands:
             match command:
-                case StartReplica():
-                    yield Change(time, "replicas", 1)
+                case Generate():
+                    rollouts.move(command.rollout, GENERATING)
                 case Take():
-                    step.take(command.group)
+                    rollouts.take(command.group)
                 case Drop():
-                    step.drop(command.group)
+                    rollouts.forget(command.group)
                 case _:
-                    pass  # changes neither
-        for name, by in step.changes():
+                    pass  # says nothing of rollouts
+        for name, by in rollouts.changes():
             yield Change(time, name, by)
 
 
-class _ComingStep:
-    """Counts the rollouts of taken groups that lack generation, or only their reward."""
+WAITING, GENERATING, UNVERIFIED, READY = range(4)
 
-    def __init__(self) -> None:
-        self._rollouts: dict[int, tuple[int, ...]] = {}
+
+class _Rollouts:
+    """Counts rollouts by how far they are, those of the coming step apart from the others."""
+
+    def __init__(self, groups_per_step: int) -> None:
+        self._groups_per_step = groups_per_step
+        self._groups: dict[int, DrawnGroup] = {}
         self._group: dict[int, int] = {}
         self._stage: dict[int, int] = {}
-        self._taken: set[int] = set()
-        self._lacking = [0, 0]
-        self._told = [0, 0]
+        self._taken: dict[int, None] = {}
+        self._coming, self._other = [0] * 4, [0] * 4
+        self._told = {"waiting": 0, "ungenerated": 0, "unverified": 0}
 
-    def draw(self, groups: Iterable[DrawnGroup]) -> None:
-        for drawn in groups:
-            self._rollouts[drawn.group] = drawn.rollouts
-            for rollout in drawn.rollouts:
-                self._group[rollout] = drawn.group
-                self._stage[rollout] = 0
+    def draw(self, drawn: DrawnGroup) -> None:
+        self._groups[drawn.group] = drawn
+        for rollout in drawn.rollouts:
+            self._group[rollout] = drawn.group
+            self._stage[rollout] = WAITING
+        self._other[WAITING] += len(drawn.rollouts)
 
-    def advance(self, rollout: int) -> None:
-        """Enter that a rollout was generated, or after that, verified."""
-        is_counted = self._group[rollout] in self._taken
-        self._count(rollout, -is_counted)
-        self._stage[rollout] += 1
-        self._count(rollout, is_counted)
+    def move(self, rollout: int, stage: int) -> None:
+        if rollout not in self._stage:
+            return  # its group was dropped
+        counts = self._coming if self._group[rollout] in self._taken else self._other
+        counts[self._stage[rollout]] -= 1
+        counts[stage] += 1
+        self._stage[rollout] = stage
 
     def take(self, group: int) -> None:
-        self._taken.add(group)
-        for rollout in self._rollouts[group]:
-            self._count(rollout, 1)
+        self._taken[group] = None
+        for rollout in self._groups[group].rollouts:
+            self._other[self._stage[rollout]] -= 1
+            self._coming[self._stage[rollout]] += 1
 
-    def drop(self, group: int) -> None:
-        if group in self._taken:
-            self._taken.remove(group)
-            for rollout in self._rollouts[group]:
-                self._count(rollout, -1)
+    def forget(self, group: int) -> None:
+        counts = self._coming if group in self._taken else self._other
+        self._taken.pop(group, None)
+        for rollout in self._groups.pop(group).rollouts:
+            counts[self._stage.pop(rollout)] -= 1
+            del self._group[rollout]
 
-    def clear(self) -> None:
+    def end_step(self) -> None:
         for group in list(self._taken):
-            self.drop(group)
+            self.forget(group)
 
     def changes(self) -> Iterator[tuple[str, int]]:
-        """Give by how much the counts changed since the last call."""
-        for stage, name in enumerate(("ungenerated", "unverified")):
-            if self._lacking[stage] != self._told[stage]:
-                yield name, self._lacking[stage] - self._told[stage]
-                self._told[stage] = self._lacking[stage]
+        """Give by how much the counts changed since the last call.
 
-    def _count(self, rollout: int, by: int) -> None:
-        if self._stage[rollout] < len(self._lacking):
-            self._lacking[self._stage[rollout]] += by
+        A step that takes groups only once they are complete lacks whatever is under way.
+        """
+        lacking = list(self._coming)
+        if len(self._taken) < self._groups_per_step:
+            lacking = [a + b for a, b in zip(self._coming, self._other, strict=True)]
+        counts = {
+            "waiting": self._coming[WAITING] + self._other[WAITING],
+            "ungenerated": lacking[WAITING] + lacking[GENERATING],
+            "unverified": lacking[UNVERIFIED],
+        }
+        for name, count in counts.items():
+            if count != self._told[name]:
+                yield name, count - self._told[name]
+        self._told = counts
 
 
 def _prefill_seconds(trace: Trace) -> float:

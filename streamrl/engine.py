@@ -6,7 +6,7 @@ either decide with the same code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from streamrl.messages import Command, Event
@@ -16,8 +16,11 @@ from streamrl.state import State
 class Policy(Protocol):
     """One thing the engine decides about."""
 
-    def decide(self, state: State) -> Iterator[Command]:
-        """Yield what to do now. Each command enters `state` before the next is asked for."""
+    def decide(self, state: State) -> Iterable[Command]:
+        """Yield what to do now. Each command enters `state` before the next is asked for.
+
+        Most events concern few policies: one that has nothing to say answers `()` without a generator.
+        """
         ...
 
 

@@ -10,7 +10,15 @@ import msgspec
 
 from streamrl.attribution import Attribution, attribute
 from streamrl.config import Run
-from streamrl.messages import Drop, Generated, PromptsDrawn, Stepped, Train, Verified
+from streamrl.messages import (
+    Drop,
+    Generated,
+    PromptsDrawn,
+    RunStarted,
+    Stepped,
+    Train,
+    Verified,
+)
 from streamrl.profile import load_gpu
 from streamrl.trace import Trace
 
@@ -129,6 +137,8 @@ def read_flow(trace: Trace) -> Flow:
     version = 0
     for time, event, commands in trace.entries:
         match event:
+            case RunStarted():
+                version = event.version
             case Generated():
                 new = event.tokens - flow.tokens.get(event.rollout, 0)
                 flow.generated.append((time, new))
@@ -138,6 +148,7 @@ def read_flow(trace: Trace) -> Flow:
             case Verified():
                 flow.rewards[event.rollout] = event.reward
             case Stepped():
+                flow.staleness.update(version - born[rollout] for rollout in flow.trained[-1])
                 version = event.version
                 flow.stepped_at.append(time)
                 flow.trained.append([])
@@ -148,7 +159,6 @@ def read_flow(trace: Trace) -> Flow:
         for command in commands:
             if isinstance(command, Train):
                 flow.trained[-1].extend(command.rollouts)
-                flow.staleness.update(version - born[rollout] for rollout in command.rollouts)
             elif isinstance(command, Drop):
                 flow.dropped[command.reason] += len(groups[command.group])
     flow.trained.pop()

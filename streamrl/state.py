@@ -83,6 +83,8 @@ class State:
     trainer_is_ready: bool = False
     trainer_command: Command | None = None
     stop_reason: str | None = None
+    is_stopping: bool = False
+    """Whether the run should start nothing new: it has a reason to stop, or all its steps."""
     next_wake: float | None = None
 
     fleet: Fleet = field(default_factory=Fleet)
@@ -148,11 +150,6 @@ class State:
         return self.version >= self.num_steps
 
     @property
-    def is_stopping(self) -> bool:
-        """Whether the run should start nothing new."""
-        return self.stop_reason is not None or self.has_all_steps
-
-    @property
     def is_finished(self) -> bool:
         """Whether nothing is left to do and nothing is under way."""
         return (
@@ -216,6 +213,7 @@ class State:
                 self.trainer_command = None
                 self.trainer_is_ready = True
                 self.version = version
+                self.is_stopping = self.is_stopping or self.has_all_steps
             case RunStarted(version, groups_done):
                 self.has_started = True
                 self.next_group = groups_done
@@ -231,7 +229,7 @@ class State:
             case Failed(command, reason):
                 self._fail(command, reason)
             case Interrupted(reason):
-                self.stop_reason = self.stop_reason or reason
+                self._stop(reason)
             case _:
                 assert_never(event)
 
@@ -271,7 +269,7 @@ class State:
             case Drop(group_id, reason):
                 self._drop(self.groups[group_id], reason)
             case Stop(reason):
-                self.stop_reason = self.stop_reason or reason
+                self._stop(reason)
             case StartReplica(replica_id, version):
                 self.fleet.start(replica_id, version)
             case WakeAt(time):
@@ -326,7 +324,8 @@ class State:
     def _take(self, group: Group, step: int) -> None:
         group.taken_for = step
         self.taken[group.id] = group
-        if not self.trains_whole_groups or not group.num_missing:
+        is_any_ready = group.num_missing < len(group.rollouts)
+        if not group.num_missing or (is_any_ready and not self.trains_whole_groups):
             self._supply(*(r for r in group.rollouts if r.phase is Phase.READY))
 
     def _still_wanted(self, rollouts: Iterable[int], phase: Phase) -> list[Rollout]:
@@ -345,6 +344,7 @@ class State:
             raise ValueError(f"step made version {version}, expected {self.version + 1}")
         self.trainer_command = None
         self.version = version
+        self.is_stopping = self.is_stopping or self.has_all_steps
         self.num_trained += self.num_in_gradient
         self.num_in_gradient = 0
         for group in self.taken.values():
@@ -387,6 +387,10 @@ class State:
             self.unverified.remove(rollout)
         self.failed.pop(rollout.id, None)
         del self.rollouts[rollout.id]
+
+    def _stop(self, reason: str) -> None:
+        self.stop_reason = self.stop_reason or reason
+        self.is_stopping = True
 
     def _wait(self, rollout: Rollout) -> None:
         rollout.phase = Phase.WAITING

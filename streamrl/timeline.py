@@ -145,15 +145,18 @@ class _Reader:
     def _end_failed(self, command: Command, now: float) -> None:
         if isinstance(command, Generate):
             self._end_attempt(command.rollout, now, None)
+        elif isinstance(command, StartReplica):
+            self._lost[command.replica] = now
         elif self._work is not None and isinstance(command, tuple(TRAINER_WORK)):
             self._end_work(now)
 
     def _end_attempt(self, rollout: int, now: float, run_time: float | None) -> None:
-        """An attempt whose running time nobody reported counts from its command on."""
+        """An attempt whose running time nobody reported lasts from its command to its replica's loss."""
         replica, sent_at = self._attempts.pop(rollout)
         start = sent_at if run_time is None else now - run_time
-        if now > start:
-            self._rollouts[replica].append(Span(start, now, "generate", str(rollout)))
+        end = min(now, self._lost.get(replica, now))
+        if end > start:
+            self._rollouts[replica].append(Span(start, end, "generate", str(rollout)))
 
     def _end_work(self, now: float) -> None:
         assert self._work is not None

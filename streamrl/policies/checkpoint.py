@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from streamrl.messages import Command, SaveCheckpoint
 from streamrl.state import State
@@ -14,10 +14,12 @@ class CheckpointEvery:
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
 
-    def decide(self, state: State) -> Iterator[Command]:
+    def decide(self, state: State) -> Iterable[Command]:
         """Yield a save where one is due and the trainer is between two steps."""
+        num_unsaved = state.version - state.checkpoint_version
+        if not num_unsaved or (num_unsaved < self.num_steps and not state.has_all_steps):
+            return ()
         if not state.trainer_is_free or state.num_in_gradient or state.failure is not None:
-            return
-        is_due = state.version - state.checkpoint_version >= self.num_steps or state.has_all_steps
-        if is_due and state.version > state.checkpoint_version:
-            yield SaveCheckpoint(state.version, min(state.groups, default=state.next_group))
+            return ()
+        groups_done = min(state.groups, default=state.next_group)
+        return (SaveCheckpoint(state.version, groups_done),)

@@ -6,7 +6,7 @@ a replica take effect in order, so a rollout sent after a load starts under what
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from streamrl.entities import Replica
 from streamrl.messages import Command, Generate
@@ -20,10 +20,13 @@ class Dispatch:
     def __init__(self, order: Order) -> None:
         self.order = order
 
-    def decide(self, state: State) -> Iterator[Command]:
+    def decide(self, state: State) -> Iterable[Command]:
         """Yield rollouts in draw order until no replica may take the next one."""
-        if state.stop_reason is not None or not state.fleet.has_come_up:
-            return
+        if not state.waiting or state.stop_reason is not None or not state.fleet.has_come_up:
+            return ()
+        return self._send(state)
+
+    def _send(self, state: State) -> Iterator[Command]:
         while (rollout := state.next_waiting()) is not None:
             replica = self.choose(state, rollout.group.oldest_version)
             if replica is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from streamrl.messages import Command, StartReplica, StartTrainer, Stop
 from streamrl.state import State
@@ -19,10 +19,14 @@ class KeepReplicas:
         self.num_replicas = num_replicas
         self.max_restarts = max_restarts
 
-    def decide(self, state: State) -> Iterator[Command]:
+    def decide(self, state: State) -> Iterable[Command]:
         """Yield what is missing."""
-        if not state.has_started or state.is_stopping:
-            return
+        is_complete = state.trainer_is_ready and len(state.fleet.replicas) == self.num_replicas
+        if is_complete or not state.has_started or state.is_stopping:
+            return ()
+        return self._start(state)
+
+    def _start(self, state: State) -> Iterator[Command]:
         if not state.trainer_is_ready and state.trainer_command is None:
             yield StartTrainer()
         while len(state.fleet.replicas) < self.num_replicas:

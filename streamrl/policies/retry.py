@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from streamrl.entities import Group, Phase
 from streamrl.messages import Abort, Command, Drop, Stop
@@ -19,8 +19,11 @@ class RetryThenDrop:
     def __init__(self, max_attempts: int) -> None:
         self.max_attempts = max_attempts
 
-    def decide(self, state: State) -> Iterator[Command]:
+    def decide(self, state: State) -> Iterable[Command]:
         """Yield drops for what failed too often."""
+        return self._give_up(state) if state.failed or state.failure is not None else ()
+
+    def _give_up(self, state: State) -> Iterator[Command]:
         if state.failure is not None and state.stop_reason is None:
             yield Stop(state.failure)
         hopeless = [r for r in state.failed.values() if r.failures >= self.max_attempts]
@@ -36,10 +39,11 @@ class RetryThenDrop:
 class WindDown:
     """Once the run stops or has all its steps, abort what runs and drop what is left, with the reason."""
 
-    def decide(self, state: State) -> Iterator[Command]:
+    def decide(self, state: State) -> Iterable[Command]:
         """Yield aborts and drops until no group is left."""
-        if not state.is_stopping:
-            return
+        return self._clear(state) if state.is_stopping and state.groups else ()
+
+    def _clear(self, state: State) -> Iterator[Command]:
         reason = state.stop_reason or "the run had all its steps"
         for group in list(state.groups.values()):
             yield from drop(group, reason)

@@ -6,7 +6,7 @@ every step that passes it by.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from streamrl.messages import Command, DrawPrompts, Take
 from streamrl.state import State
@@ -25,12 +25,16 @@ class BoundedAdmission:
         self.waits_for_whole_batches = waits_for_whole_batches
         """Whether the next batch is drawn only after every rollout of the last one is generated."""
 
-    def decide(self, state: State) -> Iterator[Command]:
+    def decide(self, state: State) -> Iterable[Command]:
         """Yield draws, one for each step they are meant for."""
-        if not state.trainer_is_ready or state.is_stopping:
-            return
         last_step = min(state.version + 1 + self.max_staleness, state.num_steps)
-        while state.num_admitted < last_step * state.prompts_per_step:
+        num_allowed = last_step * state.prompts_per_step
+        if state.num_admitted >= num_allowed or state.is_stopping or not state.trainer_is_ready:
+            return ()
+        return self._draw(state, num_allowed)
+
+    def _draw(self, state: State, num_allowed: int) -> Iterator[Command]:
+        while state.num_admitted < num_allowed:
             if self.waits_for_whole_batches and _is_generating(state):
                 return
             batches, rest = divmod(state.num_admitted, state.prompts_per_step)
@@ -44,8 +48,11 @@ class BoundedAdmission:
 class StrictFifo:
     """Train on groups in the order they were drawn; a step waits for its stragglers."""
 
-    def decide(self, state: State) -> Iterator[Command]:
+    def decide(self, state: State) -> Iterable[Command]:
         """Yield the groups of the coming step as soon as they are drawn."""
+        return self._take(state) if state.untaken and _has_room(state) else ()
+
+    def _take(self, state: State) -> Iterator[Command]:
         while _has_room(state) and (group := state.next_untaken()) is not None:
             yield Take(group.id, state.version + 1)
 
@@ -53,8 +60,11 @@ class StrictFifo:
 class Greedy:
     """Train on groups in the order they became complete; stragglers wait, and no bound on staleness holds."""
 
-    def decide(self, state: State) -> Iterator[Command]:
+    def decide(self, state: State) -> Iterable[Command]:
         """Yield complete groups until the coming step is full."""
+        return self._take(state) if state.complete and _has_room(state) else ()
+
+    def _take(self, state: State) -> Iterator[Command]:
         while _has_room(state) and (group := state.next_complete()) is not None:
             yield Take(group.id, state.version + 1)
 

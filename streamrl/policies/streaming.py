@@ -8,7 +8,7 @@ as soon as the trainer is free.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable
 from itertools import islice
 
 from streamrl.entities import Rollout
@@ -25,16 +25,17 @@ class Stream:
         self.most = most
         """Rollouts in one command, so that the trainer can turn to what arrives meanwhile."""
 
-    def decide(self, state: State) -> Iterator[Command]:
-        """Yield the trainer's next work when it is free."""
-        if not state.trainer_is_free or state.is_stopping:
-            return
+    def decide(self, state: State) -> Iterable[Command]:
+        """Give the trainer's next work when it is free."""
+        if state.trainer_command is not None or not state.trainer_is_ready or state.is_stopping:
+            return ()
         if state.num_in_gradient == state.rollouts_per_step:
-            yield Step(state.version + 1)
-        elif self._is_worth_it(state, state.trainable, state.num_in_gradient):
-            yield Train(_ids(state.trainable, self.most))
-        elif self._is_worth_it(state, state.unscored, state.num_in_gradient + len(state.trainable)):
-            yield Score(_ids(state.unscored, self.most))
+            return (Step(state.version + 1),)
+        if self._is_worth_it(state, state.trainable, state.num_in_gradient):
+            return (Train(_ids(state.trainable, self.most)),)
+        if self._is_worth_it(state, state.unscored, state.num_in_gradient + len(state.trainable)):
+            return (Score(_ids(state.unscored, self.most)),)
+        return ()
 
     def _is_worth_it(self, state: State, line: deque[Rollout], num_ahead: int) -> bool:
         """Say whether `line` fills the GPUs, or is all that the step still lacks."""
@@ -49,19 +50,18 @@ class WholeBatch:
         self.most = most
         """Rollouts in one command."""
 
-    def decide(self, state: State) -> Iterator[Command]:
-        """Yield the trainer's next work when it is free and the batch is whole."""
-        if not state.trainer_is_free or state.is_stopping or not state.is_synced:
-            return
+    def decide(self, state: State) -> Iterable[Command]:
+        """Give the trainer's next work when it is free and the batch is whole."""
         num_ready = len(state.unscored) + len(state.trainable) + state.num_in_gradient
-        if num_ready < state.rollouts_per_step:
-            return
+        if num_ready < state.rollouts_per_step or not state.trainer_is_free:
+            return ()
+        if state.is_stopping or not state.is_synced:
+            return ()
         if state.unscored:
-            yield Score(_ids(state.unscored, self.most))
-        elif state.trainable:
-            yield Train(_ids(state.trainable, self.most))
-        else:
-            yield Step(state.version + 1)
+            return (Score(_ids(state.unscored, self.most)),)
+        if state.trainable:
+            return (Train(_ids(state.trainable, self.most)),)
+        return (Step(state.version + 1),)
 
 
 def _ids(line: deque[Rollout], most: int) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from streamrl.messages import Command, Verify
 from streamrl.state import State
@@ -11,7 +11,11 @@ from streamrl.state import State
 class VerifyOnArrival:
     """Ask for a rollout's reward as soon as it is generated."""
 
-    def decide(self, state: State) -> Iterator[Command]:
+    def decide(self, state: State) -> Iterable[Command]:
         """Yield what has arrived."""
-        while state.unverified:
-            yield Verify(state.unverified[0].id)
+        return _verify(state) if state.unverified else ()
+
+
+def _verify(state: State) -> Iterator[Command]:
+    while state.unverified:
+        yield Verify(state.unverified[0].id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from streamrl.messages import Abort, Command, LoadWeights, PushWeights
 from streamrl.state import State
@@ -14,8 +14,11 @@ class DrainThenLoad:
     No rollout is sampled from two versions. A replica that drains runs at a falling batch size.
     """
 
-    def decide(self, state: State) -> Iterator[Command]:
+    def decide(self, state: State) -> Iterable[Command]:
         """Yield the push of the newest version, then a load for each replica behind it."""
+        return self._sync(state) if _is_behind(state) else ()
+
+    def _sync(self, state: State) -> Iterator[Command]:
         yield from _push(state)
         for replica in _to_load(state):
             yield LoadWeights(replica, state.pushed_version, drain=True)
@@ -27,8 +30,11 @@ class LoadInFlight:
     Rollouts keep their KV cache and carry one version a token. Nothing drains, nothing is computed twice.
     """
 
-    def decide(self, state: State) -> Iterator[Command]:
+    def decide(self, state: State) -> Iterable[Command]:
         """Yield the push of the newest version, then a load for each replica behind it."""
+        return self._sync(state) if _is_behind(state) else ()
+
+    def _sync(self, state: State) -> Iterator[Command]:
         yield from _push(state)
         for replica in _to_load(state):
             yield LoadWeights(replica, state.pushed_version, drain=False)
@@ -40,8 +46,11 @@ class AbortAndResume:
     The prefix is prefilled once more under the new version, which costs compute and saves the drain.
     """
 
-    def decide(self, state: State) -> Iterator[Command]:
+    def decide(self, state: State) -> Iterable[Command]:
         """Yield the push, then for each replica behind it the aborts and the load."""
+        return self._sync(state) if _is_behind(state) else ()
+
+    def _sync(self, state: State) -> Iterator[Command]:
         yield from _push(state)
         for replica in _to_load(state):
             for rollout in state.fleet.replicas[replica].rollouts.values():
@@ -53,19 +62,28 @@ class AbortAndResume:
 class Barrier:
     """Push only while nothing is generated; everyone waits until every replica has loaded."""
 
-    def decide(self, state: State) -> Iterator[Command]:
+    def decide(self, state: State) -> Iterable[Command]:
         """Yield the push once generation is idle, then a load for each replica."""
+        return self._sync(state) if _is_behind(state) else ()
+
+    def _sync(self, state: State) -> Iterator[Command]:
         if not state.num_generating:
             yield from _push(state)
         for replica in _to_load(state):
             yield LoadWeights(replica, state.pushed_version, drain=True)
 
 
+def _is_behind(state: State) -> bool:
+    """Say whether any replica lacks a version that it could be given."""
+    is_behind = bool(state.fleet.outdated) or state.version > state.pushed_version
+    return is_behind and not state.is_stopping
+
+
 def _push(state: State) -> Iterator[Command]:
     """Yield a push where the trainer has made a version that is neither pushed nor on its way."""
-    if state.pushing is None and state.version > state.pushed_version and not state.is_stopping:
+    if state.pushing is None and state.version > state.pushed_version:
         yield PushWeights(state.version)
 
 
 def _to_load(state: State) -> list[int]:
-    return [] if state.is_stopping else list(state.fleet.outdated)
+    return list(state.fleet.outdated)

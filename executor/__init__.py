@@ -1,0 +1,1 @@
+"""Real time: replicas, trainer and verifiers as processes, driven by the same engine as the simulation."""

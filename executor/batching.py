@@ -1,0 +1,317 @@
+"""transformers' continuous batching as asyncio sees it: submit, pause, read, cancel.
+
+| what | who guarantees it |
+|---|---|
+| a run ends in exactly one call of its `on_end` | the batching thread, or `_watch` if that thread dies |
+| while `paused()` is held, no token is made and every earlier `on_end` has been called | `paused` |
+| after `stop()` or a death, `submit` and `paused` raise | the manager |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import (
+    AttentionInterface,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedModel,
+)
+
+PAGE_TOKENS = 256
+"""Largest page. Pages are not shared, so a page as long as a rollout costs the fewest index lists."""
+
+PREFILL_TOKENS = 512
+"""Prefix tokens per forward pass beside the decoding rollouts; more only widens the masks of sdpa."""
+
+BY_SEQUENCE = "streamrl_by_sequence"
+"""Name of our attention in transformers' registry."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one submitted sequence has made so far, or in all; instants on `time.perf_counter`."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    prefill_at: float | None
+    """Start of the first forward pass that held part of the prefix."""
+    token_times: list[float]
+    """When each token was known on the host."""
+
+
+OnEnd = Callable[[Run | Exception], None]
+
+
+class Batching:
+    """One model and the thread that generates with it; call every method on one event loop."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_running: int,
+        max_length: int,
+        temperature: float,
+        seed: int,
+    ) -> None:
+        """Size the cache for `max_running` sequences of `max_length` tokens, prefix included.
+
+        With room for the worst case nothing is ever evicted or recomputed. Blocks are not shared
+        between sequences: a shared block would hold keys of the weights it was computed with, and
+        a rollout that starts after a load would attend to an old policy's prompt.
+        """
+        self._model = model
+        self._ids = map(str, itertools.count())
+        self._on_end: dict[str, OnEnd] = {}
+        self._stopping = False
+        page_size = min(PAGE_TOKENS, max(4, max_length))
+        self._manager: Any = model.init_continuous_batching(
+            _sampling(temperature, end_of_sequence(model)),
+            ContinuousBatchingConfig(
+                page_size=page_size,
+                num_blocks=max_running * math.ceil(max_length / page_size),
+                max_batch_tokens=max_running + min(PREFILL_TOKENS, max_running * max_length),
+                max_requests_per_batch=max_running,
+                safety_margin=0.0,
+                allow_block_sharing=False,
+                use_async_batching=False,
+                use_cuda_graph=False,
+                return_logprobs=True,
+                seed=seed,
+            ),
+        )
+        _avoid_dense_masks(model)
+
+    async def start(self) -> None:
+        """Allocate the cache and start the thread; raises `MemoryError` if the cache is too big."""
+        await asyncio.to_thread(self._manager.warmup)
+        self._manager.start()
+        loop = asyncio.get_running_loop()
+        threading.Thread(
+            target=self._watch, args=(loop, self._manager._generation_thread), daemon=True
+        ).start()
+
+    def submit(self, tokens: list[int], max_new_tokens: int, on_end: OnEnd) -> str:
+        """Generate after `tokens` from the next forward pass on; `on_end` gets the run or why not."""
+        run = next(self._ids)  # never a rollout's id: a late cancel would hit its next attempt
+        self._on_end[run] = on_end
+        self._manager.register_result_handler(run, self._deliver)
+        accepted = self._manager.add_request(
+            tokens, request_id=run, max_new_tokens=max_new_tokens, record_timestamps=True
+        )
+        if accepted is None:
+            self._forget(run)
+            raise RuntimeError("continuous batching is not running") from self._cause
+        return run
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Hold generation between two forward passes; sequences in flight keep their KV.
+
+        On entry every result from before the pause has been delivered, because the loop runs
+        callbacks of other threads in order. Raises `RuntimeError` if generation is not running.
+        """
+        loop = asyncio.get_running_loop()
+        entered: asyncio.Future[None] = loop.create_future()
+        release = threading.Event()
+
+        def resolve(error: Exception | None) -> None:
+            if not entered.done():
+                entered.set_exception(error) if error else entered.set_result(None)
+
+        def hold() -> None:
+            try:
+                with self._manager.pause():
+                    loop.call_soon_threadsafe(resolve, None)
+                    release.wait()
+            except RuntimeError as error:
+                loop.call_soon_threadsafe(resolve, error)
+
+        threading.Thread(target=hold, daemon=True).start()
+        try:
+            await entered
+            yield
+        finally:
+            release.set()
+
+    def read(self, run: str) -> Run:
+        """What `run` has made so far; only while paused, and only before its `on_end`."""
+        scheduler = self._manager.batch_processor.scheduler
+        state = scheduler.active_requests.get(run) or scheduler.waiting_requests.get(run)
+        if state is None:  # handed over, not yet seen by the thread
+            return Run(tokens=[], logprobs=[], prefill_at=None, token_times=[])
+        return _run_from(state.to_generation_output())
+
+    def cancel(self, run: str) -> None:
+        """Drop `run` without calling its `on_end`; only while paused.
+
+        Outside a pause the thread may read its cancellations between our two queues' writes and
+        let the run live for ever.
+        """
+        self._forget(run)
+        self._manager.cancel_request(run)
+
+    async def stop(self) -> None:
+        """End the thread now; every run still there ends in a `RuntimeError`."""
+        self._stopping = True
+        await asyncio.to_thread(self._manager.stop, hard_stop=True)
+        await asyncio.to_thread(self._manager.destroy)
+        self._fail_all(RuntimeError("the replica was stopped"))
+
+    @property
+    def _cause(self) -> Exception | None:
+        error: Exception | None = self._manager.background_thread_status.fatal_error
+        return error
+
+    def _deliver(self, output: Any) -> None:
+        on_end = self._on_end.pop(output.request_id, None)
+        if on_end is not None:
+            on_end(self._failure(output.error) if output.error else _run_from(output))
+
+    def _failure(self, why: str) -> Exception:
+        if self._stopping:
+            return RuntimeError("the replica was stopped")
+        error = RuntimeError(f"continuous batching failed: {why}")
+        error.__cause__ = self._cause
+        return error
+
+    def _forget(self, run: str) -> None:
+        self._on_end.pop(run, None)
+        self._manager.output_router.result_handlers.pop(run, None)
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+        """Catch what a dying thread leaves behind: runs it had not yet read from its queue."""
+        thread.join()
+        if not self._stopping:
+            loop.call_soon_threadsafe(lambda: self._fail_all(self._failure(str(self._cause))))
+
+    def _fail_all(self, error: Exception) -> None:
+        for run in list(self._on_end):
+            self._on_end.pop(run)(error)
+
+
+def end_of_sequence(model: PreTrainedModel) -> frozenset[int]:
+    """Token ids that end a rollout: the generation config's, else the model config's, else none."""
+    for config in (model.generation_config, model.config):
+        tokens = getattr(config, "eos_token_id", None)
+        if tokens is not None:
+            return frozenset([tokens] if isinstance(tokens, int) else tokens)
+    return frozenset()
+
+
+def _sampling(temperature: float, ends: frozenset[int]) -> GenerationConfig:
+    """Plain sampling: a config of our own, because the model's may truncate or penalise."""
+    settings: Any = GenerationConfig
+    config: GenerationConfig = settings(
+        do_sample=True,
+        temperature=temperature,
+        top_k=0,
+        top_p=1.0,
+        eos_token_id=sorted(ends) or -1,
+    )
+    return config
+
+
+def _avoid_dense_masks(model: PreTrainedModel) -> None:
+    """Attend sequence by sequence where the manager chose sdpa, that is, without flash attention.
+
+    sdpa scores every query against the keys of every sequence and masks most of them away.
+    Sliding windows stay with sdpa.
+    """
+    layers = set(getattr(model.config, "layer_types", None) or [])
+    slides = layers - {"full_attention"} or getattr(model.config, "sliding_window", None)
+    if not slides and model.config._attn_implementation == "sdpa":
+        AttentionInterface.register(BY_SEQUENCE, attend_by_sequence)
+        model.set_attn_implementation(BY_SEQUENCE)
+
+
+def attend_by_sequence(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention over a packed batch, `query` (1, heads, queries, size), keys from the paged cache.
+
+    Sequences with one query are decoding: they are padded to one batch. The others compute their
+    prefix and come one by one. Returns (1, queries, heads, size).
+    """
+    key, value = kwargs.pop("cache").update(key, value, module.layer_idx, kwargs)
+    queries, keys, values = (packed[0].transpose(0, 1) for packed in (query, key, value))
+    query_ends, key_ends = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
+    output = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    decoding = query_ends.diff() == 1
+    rows = query_ends[:-1][decoding]
+    if len(rows):
+        spans = key_ends[:-1][decoding], key_ends.diff()[decoding]
+        output[rows] = _attend_decoding(queries[rows], keys, values, *spans, scaling)
+    for sequence in (~decoding).nonzero().flatten().tolist():
+        ours = slice(*query_ends[sequence : sequence + 2].tolist())
+        span = slice(*key_ends[sequence : sequence + 2].tolist())
+        output[ours] = _attend_prefix(queries[ours], keys[span], values[span], scaling)
+    return output[None], None
+
+
+def _attend_decoding(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    scaling: float | None,
+) -> torch.Tensor:
+    """One query a sequence, (sequences, heads, size), over its own span of the packed keys."""
+    num_groups = keys.shape[1]
+    places = torch.arange(int(lengths.max()), device=keys.device)
+    index = (starts[:, None] + places).clamp(max=len(keys) - 1)
+    padded_keys, padded_values = (
+        packed.index_select(0, index.flatten()).view(*index.shape, num_groups, -1).transpose(1, 2)
+        for packed in (keys, values)
+    )
+    attended = scaled_dot_product_attention(
+        queries.view(len(queries), num_groups, -1, queries.shape[-1]),
+        padded_keys,
+        padded_values,
+        attn_mask=(places < lengths[:, None])[:, None, None],
+        scale=scaling,
+    )
+    return attended.reshape(queries.shape)
+
+
+def _attend_prefix(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """The last queries of one sequence, (queries, heads, size), each over the keys up to its own."""
+    behind = len(keys) - len(queries)
+    mask = torch.ones(len(queries), len(keys), dtype=torch.bool, device=keys.device).tril(behind)
+    attended = scaled_dot_product_attention(
+        queries.transpose(0, 1)[None],
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
+        attn_mask=mask,
+        scale=scaling,
+        enable_gqa=True,
+    )
+    return attended[0].transpose(0, 1)
+
+
+def _run_from(output: Any) -> Run:
+    return Run(
+        tokens=output.generated_tokens,
+        logprobs=output.logprobs,
+        prefill_at=output.lifespan[0] if output.lifespan[0] >= 0 else None,
+        token_times=output.timestamps,
+    )

@@ -1,0 +1,114 @@
+"""Run a run file for real: check it, start the processes, drive them, and leave a run directory behind."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import importlib.util
+import platform
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from executor.verifier import SCORERS
+from streamrl.config import Run
+from streamrl.messages import Event
+from streamrl.profile import load_model
+from streamrl.state import State
+from streamrl.systems import build_engine
+from streamrl.trace import Trace
+
+BACKENDS = ("torch", "transformers", "safetensors", "tokenizers")
+
+Watch = Callable[[Event, State, float], None]
+"""Told each event, the state after it, and the seconds since the run's start."""
+
+
+def check_executable(run: Run) -> None:
+    """Raise `ValueError` where a run file can be simulated but not executed here."""
+    missing = [name for name in BACKENDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} not installed: pip install 'streamrl[executor]'")
+    if run.model.path is None:
+        raise ValueError(
+            f"model.path is missing: model.name={run.model.name!r} has no weights here"
+        )
+    load_model(run.model)
+    if run.workload.prompts is None or run.workload.verifier is None:
+        raise ValueError(
+            "workload.prompts and workload.verifier are missing: nothing to generate from"
+        )
+    if run.workload.verifier not in SCORERS:
+        raise ValueError(
+            f"workload.verifier {run.workload.verifier!r} is none of {', '.join(SCORERS)}"
+        )
+    _check_parallelism(run)
+
+
+def execute(run: Run, resume: bool = False, watch: Watch = lambda event, state, now: None) -> Trace:
+    """Execute a run and give its trace; Ctrl-C winds it down.
+
+    Raises:
+        ValueError: the run file cannot be executed, or its output directory is in use.
+        RuntimeError: the run stopped before its last step.
+    """
+    check_executable(run)
+    return asyncio.run(_execute(run, resume, watch))
+
+
+async def _execute(run: Run, resume: bool, watch: Watch) -> Trace:
+    from executor.book import Book
+    from executor.launch import Launcher
+    from executor.prompts import PromptWorkload, load_tokenizer
+    from executor.record import RunDirectory
+    from executor.verifier import Verifier
+    from executor.world import RealWorld
+
+    directory = RunDirectory(Path(run.execute.output))
+    directory.find_checkpoint(resume)
+    assert run.model.path is not None and run.workload.verifier is not None
+    book = Book(run, PromptWorkload(run, load_tokenizer(run.model.path)))
+    verifier = Verifier(run.workload.verifier, run.verifier.workers)
+    checkpoint = directory.open(run, resume)
+    world = RealWorld(
+        Trace(run, "real", facts(), directory.trace_file),
+        build_engine(run),
+        Launcher(run, directory),
+        book,
+        verifier,
+        directory,
+        checkpoint,
+        watch,
+    )
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, world.interrupt, "Ctrl-C")
+    try:
+        return await world.run()
+    finally:
+        directory.close()
+
+
+def facts() -> dict[str, str | float]:
+    """Give the host and the versions that a run's seconds belong to."""
+    found: dict[str, Any] = {"host": platform.machine(), "python": platform.python_version()}
+    for name in ("streamrl", *BACKENDS):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed as a package"
+    return found
+
+
+def _check_parallelism(run: Run) -> None:
+    if run.rollout.tensor_parallel > 1:
+        raise ValueError(
+            f"rollout.tensor_parallel must be 1 for backend {run.rollout.backend}, "
+            f"got {run.rollout.tensor_parallel}"
+        )
+    if run.trainer.num_gpus > 1:
+        raise ValueError(
+            f"trainer.data_parallel x tensor_parallel x pipeline_parallel must be 1 for backend "
+            f"{run.trainer.backend}, got {run.trainer.num_gpus}"
+        )
+    if run.algorithm.has_critic:
+        raise ValueError(f"algorithm.name {run.algorithm.name!r} has no critic for backend torch")

@@ -1,0 +1,283 @@
+"""Policy losses, off-policy corrections and their diagnostics, per output token.
+
+Tensors are flat, `[n]`: the output tokens of several rollouts one after the other, no padding.
+All corrections are one formula: PPO (arXiv 1707.06347) with the third policy of decoupled PPO.
+
+    loss = -w * min(r * A, clip(r, 1 - clip, 1 + clip) * A)     r = policy / proximal
+
+| correction | proximal policy        | w, from k = proximal / behaviour        | source           |
+|------------|------------------------|-----------------------------------------|------------------|
+| none       | the behaviour policy   | 1                                       | PPO              |
+| token_tis  | the policy itself      | min(k, cap)                             | Yao et al. 2025  |
+| seq_tis    | the policy itself      | min(product of k over the rollout, cap) | Yao et al. 2025  |
+| icepop     | the policy itself      | k where 1/cap <= k <= cap, else 0       | arXiv 2510.18855 |
+| decoupled  | that of the score pass | min(k, cap)                             | arXiv 2110.00641 |
+
+Where the proximal policy is the policy itself, r is 1 and its gradient that of the log-probability:
+the importance-weighted policy gradient, exact as long as a batch is trained on in one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from executor.samples import Sample
+
+CORRECTIONS = ("none", "token_tis", "seq_tis", "icepop", "decoupled")
+MAX_LOG_RATIO = 20.0
+"""Ratios end at e^20: above any cap, and its square still sums in float64 without overflow."""
+PADDING = 0
+"""Any token id: padding stands on the right, where causal attention never sees it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Output tokens of whole rollouts, flat."""
+
+    logprobs: torch.Tensor
+    """[n] float32, log-probabilities under the policy that is trained, with gradient."""
+    behaviour: torch.Tensor
+    """[n] log-probabilities under the policy that sampled."""
+    advantages: torch.Tensor
+    """[n]"""
+    rollouts: torch.Tensor
+    """[n] int64, which rollout of these each token belongs to, from 0."""
+    proximal: torch.Tensor | None = None
+    """[n] log-probabilities of the score pass; only `decoupled` reads them."""
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return `log softmax(logits / temperature)[token]`, [n] float32, of logits [n, vocabulary]."""
+    scaled = logits.float() / temperature
+    chosen = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return chosen - scaled.logsumexp(-1)
+
+
+def output_logprobs(
+    model: Any, samples: list[Sample], temperature: float, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Return the log-probability of every output token, [n] flat in the order of `samples`.
+
+    `model` is a causal transformers model, computed in `dtype`. One padded forward; only output
+    positions reach the output layer, so that no logits exist for prompts and padding.
+    """
+    device = model.device
+    inputs = [sample.prompt + sample.tokens[:-1] for sample in samples]
+    width = max(map(len, inputs))
+    padded = [ids + [PADDING] * (width - len(ids)) for ids in inputs]
+    first = [len(sample.prompt) - 1 for sample in samples]
+    positions = torch.cat(
+        [
+            torch.arange(row * width + start, row * width + len(ids))
+            for row, (start, ids) in enumerate(zip(first, inputs, strict=True))
+        ]
+    ).to(device)
+    half = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+    with half, _only_positions(model.get_output_embeddings(), positions):
+        logits = model(input_ids=torch.tensor(padded, device=device), use_cache=False).logits
+    outputs = torch.tensor([token for sample in samples for token in sample.tokens], device=device)
+    return token_logprobs(logits[0], outputs, temperature)
+
+
+@contextlib.contextmanager
+def _only_positions(head: torch.nn.Module, positions: torch.Tensor) -> Iterator[None]:
+    """Give the output layer only these positions of the flattened batch, as a batch of one.
+
+    A hook, because what a model does to its logits after this layer (scaling, soft caps) must stay.
+    """
+
+    def select(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return args[0].flatten(0, 1)[positions].unsqueeze(0)
+
+    hook = head.register_forward_pre_hook(select)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def check_samples(samples: list[Sample]) -> None:
+    """Raise ValueError, naming the rollout, on a sample that no gradient can be taken of."""
+    for sample in samples:
+        where = f"rollout {sample.rollout}"
+        if not sample.prompt or not sample.tokens:
+            raise ValueError(f"{where}: needs at least one prompt and one output token")
+        if len(sample.tokens) != len(sample.logprobs):
+            tokens, logprobs = len(sample.tokens), len(sample.logprobs)
+            raise ValueError(f"{where}: {tokens} tokens but {logprobs} log-probabilities")
+        if not math.isfinite(sample.advantage):
+            raise ValueError(f"{where}: advantage must be finite, got {sample.advantage}")
+
+
+def padded_passes(samples: list[Sample], max_tokens: int) -> Iterator[list[Sample]]:
+    """Yield the samples by falling length, as many at a time as fill `max_tokens` when padded."""
+    longest, some = 0, list[Sample]()
+    for sample in sorted(samples, key=lambda s: (-len(s.prompt) - len(s.tokens), s.rollout)):
+        if some and (len(some) + 1) * longest > max_tokens:
+            yield some
+            some = []
+        if not some:
+            longest = len(sample.prompt) + len(sample.tokens)
+        some.append(sample)
+    if some:
+        yield some
+
+
+def flatten_samples(
+    samples: list[Sample], logprobs: torch.Tensor, proximal: torch.Tensor | None
+) -> Tokens:
+    """Put the samples' behaviour and advantages beside log-probabilities [n] in their order."""
+    device = logprobs.device
+    lengths = torch.tensor([len(sample.tokens) for sample in samples])
+    rollouts = torch.arange(len(samples)).repeat_interleave(lengths).to(device)
+    behaviour = [logprob for sample in samples for logprob in sample.logprobs]
+    advantages = torch.tensor([sample.advantage for sample in samples], device=device)
+    return Tokens(
+        logprobs=logprobs,
+        behaviour=torch.tensor(behaviour, device=device),
+        advantages=advantages[rollouts],
+        rollouts=rollouts,
+        proximal=proximal,
+    )
+
+
+def policy_losses(tokens: Tokens, correction: str, *, clip: float, cap: float) -> torch.Tensor:
+    """Return the loss of every token, [n], by the formula and table of this module."""
+    weights = correction_weights(tokens, correction, cap)
+    ratios = _ratios(tokens.logprobs, proximal_logprobs(tokens, correction))
+    clipped = ratios.clamp(1 - clip, 1 + clip)
+    return -weights * torch.minimum(ratios * tokens.advantages, clipped * tokens.advantages)
+
+
+def proximal_logprobs(tokens: Tokens, correction: str) -> torch.Tensor:
+    """Return the log-probabilities, [n], of the policy that the PPO clip keeps near.
+
+    Raises ValueError where `decoupled` has no score pass, and on an unknown correction.
+    """
+    match correction:
+        case "none":
+            return tokens.behaviour
+        case "token_tis" | "seq_tis" | "icepop":
+            return tokens.logprobs.detach()
+        case "decoupled":
+            if tokens.proximal is None:
+                raise ValueError("decoupled needs the log-probabilities of a score pass")
+            return tokens.proximal
+    raise ValueError(f"unknown correction {correction!r}; known are {', '.join(CORRECTIONS)}")
+
+
+def correction_weights(tokens: Tokens, correction: str, cap: float) -> torch.Tensor:
+    """Return the importance weight w of every token, [n], without gradient."""
+    ratios = _raw_weights(tokens, correction)
+    if correction == "icepop":
+        return torch.where((ratios >= 1 / cap) & (ratios <= cap), ratios, 0.0)
+    return ratios.clamp(max=cap) if correction != "none" else ratios
+
+
+def k1(logprobs: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+    """Return the unbiased estimate of KL(sampling policy || policy) at each token, in nats.
+
+    `log q - log p` with q the sampling policy (Schulman 2020, "Approximating KL divergence").
+    """
+    return sampled - logprobs
+
+
+def k3(logprobs: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+    """Return `p/q - 1 - log(p/q)`: KL(q || p) at each token, unbiased and never negative.
+
+    q is the policy that sampled, p the other one (Schulman 2020). GRPO's penalty (arXiv 2402.03300,
+    equation 4) is this with p the reference and q the policy that is trained.
+    """
+    log_ratio = (logprobs - sampled).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def diagnostic_sums(
+    tokens: Tokens, correction: str, *, clip: float, cap: float
+) -> dict[str, float]:
+    """Return sums that add up over micro-batches, for `diagnostics` to turn into means."""
+    with torch.no_grad():
+        policy, behaviour = tokens.logprobs.double(), tokens.behaviour.double()
+        ratios = _ratios(policy, behaviour)
+        raw = _raw_weights(tokens, correction)
+        sums = {
+            "ratio": ratios,
+            "ratio_squared": ratios.square(),
+            "clipped": _clip_binds(tokens, correction, clip),
+            "truncated": raw != correction_weights(tokens, correction, cap),
+            "gap": (policy - behaviour).abs(),
+            "k1": k1(policy, behaviour),
+            "k3": k3(policy, behaviour),
+        }
+        values = torch.stack([value.double().sum() for value in sums.values()]).tolist()
+    return {"evaluated": float(len(policy)), **dict(zip(sums, values, strict=True))}
+
+
+def diagnostics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return how far the policy is from the one that sampled; nothing without evaluated tokens.
+
+    | key                    | over the evaluated tokens, ratio = policy / behaviour   |
+    |------------------------|---------------------------------------------------------|
+    | mean_ratio             | mean ratio; 1 in expectation                            |
+    | effective_sample_share | `(sum ratio)^2 / (n * sum ratio^2)`, 1 on-policy (Kish) |
+    | clip_fraction          | share whose gradient the PPO clip stops                 |
+    | truncated_fraction     | share whose importance weight was capped or masked      |
+    | logprob_gap            | mean abs(log policy - log behaviour), nats              |
+    | kl_k1, kl_k3           | KL(behaviour || policy), nats                           |
+
+    At staleness 0 the gap is the mismatch of the two engines alone.
+    """
+    evaluated = sums.get("evaluated", 0.0)
+    if evaluated == 0:
+        return {}
+    return {
+        "mean_ratio": sums["ratio"] / evaluated,
+        "effective_sample_share": sums["ratio"] ** 2 / (evaluated * sums["ratio_squared"]),
+        "clip_fraction": sums["clipped"] / evaluated,
+        "truncated_fraction": sums["truncated"] / evaluated,
+        "logprob_gap": sums["gap"] / evaluated,
+        "kl_k1": sums["k1"] / evaluated,
+        "kl_k3": sums["k3"] / evaluated,
+    }
+
+
+def average_gradients(model: torch.nn.Module, count: int, max_norm: float) -> float:
+    """Divide the summed gradient by `count`, clip it, and return its norm before clipping.
+
+    Raises FloatingPointError on a norm that is not finite, with the gradient as it was.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = float(torch.nn.utils.get_total_norm(gradients)) / count
+    if not math.isfinite(norm):
+        raise FloatingPointError(f"the gradient's norm is {norm}")
+    scale = max_norm / max(norm, max_norm) / count
+    for gradient in gradients:
+        gradient.mul_(scale)
+    return norm
+
+
+def _ratios(logprobs: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    return (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _raw_weights(tokens: Tokens, correction: str) -> torch.Tensor:
+    """Return the importance weights before any cap or mask."""
+    log_ratio = (proximal_logprobs(tokens, correction) - tokens.behaviour).detach()
+    if correction == "seq_tis":
+        rollouts = int(tokens.rollouts.max()) + 1 if len(tokens.rollouts) else 0
+        sums = log_ratio.new_zeros(rollouts).index_add(0, tokens.rollouts, log_ratio)
+        log_ratio = sums[tokens.rollouts]
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _clip_binds(tokens: Tokens, correction: str, clip: float) -> torch.Tensor:
+    ratios = _ratios(tokens.logprobs, proximal_logprobs(tokens, correction))
+    above = (ratios > 1 + clip) & (tokens.advantages > 0)
+    below = (ratios < 1 - clip) & (tokens.advantages < 0)
+    return above | below

@@ -1,0 +1,115 @@
+"""The run directory: what a run leaves on disk, and what a resumed one finds there.
+
+run.json                 the run file as it was read
+trace.jsonl              every event and command; earlier parts of a resumed run: trace.1.jsonl …
+metrics.jsonl            a line for each step
+rollouts.jsonl           a line for each verified rollout
+checkpoints/v000050/     weights, optimizer, and where in the prompts the run was
+logs/                    output of the worker processes
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from executor.book import Draft
+from streamrl.config import Run
+from streamrl.run_file import encode_run
+
+KEPT_CHECKPOINTS = 2  # the newest may be the one that a crash left useless
+
+
+class Checkpoint(NamedTuple):
+    """Where a run can resume."""
+
+    path: Path
+    version: int
+    groups_done: int
+
+
+class RunDirectory:
+    """Owns the files of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.logs = path / "logs"
+        self._checkpoints = path / "checkpoints"
+        self.trace_file: IO[bytes]
+        self._metrics: IO[str]
+        self._rollouts: IO[str]
+
+    def open(self, run: Run, resume: bool) -> Checkpoint | None:
+        """Make or reopen the directory; give the checkpoint to resume from.
+
+        Raises:
+            ValueError: a run is there already, or none to resume.
+        """
+        checkpoint = self.find_checkpoint(resume)
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self._checkpoints.mkdir(exist_ok=True)
+        self._put_old_trace_aside()
+        (self.path / "run.json").write_bytes(encode_run(run))
+        self.trace_file = (self.path / "trace.jsonl").open("wb", buffering=0)
+        self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1)
+        self._rollouts = (self.path / "rollouts.jsonl").open("a", buffering=1)
+        return checkpoint
+
+    def find_checkpoint(self, resume: bool) -> Checkpoint | None:
+        """Give the newest complete checkpoint; see `open` for the errors."""
+        has_run = (self.path / "trace.jsonl").exists()
+        if has_run and not resume:
+            raise ValueError(
+                f"execute.output {str(self.path)!r} holds a run; resume it with --resume, or name "
+                "another directory with --set execute.output=…"
+            )
+        if resume and not has_run:
+            raise ValueError(f"execute.output {str(self.path)!r} holds no run to resume")
+        saved = sorted(self._checkpoints.glob("v*/position.json")) if resume else []
+        if not saved:
+            return None
+        position = json.loads(saved[-1].read_text())
+        return Checkpoint(saved[-1].parent, position["version"], position["groups_done"])
+
+    def checkpoint_path(self, version: int) -> Path:
+        """Give the directory of one checkpoint."""
+        return self._checkpoints / f"v{version:06d}"
+
+    def finish_checkpoint(self, version: int, groups_done: int) -> None:
+        """Mark a checkpoint complete and remove those that are not kept."""
+        position = {"version": version, "groups_done": groups_done}
+        path = self.checkpoint_path(version) / "position.json"
+        path.with_suffix(".tmp").write_text(json.dumps(position))
+        path.with_suffix(".tmp").rename(path)
+        for old in sorted(self._checkpoints.glob("v*"))[:-KEPT_CHECKPOINTS]:
+            shutil.rmtree(old)
+
+    def write_step(self, figures: dict[str, float]) -> None:
+        """Add a line to metrics.jsonl."""
+        self._metrics.write(json.dumps(figures) + "\n")
+
+    def write_rollout(self, rollout: int, draft: Draft, text: str, facts: dict[str, Any]) -> None:
+        """Add a line to rollouts.jsonl."""
+        line = {
+            "rollout": rollout,
+            "line": draft.line,
+            "text": text,
+            "num_tokens": len(draft.tokens),
+            "versions": draft.versions,
+            "reward": draft.reward,
+            **facts,
+        }
+        self._rollouts.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        """Close every file."""
+        for file in (self.trace_file, self._metrics, self._rollouts):
+            file.close()
+
+    def _put_old_trace_aside(self) -> None:
+        trace = self.path / "trace.jsonl"
+        if trace.exists():
+            number = 1 + len(list(self.path.glob("trace.*.jsonl")))
+            trace.rename(self.path / f"trace.{number}.jsonl")

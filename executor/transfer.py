@@ -1,0 +1,239 @@
+"""Weights between processes: versioned, checksummed safetensors buckets in shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from executor.samples import Bucket, Manifest
+
+BUCKET_BYTES = 256 * 2**20
+"""Large enough that opening a file costs nothing beside its bytes, small enough to stage."""
+CHECKSUM_BYTES = 16
+"""BLAKE2b-128: told apart from chance corruption for good, and hashed at memory-like speed."""
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def write_buckets(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    directory: Path,
+    version: int,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Manifest:
+    """Write one weight version to `directory/v{version:06d}/` and return what a reader needs.
+
+    Buckets fill in the order of `tensors` up to `bucket_bytes`; a larger tensor has one of its own.
+    Names that share one tensor (tied weights) are written once and read back under every name. A
+    file has its final name only when whole, and a reader of an earlier write keeps its bytes.
+    Raises ValueError where a name comes twice.
+    """
+    target = version_directory(directory, version)
+    target.mkdir(parents=True, exist_ok=True)
+    buckets = [
+        _write_bucket(contents, aliases, target / f"bucket-{index:05d}.safetensors")
+        for index, (contents, aliases) in enumerate(_fill_buckets(tensors, bucket_bytes))
+    ]
+    return Manifest(version=version, buckets=buckets)
+
+
+def read_buckets(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+    """Verify every bucket, then yield each name with its tensor, mapped from the file.
+
+    The check is done before this returns, so that nothing is loaded from a damaged version:
+    ValueError names the file and both checksums. Tied names yield the same tensor. A tensor stays
+    valid after `remove_version`.
+    """
+    for bucket in manifest.buckets:
+        found = _checksum(Path(bucket.path))
+        if found != bucket.checksum:
+            raise ValueError(
+                f"{bucket.path}: expected checksum {bucket.checksum}, found {found} "
+                f"({Path(bucket.path).stat().st_size} of {bucket.num_bytes} bytes)"
+            )
+    return _read_verified(manifest)
+
+
+def version_directory(directory: Path, version: int) -> Path:
+    """Return where the buckets of `version` lie."""
+    return directory / f"v{version:06d}"
+
+
+def keep_two_versions(directory: Path, version: int) -> None:
+    """Remove all versions but this one and the one before it.
+
+    Higher ones go too: they are from before a restart, and name other weights than those to come.
+    """
+    names = (re.fullmatch(r"v(\d{6,})", path.name) for path in directory.iterdir())
+    present = [int(name[1]) for name in names if name]
+    before = max((other for other in present if other < version), default=version)
+    for other in present:
+        if other not in (version, before):
+            remove_version(directory, other)
+
+
+def remove_version(directory: Path, version: int) -> None:
+    """Remove the buckets of `version`; a version that is not there is removed already."""
+    target = version_directory(directory, version)
+    if target.exists():
+        shutil.rmtree(target)
+
+
+def shared_directory(run_name: str) -> Path:
+    """Make a fresh directory that only this user can open, in shared memory where there is one.
+
+    You remove it: nothing else does, and what lies in shared memory takes memory.
+    """
+    if not re.fullmatch(r"[\w.-]+", run_name):
+        raise ValueError(f"run name must be letters, digits, '_', '-' or '.', got {run_name!r}")
+    usable = SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
+    parent = SHARED_MEMORY if usable else None
+    return Path(tempfile.mkdtemp(prefix=f"streamrl-{run_name}-", dir=parent))
+
+
+def cast_tensors(
+    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors with floating-point ones in `dtype`, tied ones still as one tensor."""
+    uses = Counter(tensor.data_ptr() for tensor in tensors.values())
+    tied: dict[int, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        address = tensor.data_ptr()
+        cast = tied.get(address)
+        if cast is None or cast.shape != tensor.shape:
+            cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        if uses[address] > 1:
+            tied[address] = cast
+        yield name, cast
+
+
+@contextlib.contextmanager
+def replaced_directory(path: Path) -> Iterator[Path]:
+    """Give you an empty directory that takes the place of `path` when you are done with it.
+
+    `path` is at every moment a complete directory, old or new, or absent; it stays as it was where
+    you raise. One writer at a time.
+    """
+    partial, old = (path.with_name(f".{path.name}.{kind}") for kind in ("partial", "old"))
+    for leftover in (partial, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    for file in (*partial.iterdir(), partial):
+        _flush(file)
+    if path.exists():
+        path.rename(old)
+    partial.rename(path)
+    _flush(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+Contents = tuple[dict[str, torch.Tensor], dict[str, str]]
+"""Tensors of one bucket by name, and names that stand for a tensor of this or an earlier bucket."""
+
+
+def _fill_buckets(
+    tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
+) -> Iterator[Contents]:
+    owners = _Owners()
+    contents: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    filled = 0
+    for name, tensor in tensors:
+        owner = owners.claim(name, tensor)
+        if owner != name:
+            aliases[name] = owner
+            continue
+        if contents and filled + tensor.nbytes > bucket_bytes:
+            yield contents, aliases
+            contents, aliases, filled = {}, {}, 0
+        contents[name] = _standalone(tensor, contents)
+        filled += tensor.nbytes
+    if contents or aliases:
+        yield contents, aliases
+
+
+class _Owners:
+    """The first name of every tensor that is still alive.
+
+    An address alone would be a trap: a producer that makes its tensors one by one gets a freed
+    address again, for other weights. While a tensor object lives, its storage is not freed.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.owners: dict[object, tuple[str, weakref.ref[torch.Tensor]]] = {}
+
+    def claim(self, name: str, tensor: torch.Tensor) -> str:
+        if name in self.names:
+            raise ValueError(f"tensor {name!r} comes twice")
+        self.names.add(name)
+        key = (tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride())
+        owner = self.owners.get(key)
+        if owner is not None and owner[1]() is not None and tensor.numel() > 0:
+            return owner[0]
+        self.owners[key] = (name, weakref.ref(tensor))
+        return name
+
+
+def _standalone(tensor: torch.Tensor, contents: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the tensor in host memory with a storage that it shares with nothing in the bucket."""
+    host = tensor.detach().to("cpu").contiguous()
+    storage = host.untyped_storage()
+    others = (other.untyped_storage().data_ptr() for other in contents.values())
+    shared = storage.nbytes() != host.nbytes or storage.data_ptr() in others
+    return host.clone() if shared else host
+
+
+def _write_bucket(contents: dict[str, torch.Tensor], aliases: dict[str, str], path: Path) -> Bucket:
+    partial = path.with_suffix(".partial")
+    save_file(contents, partial, metadata=aliases)
+    bucket = Bucket(str(path), partial.stat().st_size, _checksum(partial))
+    partial.replace(path)
+    return bucket
+
+
+def _read_verified(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+    names = _names_by_owner(manifest)
+    for bucket in manifest.buckets:
+        with safe_open(bucket.path, framework="pt") as file:
+            for owner in file.keys():  # noqa: SIM118 - a file handle, which does not iterate
+                tensor = file.get_tensor(owner)
+                yield owner, tensor
+                for name in names.get(owner, []):
+                    yield name, tensor
+
+
+def _names_by_owner(manifest: Manifest) -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {}
+    for bucket in manifest.buckets:
+        with safe_open(bucket.path, framework="pt") as file:
+            for name, owner in (file.metadata() or {}).items():
+                names.setdefault(owner, []).append(name)
+    return names
+
+
+def _flush(path: Path) -> None:
+    """Force a file or directory to disk, so that a rename cannot outlive the bytes it names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=CHECKSUM_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,74 @@
+"""`streamrl execute`: run a run file for real."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from streamrl.cli.options import AsJson, Overrides, RunFile, make_progress, print_json, write_views
+from streamrl.messages import Event, Generated, Stepped, Verified
+from streamrl.metrics import measure
+from streamrl.report import metrics_table
+from streamrl.run_file import load_run
+from streamrl.state import State
+
+RECENT = 200  # rollouts that the progress bar's reward is the mean of
+
+
+def execute(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in execute.output.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run a run file on real processes, and leave trace, metrics, rollouts and checkpoints.
+
+    Example: streamrl execute examples/quickstart.toml --set algorithm.steps=10
+    """
+    run = load_run(run_file, overrides or ())
+    from executor.execute import execute as execute_run
+
+    with make_progress() as progress:
+        trace = execute_run(run, resume, _Watch(progress, run.algorithm.steps))
+    metrics = measure(trace)
+    write_views(trace, Path(run.execute.output))
+    if as_json:
+        print_json(metrics)
+    else:
+        console = Console()
+        console.print(metrics_table(metrics))
+        console.print(f"run directory: {run.execute.output}", soft_wrap=True)
+
+
+class _Watch:
+    """Keeps the progress bar up to date with what the world emits."""
+
+    def __init__(self, progress: Progress, num_steps: int) -> None:
+        self._progress = progress
+        self._task: TaskID = progress.add_task("execute", total=num_steps, facts="starting")
+        self._rewards: deque[float] = deque(maxlen=RECENT)
+        self._tokens = 0
+
+    def __call__(self, event: Event, state: State, now: float) -> None:
+        if isinstance(event, Generated):
+            self._tokens += event.tokens
+        elif isinstance(event, Verified):
+            self._rewards.append(event.reward)
+        elif not isinstance(event, Stepped):
+            return
+        reward = sum(self._rewards) / len(self._rewards) if self._rewards else 0.0
+        behind = state.version - min(
+            (replica.version for replica in state.fleet.replicas.values()), default=state.version
+        )
+        facts = (
+            f"step {state.version}  reward {reward:.3f}  rollouts {state.num_generating} running, "
+            f"{state.num_trained} trained  staleness {behind}  {self._tokens / now:,.0f} tokens/s"
+        )
+        self._progress.update(self._task, completed=state.version, facts=facts)

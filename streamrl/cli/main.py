@@ -1,0 +1,43 @@
+"""`streamrl COMMAND …`: exit status 0 done, 2 wrong input with one clear line, 1 failed."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from streamrl.cli.compare import compare
+from streamrl.cli.execute import execute
+from streamrl.cli.replay import replay
+from streamrl.cli.simulate import simulate
+
+WRONG_INPUT = 2
+FAILED = 1
+
+app = typer.Typer(
+    help="Plan, simulate and run disaggregated RL post-training of LLMs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command()(simulate)
+app.command()(execute)
+app.command()(replay)
+app.command()(compare)
+
+
+def main() -> None:
+    """Run a command; say in one line what was wrong with its input, or why it failed."""
+    try:
+        app()
+    except ValueError as error:
+        _say(error)
+        sys.exit(WRONG_INPUT)
+    except RuntimeError as error:
+        _say(error)
+        sys.exit(FAILED)
+
+
+def _say(error: Exception) -> None:
+    print(f"streamrl: {' '.join(str(error).split())}", file=sys.stderr)

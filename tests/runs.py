@@ -1,0 +1,232 @@
+"""Small runs to test with, and questions to ask of a trace."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator
+from typing import Any
+
+import simpy
+
+from sim.costs import Costs
+from sim.world import SimWorld
+from streamrl.config import Run
+from streamrl.engine import Engine
+from streamrl.memory import weight_bytes
+from streamrl.messages import (
+    CheckpointSaved,
+    Command,
+    DrawnGroup,
+    DrawPrompts,
+    Event,
+    Generated,
+    LoadWeights,
+    PromptsDrawn,
+    PushWeights,
+    ReplicaStarted,
+    RunStarted,
+    SaveCheckpoint,
+    Score,
+    Scored,
+    StartReplica,
+    Step,
+    Stepped,
+    Train,
+    Trained,
+    TrainerStarted,
+    Verified,
+    WeightsLoaded,
+    WeightsPushed,
+)
+from streamrl.profile import load_gpu, load_model
+from streamrl.run_file import make_run
+from streamrl.state import State
+from streamrl.systems import build_engine, build_policies
+from streamrl.workload import SimulatedWorkload
+
+TABLE: dict[str, Any] = {
+    "model": {"name": "qwen2.5-7b"},
+    "cluster": {
+        "pools": {"far": {"gpu": "h20"}, "near": {"gpu": "h800"}},
+        "links": [{"between": ["far", "near"], "bandwidth": "80 Gbps", "latency": "10 ms"}],
+    },
+    "rollout": {"pool": "far", "replicas": 2, "max_running": 4, "max_tokens": 256},
+    "trainer": {"pool": "near", "tensor_parallel": 4, "micro_batch": 2},
+    "algorithm": {"steps": 3, "prompts_per_step": 2, "group_size": 2},
+    "workload": {
+        "lengths": {
+            "kind": "histogram",
+            "source": "streamrl-codemath-20k",
+            "scale": 0.01,
+            "prompt_tokens": 40,
+        }
+    },
+    "policies": {"system": "stream-async"},
+}
+
+
+def make_table(changes: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Give the small run file as TOML would, with dotted keys replaced."""
+    table = copy.deepcopy(TABLE)
+    for key, value in (changes or {}).items():
+        *parents, last = key.split(".")
+        place = table
+        for part in parents:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return table
+
+
+def small_run(changes: dict[str, Any] | None = None) -> Run:
+    """Give the small run with dotted keys replaced."""
+    return make_run(make_table(changes))
+
+
+def run_with_capacity(tokens: int, changes: dict[str, Any] | None = None) -> Run:
+    """Give a small run whose replicas hold the KV cache of about `tokens` tokens."""
+    run = small_run(changes)
+    kv = load_model(run.model).kv_bytes_per_token(run.model.dtype)
+    memory = load_gpu(run.cluster.pools[run.rollout.pool].gpu).memory
+    share = (weight_bytes(run) + tokens * kv) / memory
+    return small_run({**(changes or {}), "rollout.memory_utilization": share})
+
+
+class CheckedEngine(Engine):
+    """Checks the state's invariants after every event."""
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Handle `event`, then check."""
+        commands = super().handle(event, now)
+        self.state.check()
+        return commands
+
+
+def checked_world(run: Run) -> SimWorld:
+    """Give a simulated world whose engine checks itself."""
+    world = SimWorld(run, Costs.load(run), SimulatedWorkload(run))
+    world.engine = CheckedEngine(State.start(run), build_policies(run))
+    return world
+
+
+def lose_replica_at(world: SimWorld, time: float, which: int) -> None:
+    """Let one of the replicas that serve at `time` die then."""
+
+    def die() -> Generator[simpy.Event, Any, None]:
+        yield world.env.timeout(time)
+        if world.replicas:
+            world.lose(sorted(world.replicas)[which % len(world.replicas)], "pulled the plug")
+
+    world.env.process(die())
+
+
+class Script:
+    """Feeds events to an engine, one second apart, and checks its state after each."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.engine = build_engine(run)
+        self.now = 0.0
+        self.num_groups = 0
+        self.trained: list[tuple[int, int]] = []
+        """Staleness of each rollout handed to training: (rollout, version - born)."""
+
+    @property
+    def state(self) -> State:
+        """The engine's state."""
+        return self.engine.state
+
+    def tell(self, *events: Event) -> list[Command]:
+        """Give the commands that `events` lead to."""
+        commands: list[Command] = []
+        for event in events:
+            self.now += 1.0
+            answer = self.engine.handle(event, self.now)
+            self.state.check()
+            for command in answer:
+                if isinstance(command, Train):
+                    self.trained += [(r, self._staleness(r)) for r in command.rollouts]
+            commands += answer
+        return commands
+
+    def begin(self) -> list[Command]:
+        """Bring trainer and replicas up; give what the engine wants then."""
+        started = self.tell(RunStarted(0, 0))
+        replicas = [c for c in started if isinstance(c, StartReplica)]
+        return self.tell(TrainerStarted(0), *(ReplicaStarted(c.replica, 0) for c in replicas))
+
+    def draw(self, commands: list[Command], prompt_tokens: int = 40) -> list[Command]:
+        """Answer every draw among `commands`."""
+        answers: list[Command] = []
+        for command in (c for c in commands if isinstance(c, DrawPrompts)):
+            first, size = self.num_groups, self.run.algorithm.group_size
+            self.num_groups += command.num_groups
+            groups = tuple(
+                DrawnGroup(g, tuple(range(g * size, g * size + size)), prompt_tokens, (10,) * size)
+                for g in range(first, self.num_groups)
+            )
+            answers += self.tell(PromptsDrawn(command.step, command.oldest_version, groups))
+        return answers
+
+    def finish(self, *rollouts: int, version: int = 0) -> list[Command]:
+        """Let rollouts be generated and verified, one after the other."""
+        commands: list[Command] = []
+        for rollout in rollouts:
+            commands += self.tell(generated(rollout, version=version), Verified(rollout, 1.0))
+        return commands
+
+    def step(self, version: int) -> list[Command]:
+        """Let the trainer finish what it has, up to the step that makes `version`."""
+        for _ in range(100):
+            command = self.state.trainer_command
+            assert command is not None, "the trainer has nothing to do"
+            commands = self.tell(done(command))
+            if isinstance(command, Step):
+                assert command.version == version
+                return commands
+        raise AssertionError(f"no step makes version {version}")
+
+    def _staleness(self, rollout: int) -> int:
+        born = self.state.rollouts[rollout].born
+        assert born is not None
+        return self.state.version - born
+
+
+def generated(rollout: int, tokens: int = 10, finish: str = "stop", version: int = 0) -> Generated:
+    """Give the event that ends a `Generate`."""
+    return Generated(rollout, tokens, finish, version, 1.0, 0.1)  # type: ignore[arg-type]
+
+
+def done(command: Command) -> Event:
+    """Give the event in which a command of the trainer or the link ends well."""
+    match command:
+        case Score(rollouts):
+            return Scored(rollouts)
+        case Train(rollouts):
+            return Trained(rollouts)
+        case Step(version):
+            return Stepped(version)
+        case SaveCheckpoint(version):
+            return CheckpointSaved(version)
+        case PushWeights(version):
+            return WeightsPushed(version, 1)
+        case LoadWeights(replica, version):
+            return WeightsLoaded(replica, version, 1.0)
+    raise AssertionError(command)
+
+
+def of(kind: type, commands: list[Command]) -> list[Any]:
+    """Give the commands of one kind."""
+    return [command for command in commands if isinstance(command, kind)]
+
+
+SINGLE = {"algorithm.name": "reinforce++", "algorithm.group_size": 1}
+
+
+def script(**changes: Any) -> Script:
+    """Give a script of the small run; `__` stands for the dot of a key."""
+    return Script(small_run({key.replace("__", "."): value for key, value in changes.items()}))
+
+
+def singles(num_prompts: int, **changes: Any) -> Script:
+    """Give a script whose groups have one rollout, so that ids of groups and rollouts agree."""
+    return script(**SINGLE, algorithm__prompts_per_step=num_prompts, **changes)

@@ -1,0 +1,112 @@
+"""Which replica gets which rollout, and when."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.entities import Group, Rollout
+from streamrl.fleet import Fleet
+from streamrl.messages import (
+    Generate,
+    LoadWeights,
+    ReplicaLost,
+    ReplicaStarted,
+    RunStarted,
+    StartReplica,
+    StartTrainer,
+    TrainerStarted,
+    WeightsPushed,
+)
+from streamrl.policies.order import FirstInFirstOut, LongestFirst
+from tests.runs import of, script
+
+# Coming up ----------------------------------------------------------------------------------------
+
+
+def test_a_run_brings_up_its_trainer_and_every_replica() -> None:
+    assert script().tell(RunStarted(0, 0)) == [
+        StartTrainer(),
+        StartReplica(0, 0),
+        StartReplica(1, 0),
+    ]
+
+
+def test_nothing_is_sent_before_every_replica_has_come_up() -> None:
+    s = script()
+    s.tell(RunStarted(0, 0))
+    draws = s.tell(TrainerStarted(0), ReplicaStarted(0, 0))
+    assert not of(Generate, s.draw(draws))
+    assert {c.replica for c in of(Generate, s.tell(ReplicaStarted(1, 0)))} == {0, 1}
+
+
+# Dispatch -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**9))
+def test_least_loaded_is_what_a_search_of_every_replica_finds(seed: int) -> None:
+    fleet, model = Fleet(), dict[int, list[int]]()  # replica: [promised version, load]
+    rng, running, pushed = Random(seed), list[Rollout](), 0
+    for number in range(300):
+        action = rng.choice(["start", "load", "lose", "end", "end", *["send"] * 5])
+        replica = rng.choice(sorted(model)) if model else None
+        if action == "start" or replica is None:
+            fleet.start(fleet.num_started, pushed)
+            fleet.serve(fleet.num_started - 1, pushed, pushed)
+            model[fleet.num_started - 1] = [pushed, 0]
+        elif action == "send":
+            running.append(Rollout(number, Group(number, 1, 0, 1), 1))
+            fleet.assign(running[-1], replica)
+            model[replica][1] += 1
+        elif action == "end" and running:
+            rollout = running.pop(rng.randrange(len(running)))
+            assert rollout.replica is not None
+            if rollout.replica.id in model:
+                model[rollout.replica.id][1] -= 1
+            fleet.release(rollout)
+        elif action == "load":
+            pushed += rng.choice([0, 1])
+            fleet.load(replica, pushed)
+            model[replica][0] = pushed
+        elif action == "lose":
+            fleet.lose(replica)
+            del model[replica]
+        oldest = rng.randint(max(0, pushed - 2), pushed)
+        fresh = [(load, r) for r, (promised, load) in model.items() if promised >= oldest]
+        found = fleet.least_loaded(oldest)
+        assert (found and found.id) == (min(fresh)[1] if fresh else None)
+
+
+def test_round_robin_sends_to_replicas_in_turn_and_passes_over_those_too_old() -> None:
+    s = script(
+        policies__dispatch="round-robin", policies__system="stream-sync", rollout__replicas=3
+    )
+    sent = of(Generate, s.draw(s.begin()))
+    assert [c.replica for c in sent] == [0, 1, 2, 0]
+    s.finish(0, 1, 2, 3)
+    draws = s.step(1)
+    s.tell(WeightsPushed(1, 1))
+    s.tell(ReplicaLost(1, "gone"))  # its replacement comes up later
+    assert [c.replica for c in of(Generate, s.draw(draws))] == [2, 0, 2, 0]
+
+
+def test_a_rollout_waits_while_every_replica_promises_too_old_a_version() -> None:
+    s = script(policies__system="stream-sync")
+    s.draw(s.begin())
+    s.finish(0, 1, 2, 3)
+    assert not of(Generate, s.draw(s.step(1)))  # version 1 exists but no replica will have it yet
+    sent = s.tell(WeightsPushed(1, 1))
+    assert [type(c) for c in sent] == [LoadWeights] * 2 + [Generate] * 4
+
+
+def test_longest_first_starts_older_steps_first_and_then_longer_rollouts() -> None:
+    def place(order: FirstInFirstOut | LongestFirst, step: int, expected: int, id: int) -> int:
+        return order.priority(Rollout(id, Group(0, step, 0, 1), expected))
+
+    longest, fifo = LongestFirst(), FirstInFirstOut()
+    assert place(longest, 1, 900, 5) < place(longest, 1, 100, 4)
+    assert place(longest, 1, 1, 5) < place(longest, 2, 10**6, 4)
+    assert place(fifo, 2, 1, 4) < place(fifo, 1, 900, 5)

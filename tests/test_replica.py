@@ -1,0 +1,393 @@
+"""The replica against full forward passes: what it sampled, under which weights, in which order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from executor.rollout import Replica, ReplicaConfig
+from executor.samples import Completion, Manifest, Request
+from executor.transfer import write_buckets
+
+VOCABULARY = 120
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A peaked random model whose generation config asks for truncation, which must not happen."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model")
+    config = Qwen2Config(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=1024,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model: Any = Qwen2ForCausalLM(config)
+    model.generation_config.update(top_k=5, repetition_penalty=1.5, do_sample=True)
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def new_weights(model_path: Path) -> Weights:
+    torch.manual_seed(1)
+    old = reference(model_path).state_dict()
+    return {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in old.items()}
+
+
+def reference(path: Path, weights: Weights | None = None) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    if weights is not None:
+        model.load_state_dict(weights)
+    return model.eval()
+
+
+def serve(
+    path: Path, scenario: Callable[[Replica], Coroutine[Any, Any, None]], **settings: Any
+) -> None:
+    """Run `scenario` with a started replica, and stop it whatever happens."""
+
+    async def main() -> None:
+        defaults = {"max_running": 4, "max_tokens": 400, "max_prompt_tokens": 16}
+        limits = defaults | {"temperature": 1.0, "seed": 0} | settings
+        replica = Replica(ReplicaConfig(model=str(path), **limits))
+        await replica.start(None, version=3)
+        try:
+            await asyncio.wait_for(scenario(replica), timeout=60)
+        finally:
+            await replica.stop()
+
+    asyncio.run(main())
+
+
+def request(rollout: int, max_tokens: int, priority: int = 0, **fields: Any) -> Request:
+    prompt = [1 + (7 * rollout + place) % 90 for place in range(5 + rollout % 4)]
+    return Request(
+        rollout=rollout, prompt=prompt, priority=priority, max_tokens=max_tokens, **fields
+    )
+
+
+def sampled_logprobs(logits: torch.Tensor, tokens: list[int], temperature: float) -> torch.Tensor:
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    return logprobs[torch.arange(len(tokens)), torch.tensor(tokens)]
+
+
+@torch.no_grad()
+def full_forward(model: Any, asked: Request, done: Completion, temperature: float) -> torch.Tensor:
+    context = asked.prompt + asked.prefix
+    logits = model(torch.tensor([context + done.tokens])).logits[0, len(context) - 1 : -1]
+    return sampled_logprobs(logits, done.tokens, temperature)
+
+
+def assert_close(logprobs: list[float], expected: torch.Tensor) -> None:
+    torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_a_full_forward_pass(model_path: Path, temperature: float) -> None:
+    asked = [request(rollout, 20 + 5 * rollout) for rollout in range(7)]
+    asked.append(request(7, 30, prefix=[4, 5, 6]))
+    model = reference(model_path)
+
+    async def scenario(replica: Replica) -> None:
+        for ask, done in zip(
+            asked, await asyncio.gather(*map(replica.generate, asked)), strict=True
+        ):
+            assert done.rollout == ask.rollout
+            assert len(done.tokens) == ask.max_tokens - len(ask.prefix)
+            assert (done.finish, done.versions) == ("length", [(3, 0)])
+            assert 0 < done.prefill_time < done.run_time
+            assert_close(done.logprobs, full_forward(model, ask, done, temperature))
+
+    serve(model_path, scenario, temperature=temperature)
+
+
+def test_tokens_are_sampled_from_the_whole_vocabulary(model_path: Path) -> None:
+    """One step, many times: the shares of the first token are the model's probabilities."""
+    with torch.no_grad():
+        logits = reference(model_path)(torch.tensor([request(0, 1).prompt])).logits[0, -1]
+    probabilities = torch.softmax(logits / 2.0, dim=-1)
+    count = 2000
+
+    async def scenario(replica: Replica) -> None:
+        asked = [request(0, 1) for _ in range(count)]
+        for rollout, ask in enumerate(asked):
+            asked[rollout] = Request(rollout=rollout, prompt=ask.prompt, priority=0, max_tokens=1)
+        done = await asyncio.gather(*map(replica.generate, asked))
+        tokens = torch.tensor([completion.tokens[0] for completion in done])
+        shares = torch.bincount(tokens, minlength=VOCABULARY) / count
+        distance = (shares - probabilities).abs().sum() / 2
+        assert distance < 0.15, "a top-k of 50 or less, or temperature 1, is further away"
+
+    serve(model_path, scenario, temperature=2.0, max_running=128, max_tokens=1)
+
+
+def test_a_short_rollout_returns_before_its_long_sibling(model_path: Path) -> None:
+    async def scenario(replica: Replica) -> None:
+        long = asyncio.create_task(replica.generate(request(0, 400)))
+        short = await replica.generate(request(1, 10))
+        assert len(short.tokens) == 10 and not long.done()
+        assert len((await long).tokens) == 400
+
+    serve(model_path, scenario)
+
+
+def test_the_smallest_priority_starts_first_and_ties_by_rollout(model_path: Path) -> None:
+    ended: list[int] = []
+
+    async def scenario(replica: Replica) -> None:
+        async def generate(rollout: int, priority: int) -> None:
+            await replica.generate(request(rollout, 5, priority))
+            ended.append(rollout)
+
+        order = [(4, 2), (3, 1), (2, 1), (1, 7), (5, 0)]
+        await asyncio.gather(*(generate(*pair) for pair in order))
+
+    serve(model_path, scenario, max_running=1)
+    assert ended == [5, 2, 3, 4, 1]
+
+
+def test_an_abort_keeps_the_tokens_and_resuming_goes_on_after_them(model_path: Path) -> None:
+    model = reference(model_path)
+
+    async def scenario(replica: Replica) -> None:
+        first = request(0, 400)
+        running = asyncio.create_task(replica.generate(first))
+        just_started = asyncio.create_task(replica.generate(request(8, 400, priority=1)))
+        waiting = asyncio.create_task(replica.generate(request(9, 400, priority=2)))
+        await replica.generate(request(1, 10))
+        await asyncio.gather(*(replica.abort(rollout) for rollout in (9, 8, 0, 1234)))
+        part, never_ran = await running, await waiting
+        assert (part.finish, never_ran.finish) == ("aborted", "aborted")
+        assert (await just_started).finish == "aborted"
+        assert (never_ran.tokens, never_ran.versions, never_ran.run_time) == ([], [], 0.0)
+        assert 5 <= len(part.tokens) < 400
+        assert_close(part.logprobs, full_forward(model, first, part, 1.0))
+
+        again = request(0, 400, prefix=part.tokens)
+        rest = await replica.generate(again)
+        assert len(part.tokens) + len(rest.tokens) == 400
+        assert_close(rest.logprobs, full_forward(model, again, rest, 1.0))
+
+    serve(model_path, scenario, max_running=2)
+
+
+def test_a_cancelled_generate_gives_its_place_to_the_next(model_path: Path) -> None:
+    async def scenario(replica: Replica) -> None:
+        first = asyncio.create_task(replica.generate(request(0, 400)))
+        second = asyncio.create_task(replica.generate(request(1, 5)))
+        await asyncio.sleep(0.05)
+        first.cancel()
+        assert len((await second).tokens) == 5
+        with pytest.raises(asyncio.CancelledError):
+            await first
+
+    serve(model_path, scenario, max_running=1)
+
+
+@torch.no_grad()
+def across_a_load(old: Any, new: Any, prompt: list[int], tokens: list[int], start: int) -> Any:
+    """Log-probabilities where the weights changed in flight after `start` tokens.
+
+    The last token sampled before the load is the first one the new weights read, over the keys
+    that the old weights computed for everything before it.
+    """
+    before = old(torch.tensor([prompt + tokens[: start - 1]]), use_cache=True)
+    after = new(
+        torch.tensor([tokens[start - 1 : -1]]), past_key_values=before.past_key_values
+    ).logits[0]
+    return torch.cat([before.logits[0, len(prompt) - 1 :], after])
+
+
+def test_a_load_in_flight_splits_the_tokens_exactly_where_the_weights_changed(
+    model_path: Path, new_weights: Weights, tmp_path: Path
+) -> None:
+    manifest = write_buckets(new_weights.items(), tmp_path, version=4)
+    old, new = reference(model_path), reference(model_path, new_weights)
+
+    async def scenario(replica: Replica) -> None:
+        asked = [request(rollout, 300) for rollout in range(3)]
+        running = [asyncio.create_task(replica.generate(ask)) for ask in asked]
+        await replica.generate(request(9, 10))
+        assert await replica.load(manifest, drain=False) > 0
+        later = request(10, 20)
+        done = await replica.generate(later)
+        assert done.versions == [(4, 0)]
+        assert_close(done.logprobs, full_forward(new, later, done, 1.0))
+        for ask, done in zip(asked, await asyncio.gather(*running), strict=True):
+            (first, zero), (second, start) = done.versions
+            assert (first, zero, second) == (3, 0, 4) and 5 <= start < 300
+            logits = across_a_load(old, new, ask.prompt, done.tokens, start)
+            assert_close(done.logprobs, sampled_logprobs(logits, done.tokens, 1.0))
+
+    serve(model_path, scenario)
+
+
+def test_a_drained_load_gives_every_rollout_one_version(
+    model_path: Path, new_weights: Weights, tmp_path: Path
+) -> None:
+    manifest = write_buckets(new_weights.items(), tmp_path, version=4)
+    models = {3: reference(model_path), 4: reference(model_path, new_weights)}
+
+    async def scenario(replica: Replica) -> None:
+        asked = [request(rollout, 40 + rollout) for rollout in range(6)]
+        running = [asyncio.create_task(replica.generate(ask)) for ask in asked]
+        await asyncio.sleep(0.02)
+        await replica.load(manifest, drain=True)
+        done = await asyncio.gather(*running)
+        assert [completion.versions for completion in done] == [[(3, 0)]] * 2 + [[(4, 0)]] * 4
+        for ask, completion in zip(asked, done, strict=True):
+            model = models[completion.versions[0][0]]
+            assert_close(completion.logprobs, full_forward(model, ask, completion, 1.0))
+
+    serve(model_path, scenario, max_running=2)
+
+
+def corrupt(manifest: Manifest) -> Manifest:
+    path = Path(manifest.buckets[-1].path)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    return manifest
+
+
+@pytest.mark.parametrize("drain", [False, True])
+def test_bad_weights_are_refused_and_the_old_ones_go_on_serving(
+    model_path: Path, new_weights: Weights, tmp_path: Path, drain: bool
+) -> None:
+    name = "model.norm.weight"
+    others = {key: tensor for key, tensor in new_weights.items() if key != name}
+    bad = {
+        "checksum": new_weights,
+        f"'{name}' is missing": others,
+        "no tensor 'surprise'": new_weights | {"surprise": torch.zeros(2)},
+        f"shape of '{name}'": others | {name: torch.zeros(7)},
+    }
+    model = reference(model_path)
+
+    async def scenario(replica: Replica) -> None:
+        for number, (message, weights) in enumerate(bad.items()):
+            manifest = write_buckets(weights.items(), tmp_path, number, bucket_bytes=2**14)
+            if message == "checksum":
+                manifest = corrupt(manifest)
+            with pytest.raises(ValueError, match=message):
+                await replica.load(manifest, drain)
+            ask = request(0, 20)
+            done = await replica.generate(ask)
+            assert done.versions == [(3, 0)]
+            assert_close(done.logprobs, full_forward(model, ask, done, 1.0))
+
+    serve(model_path, scenario)
+
+
+def test_a_replica_starts_with_the_weights_of_its_manifest(
+    model_path: Path, new_weights: Weights, tmp_path: Path
+) -> None:
+    manifest = write_buckets(new_weights.items(), tmp_path, version=8)
+
+    async def main() -> None:
+        limits: dict[str, Any] = {"max_running": 1, "max_tokens": 20, "max_prompt_tokens": 16}
+        config = ReplicaConfig(model=str(model_path), temperature=1.0, seed=0, **limits)
+        replica, ask = Replica(config), request(0, 20)
+        await replica.start(manifest, version=8)
+        done = await replica.generate(ask)
+        await replica.stop()
+        assert done.versions == [(8, 0)]
+        model = reference(model_path, new_weights)
+        assert_close(done.logprobs, full_forward(model, ask, done, 1.0))
+
+    asyncio.run(main())
+
+
+def test_a_rollout_ends_at_the_end_of_sequence_token_and_includes_it(
+    model_path: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(model_path, path)
+    settings = json.loads((path / "generation_config.json").read_text())
+    ends = list(range(0, VOCABULARY, 10))
+    (path / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": ends}))
+
+    async def scenario(replica: Replica) -> None:
+        asked = [request(rollout, 25) for rollout in range(30)]
+        done = await asyncio.gather(*map(replica.generate, asked))
+        for completion in done:
+            *body, last = completion.tokens
+            assert not set(body) & set(ends)
+            assert completion.finish == ("stop" if last in ends else "length")
+        assert {completion.finish for completion in done} == {"stop", "length"}
+
+    serve(path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (Request(rollout=5, prompt=[1] * 17, priority=0, max_tokens=4), "prompt .* 16 .* got 17"),
+        (Request(rollout=5, prompt=[1], priority=0, max_tokens=401), "max_tokens .* got 401"),
+        (Request(rollout=5, prompt=[], priority=0, max_tokens=4), "prompt"),
+        (Request(rollout=5, prompt=[1], priority=0, max_tokens=2, prefix=[1, 2]), "prefix"),
+    ],
+)
+def test_a_request_without_room_is_refused(model_path: Path, asked: Request, message: str) -> None:
+    async def scenario(replica: Replica) -> None:
+        with pytest.raises(ValueError, match=f"rollout 5.*{message}"):
+            await replica.generate(asked)
+        assert len((await replica.generate(request(5, 3))).tokens) == 3
+
+    serve(model_path, scenario)
+
+
+def test_when_generation_dies_every_pending_rollout_raises(model_path: Path) -> None:
+    async def scenario(replica: Replica) -> None:
+        tasks = [asyncio.create_task(replica.generate(request(n, 400))) for n in range(50)]
+        await replica.generate(request(99, 5, priority=-1))
+        replica._model.lm_head = torch.nn.Linear(1, 1)
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(outcome, RuntimeError) for outcome in outcomes)
+        assert "continuous batching failed" in str(outcomes[0])
+        with pytest.raises(RuntimeError, match="not running"):
+            await replica.generate(request(1, 5))
+
+    serve(model_path, scenario, max_running=2)
+
+
+def test_a_stop_ends_every_pending_rollout_with_an_error(model_path: Path) -> None:
+    async def scenario(replica: Replica) -> None:
+        tasks = [asyncio.create_task(replica.generate(request(n, 400))) for n in range(50)]
+        await replica.generate(request(99, 5, priority=-1))
+        await replica.stop()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(outcome, RuntimeError) for outcome in outcomes)
+        assert "stopped" in str(outcomes[0])
+
+    serve(model_path, scenario, max_running=2)
+
+
+def test_the_same_seed_gives_the_same_tokens(model_path: Path) -> None:
+    tokens: list[list[int]] = []
+
+    async def scenario(replica: Replica) -> None:
+        tokens.append((await replica.generate(request(0, 40))).tokens)
+
+    for seed in (5, 5, 6):
+        serve(model_path, scenario, seed=seed)
+    assert tokens[0] == tokens[1] != tokens[2]

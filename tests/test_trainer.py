@@ -1,0 +1,398 @@
+"""The trainer: one gradient for any split of a batch, versions in order, whole checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from executor import losses
+from executor.samples import Sample
+from executor.trainer import Trainer, TrainerConfig
+from executor.transfer import read_buckets
+
+VOCABULARY = 40
+TEMPERATURE = 0.8
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random Qwen2 with tied embeddings, beside a file as a tokenizer has."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model")
+    config = Qwen2Config(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        vocab_size=VOCABULARY,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        attention_dropout=0.1,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    (path / "tokenizer.json").write_text("{}")
+    return str(path)
+
+
+def make_config(model: str, **changes: Any) -> TrainerConfig:
+    defaults = {"learning_rate": 1e-3, "temperature": TEMPERATURE, "correction": "token_tis"}
+    return TrainerConfig(model=model, **{**defaults, **changes})
+
+
+def make_samples(seed: int, count: int = 24) -> list[Sample]:
+    """Rollouts of 1 to 30 tokens after prompts of 1 to 12; every fifth has advantage 0."""
+    rng = random.Random(seed)
+    samples = []
+    for rollout in range(count):
+        tokens = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 30))]
+        samples.append(
+            Sample(
+                rollout=rollout,
+                prompt=[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))],
+                tokens=tokens,
+                logprobs=[rng.uniform(-6, -2) for _ in tokens],
+                advantage=0.0 if rollout % 5 == 0 else rng.gauss(0, 1),
+            )
+        )
+    return samples
+
+
+def split(samples: Sequence[Sample], seed: int) -> list[list[Sample]]:
+    """The samples shuffled and cut into micro-batches of 1 to 6."""
+    rng = random.Random(seed)
+    rest = rng.sample(samples, len(samples))
+    parts = []
+    while rest:
+        size = rng.randint(1, 6)
+        parts.append(rest[:size])
+        rest = rest[size:]
+    return parts
+
+
+def load_model(path: str) -> Any:
+    """The initial model, computed without the trainer."""
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return model.eval()
+
+
+def logprobs_of(model: Any, sample: Sample) -> torch.Tensor:
+    """Log-probabilities of the output tokens by a forward pass of this sample alone."""
+    logits = model(torch.tensor([sample.prompt + sample.tokens])).logits[0]
+    logprobs = (logits[len(sample.prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
+    chosen: torch.Tensor = logprobs.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
+    return chosen
+
+
+def own_samples(path: str, samples: list[Sample]) -> list[Sample]:
+    """The samples with the log-probabilities that the initial model gives them."""
+    model = load_model(path)
+    with torch.no_grad():
+        return [replace(s, logprobs=logprobs_of(model, s).tolist()) for s in samples]
+
+
+@contextlib.asynccontextmanager
+async def started(
+    config: TrainerConfig, checkpoint: str | None = None, version: int = 0
+) -> AsyncIterator[Trainer]:
+    trainer = Trainer(config)
+    assert await trainer.start(checkpoint) == version
+    yield trainer
+    await trainer.stop()
+
+
+async def make_step(trainer: Trainer, version: int, parts: list[list[Sample]]) -> dict[str, float]:
+    for part in parts:
+        await trainer.score(part)
+        await trainer.train(part)
+    return await trainer.step(version)
+
+
+async def weights(trainer: Trainer, version: int, directory: Path) -> Weights:
+    return dict(read_buckets(await trainer.push(version, str(directory))))
+
+
+def step_once(
+    config: TrainerConfig, parts: list[list[Sample]], directory: Path
+) -> tuple[Weights, dict[str, float]]:
+    """Weights and figures after one step from the initial weights."""
+
+    async def run() -> tuple[Weights, dict[str, float]]:
+        async with started(config) as trainer:
+            figures = await make_step(trainer, 1, parts)
+            return await weights(trainer, 1, directory), figures
+
+    return asyncio.run(run())
+
+
+def initial_weights(model_path: str) -> Weights:
+    return dict(load_model(model_path).state_dict())
+
+
+def distance(first: Weights, second: Weights) -> float:
+    """`|first - second| / |first|` over all weights."""
+    difference = sum((first[name] - second[name]).double().square().sum() for name in first)
+    return math.sqrt(difference / sum(w.double().square().sum() for w in first.values()))
+
+
+@pytest.mark.parametrize("loss_mean", ["token", "rollout"])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "changes",
+    [{"correction": "token_tis"}, {"correction": "decoupled", "kl_coefficient": 0.1}],
+    ids=["token_tis", "decoupled-kl"],
+)
+def test_any_split_and_order_makes_the_weights_of_one_batch(
+    model_path: str, tmp_path: Path, loss_mean: str, seed: int, changes: dict[str, Any]
+) -> None:
+    config = make_config(model_path, loss_mean=loss_mean, max_grad_norm=0.05, **changes)
+    small_passes = replace(config, max_tokens_per_pass=64)
+    samples = make_samples(seed)
+    whole, figures = step_once(config, [samples], tmp_path / "whole")
+    streamed, others = step_once(small_passes, split(samples, seed), tmp_path / "streamed")
+    assert distance(whole, streamed) < 1e-6
+    assert distance(whole, initial_weights(model_path)) > 1e-4
+    assert others == pytest.approx(figures, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("loss_mean", ["token", "rollout"])
+def test_the_step_is_that_of_the_written_out_loss(
+    model_path: str, tmp_path: Path, loss_mean: str
+) -> None:
+    samples = make_samples(7)
+    found, figures = step_once(
+        make_config(model_path, loss_mean=loss_mean, max_grad_norm=1e9), [samples], tmp_path
+    )
+    model = load_model(model_path)
+    terms = []
+    for sample in samples:
+        chosen = logprobs_of(model, sample)
+        ratio = (chosen.detach() - torch.tensor(sample.logprobs)).exp().clamp(max=2.0)
+        terms.append(-ratio * sample.advantage * chosen)
+    means = torch.stack([term.mean() for term in terms])
+    loss: Any = torch.cat(terms).mean() if loss_mean == "token" else means.mean()
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0).step()
+    assert figures["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert distance(found, dict(model.state_dict())) < 1e-5
+
+
+def test_at_the_behaviour_weights_the_ratio_is_one_and_k3_zero(model_path: str) -> None:
+    samples = own_samples(model_path, make_samples(0))
+
+    async def run() -> dict[str, float]:
+        async with started(make_config(model_path, max_tokens_per_pass=100)) as trainer:
+            return await trainer.train(samples)
+
+    figures = asyncio.run(run())
+    assert figures["mean_ratio"] == pytest.approx(1, abs=1e-5)
+    assert figures["effective_sample_share"] == pytest.approx(1, abs=1e-5)
+    assert figures["kl_k3"] == pytest.approx(0, abs=1e-8)
+    assert figures["logprob_gap"] < 1e-5
+    assert figures["clip_fraction"] == figures["truncated_fraction"] == 0
+
+
+def test_on_policy_every_correction_makes_the_same_step(model_path: str, tmp_path: Path) -> None:
+    samples = own_samples(model_path, make_samples(1))
+    results = {
+        correction: step_once(
+            make_config(model_path, correction=correction), [samples], tmp_path / correction
+        )[0]
+        for correction in losses.CORRECTIONS
+    }
+    for correction, result in results.items():
+        assert distance(results["none"], result) < 1e-5, correction
+
+
+def test_the_kl_penalty_pulls_towards_the_initial_weights(model_path: str, tmp_path: Path) -> None:
+    async def run(kl_coefficient: float) -> Weights:
+        config = make_config(model_path, kl_coefficient=kl_coefficient, learning_rate=5e-3)
+        async with started(config) as trainer:
+            for version in range(1, 9):
+                await make_step(trainer, version, [make_samples(0)])
+            return await weights(trainer, 8, tmp_path / str(kl_coefficient))
+
+    initial = initial_weights(model_path)
+    free, held = (distance(initial, asyncio.run(run(kl))) for kl in (0.0, 10.0))
+    assert held < 0.7 * free
+
+
+def test_a_batch_of_zero_advantages_steps_without_a_gradient(
+    model_path: str, tmp_path: Path
+) -> None:
+    samples = [s for s in make_samples(0) if s.advantage == 0]
+    found, figures = step_once(make_config(model_path), [samples], tmp_path)
+    assert figures["grad_norm"] == 0 and figures["rollouts"] == len(samples)
+    assert distance(initial_weights(model_path), found) == 0
+
+
+@pytest.mark.parametrize("correction", ["token_tis", "decoupled"])
+def test_a_checkpoint_continues_with_an_identical_step(
+    model_path: str, tmp_path: Path, correction: str
+) -> None:
+    config = make_config(model_path, correction=correction, weight_decay=0.1, kl_coefficient=0.1)
+    checkpoint = str(tmp_path / "checkpoint")
+
+    async def first() -> Weights:
+        async with started(config) as trainer:
+            for version in (1, 2):
+                await make_step(trainer, version, [make_samples(version)])
+            await trainer.save(checkpoint)
+            await make_step(trainer, 3, [make_samples(3)])
+            return await weights(trainer, 3, tmp_path / "first")
+
+    async def second() -> Weights:
+        async with started(config, checkpoint, version=2) as trainer:
+            await make_step(trainer, 3, [make_samples(3)])
+            return await weights(trainer, 3, tmp_path / "second")
+
+    expected, found = asyncio.run(first()), asyncio.run(second())
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert (tmp_path / "checkpoint" / "tokenizer.json").read_text() == "{}"
+
+
+def test_steps_and_pushes_out_of_order_are_refused(model_path: str, tmp_path: Path) -> None:
+    async def run() -> None:
+        trainer = Trainer(make_config(model_path))
+        with pytest.raises(RuntimeError, match="call start first"):
+            await trainer.step(1)
+        await trainer.start(None)
+        with pytest.raises(ValueError, match="nothing was trained on"):
+            await trainer.step(1)
+        await trainer.train(make_samples(0))
+        for wrong in (0, 2):
+            with pytest.raises(ValueError, match=f"must make version 1, got {wrong}"):
+                await trainer.step(wrong)
+        with pytest.raises(ValueError, match="current version 0, got 1"):
+            await trainer.push(1, str(tmp_path))
+        await trainer.step(1)
+        with pytest.raises(ValueError, match="current version 1, got 0"):
+            await trainer.push(0, str(tmp_path))
+        with pytest.raises(ValueError, match="nothing was trained on"):
+            await trainer.step(2)
+        await trainer.stop()
+
+    asyncio.run(run())
+
+
+def test_a_refused_sample_leaves_the_batch_as_it_was(model_path: str, tmp_path: Path) -> None:
+    good = make_samples(0)
+    short = Sample(rollout=99, prompt=[1], tokens=[1, 2], logprobs=[-1.0], advantage=1.0)
+    nan = Sample(rollout=98, prompt=[1], tokens=[1], logprobs=[-1.0], advantage=math.nan)
+    empty = Sample(rollout=97, prompt=[1], tokens=[], logprobs=[], advantage=1.0)
+
+    async def run() -> Weights:
+        async with started(make_config(model_path)) as trainer:
+            for bad in (short, nan, empty):
+                with pytest.raises(ValueError, match=f"rollout {bad.rollout}"):
+                    await trainer.train([*good, bad])
+            await make_step(trainer, 1, [good])
+            return await weights(trainer, 1, tmp_path / "after")
+
+    expected, _ = step_once(make_config(model_path), [good], tmp_path / "alone")
+    found = asyncio.run(run())
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_batch_in_which_train_failed_makes_no_version(model_path: str, tmp_path: Path) -> None:
+    outside = Sample(rollout=9, prompt=[VOCABULARY + 5], tokens=[1], logprobs=[-1.0], advantage=1.0)
+
+    async def run() -> Weights:
+        async with started(make_config(model_path)) as trainer:
+            with pytest.raises(IndexError):
+                await trainer.train([outside])
+            await trainer.train(make_samples(0))
+            with pytest.raises(ValueError, match="a call of train failed"):
+                await trainer.step(1)
+            return await weights(trainer, 0, tmp_path)
+
+    assert distance(initial_weights(model_path), asyncio.run(run())) == 0
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights(model_path: str, tmp_path: Path) -> None:
+    sample = Sample(rollout=0, prompt=[1], tokens=[2], logprobs=[math.nan], advantage=1.0)
+
+    async def run() -> Weights:
+        async with started(make_config(model_path)) as trainer:
+            await trainer.train([sample])
+            with pytest.raises(FloatingPointError, match="nan"):
+                await trainer.step(1)
+            return await weights(trainer, 0, tmp_path)
+
+    assert distance(initial_weights(model_path), asyncio.run(run())) == 0
+
+
+def test_decoupled_refuses_rollouts_that_were_not_scored_since_they_were_trained_on(
+    model_path: str,
+) -> None:
+    async def run() -> None:
+        async with started(make_config(model_path, correction="decoupled")) as trainer:
+            samples = make_samples(0, count=4)
+            with pytest.raises(ValueError, match="rollout 0: score it"):
+                await trainer.train(samples)
+            assert (await trainer.score(samples))["scored_tokens"] > 0
+            await trainer.train(samples)
+            with pytest.raises(ValueError, match="rollout 0: score it"):
+                await trainer.train(samples)
+
+    asyncio.run(run())
+
+
+def test_a_pushed_version_holds_the_tied_weights_under_both_names(
+    model_path: str, tmp_path: Path
+) -> None:
+    async def run() -> Weights:
+        async with started(make_config(model_path)) as trainer:
+            for version in (1, 2, 3):
+                await make_step(trainer, version, [make_samples(version)])
+                found = await weights(trainer, version, tmp_path)
+        return found
+
+    found = asyncio.run(run())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v000002", "v000003"]
+    load_model(model_path).load_state_dict(found, strict=True)
+    head = found["lm_head.weight"]
+    assert head.data_ptr() == found["model.embed_tokens.weight"].data_ptr()
+
+
+def test_calls_keep_their_order_and_the_event_loop_stays_free(model_path: str) -> None:
+    async def run() -> int:
+        async with started(make_config(model_path)) as trainer:
+            first = (trainer.train(make_samples(0)), trainer.step(1))
+            second = (trainer.train(make_samples(1)), trainer.step(2))
+            work = asyncio.gather(*first, *second)
+            turns = 0
+            while not work.done():
+                await asyncio.sleep(0)
+                turns += 1
+            await work
+        return turns
+
+    assert asyncio.run(run()) > 20
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("correction", "vtrace"), ("loss_mean", "sum"), ("temperature", 0.0), ("tis_cap", 0.5)],
+)
+def test_a_config_out_of_range_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{field} must be .*{value}"):
+        make_config("somewhere", **{field: value})
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no Hugging Face model directory"):
+        asyncio.run(Trainer(make_config(str(tmp_path / "none"))).start(None))

@@ -1,0 +1,169 @@
+"""Weight buckets: what is written is what is read, or nothing is."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from executor.samples import Manifest
+from executor.transfer import (
+    cast_tensors,
+    keep_two_versions,
+    read_buckets,
+    remove_version,
+    replaced_directory,
+    shared_directory,
+    write_buckets,
+)
+
+
+def make_tensors() -> dict[str, torch.Tensor]:
+    """Tensors of several dtypes and shapes, one not contiguous, one empty, one a scalar."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "embed": torch.randn(50, 8, generator=generator),
+        "half": torch.randn(7, 3, generator=generator).bfloat16(),
+        "transposed": torch.randn(5, 9, generator=generator).T,
+        "ids": torch.arange(12),
+        "empty": torch.empty(0, 4),
+        "scale": torch.tensor(0.5),
+    }
+
+
+def assert_same(manifest: Manifest, expected: dict[str, torch.Tensor]) -> None:
+    found = dict(read_buckets(manifest))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 400, 2**20])
+def test_every_tensor_is_read_as_written_at_any_bucket_size(
+    tmp_path: Path, bucket_bytes: int
+) -> None:
+    manifest = write_buckets(make_tensors().items(), tmp_path, 3, bucket_bytes)
+    assert manifest.version == 3
+    assert_same(manifest, make_tensors())
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=Manifest)
+    assert_same(sent, make_tensors())
+
+
+def test_buckets_hold_at_most_their_bytes_unless_of_one_tensor(tmp_path: Path) -> None:
+    tensors = {f"t{i}": torch.zeros(100) for i in range(10)} | {"large": torch.zeros(1000)}
+    manifest = write_buckets(tensors.items(), tmp_path, 0, bucket_bytes=1200)
+    header = 1000  # more than the longest safetensors header of these
+    sizes = [bucket.num_bytes for bucket in manifest.buckets]
+    assert len(sizes) == 5
+    assert all(size < 1200 + header for size in sizes[:4]) and sizes[4] >= 4000
+    assert sorted(Path(b.path).name for b in manifest.buckets) == sorted(
+        path.name for path in (tmp_path / "v000000").iterdir()
+    )
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 2**20])
+def test_tied_weights_are_written_once_and_read_under_both_names(
+    tmp_path: Path, bucket_bytes: int
+) -> None:
+    embed = torch.randn(100, 16)
+    tensors = {"embed": embed, "norm": torch.ones(16), "head": embed.detach()}
+    manifest = write_buckets(tensors.items(), tmp_path, 0, bucket_bytes)
+    assert manifest.num_bytes < 1.5 * embed.nbytes
+    assert_same(manifest, tensors)
+    found = dict(read_buckets(manifest))
+    assert found["embed"].data_ptr() == found["head"].data_ptr()
+
+
+def test_views_of_one_storage_are_not_taken_for_tied(tmp_path: Path) -> None:
+    storage = torch.arange(12.0)
+    tensors = {"all": storage, "grid": storage.view(3, 4), "tail": storage[4:8]}
+    assert_same(write_buckets(tensors.items(), tmp_path, 0), tensors)
+
+
+def test_tensors_made_one_by_one_are_not_taken_for_tied(tmp_path: Path) -> None:
+    def produce() -> Iterator[tuple[str, torch.Tensor]]:
+        for index in range(20):
+            yield f"t{index}", torch.full((1000,), float(index))
+
+    expected = {f"t{index}": torch.full((1000,), float(index)) for index in range(20)}
+    assert_same(write_buckets(produce(), tmp_path, 0, bucket_bytes=1), expected)
+
+
+def test_a_cast_keeps_tied_weights_tied(tmp_path: Path) -> None:
+    embed = torch.randn(64, 16)
+    tensors = {"embed": embed, "head": embed.detach(), "ids": torch.arange(3)}
+    manifest = write_buckets(cast_tensors(tensors, torch.bfloat16), tmp_path, 0)
+    assert manifest.num_bytes < 1.5 * embed.nbytes / 2
+    cast = embed.bfloat16()
+    assert_same(manifest, {"embed": cast, "head": cast, "ids": torch.arange(3)})
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped"])
+def test_a_damaged_bucket_is_refused_by_name_before_any_tensor(tmp_path: Path, damage: str) -> None:
+    manifest = write_buckets(make_tensors().items(), tmp_path, 0, bucket_bytes=100)
+    bucket = manifest.buckets[-1]
+    content = bytearray(Path(bucket.path).read_bytes())
+    content[-1] ^= 1
+    Path(bucket.path).write_bytes(content if damage == "flipped" else content[:-1])
+    with pytest.raises(ValueError, match=f"{bucket.path}: expected .*{bucket.checksum}, found"):
+        read_buckets(manifest)
+
+
+def test_a_name_that_comes_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'a' comes twice"):
+        write_buckets([("a", torch.ones(1)), ("a", torch.zeros(1))], tmp_path, 0)
+
+
+def test_what_was_read_outlives_its_version_and_a_second_write_of_it(tmp_path: Path) -> None:
+    found = dict(read_buckets(write_buckets([("a", torch.ones(5000))], tmp_path, 1)))
+    write_buckets([("a", torch.zeros(5000))], tmp_path, 1)
+    remove_version(tmp_path, 1)
+    remove_version(tmp_path, 1)
+    assert list(tmp_path.iterdir()) == []
+    assert torch.equal(found["a"], torch.ones(5000))
+
+
+def test_two_versions_are_kept_and_those_from_before_a_restart_go(tmp_path: Path) -> None:
+    for version in (1, 3, 4, 8, 1_000_000):
+        write_buckets([("a", torch.ones(1))], tmp_path, version)
+    (tmp_path / "other").mkdir()
+    keep_two_versions(tmp_path, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "v000003", "v000004"]
+
+
+def test_a_shared_directory_is_fresh_and_private() -> None:
+    first, second = shared_directory("run"), shared_directory("run")
+    try:
+        assert first != second
+        assert stat.S_IMODE(first.stat().st_mode) == 0o700
+        if Path("/dev/shm").is_dir():
+            assert first.parent == Path("/dev/shm")
+    finally:
+        first.rmdir()
+        second.rmdir()
+
+
+def test_a_run_name_that_is_a_path_is_refused() -> None:
+    with pytest.raises(ValueError, match="run name"):
+        shared_directory("../run")
+
+
+def test_a_replaced_directory_is_the_old_or_the_new_one_whole(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    with replaced_directory(target) as partial:
+        (partial / "a").write_text("old")
+        assert not target.exists()
+    with pytest.raises(KeyboardInterrupt), replaced_directory(target) as partial:
+        (partial / "b").write_text("unfinished")
+        raise KeyboardInterrupt
+    assert [path.name for path in target.iterdir()] == ["a"]
+    with replaced_directory(target) as partial:
+        assert list(partial.iterdir()) == []
+        (partial / "a").write_text("new")
+    assert (target / "a").read_text() == "new"
+    assert list(tmp_path.iterdir()) == [target]

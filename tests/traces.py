@@ -1,0 +1,148 @@
+"""Questions to a trace: does every command end, is every rollout accounted for, how stale was it?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+
+from streamrl.messages import (
+    CheckpointSaved,
+    Command,
+    DrawPrompts,
+    Drop,
+    Event,
+    Failed,
+    Generate,
+    Generated,
+    LoadWeights,
+    PromptsDrawn,
+    PushWeights,
+    ReplicaStarted,
+    SaveCheckpoint,
+    Score,
+    Scored,
+    StartReplica,
+    StartTrainer,
+    Step,
+    Stepped,
+    Train,
+    Trained,
+    TrainerStarted,
+    Verified,
+    Verify,
+    WakeAt,
+    WeightsLoaded,
+    WeightsPushed,
+    Woke,
+)
+from streamrl.trace import Trace
+from tests.runs import of
+
+
+def check_every_command_ends_once(trace: Trace) -> None:
+    """Raise `AssertionError` where an event ends no command, or a command never ends."""
+    open_commands: Counter[Hashable] = Counter()
+    for entry in trace.entries:
+        ended = _ended_by(entry.event)
+        if ended is not None:
+            assert open_commands[ended] > 0, f"{entry.event} ends nothing"
+            open_commands[ended] -= 1
+        open_commands.update(key for key in map(_key, entry.commands) if key is not None)
+    assert not +open_commands, f"never ended: {+open_commands}"
+
+
+def check_every_rollout_is_accounted_for(trace: Trace) -> None:
+    """Raise `AssertionError` unless each drawn rollout is trained once or dropped once, with a reason."""
+    drawn: dict[int, tuple[int, ...]] = {}
+    in_gradient: list[int] = []
+    fates: Counter[int] = Counter()
+    for entry in trace.entries:
+        if isinstance(entry.event, PromptsDrawn):
+            drawn.update({group.group: group.rollouts for group in entry.event.groups})
+        elif isinstance(entry.event, Trained):
+            in_gradient += entry.event.rollouts
+        elif isinstance(entry.event, Stepped):
+            fates.update(in_gradient)
+            in_gradient = []
+        for drop in of(Drop, entry.commands):
+            assert drop.reason
+            fates.update(drawn[drop.group])
+            in_gradient = [r for r in in_gradient if r not in drawn[drop.group]]
+    assert not in_gradient
+    assert fates == Counter(rollout for rollouts in drawn.values() for rollout in rollouts)
+
+
+def staleness_of(trace: Trace) -> dict[int, int]:
+    """Give, for each rollout handed to training, the version trained from minus the one it began under."""
+    born: dict[int, int] = {}
+    staleness: dict[int, int] = {}
+    version = 0
+    for entry in trace.entries:
+        match entry.event:
+            case Generated(rollout, tokens, _, began) if tokens:
+                born.setdefault(rollout, began)
+            case Stepped(version):
+                pass
+        for train in of(Train, entry.commands):
+            staleness.update({rollout: version - born[rollout] for rollout in train.rollouts})
+    return staleness
+
+
+def _ended_by(event: Event) -> Hashable:
+    match event:
+        case Generated(rollout):
+            return ("generate", rollout)
+        case Verified(rollout):
+            return ("verify", rollout)
+        case Scored(rollouts):
+            return ("score", rollouts)
+        case Trained(rollouts):
+            return ("train", rollouts)
+        case Stepped(version):
+            return ("step", version)
+        case PromptsDrawn(step, oldest_version, groups):
+            return ("draw", step, oldest_version, len(groups))
+        case WeightsPushed(version):
+            return ("push", version)
+        case WeightsLoaded(replica, version):
+            return ("load", replica, version)
+        case ReplicaStarted(replica):
+            return ("start", replica)
+        case TrainerStarted():
+            return "start-trainer"
+        case CheckpointSaved(version):
+            return ("save", version)
+        case Woke(time):
+            return ("wake", time)
+        case Failed(command):
+            return _key(command)
+    return None
+
+
+def _key(command: Command) -> Hashable:
+    match command:
+        case Generate(rollout):
+            return ("generate", rollout)
+        case Verify(rollout):
+            return ("verify", rollout)
+        case Score(rollouts):
+            return ("score", rollouts)
+        case Train(rollouts):
+            return ("train", rollouts)
+        case Step(version):
+            return ("step", version)
+        case DrawPrompts(step, num_groups, oldest_version):
+            return ("draw", step, oldest_version, num_groups)
+        case PushWeights(version):
+            return ("push", version)
+        case LoadWeights(replica, version):
+            return ("load", replica, version)
+        case StartReplica(replica):
+            return ("start", replica)
+        case StartTrainer():
+            return "start-trainer"
+        case SaveCheckpoint(version):
+            return ("save", version)
+        case WakeAt(time):
+            return ("wake", time)
+    return None
