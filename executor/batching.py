@@ -193,7 +193,7 @@ class Batching:
         """Catch what a dying thread leaves behind: runs it had not yet read from its queue."""
         thread.join()
         if not self._stopping:
-            loop.call_soon_threadsafe(lambda: self._fail_all(self._failure(str(self._cause))))
+            loop.call_soon_threadsafe(lambda: self._fail_all(self._failure("its thread ended")))
 
     def _fail_all(self, error: Exception) -> None:
         for run in list(self._on_end):

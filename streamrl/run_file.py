@@ -8,7 +8,7 @@ import re
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_type_hints, overload
+from typing import Any, Literal, get_args, get_origin, get_type_hints, overload
 
 import msgspec
 
@@ -63,6 +63,7 @@ def check_run(run: Run) -> None:
     _check_positive(run)
     _check_pools(run)
     _check_algorithm(run)
+    _check_lengths(run)
 
 
 def _check_model(run: Run) -> None:
@@ -71,7 +72,14 @@ def _check_model(run: Run) -> None:
 
 
 def _check_positive(run: Run) -> None:
-    for section in (run.rollout, run.trainer, run.algorithm, run.verifier):
+    for section in (
+        run.rollout,
+        run.trainer,
+        run.algorithm,
+        run.workload,
+        run.verifier,
+        run.execute,
+    ):
         for key, kind in get_type_hints(type(section)).items():
             value = getattr(section, key)
             if kind is int and value < 1:
@@ -84,10 +92,15 @@ def _check_positive(run: Run) -> None:
         raise ValueError(
             f"rollout.memory_utilization must be in (0, 1], got {run.rollout.memory_utilization}"
         )
-    if run.policies.max_staleness is not None and run.policies.max_staleness < 0:
-        raise ValueError(
-            f"policies.max_staleness must be 0 or more, got {run.policies.max_staleness}"
-        )
+    for name, number, least in (
+        ("seed", run.seed, 0),
+        ("warm_up_steps", run.warm_up_steps, 0),
+        ("policies.max_staleness", run.policies.max_staleness, 0),
+        ("policies.max_attempts", run.policies.max_attempts, 1),
+        ("policies.max_restarts", run.policies.max_restarts, 0),
+    ):
+        if number is not None and number < least:
+            raise ValueError(f"{name} must be {least} or more, got {number}")
 
 
 def _check_pools(run: Run) -> None:
@@ -102,7 +115,9 @@ def _check_pools(run: Run) -> None:
                     f"cluster.links[{index}].between names {pool_name!r}, which is no pool"
                 )
         if link.bandwidth <= 0:
-            raise ValueError(f"cluster.links[{index}].bandwidth must be above 0")
+            raise ValueError(
+                f"cluster.links[{index}].bandwidth must be above 0, got {link.bandwidth}"
+            )
     per_node = pools[run.rollout.pool].gpus_per_node
     degree = run.rollout.tensor_parallel
     if degree > per_node or per_node % degree:
@@ -113,16 +128,23 @@ def _check_pools(run: Run) -> None:
 
 
 def _check_num_gpus(run: Run) -> None:
-    needs = {run.rollout.pool: 0, run.trainer.pool: 0}
-    needs[run.rollout.pool] += run.rollout.num_gpus
-    needs[run.trainer.pool] += run.trainer.num_gpus
-    for name, need in needs.items():
-        have = run.cluster.pools[name].num_gpus
-        if need > have:
+    rollout, trainer = run.rollout, run.trainer
+    for name, pool in run.cluster.pools.items():
+        need, users = 0, []
+        if rollout.pool == name:
+            need += rollout.num_gpus
+            users.append(
+                f"rollout.replicas={rollout.replicas} x tensor_parallel={rollout.tensor_parallel}"
+            )
+        if trainer.pool == name:
+            need += trainer.num_gpus
+            users.append(
+                f"trainer.data_parallel={trainer.data_parallel} x tensor_parallel="
+                f"{trainer.tensor_parallel} x pipeline_parallel={trainer.pipeline_parallel}"
+            )
+        if need > pool.num_gpus:
             raise ValueError(
-                f"pool {name!r} has {have} GPUs, but rollout.replicas={run.rollout.replicas} x "
-                f"tensor_parallel={run.rollout.tensor_parallel} and the trainer's "
-                f"{run.trainer.num_gpus} need {need} there"
+                f"pool {name!r} has {pool.num_gpus} GPUs, but {' and '.join(users)} need {need}"
             )
     if run.rollout.pool != run.trainer.pool and find_link(run) is None:
         raise ValueError(
@@ -141,6 +163,20 @@ def _check_algorithm(run: Run) -> None:
         raise ValueError(
             f"algorithm.prompts_per_step x group_size gives {algorithm.rollouts_per_step} rollouts, "
             f"fewer than trainer.data_parallel={run.trainer.data_parallel}"
+        )
+
+
+def _check_lengths(run: Run) -> None:
+    lengths = run.workload.lengths
+    if lengths is None:
+        return
+    if lengths.scale <= 0:
+        raise ValueError(f"workload.lengths.scale must be above 0, got {lengths.scale}")
+    most = run.workload.max_prompt_tokens
+    if not 1 <= lengths.prompt_tokens <= most:
+        raise ValueError(
+            f"workload.lengths.prompt_tokens must be between 1 and workload.max_prompt_tokens="
+            f"{most}, got {lengths.prompt_tokens}"
         )
 
 
@@ -170,9 +206,9 @@ def _restore_quantity(kind: type, value: object) -> object:
 def _override(table: dict[str, Any], override: str) -> None:
     """Set one dotted key, such as `rollout.replicas=8` or `cluster.links.0.latency=20 ms`."""
     key, separator, text = override.partition("=")
-    if not separator or not key.strip():
-        raise ValueError(f"--set {override!r} must read key=value")
     *parents, last = key.strip().split(".")
+    if not separator or not all([*parents, last]):
+        raise ValueError(f"--set {override!r} must read key=value")
     place: Any = table
     for depth, part in enumerate(parents):
         place = _enter(place, part, ".".join(parents[: depth + 1]))
@@ -227,13 +263,30 @@ def _say(error: str, table: dict[str, Any]) -> str:
     if match := _UNKNOWN.fullmatch(error):
         close = difflib.get_close_matches(match["key"], _all_keys(), n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        return f"{_dotted(match['path'], match['key'])} is no key of a run file{hint}"
+        path = _name_entry(match["path"] or "", error, table)
+        return f"{_dotted(path, match['key'])} is no key of a run file{hint}"
     if match := _MISSING.fullmatch(error):
-        return f"{_dotted(match['path'], match['key'])} is missing"
+        path = _name_entry(match["path"] or "", error, table)
+        return f"{_dotted(path, match['key'])} is missing"
     if match := _AT.fullmatch(error):
         path = _name_entry(match["path"], error, table)
-        return f"{_dotted(path)}: {match['what']}, got {_look_up(table, path)!r}"
+        value = _look_up(table, path)
+        if choices := _choices(path):
+            return f"{_dotted(path)} must be one of {', '.join(choices)}, got {value!r}"
+        return f"{_dotted(path)}: {match['what']}, got {value!r}"
     return error
+
+
+def _choices(path: str) -> list[str]:
+    """Give the names that the key at `path` may have, none where it takes no name."""
+    kind: Any = Run
+    for part in re.findall(r"[^.\[\]]+", path):
+        is_section = isinstance(kind, type) and issubclass(kind, Section)
+        kind = get_type_hints(kind)[part] if is_section else get_args(kind)[-1]
+    options = [kind, *get_args(kind)]
+    return [
+        name for option in options if get_origin(option) is Literal for name in get_args(option)
+    ]
 
 
 def _all_keys() -> list[str]:

@@ -18,6 +18,8 @@ from executor.samples import Completion, Manifest, Request
 from executor.transfer import write_buckets
 
 VOCABULARY = 120
+ENDLESS = 100_000
+"""Output tokens that no test waits for: minutes of generation, past the timeout of `serve`."""
 Weights = dict[str, torch.Tensor]
 
 
@@ -142,12 +144,13 @@ def test_tokens_are_sampled_from_the_whole_vocabulary(model_path: Path) -> None:
 
 def test_a_short_rollout_returns_before_its_long_sibling(model_path: Path) -> None:
     async def scenario(replica: Replica) -> None:
-        long = asyncio.create_task(replica.generate(request(0, 400)))
+        long = asyncio.create_task(replica.generate(request(0, ENDLESS)))
         short = await replica.generate(request(1, 10))
         assert len(short.tokens) == 10 and not long.done()
-        assert len((await long).tokens) == 400
+        await replica.abort(0)
+        assert (await long).finish == "aborted"
 
-    serve(model_path, scenario)
+    serve(model_path, scenario, max_tokens=ENDLESS)
 
 
 def test_the_smallest_priority_starts_first_and_ties_by_rollout(model_path: Path) -> None:
@@ -192,7 +195,7 @@ def test_an_abort_keeps_the_tokens_and_resuming_goes_on_after_them(model_path: P
 
 def test_a_cancelled_generate_gives_its_place_to_the_next(model_path: Path) -> None:
     async def scenario(replica: Replica) -> None:
-        first = asyncio.create_task(replica.generate(request(0, 400)))
+        first = asyncio.create_task(replica.generate(request(0, ENDLESS)))
         second = asyncio.create_task(replica.generate(request(1, 5)))
         await asyncio.sleep(0.05)
         first.cancel()
@@ -200,7 +203,7 @@ def test_a_cancelled_generate_gives_its_place_to_the_next(model_path: Path) -> N
         with pytest.raises(asyncio.CancelledError):
             await first
 
-    serve(model_path, scenario, max_running=1)
+    serve(model_path, scenario, max_running=1, max_tokens=ENDLESS)
 
 
 @torch.no_grad()
@@ -356,11 +359,21 @@ def test_a_request_without_room_is_refused(model_path: Path, asked: Request, mes
     serve(model_path, scenario)
 
 
-def test_when_generation_dies_every_pending_rollout_raises(model_path: Path) -> None:
+class Quits(torch.nn.Module):
+    """Ends the batching thread without the error handling of transformers."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise SystemExit
+
+
+@pytest.mark.parametrize("broken", [torch.nn.Linear(1, 1), Quits()])
+def test_when_generation_dies_every_pending_rollout_raises(
+    model_path: Path, broken: torch.nn.Module
+) -> None:
     async def scenario(replica: Replica) -> None:
         tasks = [asyncio.create_task(replica.generate(request(n, 400))) for n in range(50)]
         await replica.generate(request(99, 5, priority=-1))
-        replica._model.lm_head = torch.nn.Linear(1, 1)
+        replica._model.lm_head = broken
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(outcome, RuntimeError) for outcome in outcomes)
         assert "continuous batching failed" in str(outcomes[0])

@@ -1,0 +1,54 @@
+# make demo   sets up and runs the main job: simulate, execute, replay, compare
+# make test   sets up and runs the tests
+# make lint   style and types
+# make bench  the simulator's speed, one JSON object a figure
+
+PYTHON ?= python3
+# A CPU or a CUDA build, whichever the package index in use gives for this version.
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+DEMO := build/demo
+
+.PHONY: demo test lint format bench clean
+
+demo: $(READY)
+	rm -rf $(DEMO)
+	@echo "== simulate 32 H20 + 16 H800 in two datacenters"
+	$(BIN)/streamrl simulate examples/h20-h800.toml --output $(DEMO)/h20-h800
+	@echo "== make a small model that does arithmetic badly"
+	$(BIN)/python examples/make_quickstart.py --out build/quickstart
+	@echo "== simulate its training"
+	$(BIN)/streamrl simulate examples/quickstart.toml --output $(DEMO)/simulated
+	@echo "== execute its training on this machine"
+	$(BIN)/streamrl execute examples/quickstart.toml --set execute.output=../$(DEMO)/run
+	@echo "== replay: does a fresh engine decide as the recorded one did?"
+	$(BIN)/streamrl replay $(DEMO)/run $(DEMO)/simulated $(DEMO)/h20-h800
+	@echo "== compare: predicted against measured"
+	$(BIN)/streamrl compare $(DEMO)/run
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python benchmarks/bench_engine.py
+
+$(READY): pyproject.toml
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'streamrl needs Python 3.11 or newer: make PYTHON=python3.11')"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[executor,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis

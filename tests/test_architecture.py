@@ -1,0 +1,207 @@
+"""The rules of the house: who may import what, who is told the time, who may change the state."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HEAVY = {"torch", "transformers", "vllm", "deepspeed", "ray", "safetensors"}
+CLOCKS = {"time", "datetime", "random", "asyncio", "threading", "os", "simpy", "ray", "torch"}
+MOST_LINES = 400
+CHANGES = {
+    *("append", "appendleft", "extend", "insert", "add", "update", "setdefault"),
+    *("pop", "popleft", "popitem", "remove", "discard", "clear", "sort", "reverse"),
+    *("observe", "commit", "heappush", "heappop"),
+}
+"""Calls that change what they are called on."""
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+CONTROL = [
+    ROOT / "streamrl" / f"{name}.py"
+    for name in ("messages", "entities", "fleet", "state", "invariants", "engine")
+] + sources("streamrl/policies")
+EVERYWHERE = [path for package in ("streamrl", "sim", "executor") for path in sources(package)]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Give the full name of every module, or name in one, that `path` imports anywhere."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imports_any(path: Path, modules: set[str]) -> list[str]:
+    return [name for name in imports(path) if any(f"{name}.".startswith(f"{m}.") for m in modules)]
+
+
+# Imports ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("package", "others"),
+    [("streamrl", {"sim", "executor"}), ("sim", {"executor"}), ("executor", {"sim"})],
+)
+def test_only_the_command_line_brings_the_worlds_together(package: str, others: set[str]) -> None:
+    for path in sources(package):
+        if not name_of(path).startswith("streamrl/cli"):
+            assert imports_any(path, others) == [], name_of(path)
+
+
+def test_nothing_imports_the_command_line() -> None:
+    for path in EVERYWHERE:
+        if not name_of(path).startswith("streamrl/cli"):
+            assert imports_any(path, {"streamrl.cli"}) == [], name_of(path)
+
+
+def test_heavy_libraries_are_imported_in_the_executor_only() -> None:
+    for path in sources("streamrl") + sources("sim"):
+        assert imports_any(path, HEAVY) == [], name_of(path)
+
+
+SIMULATE_WITHOUT = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked}:
+            raise ImportError(name + " is blocked")
+sys.meta_path.insert(0, Block())
+import streamrl
+from sim.world import simulate
+from tests.runs import small_run
+print(len(simulate(small_run()).entries) > 0)
+"""
+
+
+def test_a_simulation_runs_where_no_heavy_library_is_installed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SIMULATE_WITHOUT.format(blocked={*HEAVY, "executor"})],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "True\n", done.stderr
+
+
+# Control code -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", CONTROL, ids=name_of)
+def test_control_code_is_told_the_time_and_never_asks(path: Path) -> None:
+    assert imports_any(path, CLOCKS | {"numpy.random"}) == []
+
+
+def is_set(node: ast.expr | None, names: set[str]) -> bool:
+    """Say whether an expression is a set, as far as its own file tells."""
+    match node:
+        case ast.Set() | ast.SetComp():
+            return True
+        case ast.Call(func=ast.Name(id="set" | "frozenset")):
+            return True
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name in names
+        case ast.BinOp(left=left, right=right):
+            return is_set(left, names) or is_set(right, names)
+        case ast.Call(func=ast.Name(id="list" | "tuple" | "iter" | "enumerate"), args=[inner, *_]):
+            return is_set(inner, names)
+    return False
+
+
+def names_of_sets(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.AnnAssign(target=target, annotation=kind, value=value):
+                if is_set(value, names) or ast.unparse(kind).startswith(("set", "frozenset")):
+                    names.add(ast.unparse(target).split(".")[-1])
+            case ast.Assign(targets=targets, value=value) if is_set(value, names):
+                names |= {ast.unparse(target).split(".")[-1] for target in targets}
+            case ast.arg(arg=name, annotation=ast.expr() as kind):
+                if ast.unparse(kind).startswith(("set", "frozenset")):
+                    names.add(name)
+    return names
+
+
+def iterated_sets(tree: ast.Module) -> list[str]:
+    names = names_of_sets(tree)
+    loops = [n for n in ast.walk(tree) if isinstance(n, ast.For | ast.comprehension)]
+    return [ast.unparse(loop.iter) for loop in loops if is_set(loop.iter, names)]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*CONTROL, *(ROOT / "streamrl" / f"{n}.py" for n in ("systems", "world")), *sources("sim")],
+    ids=name_of,
+)
+def test_no_decision_depends_on_the_order_of_a_set(path: Path) -> None:
+    assert iterated_sets(parse(path)) == []
+
+
+def test_the_search_for_iterated_sets_finds_them() -> None:
+    source = "names: set[str]\na = {1} | b\n[x for x in a]\nfor n in self.names: pass\nlist(a)\n"
+    assert iterated_sets(ast.parse(source)) == ["self.names", "a"]
+
+
+def foreign_changes(tree: ast.Module) -> list[str]:
+    """Give every assignment to, and changing call on, an attribute of anything but `self`."""
+    found: list[str] = []
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        match node:
+            case ast.Assign(targets=targets) | ast.Delete(targets=targets):
+                pass
+            case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
+                targets = [target]
+            case ast.Call(func=ast.Attribute(value=ast.Attribute() as owner, attr=name)):
+                targets = [owner] if name in CHANGES else []
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="state") as owner, attr=name)):
+                found += [ast.unparse(node)] if name in CHANGES else []
+            case ast.Call(func=ast.Name(id=name), args=[ast.Attribute() as owner, *_]):
+                targets = [owner] if name in CHANGES | {"setattr"} else []
+        found += [ast.unparse(t) for t in targets if isinstance(t, ast.Attribute | ast.Subscript)]
+    return [text for text in found if not text.startswith("self.") or ".state." in text]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*sources("streamrl/policies"), ROOT / "streamrl" / "invariants.py", *sources("sim")],
+    ids=name_of,
+)
+def test_the_state_changes_only_in_the_state_and_its_fleet(path: Path) -> None:
+    changes = foreign_changes(parse(path))
+    if path.parent.name == "sim":  # a replica fills in its own attempts
+        changes = [text for text in changes if not text.startswith(("attempt.", "attempts["))]
+    assert changes == []
+
+
+def test_the_search_for_changes_to_the_state_finds_them() -> None:
+    source = "state.version = 1\nstate.fleet.x += 1\nheappop(state.waiting)\nrollout.phase = 2\n"
+    source += "state.taken.pop(1)\ndel state.groups[1]\nstate.commit(c)\nself.most = 1\n"
+    assert len(foreign_changes(ast.parse(source))) == 7
+
+
+def test_no_file_is_longer_than_a_reader_holds_in_mind() -> None:
+    lengths = {name_of(path): len(path.read_text().splitlines()) for path in EVERYWHERE}
+    assert {name: n for name, n in lengths.items() if n > MOST_LINES} == {}

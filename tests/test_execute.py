@@ -1,0 +1,211 @@
+"""The real world's control, with scripted roles: the same claims as for simulated runs, in real time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor.handles import LocalProcess
+from executor.world import RealWorld
+from streamrl.config import Run
+from streamrl.messages import (
+    Event,
+    Failed,
+    Generated,
+    ReplicaLost,
+    ReplicaStarted,
+    Stepped,
+    WeightsLoaded,
+)
+from streamrl.metrics import measure
+from streamrl.state import State
+from streamrl.systems import SYSTEMS, WEIGHT_SYNC
+from streamrl.trace import Trace, read_trace, replay
+from tests.runs import make_table
+from tests.scripted import MortalHandle, ScriptedLauncher, make_world, tokens_of
+from tests.traces import (
+    check_every_command_ends_once,
+    check_every_rollout_is_accounted_for,
+    staleness_of,
+)
+
+BOUNDS = {"disaggregated": 0, "stream-sync": 0, "one-step-async": 1, "stream-async": 1}
+
+
+def real_run(directory: Path, **changes: Any) -> Run:
+    """Give a small run file with a prompts file beside it; `__` stands for the dot of a key."""
+    from streamrl.run_file import make_run
+
+    prompts = directory / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "p{n}", "answer": "odd"}}\n' for n in range(7)))
+    keys = {key.replace("__", "."): value for key, value in changes.items()}
+    table = make_table(
+        {
+            "model": {"path": str(directory), "dtype": "float32"},
+            "workload.prompts": str(prompts),
+            "workload.verifier": "exact",
+            "execute.output": str(directory / "run"),
+            "algorithm.steps": 4,
+            "algorithm.prompts_per_step": 3,
+            **keys,
+        }
+    )
+    return make_run(table)
+
+
+def execute(run: Run, resume: bool = False, **options: Any) -> Trace:
+    """Run scripted roles in this process to the end."""
+
+    async def go() -> Trace:
+        return await make_world(run, options, resume).run()
+
+    return asyncio.run(asyncio.wait_for(go(), timeout=60))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("system", sorted(SYSTEMS))
+def test_real_runs_keep_the_staleness_bound_and_the_books(
+    tmp_path: Path, system: str, seed: int
+) -> None:
+    bound = BOUNDS.get(system, seed % 4)
+    changes = {} if system in BOUNDS else {"policies__max_staleness": bound}
+    run = real_run(tmp_path, policies__system=system, seed=seed, **changes)
+    trace = execute(run)
+    assert max(staleness_of(trace).values()) <= bound
+    check_every_rollout_is_accounted_for(trace)
+    check_every_command_ends_once(trace)
+    assert sum(1 for entry in trace.entries if isinstance(entry.event, Stepped)) == 4
+
+
+@pytest.mark.parametrize("system", sorted(SYSTEMS))
+def test_a_recorded_real_run_is_decided_identically(tmp_path: Path, system: str) -> None:
+    run = real_run(tmp_path, policies__system=system)
+    execute(run)
+    recorded = read_trace(tmp_path / "run" / "trace.jsonl")
+    assert recorded.world == "real" and len(recorded.entries) > 50
+    assert replay(recorded) is None
+
+
+@pytest.mark.parametrize("weight_sync", sorted(WEIGHT_SYNC))
+def test_shares_of_a_real_run_sum_to_one(tmp_path: Path, weight_sync: str) -> None:
+    run = real_run(tmp_path, policies__weight_sync=weight_sync)
+    metrics = measure(execute(run, slowest=0.02))
+    total = sum(metrics.busy.values()) + sum(metrics.idle.values())
+    assert total == pytest.approx(1.0, abs=1e-9)
+
+
+def test_aborted_rollouts_resume_from_their_prefix(tmp_path: Path) -> None:
+    run = real_run(
+        tmp_path,
+        policies__system="fully-async",
+        policies__weight_sync="abort-and-resume",
+        algorithm__steps=12,
+    )
+    trace = execute(run, slowest=0.02)
+    ended = [entry.event for entry in trace.entries if isinstance(entry.event, Generated)]
+    assert any(event.finish == "aborted" and event.tokens for event in ended)
+    for event in ended:
+        if event.finish != "aborted":
+            assert event.tokens == len(tokens_of(event.rollout))
+
+
+def test_failed_rollouts_are_tried_again_or_dropped_with_a_reason(tmp_path: Path) -> None:
+    trace = execute(real_run(tmp_path, policies__max_attempts=2), failure_rate=0.3)
+    assert any(isinstance(entry.event, Failed) for entry in trace.entries)
+    check_every_rollout_is_accounted_for(trace)
+    assert measure(trace).num_steps == 4
+    assert all("failed" in reason for reason in measure(trace).dropped)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_replica_killed_at_any_moment_is_replaced_and_nothing_is_lost(
+    tmp_path: Path, seed: int
+) -> None:
+    run = real_run(tmp_path, seed=seed, algorithm__steps=6)
+    moment = random.Random(seed).randrange(5, 120)
+
+    async def go() -> Trace:
+        seen = 0
+
+        def watch(event: Event, state: State, now: float) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == moment and launcher().replicas:
+                handle = launcher().replicas[min(launcher().replicas)]
+                assert isinstance(handle, MortalHandle)
+                handle.kill()
+
+        world = make_world(run, {"slowest": 0.01}, watch=watch)
+
+        def launcher() -> ScriptedLauncher:
+            return world._launcher  # type: ignore[return-value]
+
+        return await world.run()
+
+    trace = asyncio.run(asyncio.wait_for(go(), timeout=60))
+    check_every_rollout_is_accounted_for(trace)
+    check_every_command_ends_once(trace)
+    assert replay(trace) is None
+    assert measure(trace).num_steps == 6
+
+
+def test_a_killed_worker_process_is_replaced(tmp_path: Path) -> None:
+    run = real_run(tmp_path, algorithm__steps=8)
+
+    async def go() -> Trace:
+        def watch(event: Event, state: State, now: float) -> None:
+            if isinstance(event, WeightsLoaded) and event.version == 2:
+                handle = world._launcher.replicas[min(world._launcher.replicas)]  # type: ignore[attr-defined]
+                assert isinstance(handle, LocalProcess)
+                os.kill(handle.pid, signal.SIGKILL)
+
+        world: RealWorld = make_world(run, {"is_local": True, "slowest": 0.05}, watch=watch)
+        return await world.run()
+
+    trace = asyncio.run(asyncio.wait_for(go(), timeout=120))
+    events = [entry.event for entry in trace.entries]
+    assert any(isinstance(event, ReplicaLost) for event in events)
+    assert {event.replica for event in events if isinstance(event, ReplicaStarted)} >= {0, 1, 2}
+    check_every_rollout_is_accounted_for(trace)
+    assert measure(trace).num_steps == 8
+
+
+def test_a_run_resumes_from_its_checkpoint_and_trains_on_the_next_prompts(tmp_path: Path) -> None:
+    first = real_run(tmp_path, algorithm__steps=3, execute__checkpoint_every=2)
+    execute(first)
+    longer = real_run(tmp_path, algorithm__steps=6, execute__checkpoint_every=2)
+    with pytest.raises(ValueError, match="holds a run"):
+        execute(longer)
+    trace = execute(longer, resume=True)
+    drawn = [group for entry in trace.entries for group in getattr(entry.event, "groups", ())]
+    assert min(group.group for group in drawn) == 9
+    assert [e.event.version for e in trace.entries if isinstance(e.event, Stepped)] == [4, 5, 6]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert (tmp_path / "run" / "trace.1.jsonl").exists()
+
+
+def test_an_interrupted_run_leaves_a_readable_trace_and_drops_the_rest_with_a_reason(
+    tmp_path: Path,
+) -> None:
+    run = real_run(tmp_path, algorithm__steps=1000)
+
+    async def go() -> None:
+        world = make_world(run, {"slowest": 0.02})
+        asyncio.get_running_loop().call_later(0.5, world.interrupt, "Ctrl-C")
+        with pytest.raises(RuntimeError, match="Ctrl-C"):
+            await world.run()
+        assert world.engine.state.is_finished
+
+    asyncio.run(asyncio.wait_for(go(), timeout=30))
+    trace = read_trace(tmp_path / "run" / "trace.jsonl")
+    check_every_rollout_is_accounted_for(trace)
+    assert set(measure(trace).dropped) <= {"Ctrl-C"}
+    assert replay(trace) is None

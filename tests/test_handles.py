@@ -1,0 +1,143 @@
+"""Handles: the same calls and streams whether a role lives in this process or in one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from executor.handles import Handle, InProcess, LocalProcess, WorkerLostError
+
+ROLE = "tests.test_handles:Counter"
+
+
+class CounterConfig(msgspec.Struct, frozen=True):
+    """Where counting begins."""
+
+    first: int
+
+
+class Point(msgspec.Struct, frozen=True):
+    """Something with a type, to cross the wire."""
+
+    x: int
+    y: float
+
+
+class Counter:
+    """A role that counts, and remembers the order of its calls."""
+
+    def __init__(self, config: CounterConfig) -> None:
+        self._next = config.first
+        self._began: list[int] = []
+
+    async def count(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    async def move(self, point: Point, by: int) -> Point:
+        return Point(point.x + by, point.y)
+
+    async def wait(self, number: int, seconds: float) -> list[int]:
+        self._began.append(number)
+        await asyncio.sleep(seconds)
+        return list(self._began)
+
+    async def items(self, count: int) -> AsyncIterator[Point]:
+        for n in range(count):
+            yield Point(n, n / 2)
+
+    async def fail(self) -> None:
+        raise KeyError("no such thing")
+
+    async def stop(self) -> None:
+        pass
+
+
+async def in_process(log: Path) -> Handle:
+    return InProcess(ROLE, {"first": 3})
+
+
+async def local(log: Path) -> Handle:
+    return await LocalProcess.start(ROLE, {"first": 3}, log, {})
+
+
+Start = Callable[[Path], Awaitable[Handle]]
+carriers = pytest.mark.parametrize("start", [in_process, local])
+
+
+@carriers
+def test_calls_keep_state_types_and_order(start: Start, tmp_path: Path) -> None:
+    async def go() -> None:
+        handle = await start(tmp_path / "log")
+        try:
+            assert [await handle.call("count", returns=int) for _ in range(2)] == [3, 4]
+            moved = await handle.call("move", Point(1, 0.5), 2, returns=Point)
+            assert moved == Point(3, 0.5)
+            calls = [handle.call("wait", n, 0.3 - n / 10, returns=list[int]) for n in range(3)]
+            assert max(await asyncio.gather(*calls), key=len) == [0, 1, 2]
+        finally:
+            await handle.close()
+
+    asyncio.run(go())
+
+
+@carriers
+def test_streams_give_items_as_they_come(start: Start, tmp_path: Path) -> None:
+    async def go() -> list[Point]:
+        handle = await start(tmp_path / "log")
+        try:
+            return [point async for point in handle.stream("items", 4, returns=Point)]
+        finally:
+            await handle.close()
+
+    assert asyncio.run(go()) == [Point(n, n / 2) for n in range(4)]
+
+
+@carriers
+def test_an_error_reaches_the_caller_and_the_role_lives_on(start: Start, tmp_path: Path) -> None:
+    async def go() -> int:
+        handle = await start(tmp_path / "log")
+        try:
+            with pytest.raises(Exception, match="no such thing"):
+                await handle.call("fail", returns=type(None))
+            return await handle.call("count", returns=int)
+        finally:
+            await handle.close()
+
+    assert asyncio.run(go()) == 3
+
+
+def test_a_dead_worker_fails_pending_and_later_calls(tmp_path: Path) -> None:
+    async def go() -> None:
+        handle = await LocalProcess.start(ROLE, {"first": 0}, tmp_path / "log", {})
+        await handle.call("count", returns=int)
+        pending = asyncio.ensure_future(handle.call("wait", 0, 60.0, returns=list[int]))
+        await asyncio.sleep(0.1)
+        os.kill(handle.pid, signal.SIGKILL)
+        with pytest.raises(WorkerLostError, match="status -9"):
+            await pending
+        with pytest.raises(WorkerLostError):
+            await handle.call("count", returns=int)
+        await handle.close()
+
+    asyncio.run(go())
+
+
+def test_closing_leaves_no_process_even_in_the_middle_of_a_call(tmp_path: Path) -> None:
+    async def go() -> int:
+        handle = await LocalProcess.start(ROLE, {"first": 0}, tmp_path / "log", {})
+        await handle.call("count", returns=int)
+        call = asyncio.ensure_future(handle.call("wait", 0, 60.0, returns=list[int]))
+        await asyncio.sleep(0.1)
+        await handle.close()
+        call.cancel()
+        return handle.pid
+
+    with pytest.raises(ProcessLookupError):
+        os.kill(asyncio.run(go()), 0)

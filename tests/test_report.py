@@ -1,0 +1,281 @@
+"""Tables, figures and Chrome traces say what the metrics and the trace say."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from rich.console import Console
+from rich.table import Table
+
+from sim.world import simulate
+from streamrl.attribution import BUSY, IDLE
+from streamrl.chrome_trace import chrome_trace
+from streamrl.figures import BUSY_COLOURS, IDLE_COLOURS, idle_figure, timeline_figure
+from streamrl.messages import Generated, Stepped
+from streamrl.metrics import Metrics, measure
+from streamrl.report import (
+    compare,
+    comparison_table,
+    format_count,
+    format_dollars,
+    format_duration,
+    metrics_table,
+)
+from streamrl.run_file import load_run
+from streamrl.trace import Trace
+from tests.hand_traces import HandTrace
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "h20-h800.toml"
+
+PREDICTED = Metrics(
+    world="simulated",
+    num_steps=12,
+    total_time=7200.0,
+    step_time=90.0,
+    step_times=[90.0] * 12,
+    throughput=44_000.0,
+    goodput=40_000.0,
+    samples_per_second=11.0,
+    cost_per_step=4.5,
+    cost_per_million_tokens=0.9,
+    num_gpus={"rollout": 32, "trainer": 16},
+    busy={"prefill": 0.1, "decode": 0.5, "score": 0.0, "train": 0.1},
+    idle={"skew": 0.2, "pipeline": 0.1, "sync": 0.0},
+    staleness={0: 1000, 1: 3000},
+    rewards=[0.1 * step for step in range(12)],
+    dropped={"failed 3 times": 8},
+    tiers={"measured": 0.75, "roofline": 0.25},
+)
+MEASURED = msgspec.structs.replace(
+    PREDICTED,
+    world="real",
+    step_time=100.0,
+    throughput=40_000.0,
+    busy={"prefill": 0.1, "decode": 0.4, "score": 0.0, "train": 0.1},
+    idle={"skew": 0.2, "pipeline": 0.2, "sync": 0.0},
+    tiers={"measured": 1.0},
+)
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return simulate_small("algorithm.steps=4")
+
+
+def test_the_table_of_a_run_has_its_figures_with_units() -> None:
+    text = render(metrics_table(PREDICTED))
+    for shown in (
+        "90 s",
+        "44 k tokens/s",
+        "11/s",
+        "$4.50",
+        "$0.9",
+        "48  32 rollout, 16 trainer",
+        "0: 1,000 (25 %), 1: 3,000 (75 %)",
+        "8  failed 3 times",
+        "2 h 0 min in all",
+    ):
+        assert shown in text
+
+
+def test_a_roofline_share_is_called_unmeasured() -> None:
+    assert "75 % measured, 25 % roofline (unmeasured)" in render(metrics_table(PREDICTED))
+    assert "unmeasured" not in render(metrics_table(MEASURED))
+
+
+def test_causes_without_a_share_are_left_out() -> None:
+    text = render(metrics_table(PREDICTED))
+    assert "skew" in text and "50.0 %" in text
+    assert "sync" not in text and "score" not in text
+
+
+def test_rewards_are_shown_from_both_ends_where_there_are_any() -> None:
+    text = render(metrics_table(PREDICTED))
+    assert "0 0.1 0.2 0.3 0.4 ... 0.7 0.8 0.9 1 1.1" in text
+    without = msgspec.structs.replace(PREDICTED, rewards=[0.0] * 12)
+    assert "reward" not in render(metrics_table(without))
+
+
+def test_a_comparison_gives_relative_errors_and_points() -> None:
+    figures: dict[str, Any] = compare(PREDICTED, MEASURED)
+    assert figures["step_time"] == {
+        "predicted": 90.0,
+        "measured": 100.0,
+        "error": pytest.approx(-0.1),
+    }
+    assert figures["throughput"]["error"] == pytest.approx(0.1)
+    assert figures["busy"]["decode"]["error"] == pytest.approx(10.0)
+    assert figures["idle"]["pipeline"]["error"] == pytest.approx(-10.0)
+    assert json.loads(msgspec.json.encode(figures))["goodput"]["error"] == 0
+    text = render(comparison_table(PREDICTED, MEASURED))
+    for shown in ("-10.0 %", "+10.0 %", "+10.0 pp", "-10.0 pp"):
+        assert shown in text
+    assert "sync" not in text
+
+
+def test_a_comparison_with_nothing_measured_has_no_error() -> None:
+    nothing = msgspec.structs.replace(MEASURED, goodput=0.0)
+    figures: dict[str, Any] = compare(PREDICTED, nothing)
+    assert figures["goodput"]["error"] is None
+    comparison_table(PREDICTED, nothing)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (2e-5, "20 us"),
+        (0.0135, "13.5 ms"),
+        (111.23, "111.2 s"),
+        (1500, "25 min"),
+        (11520, "3 h 12 min"),
+    ],
+)
+def test_durations_have_the_unit_that_people_would_use(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+def test_numbers_are_short() -> None:
+    assert [format_count(x) for x in (9.134, 44_228, 1.84e6)] == ["9.13", "44.2 k", "1.84 M"]
+    assert [format_dollars(x) for x in (0.0123, 4.435, 1234.5)] == ["$0.0123", "$4.43", "$1,234.50"]
+
+
+def test_the_timeline_figure_shows_generation_training_and_idleness(
+    trace: Trace, tmp_path: Path
+) -> None:
+    timeline_figure(trace, tmp_path / "timeline.png")
+    pixels = imread(tmp_path / "timeline.png")
+    assert pixels.shape[:2] == (800, 1400)
+    blue, vermillion, white = (0, 0x72, 0xB2), (0xD5, 0x5E, 0), (255, 255, 255)
+    for colour, least in ((blue, 1000), (vermillion, 1000), (white, 100_000)):
+        near = np.abs(pixels[..., :3] * 255 - colour).max(axis=-1) < 3
+        assert near.sum() > least
+
+
+def test_an_emptying_replica_is_drawn_fainter(tmp_path: Path) -> None:
+    hand = HandTrace(algorithm__prompts_per_step=4)
+    hand.begin()
+    hand.draw(0.0, 1, 4)
+    hand.generate(0.0, 0, 1, 2, 3)
+    for rollout in range(3):
+        hand.generated(10.0, rollout, run_time=10.0)
+    hand.generated(20.0, 3, run_time=20.0)
+    hand.train(20.0, 40.0, 1, 0, 1, 2, 3)
+    timeline_figure(hand.trace, tmp_path / "timeline.png")
+    red = imread(tmp_path / "timeline.png")[300, :, 0]
+    full, last, idle = (red[150 + int(1200 * x)] for x in (0.1, 0.35, 0.75))
+    assert full < last < idle == 1.0
+
+
+def test_figures_are_svg_where_the_path_says_so(trace: Trace, tmp_path: Path) -> None:
+    timeline_figure(trace, tmp_path / "timeline.svg", steps=(1, 2))
+    idle_figure({"one": measure(trace)}, tmp_path / "idle.svg")
+    for name in ("timeline.svg", "idle.svg"):
+        assert "<svg" in (tmp_path / name).read_text()[:1000]
+
+
+def test_a_window_outside_the_run_is_refused(trace: Trace, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="steps must lie in 1 to 4, got 3 to 5"):
+        timeline_figure(trace, tmp_path / "timeline.png", steps=(3, 5))
+
+
+def test_more_replicas_than_fit_are_counted(tmp_path: Path) -> None:
+    many = simulate_small("algorithm.steps=1", "rollout.replicas=48", "cluster.pools.h20.nodes=6")
+    timeline_figure(many, tmp_path / "timeline.svg")
+    assert "first 40; 8 not shown" in (tmp_path / "timeline.svg").read_text()
+
+
+def test_the_idle_figure_fills_each_bar(tmp_path: Path) -> None:
+    idle_figure({"predicted": PREDICTED, "measured": MEASURED}, tmp_path / "idle.png")
+    pixels = imread(tmp_path / "idle.png")[..., :3] * 255
+    decode = (np.abs(pixels - (0, 0x72, 0xB2)).max(axis=-1) < 3).sum(axis=1)
+    predicted, measured = decode[:400].max(), decode[400:680].max()
+    assert measured / predicted == pytest.approx(0.4 / 0.5, abs=0.1)
+
+
+def test_every_activity_and_cause_has_a_colour_of_its_own() -> None:
+    assert set(BUSY_COLOURS) == set(BUSY)
+    assert set(IDLE_COLOURS) == set(IDLE)
+    colours = [*BUSY_COLOURS.values(), *IDLE_COLOURS.values()]
+    assert len(set(colours)) == len(colours)
+
+
+def test_a_chrome_trace_has_a_slice_for_each_attempt(trace: Trace) -> None:
+    events = chrome_events(trace)
+    num_generated = sum(isinstance(entry.event, Generated) for entry in trace.entries)
+    for kind in "be":
+        ids = [e["id"] for e in events if e["ph"] == kind and e["cat"] == "rollout"]
+        assert len(set(ids)) == len(ids) == num_generated
+    begun = [e for e in events if e["ph"] == "b"]
+    tokens = sum(e["args"]["tokens"] for e in begun)
+    assert tokens == sum(e.event.tokens for e in trace.entries if isinstance(e.event, Generated))
+    staleness = Counter(str(e["args"]["staleness"]) for e in begun)
+    assert staleness == {str(k): v for k, v in measure(trace).staleness.items()}
+
+
+def test_a_chrome_trace_is_in_order_with_each_kind_well_formed(trace: Trace) -> None:
+    events = chrome_events(trace)
+    assert {e["ph"] for e in events} == {"X", "b", "e", "C", "i", "M"}
+    times = [e["ts"] for e in events]
+    assert times == sorted(times) and times[0] >= 0
+    assert times[-1] == pytest.approx(trace.entries[-1].time * 1e6)
+    assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
+    assert all("name" in e and "pid" in e for e in events)
+    running = [e["args"]["value"] for e in events if e["name"] == "running rollouts"]
+    assert min(running) == running[-1] == 0 and max(running) > 1
+
+
+def test_slices_of_one_thread_of_a_chrome_trace_do_not_overlap(trace: Trace) -> None:
+    ends: dict[tuple[int, int], float] = {}
+    for event in chrome_events(trace):
+        if event["ph"] == "X":
+            thread = (event["pid"], event.get("tid", 0))
+            assert event["ts"] >= ends.get(thread, 0.0) - 1e-2
+            ends[thread] = event["ts"] + event["dur"]
+    assert len(ends) == 4 + 2  # replicas, trainer, link
+
+
+def test_a_chrome_trace_marks_each_step(trace: Trace) -> None:
+    marks = [e["name"] for e in chrome_events(trace) if e["ph"] == "i"]
+    steps = [e.event for e in trace.entries if isinstance(e.event, Stepped)]
+    assert marks == [f"step {step.version}" for step in steps]
+
+
+def test_a_hundred_thousand_chrome_events_take_seconds() -> None:
+    hand = HandTrace(algorithm__prompts_per_step=40_000)
+    hand.begin()
+    hand.draw(0.0, 1, 40_000)
+    hand.generate(0.0, *range(40_000))
+    for rollout in range(40_000):
+        hand.generated(10.0 + rollout, rollout, run_time=5.0)
+    began = time.perf_counter()
+    encoded = chrome_trace(hand.trace)
+    assert time.perf_counter() - began < 10
+    assert len(json.loads(encoded)["traceEvents"]) > 100_000
+
+
+def chrome_events(trace: Trace) -> list[dict[str, Any]]:
+    """Give the events of a Chrome trace as a reader of the file sees them."""
+    events: list[dict[str, Any]] = json.loads(chrome_trace(trace))["traceEvents"]
+    return events
+
+
+def render(table: Table) -> str:
+    """Give a table as a wide terminal without colours shows it."""
+    console = Console(width=160, no_color=True)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def simulate_small(*changes: str) -> Trace:
+    """Simulate the example on a few GPUs."""
+    sizes = ("algorithm.prompts_per_step=64", "rollout.replicas=4", "cluster.pools.h20.nodes=1")
+    return simulate(load_run(EXAMPLE, [*sizes, *changes]))

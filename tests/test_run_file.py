@@ -1,0 +1,200 @@
+"""Run files: quantities, overrides, and errors of one line that name the key and the value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sim.costs import Costs
+from streamrl.run_file import decode_run, encode_run, load_run, make_run
+from streamrl.units import Bandwidth, Duration, Size
+from tests.runs import make_table, small_run
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "h20-h800.toml"
+
+
+def link(**changes: object) -> dict[str, Any]:
+    return {"cluster.links": [{"between": ["far", "near"], "bandwidth": "80 Gbps", **changes}]}
+
+
+def error_of(changes: dict[str, Any]) -> str:
+    """Give the one line that says what is wrong with a run file."""
+    with pytest.raises(ValueError) as caught:
+        Costs.load(make_run(make_table(changes)))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"rollout.replica": 3}, ["rollout.replica is no key", "did you mean replicas?"]),
+        ({"cluster.pools.far.nodez": 1}, ["cluster.pools.far.nodez is no key", "nodes?"]),
+        ({"polices": {}}, ["polices is no key", "policies?"]),
+        ({"rollout.replicas": "many"}, ["rollout.replicas", "int", "'many'"]),
+        ({"algorithm.steps": 1.5}, ["algorithm.steps", "int", "1.5"]),
+        ({"cluster.pools.far.nodes": "two"}, ["cluster.pools.far.nodes", "'two'"]),
+        ({"policies.system": "async"}, ["policies.system", "'async'", "stream-async"]),
+        ({"rollout.replicas": 0}, ["rollout.replicas", "at least 1", "0"]),
+        ({"execute.checkpoint_every": 0}, ["execute.checkpoint_every", "at least 1"]),
+        ({"policies.max_staleness": -1}, ["policies.max_staleness", "-1"]),
+        ({"seed": -1}, ["seed", "-1"]),
+        ({"rollout.memory_utilization": 1.5}, ["rollout.memory_utilization", "1.5"]),
+        (link(bandwidth=80), ["cluster.links[0].bandwidth", "80 needs a unit", "'80 Gbps'"]),
+        (link(bandwidth="80"), ["cluster.links[0].bandwidth", "'80' needs a unit"]),
+        (link(bandwidth="80 Gb"), ["cluster.links[0].bandwidth", "'80 Gb'"]),
+        (link(bandwidth="0 Gbps"), ["cluster.links[0].bandwidth", "above 0"]),
+        (link(latency=3), ["cluster.links[0].latency", "3 needs a unit"]),
+        (link(between=["far", "moon"]), ["cluster.links[0].between", "'moon'"]),
+        ({"cluster.links": []}, ["cluster.links", "'far'", "'near'"]),
+        ({"cluster.links": [{"between": ["far", "near"]}]}, ["[0].bandwidth is missing"]),
+        ({"rollout.pool": "moon"}, ["rollout.pool 'moon'", "'far'"]),
+        ({"rollout.tensor_parallel": 3}, ["rollout.tensor_parallel", "8 GPUs", "got 3"]),
+        ({"rollout.replicas": 9}, ["'far' has 8 GPUs", "rollout.replicas=9", "need 9"]),
+        ({"trainer.data_parallel": 3}, ["'near' has 8 GPUs", "data_parallel=3", "need 12"]),
+        ({"trainer.pool": "far", "rollout.replicas": 5}, ["'far' has 8 GPUs", "need 9"]),
+        ({"model": {}}, ["model", "name", "path"]),
+        ({"model.name": "qwen2.5-8b"}, ["'qwen2.5-8b'", "qwen2.5-7b"]),
+        ({"cluster.pools.far.gpu": "h21"}, ["'h21'", "h20"]),
+        ({"model": {"path": "/nowhere"}}, ["model.path", "/nowhere/config.json"]),
+        ({"algorithm.group_size": 1}, ["algorithm.group_size", "grpo", "got 1"]),
+        ({"workload.lengths.prompt_tokens": 3000}, ["workload.lengths.prompt_tokens", "3000"]),
+        ({"workload.lengths.scale": 0}, ["workload.lengths.scale", "above 0"]),
+    ],
+)
+def test_a_wrong_run_file_is_refused_with_one_line_that_names_key_and_value(
+    changes: dict[str, Any], parts: list[str]
+) -> None:
+    message = error_of(changes)
+    assert [part for part in parts if part not in message] == []
+
+
+def test_a_model_that_does_not_fit_a_replica_is_refused_with_the_numbers() -> None:
+    message = error_of({"model.name": "qwen2.5-72b"})
+    for part in ("rollout.tensor_parallel=1", "145.4 GB", "86.4 GB", "2304 tokens"):
+        assert part in message
+
+
+def test_a_model_that_does_not_fit_the_trainer_is_refused_with_the_numbers() -> None:
+    message = error_of({"model.name": "qwen2.5-72b", "rollout.tensor_parallel": 4})
+    for part in ("trainer", "327.2 GB", "tensor_parallel=4", "80 GB"):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "no such run file"), ("seed = ", "not a TOML file"), ("seed = 1", "is missing")],
+)
+def test_a_file_that_is_no_run_file_is_refused(
+    tmp_path: Path, text: str | None, message: str
+) -> None:
+    path = tmp_path / "run.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_run(path)
+
+
+# Overrides ----------------------------------------------------------------------------------------
+
+
+def test_set_reads_numbers_strings_tables_and_entries_of_lists() -> None:
+    run = load_run(
+        EXAMPLE,
+        [
+            "rollout.replicas=8",
+            "rollout.memory_utilization = 0.5",
+            "policies.order=fifo",
+            'policies.system="stream-sync"',
+            "cluster.links.0.latency=20 ms",
+            "cluster.pools.h20.nodes=1",
+            "execute.checkpoint_every=7",
+        ],
+    )
+    assert (run.rollout.replicas, run.rollout.memory_utilization) == (8, 0.5)
+    assert (run.policies.order, run.policies.system) == ("fifo", "stream-sync")
+    assert run.cluster.links[0].latency == pytest.approx(0.02)
+    assert run.cluster.pools["h20"].num_gpus == 8
+    assert run.execute.checkpoint_every == 7
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("rollout.replicas", "'rollout.replicas' must read key=value"),
+        ("=3", "'=3' must read key=value"),
+        ("rollout.=3", "'rollout.=3' must read key=value"),
+        ("rollout.replicas=eight", "'eight'"),
+        ("rollout.replicas.x=3", "rollout.replicas: 32 is no table"),
+        ("cluster.links.3.latency=1 s", "no entry '3' in a list of 1"),
+        ("cluster.links.first.latency=1 s", "no entry 'first'"),
+        ("cluster.links.0=3", "inside an entry of this list"),
+        ("nothing.at.all=1", "nothing is no key"),
+    ],
+)
+def test_a_bad_set_is_refused_with_one_line(override: str, part: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        load_run(EXAMPLE, [override])
+    assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_paths_start_where_the_run_file_is() -> None:
+    table = make_table({"workload.lengths.source": "lengths.csv", "model": {"path": "weights"}})
+    run = make_run(table, Path("/somewhere"))
+    assert run.workload.lengths is not None
+    assert run.workload.lengths.source == "/somewhere/lengths.csv"
+    assert run.model.path == "/somewhere/weights"
+    assert run.execute.output == "/somewhere/runs/run"
+
+
+# Quantities ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        (Bandwidth, "80 Gbps", 1e10),
+        (Bandwidth, "400 GB/s", 4e11),
+        (Bandwidth, "1.5 TB/s", 1.5e12),
+        (Bandwidth, "1 GiB/s", 2**30),
+        (Bandwidth, "100Mbps", 1.25e7),
+        (Size, "96 GB", 9.6e10),
+        (Size, "80 GiB", 80 * 2**30),
+        (Duration, "20 ms", 0.02),
+        (Duration, "1.5 s", 1.5),
+        (Duration, "2 min", 120.0),
+        (Duration, "250us", 250e-6),
+    ],
+)
+def test_a_quantity_is_read_into_base_units(kind: Any, text: str, value: float) -> None:
+    assert kind.parse(text) == pytest.approx(value, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Bandwidth, 80),
+        (Bandwidth, "80"),
+        (Bandwidth, "80 GB"),
+        (Bandwidth, "80 Xbps"),
+        (Bandwidth, "-8 Gbps"),
+        (Size, "96"),
+        (Size, "96 Gb"),
+        (Duration, 2),
+        (Duration, "2"),
+        (Duration, "2 days"),
+    ],
+)
+def test_a_quantity_without_its_unit_is_refused(kind: Any, text: object) -> None:
+    with pytest.raises(ValueError, match=str(text)):
+        kind.parse(text)
+
+
+def test_an_encoded_run_decodes_to_itself() -> None:
+    for run in (load_run(EXAMPLE), small_run({"verifier.time": "30 ms"})):
+        assert decode_run(encode_run(run)) == run
+        assert encode_run(decode_run(encode_run(run))) == encode_run(run)
