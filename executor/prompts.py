@@ -89,9 +89,9 @@ def _read_line(path: Path, number: int, line: str) -> Record:
 
 
 def _tokenize(record: Record, tokenizer: Any) -> list[int]:
-    """Encode a text as it is, chat messages through the model's chat template."""
+    """Encode a text with the model's own special tokens, chat messages through its chat template."""
     prompt = record["prompt"]
     if isinstance(prompt, str):
-        return list(tokenizer.encode(prompt, add_special_tokens=False))
+        return list(tokenizer.encode(prompt))
     encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
     return list(encoded["input_ids"])

@@ -75,7 +75,8 @@ class Replica:
         self._running: set[_Attempt] = set()
         self._queue: list[tuple[int, int, int, _Attempt]] = []
         self._arrivals = itertools.count()
-        self._admitting = True
+        self._num_loads = 0
+        """Loads asked for and not done; nothing is admitted meanwhile."""
         self._idle = asyncio.Event()
         self._loading = asyncio.Lock()
 
@@ -130,15 +131,15 @@ class Replica:
     async def load(self, manifest: Manifest, drain: bool) -> float:
         """Serve the manifest's weights from the next token on, and return the seconds of the load.
 
-        With `drain` nothing is admitted until the running rollouts have ended and the weights are
-        in place; the draining does not count as seconds. Without it, rollouts in flight wait only
-        for the copy and go on with the KV they have, which the old weights computed. Buckets are
-        read and checked before any parameter changes: a bad manifest raises `ValueError` and the
-        old weights go on serving.
+        Nothing is admitted from this call on until the weights are in place, so what is sent after
+        a load starts under what it brings. With `drain` the running rollouts end first, which does
+        not count as seconds. Without it, rollouts in flight wait only for the copy and go on with
+        the KV they have, which the old weights computed. Buckets are read and checked before any
+        parameter changes: a bad manifest raises `ValueError` and the old weights go on serving.
         """
-        async with self._loading:
-            self._admitting = not drain
-            try:
+        self._num_loads += 1
+        try:
+            async with self._loading:
                 began_at = time.perf_counter()
                 weights = await asyncio.to_thread(_read_weights, manifest, self._model)
                 read_time = time.perf_counter() - began_at
@@ -147,9 +148,9 @@ class Replica:
                 began_at = time.perf_counter()
                 await self._swap(weights, manifest.version)
                 return read_time + time.perf_counter() - began_at
-            finally:
-                self._admitting = True
-                self._admit()
+        finally:
+            self._num_loads -= 1
+            self._admit()
 
     async def stop(self) -> None:
         """End generation; every pending `generate` raises `RuntimeError`."""
@@ -174,7 +175,9 @@ class Replica:
             raise ValueError(f"rollout {request.rollout} is already being generated")
 
     def _admit(self) -> None:
-        while self._admitting and self._queue and len(self._running) < self.config.max_running:
+        if self._num_loads:
+            return
+        while self._queue and len(self._running) < self.config.max_running:
             attempt = heapq.heappop(self._queue)[-1]
             if not attempt.completion.done():
                 self._run(attempt)

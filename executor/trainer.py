@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from executor import losses
 from executor.samples import Manifest, Sample
-from executor.transfer import cast_tensors, keep_two_versions, replaced_directory, write_buckets
+from executor.transfer import cast_tensors, replaced_directory, write_buckets
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOSS_MEANS = ("token", "rollout")
@@ -121,7 +121,7 @@ class Trainer:
         return await self._run(lambda learner: learner.step(version))
 
     async def push(self, version: int, directory: str) -> Manifest:
-        """Write the weights as buckets to `directory`, which keeps this version and the last one.
+        """Write the weights as buckets to `directory`; whoever knows the readers removes old versions.
 
         Raises ValueError where `version` is not the current one. A repeat writes the same bytes.
         """
@@ -227,9 +227,7 @@ class Learner:
         if version != self.version:
             raise ValueError(f"push must write the current version {self.version}, got {version}")
         tensors = cast_tensors(self.model.state_dict(), DTYPES[self.config.dtype])
-        manifest = write_buckets(tensors, directory, version)
-        keep_two_versions(directory, version)
-        return manifest
+        return write_buckets(tensors, directory, version)
 
     def save(self, path: Path) -> None:
         """Write weights, optimizer and version, and the model's other files beside them."""

@@ -70,19 +70,6 @@ def version_directory(directory: Path, version: int) -> Path:
     return directory / f"v{version:06d}"
 
 
-def keep_two_versions(directory: Path, version: int) -> None:
-    """Remove all versions but this one and the one before it.
-
-    Higher ones go too: they are from before a restart, and name other weights than those to come.
-    """
-    names = (re.fullmatch(r"v(\d{6,})", path.name) for path in directory.iterdir())
-    present = [int(name[1]) for name in names if name]
-    before = max((other for other in present if other < version), default=version)
-    for other in present:
-        if other not in (version, before):
-            remove_version(directory, other)
-
-
 def remove_version(directory: Path, version: int) -> None:
     """Remove the buckets of `version`; a version that is not there is removed already."""
     target = version_directory(directory, version)
@@ -160,7 +147,7 @@ def _fill_buckets(
             contents, aliases, filled = {}, {}, 0
         contents[name] = _standalone(tensor, contents)
         filled += tensor.nbytes
-    if contents or aliases:
+    if contents:
         yield contents, aliases
 
 

@@ -12,7 +12,7 @@ from executor.prompts import Record
 
 Scorer = Callable[[str, Record], float]
 
-ANSWER_MARKERS = ("####", "answer:", "Answer:")
+ANSWER_MARKERS = ("####", "#", "answer:", "Answer:")
 """What stands before the final answer where a completion shows its work."""
 IN_PROCESSES = ("math-verify",)
 """Scorers that a completion can keep busy for ever: they stop themselves, by a signal to a main thread."""

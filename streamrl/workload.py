@@ -60,8 +60,8 @@ class SimulatedWorkload:
         self._group_size = run.algorithm.group_size
         self._max_tokens = run.rollout.max_tokens
         self._source = load_source(config)
-        self._blocks: dict[int, tuple[list[list[int]], list[int]]] = {}
-        self._mean = 0
+        self._blocks = {0: self._sample(0)}
+        self._mean = int(np.mean(self._blocks[0][0]))
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:
         """Give groups with their true lengths, capped at `rollout.max_tokens`."""
@@ -85,7 +85,6 @@ class SimulatedWorkload:
             rng = np.random.default_rng([self._seed, block])
             lengths, prompts = self._source.sample(rng, BLOCK, self._group_size)
         scaled = np.clip(np.rint(lengths * self._config.scale), 1, self._max_tokens)
-        self._mean = self._mean or int(scaled.mean())
         return scaled.astype(np.int64).tolist(), prompts.tolist()
 
 
@@ -178,15 +177,17 @@ def load_source(config: LengthsConfig) -> Source | Recorded:
     path = Path(config.source) if is_path else find_profile("lengths", config.source, ".csv")
     rows = _read_rows(path)
     if config.kind == "histogram":
-        return Histogram(
-            [_numbers(path, row, ("start", "end", "density")) for row in rows], config.prompt_tokens
-        )
+        return Histogram(_read_bins(path, rows), config.prompt_tokens)
     lengths = [int(_numbers(path, row, ("output_tokens",))["output_tokens"]) for row in rows]
     if config.kind == "empirical":
         return Groups([lengths], config.prompt_tokens)
     groups: dict[str, list[int]] = {}
     for row, length in zip(rows, lengths, strict=True):
-        groups.setdefault(row.get("prompt_id", ""), []).append(length)
+        if row.get("prompt_id") is None:
+            raise ValueError(
+                f"{path}: row {row} needs a prompt_id: it says which rows are siblings"
+            )
+        groups.setdefault(row["prompt_id"], []).append(length)
     return Groups(list(groups.values()), config.prompt_tokens)
 
 
@@ -199,6 +200,16 @@ def _read_rows(path: Path) -> list[dict[str, str]]:
     if not rows:
         raise ValueError(f"workload.lengths.source: {path} has no rows")
     return rows
+
+
+def _read_bins(path: Path, rows: list[dict[str, str]]) -> list[dict[str, float]]:
+    bins = [_numbers(path, row, ("start", "end", "density")) for row in rows]
+    for row, each in zip(rows, bins, strict=True):
+        if each["end"] <= each["start"]:
+            raise ValueError(f"{path}: row {row} must end after its start")
+    if not any(each["density"] for each in bins):
+        raise ValueError(f"{path}: no bin has a density above 0")
+    return bins
 
 
 def _without_comments(lines: Iterable[str]) -> Iterable[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import simpy
@@ -108,15 +108,24 @@ def checked_world(run: Run) -> SimWorld:
     return world
 
 
-def lose_replica_at(world: SimWorld, time: float, which: int) -> None:
-    """Let one of the replicas that serve at `time` die then."""
+def call_at(world: SimWorld, time: float, action: Callable[[], None]) -> None:
+    """Do something at a simulated time."""
 
-    def die() -> Generator[simpy.Event, Any, None]:
+    def wait() -> Generator[simpy.Event, Any, None]:
         yield world.env.timeout(time)
+        action()
+
+    world.env.process(wait())
+
+
+def lose_replica_at(world: SimWorld, time: float, which: int) -> None:
+    """Let one of the replicas that are up at `time` die then."""
+
+    def die() -> None:
         if world.replicas:
             world.lose(sorted(world.replicas)[which % len(world.replicas)], "pulled the plug")
 
-    world.env.process(die())
+    call_at(world, time, die)
 
 
 class Script:

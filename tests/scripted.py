@@ -18,8 +18,8 @@ from executor.samples import Completion, Manifest, Request, Sample
 from executor.verifier import Verifier
 from executor.world import RealWorld
 from streamrl.config import Run
-from streamrl.systems import build_policies
 from streamrl.state import State
+from streamrl.systems import build_policies
 from streamrl.trace import Trace
 from tests.runs import CheckedEngine
 
@@ -162,7 +162,7 @@ def tokens_of(rollout: int) -> list[int]:
 class ScriptedTokenizer:
     """A character a token."""
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         return [3 + ord(character) % (VOCABULARY - 3) for character in text]
 
     def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:

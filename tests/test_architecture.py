@@ -180,8 +180,14 @@ def foreign_changes(tree: ast.Module) -> list[str]:
                 found += [ast.unparse(node)] if name in CHANGES else []
             case ast.Call(func=ast.Name(id=name), args=[ast.Attribute() as owner, *_]):
                 targets = [owner] if name in CHANGES | {"setattr"} else []
-        found += [ast.unparse(t) for t in targets if isinstance(t, ast.Attribute | ast.Subscript)]
+        found += [ast.unparse(t) for t in targets if isinstance(_owner(t), ast.Attribute)]
     return [text for text in found if not text.startswith("self.") or ".state." in text]
+
+
+def _owner(target: ast.expr) -> ast.expr:
+    while isinstance(target, ast.Subscript):
+        target = target.value
+    return target
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,14 @@ def test_diagnostics_of_halves_add_up_to_those_of_the_whole() -> None:
         assert sum(part[key] for part in parts) == pytest.approx(value, abs=1e-6), key
 
 
+@pytest.mark.parametrize(("max_norm", "expected"), [(10.0, [3.0, 4.0]), (1.0, [0.6, 0.8])])
+def test_a_summed_gradient_becomes_the_clipped_mean(max_norm: float, expected: list[float]) -> None:
+    layer = torch.nn.Linear(2, 1, bias=False)
+    layer.weight.grad = torch.tensor([[6.0, 8.0]])
+    assert losses.average_gradients(layer, 2, max_norm) == 5.0
+    torch.testing.assert_close(layer.weight.grad, torch.tensor([expected]))
+
+
 def test_advantages_follow_their_formulas() -> None:
     rewards = [1.0, 0.0, 0.0, 1.0, 1.0]
     assert advantages("dr-grpo", rewards) == pytest.approx([0.4, -0.6, -0.6, 0.4, 0.4])

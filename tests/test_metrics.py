@@ -42,12 +42,10 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "h20-h800.toml"
 
 
 def gpu_seconds(hand: HandTrace) -> dict[str, float]:
-    """Give what each activity and cause got, in GPU-seconds, zeroes left out."""
+    """Give what each activity and cause got, in GPU-seconds to the microsecond, zeroes left out."""
     shares = attribute(hand.trace)
     both = {**shares.busy, **shares.idle}
-    return {
-        name: pytest.approx(share * shares.gpu_seconds) for name, share in both.items() if share
-    }
+    return {name: round(share * shares.gpu_seconds, 6) for name, share in both.items() if share}
 
 
 def test_a_synchronous_step_is_generation_then_training_and_the_rest_pipeline() -> None:
@@ -111,6 +109,31 @@ def test_an_overlapped_push_costs_a_working_replica_nothing() -> None:
     hand.generated(10.0, 1, run_time=10.0)
     hand.train(10.0, 12.0, 2, 1)
     assert "sync" not in gpu_seconds(hand)
+
+
+def test_an_idle_replica_waits_for_the_weights_that_waiting_rollouts_need() -> None:
+    hand = HandTrace(replicas=2, algorithm__steps=4, policies__system="stream-async")
+    hand.begin()
+    hand.draw(0.0, 1, 1)
+    hand.draw(0.0, 2, 1, is_taken=False)
+    hand.generate(0.0, 0, replica=0)
+    hand.generate(0.0, 1, replica=1)
+    hand.generated(8.0, 0, run_time=8.0)
+    hand.train(8.0, 10.0, 1, 0)
+    hand.command(10.0, Take(1, 2), PushWeights(1))
+    hand.draw(10.0, 3, 1, is_taken=False)
+    hand.at(13.0, WeightsPushed(1, 8), LoadWeights(0, 1, drain=True), Generate(2, 0, 0))
+    hand.at(14.0, WeightsLoaded(0, 1, 1.0))
+    hand.generated(20.0, 1, run_time=20.0)
+    hand.train(20.0, 21.0, 2, 1)
+    assert gpu_seconds(hand) == {
+        "decode": 8 + 20 + 7,
+        "train": 3,
+        "sync": 4,
+        "staleness": 2 + 1,  # replica 0 beside step 1, replica 1 beside step 2
+        "skew": 3,  # the trainer, while replica 0 stands idle
+        "pipeline": 8 + 7,
+    }
 
 
 def test_everyone_waits_for_the_slowest_start() -> None:

@@ -144,7 +144,7 @@ def test_durations_have_the_unit_that_people_would_use(seconds: float, text: str
 
 def test_numbers_are_short() -> None:
     assert [format_count(x) for x in (9.134, 44_228, 1.84e6)] == ["9.13", "44.2 k", "1.84 M"]
-    assert [format_dollars(x) for x in (0.0123, 4.435, 1234.5)] == ["$0.0123", "$4.43", "$1,234.50"]
+    assert [format_dollars(x) for x in (0.0123, 4.5, 1234.5)] == ["$0.0123", "$4.50", "$1,234.50"]
 
 
 def test_the_timeline_figure_shows_generation_training_and_idleness(

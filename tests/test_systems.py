@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streamrl.config import Run
-from streamrl.messages import Drop, Generated, PromptsDrawn, Stop
+from streamrl.messages import Drop, Generated, Interrupted, PromptsDrawn, Stop
 from streamrl.systems import SYSTEMS, WEIGHT_SYNC, choose_system
 from streamrl.trace import Trace, read_trace, replay
-from tests.runs import checked_world, lose_replica_at, of, run_with_capacity, small_run
+from tests.runs import call_at, checked_world, lose_replica_at, of, run_with_capacity, small_run
 from tests.traces import (
     check_every_command_ends_once,
     check_every_rollout_is_accounted_for,
@@ -147,6 +147,21 @@ def test_a_replay_finds_a_decision_that_was_tampered_with() -> None:
     divergence = replay(trace)
     assert divergence is not None
     assert divergence.entry == index
+
+
+@many_seeds
+@given(runs(None), losses, st.floats(0.0, 20.0))
+def test_an_interrupted_run_comes_to_an_end_with_every_rollout_accounted_for(
+    run: Run, lost: list[tuple[float, int]], interrupted_at: float
+) -> None:
+    world = checked_world(run)
+    for time, which in lost:
+        lose_replica_at(world, time, which)
+    call_at(world, interrupted_at, lambda: world.emit(Interrupted("ctrl-c")))
+    trace = world.run()
+    check_every_rollout_is_accounted_for(trace)
+    check_every_command_ends_once(trace)
+    assert replay(trace) is None
 
 
 @settings(max_examples=15, deadline=None)

@@ -13,7 +13,6 @@ import torch
 from executor.samples import Manifest
 from executor.transfer import (
     cast_tensors,
-    keep_two_versions,
     read_buckets,
     remove_version,
     replaced_directory,
@@ -126,14 +125,6 @@ def test_what_was_read_outlives_its_version_and_a_second_write_of_it(tmp_path: P
     remove_version(tmp_path, 1)
     assert list(tmp_path.iterdir()) == []
     assert torch.equal(found["a"], torch.ones(5000))
-
-
-def test_two_versions_are_kept_and_those_from_before_a_restart_go(tmp_path: Path) -> None:
-    for version in (1, 3, 4, 8, 1_000_000):
-        write_buckets([("a", torch.ones(1))], tmp_path, version)
-    (tmp_path / "other").mkdir()
-    keep_two_versions(tmp_path, 4)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "v000003", "v000004"]
 
 
 def test_a_shared_directory_is_fresh_and_private() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sim.world import simulate
 from streamrl.config import Run
 from streamrl.messages import Generated
-from streamrl.workload import BLOCK, Draw, SimulatedWorkload
+from streamrl.workload import BLOCK, SimulatedWorkload
 from tests.runs import small_run
 
 
@@ -37,7 +37,8 @@ def test_the_histogram_has_the_moments_of_the_paper() -> None:
     assert statistics.mean(lengths) == pytest.approx(4930, rel=0.03)
     assert percentiles[49] == pytest.approx(3200, rel=0.03)
     assert percentiles[89] == pytest.approx(13_100, rel=0.03)
-    assert 809 <= min(lengths) and max(lengths) <= 19_869
+    assert min(lengths) >= 809
+    assert max(lengths) <= 19_869
 
 
 def test_scale_multiplies_every_length_and_max_tokens_caps_it() -> None:
@@ -64,16 +65,16 @@ def test_empirical_lengths_are_drawn_one_by_one(tmp_path: Path) -> None:
     assert set(lengths_of(run_of(kind="empirical", source=str(path)), 100)) == {10, 20, 30}
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3 * BLOCK), st.integers(1, 40)), min_size=1, max_size=6))
 def test_the_same_group_has_the_same_lengths_however_it_is_drawn(
     portions: list[tuple[int, int]],
 ) -> None:
-    workload, known = SimulatedWorkload(run_of()), dict[int, Draw]()
+    workload = SimulatedWorkload(run_of())
     for first, num in portions:
-        for draw in workload.draw(first, num):
-            assert known.setdefault(draw.drawn.group, draw) == draw
-            assert SimulatedWorkload(run_of()).draw(draw.drawn.group, 1) == [draw]
+        draws = workload.draw(first, num)
+        assert draws == SimulatedWorkload(run_of()).draw(first, num)
+        assert draws == [workload.draw(group, 1)[0] for group in range(first, first + num)]
 
 
 def test_seeds_give_lengths_of_their_own() -> None:
@@ -133,7 +134,6 @@ def test_a_recorded_trace_of_other_groups_is_refused(tmp_path: Path) -> None:
         ("histogram", "start,end,density\n5,2,1\n", "'5'"),
         ("histogram", "start,end,density\n1,2,0\n", "density"),
         ("groups", "output_tokens\n12\n", "prompt_id"),
-        ("empirical", "output_tokens\n0\n", "'0'"),
     ],
 )
 def test_a_bad_row_is_refused_naming_file_and_row(
@@ -149,5 +149,5 @@ def test_a_bad_row_is_refused_naming_file_and_row(
 
 
 def test_a_missing_file_is_refused() -> None:
-    with pytest.raises(ValueError, match="no/such.csv"):
+    with pytest.raises(ValueError, match=r"no/such\.csv"):
         SimulatedWorkload(run_of(kind="empirical", source="no/such.csv"))

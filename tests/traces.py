@@ -60,7 +60,7 @@ def check_every_rollout_is_accounted_for(trace: Trace) -> None:
         if isinstance(entry.event, PromptsDrawn):
             drawn.update({group.group: group.rollouts for group in entry.event.groups})
         elif isinstance(entry.event, Trained):
-            in_gradient += entry.event.rollouts
+            in_gradient += [r for r in entry.event.rollouts if r not in fates]
         elif isinstance(entry.event, Stepped):
             fates.update(in_gradient)
             in_gradient = []
