@@ -75,6 +75,7 @@ class Replica:
         self._running: set[_Attempt] = set()
         self._queue: list[tuple[int, int, int, _Attempt]] = []
         self._arrivals = itertools.count()
+        self._idle_since = 0.0
         self._num_loads = 0
         """Loads asked for and not done; nothing is admitted meanwhile."""
         self._idle = asyncio.Event()
@@ -132,8 +133,8 @@ class Replica:
         """Serve the manifest's weights from the next token on, and return the seconds of the load.
 
         Nothing is admitted from this call on until the weights are in place, so what is sent after
-        a load starts under what it brings. With `drain` the running rollouts end first, which does
-        not count as seconds. Without it, rollouts in flight wait only for the copy and go on with
+        a load starts under what it brings. The seconds are those in which the replica stood still
+        for it. With `drain` the running rollouts end first. Without it, rollouts in flight wait only for the copy and go on with
         the KV they have, which the old weights computed. Buckets are read and checked before any
         parameter changes: a bad manifest raises `ValueError` and the old weights go on serving.
         """
@@ -142,12 +143,12 @@ class Replica:
             async with self._loading:
                 began_at = time.perf_counter()
                 weights = await asyncio.to_thread(_read_weights, manifest, self._model)
-                read_time = time.perf_counter() - began_at
                 if drain:
                     await self._idle_now()
-                began_at = time.perf_counter()
+                is_in_flight = bool(self._running)
+                still_at = time.perf_counter() if is_in_flight else max(began_at, self._idle_since)
                 await self._swap(weights, manifest.version)
-                return read_time + time.perf_counter() - began_at
+                return time.perf_counter() - still_at
         finally:
             self._num_loads -= 1
             self._admit()
@@ -199,6 +200,7 @@ class Replica:
     def _end(self, attempt: _Attempt, result: Run | Exception, aborted: bool = False) -> None:
         self._running.discard(attempt)
         if not self._running:
+            self._idle_since = time.perf_counter()
             self._idle.set()
         if not attempt.completion.done():
             if isinstance(result, Run):

@@ -37,7 +37,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     run_time: float
     """Seconds from leaving the replica's queue to the last token."""
     prefill_time: float
-    """Seconds of `run_time` in which the replica computed prefixes for this rollout."""
+    """Seconds, at the start of `run_time`, until the rollout's prefix was computed."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):

@@ -153,7 +153,7 @@ class Replica:
         """Compute the prefixes of what joined; this also makes the next token of each."""
         prefill_time = self._costs.prefill_time(tokens, pairs)
         for attempt in joined:
-            attempt.prefill_time += prefill_time / len(joined)
+            attempt.prefill_time = attempt.prefill_time or prefill_time
         return prefill_time
 
     def _decode(self) -> Generator[simpy.Event, Any, None]:

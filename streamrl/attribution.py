@@ -73,7 +73,7 @@ def attribute(trace: Trace) -> Attribution:
     """Attribute every GPU-second between the first and the last entry of a trace."""
     timeline = read_timeline(trace)
     seconds = _sweep(trace, timeline)
-    prefill = _prefill_seconds(trace)
+    prefill = _prefill_seconds(trace, timeline)
     generating = seconds.pop("generate", 0.0)
     seconds["prefill"] = min(prefill, generating)
     seconds["decode"] = generating - seconds["prefill"]
@@ -303,7 +303,6 @@ class _Rollouts:
         self._told = counts
 
 
-def _prefill_seconds(trace: Trace) -> float:
-    degree = trace.run.rollout.tensor_parallel
-    events = (entry.event for entry in trace.entries)
-    return degree * sum(event.prefill_time for event in events if isinstance(event, Generated))
+def _prefill_seconds(trace: Trace, timeline: Timeline) -> float:
+    spans = (span for spans in timeline.prefills.values() for span in spans)
+    return trace.run.rollout.tensor_parallel * sum(span.end - span.start for span in spans)

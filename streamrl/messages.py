@@ -232,7 +232,7 @@ class Generated(Message, frozen=True):
     run_time: float
     """Seconds from leaving the replica's queue to the end."""
     prefill_time: float
-    """Seconds of prefill that the replica spent on this rollout."""
+    """Seconds, at the start of `run_time`, until the rollout's prefix was computed, alone or with others."""
 
 
 class Verified(Message, frozen=True):

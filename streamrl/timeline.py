@@ -58,6 +58,8 @@ class Timeline(NamedTuple):
     link: list[Span]
     rollouts: dict[int, list[Span]]
     """By replica: one span an attempt, labelled with its rollout; they overlap."""
+    prefills: dict[int, list[Span]]
+    """By replica: when the prefix of any rollout was computed; parts of its generate spans."""
     end: float
 
     def starts(self) -> dict[int, float]:
@@ -80,6 +82,7 @@ class _Reader:
     def __init__(self) -> None:
         self._attempts: dict[int, tuple[int, float]] = {}
         self._rollouts: dict[int, list[Span]] = defaultdict(list)
+        self._prefills: dict[int, list[Span]] = defaultdict(list)
         self._loads: dict[int, list[Span]] = defaultdict(list)
         self._starts: dict[int, Span] = {}
         self._starting: dict[int, float] = {}
@@ -96,7 +99,7 @@ class _Reader:
 
     def finish(self, end: float) -> Timeline:
         for rollout in list(self._attempts):
-            self._end_attempt(rollout, end, None)
+            self._end_attempt(rollout, end)
         for replica, start in self._starting.items():
             self._starts[replica] = Span(start, self._lost.get(replica, end), "start-up")
         if self._work is not None:
@@ -105,7 +108,11 @@ class _Reader:
             replica: [self._starts[replica], *self._activity(replica)]
             for replica in sorted(self._starts)
         }
-        return Timeline(replicas, self._trainer, self._link, dict(self._rollouts), end)
+        prefills = {
+            replica: _subtract(_union(spans), self._loads[replica])
+            for replica, spans in self._prefills.items()
+        }
+        return Timeline(replicas, self._trainer, self._link, dict(self._rollouts), prefills, end)
 
     def _begin(self, command: Command, now: float) -> None:
         match command:
@@ -124,7 +131,7 @@ class _Reader:
         event, now = entry.event, entry.time
         match event:
             case Generated():
-                self._end_attempt(event.rollout, now, event.run_time)
+                self._end_attempt(event.rollout, now, event.run_time, event.prefill_time)
             case Failed(command):
                 self._end_failed(command, now)
             case WeightsLoaded():
@@ -144,19 +151,23 @@ class _Reader:
 
     def _end_failed(self, command: Command, now: float) -> None:
         if isinstance(command, Generate):
-            self._end_attempt(command.rollout, now, None)
+            self._end_attempt(command.rollout, now)
         elif isinstance(command, StartReplica):
             self._lost[command.replica] = now
         elif self._work is not None and isinstance(command, tuple(TRAINER_WORK)):
             self._end_work(now)
 
-    def _end_attempt(self, rollout: int, now: float, run_time: float | None) -> None:
+    def _end_attempt(
+        self, rollout: int, now: float, run_time: float | None = None, prefill_time: float = 0.0
+    ) -> None:
         """An attempt whose running time nobody reported lasts from its command to its replica's loss."""
         replica, sent_at = self._attempts.pop(rollout)
         start = sent_at if run_time is None else now - run_time
         end = min(now, self._lost.get(replica, now))
         if end > start:
             self._rollouts[replica].append(Span(start, end, "generate", str(rollout)))
+        if prefill_time > 0:
+            self._prefills[replica].append(Span(start, min(start + prefill_time, end), "prefill"))
 
     def _end_work(self, now: float) -> None:
         assert self._work is not None

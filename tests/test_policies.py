@@ -209,6 +209,8 @@ def test_abort_and_resume_aborts_each_replica_before_its_load_and_goes_on_from_t
     ]
     (again,) = s.tell(generated(4, tokens=7, finish="aborted"))
     assert again == Generate(4, again.replica, 4, prefix=7)
+    s.tell(generated(4, tokens=12, version=1))
+    assert s.state.rollouts[4].born == 0  # its first token came from version 0
 
 
 def test_a_barrier_pushes_only_while_nothing_is_generated() -> None:

@@ -324,7 +324,7 @@ def test_a_rollout_ends_at_the_end_of_sequence_token_and_includes_it(
     (path / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": ends}))
 
     async def scenario(replica: Replica) -> None:
-        asked = [request(rollout, 25) for rollout in range(30)]
+        asked = [request(rollout, 6) for rollout in range(30)]
         done = await asyncio.gather(*map(replica.generate, asked))
         for completion in done:
             *body, last = completion.tokens

@@ -121,6 +121,15 @@ def test_set_reads_numbers_strings_tables_and_entries_of_lists() -> None:
     assert run.execute.checkpoint_every == 7
 
 
+def test_set_reaches_the_entry_of_a_list_that_it_names(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        EXAMPLE.read_text() + '[[cluster.links]]\nbetween = ["h20", "h20"]\nbandwidth = "1 Gbps"\n'
+    )
+    run = load_run(path, ["cluster.links.1.latency=5 ms"])
+    assert [link.latency for link in run.cluster.links] == pytest.approx([0.01, 0.005])
+
+
 @pytest.mark.parametrize(
     ("override", "part"),
     [

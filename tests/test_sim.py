@@ -172,7 +172,7 @@ def test_a_run_with_hardly_any_kv_cache_preempts_and_accounts_for_every_rollout(
 def test_the_prompt_of_a_group_is_prefilled_once_on_a_replica() -> None:
     bench = Bench().run([Job(0.0, r, 0, r, 1000, 5) for r in range(4)])
     (prefill_time,) = {e.prefill_time for _, e in bench.events if isinstance(e, Generated)}
-    assert 4 * prefill_time == pytest.approx(COSTS.prefill_time(1003, 1000 * 1000 / 2))
+    assert prefill_time == pytest.approx(COSTS.prefill_time(1003, 1000 * 1000 / 2))
 
 
 def test_a_load_with_drain_waits_for_what_runs_and_goes_before_what_waits() -> None:
@@ -197,6 +197,18 @@ def test_a_load_in_flight_pauses_what_runs_for_exactly_its_time() -> None:
     for end, before in zip(bench.run(equal_jobs(3)).ends, undisturbed, strict=True):
         assert end.time == pytest.approx(before.time + COSTS.load_time, rel=1e-12)
     assert {e.version for _, e in bench.events if isinstance(e, Generated)} == {0}
+
+
+def test_a_rollout_that_is_aborted_while_it_waits_is_sent_again_and_keeps_its_place() -> None:
+    bench = Bench(small_run({"rollout.max_running": 1}))
+    bench.at(0.05, lambda: bench.replica.abort(1))
+    ends = bench.run(equal_jobs(3)).ends
+    assert [(e.rollout, e.tokens, e.is_aborted) for e in ends] == [
+        (1, 0, True),
+        (0, 30, False),
+        (1, 30, False),
+        (2, 30, False),
+    ]
 
 
 def test_a_lost_replica_emits_nothing_more() -> None:

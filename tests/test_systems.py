@@ -199,7 +199,7 @@ def test_greedy_consumption_breaks_the_bound_that_strict_fifo_keeps() -> None:
 
 def test_a_run_stops_after_its_last_restart_and_drops_what_it_has() -> None:
     run = small_run({"policies.max_restarts": 1, "policies.max_attempts": 100})
-    trace = simulate(run, [(1.0, 0), (1.5, 0), (2.0, 0)])
+    trace = simulate(run, [(0.05, 0), (0.1, 0), (0.15, 0)])  # while each has rollouts
     assert has_stopped_early(trace)
     check_every_rollout_is_accounted_for(trace)
     check_every_command_ends_once(trace)

@@ -1,0 +1,302 @@
+"""Write the quickstart: a small, badly taught arithmetic model and the prompts to improve it on.
+
+The task is reasoning-gym's `chain_sum`.  A prompt labels the terms of the sum with letters
+(`a57+b87-c70=`).  The working copies one term after another (`b+87=`) and adds it column by
+column from the units up; a column is four digits: the running sum's digit, the term's digit, the
+carry out (the borrow out for a minus) and the digit that results.  The answer follows `#`.
+
+The demonstrations are bad on purpose.  After each term a known share of them stops and answers
+with the running sum, leaving the other terms out, and a small share of columns has a wrong digit.
+The model imitates both, so its sampled answers are often wrong, the longer sums most often.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import random
+import string
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import reasoning_gym
+import torch
+from rich.console import Console
+from rich.progress import track
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+ANSWER_MARK = "#"
+MIN_TERMS, MAX_TERMS, MAX_DIGITS = 2, 5, 2
+SLIP_RATE, STOP_RATE = (
+    0.005,
+    0.2,
+)  # of demonstrated columns that are wrong, of terms that end the work
+MAX_NEW_TOKENS = 128  # the longest demonstration has about 95
+IGNORED = -100  # label that torch's cross-entropy leaves out
+NUM_PROMPTS, NUM_SAMPLED_PROMPTS, NUM_SAMPLES = 2000, 64, 4
+
+Entry = dict[str, Any]
+Example = tuple[list[int], list[int]]
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per character, which puts <bos> before a text."""
+    symbols = [PAD, BOS, EOS, *string.digits, *"+-=;", ANSWER_MARK]
+    symbols += string.ascii_lowercase[:MAX_TERMS]
+    core = Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, unk_token=PAD))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # type: ignore[assignment]
+    core.decoder = decoders.Fuse()  # type: ignore[assignment]
+    core.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+        single=f"{BOS} $A", special_tokens=[(BOS, symbols.index(BOS))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token=PAD, bos_token=BOS, eos_token=EOS, padding_side="left"
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    """Return an untrained Qwen2 of about half a million parameters."""
+    ids = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    config = Qwen2Config(
+        vocab_size=32,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.06,
+        **ids,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=MAX_NEW_TOKENS, **ids
+    )
+    return model
+
+
+def parse_terms(expression: str) -> list[tuple[str, int]]:
+    """Split `57 + 87 - 70` into [('+', 57), ('+', 87), ('-', 70)]."""
+    words = ["+", *expression.split()]
+    return [(sign, int(number)) for sign, number in zip(words[::2], words[1::2], strict=True)]
+
+
+def stays_positive(terms: list[tuple[str, int]]) -> bool:
+    """Tell whether no running sum falls below zero."""
+    total = 0
+    for sign, number in terms:
+        total += number if sign == "+" else -number
+        if total < 0:
+            return False
+    return True
+
+
+def entries(seed: int) -> Iterator[Entry]:
+    """Yield chain_sum entries for ever, leaving out those whose running sum goes negative."""
+    data = reasoning_gym.create_dataset(
+        "chain_sum",
+        size=10_000_000,
+        seed=seed,
+        min_terms=MIN_TERMS,
+        max_terms=MAX_TERMS,
+        min_digits=1,
+        max_digits=MAX_DIGITS,
+    )
+    for index in range(10_000_000):
+        entry = data[index]
+        if stays_positive(parse_terms(entry["metadata"]["expression"])):
+            yield entry
+
+
+def format_prompt(terms: list[tuple[str, int]]) -> str:
+    """Write the terms with their labels: `a57+b87-c70=`."""
+    labelled = zip(string.ascii_lowercase, terms, strict=False)
+    return "".join(f"{sign}{name}{number}" for name, (sign, number) in labelled)[1:] + "="
+
+
+def add_column(sign: str, upper: int, lower: int, carry: int) -> tuple[int, int]:
+    """Add or subtract one column; return the carry (or borrow) out and the digit."""
+    total = upper + lower + carry if sign == "+" else upper - lower - carry
+    return int(total > 9 or total < 0), total % 10
+
+
+def work_out(terms: list[tuple[str, int]], rng: random.Random) -> str:
+    """Write the working and the answer, with the slips and early stops of a bad demonstration."""
+    width = len(str(terms[0][1])) + 1
+    total = [0] * width
+    text = ""
+    for name, (sign, number) in zip(string.ascii_lowercase, terms, strict=False):
+        text += f"{name}{sign}{number}="
+        carry = 0
+        for place in range(width):
+            upper, lower = total[place], number // 10**place % 10
+            carry, digit = add_column(sign, upper, lower, carry)
+            if rng.random() < SLIP_RATE:
+                digit = (digit + rng.choice((1, 9))) % 10
+            text += f"{upper}{lower}{digit}{carry}"
+            total[place] = digit
+        text += ";"
+        if rng.random() < STOP_RATE:
+            break
+    return text + ANSWER_MARK + "".join(str(digit) for digit in reversed(total))
+
+
+def make_record(entry: Entry) -> dict[str, Any]:
+    """Return one line of prompts.jsonl."""
+    prompt = format_prompt(parse_terms(entry["metadata"]["expression"]))
+    metadata = {k: entry["metadata"][k] for k in ("source_dataset", "source_index", "num_terms")}
+    metadata["num_digits"] = entry["metadata"]["num_digits"]
+    metadata["expression"] = entry["metadata"]["expression"]
+    return {
+        "prompt": prompt,
+        "answer": entry["answer"],
+        "task": "chain_sum",
+        "entry": {"answer": entry["answer"], "metadata": metadata},
+    }
+
+
+def examples(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Example]:
+    """Yield token ids and labels of demonstrations, the prompt left out of the loss."""
+    rng = random.Random(seed)
+    for entry in entries(seed):
+        terms = parse_terms(entry["metadata"]["expression"])
+        prompt = tokenizer.encode(format_prompt(terms))
+        answer = tokenizer.encode(work_out(terms, rng), add_special_tokens=False)
+        answer.append(int(tokenizer.eos_token_id))
+        yield prompt + answer, [IGNORED] * len(prompt) + answer
+
+
+def batches(stream: Iterator[Example], size: int, seed: int) -> Iterator[list[Example]]:
+    """Yield batches of examples of similar length, in random order within a pool."""
+    rng = random.Random(seed)
+    while True:
+        pool = sorted((next(stream) for _ in range(16 * size)), key=lambda pair: len(pair[0]))
+        chunks = [pool[i : i + size] for i in range(0, len(pool), size)]
+        rng.shuffle(chunks)
+        yield from chunks
+
+
+def collate(batch: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad a batch on the right."""
+    width = max(len(ids) for ids, _ in batch)
+    ids = [row + [0] * (width - len(row)) for row, _ in batch]
+    labels = [row + [IGNORED] * (width - len(row)) for _, row in batch]
+    return torch.tensor(ids), torch.tensor(labels)
+
+
+def make_optimizers(model: Qwen2ForCausalLM, lr: float) -> list[torch.optim.Optimizer]:
+    """Return Muon for the layers' matrices and AdamW for the embedding, biases and norms."""
+    named = list(model.named_parameters())
+    matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in named if p.ndim != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(matrices, lr=lr, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=0.15 * lr, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def answer_loss(model: Qwen2ForCausalLM, batch: list[Example]) -> torch.Tensor:
+    """Return the mean cross-entropy of the demonstrations' tokens."""
+    ids, labels = collate(batch)
+    logits = model(input_ids=ids).logits[:, :-1]
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
+    )
+
+
+def train(model: Qwen2ForCausalLM, data: Iterator[list[Example]], steps: int, lr: float) -> None:
+    """Run the supervised steps with a short warm-up, then a linear decay to a tenth."""
+    optimizers = make_optimizers(model, lr)
+
+    def factor(step: int) -> float:
+        return min((step + 1) / 30, 1.0 - 0.9 * step / steps)
+
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, factor) for o in optimizers]
+    console = Console(stderr=True)
+    for _ in track(range(steps), "teach", console=console, disable=not console.is_terminal):
+        loss = answer_loss(model, next(data))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for part in [*optimizers, *schedules]:
+            part.step()
+        model.zero_grad()
+    print(f"taught for {steps} steps, last loss {loss.item():.3f}")
+
+
+@torch.no_grad()
+def sample(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str]
+) -> list[list[int]]:
+    """Sample one output per prompt at temperature 1, <eos> included where it was reached."""
+    inputs = tokenizer(prompts, padding=True, return_tensors="pt")
+    width = inputs["input_ids"].shape[1]
+    drawn = model.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=MAX_NEW_TOKENS,
+        do_sample=True,
+    )
+    eos = int(tokenizer.eos_token_id)
+    rows = drawn[:, width:].tolist()
+    return [row[: row.index(eos) + 1] if eos in row else row for row in rows]
+
+
+def write_prompts(path: Path, records: list[dict[str, Any]]) -> None:
+    """Write one record a line."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def write_lengths(path: Path, outputs: list[list[int]]) -> None:
+    """Write the output lengths, `NUM_SAMPLES` successive rows to a prompt."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["prompt_id", "sample_idx", "output_tokens"])
+        for i, row in enumerate(outputs):
+            writer.writerow([i // NUM_SAMPLES, i % NUM_SAMPLES, len(row)])
+
+
+def main() -> None:
+    """Teach the model, write it with its prompts, and measure what it samples."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=1100, help="supervised steps")
+    parser.add_argument("--batch", type=int, default=8, help="demonstrations a step")
+    parser.add_argument("--lr", type=float, default=2e-2)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer)
+    taught_from = 1_000_000_000 * (args.seed + 1)
+    stream = examples(tokenizer, taught_from)
+    train(model, batches(stream, args.batch, args.seed), args.steps, args.lr)
+    model.save_pretrained(args.out / "model")
+    tokenizer.save_pretrained(args.out / "model")
+
+    unseen = entries(taught_from + 500_000_000)
+    records = [make_record(next(unseen)) for _ in range(NUM_PROMPTS)]
+    write_prompts(args.out / "prompts.jsonl", records)
+    asked = [
+        record["prompt"] for record in records[:NUM_SAMPLED_PROMPTS] for _ in range(NUM_SAMPLES)
+    ]
+    write_lengths(args.out / "lengths.csv", sample(model.eval(), tokenizer, asked))
+
+
+if __name__ == "__main__":
+    main()
