@@ -35,7 +35,7 @@ from transformers import (
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 ANSWER_MARK = "#"
-MIN_TERMS, MAX_TERMS, MAX_DIGITS = 2, 5, 2
+MIN_TERMS, MAX_TERMS, MAX_DIGITS = 2, 7, 1
 SLIP_RATE, STOP_RATE = (
     0.005,
     0.2,

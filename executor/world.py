@@ -247,7 +247,7 @@ class RealWorld(World):
         await self._must_have_trainer().call(method, samples, returns=Figures)
 
     async def _step(self, command: Step) -> Event:
-        groups = list(self.engine.state.taken.values())
+        groups = list(self.engine.state.batch.groups.values())
         trained = [rollout for group in groups for rollout in group.rollouts]
         figures = await self._must_have_trainer().call("step", command.version, returns=Figures)
         rewards = [rollout.reward for rollout in trained]

@@ -178,5 +178,5 @@ def _sum_up(world: SimWorld) -> str:
     state = world.engine.state
     return (
         f"version {state.version}, {state.num_generating} rollouts generating, "
-        f"{len(state.taken)} groups taken, {len(state.trainable)} rollouts trainable"
+        f"{len(state.batch.groups)} groups taken, {len(state.batch.trainable)} rollouts trainable"
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from streamrl.messages import DrawnGroup
+
 
 class Phase(Enum):
     """Where a rollout is on its way from prompt to gradient."""
@@ -53,6 +55,17 @@ class Group:
     is_dropped: bool = False
     num_missing: int = 0
     """Rollouts that are not ready yet."""
+
+    @classmethod
+    def draw(cls, drawn: DrawnGroup, step: int, oldest_version: int) -> Group:
+        """Make a group, with its rollouts, as it was drawn for `step`."""
+        group = cls(drawn.group, step, oldest_version, drawn.prompt_tokens)
+        group.num_missing = len(drawn.rollouts)
+        group.rollouts = [
+            Rollout(rollout, group, expected)
+            for rollout, expected in zip(drawn.rollouts, drawn.expected_tokens, strict=True)
+        ]
+        return group
 
     @property
     def is_free(self) -> bool:

@@ -63,12 +63,16 @@ def _check_replicas(state: State) -> None:
 
 
 def _check_training(state: State) -> None:
-    assert len(state.taken) <= state.prompts_per_step, f"{len(state.taken)} groups in one step"
-    for line in (state.unscored, state.trainable):
+    assert len(state.batch.groups) <= state.prompts_per_step, (
+        f"{len(state.batch.groups)} groups in one step"
+    )
+    for line in (state.batch.unscored, state.batch.trainable):
         for rollout in line:
-            assert rollout.group.id in state.taken, f"rollout {rollout.id} was not taken"
+            assert rollout.group.id in state.batch.groups, f"rollout {rollout.id} was not taken"
             assert rollout.phase is Phase.READY, f"rollout {rollout.id} is {rollout.phase}"
     trained = sum(r.phase is Phase.TRAINED for r in state.rollouts.values())
-    assert state.num_in_gradient == trained, f"{state.num_in_gradient} in gradient, not {trained}"
+    assert state.batch.num_in_gradient == trained, (
+        f"{state.batch.num_in_gradient} in gradient, not {trained}"
+    )
     verifying = sum(r.phase is Phase.VERIFYING for r in state.rollouts.values())
     assert state.num_verifying == verifying

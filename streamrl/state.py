@@ -2,12 +2,11 @@
 
 Policies read it and never scan history, so each question they ask has an index here:
 
-    waiting      rollouts to dispatch, oldest draw first           heap of ids
+    waiting      rollouts to dispatch                              in draw order
     unverified   finished rollouts without a reward                in order of arrival
     untaken      groups not yet taken for a step                   in draw order
     complete     untaken groups whose rollouts are all ready       in order of arrival
-    unscored     rollouts of taken groups to run forward passes of in order of arrival
-    trainable    rollouts of taken groups to train on              in order of arrival
+    batch        taken groups and what the trainer can work on     see `streamrl.batch`
     failed       rollouts that failed and are not ready yet        by id
     fleet        replicas by version and by load                   see `streamrl.fleet`
 """
@@ -17,12 +16,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from typing import TYPE_CHECKING, assert_never
 
+from streamrl.batch import Batch
 from streamrl.entities import Group, Phase, Rollout
 from streamrl.fleet import Fleet
 from streamrl.invariants import check
+from streamrl.lines import WaitingGroups, WaitingRollouts
 from streamrl.messages import (
     Abort,
     CheckpointSaved,
@@ -71,8 +71,7 @@ class State:
     num_steps: int
     prompts_per_step: int
     group_size: int
-    trains_whole_groups: bool
-    needs_score: bool
+    batch: Batch
 
     now: float = 0.0
     has_started: bool = False
@@ -90,14 +89,11 @@ class State:
     fleet: Fleet = field(default_factory=Fleet)
     groups: dict[int, Group] = field(default_factory=dict)
     rollouts: dict[int, Rollout] = field(default_factory=dict)
-    taken: dict[int, Group] = field(default_factory=dict)
 
-    waiting: list[int] = field(default_factory=list)
+    waiting: WaitingRollouts = field(default_factory=WaitingRollouts)
     unverified: deque[Rollout] = field(default_factory=deque)
-    untaken: deque[Group] = field(default_factory=deque)
-    complete: deque[Group] = field(default_factory=deque)
-    unscored: deque[Rollout] = field(default_factory=deque)
-    trainable: deque[Rollout] = field(default_factory=deque)
+    untaken: WaitingGroups = field(default_factory=WaitingGroups)
+    complete: WaitingGroups = field(default_factory=WaitingGroups)
     failed: dict[int, Rollout] = field(default_factory=dict)
 
     num_admitted: int = 0
@@ -107,8 +103,6 @@ class State:
     """Id of the next group in draw order."""
     num_generating: int = 0
     num_verifying: int = 0
-    num_in_gradient: int = 0
-    """Rollouts whose gradient the coming step has."""
     num_drawn: int = 0
     num_trained: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
@@ -123,8 +117,7 @@ class State:
             num_steps=run.algorithm.steps,
             prompts_per_step=run.algorithm.prompts_per_step,
             group_size=run.algorithm.group_size,
-            trains_whole_groups=run.algorithm.trains_whole_groups,
-            needs_score=run.algorithm.needs_score,
+            batch=Batch(run.algorithm.trains_whole_groups, run.algorithm.needs_score),
         )
 
     # Questions ------------------------------------------------------------------------------------
@@ -161,24 +154,6 @@ class State:
             and all(replica.loading is None for replica in self.fleet.replicas.values())
         )
 
-    def next_waiting(self) -> Rollout | None:
-        """Give the oldest rollout to dispatch."""
-        waiting = self.waiting
-        while waiting:
-            rollout = self.rollouts.get(waiting[0])
-            if rollout is not None and rollout.phase is Phase.WAITING:
-                return rollout
-            heappop(waiting)
-        return None
-
-    def next_untaken(self) -> Group | None:
-        """Give the oldest group, in draw order, that no step has taken."""
-        return _first_free(self.untaken)
-
-    def next_complete(self) -> Group | None:
-        """Give the group that became complete first and that no step has taken."""
-        return _first_free(self.complete)
-
     # Changes --------------------------------------------------------------------------------------
 
     def observe(self, event: Event, now: float) -> None:
@@ -195,10 +170,10 @@ class State:
                 self._end_verify(event)
             case Scored(rollouts):
                 self.trainer_command = None
-                self.trainable.extend(self._still_wanted(rollouts, Phase.READY))
+                self.batch.end_score(self._still_wanted(rollouts))
             case Trained(rollouts):
                 self.trainer_command = None
-                self.num_in_gradient += len(self._still_wanted(rollouts, Phase.TRAINED))
+                self.batch.end_train(self._still_wanted(rollouts))
             case Stepped(version):
                 self._end_step(version)
             case PromptsDrawn():
@@ -248,13 +223,13 @@ class State:
                 rollout.phase = Phase.VERIFYING
                 self.num_verifying += 1
             case Take(group_id, step):
-                self._take(self.groups[group_id], step)
+                self.batch.take(self.groups[group_id], step)
             case Score(rollouts):
                 self.trainer_command = command
-                _hand_over(self.unscored, rollouts)
+                self.batch.hand_over(self.batch.unscored, rollouts)
             case Train(rollouts):
                 self.trainer_command = command
-                _hand_over(self.trainable, rollouts)
+                self.batch.hand_over(self.batch.trainable, rollouts)
             case Step() | StartTrainer() | SaveCheckpoint():
                 self.trainer_command = command
             case DrawPrompts(_, num_groups):
@@ -290,7 +265,7 @@ class State:
         if rollout.group.is_dropped:
             self._forget(rollout)
         elif event.finish == "aborted":
-            self._wait(rollout)
+            self.waiting.add(rollout)
         else:
             rollout.phase = Phase.FINISHED
             self.unverified.append(rollout)
@@ -311,31 +286,17 @@ class State:
         self.failed.pop(rollout.id, None)
         group.num_missing -= 1
         if not group.num_missing and group.taken_for is None:
-            self.complete.append(group)
+            self.complete.add(group)
         if group.taken_for is not None:
-            if not self.trains_whole_groups:
-                self._supply(rollout)
-            elif not group.num_missing:
-                self._supply(*group.rollouts)
+            self.batch.add_ready(rollout)
 
-    def _supply(self, *rollouts: Rollout) -> None:
-        (self.unscored if self.needs_score else self.trainable).extend(rollouts)
-
-    def _take(self, group: Group, step: int) -> None:
-        group.taken_for = step
-        self.taken[group.id] = group
-        is_any_ready = group.num_missing < len(group.rollouts)
-        if not group.num_missing or (is_any_ready and not self.trains_whole_groups):
-            self._supply(*(r for r in group.rollouts if r.phase is Phase.READY))
-
-    def _still_wanted(self, rollouts: Iterable[int], phase: Phase) -> list[Rollout]:
+    def _still_wanted(self, rollouts: Iterable[int]) -> list[Rollout]:
         """Give back what the trainer had in hand, less what was dropped meanwhile."""
         wanted = []
         for rollout in map(self.rollouts.__getitem__, rollouts):
             if rollout.group.is_dropped:
                 self._forget(rollout)
             else:
-                rollout.phase = phase
                 wanted.append(rollout)
         return wanted
 
@@ -345,39 +306,30 @@ class State:
         self.trainer_command = None
         self.version = version
         self.is_stopping = self.is_stopping or self.has_all_steps
-        self.num_trained += self.num_in_gradient
-        self.num_in_gradient = 0
-        for group in self.taken.values():
+        self.num_trained += self.batch.num_in_gradient
+        for group in self.batch.clear():
             del self.groups[group.id]
             for rollout in group.rollouts:
                 del self.rollouts[rollout.id]
-        self.taken = {}
 
     def _add_groups(self, event: PromptsDrawn) -> None:
         self.num_drawing -= len(event.groups)
         for drawn in event.groups:
-            group = Group(drawn.group, event.step, event.oldest_version, drawn.prompt_tokens)
-            self.next_group = drawn.group + 1
-            group.num_missing = len(drawn.rollouts)
+            group = Group.draw(drawn, event.step, event.oldest_version)
+            self.next_group = group.id + 1
             self.groups[group.id] = group
-            self.untaken.append(group)
-            for rollout_id, expected in zip(drawn.rollouts, drawn.expected_tokens, strict=True):
-                rollout = Rollout(rollout_id, group, expected)
-                group.rollouts.append(rollout)
-                self.rollouts[rollout_id] = rollout
-                heappush(self.waiting, rollout_id)
-            self.num_drawn += len(drawn.rollouts)
+            self.untaken.add(group)
+            self.num_drawn += len(group.rollouts)
+            for rollout in group.rollouts:
+                self.rollouts[rollout.id] = rollout
+                self.waiting.add(rollout)
 
     def _drop(self, group: Group, reason: str) -> None:
         group.is_dropped = True
         self.num_admitted -= 1
         self.dropped[reason] = self.dropped.get(reason, 0) + len(group.rollouts)
-        self.taken.pop(group.id, None)
+        self.batch.drop(group)
         del self.groups[group.id]
-        self.num_in_gradient -= sum(r.phase is Phase.TRAINED for r in group.rollouts)
-        if group.taken_for is not None:
-            self.unscored = deque(r for r in self.unscored if r.group is not group)
-            self.trainable = deque(r for r in self.trainable if r.group is not group)
         for rollout in group.rollouts:
             if rollout.phase not in (Phase.GENERATING, Phase.VERIFYING, Phase.TRAINING):
                 self._forget(rollout)
@@ -391,10 +343,6 @@ class State:
     def _stop(self, reason: str) -> None:
         self.stop_reason = self.stop_reason or reason
         self.is_stopping = True
-
-    def _wait(self, rollout: Rollout) -> None:
-        rollout.phase = Phase.WAITING
-        heappush(self.waiting, rollout.id)
 
     def _release(self, rollout: Rollout) -> None:
         self.fleet.release(rollout)
@@ -410,27 +358,29 @@ class State:
             case Verify(rollout_id):
                 self.num_verifying -= 1
                 self._retry(self.rollouts[rollout_id])
-            case LoadWeights(replica_id):
-                replica = self.fleet.replicas.get(replica_id)
-                if replica is not None:
-                    replica.loading = None
-                    self.failure = f"replica {replica_id} cannot load weights: {reason}"
             case StartReplica(replica_id):
                 self.fleet.lose(replica_id)
+            case LoadWeights(replica_id) if replica_id not in self.fleet.replicas:
+                pass  # lost: nothing is left to load into
+            case _:
+                self._break(command, reason)
+
+    def _break(self, command: Command, reason: str) -> None:
+        """Enter a failure that no retry mends."""
+        self.failure = f"{type(command).__name__}: {reason}"
+        match command:
+            case LoadWeights(replica_id):
+                self.fleet.replicas[replica_id].loading = None
             case DrawPrompts(_, num_groups):
                 self.num_admitted -= num_groups
                 self.num_drawing -= num_groups
-                self.failure = f"no prompts: {reason}"
-            case PushWeights(version):
+            case PushWeights():
                 self.pushing = None
-                self.failure = f"weights of version {version} were not pushed: {reason}"
             case Score(rollouts) | Train(rollouts):
                 self.trainer_command = None
-                self._still_wanted(rollouts, Phase.READY)
-                self.failure = f"trainer: {reason}"
+                self._still_wanted(rollouts)
             case _:
                 self.trainer_command = None
-                self.failure = f"{type(command).__name__}: {reason}"
 
     def _retry(self, rollout: Rollout) -> None:
         """Let what failed be tried again; a policy says how often."""
@@ -443,21 +393,4 @@ class State:
             rollout.phase = Phase.FINISHED
             self.unverified.append(rollout)
         else:
-            self._wait(rollout)
-
-
-def _first_free(groups: deque[Group]) -> Group | None:
-    while groups:
-        if groups[0].is_free:
-            return groups[0]
-        groups.popleft()
-    return None
-
-
-def _hand_over(line: deque[Rollout], rollouts: tuple[int, ...]) -> None:
-    """Take `rollouts` from the head of `line` into the trainer's hands."""
-    for rollout_id in rollouts:
-        rollout = line.popleft()
-        if rollout.id != rollout_id:
-            raise ValueError(f"rollout {rollout.id} comes before {rollout_id}")
-        rollout.phase = Phase.TRAINING
+            self.waiting.add(rollout)

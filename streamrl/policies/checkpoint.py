@@ -19,7 +19,7 @@ class CheckpointEvery:
         num_unsaved = state.version - state.checkpoint_version
         if not num_unsaved or (num_unsaved < self.num_steps and not state.has_all_steps):
             return ()
-        if not state.trainer_is_free or state.num_in_gradient or state.failure is not None:
+        if not state.trainer_is_free or state.batch.num_in_gradient or state.failure is not None:
             return ()
         groups_done = min(state.groups, default=state.next_group)
         return (SaveCheckpoint(state.version, groups_done),)

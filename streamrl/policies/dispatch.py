@@ -27,7 +27,7 @@ class Dispatch:
         return self._send(state)
 
     def _send(self, state: State) -> Iterator[Command]:
-        while (rollout := state.next_waiting()) is not None:
+        while (rollout := state.waiting.first()) is not None:
             replica = self.choose(state, rollout.group.oldest_version)
             if replica is None:
                 return

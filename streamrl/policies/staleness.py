@@ -53,7 +53,7 @@ class StrictFifo:
         return self._take(state) if state.untaken and _has_room(state) else ()
 
     def _take(self, state: State) -> Iterator[Command]:
-        while _has_room(state) and (group := state.next_untaken()) is not None:
+        while _has_room(state) and (group := state.untaken.first()) is not None:
             yield Take(group.id, state.version + 1)
 
 
@@ -65,13 +65,13 @@ class Greedy:
         return self._take(state) if state.complete and _has_room(state) else ()
 
     def _take(self, state: State) -> Iterator[Command]:
-        while _has_room(state) and (group := state.next_complete()) is not None:
+        while _has_room(state) and (group := state.complete.first()) is not None:
             yield Take(group.id, state.version + 1)
 
 
 def _has_room(state: State) -> bool:
-    return len(state.taken) < state.prompts_per_step and not state.is_stopping
+    return len(state.batch.groups) < state.prompts_per_step and not state.is_stopping
 
 
 def _is_generating(state: State) -> bool:
-    return bool(state.num_drawing or state.num_generating or state.next_waiting() is not None)
+    return bool(state.num_drawing or state.num_generating or state.waiting.first() is not None)

@@ -29,12 +29,14 @@ class Stream:
         """Give the trainer's next work when it is free."""
         if state.trainer_command is not None or not state.trainer_is_ready or state.is_stopping:
             return ()
-        if state.num_in_gradient == state.rollouts_per_step:
+        if state.batch.num_in_gradient == state.rollouts_per_step:
             return (Step(state.version + 1),)
-        if self._is_worth_it(state, state.trainable, state.num_in_gradient):
-            return (Train(_ids(state.trainable, self.most)),)
-        if self._is_worth_it(state, state.unscored, state.num_in_gradient + len(state.trainable)):
-            return (Score(_ids(state.unscored, self.most)),)
+        if self._is_worth_it(state, state.batch.trainable, state.batch.num_in_gradient):
+            return (Train(_ids(state.batch.trainable, self.most)),)
+        if self._is_worth_it(
+            state, state.batch.unscored, state.batch.num_in_gradient + len(state.batch.trainable)
+        ):
+            return (Score(_ids(state.batch.unscored, self.most)),)
         return ()
 
     def _is_worth_it(self, state: State, line: deque[Rollout], num_ahead: int) -> bool:
@@ -52,15 +54,17 @@ class WholeBatch:
 
     def decide(self, state: State) -> Iterable[Command]:
         """Give the trainer's next work when it is free and the batch is whole."""
-        num_ready = len(state.unscored) + len(state.trainable) + state.num_in_gradient
+        num_ready = (
+            len(state.batch.unscored) + len(state.batch.trainable) + state.batch.num_in_gradient
+        )
         if num_ready < state.rollouts_per_step or not state.trainer_is_free:
             return ()
         if state.is_stopping or not state.is_synced:
             return ()
-        if state.unscored:
-            return (Score(_ids(state.unscored, self.most)),)
-        if state.trainable:
-            return (Train(_ids(state.trainable, self.most)),)
+        if state.batch.unscored:
+            return (Score(_ids(state.batch.unscored, self.most)),)
+        if state.batch.trainable:
+            return (Train(_ids(state.batch.trainable, self.most)),)
         return (Step(state.version + 1),)
 
 
