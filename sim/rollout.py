@@ -238,8 +238,12 @@ class Replica:
             heappop(finishing)
 
     def _end_finished(self) -> None:
-        while self._running and self._next_finish() <= self._step:
-            attempt = self._running[heappop(self._finishing)[1]]
+        finishing = self._finishing
+        while finishing and finishing[0][0] <= self._step:
+            step, rollout = heappop(finishing)
+            attempt = self._running.get(rollout)
+            if attempt is None or attempt.finish_at != step:
+                continue  # aborted or preempted meanwhile
             self._leave(attempt)
             self._is_full = False
             is_cut = attempt.length >= self._world.run_file.rollout.max_tokens
