@@ -1,0 +1,148 @@
+"""A whole real run with a real model, through the command line and in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from streamrl.trace import read_trace, replay
+from tests.test_cli import streamrl
+from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
+
+SYMBOLS = ["<pad>", "<eos>", *"0123456789+= "]
+
+RUN_FILE = """
+[model]
+path = "model"
+dtype = "float32"
+[cluster.pools.local]
+gpu = "cpu"
+gpus_per_node = 3
+[rollout]
+pool = "local"
+replicas = 2
+max_running = 8
+max_tokens = 12
+[trainer]
+pool = "local"
+micro_batch = 4
+[algorithm]
+steps = 3
+prompts_per_step = 4
+group_size = 4
+learning_rate = 1e-3
+[workload]
+prompts = "prompts.jsonl"
+verifier = "exact"
+max_prompt_tokens = 16
+[policies]
+system = "fully-async"
+[execute]
+output = "run"
+checkpoint_every = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a random model, its tokenizer, prompts and a run file."""
+    path = tmp_path_factory.mktemp("project")
+    core = Tokenizer(models.WordLevel({s: i for i, s in enumerate(SYMBOLS)}, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.save_pretrained(path / "model")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(SYMBOLS),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path / "model")
+    prompts = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(5)]
+    (path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in prompts))
+    (path / "run.toml").write_text(RUN_FILE)
+    return path
+
+
+def children_of(pid: int) -> list[int]:
+    """Give the processes that a process has started and that still run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == pid and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def test_a_real_run_trains_resumes_replays_and_compares(project: Path) -> None:
+    done = streamrl("execute", project / "run.toml", "--json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["num_steps"] == 3 and figures["world"] == "real"
+    assert sum(figures["busy"].values()) + sum(figures["idle"].values()) == pytest.approx(1.0)
+    trace = read_trace(project / "run" / "trace.jsonl")
+    check_every_rollout_is_accounted_for(trace)
+    check_every_command_ends_once(trace)
+    again = streamrl("execute", project / "run.toml")
+    assert again.returncode == 2 and "--resume" in again.stderr
+    resumed = streamrl(
+        "execute", project / "run.toml", "--resume", "--json", "--set", "algorithm.steps=5"
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    steps = [json.loads(line) for line in (project / "run" / "metrics.jsonl").open()]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]
+    assert all(step["grad_norm"] >= 0 and step["rollouts"] == 16 for step in steps)
+    rollouts = [json.loads(line) for line in (project / "run" / "rollouts.jsonl").open()]
+    assert len(rollouts) == 5 * 16
+    assert all(rollout["versions"][0][1] == 0 for rollout in rollouts)
+    both = streamrl("replay", project / "run", project / "run" / "trace.1.jsonl")
+    assert both.returncode == 0, both.stdout
+    assert streamrl("compare", project / "run", "--json").returncode == 0
+
+
+def test_ctrl_c_leaves_a_readable_trace_and_no_process(project: Path) -> None:
+    output = project / "interrupted"
+    settings = ["--set", "algorithm.steps=10000", "--set", f"execute.output={output}"]
+    shared = set(Path("/dev/shm").glob("streamrl-*"))
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from streamrl.cli import main; main()", "execute"]
+        + [str(project / "run.toml"), *settings],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 90
+    while not (output / "metrics.jsonl").exists() or not (output / "metrics.jsonl").read_text():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    workers = children_of(process.pid)
+    assert len(workers) >= 3
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1 and "Ctrl-C" in errors and errors.count("\n") == 1
+    for worker in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker, 0)
+    assert set(Path("/dev/shm").glob("streamrl-*")) <= shared
+    trace = read_trace(output / "trace.jsonl")
+    check_every_rollout_is_accounted_for(trace)
+    assert replay(trace) is None
