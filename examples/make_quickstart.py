@@ -1,13 +1,13 @@
 """Write the quickstart: a small, badly taught arithmetic model and the prompts to improve it on.
 
-The task is reasoning-gym's `chain_sum`.  A prompt labels the terms of the sum with letters
-(`a57+b87-c70=`).  The working copies one term after another (`b+87=`) and adds it column by
-column from the units up; a column is four digits: the running sum's digit, the term's digit, the
-carry out (the borrow out for a minus) and the digit that results.  The answer follows `#`.
+The task is reasoning-gym's `chain_sum`. A prompt labels the terms of the sum with letters (`a5+b8-c7=`).
+The working copies one term after another (`b+8=`) and adds it column by column from the units up; a column
+is four digits: the running sum's, the term's, the carry out (the borrow out for a minus), the result's.
+The answer follows `#`.
 
-The demonstrations are bad on purpose.  After each term a known share of them stops and answers
-with the running sum, leaving the other terms out, and a small share of columns has a wrong digit.
-The model imitates both, so its sampled answers are often wrong, the longer sums most often.
+Most supervised steps show good demonstrations. In the last ones (a share of `BAD_SHARE`) a demonstration
+may stop after any term, at a rate of `STOP_RATE`, and answer with the running sum. The model learns to add,
+then to leave terms out, so long sums score worst and RL has something to improve.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import random
 import string
 from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,9 @@ from transformers import (
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 ANSWER_MARK = "#"
-MIN_TERMS, MAX_TERMS, MAX_DIGITS = 2, 7, 1
-SLIP_RATE, STOP_RATE = (
-    0.005,
-    0.2,
-)  # of demonstrated columns that are wrong, of terms that end the work
-MAX_NEW_TOKENS = 128  # the longest demonstration has about 95
+MIN_TERMS, MAX_TERMS, MAX_DIGITS = 2, 8, 1
+STOP_RATE, BAD_SHARE = 0.22, 0.2
+MAX_NEW_TOKENS = 128  # a sum of eight terms takes about 108
 IGNORED = -100  # label that torch's cross-entropy leaves out
 NUM_PROMPTS, NUM_SAMPLED_PROMPTS, NUM_SAMPLES = 2000, 64, 4
 
@@ -134,8 +132,8 @@ def add_column(sign: str, upper: int, lower: int, carry: int) -> tuple[int, int]
     return int(total > 9 or total < 0), total % 10
 
 
-def work_out(terms: list[tuple[str, int]], rng: random.Random) -> str:
-    """Write the working and the answer, with the slips and early stops of a bad demonstration."""
+def work_out(terms: list[tuple[str, int]], stop_rate: float, rng: random.Random) -> str:
+    """Write the working and the answer, stopping early after a term at `stop_rate`."""
     width = len(str(terms[0][1])) + 1
     total = [0] * width
     text = ""
@@ -145,12 +143,10 @@ def work_out(terms: list[tuple[str, int]], rng: random.Random) -> str:
         for place in range(width):
             upper, lower = total[place], number // 10**place % 10
             carry, digit = add_column(sign, upper, lower, carry)
-            if rng.random() < SLIP_RATE:
-                digit = (digit + rng.choice((1, 9))) % 10
-            text += f"{upper}{lower}{digit}{carry}"
+            text += f"{upper}{lower}{carry}{digit}"
             total[place] = digit
         text += ";"
-        if rng.random() < STOP_RATE:
+        if rng.random() < stop_rate:
             break
     return text + ANSWER_MARK + "".join(str(digit) for digit in reversed(total))
 
@@ -169,13 +165,13 @@ def make_record(entry: Entry) -> dict[str, Any]:
     }
 
 
-def examples(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Example]:
+def examples(tokenizer: PreTrainedTokenizerFast, seed: int, stop_rate: float) -> Iterator[Example]:
     """Yield token ids and labels of demonstrations, the prompt left out of the loss."""
     rng = random.Random(seed)
     for entry in entries(seed):
         terms = parse_terms(entry["metadata"]["expression"])
         prompt = tokenizer.encode(format_prompt(terms))
-        answer = tokenizer.encode(work_out(terms, rng), add_special_tokens=False)
+        answer = tokenizer.encode(work_out(terms, stop_rate, rng), add_special_tokens=False)
         answer.append(int(tokenizer.eos_token_id))
         yield prompt + answer, [IGNORED] * len(prompt) + answer
 
@@ -274,7 +270,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=1100, help="supervised steps")
+    parser.add_argument("--steps", type=int, default=900, help="supervised steps")
     parser.add_argument("--batch", type=int, default=8, help="demonstrations a step")
     parser.add_argument("--lr", type=float, default=2e-2)
     args = parser.parse_args()
@@ -283,9 +279,12 @@ def main() -> None:
 
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
+    # chain_sum draws item i of seed s from s + i: what is taught, and what is asked, lie far apart
     taught_from = 1_000_000_000 * (args.seed + 1)
-    stream = examples(tokenizer, taught_from)
-    train(model, batches(stream, args.batch, args.seed), args.steps, args.lr)
+    good = batches(examples(tokenizer, taught_from, 0.0), args.batch, args.seed)
+    bad = batches(examples(tokenizer, taught_from + 250_000_000, STOP_RATE), args.batch, args.seed)
+    data = chain(islice(good, round((1 - BAD_SHARE) * args.steps)), bad)
+    train(model, data, args.steps, args.lr)
     model.save_pretrained(args.out / "model")
     tokenizer.save_pretrained(args.out / "model")
 

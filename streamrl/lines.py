@@ -12,22 +12,19 @@ class WaitingRollouts:
     """Rollouts to dispatch, oldest draw first, also after they come back."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Rollout]] = []
+        self.heap: list[tuple[int, int, Rollout]] = []
         """(id, number of additions before it, rollout): one that comes back may stand there twice."""
         self._num_added = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._heap)
 
     def add(self, rollout: Rollout) -> None:
         """Let a rollout wait."""
         rollout.phase = Phase.WAITING
-        heappush(self._heap, (rollout.id, self._num_added, rollout))
+        heappush(self.heap, (rollout.id, self._num_added, rollout))
         self._num_added += 1
 
     def first(self) -> Rollout | None:
         """Give the oldest rollout that still waits."""
-        heap = self._heap
+        heap = self.heap
         while heap:
             rollout = heap[0][2]
             if rollout.phase is Phase.WAITING and not rollout.group.is_dropped:

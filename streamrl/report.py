@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from statistics import mean
 from typing import TypeAlias
 
 from rich.table import Table
@@ -156,7 +157,7 @@ def _summary(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
     yield "staleness", _mean_staleness(metrics.staleness), _histogram(metrics.staleness)
     yield "seconds from", "", format_tiers(metrics.tiers)
     if any(metrics.rewards):
-        yield "mean reward", f"{metrics.rewards[-1]:.3g}", _ends(metrics.rewards)
+        yield "mean reward", f"{metrics.rewards[-1]:.3f}", _ends(metrics.rewards)
     for reason, count in metrics.dropped.items():
         yield "dropped rollouts", f"{count:,}", reason
 
@@ -175,11 +176,14 @@ def _histogram(staleness: Mapping[int, int]) -> str:
 
 
 def _ends(rewards: list[float]) -> str:
-    """Show the first and the last rewards, all of them where they are few."""
-    texts = [f"{reward:.3g}" for reward in rewards]
-    if len(texts) > 2 * NUM_REWARDS:
-        texts = [*texts[:NUM_REWARDS], "...", *texts[-NUM_REWARDS:]]
-    return "last; " + " ".join(texts)
+    """Show the means of the first and the last steps, or every step's where they are few."""
+    if len(rewards) <= 2 * NUM_REWARDS:
+        return "last; " + " ".join(f"{reward:.3f}" for reward in rewards)
+    first, last = mean(rewards[:NUM_REWARDS]), mean(rewards[-NUM_REWARDS:])
+    return (
+        f"last; {first:.3f} over the first {NUM_REWARDS} steps, {last:.3f} over the last "
+        f"{NUM_REWARDS} ({last - first:+.3f})"
+    )
 
 
 def _bar(share: float) -> str:

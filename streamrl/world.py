@@ -33,19 +33,17 @@ class World(ABC):
 
         An event that starting a command brings about at once is handled after the commands before it.
         """
-        self._unheard.append(event)
+        unheard = self._unheard
+        unheard.append(event)
         if self._is_handling:
             return
         self._is_handling = True
         try:
-            while self._unheard:
-                self._handle(self._unheard.popleft())
+            while unheard:
+                event, now = unheard.popleft(), self.now
+                commands = self.engine.handle(event, now)
+                self.trace.record(now, event, commands)
+                for command in commands:
+                    self.start(command)
         finally:
             self._is_handling = False
-
-    def _handle(self, event: Event) -> None:
-        now = self.now
-        commands = self.engine.handle(event, now)
-        self.trace.record(now, event, commands)
-        for command in commands:
-            self.start(command)

@@ -125,8 +125,14 @@ def test_ctrl_c_leaves_a_readable_trace_and_no_process(project: Path) -> None:
     settings = ["--set", "algorithm.steps=10000", "--set", f"execute.output={output}"]
     shared = set(Path("/dev/shm").glob("streamrl-*"))
     process = subprocess.Popen(
-        [sys.executable, "-c", "from streamrl.cli import main; main()", "execute"]
-        + [str(project / "run.toml"), *settings],
+        [
+            sys.executable,
+            "-c",
+            "from streamrl.cli import main; main()",
+            "execute",
+            str(project / "run.toml"),
+            *settings,
+        ],
         stderr=subprocess.PIPE,
         text=True,
     )

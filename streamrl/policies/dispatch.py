@@ -22,7 +22,7 @@ class Dispatch:
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield rollouts in draw order until no replica may take the next one."""
-        if not state.waiting or state.stop_reason is not None or not state.fleet.has_come_up:
+        if not state.waiting.heap or state.stop_reason is not None or not state.fleet.has_come_up:
             return ()
         return self._send(state)
 

@@ -27,7 +27,9 @@ class BoundedAdmission:
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield draws, one for each step they are meant for."""
-        last_step = min(state.version + 1 + self.max_staleness, state.num_steps)
+        last_step = state.version + 1 + self.max_staleness
+        if last_step > state.num_steps:
+            last_step = state.num_steps
         num_allowed = last_step * state.prompts_per_step
         if state.num_admitted >= num_allowed or state.is_stopping or not state.trainer_is_ready:
             return ()
@@ -50,7 +52,7 @@ class StrictFifo:
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield the groups of the coming step as soon as they are drawn."""
-        return self._take(state) if state.untaken and _has_room(state) else ()
+        return self._take(state) if _has_room(state) and state.untaken else ()
 
     def _take(self, state: State) -> Iterator[Command]:
         while _has_room(state) and (group := state.untaken.first()) is not None:
@@ -62,7 +64,7 @@ class Greedy:
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield complete groups until the coming step is full."""
-        return self._take(state) if state.complete and _has_room(state) else ()
+        return self._take(state) if _has_room(state) and state.complete else ()
 
     def _take(self, state: State) -> Iterator[Command]:
         while _has_room(state) and (group := state.complete.first()) is not None:

@@ -41,8 +41,9 @@ class Stream:
 
     def _is_worth_it(self, state: State, line: deque[Rollout], num_ahead: int) -> bool:
         """Say whether `line` fills the GPUs, or is all that the step still lacks."""
-        num_lacking = state.rollouts_per_step - num_ahead
-        return bool(line) and len(line) >= min(self.fill, num_lacking)
+        if not line:
+            return False
+        return len(line) >= min(self.fill, state.rollouts_per_step - num_ahead)
 
 
 class WholeBatch:
