@@ -1,7 +1,8 @@
 """How fast one core simulates: output tokens a second, and how time grows with rollouts and tokens.
 
 The whole run counts, from the first prompt drawn to the last optimizer step: engine, policies, SimPy,
-and the trace in memory. Each figure is the best of several runs, so that a busy machine shows less.
+and the trace in memory; seconds are those of the one core it runs on. Each figure is the best of `ROUNDS` rounds with pauses between them, because a
+shared machine changes its speed for seconds at a time.
 """
 
 from __future__ import annotations
@@ -22,28 +23,32 @@ from streamrl.workload import SimulatedWorkload
 
 RUN_FILE = Path(__file__).parent / "engine.toml"
 HISTOGRAM_MEAN = 4930.0  # tokens, of the length histogram at scale 1
-REPEATS = 7
+ROUNDS = 12
+PAUSE = 1.0  # seconds between rounds
+GRID_ROLLOUTS = (512, 1024, 2048, 4096)
+GRID_TOKENS = (500, 1000, 2000, 4000)
 
 
 def main() -> None:
     """Print one JSON object per figure."""
     one_replica = _run(rollouts=1024, replicas=1, mean_tokens=1444, max_running=1024)
-    report(
-        "simulated tokens per second, 1024 rollouts of 1444 tokens, 1 replica",
-        tokens_per_second(one_replica),
-        "tokens/s",
-    )
     many = _run(rollouts=1024, replicas=20, mean_tokens=4930, max_running=256)
-    report(
-        "simulated tokens per second, 1024 rollouts of 4930 tokens, 20 replicas",
-        tokens_per_second(many),
-        "tokens/s",
-    )
     large = _run(rollouts=16384, replicas=1000, mean_tokens=4930, max_running=256)
-    report("seconds for a step of 16384 rollouts on 1000 replicas", best_time(large, 3), "s")
-    per_rollout, per_token = growth()
-    report("simulation time per rollout", per_rollout * 1e6, "us")
-    report("simulation time per thousand tokens", per_token * 1e9, "us")
+    grid = {
+        (rollouts, rollouts * tokens): _run(rollouts, 20, tokens, max_running=256)
+        for rollouts in GRID_ROLLOUTS
+        for tokens in GRID_TOKENS
+    }
+    times = best_times([one_replica, many, large, *grid.values()])
+    name = "simulated tokens per second, 1024 rollouts of 1444 tokens, 1 replica"
+    report(name, count_tokens(one_replica) / times[0], "tokens/s")
+    name = "simulated tokens per second, 1024 rollouts of 4930 tokens, 20 replicas"
+    report(name, count_tokens(many) / times[1], "tokens/s")
+    report("seconds for a step of 16384 rollouts on 1000 replicas", times[2], "s")
+    start, per_rollout, per_token = fit(list(grid), times[3:])
+    report("simulation time of a run, fit: constant", start * 1e6, "us")
+    report("simulation time of a run, fit: per rollout", per_rollout * 1e6, "us")
+    report("simulation time of a run, fit: per thousand tokens", per_token * 1e9, "us")
 
 
 def report(name: str, value: float, unit: str) -> None:
@@ -51,40 +56,36 @@ def report(name: str, value: float, unit: str) -> None:
     print(json.dumps({"name": name, "value": value, "unit": unit}), flush=True)
 
 
-def tokens_per_second(run: Run) -> float:
-    """Give simulated output tokens per second of the best run."""
-    world, seconds = simulate_once(run)
-    events = (entry.event for entry in world.trace.entries)
-    tokens = sum(event.tokens for event in events if isinstance(event, Generated))
-    return tokens / min(seconds, best_time(run, REPEATS - 1))
+def count_tokens(run: Run) -> int:
+    """Give the output tokens that a run simulates."""
+    events = (entry.event for entry in simulate_once(run)[0].trace.entries)
+    return sum(event.tokens for event in events if isinstance(event, Generated))
 
 
-def best_time(run: Run, repeats: int) -> float:
-    """Give the seconds of the fastest of several runs."""
-    return min(simulate_once(run)[1] for _ in range(repeats))
+def best_times(runs: list[Run]) -> list[float]:
+    """Give the seconds of the fastest simulation of each run."""
+    best = [float("inf")] * len(runs)
+    for _ in range(ROUNDS):
+        for index, run in enumerate(runs):
+            best[index] = min(best[index], simulate_once(run)[1])
+        time.sleep(PAUSE)
+    return best
 
 
 def simulate_once(run: Run) -> tuple[SimWorld, float]:
-    """Simulate with costs and lengths ready, and give the seconds it took."""
-    workload = SimulatedWorkload(run)
-    workload.draw(0, 1)
-    world = SimWorld(run, Costs.load(run), workload)
+    """Simulate with costs and lengths ready, and give the CPU seconds it took."""
+    world = SimWorld(run, Costs.load(run), SimulatedWorkload(run))
     gc.collect()
-    began_at = time.perf_counter()
+    began_at = time.process_time()
     world.run()
-    return world, time.perf_counter() - began_at
+    return world, time.process_time() - began_at
 
 
-def growth() -> tuple[float, float]:
-    """Fit seconds = p * rollouts + q * tokens over a grid; give (p, q)."""
-    rows, seconds = [], []
-    for rollouts in (512, 1024, 2048, 4096):
-        for mean_tokens in (500, 1000, 2000, 4000):
-            run = _run(rollouts=rollouts, replicas=20, mean_tokens=mean_tokens, max_running=256)
-            rows.append((rollouts, rollouts * mean_tokens))
-            seconds.append(best_time(run, 3))
-    solution = np.linalg.lstsq(np.array(rows, dtype=float), np.array(seconds), rcond=None)[0]
-    return float(solution[0]), float(solution[1])
+def fit(sizes: list[tuple[int, int]], seconds: list[float]) -> tuple[float, float, float]:
+    """Fit seconds = constant + p * rollouts + q * tokens; give (constant, p, q)."""
+    rows = np.array([(1.0, rollouts, tokens) for rollouts, tokens in sizes])
+    constant, per_rollout, per_token = np.linalg.lstsq(rows, np.array(seconds), rcond=None)[0]
+    return float(constant), float(per_rollout), float(per_token)
 
 
 def _run(rollouts: int, replicas: int, mean_tokens: float, max_running: int) -> Run:

@@ -94,7 +94,9 @@ class Costs:
 
     def _pass_time(self, lengths: Sequence[int]) -> float:
         """One forward pass: the fullest data-parallel rank, and the pipeline's bubble (p-1)/(m+p-1)."""
-        flops = [self._model.forward_flops(n, n * n / 2) for n in lengths]
+        per_token = self._model.forward_flops(1, 0)
+        per_half_square = self._model.forward_flops(0, 1) / 2
+        flops = [per_token * n + per_half_square * n * n for n in lengths]
         trainer = self._run.trainer
         fullest = max(sum(flops) / trainer.data_parallel, max(flops))
         num_micro = max(1, -(-len(lengths) // (trainer.data_parallel * trainer.micro_batch)))

@@ -105,7 +105,8 @@ class Replica:
     def _run(self) -> Generator[simpy.Event, Any, None]:
         try:
             while True:
-                self._end_aborted()
+                if self._aborted:
+                    self._end_aborted()
                 if self._load is not None and not (self._load.drain and self._running):
                     yield from self._load_weights(self._load)
                 elif (prefill_time := self._admit()) is not None:

@@ -29,15 +29,15 @@ class Engine:
 
     def __init__(self, state: State, policies: Sequence[Policy]) -> None:
         self.state = state
-        self.policies = tuple(policies)
+        self._deciders = [policy.decide for policy in policies]
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Enter what happened at `now` seconds and say what to do about it."""
         state = self.state
         state.observe(event, now)
         commands: list[Command] = []
-        for policy in self.policies:
-            for command in policy.decide(state):
+        for decide in self._deciders:
+            for command in decide(state):
                 state.commit(command)
                 commands.append(command)
         return commands

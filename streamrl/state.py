@@ -271,19 +271,17 @@ class State:
             self.unverified.append(rollout)
 
     def _end_verify(self, event: Verified) -> None:
+        """Let a rollout with a reward go on to training, alone or with its group."""
         rollout = self.rollouts[event.rollout]
         self.num_verifying -= 1
         rollout.reward = event.reward
-        self._settle(rollout)
-
-    def _settle(self, rollout: Rollout) -> None:
-        """Let a rollout with a reward go on to training, alone or with its group."""
         group = rollout.group
         if group.is_dropped:
             self._forget(rollout)
             return
         rollout.phase = Phase.READY
-        self.failed.pop(rollout.id, None)
+        if self.failed:
+            self.failed.pop(rollout.id, None)
         group.num_missing -= 1
         if not group.num_missing and group.taken_for is None:
             self.complete.add(group)

@@ -31,16 +31,18 @@ class World(ABC):
     def emit(self, event: Event) -> None:
         """Let the engine handle `event`, and start what it answers.
 
-        An event that starting a command brings about at once is handled after the commands before it.
+        An event that starting a command brings about at once is handled after the commands before it,
+        at the same instant.
         """
         unheard = self._unheard
         unheard.append(event)
         if self._is_handling:
             return
         self._is_handling = True
+        now = self.now
         try:
             while unheard:
-                event, now = unheard.popleft(), self.now
+                event = unheard.popleft()
                 commands = self.engine.handle(event, now)
                 self.trace.record(now, event, commands)
                 for command in commands:

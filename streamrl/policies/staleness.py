@@ -52,7 +52,9 @@ class StrictFifo:
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield the groups of the coming step as soon as they are drawn."""
-        return self._take(state) if _has_room(state) and state.untaken else ()
+        if len(state.batch.groups) == state.prompts_per_step or not state.untaken:
+            return ()
+        return self._take(state)
 
     def _take(self, state: State) -> Iterator[Command]:
         while _has_room(state) and (group := state.untaken.first()) is not None:
