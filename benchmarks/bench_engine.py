@@ -1,7 +1,8 @@
 """How fast one core simulates: output tokens a second, and how time grows with rollouts and tokens.
 
 The whole run counts, from the first prompt drawn to the last optimizer step: engine, policies, SimPy,
-and the trace in memory; seconds are those of the one core it runs on. Each figure is the best of `ROUNDS` rounds with pauses between them, because a
+and the trace in memory; seconds are those of the one core it runs on. Each figure is the best of
+`ROUNDS` rounds with pauses between them, because a
 shared machine changes its speed for seconds at a time.
 """
 

@@ -81,7 +81,9 @@ async def _execute(run: Run, resume: bool, watch: Watch) -> Trace:
         checkpoint,
         watch,
     )
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, world.interrupt, "Ctrl-C")
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, world.interrupt, "Ctrl-C")
+    loop.add_signal_handler(signal.SIGTERM, world.interrupt, "terminated")
     try:
         return await world.run()
     finally:

@@ -93,6 +93,7 @@ class RealWorld(World):
         self._tasks: set[asyncio.Task[None]] = set()
         self._began_at = 0.0
         self._over = asyncio.Event()
+        self._error: BaseException | None = None
 
     @property
     def now(self) -> float:
@@ -115,6 +116,8 @@ class RealWorld(World):
             await self._over.wait()
         finally:
             await self._close()
+        if self._error is not None:
+            raise self._error
         state = self.engine.state
         if not state.has_all_steps:
             raise RuntimeError(state.stop_reason or f"the run is stuck at {self.now:.1f} s")
@@ -315,6 +318,9 @@ class RealWorld(World):
 
     def _end_task(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._error = task.exception()  # of the engine or of who watches, not of a command
+            self._over.set()
         if not self._tasks:  # nothing will happen any more: finished, or stuck
             self._over.set()
 

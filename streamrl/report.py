@@ -59,6 +59,7 @@ def comparison_table(predicted: Metrics, measured: Metrics) -> Table:
             format_figure(name, theirs),
             _relative(_relative_error(ours, theirs)),
         )
+    table.add_row("seconds from", format_tiers(predicted.tiers), format_tiers(measured.tiers))
     for title, ours, theirs in (
         ("busy", predicted.busy, measured.busy),
         ("idle", predicted.idle, measured.idle),

@@ -209,3 +209,16 @@ def test_an_interrupted_run_leaves_a_readable_trace_and_drops_the_rest_with_a_re
     check_every_rollout_is_accounted_for(trace)
     assert set(measure(trace).dropped) <= {"Ctrl-C"}
     assert replay(trace) is None
+
+
+def test_an_error_outside_of_commands_ends_the_run_and_reaches_the_caller(tmp_path: Path) -> None:
+    def watch(event: Event, state: State, now: float) -> None:
+        if isinstance(event, Generated):
+            raise LookupError("the watcher broke")
+
+    async def go() -> None:
+        world = make_world(real_run(tmp_path), {}, watch=watch)
+        with pytest.raises(LookupError, match="the watcher broke"):
+            await world.run()
+
+    asyncio.run(asyncio.wait_for(go(), timeout=30))

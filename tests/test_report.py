@@ -117,7 +117,7 @@ def test_a_comparison_gives_relative_errors_and_points() -> None:
     assert figures["idle"]["pipeline"]["error"] == pytest.approx(-10.0)
     assert json.loads(msgspec.json.encode(figures))["goodput"]["error"] == 0
     text = render(comparison_table(PREDICTED, MEASURED))
-    for shown in ("-10.0 %", "+10.0 %", "+10.0 pp", "-10.0 pp"):
+    for shown in ("-10.0 %", "+10.0 %", "+10.0 pp", "-10.0 pp", "unmeasured"):
         assert shown in text
     assert "sync" not in text
 

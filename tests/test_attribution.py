@@ -1,0 +1,335 @@
+"""Where GPU-seconds went: by pencil and paper, then over systems and seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sim.world import simulate
+from streamrl.attribution import attribute
+from streamrl.messages import (
+    CheckpointSaved,
+    Failed,
+    Generate,
+    Generated,
+    LoadWeights,
+    PushWeights,
+    ReplicaLost,
+    ReplicaStarted,
+    RunStarted,
+    SaveCheckpoint,
+    StartReplica,
+    StartTrainer,
+    Take,
+    Train,
+    Trained,
+    TrainerStarted,
+    Verified,
+    WeightsLoaded,
+    WeightsPushed,
+)
+from streamrl.metrics import measure
+from streamrl.run_file import load_run
+from streamrl.systems import SYSTEMS
+from streamrl.trace import Trace
+from tests.hand_traces import HandTrace
+from tests.runs import checked_world, lose_replica_at, small_run
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "h20-h800.toml"
+
+
+def gpu_seconds(hand: HandTrace) -> dict[str, float]:
+    """Give what each activity and cause got, in GPU-seconds to the microsecond, zeroes left out."""
+    shares = attribute(hand.trace)
+    both = {**shares.busy, **shares.idle}
+    return {name: round(share * shares.gpu_seconds, 6) for name, share in both.items() if share}
+
+
+def test_a_synchronous_step_is_generation_then_training_and_the_rest_pipeline() -> None:
+    hand = HandTrace()
+    hand.begin()
+    hand.draw(0.0, 1, 1)
+    hand.generate(0.0, 0)
+    hand.generated(10.0, 0, run_time=10.0, prefill_time=2.0)
+    hand.train(10.0, 16.0, 1, 0)
+    assert gpu_seconds(hand) == {"prefill": 2, "decode": 8, "train": 6, "pipeline": 10 + 6}
+
+
+def test_a_straggler_costs_the_other_replica_and_the_trainer_skew() -> None:
+    hand = HandTrace(replicas=2, algorithm__prompts_per_step=2)
+    hand.begin()
+    hand.draw(0.0, 1, 2)
+    hand.generate(0.0, 0, replica=0)
+    hand.generate(0.0, 1, replica=1)
+    hand.generated(10.0, 0, run_time=10.0)
+    hand.generated(30.0, 1, run_time=30.0)
+    hand.train(30.0, 40.0, 1, 0, 1)
+    assert gpu_seconds(hand) == {
+        "decode": 10 + 30,
+        "train": 10,
+        "skew": 20 + 20,  # replica 0 and the trainer, while replica 1 goes on
+        "pipeline": 10 + 2 * 10,  # the trainer at first, both replicas at last
+    }
+
+
+def test_push_and_load_are_sync_for_whoever_waits() -> None:
+    hand = HandTrace(algorithm__steps=2)
+    hand.begin()
+    hand.draw(0.0, 1, 1)
+    hand.generate(0.0, 0)
+    hand.generated(10.0, 0, run_time=10.0)
+    hand.train(10.0, 16.0, 1, 0)
+    hand.command(16.0, PushWeights(1))
+    hand.draw(16.0, 2, 1)
+    hand.at(19.0, WeightsPushed(1, 8), LoadWeights(0, 1, drain=True), Generate(1, 0, 0))
+    hand.at(21.0, WeightsLoaded(0, 1, 2.0))
+    hand.generated(25.0, 1, run_time=4.0, version=1)
+    hand.train(25.0, 26.0, 2, 1)
+    assert gpu_seconds(hand) == {
+        "decode": 14,
+        "train": 7,
+        "sync": 2 * 5,
+        "pipeline": (10 + 6) + (4 + 1),
+    }
+
+
+def test_an_overlapped_push_costs_a_working_replica_nothing() -> None:
+    hand = HandTrace(algorithm__steps=2, policies__system="stream-async")
+    hand.begin()
+    hand.draw(0.0, 1, 1)
+    hand.draw(0.0, 2, 1, is_taken=False)
+    hand.generate(0.0, 0, 1)
+    hand.generated(4.0, 0, run_time=4.0)
+    hand.train(4.0, 6.0, 1, 0)
+    hand.command(6.0, PushWeights(1))
+    hand.at(8.0, WeightsPushed(1, 8))
+    hand.generated(10.0, 1, run_time=10.0)
+    hand.train(10.0, 12.0, 2, 1)
+    assert "sync" not in gpu_seconds(hand)
+
+
+def test_an_idle_replica_waits_for_the_weights_that_waiting_rollouts_need() -> None:
+    hand = HandTrace(replicas=2, algorithm__steps=4, policies__system="stream-async")
+    hand.begin()
+    hand.draw(0.0, 1, 1)
+    hand.draw(0.0, 2, 1, is_taken=False)
+    hand.generate(0.0, 0, replica=0)
+    hand.generate(0.0, 1, replica=1)
+    hand.generated(8.0, 0, run_time=8.0)
+    hand.train(8.0, 10.0, 1, 0)
+    hand.command(10.0, Take(1, 2), PushWeights(1))
+    hand.draw(10.0, 3, 1, is_taken=False)
+    hand.at(13.0, WeightsPushed(1, 8), LoadWeights(0, 1, drain=True), Generate(2, 0, 0))
+    hand.at(14.0, WeightsLoaded(0, 1, 1.0))
+    hand.generated(20.0, 1, run_time=20.0)
+    hand.train(20.0, 21.0, 2, 1)
+    assert gpu_seconds(hand) == {
+        "decode": 8 + 20 + 7,
+        "train": 3,
+        "sync": 4,
+        "staleness": 2 + 1,  # replica 0 beside step 1, replica 1 beside step 2
+        "skew": 3,  # the trainer, while replica 0 stands idle
+        "pipeline": 8 + 7,
+    }
+
+
+def test_everyone_waits_for_the_slowest_start() -> None:
+    hand = HandTrace(replicas=2)
+    hand.begin(replicas_at=5.0, trainer_at=3.0)
+    hand.draw(3.0, 1, 1)
+    hand.generate(5.0, 0)
+    hand.generated(9.0, 0, run_time=4.0)
+    hand.train(9.0, 10.0, 1, 0)
+    assert gpu_seconds(hand) == {
+        "decode": 4,
+        "train": 1,
+        "start-up": 3 * 5,
+        "skew": 4 + 4,  # the second replica has nothing, and the trainer waits beside it
+        "pipeline": 2,
+    }
+
+
+def test_a_replica_waits_for_the_trainer_to_come_up() -> None:
+    hand = HandTrace()
+    hand.begin(replicas_at=1.0, trainer_at=6.0)
+    hand.draw(6.0, 1, 1)
+    hand.generate(6.0, 0)
+    hand.generated(8.0, 0, run_time=2.0)
+    hand.train(8.0, 10.0, 1, 0)
+    assert gpu_seconds(hand)["start-up"] == 2 * 6
+
+
+def test_a_lost_replica_costs_failure_until_its_replacement_serves() -> None:
+    hand = HandTrace()
+    hand.begin()
+    hand.draw(0.0, 1, 1)
+    hand.generate(0.0, 0)
+    hand.at(4.0, ReplicaLost(0, "gone"))
+    hand.at(4.0, Failed(Generate(0, 0, 0), "gone"))
+    hand.command(5.0, StartReplica(1, 0))
+    hand.at(10.0, ReplicaStarted(1, 0), Generate(0, 1, 0))
+    hand.generated(18.0, 0, run_time=8.0)
+    hand.train(18.0, 20.0, 1, 0)
+    assert gpu_seconds(hand) == {
+        "decode": 4 + 8,
+        "train": 2,
+        "failure": 2 * 6,  # the replica, and the trainer that has no other
+        "pipeline": 4 + 8 + 2,
+    }
+
+
+def test_survivors_of_a_loss_go_on_and_the_trainer_waits_for_their_rollouts() -> None:
+    hand = HandTrace(replicas=2, algorithm__prompts_per_step=2)
+    hand.begin()
+    hand.draw(0.0, 1, 2)
+    hand.generate(0.0, 0, replica=0)
+    hand.generate(0.0, 1, replica=1)
+    hand.at(4.0, ReplicaLost(0, "gone"), StartReplica(2, 0))
+    hand.at(4.0, Failed(Generate(0, 0, 0), "gone"), Generate(0, 1, 0))
+    hand.generated(10.0, 1, run_time=10.0)
+    hand.generated(12.0, 0, run_time=8.0)
+    hand.at(12.0, ReplicaStarted(2, 0))
+    hand.train(12.0, 14.0, 1, 0, 1)
+    assert gpu_seconds(hand) == {
+        "decode": 4 + 12,
+        "train": 2,
+        "failure": 8,
+        "pipeline": 12 + 2 * 2,
+    }
+
+
+def test_a_replica_that_fails_to_start_costs_failure() -> None:
+    hand = HandTrace()
+    hand.at(0.0, RunStarted(0, 0), StartTrainer(), StartReplica(0, 0))
+    hand.at(0.0, TrainerStarted(0))
+    hand.draw(0.0, 1, 1)
+    hand.at(3.0, Failed(StartReplica(0, 0), "no memory"), StartReplica(1, 0))
+    hand.at(8.0, ReplicaStarted(1, 0), Generate(0, 1, 0))
+    hand.generated(10.0, 0, run_time=2.0)
+    hand.train(10.0, 11.0, 1, 0)
+    assert gpu_seconds(hand) == {
+        "decode": 2,
+        "train": 1,
+        "start-up": 2 * 3,
+        "failure": 2 * 5,
+        "pipeline": 2 + 1,
+    }
+
+
+def test_a_slow_reward_costs_both_sides_verifier() -> None:
+    hand = HandTrace()
+    hand.begin()
+    hand.draw(0.0, 1, 1)
+    hand.generate(0.0, 0)
+    hand.generated(10.0, 0, run_time=10.0, verified_at=13.0)
+    hand.train(13.0, 15.0, 1, 0)
+    assert gpu_seconds(hand) == {"decode": 10, "train": 2, "verifier": 2 * 3, "pipeline": 10 + 2}
+
+
+def test_rewards_that_come_while_the_trainer_works_delay_nobody() -> None:
+    hand = HandTrace(algorithm__prompts_per_step=2)
+    hand.begin()
+    hand.draw(0.0, 1, 2)
+    hand.generate(0.0, 0, 1)
+    hand.generated(4.0, 0, run_time=4.0)
+    hand.at(4.0, Generated(1, 100, "stop", 0, 4.0, 0.0), Train((0,)))
+    hand.at(6.0, Verified(1, 0.5))
+    hand.at(7.0, Trained((0,)))
+    hand.train(7.0, 9.0, 1, 1)
+    assert gpu_seconds(hand) == {"decode": 4, "train": 5, "pipeline": 4 + 5}
+
+
+@pytest.mark.parametrize(("steps", "cause"), [(3, "staleness"), (2, "wind-down")])
+def test_a_replica_ahead_of_the_trainer_waits_for_it_or_for_the_end(steps: int, cause: str) -> None:
+    hand = HandTrace(algorithm__steps=steps, policies__system="stream-async")
+    hand.begin()
+    hand.draw(0.0, 1, 1)
+    hand.draw(0.0, 2, 1, is_taken=False)
+    hand.generate(0.0, 0, 1)
+    hand.generated(4.0, 0, run_time=4.0)
+    hand.generated(5.0, 1, run_time=5.0)
+    hand.train(4.0, 12.0, 1, 0)
+    hand.trace.entries.sort(key=lambda entry: entry.time)
+    assert gpu_seconds(hand) == {"decode": 5, "train": 8, "pipeline": 4, cause: 7}
+
+
+def test_greedy_consumption_waits_for_rollouts_that_no_step_has_taken_yet() -> None:
+    hand = HandTrace(
+        replicas=2,
+        algorithm__prompts_per_step=2,
+        policies__system="fully-async",
+        policies__consumption="greedy",
+    )
+    hand.begin()
+    hand.draw(0.0, 1, 2, is_taken=False)
+    hand.generate(0.0, 0, replica=0)
+    hand.generate(0.0, 1, replica=1)
+    hand.generated(10.0, 0, run_time=10.0)
+    hand.command(10.0, Take(0, 1))
+    hand.generated(30.0, 1, run_time=30.0)
+    hand.command(30.0, Take(1, 1))
+    hand.train(30.0, 40.0, 1, 0, 1)
+    shares = gpu_seconds(hand)
+    assert shares["skew"] == 20 + 20
+    assert shares["pipeline"] == 10
+
+
+def test_a_checkpoint_costs_the_trainer_its_seconds() -> None:
+    hand = HandTrace()
+    hand.begin()
+    hand.draw(0.0, 1, 1)
+    hand.generate(0.0, 0)
+    hand.generated(10.0, 0, run_time=10.0)
+    hand.train(10.0, 16.0, 1, 0)
+    hand.command(16.0, SaveCheckpoint(1, 1))
+    hand.at(19.0, CheckpointSaved(1))
+    assert gpu_seconds(hand)["checkpoint"] == 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("system", sorted(SYSTEMS))
+def test_every_gpu_second_is_busy_or_idle_for_one_cause(system: str, seed: int) -> None:
+    shares = attribute(simulate_small(system, seed))
+    assert abs(sum(shares.busy.values()) + sum(shares.idle.values()) - 1) < 1e-9
+    assert min([*shares.busy.values(), *shares.idle.values()]) > -1e-9
+
+
+@pytest.mark.parametrize("system", sorted(SYSTEMS))
+def test_gpu_seconds_are_all_gpus_for_the_whole_run(system: str) -> None:
+    trace = simulate_small(system, 0)
+    num_gpus = trace.run.rollout.num_gpus + trace.run.trainer.num_gpus
+    assert attribute(trace).gpu_seconds == pytest.approx(num_gpus * trace.entries[-1].time)
+
+
+@pytest.mark.parametrize("system", sorted(SYSTEMS))
+def test_shares_stay_whole_when_a_replica_is_lost(system: str) -> None:
+    world = checked_world(small_run({"policies.system": system, "rollout.start_time": "1 s"}))
+    lose_replica_at(world, 1.5, 0)
+    shares = attribute(world.run())
+    assert abs(sum(shares.busy.values()) + sum(shares.idle.values()) - 1) < 1e-9
+    assert min([*shares.busy.values(), *shares.idle.values()]) > -1e-9
+    assert shares.idle["failure"] > 0
+
+
+def test_on_policy_systems_never_wait_for_staleness() -> None:
+    for system in ("disaggregated", "stream-sync"):
+        metrics = measure(simulate_small(system, 0))
+        assert metrics.idle["staleness"] == metrics.idle["wind-down"] == 0
+        assert list(metrics.staleness) == [0]
+
+
+def simulate_small(system: str, seed: int) -> Trace:
+    """Simulate the example on a few GPUs."""
+    changes = (
+        f"policies.system={system}",
+        f"seed={seed}",
+        "algorithm.prompts_per_step=64",
+        "algorithm.steps=4",
+        "rollout.replicas=4",
+        "rollout.start_time=3 s",
+        "trainer.start_time=5 s",
+        "verifier.time=200 ms",
+        "cluster.pools.h20.nodes=1",
+    )
+    return simulate(load_run(EXAMPLE, changes))
