@@ -112,6 +112,11 @@ class LocalProcess(Handle):
         """The process id."""
         return self._process.pid
 
+    @property
+    def exit_status(self) -> int | None:
+        """The process's exit status, negative for a signal; None while it lives."""
+        return self._process.returncode
+
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
         """Send the call now, wait for its result."""
         queue = self._send(method, arguments, is_stream=False)

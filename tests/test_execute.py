@@ -116,12 +116,16 @@ def test_aborted_rollouts_resume_from_their_prefix(tmp_path: Path) -> None:
             assert event.tokens == len(tokens_of(event.rollout))
 
 
-def test_failed_rollouts_are_tried_again_or_dropped_with_a_reason(tmp_path: Path) -> None:
-    trace = execute(real_run(tmp_path, policies__max_attempts=2), failure_rate=0.3)
+@pytest.mark.parametrize(("max_attempts", "are_dropped"), [(1, True), (50, False)])
+def test_failed_rollouts_are_tried_again_or_dropped_with_a_reason(
+    tmp_path: Path, max_attempts: int, are_dropped: bool
+) -> None:
+    run = real_run(tmp_path, policies__max_attempts=max_attempts)
+    trace = execute(run, failure_rate=0.3)
     assert any(isinstance(entry.event, Failed) for entry in trace.entries)
     check_every_rollout_is_accounted_for(trace)
     assert measure(trace).num_steps == 4
-    assert all("failed" in reason for reason in measure(trace).dropped)
+    assert set(measure(trace).dropped) == ({"failed 1 times"} if are_dropped else set())
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -47,6 +48,12 @@ class Counter:
         self._began.append(number)
         await asyncio.sleep(seconds)
         return list(self._began)
+
+    async def block(self) -> None:
+        time.sleep(600)
+
+    async def compute(self) -> None:
+        await asyncio.to_thread(time.sleep, 600)
 
     async def items(self, count: int) -> AsyncIterator[Point]:
         for n in range(count):
@@ -141,3 +148,19 @@ def test_closing_leaves_no_process_even_in_the_middle_of_a_call(tmp_path: Path) 
 
     with pytest.raises(ProcessLookupError):
         os.kill(asyncio.run(go()), 0)
+
+
+@pytest.mark.parametrize(("method", "status"), [("compute", 0), ("block", -signal.SIGKILL)])
+def test_closing_ends_a_worker_that_computes_and_kills_one_that_hangs(
+    method: str, status: int, tmp_path: Path
+) -> None:
+    async def go() -> int | None:
+        handle = await LocalProcess.start(ROLE, {"first": 0}, tmp_path / "log", {})
+        await handle.call("count", returns=int)
+        call = asyncio.ensure_future(handle.call(method, returns=type(None)))
+        await asyncio.sleep(0.3)
+        await handle.close()
+        call.cancel()
+        return handle.exit_status
+
+    assert asyncio.run(go()) == status

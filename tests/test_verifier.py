@@ -34,6 +34,8 @@ def test_reasoning_gym_scores_with_the_task_of_the_record() -> None:
     record = {"task": "chain_sum", "answer": "15"}
     assert score("reasoning-gym", "12+3=15\n#### 15", record) == 1.0
     assert score("reasoning-gym", "12+3=15\n#### 14", record) < 0.5
+    with pytest.raises(ValueError, match="no_such_task"):
+        score("reasoning-gym", "#### 15", {"task": "no_such_task", "answer": "15"})
 
 
 def test_math_verify_knows_equal_values_in_other_forms() -> None:
