@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import os
 import re
 import tomllib
 from collections.abc import Iterable
@@ -255,7 +256,7 @@ def _from(base: Path, path: str) -> str: ...
 @overload
 def _from(base: Path, path: None) -> None: ...
 def _from(base: Path, path: str | None) -> str | None:
-    return None if path is None else str(base / path)
+    return None if path is None else os.path.normpath(base / path)
 
 
 def _say(error: str, table: dict[str, Any]) -> str:
