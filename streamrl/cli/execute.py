@@ -48,11 +48,11 @@ def execute(
 
 
 class _Watch:
-    """Keeps the progress bar up to date with what the world emits."""
+    """Keeps the progress bar up to date: steps, recent reward, rollouts trained + running, staleness."""
 
     def __init__(self, progress: Progress, num_steps: int) -> None:
         self._progress = progress
-        self._task: TaskID = progress.add_task("execute", total=num_steps, facts="starting")
+        self._task: TaskID = progress.add_task("step", total=num_steps, facts="starting")
         self._rewards: deque[float] = deque(maxlen=RECENT)
         self._tokens = 0
 
@@ -68,7 +68,7 @@ class _Watch:
             (replica.version for replica in state.fleet.replicas.values()), default=state.version
         )
         facts = (
-            f"step {state.version}  reward {reward:.3f}  rollouts {state.num_generating} running, "
-            f"{state.num_trained} trained  staleness {behind}  {self._tokens / now:,.0f} tokens/s"
+            f"reward {reward:.3f}  rollouts {state.num_trained}+{state.num_generating}  "
+            f"staleness {behind}  {self._tokens / now:,.0f} tokens/s"
         )
         self._progress.update(self._task, completed=state.version, facts=facts)

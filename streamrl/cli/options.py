@@ -42,7 +42,7 @@ def make_progress() -> Progress:
     console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=12),
         MofNCompleteColumn(),
         TextColumn("{task.fields[facts]}"),
         TimeElapsedColumn(),

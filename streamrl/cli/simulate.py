@@ -64,5 +64,5 @@ def refuse_real_run(output: Path) -> None:
 
 def _simulate(run: Run) -> Trace:
     with make_progress() as progress:
-        task = progress.add_task("simulate", total=run.algorithm.steps, facts="")
+        task = progress.add_task("step", total=run.algorithm.steps, facts="")
         return simulate_run(run, lambda version: progress.update(task, completed=version))
