@@ -164,6 +164,11 @@ class LengthsConfig(Section, frozen=True, kw_only=True):
     ranker: Literal["oracle", "none"] = "none"
     """What a rollout's expected length is: its true one, or the mean of all."""
 
+    @property
+    def names_a_file(self) -> bool:
+        """Whether `source` is a path, not the name of a profile."""
+        return "/" in self.source or "." in self.source
+
 
 class WorkloadConfig(Section, frozen=True, kw_only=True):
     """What is generated: prompts for a real run, lengths for a simulated one."""

@@ -31,11 +31,6 @@ class Fleet:
     _loads: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """Heaps of (number of rollouts, replica) by promised version; outdated entries are skipped."""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no replica serves."""
-        return not self.num_serving
-
     def is_synced(self, version: int) -> bool:
         """Whether every serving replica has `version`."""
         return len(self.num_serving) == 1 and version in self.num_serving

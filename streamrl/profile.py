@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from streamrl.config import ModelConfig
-from streamrl.units import QUANTITIES, Bandwidth, Duration, Size
+from streamrl.units import Bandwidth, Duration, Size, read_quantity
 
 PROFILES = Path(__file__).resolve().parent.parent / "profiles"
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -163,12 +163,6 @@ def _read(folder: str, name: str, kind: type[_Profile]) -> _Profile:
     path = find_profile(folder, name, ".toml")
     table: dict[str, Any] = tomllib.loads(path.read_text())
     try:
-        return msgspec.convert(table, kind, dec_hook=_read_quantity)
+        return msgspec.convert(table, kind, dec_hook=read_quantity)
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def _read_quantity(kind: type, value: object) -> object:
-    if kind in QUANTITIES:
-        return kind.parse(value)
-    raise NotImplementedError(f"no reader for {kind}")

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints, overload
 import msgspec
 
 from streamrl.config import Run, Section
-from streamrl.units import QUANTITIES
+from streamrl.units import read_quantity
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>[^`]+)`(?: - at `\$(?P<path>.*)`)?")
 _MISSING = re.compile(r"Object missing required field `(?P<key>[^`]+)`(?: - at `\$(?P<path>.*)`)?")
@@ -41,7 +41,7 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> Run:
 def make_run(table: dict[str, Any], base: Path = Path()) -> Run:
     """Make a run from a table as TOML gives it; relative paths start at `base`."""
     try:
-        run = msgspec.convert(table, Run, dec_hook=_read_quantity)
+        run = msgspec.convert(table, Run, dec_hook=read_quantity)
     except msgspec.ValidationError as error:
         raise ValueError(_say(str(error), table)) from None
     check_run(run)
@@ -194,12 +194,6 @@ def _name(run: Run, section: Section) -> str:
     return next(key for key in run.__struct_fields__ if getattr(run, key) is section)
 
 
-def _read_quantity(kind: type, value: object) -> object:
-    if kind in QUANTITIES:
-        return kind.parse(value)
-    raise NotImplementedError(f"no reader for {kind}")
-
-
 def _restore_quantity(kind: type, value: object) -> object:
     return kind(value)
 
@@ -241,7 +235,7 @@ def _resolve_paths(run: Run, base: Path) -> Run:
     """Let every path in the run file start at `base`."""
     replace = msgspec.structs.replace
     lengths = run.workload.lengths
-    if lengths is not None and ("/" in lengths.source or "." in lengths.source):
+    if lengths is not None and lengths.names_a_file:
         lengths = replace(lengths, source=_from(base, lengths.source))
     return replace(
         run,
@@ -310,7 +304,7 @@ def _name_entry(path: str, error: str, table: dict[str, Any]) -> str:
         alone = copy.deepcopy(table)
         _override_table(alone, before, {name: entry})
         try:
-            msgspec.convert(alone, Run, dec_hook=_read_quantity)
+            msgspec.convert(alone, Run, dec_hook=read_quantity)
         except msgspec.ValidationError as again:
             if str(again) == error:
                 return f"{before}.{name}{after}"

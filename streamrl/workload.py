@@ -173,8 +173,10 @@ def load_source(config: LengthsConfig) -> Source | Recorded:
     """
     if config.kind == "trace":
         return Recorded(Path(config.source))
-    is_path = "/" in config.source or config.source.endswith(".csv")
-    path = Path(config.source) if is_path else find_profile("lengths", config.source, ".csv")
+    if config.names_a_file:
+        path = Path(config.source)
+    else:
+        path = find_profile("lengths", config.source, ".csv")
     rows = _read_rows(path)
     if config.kind == "histogram":
         return Histogram(_read_bins(path, rows), config.prompt_tokens)

@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 
 from sim.world import simulate
-from streamrl.cli.options import TRACE_FILE, AsJson, TracePath, open_trace, print_json
-from streamrl.config import LengthsConfig
+from streamrl.cli.options import AsJson, TracePath, open_trace, print_json, trace_file
+from streamrl.config import LengthsConfig, Run
 from streamrl.metrics import measure
 from streamrl.report import compare as compare_metrics
 from streamrl.report import comparison_table
@@ -35,20 +35,20 @@ def compare(
     """
     trace = open_trace(measured)
     figures = measure(trace)
-    expected = measure(open_trace(predicted) if predicted else _simulate(trace, measured))
+    if predicted is not None:
+        expected = measure(open_trace(predicted))
+    else:
+        expected = measure(_simulate(trace.run, trace_file(measured), figures.num_steps))
     if as_json:
         print_json(compare_metrics(expected, figures))
     else:
         Console().print(comparison_table(expected, figures))
 
 
-def _simulate(trace: Trace, path: Path) -> Trace:
-    """Simulate the run of a trace with its recorded lengths and as many steps as it made."""
+def _simulate(run: Run, recorded: Path, num_steps: int) -> Trace:
+    """Simulate a run with the lengths recorded in its trace file, for as many steps as it made."""
     replace = msgspec.structs.replace
-    source = path / TRACE_FILE if path.is_dir() else path
-    run = trace.run
-    lengths = LengthsConfig(kind="trace", source=str(source))
-    num_steps = measure(trace).num_steps
+    lengths = LengthsConfig(kind="trace", source=str(recorded))
     return simulate(
         replace(
             run,

@@ -32,9 +32,14 @@ def print_json(value: object) -> None:
     typer.echo(msgspec.json.encode(value).decode())
 
 
+def trace_file(path: Path) -> Path:
+    """Give a trace file, or the one in a run directory."""
+    return path / TRACE_FILE if path.is_dir() else path
+
+
 def open_trace(path: Path) -> Trace:
     """Read a trace file, or the one in a run directory."""
-    return read_trace(path / TRACE_FILE if path.is_dir() else path)
+    return read_trace(trace_file(path))
 
 
 def make_progress() -> Progress:
