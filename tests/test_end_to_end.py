@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from streamrl.trace import read_trace, replay
 from tests.test_cli import streamrl
+from tests.tiny_model import tiny_model
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
 
 SYMBOLS = ["<pad>", "<eos>", *"0123456789+= "]
@@ -61,19 +61,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
     tokenizer.save_pretrained(path / "model")
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(SYMBOLS),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=64,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(path / "model")
+    model = tiny_model(len(SYMBOLS), max_position_embeddings=64, pad_token_id=0, eos_token_id=1)
+    model.save_pretrained(path / "model")
     prompts = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(5)]
     (path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in prompts))
     (path / "run.toml").write_text(RUN_FILE)

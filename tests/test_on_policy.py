@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from executor.handles import Handle, InProcess
 from executor.launch import TRAINER
@@ -17,6 +16,7 @@ from streamrl.messages import Train
 from streamrl.trace import Trace
 from tests.scripted import VOCABULARY, ScriptedLauncher, make_world
 from tests.test_execute import real_run
+from tests.tiny_model import tiny_model
 
 
 class RealTrainerLauncher(ScriptedLauncher):
@@ -27,7 +27,7 @@ class RealTrainerLauncher(ScriptedLauncher):
             TRAINER,
             {
                 "model": self._options["model"],
-                "learning_rate": 1e-2,
+                "learning_rate": 3e-3,
                 "temperature": 1.0,
                 "correction": "token_tis",
             },
@@ -45,18 +45,16 @@ class RealTrainerLauncher(ScriptedLauncher):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of a few thousand parameters."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
+    path = tmp_path_factory.mktemp("model")
+    model = tiny_model(
+        VOCABULARY,
         hidden_size=16,
-        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         intermediate_size=32,
         max_position_embeddings=64,
     )
-    path = tmp_path_factory.mktemp("model")
-    Qwen2ForCausalLM(config).save_pretrained(path)
+    model.save_pretrained(path)
     return path
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from executor.rollout import Replica, ReplicaConfig
 from executor.samples import Completion, Manifest, Request
 from executor.transfer import write_buckets
+from tests.tiny_model import tiny_model
 
 VOCABULARY = 120
 ENDLESS = 100_000  # output tokens: minutes of generation, past the timeout of `serve`
@@ -25,23 +26,15 @@ Weights = dict[str, torch.Tensor]
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A peaked random model whose generation config asks for truncation, which must not happen."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
     path = tmp_path_factory.mktemp("model")
-    config = Qwen2Config(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        vocab_size=VOCABULARY,
+    model = tiny_model(
+        VOCABULARY,
         max_position_embeddings=1024,
         initializer_range=0.3,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=None,
     )
-    model: Any = Qwen2ForCausalLM(config)
     model.generation_config.update(top_k=5, repetition_penalty=1.5, do_sample=True)
     model.save_pretrained(path)
     return path

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from executor import losses
 from executor.samples import Sample
 from executor.trainer import Trainer, TrainerConfig
 from executor.transfer import read_buckets
+from tests.tiny_model import tiny_model
 
 VOCABULARY = 40
 TEMPERATURE = 0.8
@@ -28,21 +29,11 @@ Weights = dict[str, torch.Tensor]
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random Qwen2 with tied embeddings, beside a file as a tokenizer has."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
     path = tmp_path_factory.mktemp("model")
-    config = Qwen2Config(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        vocab_size=VOCABULARY,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-        attention_dropout=0.1,
+    model = tiny_model(
+        VOCABULARY, initializer_range=0.2, tie_word_embeddings=True, attention_dropout=0.1
     )
-    Qwen2ForCausalLM(config).save_pretrained(path)
+    model.save_pretrained(path)
     (path / "tokenizer.json").write_text("{}")
     return str(path)
 
