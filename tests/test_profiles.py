@@ -2,37 +2,94 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from streamrl.config import LengthsConfig, ModelConfig
+from streamrl.model_shape import ModelShape
 from streamrl.profile import PROFILES, load_gpu, load_model
 from streamrl.workload import load_source
 
+PUBLISHED = {
+    "qwen2.5-0.5b": (0.49, 494_032_768),
+    "qwen2.5-1.5b": (1.54, 1_543_714_304),
+    "qwen2.5-3b": (3.09, 3_085_938_688),
+    "qwen2.5-7b": (7.61, 7_615_616_512),
+    "qwen2.5-14b": (14.7, 14_770_033_664),
+    "qwen2.5-32b": (32.5, 32_763_876_352),
+    "qwen2.5-72b": (72.7, 72_706_203_648),
+    "qwen3-8b": (8.2, 8_190_735_360),
+    "qwen3-14b": (14.8, 14_768_307_200),
+    "qwen3-32b": (32.8, 32_762_123_264),
+    "qwen3-30b-a3b": (30.5, 30_532_122_624),
+    "qwen3-235b-a22b": (235, 235_093_634_560),
+    "llama-3.1-8b": (8.03, 8_030_261_248),
+    "llama-3.1-70b": (70.6, 70_553_706_496),
+    "r1-distill-qwen-1.5b": (1.78, 1_777_088_000),
+    "r1-distill-qwen-7b": (7.62, 7_615_616_512),
+    "deepseek-v3": (671, 671_026_419_200),
+}
+"""Billions as the model card prints them (the R1 distillations and Llama: as the hub does), and the values in
+the checkpoint's safetensors files. DeepSeek-V3: without the module for multi-token prediction, which makes it
+685 billion on the hub, and with the router's biases."""
+NON_EMBEDDING = {
+    "qwen2.5-0.5b": 0.36,
+    "qwen2.5-1.5b": 1.31,
+    "qwen2.5-3b": 2.77,
+    "qwen2.5-7b": 6.53,
+    "qwen2.5-14b": 13.1,
+    "qwen2.5-32b": 31.0,
+    "qwen2.5-72b": 70.0,
+    "qwen3-8b": 6.95,
+    "qwen3-14b": 13.2,
+    "qwen3-32b": 31.2,
+    "qwen3-30b-a3b": 29.9,
+    "qwen3-235b-a22b": 234,
+}
+"""Billions without embedding tables, as the model card prints them."""
+
+
+def shape(name: str) -> ModelShape:
+    return load_model(ModelConfig(name=name))
+
+
+def test_every_model_has_its_published_number_of_parameters() -> None:
+    names = {path.stem for path in (PROFILES / "models").glob("*.toml")}
+    assert names == PUBLISHED.keys()
+    assert {name: shape(name).num_parameters for name in names} == {
+        name: count for name, (_, count) in PUBLISHED.items()
+    }
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_count_on_the_model_card_is_the_rounded_one(name: str) -> None:
+    """Cards round or cut off after the last digit; that of Qwen2.5-32B prints 32.5 for 32.76 (0.8 % off)."""
+    printed, count = PUBLISHED[name][0], shape(name).num_parameters / 1e9
+    decimals = len(str(printed).partition(".")[2])
+    assert abs(printed - count) < (0.27 if name == "qwen2.5-32b" else 10.0**-decimals)
+
+
+@pytest.mark.parametrize(("name", "printed"), NON_EMBEDDING.items())
+def test_the_count_without_embeddings_is_that_of_the_model_card(name: str, printed: float) -> None:
+    """Within 1 %: the cards print two or three digits, and round the larger Qwen2.5 generously."""
+    model = shape(name)
+    num_tables = 1 if model.has_tied_embeddings else 2
+    count = model.num_parameters - num_tables * model.num_embedding_parameters
+    assert count / 1e9 == pytest.approx(printed, rel=1e-2)
+
 
 @pytest.mark.parametrize(
-    ("name", "published"),
-    [("qwen2.5-7b", 7.62e9), ("qwen2.5-32b", 32.8e9), ("qwen2.5-72b", 72.7e9)],
+    ("name", "printed", "counts_input"),
+    [("qwen3-30b-a3b", 3.3, True), ("qwen3-235b-a22b", 22, True), ("deepseek-v3", 36.6, False)],
 )
-def test_a_model_has_the_published_number_of_parameters(name: str, published: float) -> None:
-    assert load_model(ModelConfig(name=name)).num_parameters == pytest.approx(published, rel=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("name", "kib"), [("qwen2.5-7b", 56), ("qwen2.5-32b", 256), ("qwen2.5-72b", 320)]
-)
-def test_a_token_of_context_keeps_keys_and_values_of_every_layer(name: str, kib: int) -> None:
-    model = load_model(ModelConfig(name=name))
-    assert model.kv_bytes_per_token("bfloat16") == kib * 1024
-    assert model.kv_bytes_per_token("float32") == 2 * kib * 1024
-
-
-def test_a_forward_pass_takes_two_flops_a_parameter_and_four_a_pair_and_channel() -> None:
-    model = load_model(ModelConfig(name="qwen2.5-7b"))
-    assert model.forward_flops(1, 0) == pytest.approx(2 * 7.07e9, rel=2e-3)
-    assert model.forward_flops(0, 1) == 4 * 28 * 3584
+def test_a_token_activates_as_many_parameters_as_the_model_card_says(
+    name: str, printed: float, counts_input: bool
+) -> None:
+    """Within 2 %. Qwen counts both embedding tables, DeepSeek (36.6, printed as 37) the output head only."""
+    model = shape(name)
+    count = model.num_active_parameters + counts_input * model.num_embedding_parameters
+    assert count / 1e9 == pytest.approx(printed, rel=2e-2)
 
 
 def test_every_gpu_loads_with_its_source_and_plausible_figures() -> None:
@@ -67,23 +124,94 @@ def test_every_length_distribution_loads_and_says_where_it_is_from() -> None:
         load_source(LengthsConfig(kind=kind, source=path.stem))
 
 
-def test_a_hugging_face_directory_gives_the_same_shape_as_its_profile(tmp_path: Path) -> None:
-    config = {
-        "model_type": "qwen2",
-        "hidden_size": 3584,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "intermediate_size": 18944,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    shape = load_model(ModelConfig(path=str(tmp_path)))
-    assert shape.num_parameters == load_model(ModelConfig(name="qwen2.5-7b")).num_parameters
+# GPUs ----------------------------------------------------------------------------------------------
 
 
-def test_a_model_of_unknown_type_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
-    with pytest.raises(ValueError, match=r"config.json is of type 'mamba'; known: qwen2"):
-        load_model(ModelConfig(path=str(tmp_path)))
+def test_an_eight_gpu_machine_of_h800_costs_as_much_as_2_85_of_h20() -> None:
+    assert load_gpu("h800").price / load_gpu("h20").price == pytest.approx(2.85)
+
+
+@pytest.mark.parametrize("name", ["h20", "h20-3e", "h100", "h200", "h800"])
+def test_a_gpu_that_multiplies_fp8_does_it_twice_as_fast_as_bf16(name: str) -> None:
+    flops = load_gpu(name).flops
+    assert flops["fp8"] == pytest.approx(2 * flops["bfloat16"])
+
+
+@pytest.mark.parametrize("name", ["a100", "cpu"])
+def test_a_gpu_without_units_for_fp8_names_no_peak(name: str) -> None:
+    assert "fp8" not in load_gpu(name).flops
+
+
+def test_a_gpu_of_more_memory_shares_its_sibling_s_compute() -> None:
+    for small, large in (("h20", "h20-3e"), ("h100", "h200")):
+        assert load_gpu(small).flops == load_gpu(large).flops
+        assert load_gpu(large).memory_bandwidth > load_gpu(small).memory_bandwidth
+        assert load_gpu(large).price > load_gpu(small).price
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('memory = "96 GB"', 'memory = "0 GB"', "memory must be positive and finite, got 0.0"),
+        ('nvlink = "450 GB/s"', 'nvlink = "1e999 GB/s"', "nvlink must be .* finite, got inf"),
+        ("price = 1.85", "price = 0", "price must be positive and finite, got 0"),
+        ("price = 1.85", "price = -1.85", "price must be positive and finite, got -1.85"),
+        ("price = 1.85", "price = nan", "price must be positive and finite, got nan"),
+        ("fp8 = 2.96e+14", "fp8 = 0", "flops.fp8 must be positive and finite, got 0"),
+        ("fp8 = 2.96e+14", "fp8 = inf", "flops.fp8 must be positive and finite, got inf"),
+        ("fp8 = 2.96e+14", "fp9 = 1e14", "flops.fp9 is no dtype; there is bfloat16"),
+        ('"2 ms"', '"0 ms"', r"step_overhead must be .*, got 0.0 - at `\$.roofline`"),
+        ("= 0.40", "= 1.4", "training_efficiency must be a share of the peak, at most 1, got 1.4"),
+        ("= 0.40", "= -0.4", "training_efficiency must be positive and finite, got -0.4"),
+        ("date =", "dat =", "unknown field `dat`"),
+        ("[flops]", "[flops", "Expected"),
+    ],
+)
+def test_a_figure_that_no_gpu_has_is_refused_by_file_and_key(
+    old: str, new: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_changed("gpus", "h20", old, new, tmp_path)
+    monkeypatch.setattr("streamrl.profile.PROFILES", tmp_path)
+    with pytest.raises(ValueError, match=rf"gpus.h20\.toml: .*{message}"):
+        load_gpu("h20")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("hidden_size = 7168", "hidden_size = 0", "hidden_size must be positive .*, got 0"),
+        ("vocab_size = 129280", "vocab_size = -1", "vocab_size must be positive .*, got -1"),
+        ("num_experts = 256", "num_experts = 0", r"num_experts must be .* got 0 - at `\$.experts`"),
+        ("num_shared_experts = 1", "num_shared_experts = -1", "num_shared_experts must be finite"),
+        ("experts_per_token = 8", "experts_per_token = 257", "must be at most num_experts 256"),
+        ("num_dense_layers = 3", "num_dense_layers = 62", "at most num_layers 61, got 62"),
+        ("kv_lora_rank = 512", "kv_lora_rank = 0", r"kv_lora_rank .* got 0 - at `\$.latent`"),
+        ("head_dim = 192", "head_dim = 128", "with latent attention num_kv_heads, head_dim"),
+        ("v_head_dim = 128", "", "missing required field `v_head_dim`"),
+    ],
+)
+def test_a_figure_that_no_model_has_is_refused_by_file_and_key(
+    old: str, new: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_changed("models", "deepseek-v3", old, new, tmp_path)
+    monkeypatch.setattr("streamrl.profile.PROFILES", tmp_path)
+    with pytest.raises(ValueError, match=rf"models.deepseek-v3\.toml: .*{message}"):
+        shape("deepseek-v3")
+
+
+def write_changed(folder: str, name: str, old: str, new: str, root: Path) -> None:
+    """Copy a profile to another root, with one text in it replaced."""
+    text = (PROFILES / folder / f"{name}.toml").read_text()
+    assert old in text
+    (root / folder).mkdir()
+    (root / folder / f"{name}.toml").write_text(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "closest"), [("h20e", "h20-3e"), ("H100", "h100"), ("a10", "a100"), ("xyz", "h800")]
+)
+def test_an_unknown_gpu_is_answered_with_the_closest_names(name: str, closest: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"no profile '{name}' in profiles/gpus; there is .*{closest}"
+    ):
+        load_gpu(name)

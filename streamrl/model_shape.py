@@ -1,0 +1,249 @@
+"""The shape of a decoder-only transformer, and the parameters, bytes and FLOPs that follow from it."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
+"""Bytes of one value by dtype."""
+
+
+class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The mixture of experts that stands in for the MLP of every layer but the first few."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    """Of one expert."""
+    num_shared_experts: int = 0
+    """Experts that every token passes through, beside those that the router chooses."""
+    num_dense_layers: int = 0
+    """First layers that have a plain MLP."""
+    has_router_bias: bool = False
+    """A correction of the router's scores for each expert (DeepSeek-V3, section 2.1.2)."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, ("num_shared_experts", "num_dense_layers"))
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token must be at most num_experts {self.num_experts}, "
+                f"got {self.experts_per_token}"
+            )
+
+
+class LatentAttention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Multi-head latent attention: a token's context is one short vector (DeepSeek-V2, section 2.1)."""
+
+    q_lora_rank: int | None = None
+    """Queries are made from a vector of this size; absent where they are made from the hidden state."""
+    kv_lora_rank: int
+    rope_head_dim: int
+    """Channels that carry the position; their key is shared by all heads."""
+    nope_head_dim: int
+    v_head_dim: int
+
+    def __post_init__(self) -> None:
+        check_positive(self)
+
+    def parameters(self, hidden_size: int, num_heads: float) -> float:
+        """Parameters of one layer's attention on a GPU that has `num_heads` heads of it.
+
+        What makes the latent vectors belongs to no head and is whole on every GPU.
+        """
+        queries = num_heads * (self.nope_head_dim + self.rope_head_dim)
+        if self.q_lora_rank is None:
+            query = hidden_size * queries
+        else:
+            query = self.q_lora_rank * (hidden_size + 1 + queries)
+        latent = hidden_size * (self.kv_lora_rank + self.rope_head_dim) + self.kv_lora_rank
+        keys_values = self.kv_lora_rank * num_heads * (self.nope_head_dim + self.v_head_dim)
+        return query + latent + keys_values + num_heads * self.v_head_dim * hidden_size
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The shape of a decoder-only transformer: gated MLPs, RMS norms, one output head."""
+
+    name: str
+    source: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Channels of one head's scores."""
+    intermediate_size: int
+    """Of a plain MLP; unused where every layer has experts."""
+    vocab_size: int
+    has_qkv_bias: bool
+    has_tied_embeddings: bool
+    has_qk_norm: bool = False
+    """One RMS norm over the channels of a query head and one over those of a key head (Qwen3)."""
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+
+    def __post_init__(self) -> None:
+        check_positive(self)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads must divide num_heads {self.num_heads}, got {self.num_kv_heads}"
+            )
+        if self.experts is not None and self.experts.num_dense_layers > self.num_layers:
+            raise ValueError(
+                f"experts.num_dense_layers must be at most num_layers {self.num_layers}, "
+                f"got {self.experts.num_dense_layers}"
+            )
+        if self.latent is not None:
+            self._check_latent(self.latent)
+
+    def _check_latent(self, latent: LatentAttention) -> None:
+        """Latent attention expands to keys and values of every head, so the plain fields follow from it."""
+        expected = (self.num_heads, latent.nope_head_dim + latent.rope_head_dim, False, False)
+        found = (self.num_kv_heads, self.head_dim, self.has_qkv_bias, self.has_qk_norm)
+        if found != expected:
+            raise ValueError(
+                "with latent attention num_kv_heads, head_dim, has_qkv_bias and has_qk_norm must be "
+                f"{expected}, got {found}"
+            )
+
+    @property
+    def num_embedding_parameters(self) -> int:
+        """Parameters of one embedding table."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Layers that have a plain MLP."""
+        return self.num_layers if self.experts is None else self.experts.num_dense_layers
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Layers that have experts."""
+        return self.num_layers - self.num_dense_layers
+
+    def attention_parameters(self, tensor_parallel: int = 1) -> float:
+        """Parameters of one layer's attention on one GPU, a share of them where it has a share of the heads.
+
+        A key-value head is never split: past `num_kv_heads` GPUs, several hold the same one. The norms of
+        queries and keys are whole on every GPU.
+        """
+        num_heads = self.num_heads / tensor_parallel
+        if self.latent is not None:
+            return self.latent.parameters(self.hidden_size, num_heads)
+        queries = num_heads * self.head_dim
+        keys_values = 2 * max(1.0, self.num_kv_heads / tensor_parallel) * self.head_dim
+        projections = self.hidden_size * (2 * queries + keys_values)
+        biases = (queries + keys_values) * self.has_qkv_bias
+        return projections + biases + 2 * self.head_dim * self.has_qk_norm
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Parameters of one plain MLP: gate, up and down projection."""
+        return 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of one expert; none where the model has no experts."""
+        return 0 if self.experts is None else 3 * self.hidden_size * self.experts.intermediate_size
+
+    def mixture_parameters(self, tensor_parallel: int = 1, expert_parallel: int = 1) -> float:
+        """Parameters of one layer's router, experts and shared experts on one GPU.
+
+        Over `expert_parallel` GPUs each holds whole experts; without it, `tensor_parallel` GPUs hold a slice
+        of every expert. Shared experts are sliced over `tensor_parallel`, the router is whole on every GPU.
+
+        Raises:
+            ValueError: the experts cannot be dealt out evenly.
+        """
+        if self.experts is None:
+            return 0.0
+        if self.experts.num_experts % expert_parallel:
+            raise ValueError(
+                f"expert_parallel must divide the {self.experts.num_experts} experts of {self.name}, "
+                f"got {expert_parallel}"
+            )
+        split = expert_parallel if expert_parallel > 1 else tensor_parallel
+        routed = self.experts.num_experts * self.expert_parameters / split
+        shared = self.experts.num_shared_experts * self.expert_parameters / tensor_parallel
+        router = self.experts.num_experts * (self.hidden_size + self.experts.has_router_bias)
+        return routed + shared + router
+
+    def shard_parameters(self, tensor_parallel: int, expert_parallel: int = 1) -> float:
+        """Parameters on one GPU; more in all than the model has, for some are whole on every GPU.
+
+        Embedding tables, plain MLPs and attention heads are split over `tensor_parallel`, experts as
+        `mixture_parameters` says; norms are whole on every GPU. This is how vLLM, SGLang and Megatron do it.
+
+        Raises:
+            ValueError: a degree is not positive, or the experts cannot be dealt out evenly.
+        """
+        for key, degree in (
+            ("tensor_parallel", tensor_parallel),
+            ("expert_parallel", expert_parallel),
+        ):
+            if degree < 1:
+                raise ValueError(f"{key} must be at least 1, got {degree}")
+        num_tables = 1 if self.has_tied_embeddings else 2
+        norms = (2 * self.num_layers + 1) * self.hidden_size
+        return (
+            norms
+            + num_tables * self.num_embedding_parameters / tensor_parallel
+            + self.num_layers * self.attention_parameters(tensor_parallel)
+            + self.num_dense_layers * self.mlp_parameters / tensor_parallel
+            + self.num_expert_layers * self.mixture_parameters(tensor_parallel, expert_parallel)
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters, a tied embedding counted once, modules for multi-token prediction left out."""
+        return round(self.shard_parameters(tensor_parallel=1))
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token multiplies with: all but the input embedding and experts not chosen.
+
+        A tied embedding counts, as the output head.
+        """
+        idle = 0 if self.has_tied_embeddings else self.num_embedding_parameters
+        if self.experts is not None:
+            num_idle = self.experts.num_experts - self.experts.experts_per_token
+            idle += self.num_expert_layers * num_idle * self.expert_parameters
+        return self.num_parameters - idle
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Bytes that one token of context keeps: keys and values, or the latent vector they are made from."""
+        return round(self.shard_kv_bytes_per_token(dtype, tensor_parallel=1))
+
+    def shard_kv_bytes_per_token(self, dtype: str, tensor_parallel: int) -> float:
+        """Bytes of one token of context on each of `tensor_parallel` GPUs.
+
+        Key-value heads are split as far as there are any; a latent vector is whole on every GPU.
+        """
+        if self.latent is not None:
+            num_values = float(self.latent.kv_lora_rank + self.latent.rope_head_dim)
+        else:
+            num_values = 2 * max(1.0, self.num_kv_heads / tensor_parallel) * self.head_dim
+        return self.num_layers * num_values * BYTES[dtype]
+
+    def forward_flops(self, num_tokens: float, context_pairs: float) -> float:
+        """FLOPs of a forward pass over `num_tokens` that attend to `context_pairs` tokens in all.
+
+        Two FLOPs a parameter and token; a pair takes two a channel of its scores and two a channel of its
+        values in every head. Latent attention is counted as prefill and training do it, with keys and values
+        expanded: decoding on the latent vectors takes 2 (2 `kv_lora_rank` + `rope_head_dim`) a pair and head.
+        """
+        values_dim = self.head_dim if self.latent is None else self.latent.v_head_dim
+        per_pair = 2.0 * self.num_layers * self.num_heads * (self.head_dim + values_dim)
+        return 2.0 * self.num_active_parameters * num_tokens + per_pair * context_pairs
+
+
+def check_positive(figures: msgspec.Struct, zero_allowed: tuple[str, ...] = ()) -> None:
+    """Raise `ValueError` naming the first number among the fields that is not positive and finite."""
+    for key in figures.__struct_fields__:
+        value = getattr(figures, key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not (math.isfinite(value) and (value > 0 or (value == 0 and key in zero_allowed))):
+            kind = "finite and not negative" if key in zero_allowed else "positive and finite"
+            raise ValueError(f"{key} must be {kind}, got {value}")

@@ -1,0 +1,293 @@
+"""Parameters, bytes and FLOPs of a model's shape: against transformers' own models, and in closed form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from streamrl.config import ModelConfig
+from streamrl.config_json import read_config_json
+from streamrl.model_shape import ModelShape
+from streamrl.profile import load_model
+
+DENSE = {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 80,
+    "vocab_size": 101,
+}
+QWEN3 = {**DENSE, "head_dim": 16}
+QWEN3_MOE = {**QWEN3, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+DEEPSEEK = {
+    **DENSE,
+    "num_key_value_heads": 6,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+}
+CONFIGS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen2", DENSE),
+    ("qwen2", {**DENSE, "tie_word_embeddings": True}),
+    ("qwen2", {**DENSE, "num_key_value_heads": 6, "num_hidden_layers": 1}),
+    ("qwen2", {**DENSE, "num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 7}),
+    ("qwen3", QWEN3),
+    ("qwen3", {**QWEN3, "head_dim": 6}),
+    ("qwen3", {**QWEN3, "tie_word_embeddings": True, "num_key_value_heads": 3}),
+    ("llama", DENSE),
+    ("llama", {**DENSE, "head_dim": 20}),
+    ("llama", {**DENSE, "num_key_value_heads": 6, "tie_word_embeddings": True}),
+    ("mistral", DENSE),
+    ("mistral", {**DENSE, "head_dim": 20}),
+    ("mistral", {**DENSE, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    ("qwen3_moe", QWEN3_MOE),
+    ("qwen3_moe", {**QWEN3_MOE, "head_dim": None}),
+    ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [0, 1]}),
+    ("qwen3_moe", {**QWEN3_MOE, "num_experts_per_tok": 6, "tie_word_embeddings": True}),
+    ("deepseek_v3", DEEPSEEK),
+    ("deepseek_v3", {**DEEPSEEK, "q_lora_rank": None}),
+    ("deepseek_v3", {**DEEPSEEK, "n_shared_experts": 3, "first_k_dense_replace": 0}),
+    ("deepseek_v3", {**DEEPSEEK, "first_k_dense_replace": 3, "tie_word_embeddings": True}),
+]
+
+
+def shape(name: str) -> ModelShape:
+    return load_model(ModelConfig(name=name))
+
+
+def read(folder: Path, table: object) -> ModelShape:
+    (folder / "config.json").write_text(json.dumps(table))
+    return read_config_json(folder / "config.json")
+
+
+def count_of_transformers(config: Any) -> int:
+    """Parameters, tied ones once, and the router's bias, which transformers keeps as a buffer."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    biases = [b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    return sum(tensor.numel() for tensor in [*model.parameters(), *biases])
+
+
+# Against transformers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "changes"), CONFIGS)
+def test_a_config_gives_as_many_parameters_as_transformers_builds(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    given = {key: value for key, value in changes.items() if key != "head_dim" or value}
+    config = AutoConfig.for_model(kind, **given)
+    config.save_pretrained(tmp_path)
+    model = read_config_json(tmp_path / "config.json")
+    assert model.num_parameters == count_of_transformers(config)
+
+
+def test_a_published_config_counts_as_the_one_that_transformers_saves(tmp_path: Path) -> None:
+    published = read(tmp_path, {"model_type": "qwen3_moe", **QWEN3_MOE})
+    AutoConfig.for_model("qwen3_moe", **QWEN3_MOE).save_pretrained(tmp_path)
+    assert "num_local_experts" in (tmp_path / "config.json").read_text()
+    assert read_config_json(tmp_path / "config.json") == published
+
+
+# Closed form ---------------------------------------------------------------------------------------
+
+
+def test_a_token_multiplies_with_the_output_head_and_the_chosen_experts_only(
+    tmp_path: Path,
+) -> None:
+    model = read(tmp_path, {"model_type": "qwen3_moe", **QWEN3_MOE, "mlp_only_layers": [0]})
+    expert, table, num_mixtures = 3 * 48 * 20, 101 * 48, 2
+    assert model.num_parameters - model.num_active_parameters == table + num_mixtures * 4 * expert
+    tied = msgspec.structs.replace(model, has_tied_embeddings=True)
+    assert tied.num_active_parameters == model.num_active_parameters
+    assert tied.num_parameters == model.num_parameters - table
+
+
+def test_a_forward_pass_takes_two_flops_a_parameter_and_four_a_pair_and_channel() -> None:
+    model = shape("qwen2.5-7b")
+    assert model.forward_flops(1, 0) == pytest.approx(2 * 7.07e9, rel=2e-3)
+    assert model.forward_flops(0, 1) == 4 * 28 * 3584
+
+
+def test_latent_attention_scores_and_values_of_a_pair_differ_in_size() -> None:
+    assert shape("deepseek-v3").forward_flops(0, 1) == 61 * 128 * 2 * ((128 + 64) + 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("qwen2.5-7b", 2 * 28 * 4 * 128),
+        ("qwen2.5-32b", 2 * 64 * 8 * 128),
+        ("qwen3-30b-a3b", 2 * 48 * 4 * 128),
+        ("deepseek-v3", 61 * (512 + 64)),
+    ],
+)
+def test_a_token_of_context_keeps_keys_and_values_or_one_latent_vector(
+    name: str, values: int
+) -> None:
+    model = shape(name)
+    for dtype, num_bytes in (("fp8", 1), ("bfloat16", 2), ("float32", 4)):
+        assert model.kv_bytes_per_token(dtype) == num_bytes * values
+
+
+def test_gpus_share_key_value_heads_out_until_each_has_one_and_a_latent_vector_never() -> None:
+    few_heads, latent = shape("qwen2.5-7b"), shape("deepseek-v3")
+    whole = few_heads.kv_bytes_per_token("bfloat16")
+    shares = [few_heads.shard_kv_bytes_per_token("bfloat16", degree) for degree in (1, 2, 4, 8)]
+    assert shares == [whole, whole / 2, whole / 4, whole / 4]
+    assert latent.shard_kv_bytes_per_token("bfloat16", 8) == latent.kv_bytes_per_token("bfloat16")
+
+
+# Shards --------------------------------------------------------------------------------------------
+
+
+def test_shards_add_up_to_the_model_and_to_the_copies_of_what_is_not_split() -> None:
+    model = shape("llama-3.1-8b")
+    norms = (2 * 32 + 1) * 4096
+    for degree in (1, 2, 4, 8):
+        total = degree * model.shard_parameters(degree)
+        assert total == model.num_parameters + (degree - 1) * norms
+    doubled_heads = 32 * 2 * 8 * 128 * 4096
+    total = 16 * model.shard_parameters(16)
+    assert total == model.num_parameters + 15 * norms + doubled_heads
+
+
+def test_every_gpu_keeps_the_norms_routers_and_what_makes_the_latent_vectors() -> None:
+    model = shape("deepseek-v3")
+    norms = (2 * 61 + 1) * 7168
+    routers = 58 * 256 * (7168 + 1)
+    latents = 61 * (1536 * (7168 + 1) + 7168 * (512 + 64) + 512)
+    total = 8 * model.shard_parameters(8)
+    assert total == pytest.approx(model.num_parameters + 7 * (norms + routers + latents), rel=1e-12)
+
+
+def test_expert_parallel_gpus_hold_whole_experts_and_change_nothing_else() -> None:
+    model = shape("deepseek-v3")
+    experts = 58 * 256 * model.expert_parameters
+    for degree in (1, 8):
+        rest = model.shard_parameters(degree) - experts / degree
+        assert model.shard_parameters(degree, expert_parallel=64) == pytest.approx(
+            rest + experts / 64, rel=1e-12
+        )
+    dense = shape("qwen3-8b")
+    assert dense.shard_parameters(4, expert_parallel=8) == dense.shard_parameters(4)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        ((0, 1), "tensor_parallel must be at least 1, got 0"),
+        ((1, -2), "expert_parallel must be at least 1, got -2"),
+        ((1, 3), "expert_parallel must divide the 256 experts of DeepSeek-V3, got 3"),
+    ],
+)
+def test_impossible_degrees_are_refused(degrees: tuple[int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shape("deepseek-v3").shard_parameters(*degrees)
+
+
+# config.json ---------------------------------------------------------------------------------------
+
+
+def test_a_hugging_face_directory_gives_the_same_shape_as_its_profile(tmp_path: Path) -> None:
+    config = {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    }
+    found, profile = read(tmp_path, config), shape("qwen2.5-7b")
+    named = msgspec.structs.replace(found, name=profile.name, source=profile.source)
+    assert named == profile
+
+
+@pytest.mark.parametrize(
+    ("kind", "table"),
+    [("qwen2", DENSE), ("qwen3", QWEN3), ("qwen3_moe", QWEN3_MOE), ("deepseek_v3", DEEPSEEK)],
+)
+def test_a_missing_key_is_named_with_its_file(
+    kind: str, table: dict[str, Any], tmp_path: Path
+) -> None:
+    unread = {"n_group", "topk_group"} | (
+        {"num_key_value_heads"} if kind == "deepseek_v3" else set()
+    )
+    unread |= {"head_dim"} if kind == "qwen3_moe" else set()
+    for key in table.keys() - unread:
+        rest = {other: value for other, value in table.items() if other != key}
+        with pytest.raises(ValueError, match=rf"model.path: .*config.json: {key} is missing"):
+            read(tmp_path, {"model_type": kind, **rest})
+
+
+def test_only_a_llama_may_leave_its_key_value_heads_out(tmp_path: Path) -> None:
+    table = {key: value for key, value in DENSE.items() if key != "num_key_value_heads"}
+    assert read(tmp_path, {"model_type": "llama", **table}).num_kv_heads == 6
+    with pytest.raises(ValueError, match="num_key_value_heads is missing"):
+        read(tmp_path, {"model_type": "mistral", **table})
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("qwen2", {"hidden_size": 0}, "hidden_size must be a whole number of at least 1, got 0"),
+        ("qwen2", {"vocab_size": -5}, "vocab_size must be a whole number of at least 1, got -5"),
+        ("qwen2", {"num_hidden_layers": 2.5}, "num_hidden_layers must be .*, got 2.5"),
+        ("qwen2", {"intermediate_size": True}, "intermediate_size must be .*, got True"),
+        ("qwen2", {"num_key_value_heads": "2"}, "num_key_value_heads must be .*, got '2'"),
+        ("qwen2", {"num_key_value_heads": 4}, "num_kv_heads must divide num_heads 6, got 4"),
+        ("qwen2", {"hidden_size": 50}, "num_attention_heads must divide hidden_size 50, got 6"),
+        ("qwen2", {"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1"),
+        ("llama", {"attention_bias": True}, "attention_bias = true is not known for llama"),
+        ("llama", {"mlp_bias": True}, "mlp_bias = true is not known for llama"),
+        ("qwen3_moe", {"num_experts_per_tok": 7}, "experts_per_token must be at most .* 6, got 7"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step must be 1, got 2"),
+        ("qwen3_moe", {"mlp_only_layers": [2]}, r"mlp_only_layers must be the .*, got \[2\]"),
+        ("qwen3_moe", {"mlp_only_layers": ["a"]}, r"mlp_only_layers must be .*, got \['a'\]"),
+        ("deepseek_v3", {"first_k_dense_replace": 4}, "num_dense_layers must be .* 3, got 4"),
+        ("deepseek_v3", {"n_shared_experts": -1}, "n_shared_experts must be .* 0, got -1"),
+        ("mamba", {}, "model_type 'mamba' is none of qwen2, qwen3, llama"),
+    ],
+)
+def test_a_value_that_no_model_has_is_refused(
+    kind: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    base = {"qwen3_moe": QWEN3_MOE, "deepseek_v3": DEEPSEEK}.get(kind, DENSE)
+    with pytest.raises(ValueError, match=f"model.path: .*config.json: .*{message}"):
+        read(tmp_path, {"model_type": kind, **base, **changes})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "cannot be read: Expecting property name"),
+        (b"\xff\xfe", "cannot be read: .*utf-8"),
+        (b"[1]", r"must hold a JSON object, got \[1\]"),
+        (None, "cannot be read: .*No such file"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(
+    content: bytes | None, message: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=f"config.json {message}"):
+        load_model(ModelConfig(path=str(tmp_path)))
