@@ -1,0 +1,254 @@
+"""Derive profiles/measured/GPU/*.csv from published kernel measurements.
+
+    python benchmarks/derive_tables.py DATA
+
+DATA holds `infersim/` (bench_data of alibaba/InferSim) and `aiconfigurator/` (tables of NVIDIA's
+aiconfigurator, one folder a GPU). Kept are 16-bit and fp8 rows of the shapes that decoder-only models
+use, four digits a figure; of batch sizes the regular ones (inference servers pad to them).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pandas as pd
+
+OUT = Path(__file__).resolve().parent.parent / "profiles" / "measured"
+DATE = "2026-11-21"
+GEMM_ROWS = {
+    *(1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512, 768),
+    *(1024, 1280, 1536, 1792, 2048, 2560, 3072, 4096, 8192, 16384, 32768),
+}
+MOE_TOKENS = {2**i for i in range(18)} | {48, 80, 96, 160, 192, 384, 768, 1536, 3072}
+SHORTEST_CONTEXT = 512
+"""Tokens; below it decode attention takes the microseconds of its launch, which jump by half between kernels."""
+INFERSIM = {
+    "source": "github.com/alibaba/InferSim f2293da, bench_data",
+    "licence": "Apache-2.0",
+    "version": "f2293da",
+}
+CORE = {"source": "PyPI aiconfigurator-core 0.12.0", "licence": "Apache-2.0"}
+H20_3E = {
+    "source": "github.com/ai-dynamo/aiconfigurator pull 134, 1641793",
+    "licence": "Apache-2.0",
+}
+VLLM = {"h100": "0.24.0", "h200": "0.24.0", "a100": "0.14.0"}
+NCCL = {"h100": "2.29.2", "h200": "2.29.2", "a100": "2.27.3"}
+DEVICES = {
+    "h100": "NVIDIA H100 80GB HBM3",
+    "h200": "NVIDIA H200",
+    "a100": "NVIDIA A100-SXM4-80GB",
+    "h20-3e": "NVIDIA H20-3e",
+    "h20": "NVIDIA H20",
+    "h800": "NVIDIA H800",
+}
+MLA_HEADS = 128
+"""Heads of the latent attention that was measured: DeepSeek-V3's."""
+
+
+def main() -> None:
+    """Write every table."""
+    data = Path(sys.argv[1])
+    core, infersim = data / "aiconfigurator", data / "infersim"
+    for gpu in VLLM:
+        _vllm(core / gpu, gpu)
+    _h20_3e(core / "h20e")
+    for gpu in ("h20", "h800"):
+        _infersim(infersim, gpu)
+
+
+def _vllm(folder: Path, gpu: str) -> None:
+    facts = {**CORE, "backend": "vllm", "version": VLLM[gpu]}
+    gemm = pd.read_csv(folder / f"gemm_vllm_{VLLM[gpu]}.csv")
+    for dtype in ("bfloat16", "fp8"):
+        _gemm(gemm[gemm.gemm_dtype == dtype], gpu, dtype, facts)
+    for operator, name in (("decode", "generation"), ("prefill", "context")):
+        table = pd.read_csv(folder / f"{name}_attention_vllm_{VLLM[gpu]}.csv")
+        _attention(table, gpu, operator, "bfloat16", facts)
+    _moe(pd.read_csv(folder / f"moe_vllm_{VLLM[gpu]}.csv"), gpu, facts)
+    _collectives(pd.read_csv(folder / f"nccl_{NCCL[gpu]}.csv"), gpu, {**CORE, "version": NCCL[gpu]})
+    custom = pd.read_csv(folder / f"custom_allreduce_vllm_{VLLM[gpu]}.csv")
+    custom = custom[custom.backend == "vllm_graph"]
+    _write(
+        custom.rename(columns={"num_gpus": "gpus"}),
+        gpu,
+        "all_reduce",
+        "bfloat16",
+        ("gpus",),
+        "message_size",
+        facts,
+    )
+
+
+def _h20_3e(folder: Path) -> None:
+    gpu = "h20-3e"
+    gemm = pd.read_csv(folder / "gemm_perf.csv")
+    facts = {**H20_3E, "backend": "sglang", "version": "0.5.1.post1"}
+    for dtype in ("float16", "fp8"):
+        _gemm(gemm[gemm.gemm_dtype == dtype], gpu, dtype, facts)
+    facts["version"] = "0.5.5.post2"
+    for operator, name in (("decode", "generation"), ("prefill", "context")):
+        table = pd.read_csv(folder / f"{name}_attention_perf.csv")
+        is_half = (table.attn_dtype == "float16") & (table.kv_cache_dtype == "float16")
+        _attention(table[is_half], gpu, operator, "float16", facts)
+    nccl = {
+        "source": "github.com/ai-dynamo/aiconfigurator 0bd529d",
+        "licence": "Apache-2.0",
+        "version": "2.23",
+    }
+    _collectives(pd.read_csv(folder / "h20e_nccl_perf.csv"), gpu, nccl)
+
+
+def _infersim(folder: Path, gpu: str) -> None:
+    gemm = pd.read_csv(folder / "gemm" / gpu / "data.csv").drop_duplicates(["m", "k", "n"])
+    gemm["latency"] = gemm.latency_us / 1e3
+    _gemm(gemm, gpu, "fp8", {**INFERSIM, "backend": "deepgemm"})
+    flash = {**INFERSIM, "backend": "flashinfer"}
+    decode = pd.concat(_mha(folder / "mha" / "decode" / gpu))
+    _write(
+        decode,
+        gpu,
+        "decode_attention",
+        "bfloat16",
+        ("heads", "kv_heads", "batch_size"),
+        "kv_len",
+        flash,
+    )
+    if (folder / "mha" / "prefill" / gpu).exists():
+        prefill = pd.concat(_mha(folder / "mha" / "prefill" / gpu)).assign(batch_size=1)
+        _write(
+            prefill,
+            gpu,
+            "prefill_attention",
+            "bfloat16",
+            ("heads", "kv_heads", "batch_size"),
+            "seq_len",
+            {**INFERSIM, "backend": "fa3"},
+        )
+    mla = _read_mha(folder / "mla" / "decode" / gpu / "128-512-64.csv")
+    mla = mla[mla.kv_dtype == "bf16"].assign(heads=MLA_HEADS)
+    facts = {**INFERSIM, "backend": "flashmla"}
+    _write(
+        mla,
+        gpu,
+        "latent_decode_attention",
+        "bfloat16",
+        ("heads", "batch_size"),
+        "kv_len",
+        facts,
+    )
+    grouped = pd.concat(
+        pd.read_csv(folder / "grouped_gemm" / phase / gpu / "data.csv").rename(
+            columns={"batch_size_per_gpu": "tokens", "seq_len_per_gpu": "tokens"}
+        )
+        for phase in ("decode", "prefill")
+    )
+    # The tokens of the table are one GPU's share, those of the operator are all GPUs' together.
+    grouped["tokens"] *= grouped.num_gpus
+    grouped["latency"] = (grouped.up_proj_us + grouped.down_proj_us) / 1e3
+    grouped = grouped.rename(
+        columns={"hidden_size": "hidden", "intermediate_size": "intermediate"}
+    ).rename(columns={"num_experts": "experts", "num_gpus": "expert_parallel"})
+    grouped["tensor_parallel"] = 1
+    _write(grouped, gpu, "moe", "fp8", MOE_KEYS, "tokens", {**INFERSIM, "backend": "deepgemm"})
+
+
+MOE_KEYS = ("hidden", "intermediate", "topk", "experts", "tensor_parallel", "expert_parallel")
+
+
+def _mha(folder: Path) -> Iterable[pd.DataFrame]:
+    """Read each file `heads-kv_heads-head_dim.csv` with 16-bit keys, values and 128-wide heads."""
+    for path in sorted(folder.glob("*-128.csv")):
+        heads, kv_heads, _ = map(int, path.stem.split("-"))
+        table = _read_mha(path)
+        is_half = (table.dtype == "bf16") if "kv_dtype" not in table else (table.kv_dtype == "bf16")
+        yield table[is_half].assign(heads=heads, kv_heads=kv_heads)
+
+
+def _read_mha(path: Path) -> pd.DataFrame:
+    table = pd.read_csv(path)
+    if "latency_us" not in table:  # one file has no header line
+        names = ["dtype", "kv_dtype", "batch_size", "kv_len", "latency_us", "mfu"]
+        table = pd.read_csv(path, names=names)
+    return table.assign(latency=table.latency_us / 1e3, dtype=table["dtype"])
+
+
+def _gemm(table: pd.DataFrame, gpu: str, dtype: str, facts: dict[str, str]) -> None:
+    table = table[table.m.isin(GEMM_ROWS) & (table.n >= 64) & (table.k >= 64)]
+    _write(table, gpu, "gemm", dtype, ("n", "k"), "m", facts)
+
+
+def _attention(
+    table: pd.DataFrame, gpu: str, operator: str, dtype: str, facts: dict[str, str]
+) -> None:
+    table = table.rename(columns={"num_heads": "heads", "num_key_value_heads": "kv_heads"})
+    table = table.assign(context=table.step + 1 if operator == "decode" else table.isl)
+    least = SHORTEST_CONTEXT if operator == "decode" else 16
+    table = table[table.context >= least].drop_duplicates(
+        ["heads", "kv_heads", "batch_size", "context"]
+    )
+    keys = ("heads", "kv_heads", "batch_size")
+    _write(table, gpu, f"{operator}_attention", dtype, keys, "context", facts)
+
+
+def _moe(table: pd.DataFrame, gpu: str, facts: dict[str, str]) -> None:
+    table = table[(table.distribution == "power_law_1.2") & table.num_tokens.isin(MOE_TOKENS)]
+    names = {"hidden_size": "hidden", "inter_size": "intermediate", "num_experts": "experts"}
+    names |= {"moe_tp_size": "tensor_parallel", "moe_ep_size": "expert_parallel"}
+    table = table.rename(columns=names).drop_duplicates([*MOE_KEYS, "num_tokens"])
+    note = {"distribution": "power law 1.2 of tokens over experts"}
+    _write(table, gpu, "moe", "bfloat16", MOE_KEYS, "num_tokens", {**facts, **note})
+
+
+def _collectives(table: pd.DataFrame, gpu: str, facts: dict[str, str]) -> None:
+    facts = {**facts, "backend": "nccl"}
+    table = table[table.nccl_dtype == "half"].rename(columns={"num_gpus": "gpus"})
+    names = {"all_gather": "all_gather", "alltoall": "all_to_all", "all_reduce": "all_reduce"}
+    for name, operator in {**names, "reduce_scatter": "reduce_scatter"}.items():
+        rows = table[table.op_name == name]
+        if len(rows):
+            _write(rows, gpu, operator, "float16", ("gpus",), "message_size", facts)
+
+
+def _write(
+    table: pd.DataFrame,
+    gpu: str,
+    operator: str,
+    dtype: str,
+    keys: tuple[str, ...],
+    column: str,
+    facts: dict[str, str],
+) -> None:
+    """Write one operator's table: a row for each key, a column for each value of the last axis."""
+    if table.empty:
+        return
+    names = {"batch_size": "batch", "message_size": "bytes", "kv_len": "context"}
+    names |= {"seq_len": "context", "num_tokens": "tokens"}
+    wide = table.pivot_table(index=list(keys), columns=column, values="latency", aggfunc="median")
+    wide = (wide * 1e-3).sort_index()
+    keys = tuple(names.get(key, key) for key in keys)
+    header = {
+        "operator": operator,
+        "gpu": gpu,
+        "device": DEVICES[gpu],
+        "dtype": dtype,
+        "unit": "us",
+        "date": DATE,
+        "columns": names.get(column, column),
+        **facts,
+    }
+    lines = [f"# {key}: {value}" for key, value in header.items()]
+    lines.append(",".join([*keys, *(str(int(c)) for c in wide.columns)]))
+    for index, row in wide.iterrows():
+        cells = [str(int(i)) for i in (index if isinstance(index, tuple) else (index,))]
+        cells += ["" if pd.isna(v) else f"{v * 1e6:.4g}" for v in row]
+        lines.append(",".join(cells))
+    path = OUT / gpu / f"{operator}.{header['backend']}.{dtype}.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""How well a figure is known: measured, composed of measured operators, or a datasheet's roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+import msgspec
+
+Tier = Literal["measured", "composed", "roofline"]
+"""measured: this model on this hardware was timed; composed: put together from measured operators;
+roofline: a datasheet's peak and an assumed efficiency, unmeasured."""
+
+_ORDER: tuple[Tier, ...] = get_args(Tier)
+
+
+def lowest(tiers: Iterable[Tier]) -> Tier:
+    """Give the tier of a figure that is put together from others: that of the least known one."""
+    return max(tiers, key=_ORDER.index)
+
+
+class Provenance(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an operation's seconds come from."""
+
+    shares: dict[Tier, float]
+    """Share of the seconds by tier, together 1."""
+    sources: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, tier: Tier, sources: Iterable[str] = ()) -> Provenance:
+        """All seconds are of one tier."""
+        return cls(shares={tier: 1.0}, sources=tuple(sources))
+
+    @property
+    def tier(self) -> Tier:
+        """The tier of most of the seconds; of two alike the less known one."""
+        return max(self.shares, key=lambda tier: (self.shares[tier], _ORDER.index(tier)))
