@@ -1,0 +1,146 @@
+"""`streamrl profile check`: is every file in profiles/ what it says it is?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from sim.inference import Overheads
+from sim.kernels import peak_of, table_path
+from sim.sync_profiles import Delta, SyncBackend, Transport
+from sim.training_profile import load_training_profile
+from streamrl.checks import check_table
+from streamrl.cli.options import AsJson, print_json
+from streamrl.config import LengthsConfig
+from streamrl.model_shape import ModelShape
+from streamrl.operators import OPERATORS
+from streamrl.profile import PROFILES, Gpu, load_gpu, read_profile
+from streamrl.tables import read_table
+from streamrl.workload import load_source
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What was found in one file."""
+
+    file: str
+    is_good: bool
+    notes: list[str]
+
+
+def check(
+    folder: Annotated[
+        Path, typer.Argument(help="A folder laid out as profiles/ is; the shipped one by default.")
+    ] = PROFILES,
+    as_json: AsJson = False,
+) -> None:
+    """Read every profile and say what is wrong with it: schema, units, sources, and physics.
+
+    Example: streamrl profile check
+    """
+    verdicts = list(check_all(folder))
+    if not verdicts:
+        raise ValueError(f"{folder} holds no profiles")
+    if as_json:
+        print_json(verdicts)
+    else:
+        _print(verdicts)
+    bad = [verdict.file for verdict in verdicts if not verdict.is_good]
+    if bad:
+        raise ValueError(f"{len(bad)} of {len(verdicts)} profiles are wrong: {', '.join(bad)}")
+
+
+def check_all(folder: Path) -> Iterator[Verdict]:
+    """Check file after file."""
+    for pattern, read in _READERS:
+        for path in sorted(folder.glob(pattern)):
+            yield _check_file(path, path.relative_to(folder), read)
+
+
+def _check_file(path: Path, name: Path, read: Callable[[Path], list[str]]) -> Verdict:
+    try:
+        return Verdict(str(name), True, read(path))
+    except ValueError as error:
+        return Verdict(str(name), False, [str(error)])
+
+
+def _check_gpu(path: Path) -> list[str]:
+    gpu = read_profile(path, Gpu)
+    for operator, place in gpu.tables.items():
+        if operator not in OPERATORS:
+            known = ", ".join(OPERATORS)
+            raise ValueError(f"{path}: tables.{operator} is no operator; there is {known}")
+        if not any(table_path(place, operator, dtype) for dtype in ("bfloat16", "fp8")):
+            raise ValueError(f"{path}: tables.{operator}: nothing was measured at {place!r}")
+    return []
+
+
+def _check_model(path: Path) -> list[str]:
+    model = read_profile(path, ModelShape)
+    return [f"{model.num_parameters / 1e9:.2f} B parameters"]
+
+
+def _check_table(path: Path) -> list[str]:
+    table = read_table(path)
+    facts = table.facts
+    expected = f"{facts.operator}.{facts.backend}.{facts.dtype}.csv"
+    if (path.parent.name, path.name) != (facts.gpu, expected):
+        raise ValueError(f"{path}: its facts belong to {facts.gpu}/{expected}")
+    findings = check_table(table, peak_of(load_gpu(facts.gpu), facts.dtype))
+    wrong = [finding.text for finding in findings if finding.is_wrong]
+    if wrong:
+        raise ValueError(f"{path}: {'; '.join(wrong)}")
+    return [finding.text for finding in findings]
+
+
+def _check_sync(path: Path) -> list[str]:
+    read_profile(path, Delta if path.stem == "delta" else SyncBackend)
+    return []
+
+
+def _check_transport(path: Path) -> list[str]:
+    read_profile(path, Transport)
+    return []
+
+
+def _check_overheads(path: Path) -> list[str]:
+    read_profile(path, Overheads)
+    return []
+
+
+def _check_training(path: Path) -> list[str]:
+    load_training_profile(path)
+    return []
+
+
+def _check_lengths(path: Path) -> list[str]:
+    header = next(line for line in path.read_text().splitlines() if not line.startswith("#"))
+    load_source(
+        LengthsConfig(kind="histogram" if "density" in header else "empirical", source=str(path))
+    )
+    return []
+
+
+_READERS: list[tuple[str, Callable[[Path], list[str]]]] = [
+    ("gpus/*.toml", _check_gpu),
+    ("models/*.toml", _check_model),
+    ("lengths/*.csv", _check_lengths),
+    ("transports/*.toml", _check_transport),
+    ("sync/*.toml", _check_sync),
+    ("measured/overheads.toml", _check_overheads),
+    ("measured/training.toml", _check_training),
+    ("measured/*/*.csv", _check_table),
+]
+
+
+def _print(verdicts: list[Verdict]) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for verdict in verdicts:
+        mark = "[green]ok[/]" if verdict.is_good else "[red]wrong[/]"
+        table.add_row(mark, verdict.file, "; ".join(verdict.notes))
+    Console().print(table)

@@ -1,0 +1,100 @@
+"""`streamrl profile show`: how fast a model generates on a GPU, and what is known about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from sim.generation import study_generation
+from streamrl.cli.options import AsJson, print_json
+from streamrl.config import ModelConfig
+from streamrl.generation import (
+    comparison_table,
+    generation_figure,
+    generation_notes,
+    generation_table,
+)
+from streamrl.profile import load_model
+
+
+def show(
+    model: Annotated[
+        str, typer.Argument(help="A name in profiles/models, or a Hugging Face directory.")
+    ],
+    gpu: Annotated[str, typer.Option(help="A name in profiles/gpus; several with commas.")] = "h20",
+    tensor_parallel: Annotated[
+        int, typer.Option("--tensor-parallel", "--tp", min=1, help="GPUs of one replica.")
+    ] = 1,
+    expert_parallel: Annotated[
+        int, typer.Option("--expert-parallel", "--ep", min=1, help="1, or as many as --tp.")
+    ] = 1,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16, fp8 or float32.")] = "bfloat16",
+    context: Annotated[int, typer.Option(min=1, help="Tokens of context a rollout.")] = 4000,
+    max_running: Annotated[int, typer.Option(min=1, help="Largest batch.")] = 512,
+    backend: Annotated[
+        str | None, typer.Option(help="Take the tables of this backend, such as sglang.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Draw the figure there (.png or .svg).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the decode curve of a model: seconds, tokens per dollar, MBU and MFU, tier and sources.
+
+    Example: streamrl profile show qwen2.5-7b --gpu h20,h800 -o generation.png
+    """
+    config = ModelConfig(path=model) if Path(model).is_dir() else ModelConfig(name=model)
+    check_degrees(tensor_parallel, expert_parallel)
+    shape = load_model(config)
+    curves = [
+        study_generation(
+            shape,
+            name.strip(),
+            tensor_parallel=tensor_parallel,
+            expert_parallel=expert_parallel,
+            dtype=dtype,
+            context=context,
+            max_running=max_running,
+            backend=backend,
+        )
+        for name in gpu.split(",")
+    ]
+    if output is not None:
+        if output.suffix not in (".png", ".svg"):
+            raise ValueError(f"--output must end in .png or .svg, got {output}")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        generation_figure(curves, output)
+    if as_json:
+        print_json([describe(curve) for curve in curves])
+        return
+    console = Console()
+    for curve in curves:
+        console.print(generation_table(curve))
+        console.print()
+    if len(curves) > 1:
+        console.print(comparison_table(curves))
+        console.print()
+    for note in generation_notes(curves):
+        console.print(note, highlight=False)
+
+
+def check_degrees(tensor_parallel: int, expert_parallel: int) -> None:
+    """Raise `ValueError` where experts would be split over other GPUs than the replica's."""
+    if expert_parallel not in (1, tensor_parallel):
+        raise ValueError(
+            f"--expert-parallel must be 1 or --tensor-parallel {tensor_parallel}, got {expert_parallel}"
+        )
+
+
+def describe(curve: msgspec.Struct) -> dict[str, object]:
+    """Give a curve as a JSON object that says in a word whether it is unmeasured."""
+    found: dict[str, object] = msgspec.to_builtins(curve)
+    provenance = found["provenance"]
+    assert isinstance(provenance, dict)
+    shares = provenance["shares"]
+    found["unmeasured"] = shares.get("roofline", 0.0)
+    return found

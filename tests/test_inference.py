@@ -1,0 +1,174 @@
+"""Decode steps and prefill passes composed of operators."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from sim.curves import PrefillCurve, compose_decode
+from sim.inference import CHUNK, Shard, load_overheads
+from sim.kernels import Kernels
+from streamrl.config import ModelConfig
+from streamrl.model_shape import ModelShape
+from streamrl.profile import load_model
+
+ROLLOUTS = np.array([1.0, 16.0, 256.0])
+
+
+def model(name: str = "qwen2.5-7b") -> ModelShape:
+    return load_model(ModelConfig(name=name))
+
+
+def shard(name: str = "qwen2.5-7b", gpu: str = "h800", tp: int = 1, ep: int = 1) -> Shard:
+    return Shard(model(name), Kernels(gpu, "bfloat16"), tp, ep)
+
+
+# Decode ------------------------------------------------------------------------------------------
+
+
+def test_the_papers_decode_curve_is_met_within_ten_percent() -> None:
+    measured = {1: 8.4, 2: 8.75, 4: 8.95, 8: 9.0, 16: 9.5, 32: 10.3}
+    measured |= {64: 11.7, 128: 15.3, 256: 21.5, 512: 37.0}
+    curve = compose_decode(shard(), 512, longest=20_400, capacity=1e6)
+    for num_running, milliseconds in measured.items():
+        seconds = curve.step_time(num_running, num_running * 1500)
+        assert seconds == pytest.approx(milliseconds * 1e-3, rel=0.1), num_running
+
+
+def test_two_constants_are_fitted_and_no_more() -> None:
+    fields = set(load_overheads().__struct_fields__) - {"source"}
+    assert fields == {"layer", "rollout"}
+
+
+def test_a_step_is_never_faster_than_the_datasheet() -> None:
+    for gpu in ("h20", "h20-3e", "h800", "h100", "h200", "a100"):
+        one = shard(gpu=gpu)
+        curve = compose_decode(one, 256, longest=8192, capacity=5e5)
+        for num_running in (1, 64, 256):
+            flops, num_bytes = one.step_work(num_running, 2000)
+            hardware = one.kernels.gpu
+            least = max(flops / hardware.flops["bfloat16"], num_bytes / hardware.memory_bandwidth)
+            assert curve.step_time(num_running, num_running * 2000) > least
+
+
+def test_tensor_parallelism_splits_products_and_adds_collectives() -> None:
+    alone, split = shard().products(ROLLOUTS), shard(tp=4).products(ROLLOUTS)
+    assert (split.seconds < alone.seconds).all()
+    assert (split.seconds > alone.seconds / 4).all()
+    assert any("all_reduce" in source for source in split.sources)
+    assert not any("all_reduce" in source for source in alone.sources)
+
+
+def test_a_slower_nvlink_makes_tensor_parallelism_slower() -> None:
+    big = np.array([4096.0])
+    assert (
+        shard(gpu="h800", tp=8).products(big).seconds
+        > shard(gpu="h100", tp=8).products(big).seconds
+    )
+
+
+def test_a_mixture_reads_few_experts_for_few_rollouts() -> None:
+    mixture, dense = shard("qwen3-30b-a3b"), shard("qwen2.5-32b", tp=2)
+    few, many = mixture.products(np.array([1.0, 512.0])).seconds
+    assert few < dense.products(np.array([1.0])).seconds[0]
+    assert many > 2 * few
+    whole = shard("qwen3-235b-a22b", tp=8).products(ROLLOUTS)
+    experts = shard("qwen3-235b-a22b", tp=8, ep=8).products(ROLLOUTS)
+    assert (experts.seconds != whole.seconds).any()
+
+
+def test_latent_attention_has_a_table_of_its_own() -> None:
+    attention = shard("deepseek-v3", "h800", tp=1).decode_attention(16, np.array([4096.0]))
+    assert "latent_decode_attention" in attention.sources[0]
+    assert attention.unmeasured[0] == 0
+
+
+def test_more_context_costs_more_in_proportion_once_reads_dominate() -> None:
+    curve = compose_decode(shard("qwen2.5-32b", tp=2), 128, longest=20_000, capacity=1e6)
+    short, long = (curve.step_time(64, 64 * context) for context in (4000, 16_000))
+    assert long - short == pytest.approx(curve.per_context_token[64] * 64 * 12_000)
+    exact = shard("qwen2.5-32b", tp=2).decode_attention(64, np.array([4000.0, 16_000.0])).seconds
+    assert long - short == pytest.approx(exact[1] - exact[0], rel=0.1)
+
+
+def test_a_gpu_without_tables_is_unmeasured_throughout() -> None:
+    curve = compose_decode(Shard(model(), Kernels("cpu", "float32")), 8, longest=2048, capacity=1e5)
+    assert curve.provenance.shares == {"roofline": 1.0}
+    assert curve.provenance.tier == "roofline"
+
+
+def test_a_measured_gpu_is_composed_for_the_most_part_and_says_of_what() -> None:
+    curve = compose_decode(shard(gpu="h20"), 256, longest=20_000, capacity=1e6)
+    assert curve.provenance.shares["composed"] > 0.8
+    assert sum(curve.provenance.shares.values()) == pytest.approx(1.0)
+    sources = " ".join(curve.provenance.sources)
+    assert "flashinfer" in sources and "H20-3e" in sources and "two constants" in sources
+
+
+def test_another_backends_tables_can_be_asked_for() -> None:
+    own = Shard(model(), Kernels("h20-3e", "bfloat16"))
+    slow = Shard(model(), Kernels("h20-3e", "bfloat16", "sglang"))
+    contexts = np.array([8192.0])
+    ratio = (
+        slow.decode_attention(128, contexts).seconds / own.decode_attention(128, contexts).seconds
+    )
+    assert ratio > 2  # that version reads keys and values at a third of the others' speed
+
+
+def test_an_unknown_backend_names_those_that_were_measured() -> None:
+    with pytest.raises(ValueError, match=r"costs\.backend: nothing of 'trt' .* h20-3e; there is "):
+        Kernels("h20-3e", "bfloat16", "trt")
+
+
+def test_a_dtype_that_the_hardware_lacks_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"A100 .* does not compute in fp8"):
+        Kernels("a100", "fp8").time("gemm", ROLLOUTS, n=1024, k=1024)
+
+
+def test_a_different_memory_bandwidth_shows_where_memory_binds() -> None:
+    h20, h20_3e = shard(gpu="h20"), shard(gpu="h20-3e")
+    few = h20.products(np.array([1.0])).seconds / h20_3e.products(np.array([1.0])).seconds
+    many = h20.products(np.array([4096.0])).seconds / h20_3e.products(np.array([4096.0])).seconds
+    assert few == pytest.approx(4.8 / 4.0, rel=0.02)
+    assert many == pytest.approx(1.0, rel=0.05)
+
+
+# Prefill -----------------------------------------------------------------------------------------
+
+
+def test_a_prefill_beside_decoding_costs_what_it_adds() -> None:
+    mixed = PrefillCurve(shard(), 256, is_mixed=True)
+    alone = PrefillCurve(shard(), 256, is_mixed=False)
+    tokens, pairs = 64, 64 * 32.0
+    assert mixed.time(tokens, pairs, 64) < 0.3 * alone.time(tokens, pairs, 64)
+    assert mixed.time(tokens, pairs, 0) == alone.time(tokens, pairs, 64)
+
+
+def test_long_prefills_go_in_chunks_and_take_seconds_in_proportion() -> None:
+    curve = PrefillCurve(shard(), 256, is_mixed=True)
+    one, four = (curve.time(n * CHUNK, 0.0, 0) for n in (1, 4))
+    assert four == pytest.approx(4 * one)
+    assert curve.time(CHUNK + 1, 0.0, 0) > one
+
+
+def test_prefill_comes_near_the_gpus_peak_for_many_tokens() -> None:
+    curve = PrefillCurve(shard(), 256, is_mixed=True)
+    flops = model().forward_flops(CHUNK, 0)
+    mfu = flops / curve.time(CHUNK, 0.0, 0) / 989.5e12
+    assert 0.4 < mfu < 0.9
+
+
+def test_attention_of_a_prefill_grows_with_the_pairs() -> None:
+    curve = PrefillCurve(shard(), 256, is_mixed=True)
+    length = 4096
+    seconds = [curve.time(length, share * length * length / 2, 0) for share in (0.0, 1.0)]
+    assert seconds[1] > seconds[0] > 0
+
+
+def test_heads_of_another_width_count_in_proportion() -> None:
+    narrow = msgspec.structs.replace(model(), num_heads=56, num_kv_heads=8, head_dim=64)
+    contexts = np.array([4096.0, 16_384.0])
+    wide_time = Shard(model(), Kernels("h800", "bfloat16")).decode_attention(64, contexts).seconds
+    narrow_time = Shard(narrow, Kernels("h800", "bfloat16")).decode_attention(64, contexts).seconds
+    assert narrow_time == pytest.approx(wide_time)
