@@ -1,4 +1,4 @@
-"""The simulated way of weights from the trainer to the replicas: a link with bandwidth, latency and a queue."""
+"""The simulated way of weights from the trainer to the replicas: a wire with a queue."""
 
 from __future__ import annotations
 
@@ -8,39 +8,31 @@ from typing import TYPE_CHECKING, Any
 import simpy
 
 from streamrl.messages import PushWeights, WeightsPushed
-from streamrl.profile import load_gpu
-from streamrl.run_file import find_link
 
 if TYPE_CHECKING:
     from sim.world import SimWorld
 
 
 class Link:
-    """One process: a transfer holds the wire for its bytes, then travels for the latency."""
+    """A wire that carries one transfer at a time."""
 
-    def __init__(self, env: simpy.Environment, bandwidth: float, latency: float) -> None:
+    def __init__(self, env: simpy.Environment) -> None:
         self._env = env
         self._wire = simpy.Resource(env, capacity=1)
-        self.bandwidth = bandwidth
-        self.latency = latency
 
-    def carry(self, num_bytes: int) -> Generator[simpy.Event, Any, None]:
-        """Wait for the wire, send `num_bytes`, and arrive."""
+    def carry(self, wire_time: float) -> Generator[simpy.Event, Any, None]:
+        """Wait for the wire and hold it for `wire_time` seconds."""
         with self._wire.request() as turn:
             yield turn
-            yield self._env.timeout(num_bytes / self.bandwidth)
-        yield self._env.timeout(self.latency)
+            yield self._env.timeout(wire_time)
 
 
 class Transfer:
-    """One process: send pushed weights over the link between the pools, then to every node of replicas.
-
-    Across pools one sender ships one copy, and the receiving pool passes it on over its own network.
-    """
+    """One process: prepare a push, send it over the wire, and see its last bucket arrive."""
 
     def __init__(self, world: SimWorld) -> None:
         self._world = world
-        self._hops = _hops(world)
+        self._link = Link(world.env)
         self._inbox = simpy.Store(world.env)
         world.env.process(self._run())
 
@@ -49,23 +41,10 @@ class Transfer:
         self._inbox.put(command)
 
     def _run(self) -> Generator[simpy.Event, Any, None]:
+        sync, env = self._world.costs.sync, self._world.env
         while True:
             command: PushWeights = yield self._inbox.get()
-            num_bytes = self._world.costs.weight_bytes
-            for link in self._hops:
-                yield from link.carry(num_bytes)
-            self._world.emit(WeightsPushed(command.version, num_bytes))
-
-
-def _hops(world: SimWorld) -> list[Link]:
-    """Give the links that weights cross one after the other."""
-    run, hops = world.run_file, []
-    index = find_link(run)
-    if index is not None:
-        link = run.cluster.links[index]
-        hops.append(Link(world.env, link.bandwidth, link.latency))
-    pool = run.cluster.pools[run.rollout.pool]
-    gpu = load_gpu(pool.gpu)
-    bandwidth = gpu.network * pool.gpus_per_node if pool.nodes > 1 else gpu.nvlink
-    hops.append(Link(world.env, bandwidth, 0.0))
-    return hops
+            yield env.timeout(sync.fill_time)
+            yield from self._link.carry(sync.wire_time)
+            yield env.timeout(sync.drain_time)
+            self._world.emit(WeightsPushed(command.version, sync.wire_bytes))
