@@ -1,0 +1,227 @@
+"""What fits: closed forms of every item, and plans that are known to fit or not to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.config import ModelConfig, Run, TrainerConfig
+from streamrl.memory import (
+    activation_bytes,
+    check_memory,
+    kv_capacity,
+    layer_activation_bytes,
+    replica_memory,
+    shard_parameters,
+    tokens_in_pass,
+    trainer_memory,
+)
+from streamrl.model_shape import ModelShape
+from streamrl.profile import load_gpu, load_model
+from streamrl.run_file import load_run, make_run
+from tests.runs import make_table, small_run
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+PPO = {"algorithm.name": "ppo", "algorithm.kl_coefficient": 0.001}
+SEVEN = load_model(ModelConfig(name="qwen2.5-7b"))
+
+
+def large_run(gpus: int, **trainer: Any) -> Run:
+    """Give PPO of the 72B model on some H800, as StreamRL trains it."""
+    table = make_table({**PPO, "model.name": "qwen2.5-72b", "rollout.tensor_parallel": 4})
+    table["cluster"]["pools"]["near"]["nodes"] = gpus // 8
+    table["rollout"] |= {"replicas": 1, "max_tokens": 20000}
+    table["algorithm"]["prompts_per_step"] = 1024
+    table["trainer"] = {"pool": "near", **trainer}
+    return make_run(table)
+
+
+# The trainer's models -----------------------------------------------------------------------------
+
+
+def test_weights_and_gradients_are_split_over_a_rank_and_the_optimizer_over_all() -> None:
+    items = trainer_memory(small_run({"trainer.tensor_parallel": 2, "trainer.data_parallel": 4}))
+    half = SEVEN.shard_parameters(2)
+    assert items["weights"] == pytest.approx(2 * half)
+    assert items["gradients"] == pytest.approx(4 * half)
+    assert items["optimizer"] == pytest.approx(12 * SEVEN.num_parameters / 8)
+
+
+def test_pipeline_stages_split_weights_evenly() -> None:
+    trainer = TrainerConfig(pool="near", pipeline_parallel=4)
+    assert shard_parameters(SEVEN, trainer) == pytest.approx(SEVEN.num_parameters / 4)
+
+
+def test_zero_3_splits_weights_and_gradients_over_data_parallel_ranks_too() -> None:
+    changes = {"trainer.tensor_parallel": 1, "trainer.data_parallel": 4, "trainer.zero": 3}
+    items = trainer_memory(small_run(changes))
+    gathered = 2 / 28  # layers
+    assert items["weights"] == pytest.approx(2 * SEVEN.num_parameters * (1 / 4 + gathered))
+    assert items["gradients"] == pytest.approx(4 * SEVEN.num_parameters / 4)
+
+
+def test_actor_critic_and_reference_are_all_there_unless_they_take_turns() -> None:
+    actor = trainer_memory(small_run())
+    three = trainer_memory(small_run(PPO))
+    assert three["weights"] == pytest.approx(3 * actor["weights"])
+    assert three["gradients"] == pytest.approx(2 * actor["gradients"])
+    assert three["optimizer"] == pytest.approx(2 * actor["optimizer"])
+    assert three["activations"] == actor["activations"]
+    taking_turns = trainer_memory(small_run({**PPO, "trainer.offload": True}))
+    assert taking_turns["weights"] == pytest.approx(actor["weights"])
+    assert "optimizer" in taking_turns
+    assert "activations" not in taking_turns
+
+
+def test_where_passes_are_what_fills_an_offloaded_gpu_they_are_what_counts() -> None:
+    changes = {**PPO, "trainer.offload": True, "trainer.recompute": "none"}
+    items = trainer_memory(small_run({**changes, "rollout.max_tokens": 20000}))
+    assert set(items) == {"weights", "gradients", "activations", "logits"}
+
+
+def test_experts_are_shared_out_over_expert_parallel_ranks() -> None:
+    model = load_model(ModelConfig(name="qwen3-30b-a3b"))
+    whole = shard_parameters(model, TrainerConfig(pool="near", data_parallel=8))
+    shared = shard_parameters(model, TrainerConfig(pool="near", data_parallel=8, expert_parallel=8))
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert whole - shared == pytest.approx(experts * 7 / 8)
+
+
+# Activations --------------------------------------------------------------------------------------
+
+
+def test_a_layer_of_four_hidden_sizes_keeps_32_bytes_a_channel_and_two_masks_fewer_than_published() -> (
+    None
+):
+    shape = ModelShape(
+        name="plain",
+        source="test",
+        hidden_size=3072,
+        num_layers=2,
+        num_heads=24,
+        num_kv_heads=24,
+        head_dim=128,
+        intermediate_size=8192,  # gated: as many parameters as a plain one of 4 x 3072
+        vocab_size=1000,
+        has_qkv_bias=False,
+        has_tied_embeddings=True,
+    )
+    assert layer_activation_bytes(shape, "bfloat16") == (34 - 2) * 3072
+    assert layer_activation_bytes(shape, "float32") == 2 * (34 - 2) * 3072
+
+
+def test_full_recomputation_keeps_the_input_of_each_layer_and_one_layer_whole() -> None:
+    one_layer = layer_activation_bytes(SEVEN, "bfloat16")
+    kept = {
+        mode: activation_bytes(SEVEN, TrainerConfig(pool="p", recompute=mode), "bfloat16", 1000)
+        for mode in ("full", "none")
+    }
+    assert kept["full"] == pytest.approx(1000 * (28 * 2 * 3584 + one_layer))
+    assert kept["none"] == pytest.approx(1000 * 28 * one_layer)
+
+
+def test_tensor_ranks_split_activations_and_pipeline_stages_do_not() -> None:
+    alone, tensor, pipeline = (
+        activation_bytes(SEVEN, TrainerConfig(pool="p", **degrees), "bfloat16", 1000)
+        for degrees in ({}, {"tensor_parallel": 4}, {"pipeline_parallel": 4})
+    )
+    assert tensor == pytest.approx(alone / 4)
+    assert pipeline == alone
+
+
+def test_experts_of_a_token_count_and_the_others_do_not() -> None:
+    model = load_model(ModelConfig(name="qwen3-30b-a3b"))
+    attention = 4 * 2048 + 2 * (32 + 4) * 128
+    experts = 8 * (3 * 768 + 2 * 2048)
+    assert layer_activation_bytes(model, "bfloat16") == 2 * (attention + experts)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "longest", "tokens"), [(2, 1000, 2000), (4, 1000, 3000), (4, 5000, 5000)]
+)
+def test_a_pass_holds_a_micro_batch_or_what_it_may_hold_or_one_long_rollout(
+    micro_batch: int, longest: int, tokens: int
+) -> None:
+    trainer = TrainerConfig(pool="p", micro_batch=micro_batch, max_tokens_per_pass=3000)
+    assert tokens_in_pass(trainer, longest) == tokens
+
+
+def test_logits_are_float32_of_every_token_in_a_pass() -> None:
+    items = trainer_memory(small_run())
+    assert items["logits"] == pytest.approx(2 * (256 + 2048) * 152064 * 4 / 4)
+
+
+# What fits ----------------------------------------------------------------------------------------
+
+
+def test_the_example_of_two_datacenters_fits() -> None:
+    run = load_run(EXAMPLES / "h20-h800.toml")
+    check_memory(run)
+    assert sum(trainer_memory(run).values()) == pytest.approx(44e9, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"tensor_parallel": 8, "pipeline_parallel": 6},
+        {"tensor_parallel": 8, "pipeline_parallel": 2, "data_parallel": 3, "offload": True},
+    ],
+)
+def test_a_72b_model_trains_on_48_h800(degrees: dict[str, Any]) -> None:
+    check_memory(large_run(48, **degrees))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_72b_model_on_8_h800_is_refused_with_its_numbers(offload: bool) -> None:
+    with pytest.raises(ValueError, match=r"trainer: \d+\.\d GB a GPU") as caught:
+        check_memory(large_run(8, tensor_parallel=8, offload=offload))
+    text = str(caught.value)
+    assert f"{72.7e9 * 12 / 8 * (1 if offload else 2) / 1e9:.1f}"[:3] in text
+    assert "of optimizer" in text
+    assert "tensor_parallel=8" in text
+    assert "H800 80 GB has 80 GB" in text
+    assert ("trainer.offload=true" in text) is not offload
+
+
+def test_a_plan_that_keeps_every_activation_of_a_long_rollout_is_told_what_would_help() -> None:
+    run = small_run({"trainer.recompute": "none", "rollout.max_tokens": 60000})
+    with pytest.raises(ValueError, match=r"of activations.*trainer.recompute=\"full\""):
+        check_memory(run)
+    check_memory(small_run({"rollout.max_tokens": 60000}))
+
+
+# Replicas -----------------------------------------------------------------------------------------
+
+
+def test_a_replica_is_its_weights_and_its_cache_and_what_stays_unused() -> None:
+    run = small_run({"rollout.memory_utilization": 0.8})
+    items, gpu = replica_memory(run), load_gpu("h20")
+    assert sum(items.values()) == pytest.approx(gpu.memory)
+    assert items["weights"] == 2 * SEVEN.num_parameters
+    assert items["kv_cache"] == kv_capacity(run) * 56 * 1024
+    assert items["unused"] == pytest.approx(0.2 * gpu.memory, abs=56 * 1024)
+
+
+def test_gpus_past_the_number_of_key_value_heads_hold_the_same_heads() -> None:
+    four, eight = (
+        replica_memory(small_run({"rollout.tensor_parallel": degree, "rollout.replicas": 1}))
+        for degree in (4, 8)
+    )
+    tokens = [
+        kv_capacity(small_run({"rollout.tensor_parallel": degree, "rollout.replicas": 1}))
+        for degree in (4, 8)
+    ]
+    assert four["kv_cache"] / tokens[0] == eight["kv_cache"] / tokens[1] == 14 * 1024
+
+
+def test_a_replica_whose_gpus_share_out_the_experts_holds_each_of_them_once() -> None:
+    changes = {"model.name": "qwen3-30b-a3b", "rollout.tensor_parallel": 8, "rollout.replicas": 1}
+    sliced, shared = (
+        replica_memory(small_run({**changes, "rollout.expert_parallel": degree}))
+        for degree in (1, 8)
+    )
+    assert sliced["weights"] == pytest.approx(shared["weights"])
+    model = load_model(ModelConfig(name="qwen3-30b-a3b"))
+    assert shared["weights"] == 2 * model.shard_parameters(8, 8)
