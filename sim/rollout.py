@@ -152,7 +152,8 @@ class Replica:
 
     def _prefill(self, joined: list[Attempt], tokens: int, pairs: float) -> float:
         """Compute the prefixes of what joined; this also makes the next token of each."""
-        prefill_time = self._costs.prefill_time(tokens, pairs)
+        beside = len(self._running) - len(joined)
+        prefill_time = self._costs.prefill_time(tokens, pairs, beside)
         for attempt in joined:
             attempt.prefill_time = attempt.prefill_time or prefill_time
         return prefill_time
@@ -185,13 +186,14 @@ class Replica:
         """Seconds of the next `steps` decode steps with the batch as it is."""
         curve, num_running = self._costs.decode, len(self._running)
         context = steps * self._context + num_running * steps * (steps - 1) / 2
-        return steps * curve.base[num_running] + curve.per_context_token * context
+        return steps * curve.base[num_running] + curve.per_context_token[num_running] * context
 
     def _steps_in(self, elapsed: float) -> int:
         """Decode steps after `elapsed` seconds, the one under way counted: the inverse of `_time_of`."""
         curve, num_running = self._costs.decode, len(self._running)
-        slope = curve.per_context_token * num_running / 2
-        first = curve.base[num_running] + curve.per_context_token * self._context - slope
+        per_token = curve.per_context_token[num_running]
+        slope = per_token * num_running / 2
+        first = curve.base[num_running] + per_token * self._context - slope
         steps = 2 * elapsed / (first + sqrt(first * first + 4 * slope * elapsed))
         return ceil(steps - ROUNDING)
 

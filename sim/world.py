@@ -57,7 +57,7 @@ class SimWorld(World):
     """Carries commands out in simulated seconds."""
 
     def __init__(self, run: Run, costs: Costs, workload: Workload) -> None:
-        super().__init__(build_engine(run), Trace(run, "simulated", dict(costs.tiers)))
+        super().__init__(build_engine(run), Trace(run, "simulated", costs.facts))
         self.run_file = run
         self.costs = costs
         self.env = simpy.Environment()

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from streamrl.units import Bandwidth, Duration
+from streamrl.units import Bandwidth, Duration, Size
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,6 +37,8 @@ class PoolConfig(Section, frozen=True, kw_only=True):
     gpus_per_node: int = 8
     price: float | None = None
     """Dollars per GPU-hour; the GPU's own figure where absent."""
+    transport: Literal["tcp", "rdma"] = "rdma"
+    """What its nodes speak to each other; over tcp weights reach a GPU through host memory."""
 
     @property
     def num_gpus(self) -> int:
@@ -53,6 +55,7 @@ class LinkConfig(Section, frozen=True, kw_only=True):
     latency: Duration = Duration(0.0)
     """One way: "20 ms"."""
     transport: Literal["tcp", "rdma"] = "tcp"
+    """Its efficiency and latency are in profiles/transports."""
 
 
 class ClusterConfig(Section, frozen=True, kw_only=True):
@@ -68,6 +71,10 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     pool: str
     replicas: int
     tensor_parallel: int = 1
+    expert_parallel: int = 1
+    """1, or tensor_parallel: then each GPU of a replica holds whole experts of a mixture."""
+    chunked_prefill: bool = True
+    """Simulated: whether prefill rides on decode steps, as in vLLM, or halts them."""
     max_running: int = 256
     """Most rollouts that a replica decodes at once; KV memory may allow fewer."""
     max_tokens: int
@@ -76,6 +83,9 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     memory_utilization: float = 0.9
     """Share of GPU memory for weights and KV cache."""
     backend: Literal["transformers"] = "transformers"
+    shares_prefixes: bool = True
+    """Whether the prompt of a group is prefilled and kept once for all of it, as vLLM and SGLang do;
+    `execute` with transformers does not: keys computed under old weights would be attended to by new ones."""
     start_time: Duration = Duration(0.0)
     """Simulated seconds until a replica serves."""
 
@@ -95,7 +105,20 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     micro_batch: int = 4
     """Rollouts that one data-parallel rank takes in one forward and backward pass."""
     max_tokens_per_pass: int = 16384
-    """Padded tokens in one forward and backward pass of a real trainer."""
+    """Tokens in one forward and backward pass of a rank, padding included; a longer rollout has one of its own."""
+    expert_parallel: int = 1
+    """Ranks that share out the experts of a mixture; they are data-parallel and tensor ranks too."""
+    zero: Literal[1, 3] = 1
+    """ZeRO stage: what data-parallel ranks split. 1: the optimizer; 3: weights and gradients too, gathered
+    for every pass (FSDP's full shard)."""
+    recompute: Literal["none", "full"] = "full"
+    """Simulated: full keeps the input of each layer and computes the layer again for its backward pass;
+    none keeps all activations but attention scores, which flash attention never keeps."""
+    offload: bool = False
+    """Simulated: actor, critic and reference take turns on the GPUs, and wait in host memory."""
+    efficiency: float | None = None
+    """Simulated: share of peak FLOP/s in forward and backward passes, where you have measured yours;
+    recomputation and collectives are then part of it. What the profiles give where absent."""
     backend: Literal["torch"] = "torch"
     start_time: Duration = Duration(0.0)
     """Simulated seconds until the trainer is up."""
@@ -178,6 +201,8 @@ class WorkloadConfig(Section, frozen=True, kw_only=True):
     verifier: str | None = None
     """Name of the scorer: "exact", "math-verify" or "reasoning-gym"."""
     max_prompt_tokens: int = 2048
+    informative_share: float = 1.0
+    """Simulated share of rollouts with a non-zero advantage; without a KL term a trainer skips the others."""
     lengths: LengthsConfig | None = None
 
 
@@ -187,6 +212,31 @@ class VerifierConfig(Section, frozen=True, kw_only=True):
     workers: int = 1
     time: Duration = Duration(0.0)
     """Simulated seconds of one worker for one rollout."""
+
+
+class SyncConfig(Section, frozen=True, kw_only=True):
+    """What a simulated weight synchronisation sends, and how."""
+
+    mode: Literal["full", "lora", "delta"] = "full"
+    """full: all weights; lora: adapters alone; delta: indices and values of what the step changed."""
+    backend: Literal[
+        "broadcast-tree", "nccl-broadcast", "nccl-buckets", "checkpoint-engine", "nccl-reshard"
+    ] = "broadcast-tree"
+    """Who moves it, as measured in profiles/sync; broadcast-tree adds nothing to what the wires need."""
+    bucket_size: Size = Size(1e9)
+    """Most bytes that are sent in one piece; pieces follow each other through gather, link and broadcast."""
+    lora_rank: int = 32
+    """Rank of the adapters on every linear layer of attention and MLP."""
+    changed_share: float = 0.02
+    """Share of the values that one step changes in 16 bits: about 1 % at learning rates up to 3e-6 (PULSE,
+    arXiv 2602.03839), 2.1 to 2.6 % for a dense 72B (github.com/verl-project/verl issue 7060)."""
+
+
+class CostsConfig(Section, frozen=True, kw_only=True):
+    """Where simulated seconds come from, beside what `profiles/` ships."""
+
+    profile: str | None = None
+    """A profile that `streamrl profile` measured for this model on this GPU: a TOML file."""
 
 
 class PoliciesConfig(Section, frozen=True, kw_only=True):
@@ -237,5 +287,7 @@ class Run(Section, frozen=True, kw_only=True):
     algorithm: AlgorithmConfig
     workload: WorkloadConfig = WorkloadConfig()
     verifier: VerifierConfig = VerifierConfig()
+    sync: SyncConfig = SyncConfig()
+    costs: CostsConfig = CostsConfig()
     policies: PoliciesConfig = PoliciesConfig()
     execute: ExecuteConfig = ExecuteConfig()

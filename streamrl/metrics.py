@@ -172,8 +172,10 @@ def _tiers(trace: Trace, shares: Attribution) -> dict[str, float]:
     busy = sum(shares.busy.values()) or 1.0
     tiers: dict[str, float] = {}
     for activity, operation in TIER_OF_ACTIVITY.items():
-        tier = str(trace.facts[operation])
-        tiers[tier] = tiers.get(tier, 0.0) + shares.busy[activity] / busy
+        found = trace.facts[operation]
+        assert isinstance(found, dict), f"a simulation gives shares of tiers for {operation}"
+        for tier, share in found.items():
+            tiers[tier] = tiers.get(tier, 0.0) + share * shares.busy[activity] / busy
     return tiers
 
 

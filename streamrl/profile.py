@@ -68,7 +68,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 def load_gpu(name: str) -> Gpu:
     """Read a GPU by its file name in profiles/gpus; `ValueError` with the closest names where none is."""
-    return _read("gpus", name, Gpu)
+    return read_profile(find_profile("gpus", name, ".toml"), Gpu)
 
 
 def load_model(model: ModelConfig) -> ModelShape:
@@ -76,7 +76,7 @@ def load_model(model: ModelConfig) -> ModelShape:
     if model.path is not None:
         return read_config_json(Path(model.path) / "config.json")
     assert model.name is not None, "check_run wants one of name and path"
-    return _read("models", model.name, ModelShape)
+    return read_profile(find_profile("models", model.name, ".toml"), ModelShape)
 
 
 def find_profile(folder: str, name: str, ending: str) -> Path:
@@ -91,8 +91,8 @@ def find_profile(folder: str, name: str, ending: str) -> Path:
     return path
 
 
-def _read(folder: str, name: str, kind: type[_Profile]) -> _Profile:
-    path = find_profile(folder, name, ".toml")
+def read_profile(path: Path, kind: type[_Profile]) -> _Profile:
+    """Read a TOML profile of any kind; `ValueError` by file and key where it is not one."""
     try:
         table = tomllib.loads(path.read_text())
         return msgspec.convert(table, kind, dec_hook=read_quantity)

@@ -65,6 +65,7 @@ def check_run(run: Run) -> None:
     _check_pools(run)
     _check_algorithm(run)
     _check_lengths(run)
+    _check_sync(run)
 
 
 def _check_model(run: Run) -> None:
@@ -79,6 +80,7 @@ def _check_positive(run: Run) -> None:
         run.algorithm,
         run.workload,
         run.verifier,
+        run.sync,
         run.execute,
     ):
         for key, kind in get_type_hints(type(section)).items():
@@ -125,7 +127,31 @@ def _check_pools(run: Run) -> None:
         raise ValueError(
             f"rollout.tensor_parallel must divide the {per_node} GPUs of a node, got {degree}"
         )
+    if run.rollout.expert_parallel not in (1, degree):
+        raise ValueError(
+            f"rollout.expert_parallel must be 1 or tensor_parallel {degree}, "
+            f"got {run.rollout.expert_parallel}"
+        )
+    _check_trainer(run)
     _check_num_gpus(run)
+
+
+def _check_trainer(run: Run) -> None:
+    trainer = run.trainer
+    per_node = run.cluster.pools[trainer.pool].gpus_per_node
+    if per_node % trainer.tensor_parallel:
+        raise ValueError(
+            f"trainer.tensor_parallel must divide the {per_node} GPUs of a node, "
+            f"got {trainer.tensor_parallel}"
+        )
+    ranks = trainer.data_parallel * trainer.tensor_parallel
+    if ranks % trainer.expert_parallel:
+        raise ValueError(
+            f"trainer.expert_parallel must divide data_parallel x tensor_parallel = {ranks}, "
+            f"got {trainer.expert_parallel}"
+        )
+    if trainer.efficiency is not None and not 0 < trainer.efficiency <= 1:
+        raise ValueError(f"trainer.efficiency must be in (0, 1], got {trainer.efficiency}")
 
 
 def _check_num_gpus(run: Run) -> None:
@@ -168,6 +194,9 @@ def _check_algorithm(run: Run) -> None:
 
 
 def _check_lengths(run: Run) -> None:
+    share = run.workload.informative_share
+    if not 0 <= share <= 1:
+        raise ValueError(f"workload.informative_share must be in [0, 1], got {share}")
     lengths = run.workload.lengths
     if lengths is None:
         return
@@ -178,6 +207,24 @@ def _check_lengths(run: Run) -> None:
         raise ValueError(
             f"workload.lengths.prompt_tokens must be between 1 and workload.max_prompt_tokens="
             f"{most}, got {lengths.prompt_tokens}"
+        )
+
+
+def _check_sync(run: Run) -> None:
+    sync = run.sync
+    if not sync.bucket_size > 0:
+        raise ValueError(f"sync.bucket_size must be above 0, got {sync.bucket_size:g} bytes")
+    if not 0 < sync.changed_share <= 1:
+        raise ValueError(f"sync.changed_share must be in (0, 1], got {sync.changed_share}")
+    if sync.mode == "delta" and run.model.dtype == "float32":
+        raise ValueError(
+            "sync.mode 'delta' needs a model.dtype of 16 bits, got 'float32', "
+            "in which a step changes nearly every value"
+        )
+    if sync.backend == "nccl-reshard" and sync.mode != "full":
+        raise ValueError(
+            f"sync.backend 'nccl-reshard' moves shards of all weights, so sync.mode must be 'full', "
+            f"got {sync.mode!r}"
         )
 
 
@@ -241,6 +288,7 @@ def _resolve_paths(run: Run, base: Path) -> Run:
         run,
         model=replace(run.model, path=_from(base, run.model.path)),
         workload=replace(run.workload, prompts=_from(base, run.workload.prompts), lengths=lengths),
+        costs=replace(run.costs, profile=_from(base, run.costs.profile)),
         execute=replace(run.execute, output=_from(base, run.execute.output)),
     )
 
@@ -280,7 +328,10 @@ def _choices(path: str) -> list[str]:
         kind = get_type_hints(kind)[part] if is_section else get_args(kind)[-1]
     options = [kind, *get_args(kind)]
     return [
-        name for option in options if get_origin(option) is Literal for name in get_args(option)
+        str(name)
+        for option in options
+        if get_origin(option) is Literal
+        for name in get_args(option)
     ]
 
 

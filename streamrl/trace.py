@@ -6,9 +6,9 @@ same run file and seed give the same bytes; `replay` feeds the events to a fresh
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from typing import IO, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -28,14 +28,18 @@ class Entry(NamedTuple):
     commands: list[Command]
 
 
+Facts: TypeAlias = Mapping[str, str | float | dict[str, float] | list[str]]
+"""Where seconds came from: of a simulation the tiers' shares of each operation and the sources, of a real
+run host and versions."""
+
+
 class Header(msgspec.Struct, frozen=True, kw_only=True):
     """What a trace is of."""
 
     format: int
     world: Literal["simulated", "real"]
     run: msgspec.Raw
-    facts: dict[str, str | float]
-    """Where seconds came from: cost tiers, host, versions."""
+    facts: Facts
 
 
 class Divergence(NamedTuple):
@@ -53,12 +57,12 @@ class Trace:
         self,
         run: Run,
         world: Literal["simulated", "real"],
-        facts: dict[str, str | float] | None = None,
+        facts: Facts | None = None,
         file: IO[bytes] | None = None,
     ) -> None:
         self.run = run
         self.world = world
-        self.facts = facts or {}
+        self.facts: Facts = facts or {}
         self.entries: list[Entry] = []
         self._file = file
         if file is not None:

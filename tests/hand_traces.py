@@ -26,14 +26,14 @@ from streamrl.messages import (
     Verify,
     Woke,
 )
-from streamrl.trace import Trace
+from streamrl.trace import Facts, Trace
 from tests.runs import small_run
 
-TIERS: dict[str, str | float] = {
-    "prefill": "measured",
-    "decode": "measured",
-    "score": "roofline",
-    "train": "roofline",
+TIERS: Facts = {
+    "prefill": {"measured": 1.0},
+    "decode": {"measured": 1.0},
+    "score": {"roofline": 1.0},
+    "train": {"roofline": 1.0},
 }
 
 

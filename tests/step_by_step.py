@@ -104,7 +104,7 @@ class StepByStep:
         self.aborts = [abort for abort in self.aborts if abort[0] > self.now]
 
     def _admit(self) -> bool:
-        tokens, pairs, joined = 0, 0.0, False
+        tokens, pairs, joined = 0, 0.0, 0
         self.queue.sort(key=lambda s: (s.job.priority, s.job.rollout))
         while self.queue and len(self.running) < self.max_running:
             sequence = self.queue[0]
@@ -117,10 +117,10 @@ class StepByStep:
             pairs += fresh * (context - fresh / 2)
             sequence.done += 1
             self.running.append(self.queue.pop(0))
-            joined = True
+            joined += 1
         if joined:
-            self.now += self.costs.prefill_time(tokens, pairs)
-        return joined
+            self.now += self.costs.prefill_time(tokens, pairs, len(self.running) - joined)
+        return joined > 0
 
     def _end_finished(self) -> None:
         for sequence in [s for s in self.running if s.done == s.job.length]:
