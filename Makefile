@@ -2,6 +2,8 @@
 # make test   sets up and runs the tests
 # make lint   style and types
 # make bench  the simulator's speed, one JSON object a figure
+# make bench-costs    how far costs can be trusted: tables, decode curve, training, weight sync
+# make bench-profile  how well a profile of this machine predicts runs on it; quarter of an hour
 
 PYTHON ?= python3
 # A CPU or a CUDA build, whichever the package index in use gives for this version.
@@ -11,7 +13,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := build/demo
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test lint format bench bench-costs bench-profile clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -43,11 +45,19 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/bench_engine.py
 
+bench-costs: $(READY)
+	$(BIN)/python benchmarks/bench_costs.py
+	$(BIN)/python benchmarks/bench_training.py
+	$(BIN)/python benchmarks/bench_sync.py
+
+bench-profile: $(READY)
+	$(BIN)/python benchmarks/bench_profile.py
+
 $(READY): pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'streamrl needs Python 3.11 or newer: make PYTHON=python3.11')"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[executor,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[executor,notebooks,dev]'
 	touch $@
 
 clean:

@@ -253,6 +253,9 @@ class PoliciesConfig(Section, frozen=True, kw_only=True):
     weight_sync: (
         Literal["barrier", "drain-then-load", "load-in-flight", "abort-and-resume"] | None
     ) = None
+    latency: tuple[tuple[int, float], ...] | None = None
+    """Seconds of a decode step by batch, such as [[1, 0.008], [256, 0.022]], for policies that reckon with
+    them; `simulate` and `execute` fill it in from the costs where it is absent."""
     max_attempts: int = 3
     """Failures of one rollout after which its group is dropped."""
     max_restarts: int = 4

@@ -8,6 +8,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints, overload
 
@@ -66,6 +67,7 @@ def check_run(run: Run) -> None:
     _check_algorithm(run)
     _check_lengths(run)
     _check_sync(run)
+    _check_latency(run)
 
 
 def _check_model(run: Run) -> None:
@@ -208,6 +210,20 @@ def _check_lengths(run: Run) -> None:
             f"workload.lengths.prompt_tokens must be between 1 and workload.max_prompt_tokens="
             f"{most}, got {lengths.prompt_tokens}"
         )
+
+
+def _check_latency(run: Run) -> None:
+    points = run.policies.latency
+    if points is None:
+        return
+    batches = [batch for batch, _ in points]
+    if not batches or batches != sorted(set(batches)) or batches[0] < 1:
+        raise ValueError(
+            f"policies.latency must hold batches in rising order from 1, got {batches}"
+        )
+    for batch, seconds in points:
+        if not (isfinite(seconds) and seconds > 0):
+            raise ValueError(f"policies.latency at batch {batch} must be positive, got {seconds}")
 
 
 def _check_sync(run: Run) -> None:

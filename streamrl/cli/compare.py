@@ -11,7 +11,8 @@ from rich.console import Console
 
 from sim.world import simulate
 from streamrl.cli.options import AsJson, TracePath, open_trace, print_json, trace_file
-from streamrl.config import LengthsConfig, Run
+from streamrl.config import LengthsConfig
+from streamrl.informative import informative_share
 from streamrl.metrics import measure
 from streamrl.report import compare as compare_metrics
 from streamrl.report import comparison_table
@@ -28,8 +29,8 @@ def compare(
 ) -> None:
     """Compare a run with its simulation: step time, throughput, and idle time by cause.
 
-    Without a second trace the run file in the trace is simulated with the output lengths that the run
-    had, so that only the seconds differ.
+    Without a second trace the run file in the trace is simulated with the output lengths and the share of
+    non-zero advantages that the run had, so that only the seconds differ.
 
     Example: streamrl compare runs/quickstart
     """
@@ -38,21 +39,20 @@ def compare(
     if predicted is not None:
         expected = measure(open_trace(predicted))
     else:
-        expected = measure(_simulate(trace.run, trace_file(measured), figures.num_steps))
+        expected = measure(_simulate(trace, trace_file(measured), figures.num_steps))
     if as_json:
         print_json(compare_metrics(expected, figures))
     else:
         Console().print(comparison_table(expected, figures))
 
 
-def _simulate(run: Run, recorded: Path, num_steps: int) -> Trace:
-    """Simulate a run with the lengths recorded in its trace file, for as many steps as it made."""
-    replace = msgspec.structs.replace
-    lengths = LengthsConfig(kind="trace", source=str(recorded))
-    return simulate(
-        replace(
-            run,
-            workload=replace(run.workload, lengths=lengths),
-            algorithm=replace(run.algorithm, steps=num_steps),
-        )
+def _simulate(trace: Trace, recorded: Path, num_steps: int) -> Trace:
+    """Simulate what a trace file records: its lengths and advantages, for as many steps as it made."""
+    replace, run = msgspec.structs.replace, trace.run
+    workload = replace(
+        run.workload,
+        lengths=LengthsConfig(kind="trace", source=str(recorded)),
+        informative_share=informative_share(trace),
     )
+    algorithm = replace(run.algorithm, steps=num_steps)
+    return simulate(replace(run, workload=workload, algorithm=algorithm))

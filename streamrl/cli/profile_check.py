@@ -18,6 +18,7 @@ from sim.training_profile import load_training_profile
 from streamrl.checks import check_table
 from streamrl.cli.options import AsJson, print_json
 from streamrl.config import LengthsConfig
+from streamrl.measured import read_measured
 from streamrl.model_shape import ModelShape
 from streamrl.operators import OPERATORS
 from streamrl.profile import PROFILES, Gpu, load_gpu, read_profile
@@ -35,7 +36,11 @@ class Verdict(msgspec.Struct, frozen=True):
 
 def check(
     folder: Annotated[
-        Path, typer.Argument(help="A folder laid out as profiles/ is; the shipped one by default.")
+        Path,
+        typer.Argument(
+            help="A folder laid out as profiles/ is, the shipped one by default; measured profiles of "
+            "machines go to its hosts/."
+        ),
     ] = PROFILES,
     as_json: AsJson = False,
 ) -> None:
@@ -118,6 +123,11 @@ def _check_training(path: Path) -> list[str]:
     return []
 
 
+def _check_host(path: Path) -> list[str]:
+    profile = read_measured(path)
+    return [f"{profile.model.name} on {profile.host.device}, {profile.date}"]
+
+
 def _check_lengths(path: Path) -> list[str]:
     header = next(line for line in path.read_text().splitlines() if not line.startswith("#"))
     load_source(
@@ -135,6 +145,7 @@ _READERS: list[tuple[str, Callable[[Path], list[str]]]] = [
     ("measured/overheads.toml", _check_overheads),
     ("measured/training.toml", _check_training),
     ("measured/*/*.csv", _check_table),
+    ("hosts/*.toml", _check_host),
 ]
 
 

@@ -1,0 +1,217 @@
+"""How well `simulate` predicts `execute` on this machine, from a profile that is measured here and now.
+
+Three kinds of run, each `ROUNDS` times in turn, so that a machine whose speed drifts treats them alike:
+
+| run     | what it spends its time on                                                              |
+|---------|-----------------------------------------------------------------------------------------|
+| decode  | generation: no answer is ever right, so every advantage is 0 and the trainer computes nothing |
+| train   | training: long prompts, outputs of a few tokens, a small reward for every one of them    |
+| mixed   | the quickstart, generation and training at the same time on cores that share caches       |
+
+A simulation gets the output lengths and the share of informative rollouts that the run had: what is
+compared is seconds. The machine is profiled before the runs and after them; the drift between the two
+bounds what any prediction can reach, and their mean is what a machine that drifts evenly is judged by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean, median
+from typing import NamedTuple
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from executor.execute import execute
+from executor.profile_file import make_setup, profile_model
+from executor.profile_plan import Limits
+from executor.profiler import num_points
+from sim.world import simulate
+from streamrl.cli.options import make_progress
+from streamrl.config import CostsConfig, LengthsConfig, Run
+from streamrl.informative import informative_share
+from streamrl.measured import write_measured
+from streamrl.metrics import Metrics, measure
+from streamrl.run_file import load_run
+from streamrl.trace import Trace
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+ROUNDS = 5
+STEPS = {"decode": 4, "train": 4, "mixed": 8}
+"""Optimizer steps of each run; the first is warm-up."""
+LONG_PROMPT = 150
+"""Tokens; with outputs of `SHORT_OUTPUT` the trainer's three passes over a prompt outweigh its prefill."""
+SHORT_OUTPUT = 8
+NUM_PROMPTS = 512
+LENIENT_TASK = "fraction_simplification"
+"""A task of reasoning-gym whose scorer gives 0.01 to whatever is wrong: every advantage differs from 0."""
+
+
+class Outcome(NamedTuple):
+    """One executed run beside its simulation."""
+
+    measured: float
+    """Seconds of a median step."""
+    predicted: float
+    """The same, simulated: the mean by the profile before the run and the one after it."""
+
+
+def main() -> None:
+    """Print the comparison, then one JSON object a figure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, default=Path("build/quickstart"))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument(
+        "--only", choices=STEPS, action="append", help="kinds of run, all if absent"
+    )
+    args = parser.parse_args()
+    if not (args.data / "model" / "config.json").is_file():
+        make = [sys.executable, str(EXAMPLES / "make_quickstart.py"), "--out", str(args.data)]
+        subprocess.run(make, check=True)
+    with tempfile.TemporaryDirectory(prefix="bench-profile-") as scratch:
+        show(*compare(args.data, Path(scratch), args.rounds, args.only or list(STEPS)))
+
+
+def compare(
+    data: Path, scratch: Path, rounds: int, kinds: list[str]
+) -> tuple[dict[str, list[Outcome]], list[float]]:
+    """Profile, run each kind once, profile again, and so on; give outcomes, and seconds by each profile."""
+    runs = make_runs(data, scratch)
+    profiles = [scratch / f"profile-{number}.toml" for number in range(rounds + 1)]
+    write_profile(data, runs["mixed"], profiles[0])
+    outcomes: dict[str, list[Outcome]] = {kind: [] for kind in kinds}
+    for number in range(rounds):
+        done: list[tuple[str, Trace, Path]] = []
+        for kind in kinds:
+            output = scratch / f"{kind}-{number}"
+            place = msgspec.structs.replace(runs[kind].execute, output=str(output))
+            trace = execute(msgspec.structs.replace(runs[kind], execute=place))
+            done.append((kind, trace, output / "trace.jsonl"))
+            shutil.rmtree(output / "checkpoints")
+        write_profile(data, runs["mixed"], profiles[number + 1])
+        for kind, trace, file in done:
+            around = profiles[number : number + 2]
+            expected = mean(predict(trace, file, profile).step_time for profile in around)
+            outcomes[kind].append(Outcome(measure(trace).step_time, expected))
+    kind, trace, file = done[-1]
+    return outcomes, [predict(trace, file, profile).step_time for profile in profiles]
+
+
+def predict(trace: Trace, file: Path, profile: Path) -> Metrics:
+    """Simulate an executed run from a profile, with the lengths and advantages that it had."""
+    replace, run = msgspec.structs.replace, trace.run
+    workload = replace(
+        run.workload,
+        lengths=LengthsConfig(kind="trace", source=str(file)),
+        informative_share=informative_share(trace),
+    )
+    rollout = replace(run.rollout, shares_prefixes=False)
+    costs = CostsConfig(profile=str(profile))
+    return measure(simulate(replace(run, workload=workload, rollout=rollout, costs=costs)))
+
+
+def make_runs(data: Path, scratch: Path) -> dict[str, Run]:
+    """Make the three run files, and the prompts of the first two."""
+    hopeless, lenient = scratch / "hopeless.jsonl", scratch / "lenient.jsonl"
+    lines = (data / "prompts.jsonl").read_text().splitlines()[:NUM_PROMPTS]
+    write_lines(hopeless, ({**json.loads(line), "answer": "never"} for line in lines))
+    write_lines(lenient, long_prompts())
+    common = [f"model.path={(data / 'model').resolve()}", f"execute.checkpoint_every={10**6}"]
+    ours = {
+        "decode": [
+            "policies.system=disaggregated",
+            f"workload.prompts={hopeless}",
+            "workload.verifier=exact",
+        ],
+        "train": [
+            "policies.system=disaggregated",
+            f"workload.prompts={lenient}",
+            f"workload.max_prompt_tokens={LONG_PROMPT + 8}",
+            f"rollout.max_tokens={SHORT_OUTPUT}",
+            "algorithm.name=reinforce++",
+            "algorithm.group_size=1",
+            "algorithm.prompts_per_step=192",
+        ],
+        "mixed": [f"workload.prompts={(data / 'prompts.jsonl').resolve()}"],
+    }
+    return {
+        kind: load_run(
+            EXAMPLES / "quickstart.toml",
+            [*common, *overrides, f"algorithm.steps={STEPS[kind]}"],
+        )
+        for kind, overrides in ours.items()
+    }
+
+
+def long_prompts() -> Iterator[dict[str, object]]:
+    """Give prompts of `LONG_PROMPT` symbols that mean nothing."""
+    symbols = random.Random(0)
+    for _ in range(NUM_PROMPTS):
+        text = "".join(symbols.choices("0123456789+-abcdefgh", k=LONG_PROMPT))
+        entry = {"answer": "1/2", "metadata": {}}
+        yield {"prompt": text, "answer": "1/2", "task": LENIENT_TASK, "entry": entry}
+
+
+def write_lines(path: Path, records: Iterator[dict[str, object]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def write_profile(data: Path, run: Run, path: Path) -> None:
+    """Profile the quickstart's model within the limits of its run file."""
+    limits = Limits(
+        max_running=run.rollout.max_running,
+        max_context=run.rollout.max_tokens + run.workload.max_prompt_tokens,
+        max_tokens_per_pass=run.trainer.max_tokens_per_pass,
+    )
+    setup = make_setup(
+        data / "model",
+        gpu="cpu",
+        dtype=run.model.dtype,
+        threads=run.execute.threads,
+        limits=limits,
+        is_quick=False,
+    )
+    with make_progress() as progress:
+        task = progress.add_task("profile", total=num_points(setup.plan), facts="")
+        found = profile_model(setup, "cpu", lambda what: progress.update(task, advance=1))
+    write_measured(found, path)
+
+
+def show(outcomes: dict[str, list[Outcome]], by_profile: list[float]) -> None:
+    """Print every run, then the medians as JSON."""
+    table = Table("run", "measured", "predicted", "error")
+    for kind, ones in outcomes.items():
+        for one in [*ones, middle(ones)]:
+            name = kind if one in ones else f"{kind}, median"
+            seconds = f"{one.measured:.3f} s", f"{one.predicted:.3f} s"
+            table.add_row(name, *seconds, f"{one.predicted / one.measured - 1:+.1%}")
+    Console(width=100).print(table)
+    report("drift: slowest over fastest profile", max(by_profile) / min(by_profile) - 1, "ratio")
+    for kind, ones in outcomes.items():
+        one = middle(ones)
+        report(f"step time of the {kind} run, measured", one.measured, "s")
+        report(f"step time of the {kind} run, predicted", one.predicted, "s")
+        report(f"error of the {kind} run", one.predicted / one.measured - 1, "ratio")
+
+
+def middle(ones: list[Outcome]) -> Outcome:
+    """Give the median of each figure."""
+    return Outcome(median(one.measured for one in ones), median(one.predicted for one in ones))
+
+
+def report(name: str, value: float, unit: str) -> None:
+    """Print one figure."""
+    print(json.dumps({"name": name, "value": value, "unit": unit}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

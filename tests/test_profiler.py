@@ -1,0 +1,86 @@
+"""`streamrl profile`: what it writes, and what it says of wrong input; no test here is timed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from executor.profile_plan import Limits, full_plan, quick_plan
+from sim.world import simulate
+from streamrl.cli.main import app
+from streamrl.measured import read_measured
+from streamrl.metrics import measure
+from tests.measured_profile import measured_run
+from tests.tiny_model import tiny_model
+
+LIMITS = ["--max-running", "4", "--max-context", "64", "--max-tokens-per-pass", "128"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny_model(64, eos_token_id=1).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def profile(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("profiles") / "tiny.toml"
+    done = CliRunner().invoke(app, ["profile", str(model), "--quick", *LIMITS, "-o", str(path)])
+    assert done.exit_code == 0, done.output
+    assert str(path) in done.output
+    return path
+
+
+def test_a_profile_has_every_table_and_says_what_it_was_taken_on(profile: Path) -> None:
+    found = read_measured(profile)
+    assert {row.running for row in found.decode} == {1, 4}
+    assert max(row.context for row in found.decode) <= 64
+    assert {(row.rollouts, row.tokens) for row in found.train} == set(
+        quick_plan(Limits(max_running=4, max_context=64, max_tokens_per_pass=128)).passes
+    )
+    assert found.push.bytes == found.load.bytes > 4 * found.model.num_parameters
+    assert (found.gpu, found.dtype, found.backend) == ("cpu", "float32", "transformers")
+    assert not found.shares_prefixes and found.pads_context
+    assert found.host.threads == 1 and found.host.cores >= 1 and found.host.cpu
+    assert {"python", "torch", "transformers"} <= set(found.versions)
+
+
+def test_what_profile_writes_simulate_reads(model: Path, profile: Path) -> None:
+    run = measured_run(model, profile, rollout__max_running=4)
+    metrics = measure(simulate(run))
+    assert metrics.tiers == pytest.approx({"measured": 1.0})
+    assert metrics.step_time > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], ["nowhere", "config.json"]),
+        (["{model}", "--gpu", "h10"], ["h10", "h100"]),
+        (["measure", "{model}", "--backend", "vlm"], ["vlm", "transformers"]),
+        (["{model}", "--max-context", "8"], ["max_context", "8"]),
+        (["{model}", "--max-tokens-per-pass", "100"], ["max_tokens_per_pass", "512", "100"]),
+    ],
+)
+def test_wrong_input_is_named_and_nothing_is_written(
+    model: Path, tmp_path: Path, arguments: list[str], words: list[str]
+) -> None:
+    given = [text.format(model=model) for text in arguments]
+    done = CliRunner().invoke(app, ["profile", *given, "-o", str(tmp_path / "p.toml")])
+    assert isinstance(done.exception, ValueError)
+    for word in words:
+        assert word in str(done.exception)
+    assert not (tmp_path / "p.toml").exists()
+
+
+def test_a_full_plan_reaches_the_limits_and_stays_within_them() -> None:
+    limits = Limits(max_running=24, max_context=300, max_tokens_per_pass=1000)
+    plan = full_plan(limits)
+    assert max(running for running, _ in plan.decode) == 24
+    assert {running for running, _ in plan.decode} >= {1, 2, 4, 8, 16}
+    assert all(context < 300 for _, context in plan.decode)
+    assert all(rollouts * tokens <= 1000 for rollouts, tokens in plan.passes)
+    assert all(running + joining <= 24 for running, joining, _ in plan.join)
