@@ -1,0 +1,260 @@
+"""GPUs that generate and train in turn: what a change of phase costs, who waits for what, and who pays."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor.handles import Handle, InProcess
+from executor.launch import Launcher
+from executor.record import RunDirectory
+from sim.colocation import PhaseChange, count_moved
+from sim.costs import Costs
+from sim.world import simulate
+from streamrl.config import Run
+from streamrl.memory import model_state
+from streamrl.messages import (
+    Stepped,
+)
+from streamrl.metrics import measure
+from streamrl.profile import load_gpu, load_model
+from streamrl.run_file import make_run
+from streamrl.tiers import Provenance
+from streamrl.timeline import read_timeline
+from tests.runs import make_table, small_run
+
+H800 = load_gpu("h800")
+QWEN = load_model(small_run().model)
+WEIGHTS = 2.0 * QWEN.num_parameters
+
+
+def shared_run(**changes: Any) -> Run:
+    """Give a run whose GPUs, 8 H800 a node, generate and train in turn; `__` stands for the dot of a key."""
+    keys = {key.replace("__", "."): value for key, value in changes.items()}
+    return small_run(
+        {
+            "policies.system": "colocated",
+            "rollout.pool": "near",
+            "rollout.replicas": 8,
+            "trainer.data_parallel": 2,
+            "trainer.tensor_parallel": 4,
+            **keys,
+        }
+    )
+
+
+PPO = {
+    "algorithm__name": "ppo",
+    "algorithm__group_size": 1,
+    "algorithm__kl_coefficient": 0.001,
+    "algorithm__prompts_per_step": 8,
+}
+
+
+# What a change of phase costs ---------------------------------------------------------------------
+
+
+def test_critic_free_states_that_fit_beside_the_generator_stay_where_they_are() -> None:
+    run = shared_run(rollout__memory_utilization=0.4)
+    moved = count_moved(run)
+    assert moved.onloaded == moved.offloaded == 0
+    assert moved.resharded > 0
+
+
+def test_what_does_not_fit_beside_the_generator_goes_to_host_memory_and_comes_back() -> None:
+    run = shared_run(rollout__memory_utilization=1.0, **PPO)
+    state = model_state(QWEN, run.trainer, "bfloat16")
+    trained = 2 * (state.weights + state.optimizer)  # actor and critic
+    moved = count_moved(run)
+    assert moved.offloaded == pytest.approx(trained)
+    assert moved.onloaded == pytest.approx(trained + state.weights)  # the reference never changed
+    change = PhaseChange.load(run)
+    assert change.offload_time == pytest.approx(moved.offloaded / 50e9)
+    assert change.onload_time == pytest.approx(moved.onloaded / 50e9)
+
+
+def test_the_room_beside_the_generator_keeps_that_many_bytes_from_moving() -> None:
+    full = count_moved(shared_run(rollout__memory_utilization=1.0, **PPO))
+    most = count_moved(shared_run(rollout__memory_utilization=0.9, **PPO))
+    assert full.offloaded - most.offloaded == pytest.approx(0.1 * H800.memory)
+    assert full.onloaded - most.onloaded == pytest.approx(0.1 * H800.memory)
+
+
+def test_models_that_take_turns_on_the_gpus_are_moved_by_their_turns_alone() -> None:
+    run = shared_run(rollout__memory_utilization=1.0, trainer__offload=True, **PPO)
+    moved = count_moved(run)
+    assert moved.onloaded == moved.offloaded == 0
+
+
+def test_one_model_has_no_turns_to_take_and_moves_with_the_phase() -> None:
+    run = shared_run(rollout__memory_utilization=1.0, trainer__offload=True)
+    assert count_moved(run).offloaded > 0
+
+
+def test_a_gpu_is_sent_what_its_replica_has_beyond_its_own_shard() -> None:
+    run = shared_run()
+    moved = count_moved(run)
+    assert moved.resharded == pytest.approx(WEIGHTS - WEIGHTS / 4, rel=1e-3)
+    assert PhaseChange.load(run).reshard_time == pytest.approx(moved.resharded / 200e9)
+
+
+def test_gpus_that_generate_with_the_shard_they_train_are_sent_nothing() -> None:
+    run = shared_run(rollout__replicas=2, rollout__tensor_parallel=4)
+    assert count_moved(run).resharded == pytest.approx(0)
+
+
+def test_ranks_of_several_nodes_send_each_other_weights_over_the_network() -> None:
+    changes = {"cluster.pools.near": {"gpu": "h800", "nodes": 2}, "trainer.pipeline_parallel": 4}
+    run = shared_run(rollout__replicas=16, trainer__data_parallel=1, **changes)
+    moved = count_moved(run)
+    network = 25e9 * 0.97  # profiles/transports/rdma.toml
+    assert moved.resharded == pytest.approx(WEIGHTS * 15 / 16, rel=1e-3)
+    assert PhaseChange.load(run).reshard_time == pytest.approx(moved.resharded / network)
+
+
+def test_full_shards_are_gathered_from_all_ranks() -> None:
+    moved = count_moved(shared_run(trainer__zero=3))
+    assert moved.resharded == pytest.approx(WEIGHTS * 7 / 8, rel=1e-3)
+
+
+def test_replicas_on_gpus_that_the_trainer_leaves_out_are_sent_all_they_need() -> None:
+    moved = count_moved(shared_run(trainer__data_parallel=1))
+    assert moved.resharded == pytest.approx(WEIGHTS, rel=1e-3)
+
+
+def test_a_step_has_one_push_of_everything_that_moves_and_one_load() -> None:
+    run = shared_run(rollout__memory_utilization=0.9, **PPO)
+    change, costs = PhaseChange.load(run), Costs.load(run)
+    assert change.push_time > 0 and change.wake_time > 0
+    assert costs.sync.push_time == pytest.approx(change.push_time)
+    assert costs.load_time == pytest.approx(change.wake_time)
+    assert change.wake_time == pytest.approx(2 * WEIGHTS / (3.35e12 * 0.8), rel=1e-3)
+    assert costs.provenance["sync"].tier == "roofline"
+    assert costs.facts["sources"].count("profiles/gpus/h800.toml") == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("name", "group_size", "kl"),
+    [("ppo", 1, 0.001), ("grpo", 4, 0.0), ("rloo", 4, 0.001), ("reinforce++", 1, 0.0)],
+)
+def test_a_step_is_generation_then_forward_passes_then_training_then_the_change(
+    name: str, group_size: int, kl: float
+) -> None:
+    changes = {"algorithm__name": name, "algorithm__kl_coefficient": kl}
+    run = shared_run(
+        algorithm__group_size=group_size, algorithm__prompts_per_step=8, **changes, warm_up_steps=0
+    )
+    trace, costs = simulate(run), Costs.load(run)
+    timeline, metrics = read_timeline(trace), measure(trace)
+    stepped = [entry.time for entry in trace.entries if isinstance(entry.event, Stepped)]
+    began = stepped[0] + costs.sync.push_time + costs.load_time
+    lasts = [
+        max(span.end for spans in timeline.rollouts.values() for span in spans if span.end < end)
+        for end in stepped
+    ]
+    work = [s for s in timeline.trainer if s.start >= stepped[0] and s.end <= stepped[1] + 1e-9]
+    passes = sum(span.end - span.start for span in work)
+    generation = lasts[1] - began
+    assert {s.activity for s in work} == {"train"} | (
+        {"score"} if run.algorithm.needs_score else set()
+    )
+    assert metrics.step_times[1] == pytest.approx(
+        generation + passes + costs.sync.push_time + costs.load_time
+    )
+    assert metrics.staleness == {0: run.algorithm.steps * 8 * group_size}
+
+
+# Factors ------------------------------------------------------------------------------------------
+
+
+def test_factors_divide_the_seconds_of_their_side_and_are_named_among_the_sources() -> None:
+    plain = Costs.load(shared_run(**PPO))
+    slow = Costs.load(shared_run(costs__generation_factor=0.5, costs__training_factor=0.25, **PPO))
+    lengths = [300, 500]
+    assert slow.decode.step_time(3, 900) == pytest.approx(2 * plain.decode.step_time(3, 900))
+    assert slow.prefill_time(400, 9e4, 0) == pytest.approx(2 * plain.prefill_time(400, 9e4, 0))
+    assert slow.score_time(lengths) == pytest.approx(4 * plain.score_time(lengths))
+    assert slow.train_time(lengths) == pytest.approx(4 * plain.train_time(lengths))
+    assert slow.optimizer_time == pytest.approx(4 * plain.optimizer_time)
+    assert slow.sync == plain.sync
+    for operation, source in (
+        ("prefill", "run file: costs.generation_factor=0.5"),
+        ("decode", "run file: costs.generation_factor=0.5"),
+        ("score", "run file: costs.training_factor=0.25"),
+        ("train", "run file: costs.training_factor=0.25"),
+    ):
+        assert slow.provenance[operation].sources[-1] == source
+        assert source not in plain.provenance[operation].sources
+
+
+def test_what_was_measured_is_composed_once_a_factor_changes_it() -> None:
+    measured = Provenance(shares={"measured": 0.5, "composed": 0.25, "roofline": 0.25})
+    assert measured.adjusted("x").shares == {"composed": 0.75, "roofline": 0.25}
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_factor_must_be_a_positive_number(factor: float) -> None:
+    with pytest.raises(ValueError, match=r"costs\.training_factor must be above 0"):
+        shared_run(costs__training_factor=factor)
+
+
+# The run file -------------------------------------------------------------------------------------
+
+
+def test_each_side_may_have_all_gpus_of_the_pool() -> None:
+    run = shared_run()
+    assert (run.rollout.num_gpus, run.trainer.num_gpus, run.num_gpus) == (8, 8, 8)
+    with pytest.raises(ValueError, match=r"pool 'near' has 8 GPUs, but .* need 9"):
+        shared_run(rollout__replicas=9)
+    with pytest.raises(ValueError, match=r"pool 'near' has 8 GPUs, but .* need 16"):
+        small_run({"rollout.pool": "near", "rollout.replicas": 8, "trainer.data_parallel": 2})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("policies__max_staleness", 1),
+        ("policies__streaming", "stream"),
+        ("policies__weight_sync", "drain-then-load"),
+        ("policies__resize", "adjust"),
+        ("sync__mode", "lora"),
+        ("sync__backend", "nccl-buckets"),
+    ],
+)
+def test_what_would_overlap_the_phases_or_needs_a_wire_is_refused(key: str, value: object) -> None:
+    dotted = key.replace("__", ".")
+    with pytest.raises(ValueError, match=f"{dotted} must be .* 'colocated', got {value!r}"):
+        shared_run(**{key: value})
+
+
+def test_sides_in_two_pools_share_nothing() -> None:
+    table = make_table({"policies.system": "colocated"})
+    table["trainer"]["pool"] = "near"
+    with pytest.raises(ValueError, match=r"trainer\.pool must be rollout\.pool 'far', got 'near'"):
+        make_run(table)
+
+
+@pytest.mark.parametrize(("system", "slots"), [("colocated", [0, 0]), ("stream-sync", [0, 1])])
+def test_a_colocated_trainer_is_launched_on_the_gpu_of_the_first_replica(
+    tmp_path: Path, system: str, slots: list[int]
+) -> None:
+    started: list[int] = []
+
+    class NotingLauncher(Launcher):
+        async def _start(
+            self, role: str, config: dict[str, object], name: str, pool: str, slot: int
+        ) -> Handle:
+            started.append(slot)
+            return InProcess("tests.scripted:ScriptedTrainer", {"seed": 0})
+
+    async def launch() -> None:
+        run = small_run({"policies.system": system, "rollout.replicas": 1})
+        launcher = NotingLauncher(run, RunDirectory(tmp_path))
+        await launcher.replica(0, "model")
+        await launcher.trainer()
+
+    asyncio.run(launch())
+    assert started == slots
