@@ -32,6 +32,17 @@ class WaitingRollouts:
             heappop(heap)
         return None
 
+    def of_step(self, step: int) -> list[Rollout]:
+        """Give every rollout of `step` that still waits, oldest draw first."""
+        found = {
+            entry[0]: entry[2]
+            for entry in sorted(self.heap)
+            if entry[2].phase is Phase.WAITING
+            and entry[2].group.step == step
+            and not entry[2].group.is_dropped
+        }
+        return list(found.values())
+
 
 class WaitingGroups:
     """Groups that a step could take, in the order they were added."""

@@ -7,18 +7,23 @@ a replica take effect in order, so a rollout sent after a load starts under what
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from heapq import heapify, heapreplace
 
-from streamrl.entities import Replica
+from streamrl.entities import Replica, Rollout
 from streamrl.messages import Command, Generate
 from streamrl.policies.order import Order
 from streamrl.state import State
+
+_MASK = (1 << 64) - 1
 
 
 class Dispatch:
     """Send every rollout that may start to the replica that `choose` gives."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, keeps_groups: bool = False) -> None:
         self.order = order
+        self.keeps_groups = keeps_groups
+        """Whether a rollout goes where its siblings are, who have computed its prompt already."""
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield rollouts in draw order until no replica may take the next one."""
@@ -28,29 +33,106 @@ class Dispatch:
 
     def _send(self, state: State) -> Iterator[Command]:
         while (rollout := state.waiting.first()) is not None:
-            replica = self.choose(state, rollout.group.oldest_version)
+            replica = _beside_siblings(rollout) if self.keeps_groups else None
+            if replica is None:
+                replica = self.choose(state, rollout)
             if replica is None:
                 return
             yield Generate(
                 rollout.id, replica.id, self.order.priority(rollout), prefix=rollout.tokens
             )
 
-    def choose(self, state: State, oldest_version: int) -> Replica | None:
-        """Give a replica that promises `oldest_version` or newer, or None while there is none."""
+    def choose(self, state: State, rollout: Rollout) -> Replica | None:
+        """Give a replica that promises a version fresh enough for `rollout`, or None while there is none."""
         raise NotImplementedError
 
 
 class LeastLoaded(Dispatch):
     """Send a rollout to the replica that has the fewest."""
 
-    def choose(self, state: State, oldest_version: int) -> Replica | None:
+    def choose(self, state: State, rollout: Rollout) -> Replica | None:
         """Give the least loaded replica that is fresh enough."""
-        return state.fleet.least_loaded(oldest_version)
+        return state.fleet.least_loaded(rollout.group.oldest_version)
 
 
 class RoundRobin(Dispatch):
     """Send rollouts to the replicas in turn, whatever they have."""
 
-    def choose(self, state: State, oldest_version: int) -> Replica | None:
+    def choose(self, state: State, rollout: Rollout) -> Replica | None:
         """Give the next replica by id that is fresh enough."""
-        return state.fleet.next_in_turn(oldest_version)
+        return state.fleet.next_in_turn(rollout.group.oldest_version)
+
+
+class Dealt(Dispatch):
+    """Deal all rollouts of a step that wait over the replicas at once, then send each to its own."""
+
+    def __init__(self, order: Order, keeps_groups: bool = False) -> None:
+        super().__init__(order, keeps_groups)
+        self._places: dict[int, int] = {}
+        """Replica of each rollout that was dealt and not yet sent; siblings follow the first of them."""
+
+    def choose(self, state: State, rollout: Rollout) -> Replica | None:
+        """Give the replica that `rollout` was dealt to, dealing first where it was not."""
+        oldest = rollout.group.oldest_version
+        if rollout.id not in self._places:
+            replicas = state.fleet.fresh(oldest)
+            if not replicas:
+                return None
+            waiting = state.waiting.of_step(rollout.group.step)
+            self.deal(state, _units(waiting, self.keeps_groups), replicas)
+        replica = state.fleet.replicas.get(self._places.pop(rollout.id))
+        if replica is not None and replica.promises(oldest):
+            return replica
+        return state.fleet.least_loaded(oldest)
+
+    def deal(self, state: State, units: list[list[Rollout]], replicas: list[Replica]) -> None:
+        """Place every unit of rollouts, which stay together, on one of `replicas` with `share_out`."""
+        raise NotImplementedError
+
+    def share_out(self, units: list[list[Rollout]], replicas: list[Replica]) -> None:
+        """Give each unit in turn to the replica that then has the fewest rollouts, least id first."""
+        loads = [(len(replica.rollouts), replica.id) for replica in replicas]
+        heapify(loads)
+        for unit in units:
+            load, replica_id = loads[0]
+            self._places[unit[0].id] = replica_id
+            heapreplace(loads, (load + len(unit), replica_id))
+
+
+class Random(Dealt):
+    """Give every replica an equal share of a step's rollouts, picked at random (StreamRL's Random-FIFO)."""
+
+    def __init__(self, order: Order, keeps_groups: bool, seed: int) -> None:
+        super().__init__(order, keeps_groups)
+        self.seed = seed
+
+    def deal(self, state: State, units: list[list[Rollout]], replicas: list[Replica]) -> None:
+        """Share the units out in an order that only the seed and their ids decide."""
+        self.share_out(sorted(units, key=lambda unit: mix(self.seed, unit[0].id)), replicas)
+
+
+def mix(seed: int, number: int) -> int:
+    """Give 64 bits that look random, the same for the same two numbers (SplitMix64, Steele et al. 2014)."""
+    bits = (seed * 0xD1342543DE82EF95 + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK
+    return bits ^ (bits >> 31)
+
+
+def _beside_siblings(rollout: Rollout) -> Replica | None:
+    """Give the replica of a sibling, where it is fresh enough."""
+    for sibling in rollout.group.rollouts:
+        if sibling.replica is not None:
+            is_fresh = sibling.replica.promises(rollout.group.oldest_version)
+            return sibling.replica if is_fresh else None
+    return None
+
+
+def _units(rollouts: list[Rollout], keeps_groups: bool) -> list[list[Rollout]]:
+    """Give what is placed as one: groups, or single rollouts."""
+    if not keeps_groups:
+        return [[rollout] for rollout in rollouts]
+    units: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        units.setdefault(rollout.group.id, []).append(rollout)
+    return list(units.values())

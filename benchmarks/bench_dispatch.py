@@ -1,0 +1,168 @@
+"""What skewness-aware dispatch is worth: StreamRL (arXiv 2504.15930), Figure 9, and what goes beyond it.
+
+Generation of one batch of 1,024 rollouts of the 20K histogram on H800, as a share of what random dispatch in
+first-in-first-out order takes; median over seeds. The paper does not say how many rollouts a replica runs at
+once, on which it all depends: where all of them run, order decides nothing. `MAX_RUNNING` is one reading for
+all six figures; `--sweep` shows the others. One JSON object per figure ends the output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+from sim.world import simulate
+from streamrl.config import Run
+from streamrl.messages import Generated, PromptsDrawn
+from streamrl.run_file import make_run
+
+BATCH = 1024
+MAX_RUNNING = 14  # of 8 to 64 the one with the smallest mean error over the six figures
+SWEPT = (8, 10, 12, 14, 16, 20, 24, 32, 64, 256)
+TOLERANCE = 0.05
+
+
+class Setting(NamedTuple):
+    """GPUs that generate, and what the paper has: with its ranker, with true lengths."""
+
+    model: str
+    num_gpus: int
+    tensor_parallel: int
+    ranked: float
+    oracle: float
+
+
+FIGURE_9 = {
+    "7B": Setting("qwen2.5-7b", 16, 1, 0.90, 0.82),
+    "32B": Setting("qwen2.5-32b", 40, 2, 0.82, 0.67),
+    "72B": Setting("qwen2.5-72b", 80, 4, 0.79, 0.69),
+}
+OTHER_GPUS = {"7B": (8, 24), "32B": (32, 48), "72B": (64, 96)}
+
+RANDOM = {"dispatch": "random", "order": "fifo"}
+SKEWED = {"dispatch": "skewness-aware", "order": "longest-first"}
+DRAIN = {**SKEWED, "skew_objective": "drain"}
+WAYS = {
+    "longest-first": {"dispatch": "random", "order": "longest-first"},
+    "max": SKEWED,
+    "sum": {**SKEWED, "skew_objective": "sum"},
+    "drain": DRAIN,
+    "drain + moves": {**DRAIN, "migration": "consolidate"},
+}
+
+
+def main() -> None:
+    """Print tables, then figures."""
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--seeds", type=int, default=31)
+    arguments.add_argument("--max-running", type=int, default=MAX_RUNNING)
+    arguments.add_argument("--sweep", action="store_true", help="other batches and GPU counts too")
+    chosen = arguments.parse_args()
+    if chosen.sweep:
+        sweep(range(chosen.seeds))
+    figures = compare(range(chosen.seeds), chosen.max_running)
+    for name, value in figures.items():
+        print(json.dumps({"name": name, "value": round(value, 4), "unit": "ratio"}))
+
+
+def compare(seeds: range, max_running: int) -> dict[str, float]:
+    """Print every way beside the paper's figures; give the ratios and how far off they are."""
+    print(f"\ngeneration as a share of random-FIFO's, at most {max_running} running on a replica")
+    print("model  lengths  paper " + "".join(f"{way:>15}" for way in WAYS))
+    figures: dict[str, float] = {}
+    errors = []
+    for name, setting in FIGURE_9.items():
+        base = makespan(setting, RANDOM, "none", seeds, max_running)
+        for ranker, paper in (("recall", setting.ranked), ("oracle", setting.oracle)):
+            found = {
+                way: makespan(setting, policies, ranker, seeds, max_running) / base
+                for way, policies in WAYS.items()
+            }
+            cells = "".join(f"{ratio:15.3f}" for ratio in found.values())
+            print(f"{name:<5}  {ranker:<7}  {paper:5.2f} {cells}")
+            figures |= {f"{name} {ranker} {way}": ratio for way, ratio in found.items()}
+            errors.append(abs(found["max"] - paper))
+    figures["mean error"] = sum(errors) / len(errors)
+    figures["largest error"] = max(errors)
+    figures[f"within {TOLERANCE}"] = sum(e <= TOLERANCE for e in errors) / len(errors)
+    return figures
+
+
+def sweep(seeds: range) -> None:
+    """Print Figure 9 for other batches and other GPU counts."""
+    print("model  GPUs  most running  random s  ranker  oracle   paper")
+    for name, setting in FIGURE_9.items():
+        for num_gpus in (setting.num_gpus, *OTHER_GPUS[name]):
+            for max_running in SWEPT:
+                other = setting._replace(num_gpus=num_gpus)
+                took = partial(makespan, other, seeds=seeds, max_running=max_running)
+                base = took(RANDOM, "none")
+                ranked, oracle = (took(SKEWED, r) / base for r in ("recall", "oracle"))
+                print(
+                    f"{name:<5}  {num_gpus:4}  {max_running:12}  {base:8.0f}  {ranked:6.3f}  "
+                    f"{oracle:6.3f}   {setting.ranked:.2f} / {setting.oracle:.2f}",
+                    flush=True,
+                )
+
+
+def makespan(
+    setting: Setting, policies: dict[str, str], ranker: str, seeds: range, max_running: int
+) -> float:
+    """Give the median seconds from the draw of a batch to its last token."""
+    return median(
+        _makespan(make_batch(setting, policies, ranker, seed, max_running)) for seed in seeds
+    )
+
+
+def make_batch(
+    setting: Setting, policies: dict[str, str], ranker: str, seed: int, max_running: int
+) -> Run:
+    """Give the run of one step; its trainer is there because a run has one."""
+    table: dict[str, Any] = {
+        "seed": seed,
+        "model": {"name": setting.model},
+        "cluster": {
+            "pools": {
+                "generation": {"gpu": "h800", "nodes": setting.num_gpus // 8},
+                "training": {"gpu": "h800", "nodes": 6},
+            },
+            "links": [{"between": ["generation", "training"], "bandwidth": "200 GB/s"}],
+        },
+        "rollout": {
+            "pool": "generation",
+            "replicas": setting.num_gpus // setting.tensor_parallel,
+            "tensor_parallel": setting.tensor_parallel,
+            "max_running": max_running,
+            "max_tokens": 20000,
+        },
+        "trainer": {
+            "pool": "training",
+            "data_parallel": 2,
+            "tensor_parallel": 4,
+            "pipeline_parallel": 6,
+            "offload": True,
+        },
+        "algorithm": {"name": "reinforce++", "steps": 1, "prompts_per_step": BATCH},
+        "workload": {
+            "lengths": {
+                "kind": "histogram",
+                "source": "streamrl-codemath-20k",
+                "ranker": ranker,
+            }
+        },
+        "policies": {"system": "stream-sync", **policies},
+    }
+    return make_run(table)
+
+
+def _makespan(run: Run) -> float:
+    entries = simulate(run).entries
+    drawn = next(entry.time for entry in entries if isinstance(entry.event, PromptsDrawn))
+    return max(entry.time for entry in entries if isinstance(entry.event, Generated)) - drawn
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""What policies reckon with and a run file leaves out: seconds of generation, from the costs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sim.costs import Costs, fill_latency
+from streamrl.config import Run
+from streamrl.memory import longest_sequence
+from streamrl.systems import needs_latency
+
+
+def fill_policies(run: Run, costs: Costs) -> Run:
+    """Give the run with the seconds that its policies ask for; those that it states stay."""
+    if not needs_latency(run):
+        return run
+    run = fill_latency(run, costs)
+    if run.policies.migration == "none" or run.policies.context_time is not None:
+        return run
+    context = longest_sequence(run)
+    seconds = costs.prefill_time(context, context**2 / 2, 0) / context
+    policies = msgspec.structs.replace(run.policies, context_time=seconds)
+    filled: Run = msgspec.structs.replace(run, policies=policies)
+    return filled
