@@ -11,13 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.config import LengthsConfig, Run
+from streamrl.drift import Drift
 from streamrl.messages import DrawnGroup, Generated, PromptsDrawn
 from streamrl.profile import find_profile
+from streamrl.ranker import load_ranker
+from streamrl.tables import Floats
 from streamrl.trace import read_trace
 
 BLOCK = (
     1024  # groups drawn from one random stream: large enough for numpy, fixed so that draws agree
 )
+
+CALIBRATION = 1 << 16  # lengths that a ranker sees: recall@20% is then true within 0.003
 
 Lengths = npt.NDArray[np.int64]
 
@@ -60,6 +65,9 @@ class SimulatedWorkload:
         self._group_size = run.algorithm.group_size
         self._max_tokens = run.rollout.max_tokens
         self._source = load_source(config)
+        self._drift = Drift(run)
+        past = self._past if isinstance(self._source, Groups) and config.kind == "groups" else None
+        self._ranker = load_ranker(config, self._population, past, run.seed)
         self._blocks = {0: self._sample(0)}
         self._mean = int(np.mean(self._blocks[0][0]))
 
@@ -71,21 +79,43 @@ class SimulatedWorkload:
         block, offset = divmod(group, BLOCK)
         if block not in self._blocks:
             self._blocks = {block: self._sample(block)}
-        lengths, prompts = self._blocks[block]
+        lengths, expected_lengths, prompts = self._blocks[block]
         size = self._group_size
         true = tuple(lengths[offset])
-        expected = true if self._config.ranker == "oracle" else (self._mean,) * size
+        expected = tuple(expected_lengths[offset]) if expected_lengths else (self._mean,) * size
         rollouts = tuple(range(group * size, group * size + size))
         return Draw(DrawnGroup(group, rollouts, prompts[offset], expected), true)
 
-    def _sample(self, block: int) -> tuple[list[list[int]], list[int]]:
+    def _sample(self, block: int) -> tuple[list[list[int]], list[list[int]], list[int]]:
+        """Give lengths by group, expected ones where a ranker tells, and prompt tokens."""
         if isinstance(self._source, Recorded):
             lengths, prompts = self._source.block(block, self._group_size)
         else:
             rng = np.random.default_rng([self._seed, block])
             lengths, prompts = self._source.sample(rng, BLOCK, self._group_size)
-        scaled = np.clip(np.rint(lengths * self._config.scale), 1, self._max_tokens)
-        return scaled.astype(np.int64).tolist(), prompts.tolist()
+        groups = np.arange(block * BLOCK, (block + 1) * BLOCK, dtype=float)
+        scale = self._drift.at(groups, self._config.scale, self._config.scale_to)
+        expected = []
+        if self._ranker is not None:
+            age = self._drift.at(groups, 0.0, 1.0)
+            expected = self._scaled(self._ranker.expect(block, lengths, age), scale)
+        return self._scaled(lengths, scale), expected, prompts.tolist()
+
+    def _scaled(self, lengths: Lengths | Floats, scale: Floats) -> list[list[int]]:
+        scaled = np.clip(np.rint(lengths * scale[:, None]), 1, self._max_tokens)
+        whole: list[list[int]] = scaled.astype(np.int64).tolist()
+        return whole
+
+    def _population(self) -> Lengths:
+        """Draw lengths for a ranker to be calibrated on, whatever the run's seed."""
+        if isinstance(self._source, Recorded):
+            return self._source.block(0, self._group_size)[0]
+        rng = np.random.default_rng(CALIBRATION)
+        return self._source.sample(rng, CALIBRATION // self._group_size + 1, self._group_size)[0]
+
+    def _past(self, block: int, lengths: Lengths, num_samples: int) -> Lengths:
+        assert isinstance(self._source, Groups), "only groups know their prompts' past"
+        return self._source.past([self._seed, block], lengths, num_samples)
 
 
 class Histogram:
@@ -125,6 +155,27 @@ class Groups:
             for pick in picks
         ]
         return np.array(lengths), np.full(num_groups, self._prompt_tokens)
+
+    def past(self, seed: list[int], lengths: Lengths, num_samples: int) -> Lengths:
+        """Give [num_groups, num_samples] samples of the prompts that `sample` drew `lengths` of, but others.
+
+        Raises:
+            ValueError: a prompt has too few samples.
+        """
+        rng = np.random.default_rng(seed)
+        picks = rng.integers(0, len(self._groups), len(lengths))  # what `sample` picked
+        found = np.empty((len(lengths), num_samples), dtype=np.int64)
+        for row, (pick, drawn) in enumerate(zip(picks, lengths, strict=True)):
+            others = self._groups[pick].tolist()
+            if len(others) < len(drawn) + num_samples:
+                raise ValueError(
+                    f"workload.lengths: a group of {len(drawn)} with {num_samples} past samples "
+                    f"(ranker_history) needs as many of each prompt, but one has {len(others)}"
+                )
+            for length in drawn.tolist():
+                others.remove(length)
+            found[row] = rng.choice(others, num_samples, replace=False)
+        return found
 
 
 class Recorded:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from sim.world import simulate
 from streamrl.config import Run
@@ -46,6 +47,47 @@ def test_scale_multiplies_every_length_and_max_tokens_caps_it() -> None:
     assert all(abs(b - a / 2) <= 0.5 for a, b in zip(plain, half, strict=True))
     capped = lengths_of(small_run({"workload.lengths.scale": 1.0}), 500)
     assert set(capped) == {256}
+
+
+def drifted(steps: int, **lengths: Any) -> list[float]:
+    """Give by how much the first length of each step has grown over that of a run that does not drift."""
+
+    def firsts(**lengths: Any) -> list[int]:
+        run = run_of(**lengths)
+        algorithm = replace(run.algorithm, steps=steps, prompts_per_step=3)
+        rollout = replace(run.rollout, max_tokens=90_000)
+        run = replace(run, algorithm=algorithm, rollout=rollout)
+        return [draw.lengths[0] for draw in SimulatedWorkload(run).draw(0, 3 * steps)]
+
+    still = firsts(scale=lengths.get("scale", 1.0))
+    growth = [b / a for a, b in zip(still, firsts(**lengths), strict=True)]
+    assert growth[::3] == pytest.approx(growth[2::3], abs=0.002)  # a step's prompts grow alike
+    return growth[::3]
+
+
+def test_lengths_grow_linearly_from_the_first_step_to_the_last() -> None:
+    expected = [1.0, 1.25, 1.5, 1.75, 2.0]
+    assert drifted(5, scale_to=2.0) == pytest.approx(expected, abs=0.002)
+    assert drifted(5, scale=2.0, scale_to=1.0) == pytest.approx(
+        [1.0, 0.875, 0.75, 0.625, 0.5], abs=0.002
+    )
+
+
+def test_drift_ends_at_its_last_step_and_goes_no_further() -> None:
+    expected = [1.0, 1.5, 2.0, 2.0, 2.0]
+    assert drifted(5, scale_to=2.0, drift_steps=3) == pytest.approx(expected, abs=0.002)
+
+
+def test_a_run_without_drift_draws_what_it_always_did() -> None:
+    assert lengths_of(run_of(scale_to=1.0), 50) == lengths_of(run_of(), 50)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("scale_to", 0.0), ("scale_to", -1.0), ("drift_steps", 1)]
+)
+def test_a_drift_that_goes_nowhere_is_refused(key: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"workload.lengths.{key} must be .*, got {value}"):
+        run_of(**{key: value})
 
 
 def test_groups_are_resampled_whole(tmp_path: Path) -> None:

@@ -1,0 +1,114 @@
+"""Dynamic adjustment against StreamRL's Figure 11: 7B on 32 H800, outputs growing from 10K to 20K over 23 steps.
+
+Whenever generation lags behind training by as much as a node takes off it, a node of replicas is added: 10, 16
+and 22 steps in, says the paper. Each reading of what it leaves open is simulated and printed beside it; nothing
+is fitted to the triggers. One JSON object per figure ends the output.
+
+The paper's triggers are not met. With 64 rollouts a replica, generation here lasts as long as its longest
+rollout, as the paper's own Figure 8 has it (a step of 7B takes 9 to 10 ms for each token of the longest
+output), so a node more takes little off it; in Figure 11 each takes off its full share, as if no rollout
+stood out. And both stages grow with the lengths here, generation by no more than the lengths themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from statistics import median
+from typing import Any, NamedTuple
+
+from sim.fidelity.cases import GENERATION_TP, Case, make_case
+from sim.fidelity.paper import load_paper
+from sim.world import simulate
+from streamrl.messages import Resize, Stepped
+from streamrl.pace import StepPace
+from streamrl.systems import build_engine
+from streamrl.trace import Trace
+
+STEPS = 23
+NODES = 12  # of the pool: more than any reading asks for
+TOLERANCE = 2
+"""Steps by which a trigger may be early or late."""
+READINGS: dict[str, dict[str, Any]] = {
+    "as the other figures": {},
+    "trainer offloads": {"trainer.offload": True},
+    "offloads, decides at once": {"trainer.offload": True, "policies.resize_window": 1},
+    "16 rollouts a replica": {"rollout.max_running": 16},
+    "steps overlap": {"policies.waits_for_whole_batches": False},
+}
+
+
+class Outcome(NamedTuple):
+    """What a simulated adjustment did."""
+
+    steps: list[StepPace]
+    triggers: list[int]
+    """Steps after which replicas were added."""
+
+
+def main() -> None:
+    """Simulate every reading; print what each step took, then the figures."""
+    paper = load_paper().adjustment
+    wanted = [step for step in range(1, STEPS) if paper.gpus[step] > paper.gpus[step - 1]]
+    outcomes = {name: adjust(changes) for name, changes in READINGS.items()}
+    print(f"{'generation less training, s':28}" + "".join(f"{s:6}" for s in range(1, STEPS + 1)))
+    print(f"{'paper':28}" + "".join(f"{delta:6.1f}" for delta in paper.delta))
+    for name, outcome in outcomes.items():
+        print(f"{name:28}" + "".join(f"{step.lag:6.1f}" for step in outcome.steps))
+    print(f"\n{'a node is added after steps':28}{', '.join(map(str, wanted))} in the paper")
+    for name, outcome in outcomes.items():
+        print(f"{name:28}{', '.join(map(str, outcome.triggers)) or 'none'}")
+    for name, outcome in outcomes.items():
+        print_figures(name, outcome, wanted)
+
+
+def adjust(changes: dict[str, Any]) -> Outcome:
+    """Simulate one reading."""
+    growth = {"workload.lengths.scale": 0.5, "workload.lengths.scale_to": 1.0}
+    run = make_case(
+        Case("7B", "20K", "async"),
+        changes={
+            "cluster.pools.h800.nodes": NODES,
+            "algorithm.steps": STEPS,
+            "policies.resize": "adjust",
+            **growth,
+            **changes,
+        },
+    )
+    assert run.rollout.tensor_parallel == GENERATION_TP["7B"]
+    return read(simulate(run))
+
+
+def read(trace: Trace) -> Outcome:
+    """Feed the trace to a fresh engine, whose state then holds what each step took."""
+    engine = build_engine(trace.run)
+    triggers = []
+    for time, event, _ in trace.entries:
+        commands = engine.handle(event, time)
+        if isinstance(event, Stepped) and any(isinstance(c, Resize) for c in commands):
+            triggers.append(event.version)
+    return Outcome(engine.state.pace.steps, triggers)
+
+
+def print_figures(name: str, outcome: Outcome, wanted: list[int]) -> None:
+    """Print how many triggers are met, and what the first addition took off the lag: 37.6 s in the paper."""
+    pairs = zip(outcome.triggers, wanted, strict=False)
+    met = sum(abs(trigger - step) <= TOLERANCE for trigger, step in pairs)
+    report(f"Figure 11 triggers within {TOLERANCE} steps ({name})", met, f"of {len(wanted)}")
+    last, first = outcome.steps[-1], outcome.steps[0]
+    report(f"Figure 11 replicas at the end ({name})", last.num_replicas, "replicas")
+    grown = [k for k in range(1, STEPS) if outcome.steps[k].num_replicas > first.num_replicas]
+    if grown:
+        lags, place = [step.lag for step in outcome.steps], grown[0]
+        drop = median(lags[place - 3 : place]) - median(lags[place : place + 3])
+        report(f"Figure 11 drop of the lag at the first addition ({name})", drop, "s")
+    report(f"first step, generation ({name})", first.generation_time, "s")
+    report(f"first step, training ({name})", first.training_time, "s")
+
+
+def report(name: str, value: float, unit: str) -> None:
+    """Print one figure as a JSON object on a line of its own."""
+    print(json.dumps({"name": name, "value": round(value, 3), "unit": unit}))
+
+
+if __name__ == "__main__":
+    main()
