@@ -1,0 +1,79 @@
+"""`streamrl validate`: a paper's evaluation in simulation, figure by figure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from sim.fidelity import figures as simulated
+from sim.fidelity.figures import constants
+from streamrl.cli.options import AsJson, make_progress, print_json
+from streamrl.fidelity import PaperFigure, fidelity_page, figure_picture, figure_table, slug
+
+PAPERS = ("streamrl",)
+FIGURES: dict[str, Callable[[], PaperFigure]] = {
+    "fig6": simulated.decode_curve,
+    "fig8": simulated.end_to_end,
+    "fig12": simulated.heterogeneous,
+    "table3": simulated.ablation,
+}
+PICTURES = "fidelity"
+
+
+def validate(
+    paper: Annotated[str, typer.Argument(help="Which paper: streamrl.")] = "streamrl",
+    figure: Annotated[
+        list[str] | None, typer.Option(help=f"Only these: {', '.join(FIGURES)}.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write fidelity.md and its pictures there."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate the paper's evaluation, and print its numbers, ours and the error.
+
+    Example: streamrl validate --figure fig8 --figure table3
+    """
+    if paper not in PAPERS:
+        raise ValueError(f"no paper {paper!r}; there is {', '.join(PAPERS)}")
+    for name in figure or ():
+        if name not in FIGURES:
+            raise ValueError(f"--figure {name!r} is none of {', '.join(FIGURES)}")
+    found = simulate_figures(figure or list(FIGURES))
+    if output is not None:
+        write_page(found, output)
+    if as_json:
+        print_json({one.name: one.describe() for one in found})
+        return
+    for one in found:
+        Console().print(figure_table(one))
+        for note in one.notes:
+            Console().print(f"  {note}", highlight=False)
+        Console().print()
+
+
+def simulate_figures(names: list[str]) -> list[PaperFigure]:
+    """Simulate figures one after the other, each on all cores."""
+    found = []
+    with make_progress() as progress:
+        task = progress.add_task("validate", total=len(names), facts="")
+        for name in names:
+            progress.update(task, facts=name)
+            one = FIGURES[name]()
+            found += [one, simulated.ratios(one)] if name == "fig8" else [one]
+            progress.advance(task)
+    return found
+
+
+def write_page(found: list[PaperFigure], output: Path) -> None:
+    """Write the page and a picture for each figure."""
+    pictures = output / PICTURES
+    pictures.mkdir(parents=True, exist_ok=True)
+    for one in found:
+        figure_picture(one, pictures / f"{slug(one.name)}.png")
+    (output / "fidelity.md").write_text(fidelity_page(found, constants(), PICTURES))

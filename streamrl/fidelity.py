@@ -1,0 +1,145 @@
+"""A paper's figures beside simulated ones: structs, tables, a picture, and a page in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from matplotlib.figure import Figure
+from rich.table import Table
+
+PAPER_COLOUR, OUR_COLOUR = "#999999", "#0072B2"
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """One number of the paper and ours."""
+
+    label: str
+    paper: float
+    ours: float
+
+    @property
+    def difference(self) -> float:
+        """Ours less the paper's."""
+        return self.ours - self.paper
+
+    @property
+    def error(self) -> float:
+        """Ours over the paper's, less 1; 0 where both are 0."""
+        return self.difference / abs(self.paper) if self.paper else self.difference
+
+
+class PaperFigure(msgspec.Struct, frozen=True, kw_only=True):
+    """One figure or table of the paper."""
+
+    name: str
+    title: str
+    unit: str
+    cells: list[Cell]
+    target: str
+    """What it must reach."""
+    is_met: bool
+    notes: list[str] = []
+    """Readings, and reasons of misses."""
+
+    @property
+    def mape(self) -> float:
+        """Mean of the absolute relative errors."""
+        return sum(abs(cell.error) for cell in self.cells) / len(self.cells)
+
+    @property
+    def max_error(self) -> float:
+        """Largest absolute relative error."""
+        return max(abs(cell.error) for cell in self.cells)
+
+    def describe(self) -> dict[str, object]:
+        """Give a JSON object."""
+        cells = [{**msgspec.structs.asdict(cell), "error": cell.error} for cell in self.cells]
+        fields = msgspec.structs.asdict(self)
+        return {**fields, "cells": cells, "mape": self.mape, "max_error": self.max_error}
+
+
+def figure_table(figure: PaperFigure) -> Table:
+    """Lay out one figure for the terminal."""
+    mark = "[green]met[/]" if figure.is_met else "[red]missed[/]"
+    title = f"{figure.name}: {figure.title}\n{figure.target}: {mark}"
+    table = Table(title=title, box=None, pad_edge=False, title_justify="left")
+    table.add_column("")
+    for name in ("paper", "ours", "error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for cell in figure.cells:
+        row = f"{cell.paper:.4g}", f"{cell.ours:.4g}", f"{cell.error:+.1%}"
+        table.add_row(cell.label, *row)
+    return table
+
+
+def figure_picture(figure: PaperFigure, path: Path) -> None:
+    """Draw paper and simulation side by side, to a .png or .svg file."""
+    height = 1.2 + 0.28 * len(figure.cells)
+    picture = Figure(figsize=(8.0, height), layout="constrained")
+    axes = picture.subplots()
+    rows = range(len(figure.cells))
+    axes.barh(
+        [row - 0.2 for row in rows],
+        [c.paper for c in figure.cells],
+        0.4,
+        color=PAPER_COLOUR,
+        label="paper",
+    )
+    axes.barh(
+        [row + 0.2 for row in rows],
+        [c.ours for c in figure.cells],
+        0.4,
+        color=OUR_COLOUR,
+        label="simulated",
+    )
+    axes.set_yticks(list(rows), [cell.label for cell in figure.cells], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(figure.unit)
+    axes.set_title(f"{figure.name}: {figure.title}", fontsize=10)
+    axes.legend(frameon=False, fontsize=8)
+    picture.savefig(path, dpi=100)
+
+
+def fidelity_page(
+    figures: Sequence[PaperFigure], constants: Sequence[tuple[str, str, str]], pictures: str
+) -> str:
+    """Write the page: what was met, the constants with their origin, and each figure with its notes.
+
+    Args:
+        figures: in the order of the page.
+        constants: name, value and origin of everything that was calibrated.
+        pictures: folder of the pictures, relative to the page.
+    """
+    lines = [
+        "# Fidelity",
+        "",
+        "StreamRL (arXiv 2504.15930) in simulation. `streamrl validate --output docs` writes this page and its",
+        "pictures; every number on it comes from that command.",
+        "",
+        "| figure | must reach | | mean error | largest |",
+        "|---|---|---|---|---|",
+    ]
+    for figure in figures:
+        mark = "met" if figure.is_met else "**missed**"
+        lines.append(
+            f"| {figure.name} | {figure.target} | {mark} | {figure.mape:.1%} | {figure.max_error:.1%} |"
+        )
+    lines += ["", "## Calibrated constants", "", "| constant | value | from |", "|---|---|---|"]
+    lines += [f"| {name} | {value} | {origin} |" for name, value, origin in constants]
+    for figure in figures:
+        lines += ["", f"## {figure.name}: {figure.title}", ""]
+        lines += [f"- {note}" for note in figure.notes]
+        lines += ["", f"![{figure.name}]({pictures}/{slug(figure.name)}.png)", ""]
+        lines += [f"| | paper | ours ({figure.unit}) | error |", "|---|---|---|---|"]
+        lines += [
+            f"| {cell.label} | {cell.paper:.4g} | {cell.ours:.4g} | {cell.error:+.1%} |"
+            for cell in figure.cells
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def slug(name: str) -> str:
+    """Give the file name of a figure: "Figure 8" is figure-8."""
+    return name.lower().replace(" ", "-")
