@@ -35,6 +35,8 @@ from streamrl.messages import (
     PushWeights,
     ReplicaLost,
     ReplicaStarted,
+    ReplicaStopped,
+    Resize,
     RunStarted,
     SaveCheckpoint,
     Score,
@@ -44,6 +46,7 @@ from streamrl.messages import (
     Step,
     Stepped,
     Stop,
+    StopReplica,
     Take,
     Train,
     Trained,
@@ -159,7 +162,7 @@ class RealWorld(World):
                 return await self._verify(command)
             case DrawPrompts(step, num_groups, oldest_version):
                 return PromptsDrawn(step, oldest_version, self._book.draw(num_groups))
-            case Take() | Stop():
+            case Take() | Resize() | Stop():
                 return None
             case Drop(group):
                 self._book.close_group(group)
@@ -181,6 +184,8 @@ class RealWorld(World):
                 return None
             case StartReplica():
                 return await self._start_replica(command)
+            case StopReplica():
+                return await self._stop_replica(command)
             case StartTrainer():
                 return await self._start_trainer()
             case SaveCheckpoint():
@@ -199,6 +204,12 @@ class RealWorld(World):
         self._replicas[command.replica] = handle
         await handle.call("start", manifest, command.version, returns=type(None))
         return ReplicaStarted(command.replica, command.version)
+
+    async def _stop_replica(self, command: StopReplica) -> Event:
+        await self._replicas[command.replica].close()
+        self._launcher.free(command.replica)
+        del self._replicas[command.replica]
+        return ReplicaStopped(command.replica)
 
     async def _generate(self, command: Generate) -> Event:
         handle = self._replicas[command.replica]
@@ -308,7 +319,7 @@ class RealWorld(World):
             self._lose(command.replica, reason)
         if isinstance(command, StartReplica):
             self._launcher.free(command.replica)
-        if not isinstance(command, Abort | Take | Drop | Stop):
+        if not isinstance(command, Abort | Take | Drop | Resize | Stop):
             self.emit(Failed(command, reason))
 
     def _lose(self, replica_id: int, reason: str) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
 
+import msgspec
+
+from sim.colocation import PhaseChange
 from sim.curves import DecodeCurve, PrefillCurve, compose_decode
 from sim.inference import Shard
 from sim.kernels import Kernels
+from sim.measured import MeasuredPrefill, MeasuredTraining, with_profile
 from sim.sync import SyncCosts
 from sim.training import TrainingCosts
-from streamrl.config import Run
+from streamrl.config import CostsConfig, Run
 from streamrl.memory import check_memory, kv_capacity, longest_sequence
 from streamrl.profile import load_model
 from streamrl.tiers import Provenance
@@ -21,11 +27,23 @@ class Costs:
     """Seconds, bytes and capacities of one run's hardware."""
 
     decode: DecodeCurve
-    prefill: PrefillCurve
+    prefill: PrefillCurve | MeasuredPrefill
     kv_capacity: int
     """Tokens whose keys and values a replica holds."""
     sync: SyncCosts
-    training: TrainingCosts
+    training: TrainingCosts | MeasuredTraining
+    rides_along: bool = False
+    """Whether running rollouts make a token in a pass that prefills for others."""
+    pads_context: bool = False
+    """Whether a decode step takes as long as if every running rollout were as long as the longest."""
+    tokens_per_pass: float = inf
+    """Tokens that one forward pass of a replica takes: one of each running rollout, the rest of prefixes."""
+    refill_passes: int = 0
+    """Passes from the end of a rollout to the one that the next in the queue joins."""
+    generation_factor: float = 1.0
+    """Seconds of prefill are divided by it; those of `decode` are already."""
+    training_factor: float = 1.0
+    """Seconds of score, train and the optimizer step are divided by it."""
     provenance: dict[str, Provenance]
     """Where the seconds of each operation come from: prefill, decode, score, train, sync."""
 
@@ -38,9 +56,10 @@ class Costs:
         """
         check_memory(run)
         decode, prefill = _compose_replica(run)
-        training, sync = TrainingCosts.load(run), SyncCosts.load(run)
+        training = TrainingCosts.load(run)
+        sync = PhaseChange.load(run).sync_costs() if run.shares_gpus else SyncCosts.load(run)
         trained = Provenance.of(training.tier, training.sources)
-        return cls(
+        costs = cls(
             decode=decode,
             prefill=prefill,
             kv_capacity=kv_capacity(run),
@@ -54,13 +73,19 @@ class Costs:
                 "sync": Provenance.of(sync.tier, sync.sources),
             },
         )
+        if run.costs.profile is not None:
+            costs = with_profile(costs, run, Path(run.costs.profile))
+        return _with_factors(costs, run.costs)
 
-    def prefill_time(self, num_tokens: int, context_pairs: float, num_running: int) -> float:
+    def prefill_time(
+        self, num_tokens: int, context_pairs: float, num_running: int, num_rollouts: int = 1
+    ) -> float:
         """Give the seconds that prefill adds to what `num_running` decoding rollouts take.
 
-        The new tokens attend to `context_pairs` tokens in all.
+        The new tokens of `num_rollouts` rollouts attend to `context_pairs` tokens in all.
         """
-        return self.prefill.time(num_tokens, context_pairs, num_running)
+        seconds = self.prefill.time(num_tokens, context_pairs, num_running, num_rollouts)
+        return seconds / self.generation_factor
 
     @property
     def load_time(self) -> float:
@@ -70,15 +95,20 @@ class Costs:
     @property
     def optimizer_time(self) -> float:
         """Seconds of gradient reduction and optimizer step."""
-        return self.training.optimizer_time
+        return self.training.optimizer_time / self.training_factor
 
-    def score_time(self, lengths: Sequence[int]) -> float:
-        """Give the seconds of the forward passes that these rollouts (prompt + output tokens) need first."""
-        return self.training.score_time(lengths)
+    def score_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
+        """Give the seconds of the forward passes that these rollouts (prompt + output tokens) need first.
 
-    def train_time(self, lengths: Sequence[int]) -> float:
+        `is_continued` says that the trainer comes from other passes without a break.
+        """
+        seconds = self.training.score_time(lengths, is_continued=is_continued)
+        return seconds / self.training_factor
+
+    def train_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
         """Give the seconds of forward and backward passes over rollouts (prompt + output tokens)."""
-        return self.training.train_time(lengths)
+        seconds = self.training.train_time(lengths, is_continued=is_continued)
+        return seconds / self.training_factor
 
     @property
     def facts(self) -> dict[str, dict[str, float] | list[str]]:
@@ -91,12 +121,52 @@ class Costs:
         return {**shares, "sources": list(sources)}
 
 
+def fill_latency(run: Run, costs: Costs) -> Run:
+    """Give the run with `policies.latency` filled in from the decode curve, where it is absent.
+
+    Read at half the longest rollout's context, the middle of its life, up to the batch that memory holds.
+    """
+    if run.policies.latency is not None:
+        return run
+    context = longest_sequence(run) / 2
+    most = max(1, min(run.rollout.max_running, int(costs.kv_capacity / context)))
+    batches = [b for b in (2**i for i in range(17)) if b < most] + [most]
+    points = tuple((b, costs.decode.step_time(b, b * context)) for b in batches)
+    policies = msgspec.structs.replace(run.policies, latency=points)
+    filled: Run = msgspec.structs.replace(run, policies=policies)
+    return filled
+
+
+def _with_factors(costs: Costs, config: CostsConfig) -> Costs:
+    """Divide the seconds of both sides by the run file's factors, and say so among the sources."""
+    decode, provenance = costs.decode, dict(costs.provenance)
+    for key, factor, operations in (
+        ("generation_factor", config.generation_factor, ("prefill", "decode")),
+        ("training_factor", config.training_factor, ("score", "train")),
+    ):
+        if factor != 1.0:
+            source = f"run file: costs.{key}={factor:g}"
+            provenance.update((name, provenance[name].adjusted(source)) for name in operations)
+    return replace(
+        costs,
+        decode=replace(
+            decode,
+            base=[seconds / config.generation_factor for seconds in decode.base],
+            per_context_token=[s / config.generation_factor for s in decode.per_context_token],
+            provenance=provenance["decode"],
+        ),
+        generation_factor=config.generation_factor,
+        training_factor=config.training_factor,
+        provenance=provenance,
+    )
+
+
 def _compose_replica(run: Run) -> tuple[DecodeCurve, PrefillCurve]:
     """Compose a replica's decode step and prefill from operators."""
     rollout = run.rollout
     shard = Shard(
         load_model(run.model),
-        Kernels(run.cluster.pools[rollout.pool].gpu, run.model.dtype),
+        Kernels(run.cluster.pools[rollout.pool].gpu, run.model.dtype, run.costs.backend),
         rollout.tensor_parallel,
         rollout.expert_parallel,
     )

@@ -98,13 +98,16 @@ class PrefillCurve:
         )
         self.provenance = (shard.products(np.array([CHUNK])) + packed[0]).provenance
 
-    def time(self, num_tokens: int, context_pairs: float, num_running: int) -> float:
+    def time(
+        self, num_tokens: int, context_pairs: float, num_running: int, num_rollouts: int = 1
+    ) -> float:
         """Give the seconds that prefill adds.
 
         Args:
             num_tokens: new tokens of context.
             context_pairs: tokens that they attend to, in all.
             num_running: rollouts that decode meanwhile.
+            num_rollouts: rollouts that the tokens are of, which makes no difference to kernels.
         """
         beside = num_running if self._is_mixed else 0
         length = 2 * context_pairs / num_tokens

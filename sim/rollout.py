@@ -31,7 +31,8 @@ class Attempt:
     """One `Generate` on this replica."""
 
     rollout: int
-    group: int
+    prefix: int
+    """Whose prompt it shares: its group, or itself where the backend shares none."""
     priority: int
     prompt_tokens: int
     done: int
@@ -43,6 +44,13 @@ class Attempt:
     version: int = 0
     began_at: float | None = None
     prefill_time: float = 0.0
+    computed: int = 0
+    """Tokens of its prefix that passes have computed while it waits for the rest."""
+
+    @property
+    def ahead(self) -> int:
+        """Tokens of its context less the replica's step: the same from one to the next while it runs."""
+        return self.prompt_tokens + self.length - self.finish_at
 
 
 class Replica:
@@ -53,6 +61,7 @@ class Replica:
         self._env = world.env
         self._costs = world.costs
         self._max_running = world.run_file.rollout.max_running
+        self._shares_prefixes = world.run_file.rollout.shares_prefixes
         self.id = replica_id
         self.version = version
         self._queue: list[tuple[int, int]] = []
@@ -60,12 +69,16 @@ class Replica:
         self._queued: dict[int, Attempt] = {}
         self._running: dict[int, Attempt] = {}
         self._finishing: list[tuple[int, int]] = []
+        self._by_length: list[tuple[int, int]] = []
+        """Heap of (-tokens of context beyond the replica's step, rollout), where contexts are padded."""
         self._prefixes: dict[int, int] = {}
-        """Running rollouts by group: the first of a group prefills the prompt for all."""
+        """Running rollouts by prefix: the first of a group prefills the prompt for all."""
         self._step = 0
         self._context = 0
         self._kv = 0
         self._is_full = False
+        self._freed_at = self._num_freed = 0
+        """Decode step with which rollouts ended last, and how many did."""
         self._is_lost = False
         self._aborted: list[int] = []
         self.num_preempted = 0
@@ -78,8 +91,9 @@ class Replica:
 
     def generate(self, command: Generate, group: int, prompt_tokens: int, length: int) -> None:
         """Queue a rollout of `length` output tokens."""
+        prefix = group if self._shares_prefixes else command.rollout
         attempt = Attempt(
-            command.rollout, group, command.priority, prompt_tokens, command.prefix, length
+            command.rollout, prefix, command.priority, prompt_tokens, command.prefix, length
         )
         self._enqueue(attempt)
         if len(self._running) < self._max_running and not self._is_full:
@@ -127,33 +141,60 @@ class Replica:
         self._world.emit(WeightsLoaded(self.id, command.version, self._costs.load_time))
 
     def _admit(self) -> float | None:
-        """Move queued rollouts into the batch; give the seconds of their prefill, None for no rollout."""
+        """Begin the pass that takes queued rollouts in; give its seconds, None where there is nothing to take."""
         if self._load is not None or self._is_full or not self._queue:
             return None
         joined: list[Attempt] = []
-        tokens, pairs = 0, 0.0
-        while self._queue and len(self._running) < self._max_running:
+        tokens, pairs, num_prefixes, step_time = 0, 0.0, 0, 0.0
+        places = self._max_running - self._num_stale_places()
+        budget = self._costs.tokens_per_pass - len(self._running)
+        while self._queue and len(self._running) < places and tokens < budget:
             priority, rollout = self._queue[0]
             attempt = self._queued.get(rollout)
             if attempt is None or attempt.priority != priority:
                 heappop(self._queue)
                 continue
             context = attempt.prompt_tokens + attempt.done
-            is_first = attempt.group not in self._prefixes
+            is_first = attempt.prefix not in self._prefixes
             fresh = context if is_first else attempt.done
-            if self._kv + fresh + 1 > self._costs.kv_capacity:
+            riding = len(self._running) if self._costs.rides_along and not num_prefixes else 0
+            if self._kv + riding + fresh + 1 > self._costs.kv_capacity:
+                break
+            if not num_prefixes:
+                step_time = self._ride_along()
+            done = min(attempt.computed, fresh)
+            part = int(min(fresh - done, budget - tokens))
+            tokens += max(part, 1)
+            pairs += part * (context - fresh + done + part / 2)
+            num_prefixes += 1
+            if done + part < fresh:
+                attempt.computed = done + part
                 break
             heappop(self._queue)
             self._join(attempt, fresh)
             joined.append(attempt)
-            tokens += max(fresh, 1)
-            pairs += fresh * (context - fresh / 2)
-        return self._prefill(joined, tokens, pairs) if joined else None
+        return step_time + self._prefill(joined, tokens, pairs, num_prefixes) if tokens else None
 
-    def _prefill(self, joined: list[Attempt], tokens: int, pairs: float) -> float:
-        """Compute the prefixes of what joined; this also makes the next token of each."""
+    def _ride_along(self) -> float:
+        """Let what runs make a token in the pass that prefills, where the backend does; give its seconds."""
+        num_running = len(self._running)
+        if not self._costs.rides_along or not num_running:
+            return 0.0
+        step_time = self._time_of(1)
+        self._advance(1)
+        return step_time
+
+    def _num_stale_places(self) -> int:
+        """Give the places that were freed but stay empty, because the queue has not heard of them yet."""
+        is_stale = self._step - self._freed_at < self._costs.refill_passes
+        return self._num_freed if is_stale and self._running else 0
+
+    def _prefill(
+        self, joined: list[Attempt], tokens: int, pairs: float, num_prefixes: int
+    ) -> float:
+        """Compute prefixes or parts of them; this also makes the next token of each that joined."""
         beside = len(self._running) - len(joined)
-        prefill_time = self._costs.prefill_time(tokens, pairs, beside)
+        prefill_time = self._costs.prefill_time(tokens, pairs, beside, num_prefixes)
         for attempt in joined:
             attempt.prefill_time = attempt.prefill_time or prefill_time
         return prefill_time
@@ -166,6 +207,8 @@ class Replica:
             self._preempt()
             return
         steps = min(self._next_finish() - self._step, room)
+        if self._queue and self._num_stale_places():
+            steps = min(steps, self._freed_at + self._costs.refill_passes - self._step)
         began_at = self._env.now
         self._is_decoding = True
         try:
@@ -177,15 +220,19 @@ class Replica:
             steps = min(steps, self._steps_in(elapsed))
             yield self._env.timeout(max(0.0, self._time_of(steps) - elapsed))
         self._is_decoding = False
-        self._step += steps
-        self._context += steps * num_running
-        self._kv += steps * num_running
+        self._advance(steps)
         self._end_finished()
+
+    def _advance(self, steps: int) -> None:
+        """Give every running rollout a token for each of `steps` passes."""
+        self._step += steps
+        self._context += steps * len(self._running)
+        self._kv += steps * len(self._running)
 
     def _time_of(self, steps: int) -> float:
         """Seconds of the next `steps` decode steps with the batch as it is."""
         curve, num_running = self._costs.decode, len(self._running)
-        context = steps * self._context + num_running * steps * (steps - 1) / 2
+        context = steps * self._attended() + num_running * steps * (steps - 1) / 2
         return steps * curve.base[num_running] + curve.per_context_token[num_running] * context
 
     def _steps_in(self, elapsed: float) -> int:
@@ -193,9 +240,21 @@ class Replica:
         curve, num_running = self._costs.decode, len(self._running)
         per_token = curve.per_context_token[num_running]
         slope = per_token * num_running / 2
-        first = curve.base[num_running] + per_token * self._context - slope
+        first = curve.base[num_running] + per_token * self._attended() - slope
         steps = 2 * elapsed / (first + sqrt(first * first + 4 * slope * elapsed))
         return ceil(steps - ROUNDING)
+
+    def _attended(self) -> int:
+        """Give the tokens that the next decode step attends to."""
+        if not self._costs.pads_context:
+            return self._context
+        by_length = self._by_length
+        while True:
+            ahead, rollout = by_length[0]
+            attempt = self._running.get(rollout)
+            if attempt is not None and attempt.ahead == -ahead:
+                return len(self._running) * (self._step - ahead)
+            heappop(by_length)
 
     # The batch ------------------------------------------------------------------------------------
 
@@ -211,9 +270,11 @@ class Replica:
             attempt.version = self.version
         attempt.done += 1
         attempt.finish_at = self._step + attempt.length - attempt.done
-        self._prefixes[attempt.group] = self._prefixes.get(attempt.group, 0) + 1
+        self._prefixes[attempt.prefix] = self._prefixes.get(attempt.prefix, 0) + 1
         self._running[attempt.rollout] = attempt
         heappush(self._finishing, (attempt.finish_at, attempt.rollout))
+        if self._costs.pads_context:
+            heappush(self._by_length, (-attempt.ahead, attempt.rollout))
         self._context += attempt.prompt_tokens + attempt.done
         self._kv += fresh + 1
 
@@ -223,11 +284,11 @@ class Replica:
         attempt.done = attempt.length - (attempt.finish_at - self._step)
         self._context -= attempt.prompt_tokens + attempt.done
         self._kv -= attempt.done
-        siblings = self._prefixes[attempt.group] - 1
+        siblings = self._prefixes[attempt.prefix] - 1
         if siblings:
-            self._prefixes[attempt.group] = siblings
+            self._prefixes[attempt.prefix] = siblings
         else:
-            del self._prefixes[attempt.group]
+            del self._prefixes[attempt.prefix]
             self._kv -= attempt.prompt_tokens
 
     def _next_finish(self) -> int:
@@ -249,8 +310,15 @@ class Replica:
                 continue  # aborted or preempted meanwhile
             self._leave(attempt)
             self._is_full = False
+            self._free_place()
             is_cut = attempt.length >= self._world.run_file.rollout.max_tokens
             self._end(attempt, "length" if is_cut else "stop")
+
+    def _free_place(self) -> None:
+        """Note a place whose rollout ended with this decode step."""
+        if self._freed_at != self._step:
+            self._freed_at, self._num_freed = self._step, 0
+        self._num_freed += 1
 
     def _end_aborted(self) -> None:
         while self._aborted:

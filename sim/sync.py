@@ -27,8 +27,8 @@ from sim.sync_profiles import (
 )
 from streamrl.config import LinkConfig, PoolConfig, Run
 from streamrl.memory import weight_bytes
+from streamrl.pools import find_link
 from streamrl.profile import Gpu, load_gpu
-from streamrl.run_file import find_link
 from streamrl.tiers import Tier
 
 COPY_TRAFFIC = 2

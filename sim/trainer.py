@@ -39,20 +39,30 @@ class Trainer:
         self._inbox.put(command)
 
     def _run(self) -> Generator[simpy.Event, Any, None]:
+        env = self._world.env
+        passes_until = float("-inf")
         while True:
             command: Work = yield self._inbox.get()
-            yield self._world.env.timeout(self._time_of(command))
+            is_pass = isinstance(command, Score | Train)
+            yield env.timeout(self._time_of(command, is_continued=env.now == passes_until))
+            if is_pass:
+                passes_until = env.now
             self._world.emit(_result(command))
 
-    def _time_of(self, command: Work) -> float:
+    def _time_of(self, command: Work, *, is_continued: bool) -> float:
+        """Give a command's seconds; passes that follow others without a break find the pipeline full."""
         costs = self._world.costs
         match command:
             case StartTrainer():
                 return self._world.run_file.trainer.start_time
             case Score(rollouts):
-                return costs.score_time(self._world.sequence_lengths(rollouts))
+                return costs.score_time(
+                    self._world.sequence_lengths(rollouts), is_continued=is_continued
+                )
             case Train(rollouts):
-                return costs.train_time(self._world.sequence_lengths(rollouts))
+                return costs.train_time(
+                    self._world.sequence_lengths(rollouts), is_continued=is_continued
+                )
             case Step():
                 return costs.optimizer_time
             case SaveCheckpoint():

@@ -92,25 +92,32 @@ class TrainingCosts:
             _trainer=run.trainer,
         )
 
-    def train_time(self, lengths: Sequence[int]) -> float:
+    def train_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
         """Give the seconds of forward and backward passes over rollouts (prompt + output tokens)."""
-        return self.num_trained * (self.switches.train_time + self.pass_time(self.train, lengths))
+        passes = self.pass_time(self.train, lengths, is_continued=is_continued)
+        return self.num_trained * (self.switches.train_time + passes)
 
-    def score_time(self, lengths: Sequence[int]) -> float:
+    def score_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
         """Give the seconds of the forward passes that rollouts (prompt + output tokens) need first."""
-        return self.num_scored * (self.switches.score_time + self.pass_time(self.forward, lengths))
+        passes = self.pass_time(self.forward, lengths, is_continued=is_continued)
+        return self.num_scored * (self.switches.score_time + passes)
 
-    def pass_time(self, one: Pass, lengths: Sequence[int]) -> float:
+    def pass_time(self, one: Pass, lengths: Sequence[int], *, is_continued: bool = False) -> float:
         """Give the seconds of one pass: the fullest data-parallel rank, and the pipeline's bubble.
 
-        p stages and m micro-batches idle for (p-1)/(m+p-1) of the time (Huang et al. 2019, GPipe).
+        p stages and m micro-batches idle for (p-1)/(m+p-1) of the time (Huang et al. 2019, GPipe). A pass
+        that continues the one before finds the pipeline full, and ranks that need not wait for each other:
+        micro-batches that stream in cost no more than one large batch.
         """
         trainer = self._trainer
         times = [one.rollout_time(length) for length in lengths]
-        fullest = max(sum(times) / trainer.data_parallel, max(times))
         num_micro = self.num_micro_batches(lengths)
+        gathered = num_micro * one.per_micro_batch
+        even = sum(times) / trainer.data_parallel
+        if is_continued:
+            return even + gathered
         bubble = (trainer.pipeline_parallel - 1) / num_micro
-        return (fullest + num_micro * one.per_micro_batch) * (1 + bubble)
+        return (max(even, *times) + gathered) * (1 + bubble)
 
     def num_micro_batches(self, lengths: Sequence[int]) -> int:
         """Give a rank's micro-batches, each of `micro_batch` rollouts and `max_tokens_per_pass` at most."""

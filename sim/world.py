@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, assert_never
 import simpy
 
 from sim.costs import Costs
+from sim.fill import fill_policies
 from sim.rollout import Replica
 from sim.trainer import Trainer
 from sim.transfer import Transfer
@@ -26,6 +27,8 @@ from streamrl.messages import (
     PushWeights,
     ReplicaLost,
     ReplicaStarted,
+    ReplicaStopped,
+    Resize,
     RunStarted,
     SaveCheckpoint,
     Score,
@@ -33,6 +36,7 @@ from streamrl.messages import (
     StartTrainer,
     Step,
     Stop,
+    StopReplica,
     Take,
     Train,
     Verify,
@@ -111,7 +115,7 @@ class SimWorld(World):
                 )
             case Verify():
                 self._verifier.begin(command)
-            case Take() | Drop() | Stop():
+            case Take() | Drop() | Resize() | Stop():
                 pass
             case Score() | Train() | Step() | SaveCheckpoint() | StartTrainer():
                 self._trainer.begin(command)
@@ -125,6 +129,8 @@ class SimWorld(World):
                 self._abort(command.rollout)
             case StartReplica():
                 self.env.process(self._start_replica(command))
+            case StopReplica():
+                self.env.process(self._stop_replica(command))
             case WakeAt():
                 self.env.process(self._wake(command))
             case _:
@@ -167,6 +173,11 @@ class SimWorld(World):
         self.replicas[command.replica] = Replica(self, command.replica, command.version)
         self.emit(ReplicaStarted(command.replica, command.version))
 
+    def _stop_replica(self, command: StopReplica) -> Generator[simpy.Event, Any, None]:
+        yield self.env.timeout(0)  # what emitted the event that led here comes to rest first
+        self.replicas.pop(command.replica).lose()
+        self.emit(ReplicaStopped(command.replica))
+
     def _wake(self, command: WakeAt) -> Generator[simpy.Event, Any, None]:
         yield self.env.timeout(max(0.0, command.time - self.now))
         self.emit(Woke(command.time))
@@ -178,7 +189,8 @@ def simulate(run: Run, watch: Callable[[int], None] = lambda version: None) -> T
     Raises:
         ValueError: the run file asks for what its profiles or memory do not allow.
     """
-    return SimWorld(run, Costs.load(run), SimulatedWorkload(run)).run(watch)
+    costs = Costs.load(run)
+    return SimWorld(fill_policies(run, costs), costs, SimulatedWorkload(run)).run(watch)
 
 
 def _sum_up(world: SimWorld) -> str:

@@ -12,6 +12,10 @@ verifier      replica, trainer    the rewards of generated rollouts, while the t
 checkpoint    trainer             the disk
 backpressure  replica             room for finished rollouts
 wind-down     replica             the end of the run: every prompt is drawn (off-policy)
+
+GPUs that replicas and trainer share count once: what works on them says what they do, generation before
+training; while neither does, they wait for what their replica waits for. Trained on while others stand
+idle, those others wait for the pipeline.
 """
 
 from __future__ import annotations
@@ -19,8 +23,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+from streamrl.config import Run
 from streamrl.messages import (
     DrawnGroup,
     Drop,
@@ -29,8 +34,11 @@ from streamrl.messages import (
     Generated,
     PromptsDrawn,
     ReplicaLost,
+    ReplicaStopped,
+    Resize,
     StartReplica,
     Stepped,
+    StopReplica,
     Take,
     Verified,
 )
@@ -94,19 +102,45 @@ def _sweep(trace: Trace, timeline: Timeline) -> dict[str, float]:
     before = 0.0
     for time, name, by in sorted(_changes(trace, timeline), key=itemgetter(0)):
         if time > before:
-            for activity, replicas in _replica_shares(counts, run.rollout.replicas, is_on_policy):
-                seconds[activity] += replicas * run.rollout.tensor_parallel * (time - before)
-            seconds[_trainer_activity(counts)] += run.trainer.num_gpus * (time - before)
+            shares = _shared_shares if run.shares_gpus else _separate_shares
+            for activity, num_gpus in shares(counts, run, is_on_policy):
+                seconds[activity] += num_gpus * (time - before)
             before = time
         counts[name] += by
     return seconds
 
 
-def _replica_shares(
-    counts: dict[str, int], num_replicas: int, is_on_policy: bool
-) -> Iterator[tuple[str, int]]:
+Shares: TypeAlias = Iterator[tuple[str, int]]
+"""How many GPUs do, or wait for, what."""
+
+
+def _separate_shares(counts: dict[str, int], run: Run, is_on_policy: bool) -> Shares:
+    """Give what the GPUs of the replicas do, and those of the trainer."""
+    for activity, replicas in _replica_shares(counts, is_on_policy):
+        yield activity, replicas * run.rollout.tensor_parallel
+    yield _trainer_activity(counts), run.trainer.num_gpus
+
+
+def _shared_shares(counts: dict[str, int], run: Run, is_on_policy: bool) -> Shares:
+    """Give what the GPUs do that are both the replicas' and the trainer's."""
+    generating = counts["replica generate"] * run.rollout.tensor_parallel
+    work = _trainer_work(counts)
+    if work in ("score", "train"):
+        training = min(run.trainer.num_gpus, run.num_gpus - generating)
+        yield "generate", generating
+        yield work, training
+        yield "pipeline", run.num_gpus - generating - training
+        return
+    for activity, replicas in _replica_shares(counts, is_on_policy):
+        cause = work if work and activity == "pipeline" else activity
+        yield cause, replicas * run.rollout.tensor_parallel
+    yield _trainer_activity(counts), run.num_gpus - run.rollout.num_gpus
+
+
+def _replica_shares(counts: dict[str, int], is_on_policy: bool) -> Iterator[tuple[str, int]]:
     """Give how many replicas do, or wait for, what."""
-    yield _coming_up(counts), num_replicas - counts["replicas"] + counts["replica start-up"]
+    missing = max(0, counts["wanted"] - counts["replicas"])
+    yield _coming_up(counts), missing + counts["replica start-up"]
     yield "generate", counts["replica generate"]
     yield "sync", counts["replica sync"]
     yield _replica_cause(counts, is_on_policy), _num_idle(counts)
@@ -188,6 +222,8 @@ def _span_changes(timeline: Timeline) -> Iterator[Change]:
 
 def _run_changes(trace: Trace) -> Iterator[Change]:
     """Which replicas there are, and whether there is anything to generate yet, or ever again."""
+    yield Change(0.0, "wanted", trace.run.rollout.replicas)
+    wanted = trace.run.rollout.replicas
     for time, event, commands in trace.entries:
         match event:
             case PromptsDrawn():
@@ -197,11 +233,16 @@ def _run_changes(trace: Trace) -> Iterator[Change]:
             case ReplicaLost() | Failed(StartReplica()):
                 yield Change(time, "replicas", -1)
                 yield Change(time, "lost", 1)
+            case ReplicaStopped() | Failed(StopReplica()):
+                yield Change(time, "replicas", -1)
             case _:
                 pass  # changes neither
         for command in commands:
             if isinstance(command, StartReplica):
                 yield Change(time, "replicas", 1)
+            elif isinstance(command, Resize):
+                yield Change(time, "wanted", command.num_replicas - wanted)
+                wanted = command.num_replicas
 
 
 def _rollout_changes(trace: Trace) -> Iterator[Change]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from streamrl.entities import Group, Phase, Rollout
+from streamrl.messages import Command, Score, Scored, Train, Trained
 
 
 @dataclass(slots=True)
@@ -38,7 +38,17 @@ class Batch:
         elif not rollout.group.num_missing:
             self._supply(*rollout.group.rollouts)
 
-    def hand_over(self, line: deque[Rollout], rollouts: tuple[int, ...]) -> None:
+    def begin(self, command: Command) -> None:
+        """Take what a command to the trainer is about from the head of its line."""
+        match command:
+            case Score(rollouts):
+                self._hand_over(self.unscored, rollouts)
+            case Train(rollouts):
+                self._hand_over(self.trainable, rollouts)
+            case _:
+                pass  # is about no rollout
+
+    def _hand_over(self, line: deque[Rollout], rollouts: tuple[int, ...]) -> None:
         """Take `rollouts` from the head of `line` into the trainer's hands."""
         for rollout_id in rollouts:
             rollout = line.popleft()
@@ -46,17 +56,15 @@ class Batch:
                 raise ValueError(f"rollout {rollout.id} comes before {rollout_id}")
             rollout.phase = Phase.TRAINING
 
-    def end_score(self, rollouts: Iterable[Rollout]) -> None:
-        """Enter that the forward passes of `rollouts` are done."""
+    def end(self, event: Scored | Trained, rollouts: list[Rollout]) -> None:
+        """Enter that the forward passes of `rollouts` are done, or that their gradient is accumulated."""
+        is_trained = isinstance(event, Trained)
         for rollout in rollouts:
-            rollout.phase = Phase.READY
-            self.trainable.append(rollout)
-
-    def end_train(self, rollouts: Iterable[Rollout]) -> None:
-        """Enter that the gradient of `rollouts` is accumulated."""
-        for rollout in rollouts:
-            rollout.phase = Phase.TRAINED
-            self.num_in_gradient += 1
+            rollout.phase = Phase.TRAINED if is_trained else Phase.READY
+        if is_trained:
+            self.num_in_gradient += len(rollouts)
+        else:
+            self.trainable.extend(rollouts)
 
     def drop(self, group: Group) -> None:
         """Leave a group out; what the trainer has in hand of it is for the trainer to end."""

@@ -182,10 +182,25 @@ class LengthsConfig(Section, frozen=True, kw_only=True):
     """A name in profiles/lengths, or the path of a CSV file (a trace: its JSONL file)."""
     scale: float = 1.0
     """Multiplies every length."""
+    scale_to: float | None = None
+    """What multiplies lengths in the last step, where they drift; in between the factor goes linearly."""
+    drift_steps: int | None = None
+    """The step that has `scale_to` first; the last of the run where absent."""
     prompt_tokens: int = 400
     """Tokens of a prompt where the source does not say."""
-    ranker: Literal["oracle", "none"] = "none"
-    """What a rollout's expected length is: its true one, or the mean of all."""
+    ranker: Literal["none", "oracle", "recall", "scores", "history"] = "none"
+    """What a rollout's expected length is: the mean of all (none), its true one (oracle), that with as much
+    noise as `ranker_recall` allows, with the errors of `ranker_scores`, or the mean of its prompt's past."""
+    ranker_recall: float = 0.87
+    """recall@20% of a ranker of kind recall; 0.87 is StreamRL's (arXiv 2504.15930, Table 4)."""
+    ranker_recall_to: float | None = None
+    """Its recall at the end of the drift, where it goes stale."""
+    ranker_correlation: float = 0.0
+    """Share of its noise that the rollouts of a group have in common."""
+    ranker_scores: str | None = None
+    """Held-out scores of a real ranker: a CSV file with columns score and output_tokens."""
+    ranker_history: int = 1
+    """Past samples of each prompt that a ranker of kind history knows."""
 
     @property
     def names_a_file(self) -> bool:
@@ -237,25 +252,63 @@ class CostsConfig(Section, frozen=True, kw_only=True):
 
     profile: str | None = None
     """A profile that `streamrl profile` measured for this model on this GPU: a TOML file."""
+    backend: str | None = None
+    """Whose operator tables make up decode and prefill, such as "sglang"; the GPU profile's own choice where
+    absent."""
+    generation_factor: float = 1.0
+    """Simulated: how fast prefill and decode are, relative to what the profiles say: seconds are divided by
+    it. For a framework slower than the engines that were measured: 0.5 takes twice as long."""
+    training_factor: float = 1.0
+    """Simulated: the same for score, train and the optimizer step."""
 
 
 class PoliciesConfig(Section, frozen=True, kw_only=True):
     """A system by name; each policy may be replaced by name."""
 
     system: Literal[
-        "disaggregated", "stream-sync", "one-step-async", "stream-async", "fully-async"
+        "colocated",
+        "disaggregated",
+        "stream-sync",
+        "one-step-async",
+        "stream-async",
+        "fully-async",
     ] = "stream-async"
     max_staleness: int | None = None
-    dispatch: Literal["least-loaded", "round-robin"] | None = None
+    waits_for_whole_batches: bool | None = None
+    """Whether the prompts of a batch start only once the batch before is generated."""
+    dispatch: Literal["least-loaded", "round-robin", "random", "skewness-aware"] | None = None
+    group_placement: Literal["split", "together"] = "split"
+    """Whether the rollouts of a group may go to different replicas, or share one and their prompt's prefill."""
+    tail_share: float = 0.2
+    """Share of a step's rollouts that skewness-aware dispatch gives replicas of their own (the paper's alpha)."""
+    skew_objective: Literal["max", "sum", "drain"] = "max"
+    """What skewness-aware dispatch makes smallest: the longer of both parts, which run side by side; their
+    sum, as the paper prints it; or drain: the longer one as batches shrink, or no split where that is faster."""
     order: Literal["fifo", "longest-first"] | None = None
     streaming: Literal["whole-batch", "stream"] | None = None
     consumption: Literal["strict-fifo", "greedy"] | None = None
     weight_sync: (
         Literal["barrier", "drain-then-load", "load-in-flight", "abort-and-resume"] | None
     ) = None
+    migration: Literal["none", "consolidate"] = "none"
+    """consolidate: near the end of a step, rollouts that share a batch move to replicas that stand idle."""
+    context_time: float | None = None
+    """Seconds for each token of context that a moved rollout computes again; filled in like `latency`."""
     latency: tuple[tuple[int, float], ...] | None = None
     """Seconds of a decode step by batch, such as [[1, 0.008], [256, 0.022]], for policies that reckon with
     them; `simulate` and `execute` fill it in from the costs where it is absent."""
+    resize: Literal["keep", "adjust"] = "keep"
+    """adjust: more replicas while generation lags behind training by more than they gain (StreamRL's dynamic
+    adjustment); the pool of `rollout` must have GPUs left for them."""
+    resize_unit: int | None = None
+    """Replicas that are added at once; as many as fit a node where absent."""
+    max_replicas: int | None = None
+    """Most replicas that there may be; as many as the pool has GPUs for where absent."""
+    resize_window: int = 3
+    """Steps whose median time decides, so that one long batch does not."""
+    shrink_after: int | None = None
+    """Steps in a row for which generation, also with a unit less, would be the faster side, after which that
+    unit is given back; never where absent."""
     max_attempts: int = 3
     """Failures of one rollout after which its group is dropped."""
     max_restarts: int = 4
@@ -294,3 +347,14 @@ class Run(Section, frozen=True, kw_only=True):
     costs: CostsConfig = CostsConfig()
     policies: PoliciesConfig = PoliciesConfig()
     execute: ExecuteConfig = ExecuteConfig()
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether generation and training take turns on the same GPUs."""
+        return self.policies.system == "colocated"
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of both sides, those that they share once."""
+        both = (self.rollout.num_gpus, self.trainer.num_gpus)
+        return max(both) if self.shares_gpus else sum(both)

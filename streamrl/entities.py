@@ -39,6 +39,8 @@ class Rollout:
     """Version that its first token was sampled from; None before any token."""
     reward: float = 0.0
     failures: int = 0
+    sent_at: float = 0.0
+    """When it was last sent to a replica."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,3 +88,7 @@ class Replica:
     """Version that what is sent now starts under, or a newer one; None while it may be sent nothing."""
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     """What was sent there and has not ended, queued or running."""
+
+    def promises(self, oldest_version: int) -> bool:
+        """Whether what is sent there now starts under `oldest_version` or newer."""
+        return self.promised is not None and self.promised >= oldest_version

@@ -14,6 +14,7 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from streamrl.attribution import BUSY, IDLE
+from streamrl.config import Run
 from streamrl.metrics import Metrics, measure
 from streamrl.timeline import Span, Timeline, read_timeline
 from streamrl.trace import Trace
@@ -70,7 +71,7 @@ def timeline_figure(trace: Trace, path: Path, steps: tuple[int, int] | None = No
     window = (float(stepped_at[first - 1]), float(stepped_at[last]))
     figure = _new_figure()
     replicas, others = figure.subplots(2, 1, sharex=True, height_ratios=[5, 1])
-    _draw_replicas(replicas, timeline, window)
+    _draw_replicas(replicas, timeline, window, trained_on_replicas(trace.run, timeline))
     _draw_rows(others, [timeline.trainer, timeline.link], ["trainer", "link"], window)
     for axes in (replicas, others):
         axes.set_xlim(*window)
@@ -122,7 +123,21 @@ def _default_steps(trace: Trace, metrics: Metrics) -> tuple[int, int]:
     return first, min(first + NUM_STEPS - 1, metrics.num_steps)
 
 
-def _draw_replicas(axes: Axes, timeline: Timeline, window: tuple[float, float]) -> None:
+def trained_on_replicas(run: Run, timeline: Timeline) -> dict[int, list[Span]]:
+    """Give what the trainer does on the GPUs that it shares with replicas, by replica."""
+    if not run.shares_gpus:
+        return {}
+    work = [span for span in timeline.trainer if span.activity in ("score", "train")]
+    shared = min(run.rollout.replicas, -(-run.trainer.num_gpus // run.rollout.tensor_parallel))
+    return dict.fromkeys(range(shared), work)
+
+
+def _draw_replicas(
+    axes: Axes,
+    timeline: Timeline,
+    window: tuple[float, float],
+    trained: Mapping[int, list[Span]],
+) -> None:
     """Shade each replica by how many rollouts run on it, then lay its other activities over it."""
     shown = list(timeline.replicas)[:MOST_ROWS]
     counts = np.array([_running(timeline.rollouts.get(r, []), window) for r in shown])
@@ -136,7 +151,10 @@ def _draw_replicas(axes: Axes, timeline: Timeline, window: tuple[float, float]) 
         aspect="auto",
         interpolation="nearest",
     )
-    others = [[s for s in timeline.replicas[r] if s.activity != "generate"] for r in shown]
+    others = [
+        [s for s in timeline.replicas[r] if s.activity != "generate"] + trained.get(r, [])
+        for r in shown
+    ]
     _draw_rows(axes, others, [str(replica) for replica in shown], window)
     for edge in range(len(shown)):
         axes.axhline(edge - 0.5, color="white", linewidth=2)

@@ -1,10 +1,11 @@
 """What the engine and a world say to each other: commands go out, events come back.
 
-Every command ends in exactly one event. `Abort`, `Take`, `Drop` and `Stop` have none of their own: an abort
-makes the running `Generate` end now, the other three only change what the engine plans.
+Every command ends in exactly one event. `Abort`, `Take`, `Drop`, `Resize` and `Stop` have none of their own: an
+abort makes the running `Generate` end now, the others only change what the engine plans.
 
     command         ends in             resource
     StartReplica    ReplicaStarted      replica
+    StopReplica     ReplicaStopped      replica
     StartTrainer    TrainerStarted      trainer
     DrawPrompts     PromptsDrawn        workload
     Generate        Generated           replica
@@ -39,6 +40,18 @@ class StartReplica(Message, frozen=True):
 
     replica: int
     version: int
+
+
+class StopReplica(Message, frozen=True):
+    """End replica `replica`, which has nothing on its hands, and give its GPUs back."""
+
+    replica: int
+
+
+class Resize(Message, frozen=True):
+    """Have `num_replicas` replicas from now on."""
+
+    num_replicas: int
 
 
 class StartTrainer(Message, frozen=True):
@@ -164,6 +177,8 @@ Command: TypeAlias = (
     | Drop
     | Stop
     | StartReplica
+    | StopReplica
+    | Resize
     | StartTrainer
     | SaveCheckpoint
     | WakeAt
@@ -187,6 +202,12 @@ class ReplicaStarted(Message, frozen=True):
 
     replica: int
     version: int
+
+
+class ReplicaStopped(Message, frozen=True):
+    """Replica `replica` has ended, as it was told to."""
+
+    replica: int
 
 
 class ReplicaLost(Message, frozen=True):
@@ -310,6 +331,7 @@ Event: TypeAlias = (
     | WeightsPushed
     | WeightsLoaded
     | ReplicaStarted
+    | ReplicaStopped
     | TrainerStarted
     | RunStarted
     | ReplicaLost

@@ -12,10 +12,16 @@ from streamrl.attribution import Attribution, attribute
 from streamrl.config import Run
 from streamrl.messages import (
     Drop,
+    Failed,
     Generated,
     PromptsDrawn,
+    ReplicaLost,
+    ReplicaStopped,
+    Resize,
     RunStarted,
+    StartReplica,
     Stepped,
+    StopReplica,
     Train,
     Verified,
 )
@@ -47,7 +53,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     cost_per_million_tokens: float
     """Dollars for a million tokens trained on."""
     num_gpus: dict[str, int]
-    """Allocated GPUs by side."""
+    """GPUs allocated at the start by side, each once: "shared" ones generate and train in turn."""
     busy: dict[str, float]
     """Share of all GPU-seconds, by activity."""
     idle: dict[str, float]
@@ -93,7 +99,7 @@ def measure(trace: Trace) -> Metrics:
     trained = [rollout for rollouts in flow.trained[warm_up:] for rollout in rollouts]
     goodput = sum(flow.tokens[rollout] for rollout in trained) / span
     step_time = median(step_times[warm_up:])
-    dollars = dollars_per_second(run)
+    dollars = dollars_per_second(run, mean_replicas(trace, began, flow.stepped_at[-1]))
     made = sum(tokens for time, tokens in flow.generated if began < time <= flow.stepped_at[-1])
     return Metrics(
         world=trace.world,
@@ -106,7 +112,7 @@ def measure(trace: Trace) -> Metrics:
         samples_per_second=len(trained) / span,
         cost_per_step=step_time * dollars,
         cost_per_million_tokens=dollars / goodput * 1e6 if goodput else 0.0,
-        num_gpus={"rollout": run.rollout.num_gpus, "trainer": run.trainer.num_gpus},
+        num_gpus=gpus_by_side(run),
         busy=shares.busy,
         idle=shares.idle,
         staleness=dict(sorted(flow.staleness.items())),
@@ -116,17 +122,46 @@ def measure(trace: Trace) -> Metrics:
     )
 
 
-def dollars_per_second(run: Run) -> float:
-    """Give what the allocated GPUs of both sides cost a second."""
+def gpus_by_side(run: Run) -> dict[str, int]:
+    """Give the allocated GPUs: those of each side, and those that both share."""
+    rollout, trainer = run.rollout.num_gpus, run.trainer.num_gpus
+    if not run.shares_gpus:
+        return {"rollout": rollout, "trainer": trainer}
+    shared = min(rollout, trainer)
+    alone = {"rollout": rollout - shared, "trainer": trainer - shared}
+    return {"shared": shared, **{side: count for side, count in alone.items() if count}}
+
+
+def dollars_per_second(run: Run, num_replicas: float | None = None) -> float:
+    """Give what the allocated GPUs cost a second, shared ones once, with as many replicas as there were."""
+    more = 0.0 if num_replicas is None else num_replicas - run.rollout.replicas
     total = 0.0
-    for pool_name, num_gpus in (
-        (run.rollout.pool, run.rollout.num_gpus),
-        (run.trainer.pool, run.trainer.num_gpus),
-    ):
-        pool = run.cluster.pools[pool_name]
+    pools = {"rollout": run.rollout.pool, "trainer": run.trainer.pool, "shared": run.rollout.pool}
+    for side, num_gpus in gpus_by_side(run).items():
+        pool = run.cluster.pools[pools[side]]
         price = load_gpu(pool.gpu).price if pool.price is None else pool.price
-        total += num_gpus * price / SECONDS_PER_HOUR
+        added = more * run.rollout.tensor_parallel if side == "rollout" else 0.0
+        total += (num_gpus + added) * price / SECONDS_PER_HOUR
     return total
+
+
+def mean_replicas(trace: Trace, start: float, end: float) -> float:
+    """Give the replicas that were paid for on average between two instants: asked for, and not ended yet."""
+    wanted, there = trace.run.rollout.replicas, 0
+    seconds, before = 0.0, start
+    for time, event, commands in trace.entries:
+        until = min(max(time, start), end)
+        seconds += max(wanted, there) * (until - before)
+        before = until
+        match event:
+            case ReplicaStopped() | ReplicaLost() | Failed(StartReplica() | StopReplica()):
+                there -= 1
+            case _:
+                pass  # ends no replica
+        for command in commands:
+            there += isinstance(command, StartReplica)
+            wanted = command.num_replicas if isinstance(command, Resize) else wanted
+    return seconds / (end - start)
 
 
 def read_flow(trace: Trace) -> Flow:

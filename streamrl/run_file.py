@@ -15,6 +15,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints, overload
 import msgspec
 
 from streamrl.config import Run, Section
+from streamrl.pools import check_pools
+from streamrl.ranker import TAIL_SHARE
 from streamrl.units import read_quantity
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>[^`]+)`(?: - at `\$(?P<path>.*)`)?")
@@ -63,11 +65,12 @@ def check_run(run: Run) -> None:
     """Raise `ValueError` where values contradict each other."""
     _check_model(run)
     _check_positive(run)
-    _check_pools(run)
+    check_pools(run)
     _check_algorithm(run)
     _check_lengths(run)
     _check_sync(run)
     _check_latency(run)
+    _check_shares(run)
 
 
 def _check_model(run: Run) -> None:
@@ -97,88 +100,25 @@ def _check_positive(run: Run) -> None:
         raise ValueError(
             f"rollout.memory_utilization must be in (0, 1], got {run.rollout.memory_utilization}"
         )
+    for name, factor in (
+        ("generation_factor", run.costs.generation_factor),
+        ("training_factor", run.costs.training_factor),
+    ):
+        if not (isfinite(factor) and factor > 0):
+            raise ValueError(f"costs.{name} must be above 0, got {factor}")
     for name, number, least in (
         ("seed", run.seed, 0),
         ("warm_up_steps", run.warm_up_steps, 0),
         ("policies.max_staleness", run.policies.max_staleness, 0),
         ("policies.max_attempts", run.policies.max_attempts, 1),
         ("policies.max_restarts", run.policies.max_restarts, 0),
+        ("policies.resize_unit", run.policies.resize_unit, 1),
+        ("policies.max_replicas", run.policies.max_replicas, 1),
+        ("policies.resize_window", run.policies.resize_window, 1),
+        ("policies.shrink_after", run.policies.shrink_after, 1),
     ):
         if number is not None and number < least:
             raise ValueError(f"{name} must be {least} or more, got {number}")
-
-
-def _check_pools(run: Run) -> None:
-    pools = run.cluster.pools
-    for side, pool_name in (("rollout", run.rollout.pool), ("trainer", run.trainer.pool)):
-        if pool_name not in pools:
-            raise ValueError(f"{side}.pool {pool_name!r} is none of the pools {sorted(pools)}")
-    for index, link in enumerate(run.cluster.links):
-        for pool_name in link.between:
-            if pool_name not in pools:
-                raise ValueError(
-                    f"cluster.links[{index}].between names {pool_name!r}, which is no pool"
-                )
-        if link.bandwidth <= 0:
-            raise ValueError(
-                f"cluster.links[{index}].bandwidth must be above 0, got {link.bandwidth}"
-            )
-    per_node = pools[run.rollout.pool].gpus_per_node
-    degree = run.rollout.tensor_parallel
-    if degree > per_node or per_node % degree:
-        raise ValueError(
-            f"rollout.tensor_parallel must divide the {per_node} GPUs of a node, got {degree}"
-        )
-    if run.rollout.expert_parallel not in (1, degree):
-        raise ValueError(
-            f"rollout.expert_parallel must be 1 or tensor_parallel {degree}, "
-            f"got {run.rollout.expert_parallel}"
-        )
-    _check_trainer(run)
-    _check_num_gpus(run)
-
-
-def _check_trainer(run: Run) -> None:
-    trainer = run.trainer
-    per_node = run.cluster.pools[trainer.pool].gpus_per_node
-    if per_node % trainer.tensor_parallel:
-        raise ValueError(
-            f"trainer.tensor_parallel must divide the {per_node} GPUs of a node, "
-            f"got {trainer.tensor_parallel}"
-        )
-    ranks = trainer.data_parallel * trainer.tensor_parallel
-    if ranks % trainer.expert_parallel:
-        raise ValueError(
-            f"trainer.expert_parallel must divide data_parallel x tensor_parallel = {ranks}, "
-            f"got {trainer.expert_parallel}"
-        )
-    if trainer.efficiency is not None and not 0 < trainer.efficiency <= 1:
-        raise ValueError(f"trainer.efficiency must be in (0, 1], got {trainer.efficiency}")
-
-
-def _check_num_gpus(run: Run) -> None:
-    rollout, trainer = run.rollout, run.trainer
-    for name, pool in run.cluster.pools.items():
-        need, users = 0, []
-        if rollout.pool == name:
-            need += rollout.num_gpus
-            users.append(
-                f"rollout.replicas={rollout.replicas} x tensor_parallel={rollout.tensor_parallel}"
-            )
-        if trainer.pool == name:
-            need += trainer.num_gpus
-            users.append(
-                f"trainer.data_parallel={trainer.data_parallel} x tensor_parallel="
-                f"{trainer.tensor_parallel} x pipeline_parallel={trainer.pipeline_parallel}"
-            )
-        if need > pool.num_gpus:
-            raise ValueError(
-                f"pool {name!r} has {pool.num_gpus} GPUs, but {' and '.join(users)} need {need}"
-            )
-    if run.rollout.pool != run.trainer.pool and find_link(run) is None:
-        raise ValueError(
-            f"cluster.links has no link between {run.rollout.pool!r} and {run.trainer.pool!r}"
-        )
 
 
 def _check_algorithm(run: Run) -> None:
@@ -202,8 +142,13 @@ def _check_lengths(run: Run) -> None:
     lengths = run.workload.lengths
     if lengths is None:
         return
-    if lengths.scale <= 0:
-        raise ValueError(f"workload.lengths.scale must be above 0, got {lengths.scale}")
+    for key, scale in (("scale", lengths.scale), ("scale_to", lengths.scale_to)):
+        if scale is not None and not (isfinite(scale) and scale > 0):
+            raise ValueError(f"workload.lengths.{key} must be above 0, got {scale}")
+    if lengths.drift_steps is not None and lengths.drift_steps < 2:
+        raise ValueError(
+            f"workload.lengths.drift_steps must be 2 or more, got {lengths.drift_steps}"
+        )
     most = run.workload.max_prompt_tokens
     if not 1 <= lengths.prompt_tokens <= most:
         raise ValueError(
@@ -226,6 +171,26 @@ def _check_latency(run: Run) -> None:
             raise ValueError(f"policies.latency at batch {batch} must be positive, got {seconds}")
 
 
+def _check_shares(run: Run) -> None:
+    """Raise `ValueError` where a share of the tail's dispatch, or of a ranker, is out of bounds."""
+    shares: list[tuple[str, float | None, float]] = [
+        ("policies.tail_share", run.policies.tail_share, 0)
+    ]
+    if (lengths := run.workload.lengths) is not None:
+        shares += [
+            ("workload.lengths.ranker_recall", lengths.ranker_recall, TAIL_SHARE),
+            ("workload.lengths.ranker_recall_to", lengths.ranker_recall_to, TAIL_SHARE),
+            ("workload.lengths.ranker_correlation", lengths.ranker_correlation, 0),
+        ]
+        if lengths.ranker_history < 1:
+            raise ValueError(
+                f"workload.lengths.ranker_history must be at least 1, got {lengths.ranker_history}"
+            )
+    for name, share, least in shares:
+        if share is not None and not least <= share <= 1:
+            raise ValueError(f"{name} must be in [{least:g}, 1], got {share}")
+
+
 def _check_sync(run: Run) -> None:
     sync = run.sync
     if not sync.bucket_size > 0:
@@ -242,15 +207,6 @@ def _check_sync(run: Run) -> None:
             f"sync.backend 'nccl-reshard' moves shards of all weights, so sync.mode must be 'full', "
             f"got {sync.mode!r}"
         )
-
-
-def find_link(run: Run) -> int | None:
-    """Give the index of the link between the two sides, or None within one pool."""
-    wanted = {run.rollout.pool, run.trainer.pool}
-    for index, link in enumerate(run.cluster.links):
-        if set(link.between) == wanted and len(wanted) == 2:
-            return index
-    return None
 
 
 def _name(run: Run, section: Section) -> str:
@@ -298,8 +254,10 @@ def _resolve_paths(run: Run, base: Path) -> Run:
     """Let every path in the run file start at `base`."""
     replace = msgspec.structs.replace
     lengths = run.workload.lengths
-    if lengths is not None and lengths.names_a_file:
-        lengths = replace(lengths, source=_from(base, lengths.source))
+    if lengths is not None:
+        source = _from(base, lengths.source) if lengths.names_a_file else lengths.source
+        scores = _from(base, lengths.ranker_scores)
+        lengths = replace(lengths, source=source, ranker_scores=scores)
     return replace(
         run,
         model=replace(run.model, path=_from(base, run.model.path)),

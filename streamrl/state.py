@@ -9,12 +9,13 @@ Policies read it and never scan history, so each question they ask has an index 
     batch        taken groups and what the trainer can work on     see `streamrl.batch`
     failed       rollouts that failed and are not ready yet        by id
     fleet        replicas by version and by load                   see `streamrl.fleet`
+    recent       lengths of the rollouts that finished last        by length
+    pace         seconds of the last steps, by side                see `streamrl.pace`
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
@@ -39,6 +40,8 @@ from streamrl.messages import (
     PushWeights,
     ReplicaLost,
     ReplicaStarted,
+    ReplicaStopped,
+    Resize,
     RunStarted,
     SaveCheckpoint,
     Score,
@@ -48,6 +51,7 @@ from streamrl.messages import (
     Step,
     Stepped,
     Stop,
+    StopReplica,
     Take,
     Train,
     Trained,
@@ -59,6 +63,8 @@ from streamrl.messages import (
     WeightsPushed,
     Woke,
 )
+from streamrl.pace import Pace
+from streamrl.recent import RecentLengths
 
 if TYPE_CHECKING:
     from streamrl.config import Run
@@ -72,6 +78,7 @@ class State:
     prompts_per_step: int
     group_size: int
     batch: Batch
+    recent: RecentLengths
 
     now: float = 0.0
     has_started: bool = False
@@ -87,6 +94,7 @@ class State:
     next_wake: float | None = None
 
     fleet: Fleet = field(default_factory=Fleet)
+    pace: Pace = field(default_factory=Pace)
     groups: dict[int, Group] = field(default_factory=dict)
     rollouts: dict[int, Rollout] = field(default_factory=dict)
 
@@ -118,6 +126,8 @@ class State:
             prompts_per_step=run.algorithm.prompts_per_step,
             group_size=run.algorithm.group_size,
             batch=Batch(run.algorithm.trains_whole_groups, run.algorithm.needs_score),
+            recent=RecentLengths(enough=run.algorithm.rollouts_per_step),
+            fleet=Fleet(num_wanted=run.rollout.replicas),
         )
 
     # Questions ------------------------------------------------------------------------------------
@@ -151,7 +161,7 @@ class State:
             and self.trainer_command is None
             and self.pushing is None
             and not self.num_drawing
-            and all(replica.loading is None for replica in self.fleet.replicas.values())
+            and self.fleet.is_settled
         )
 
     # Changes --------------------------------------------------------------------------------------
@@ -168,12 +178,10 @@ class State:
                 self._end_generate(event)
             case Verified():
                 self._end_verify(event)
-            case Scored(rollouts):
+            case Scored(rollouts) | Trained(rollouts):
                 self.trainer_command = None
-                self.batch.end_score(self._still_wanted(rollouts))
-            case Trained(rollouts):
-                self.trainer_command = None
-                self.batch.end_train(self._still_wanted(rollouts))
+                self.pace.end_work(now)
+                self.batch.end(event, self._still_wanted(rollouts))
             case Stepped(version):
                 self._end_step(version)
             case PromptsDrawn():
@@ -194,7 +202,7 @@ class State:
                 self.next_group = groups_done
                 self.version = self.pushed_version = self.checkpoint_version = version
                 self.num_admitted = version * self.prompts_per_step
-            case ReplicaLost(replica_id, _):
+            case ReplicaLost(replica_id, _) | ReplicaStopped(replica_id):
                 self.fleet.lose(replica_id)
             case CheckpointSaved(version):
                 self.trainer_command = None
@@ -215,7 +223,8 @@ class State:
                 rollout = self.rollouts[rollout_id]
                 rollout.phase = Phase.GENERATING
                 self.num_generating += 1
-                self.fleet.assign(rollout, replica_id)
+                self.fleet.assign(rollout, replica_id, self.now)
+                self.pace.begin_generation(rollout.group.step, self.now, self.fleet)
             case Verify(rollout_id):
                 rollout = self.unverified.popleft()
                 if rollout.id != rollout_id:
@@ -224,14 +233,10 @@ class State:
                 self.num_verifying += 1
             case Take(group_id, step):
                 self.batch.take(self.groups[group_id], step)
-            case Score(rollouts):
+            case Score() | Train() | Step() | StartTrainer() | SaveCheckpoint():
                 self.trainer_command = command
-                self.batch.hand_over(self.batch.unscored, rollouts)
-            case Train(rollouts):
-                self.trainer_command = command
-                self.batch.hand_over(self.batch.trainable, rollouts)
-            case Step() | StartTrainer() | SaveCheckpoint():
-                self.trainer_command = command
+                self.pace.begin_work(self.now)
+                self.batch.begin(command)
             case DrawPrompts(_, num_groups):
                 self.num_admitted += num_groups
                 self.num_drawing += num_groups
@@ -245,8 +250,8 @@ class State:
                 self._drop(self.groups[group_id], reason)
             case Stop(reason):
                 self._stop(reason)
-            case StartReplica(replica_id, version):
-                self.fleet.start(replica_id, version)
+            case StartReplica() | StopReplica() | Resize():
+                self.fleet.change(command)
             case WakeAt(time):
                 self.next_wake = time
             case _:
@@ -259,6 +264,7 @@ class State:
     def _end_generate(self, event: Generated) -> None:
         rollout = self.rollouts[event.rollout]
         self._release(rollout)
+        self.pace.end_generation(rollout.group.step, self.now)
         rollout.tokens = event.tokens
         if rollout.born is None and event.tokens:
             rollout.born = event.version
@@ -268,6 +274,7 @@ class State:
             self.waiting.add(rollout)
         else:
             rollout.phase = Phase.FINISHED
+            self.recent.add(event.tokens)
             self.unverified.append(rollout)
 
     def _end_verify(self, event: Verified) -> None:
@@ -288,20 +295,19 @@ class State:
         if group.taken_for is not None:
             self.batch.add_ready(rollout)
 
-    def _still_wanted(self, rollouts: Iterable[int]) -> list[Rollout]:
+    def _still_wanted(self, rollouts: tuple[int, ...]) -> list[Rollout]:
         """Give back what the trainer had in hand, less what was dropped meanwhile."""
-        wanted = []
-        for rollout in map(self.rollouts.__getitem__, rollouts):
+        held = [self.rollouts[rollout] for rollout in rollouts]
+        for rollout in held:
             if rollout.group.is_dropped:
                 self._forget(rollout)
-            else:
-                wanted.append(rollout)
-        return wanted
+        return [rollout for rollout in held if not rollout.group.is_dropped]
 
     def _end_step(self, version: int) -> None:
         if version != self.version + 1:
             raise ValueError(f"step made version {version}, expected {self.version + 1}")
         self.trainer_command = None
+        self.pace.end_step(version, self.now)
         self.version = version
         self.is_stopping = self.is_stopping or self.has_all_steps
         self.num_trained += self.batch.num_in_gradient
@@ -356,7 +362,7 @@ class State:
             case Verify(rollout_id):
                 self.num_verifying -= 1
                 self._retry(self.rollouts[rollout_id])
-            case StartReplica(replica_id):
+            case StartReplica(replica_id) | StopReplica(replica_id):
                 self.fleet.lose(replica_id)
             case LoadWeights(replica_id) if replica_id not in self.fleet.replicas:
                 pass  # lost: nothing is left to load into

@@ -1,6 +1,7 @@
 """Named sets of policies: how generation, training and weight sync take turns.
 
 system          a batch is trained     prompts of step s may start   weights reach the replicas
+colocated       once it is whole       when s - 1 is loaded          while all GPUs turn to generation
 disaggregated   once it is whole       when s - 1 is loaded          while both sides wait
 stream-sync     as rollouts arrive     when s - 1 is loaded          while generation waits
 one-step-async  once it is whole       one batch ahead, whole        while both sides wait
@@ -15,15 +16,19 @@ from dataclasses import dataclass, replace
 
 from streamrl.config import PoliciesConfig, Run
 from streamrl.engine import Engine, Policy
+from streamrl.latency import Latency
 from streamrl.policies.checkpoint import CheckpointEvery
-from streamrl.policies.dispatch import LeastLoaded, RoundRobin
+from streamrl.policies.dispatch import Dispatch, LeastLoaded, Random, RoundRobin
+from streamrl.policies.migration import MoveStragglers
 from streamrl.policies.order import FirstInFirstOut, LongestFirst, Order
-from streamrl.policies.resize import KeepReplicas
+from streamrl.policies.resize import AdjustReplicas, KeepReplicas
 from streamrl.policies.retry import RetryThenDrop, WindDown
+from streamrl.policies.skew import SkewnessAware
 from streamrl.policies.staleness import BoundedAdmission, Greedy, StrictFifo
 from streamrl.policies.streaming import Stream, WholeBatch
 from streamrl.policies.verification import VerifyOnArrival
 from streamrl.policies.weight_sync import AbortAndResume, Barrier, DrainThenLoad, LoadInFlight
+from streamrl.pools import most_replicas, replicas_per_node
 from streamrl.state import State
 
 PASSES_PER_COMMAND = (
@@ -45,6 +50,7 @@ class System:
 
 
 SYSTEMS = {
+    "colocated": System(streaming="whole-batch", weight_sync="barrier"),
     "disaggregated": System(streaming="whole-batch", weight_sync="barrier"),
     "stream-sync": System(),
     "one-step-async": System(
@@ -57,10 +63,7 @@ SYSTEMS = {
     "fully-async": System(max_staleness=2, weight_sync="load-in-flight"),
 }
 
-DISPATCH: dict[str, Callable[[Order], Policy]] = {
-    "least-loaded": LeastLoaded,
-    "round-robin": RoundRobin,
-}
+NEED_LATENCY = ("skewness-aware",)  # dispatch that reckons with `policies.latency`
 ORDER: dict[str, Callable[[], Order]] = {"fifo": FirstInFirstOut, "longest-first": LongestFirst}
 CONSUMPTION: dict[str, Callable[[], Policy]] = {"strict-fifo": StrictFifo, "greedy": Greedy}
 WEIGHT_SYNC: dict[str, Callable[[], Policy]] = {
@@ -77,6 +80,7 @@ def choose_system(policies: PoliciesConfig) -> System:
         key: getattr(policies, key)
         for key in (
             "max_staleness",
+            "waits_for_whole_batches",
             "dispatch",
             "order",
             "streaming",
@@ -91,15 +95,15 @@ def choose_system(policies: PoliciesConfig) -> System:
 def build_policies(run: Run) -> list[Policy]:
     """Make the policies of a run, in order of precedence."""
     system = choose_system(run.policies)
-    fill = run.trainer.data_parallel * run.trainer.micro_batch
     streaming: Policy
     if system.streaming == "stream":
-        streaming = Stream(fill, most=PASSES_PER_COMMAND * fill)
+        streaming = Stream(_fill(run), most_per_command(run))
     else:
-        streaming = WholeBatch(most=run.algorithm.rollouts_per_step)
+        streaming = WholeBatch(most_per_command(run))
     return [
         VerifyOnArrival(),
-        KeepReplicas(run.rollout.replicas, run.policies.max_restarts),
+        *([build_resize(run)] if run.policies.resize == "adjust" else []),
+        KeepReplicas(run.policies.max_restarts),
         RetryThenDrop(run.policies.max_attempts),
         WindDown(),
         CheckpointEvery(run.execute.checkpoint_every),
@@ -107,8 +111,93 @@ def build_policies(run: Run) -> list[Policy]:
         BoundedAdmission(system.max_staleness, system.waits_for_whole_batches),
         streaming,
         WEIGHT_SYNC[system.weight_sync](),
-        DISPATCH[system.dispatch](ORDER[system.order]()),
+        *([build_migration(run)] if run.policies.migration == "consolidate" else []),
+        build_dispatch(run),
     ]
+
+
+def build_dispatch(run: Run) -> Dispatch:
+    """Make what sends rollouts to replicas.
+
+    Raises:
+        ValueError: it reckons with a latency that nobody has filled in.
+    """
+    policies, system = run.policies, choose_system(run.policies)
+    order = ORDER[system.order]()
+    together = policies.group_placement == "together"
+    match system.dispatch:
+        case "least-loaded":
+            return LeastLoaded(order, together)
+        case "round-robin":
+            return RoundRobin(order, together)
+        case "random":
+            return Random(order, together, run.seed)
+        case _:
+            latency = _latency(policies, f"policies.dispatch {system.dispatch!r}")
+            return SkewnessAware(
+                order, together, latency, policies.tail_share, policies.skew_objective
+            )
+
+
+def build_migration(run: Run) -> MoveStragglers:
+    """Make what moves stragglers.
+
+    Raises:
+        ValueError: it reckons with seconds that nobody has filled in.
+    """
+    policies = run.policies
+    latency = _latency(policies, f"policies.migration {policies.migration!r}")
+    if policies.context_time is None:
+        raise ValueError(
+            "policies.context_time is missing: a move pays for the context that it computes again"
+        )
+    return MoveStragglers(ORDER[choose_system(policies).order](), latency, policies.context_time)
+
+
+def build_resize(run: Run) -> AdjustReplicas:
+    """Make what changes the number of replicas.
+
+    Raises:
+        ValueError: it reckons with a latency that nobody has filled in.
+    """
+    policies = run.policies
+    return AdjustReplicas(
+        _latency(policies, f"policies.resize {policies.resize!r}"),
+        unit=policies.resize_unit or replicas_per_node(run),
+        most=policies.max_replicas or most_replicas(run),
+        window=policies.resize_window,
+        shrink_after=policies.shrink_after,
+    )
+
+
+def needs_latency(run: Run) -> bool:
+    """Whether a policy of the run reckons with `policies.latency`."""
+    policies = run.policies
+    return (
+        choose_system(policies).dispatch in NEED_LATENCY
+        or policies.resize == "adjust"
+        or policies.migration == "consolidate"
+    )
+
+
+def _latency(policies: PoliciesConfig, wanted_by: str) -> Latency:
+    if policies.latency is None:
+        raise ValueError(
+            f"policies.latency is missing: {wanted_by} reckons with the seconds of a decode step"
+        )
+    return Latency(policies.latency)
+
+
+def most_per_command(run: Run) -> int:
+    """Give the rollouts that the trainer is at most told to work on at once."""
+    if choose_system(run.policies).streaming == "stream":
+        return PASSES_PER_COMMAND * _fill(run)
+    return run.algorithm.rollouts_per_step
+
+
+def _fill(run: Run) -> int:
+    """Give the rollouts that keep every data-parallel rank busy for one micro-batch."""
+    return run.trainer.data_parallel * run.trainer.micro_batch
 
 
 def build_engine(run: Run) -> Engine:

@@ -31,6 +31,14 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
         """All seconds are of one tier."""
         return cls(shares={tier: 1.0}, sources=tuple(sources))
 
+    def adjusted(self, source: str) -> Provenance:
+        """Give what it is after a factor of the run file: what was measured is then composed."""
+        shares: dict[Tier, float] = {}
+        for tier, share in self.shares.items():
+            known: Tier = "composed" if tier == "measured" else tier
+            shares[known] = shares.get(known, 0.0) + share
+        return Provenance(shares=shares, sources=(*self.sources, source))
+
     @property
     def tier(self) -> Tier:
         """The tier of most of the seconds; of two alike the less known one."""

@@ -66,7 +66,7 @@ TABLE: dict[str, Any] = {
 
 
 def make_table(changes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Give the small run file as TOML would, with dotted keys replaced."""
+    """Give the small run file as TOML would, with dotted keys replaced; colocated sides in one pool."""
     table = copy.deepcopy(TABLE)
     for key, value in (changes or {}).items():
         *parents, last = key.split(".")
@@ -74,6 +74,8 @@ def make_table(changes: dict[str, Any] | None = None) -> dict[str, Any]:
         for part in parents:
             place = place.setdefault(part, {})
         place[last] = value
+    if table["policies"].get("system") == "colocated":
+        table["trainer"]["pool"] = table["rollout"]["pool"]
     return table
 
 

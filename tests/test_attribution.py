@@ -298,7 +298,7 @@ def test_every_gpu_second_is_busy_or_idle_for_one_cause(system: str, seed: int) 
 @pytest.mark.parametrize("system", sorted(SYSTEMS))
 def test_gpu_seconds_are_all_gpus_for_the_whole_run(system: str) -> None:
     trace = simulate_small(system, 0)
-    num_gpus = trace.run.rollout.num_gpus + trace.run.trainer.num_gpus
+    num_gpus = {"colocated": 16}.get(system, 4 + 16)
     assert attribute(trace).gpu_seconds == pytest.approx(num_gpus * trace.entries[-1].time)
 
 
@@ -313,7 +313,7 @@ def test_shares_stay_whole_when_a_replica_is_lost(system: str) -> None:
 
 
 def test_on_policy_systems_never_wait_for_staleness() -> None:
-    for system in ("disaggregated", "stream-sync"):
+    for system in ("colocated", "disaggregated", "stream-sync"):
         metrics = measure(simulate_small(system, 0))
         assert metrics.idle["staleness"] == metrics.idle["wind-down"] == 0
         assert list(metrics.staleness) == [0]
@@ -330,6 +330,7 @@ def simulate_small(system: str, seed: int) -> Trace:
         "rollout.start_time=3 s",
         "trainer.start_time=5 s",
         "verifier.time=200 ms",
-        "cluster.pools.h20.nodes=1",
+        f"cluster.pools.h20.nodes={2 if system == 'colocated' else 1}",
+        f"trainer.pool={'h20' if system == 'colocated' else 'h800'}",
     )
     return simulate(load_run(EXAMPLE, changes))

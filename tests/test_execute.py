@@ -36,7 +36,13 @@ from tests.traces import (
     staleness_of,
 )
 
-BOUNDS = {"disaggregated": 0, "stream-sync": 0, "one-step-async": 1, "stream-async": 1}
+BOUNDS = {
+    "colocated": 0,
+    "disaggregated": 0,
+    "stream-sync": 0,
+    "one-step-async": 1,
+    "stream-async": 1,
+}
 
 
 def real_run(directory: Path, **changes: Any) -> Run:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 
+from sim.costs import Costs
 from sim.curves import PrefillCurve, compose_decode
 from sim.inference import CHUNK, Shard, load_overheads
 from sim.kernels import Kernels
 from streamrl.config import ModelConfig
 from streamrl.model_shape import ModelShape
 from streamrl.profile import load_model
+from tests.runs import small_run
 
 ROLLOUTS = np.array([1.0, 16.0, 256.0])
 
@@ -114,6 +118,16 @@ def test_another_backends_tables_can_be_asked_for() -> None:
         slow.decode_attention(128, contexts).seconds / own.decode_attention(128, contexts).seconds
     )
     assert ratio > 2  # that version reads keys and values at a third of the others' speed
+
+
+def test_a_run_file_chooses_the_backend_whose_tables_count() -> None:
+    changes: dict[str, Any] = {"cluster.pools.far": {"gpu": "h20-3e"}, "rollout.max_running": 64}
+    changes["rollout.max_tokens"] = 20_000
+    own, slow = (
+        Costs.load(small_run({**changes, **more})) for more in ({}, {"costs.backend": "sglang"})
+    )
+    assert "sglang" not in " ".join(s for s in own.decode.provenance.sources if "attention" in s)
+    assert slow.decode.per_context_token[64] > 2 * own.decode.per_context_token[64]
 
 
 def test_an_unknown_backend_names_those_that_were_measured() -> None:

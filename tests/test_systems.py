@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from streamrl.attribution import attribute
 from streamrl.config import Run
 from streamrl.messages import Drop, Generated, Interrupted, PromptsDrawn, Stop
 from streamrl.systems import SYSTEMS, WEIGHT_SYNC, choose_system
+from streamrl.timeline import read_timeline
 from streamrl.trace import Trace, read_trace, replay
 from tests.runs import call_at, checked_world, lose_replica_at, of, run_with_capacity, small_run
 from tests.traces import (
@@ -19,7 +22,13 @@ from tests.traces import (
     staleness_of,
 )
 
-BOUNDS = {"disaggregated": 0, "stream-sync": 0, "one-step-async": 1, "stream-async": 1}
+BOUNDS = {
+    "colocated": 0,
+    "disaggregated": 0,
+    "stream-sync": 0,
+    "one-step-async": 1,
+    "stream-async": 1,
+}
 
 many_seeds = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -27,9 +36,11 @@ many_seeds = settings(
 
 
 @st.composite
-def runs(draw: st.DrawFn, consumption: str | None = "strict-fifo") -> Run:
+def runs(
+    draw: st.DrawFn, consumption: str | None = "strict-fifo", only_system: str | None = None
+) -> Run:
     """Small runs that differ in everything a policy can tell."""
-    system = draw(st.sampled_from(sorted(SYSTEMS)))
+    system = only_system or draw(st.sampled_from(sorted(SYSTEMS)))
     changes: dict[str, Any] = {
         "seed": draw(st.integers(0, 999)),
         "policies.system": system,
@@ -49,9 +60,9 @@ def runs(draw: st.DrawFn, consumption: str | None = "strict-fifo") -> Run:
     }
     if system == "fully-async":
         changes["policies.max_staleness"] = draw(st.integers(0, 3))
-    if draw(st.booleans()):
+    if system != "colocated" and draw(st.booleans()):
         changes["policies.weight_sync"] = draw(st.sampled_from(sorted(WEIGHT_SYNC)))
-    if draw(st.booleans()):
+    if system != "colocated" and draw(st.booleans()):
         changes["policies.streaming"] = draw(st.sampled_from(["stream", "whole-batch"]))
     changes["policies.consumption"] = consumption or draw(
         st.sampled_from(["strict-fifo", "greedy"])
@@ -117,6 +128,32 @@ def test_no_rollout_starts_under_a_version_older_than_it_may(
                 oldest.update(dict.fromkeys(group.rollouts, entry.event.oldest_version))
         elif isinstance(entry.event, Generated) and entry.event.tokens:
             assert entry.event.version >= oldest[entry.event.rollout]
+
+
+@many_seeds
+@given(runs(None), losses)
+def test_every_gpu_second_is_busy_or_idle_for_one_cause(
+    run: Run, lost: list[tuple[float, int]]
+) -> None:
+    trace = simulate(run, lost)
+    shares = attribute(trace)
+    assert sum(shares.busy.values()) + sum(shares.idle.values()) == pytest.approx(1, abs=1e-9)
+    assert min([*shares.busy.values(), *shares.idle.values()]) > -1e-9
+    if trace.entries[-1].time:
+        assert shares.gpu_seconds == pytest.approx(run.num_gpus * trace.entries[-1].time)
+
+
+@many_seeds
+@given(runs(None, "colocated"), losses)
+def test_shared_gpus_never_generate_while_they_train_or_change_phase(
+    run: Run, lost: list[tuple[float, int]]
+) -> None:
+    timeline = read_timeline(simulate(run, lost))
+    work = [span for span in timeline.trainer if span.activity in ("score", "train")]
+    generating = [span for spans in timeline.rollouts.values() for span in spans]
+    for other in [*work, *timeline.link]:
+        for span in generating:
+            assert min(span.end, other.end) - max(span.start, other.start) < 1e-9
 
 
 @many_seeds

@@ -18,6 +18,7 @@ from streamrl.messages import (
     PromptsDrawn,
     PushWeights,
     ReplicaStarted,
+    ReplicaStopped,
     SaveCheckpoint,
     Score,
     Scored,
@@ -25,6 +26,7 @@ from streamrl.messages import (
     StartTrainer,
     Step,
     Stepped,
+    StopReplica,
     Train,
     Trained,
     TrainerStarted,
@@ -108,6 +110,8 @@ def _ended_by(event: Event) -> Hashable:
             return ("load", replica, version)
         case ReplicaStarted(replica):
             return ("start", replica)
+        case ReplicaStopped(replica):
+            return ("stop", replica)
         case TrainerStarted():
             return "start-trainer"
         case CheckpointSaved(version):
@@ -139,6 +143,8 @@ def _key(command: Command) -> Hashable:
             return ("load", replica, version)
         case StartReplica(replica):
             return ("start", replica)
+        case StopReplica(replica):
+            return ("stop", replica)
         case StartTrainer():
             return "start-trainer"
         case SaveCheckpoint(version):

@@ -16,6 +16,7 @@ from streamrl.metrics import measure
 from streamrl.report import metrics_table
 from streamrl.run_file import load_run
 from streamrl.state import State
+from streamrl.systems import needs_latency
 
 RECENT = 200  # rollouts that the progress bar's reward is the mean of
 
@@ -33,6 +34,11 @@ def execute(
     Example: streamrl execute examples/quickstart.toml --set algorithm.steps=10
     """
     run = load_run(run_file, overrides or ())
+    if needs_latency(run):
+        from sim.costs import Costs
+        from sim.fill import fill_policies
+
+        run = fill_policies(run, Costs.load(run))
     from executor.execute import execute as execute_run
 
     with make_progress() as progress:

@@ -8,8 +8,10 @@ import typer
 
 from streamrl.cli.compare import compare
 from streamrl.cli.execute import execute
+from streamrl.cli.profile import profile
 from streamrl.cli.replay import replay
 from streamrl.cli.simulate import simulate
+from streamrl.cli.validate import validate
 
 WRONG_INPUT = 2
 FAILED = 1
@@ -25,6 +27,8 @@ app.command()(simulate)
 app.command()(execute)
 app.command()(replay)
 app.command()(compare)
+app.command()(validate)
+app.add_typer(profile)
 
 
 def main() -> None:
