@@ -20,8 +20,8 @@ from streamrl.messages import Generated, PromptsDrawn
 from streamrl.run_file import make_run
 
 BATCH = 1024
-MAX_RUNNING = 14  # of 8 to 64 the one with the smallest mean error over the six figures
-SWEPT = (8, 10, 12, 14, 16, 20, 24, 32, 64, 256)
+MAX_RUNNING = 15  # of 8 to 64 the one with the smallest mean error over the six figures
+SWEPT = (8, 10, 12, 14, 15, 16, 20, 24, 32, 64, 256)
 TOLERANCE = 0.05
 
 
