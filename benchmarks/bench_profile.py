@@ -46,12 +46,12 @@ from streamrl.trace import Trace
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ROUNDS = 5
-STEPS = {"decode": 4, "train": 4, "mixed": 8}
+STEPS = {"decode": 10, "train": 8, "mixed": 8}
 """Optimizer steps of each run; the first is warm-up."""
-LONG_PROMPT = 150
+LONG_PROMPT = 64
 """Tokens; with outputs of `SHORT_OUTPUT` the trainer's three passes over a prompt outweigh its prefill."""
-SHORT_OUTPUT = 8
-NUM_PROMPTS = 512
+SHORT_OUTPUT = 4
+NUM_PROMPTS = 1024
 LENIENT_TASK = "fraction_simplification"
 """A task of reasoning-gym whose scorer gives 0.01 to whatever is wrong: every advantage differs from 0."""
 
@@ -139,7 +139,7 @@ def make_runs(data: Path, scratch: Path) -> dict[str, Run]:
             f"rollout.max_tokens={SHORT_OUTPUT}",
             "algorithm.name=reinforce++",
             "algorithm.group_size=1",
-            "algorithm.prompts_per_step=192",
+            "algorithm.prompts_per_step=384",
         ],
         "mixed": [f"workload.prompts={(data / 'prompts.jsonl').resolve()}"],
     }
@@ -200,7 +200,9 @@ def show(outcomes: dict[str, list[Outcome]], by_profile: list[float]) -> None:
         one = middle(ones)
         report(f"step time of the {kind} run, measured", one.measured, "s")
         report(f"step time of the {kind} run, predicted", one.predicted, "s")
-        report(f"error of the {kind} run", one.predicted / one.measured - 1, "ratio")
+        errors = [each.predicted / each.measured - 1 for each in ones]
+        report(f"error of the {kind} run, median of rounds", median(errors), "ratio")
+        report(f"error of the {kind} run, of medians", one.predicted / one.measured - 1, "ratio")
 
 
 def middle(ones: list[Outcome]) -> Outcome:
