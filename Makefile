@@ -1,4 +1,4 @@
-# make demo   sets up and runs the main job: simulate, execute, replay, compare
+# make demo   sets up and runs the main job: simulate, profile, execute, replay, compare
 # make test   sets up and runs the tests
 # make lint   style and types
 # make bench  the simulator's speed, one JSON object a figure
@@ -12,6 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := build/demo
+MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
 .PHONY: demo test lint format bench bench-costs bench-profile clean
 
@@ -21,10 +22,12 @@ demo: $(READY)
 	$(BIN)/streamrl simulate examples/h20-h800.toml --output $(DEMO)/h20-h800
 	@echo "== make a small model that does arithmetic badly"
 	$(BIN)/python examples/make_quickstart.py --out build/quickstart
-	@echo "== simulate its training"
-	$(BIN)/streamrl simulate examples/quickstart.toml --output $(DEMO)/simulated
+	@echo "== measure this machine for that model"
+	$(BIN)/streamrl profile build/quickstart/model --max-context 176 -o $(DEMO)/profile.toml
+	@echo "== simulate its training from what was measured"
+	$(BIN)/streamrl simulate examples/quickstart.toml $(MEASURED) --output $(DEMO)/simulated
 	@echo "== execute its training on this machine"
-	$(BIN)/streamrl execute examples/quickstart.toml --set execute.output=../$(DEMO)/run
+	$(BIN)/streamrl execute examples/quickstart.toml $(MEASURED) --set execute.output=../$(DEMO)/run
 	@echo "== replay: does a fresh engine decide as the recorded one did?"
 	$(BIN)/streamrl replay $(DEMO)/run $(DEMO)/simulated $(DEMO)/h20-h800
 	@echo "== compare: predicted against measured"

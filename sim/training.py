@@ -56,6 +56,8 @@ class TrainingCosts:
     """Forward passes that a rollout needs before its gradient."""
     num_trained: int
     """Models that a step updates."""
+    informative_share: float
+    """Share of rollouts that have a gradient; the trainer skips the others."""
     switches: Switches
     optimizer_time: float
     """Seconds of gradient reduction and optimizer step, of all trained models."""
@@ -85,6 +87,7 @@ class TrainingCosts:
             + algorithm.has_critic
             + (algorithm.correction == "decoupled"),
             num_trained=num_trained,
+            informative_share=1.0 if algorithm.has_reference else run.workload.informative_share,
             switches=switches,
             optimizer_time=num_trained * step_time,
             tier=tier,
@@ -95,7 +98,8 @@ class TrainingCosts:
     def train_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
         """Give the seconds of forward and backward passes over rollouts (prompt + output tokens)."""
         passes = self.pass_time(self.train, lengths, is_continued=is_continued)
-        return self.num_trained * (self.switches.train_time + passes)
+        computed = self.informative_share * passes
+        return self.num_trained * (self.switches.train_time + computed)
 
     def score_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
         """Give the seconds of the forward passes that rollouts (prompt + output tokens) need first."""

@@ -331,3 +331,15 @@ def test_a_gpu_with_little_arithmetic_and_much_bandwidth_comes_closer_to_its_pea
     shares = {gpu: share_of_peak(gpu) for gpu in ("h800", "h100", "a100", "h20")}
     assert sorted(shares, key=lambda gpu: shares[gpu]) == ["h800", "h100", "a100", "h20"]
     assert all(math.isfinite(share) and share < 0.75 for share in shares.values())
+
+
+def test_rollouts_without_an_advantage_cost_a_gradient_only_where_a_kl_term_gives_them_one() -> (
+    None
+):
+    lengths = [900, 80]
+    everything = train_costs().train_time(lengths)
+    half = train_costs({"workload.informative_share": 0.5}).train_time(lengths)
+    assert half == pytest.approx(everything / 2)
+    kl = {"algorithm.kl_coefficient": 0.001}
+    with_kl = train_costs(kl).train_time(lengths)
+    assert train_costs({**kl, "workload.informative_share": 0.5}).train_time(lengths) == with_kl
