@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from sim.costs import Costs
 from sim.rollout import Replica
+from sim.trainer import Trainer
 from sim.transfer import Transfer
 from sim.verifier import Verifier
 from sim.world import simulate
@@ -23,6 +24,7 @@ from streamrl.messages import (
     Generated,
     LoadWeights,
     PushWeights,
+    Train,
     Verify,
     WeightsLoaded,
     WeightsPushed,
@@ -262,6 +264,27 @@ def test_a_pipeline_of_p_stages_and_m_micro_batches_idles_for_its_bubble(
 
     busy, total = train_time(4, 1), train_time(4 // degree, degree)
     assert 1 - busy / total == pytest.approx((degree - 1) / (num_micro + degree - 1))
+
+
+def test_only_passes_that_follow_others_without_a_break_find_the_pipeline_full() -> None:
+    run = small_run({"trainer.tensor_parallel": 1, "trainer.pipeline_parallel": 4})
+    costs, lengths = Costs.load(run), [1000, 1000]
+    bench = Bench(run, costs)
+    bench.sequence_lengths = lambda rollouts: lengths  # type: ignore[attr-defined]
+    trainer = Trainer(bench)  # type: ignore[arg-type]
+
+    def begin_late() -> Generator[simpy.Event, None, None]:
+        yield bench.env.timeout(1000.0)
+        trainer.begin(Train((4, 5)))
+
+    trainer.begin(Train((0, 1)))
+    trainer.begin(Train((2, 3)))
+    bench.env.process(begin_late())
+    bench.env.run()
+    first, second, late = (time for time, _ in bench.events)
+    fresh, continued = (costs.train_time(lengths, is_continued=c) for c in (False, True))
+    assert continued < 0.5 * fresh
+    assert (first, second - first, late - 1000.0) == pytest.approx((fresh, continued, fresh))
 
 
 def test_a_push_takes_its_time_and_the_next_one_waits_for_it() -> None:
