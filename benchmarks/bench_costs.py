@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from sim.curves import compose_decode
+from sim.fidelity.figures import CONTEXT
+from sim.fidelity.paper import load_paper
 from sim.inference import Shard
 from sim.kernels import MEASURED, Kernels, peak_of, table_path
 from streamrl.config import ModelConfig
@@ -30,21 +32,12 @@ GPUS = ("h20", "h20-3e", "h800", "h100", "h200", "a100")
 SPARSE = 1000
 """Cells below which a twentieth is held out at a time; above, a fifth."""
 PAPER_CURVE = {
-    1: 8.4e-3,
-    2: 8.75e-3,
-    4: 8.95e-3,
-    8: 9.0e-3,
-    16: 9.5e-3,
-    32: 10.3e-3,
-    64: 11.7e-3,
-    128: 15.3e-3,
-    256: 21.5e-3,
-    512: 37.0e-3,
+    batch: milliseconds * 1e-3
+    for batch, milliseconds in zip(
+        load_paper().decode.batch, load_paper().decode.milliseconds, strict=True
+    )
 }
-"""Seconds of one decode step of a 7B model on one H800 with vLLM (StreamRL, Figure 6 right)."""
-CONTEXT = 1500
-"""Tokens of context a rollout at which the curve is read. The paper does not say; from 1,000 to 2,000 the
-curve is met within 3 % with non-negative overheads, above 2,500 it is not."""
+"""Seconds of one decode step of a 7B model on one H800 with vLLM."""
 
 
 def main() -> None:

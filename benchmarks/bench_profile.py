@@ -37,8 +37,8 @@ from executor.profile_plan import Limits
 from executor.profiler import num_points
 from sim.world import simulate
 from streamrl.cli.options import make_progress
-from streamrl.config import CostsConfig, LengthsConfig, Run
-from streamrl.informative import informative_share
+from streamrl.config import CostsConfig, Run
+from streamrl.informative import recorded_workload
 from streamrl.measured import write_measured
 from streamrl.metrics import Metrics, measure
 from streamrl.run_file import load_run
@@ -109,11 +109,7 @@ def compare(
 def predict(trace: Trace, file: Path, profile: Path) -> Metrics:
     """Simulate an executed run from a profile, with the lengths and advantages that it had."""
     replace, run = msgspec.structs.replace, trace.run
-    workload = replace(
-        run.workload,
-        lengths=LengthsConfig(kind="trace", source=str(file)),
-        informative_share=informative_share(trace),
-    )
+    workload = recorded_workload(trace, file)
     rollout = replace(run.rollout, shares_prefixes=False)
     costs = CostsConfig(profile=str(profile))
     return measure(simulate(replace(run, workload=workload, rollout=rollout, costs=costs)))

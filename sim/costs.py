@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
-import msgspec
-
 from sim.colocation import PhaseChange
 from sim.curves import DecodeCurve, PrefillCurve, compose_decode
 from sim.inference import Shard
@@ -119,22 +117,6 @@ class Costs:
         }
         sources = dict.fromkeys(s for found in self.provenance.values() for s in found.sources)
         return {**shares, "sources": list(sources)}
-
-
-def fill_latency(run: Run, costs: Costs) -> Run:
-    """Give the run with `policies.latency` filled in from the decode curve, where it is absent.
-
-    Read at half the longest rollout's context, the middle of its life, up to the batch that memory holds.
-    """
-    if run.policies.latency is not None:
-        return run
-    context = longest_sequence(run) / 2
-    most = max(1, min(run.rollout.max_running, int(costs.kv_capacity / context)))
-    batches = [b for b in (2**i for i in range(17)) if b < most] + [most]
-    points = tuple((b, costs.decode.step_time(b, b * context)) for b in batches)
-    policies = msgspec.structs.replace(run.policies, latency=points)
-    filled: Run = msgspec.structs.replace(run, policies=policies)
-    return filled
 
 
 def _with_factors(costs: Costs, config: CostsConfig) -> Costs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sim.costs import Costs, fill_latency
+from sim.costs import Costs
 from streamrl.config import Run
 from streamrl.memory import longest_sequence
 from streamrl.systems import needs_latency
@@ -20,5 +20,21 @@ def fill_policies(run: Run, costs: Costs) -> Run:
     context = longest_sequence(run)
     seconds = costs.prefill_time(context, context**2 / 2, 0) / context
     policies = msgspec.structs.replace(run.policies, context_time=seconds)
+    filled: Run = msgspec.structs.replace(run, policies=policies)
+    return filled
+
+
+def fill_latency(run: Run, costs: Costs) -> Run:
+    """Give the run with `policies.latency` filled in from the decode curve, where it is absent.
+
+    Read at half the longest rollout's context, the middle of its life, up to the batch that memory holds.
+    """
+    if run.policies.latency is not None:
+        return run
+    context = longest_sequence(run) / 2
+    most = max(1, min(run.rollout.max_running, int(costs.kv_capacity / context)))
+    batches = [b for b in (2**i for i in range(17)) if b < most] + [most]
+    points = tuple((b, costs.decode.step_time(b, b * context)) for b in batches)
+    policies = msgspec.structs.replace(run.policies, latency=points)
     filled: Run = msgspec.structs.replace(run, policies=policies)
     return filled

@@ -10,8 +10,6 @@ from sim.kernels import Kernels
 from streamrl.generation import GenerationCurve, GenerationPoint
 from streamrl.model_shape import BYTES, ModelShape
 
-CACHE_DTYPE = {"fp8": "bfloat16"}
-"""Keys and values stay in 16 bits where weights are in 8."""
 SECONDS_PER_HOUR = 3600
 
 
@@ -35,7 +33,7 @@ def study_generation(
     shard = Shard(model, Kernels(gpu, dtype, backend), tensor_parallel, expert_parallel)
     hardware = shard.kernels.gpu
     weights = model.shard_parameters(tensor_parallel, expert_parallel) * BYTES[dtype]
-    per_token = model.shard_kv_bytes_per_token(CACHE_DTYPE.get(dtype, dtype), tensor_parallel)
+    per_token = model.shard_kv_bytes_per_token(shard.kernels.cache_dtype, tensor_parallel)
     capacity = (hardware.memory * memory_utilization - weights) / per_token
     most_running = int(capacity // context)
     if most_running < 1:

@@ -188,7 +188,7 @@ class Shard:
     def step_work(self, num_running: int, context: int) -> tuple[float, float]:
         """FLOPs and bytes of memory traffic of one decode step on this GPU, at `context` tokens a rollout."""
         model, degree, dtype = self.model, self.tensor_parallel, self.kernels.dtype
-        cache = model.shard_kv_bytes_per_token("bfloat16" if dtype == "fp8" else dtype, degree)
+        cache = model.shard_kv_bytes_per_token(self.kernels.cache_dtype, degree)
         tables = model.num_embedding_parameters / degree
         weights = model.shard_parameters(degree, self.expert_parallel)
         weights -= 0 if model.has_tied_embeddings else tables

@@ -92,6 +92,11 @@ class Kernels:
         """Whether any operator has a table."""
         return bool(self._tables)
 
+    @property
+    def cache_dtype(self) -> str:
+        """Dtype of keys and values, and of what GPUs send each other: never narrower than 16 bits."""
+        return DTYPE_OF_ATTENTION if BYTES[self.dtype] <= BYTES[DTYPE_OF_ATTENTION] else self.dtype
+
     def time(self, operator: str, columns: Floats, **shape: float) -> Estimate:
         """Give an operator's seconds for every value of its last axis.
 
@@ -100,9 +105,7 @@ class Kernels:
             columns: (n,) values of the last axis: m, context, tokens or bytes.
             shape: value of every other axis.
         """
-        dtype = self.dtype if operator in ("gemm", "moe") else DTYPE_OF_ATTENTION
-        if self.dtype == "float32":
-            dtype = "float32"
+        dtype = self.dtype if operator in ("gemm", "moe") else self.cache_dtype
         surface = _surface(self._tables.get(operator, ""), operator, dtype)
         if surface is None:
             return self._roofline(OPERATORS[operator], operator, dtype, columns, shape)

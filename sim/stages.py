@@ -16,7 +16,8 @@ from statistics import fmean
 from msgspec.structs import replace
 
 from sim.batch_time import Finish, generate_batch
-from sim.costs import Costs, fill_latency
+from sim.costs import Costs
+from sim.fill import fill_latency
 from sim.training import TrainingCosts
 from streamrl.config import Run, TrainerConfig
 from streamrl.memory import kv_capacity, longest_sequence, num_models, trainer_memory

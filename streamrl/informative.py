@@ -1,9 +1,24 @@
-"""Which rollouts of a recorded run had a gradient: those whose advantage is not zero."""
+"""What a recorded run worked on: its lengths, and which rollouts had a gradient."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
+
+from streamrl.config import LengthsConfig, WorkloadConfig
 from streamrl.messages import PromptsDrawn, Train, Verified
 from streamrl.trace import Trace
+
+
+def recorded_workload(trace: Trace, file: Path) -> WorkloadConfig:
+    """Give the workload that a run had: the lengths in its trace file, and the share of its advantages."""
+    workload: WorkloadConfig = msgspec.structs.replace(
+        trace.run.workload,
+        lengths=LengthsConfig(kind="trace", source=str(file)),
+        informative_share=informative_share(trace),
+    )
+    return workload
 
 
 def informative_share(trace: Trace) -> float:

@@ -14,11 +14,6 @@ roofline: a datasheet's peak and an assumed efficiency, unmeasured."""
 _ORDER: tuple[Tier, ...] = get_args(Tier)
 
 
-def lowest(tiers: Iterable[Tier]) -> Tier:
-    """Give the tier of a figure that is put together from others: that of the least known one."""
-    return max(tiers, key=_ORDER.index)
-
-
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     """Where an operation's seconds come from."""
 

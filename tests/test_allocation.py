@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from sim.allocation import Objective, allocate, objective_of, search, step_time
 from sim.batch_time import Finish, generate_batch
-from sim.costs import Costs, fill_latency
+from sim.costs import Costs
+from sim.fill import fill_latency
 from sim.stages import TRAINED_BATCHES, Generation, Stages, Training
 from sim.world import simulate
 from streamrl.config import Run

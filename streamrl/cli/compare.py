@@ -11,8 +11,7 @@ from rich.console import Console
 
 from sim.world import simulate
 from streamrl.cli.options import AsJson, TracePath, open_trace, print_json, trace_file
-from streamrl.config import LengthsConfig
-from streamrl.informative import informative_share
+from streamrl.informative import recorded_workload
 from streamrl.metrics import measure
 from streamrl.report import compare as compare_metrics
 from streamrl.report import comparison_table
@@ -49,10 +48,6 @@ def compare(
 def _simulate(trace: Trace, recorded: Path, num_steps: int) -> Trace:
     """Simulate what a trace file records: its lengths and advantages, for as many steps as it made."""
     replace, run = msgspec.structs.replace, trace.run
-    workload = replace(
-        run.workload,
-        lengths=LengthsConfig(kind="trace", source=str(recorded)),
-        informative_share=informative_share(trace),
-    )
+    workload = recorded_workload(trace, recorded)
     algorithm = replace(run.algorithm, steps=num_steps)
     return simulate(replace(run, workload=workload, algorithm=algorithm))
