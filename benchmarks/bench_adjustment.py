@@ -14,41 +14,25 @@ from __future__ import annotations
 
 import json
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-from sim.fidelity.cases import GENERATION_TP, Case, make_case
+from sim.fidelity.growth import STEPS, TOLERANCE, Outcome, adjust, wanted_triggers
 from sim.fidelity.paper import load_paper
-from sim.world import simulate
-from streamrl.messages import Resize, Stepped
-from streamrl.pace import StepPace
-from streamrl.systems import build_engine
-from streamrl.trace import Trace
 
-STEPS = 23
-NODES = 12  # of the pool: more than any reading asks for
-TOLERANCE = 2
-"""Steps by which a trigger may be early or late."""
 READINGS: dict[str, dict[str, Any]] = {
     "as the other figures": {},
-    "trainer offloads": {"trainer.offload": True},
-    "offloads, decides at once": {"trainer.offload": True, "policies.resize_window": 1},
+    "trainer does not offload": {"trainer.offload": False},
+    "decides at once": {"policies.resize_window": 1},
     "16 rollouts a replica": {"rollout.max_running": 16},
-    "steps overlap": {"policies.waits_for_whole_batches": False},
+    "64 rollouts a replica": {"rollout.max_running": 64},
+    "batch by batch": {"policies.waits_for_whole_batches": True},
 }
-
-
-class Outcome(NamedTuple):
-    """What a simulated adjustment did."""
-
-    steps: list[StepPace]
-    triggers: list[int]
-    """Steps after which replicas were added."""
 
 
 def main() -> None:
     """Simulate every reading; print what each step took, then the figures."""
     paper = load_paper().adjustment
-    wanted = [step for step in range(1, STEPS) if paper.gpus[step] > paper.gpus[step - 1]]
+    wanted = wanted_triggers()
     outcomes = {name: adjust(changes) for name, changes in READINGS.items()}
     print(f"{'generation less training, s':28}" + "".join(f"{s:6}" for s in range(1, STEPS + 1)))
     print(f"{'paper':28}" + "".join(f"{delta:6.1f}" for delta in paper.delta))
@@ -59,34 +43,6 @@ def main() -> None:
         print(f"{name:28}{', '.join(map(str, outcome.triggers)) or 'none'}")
     for name, outcome in outcomes.items():
         print_figures(name, outcome, wanted)
-
-
-def adjust(changes: dict[str, Any]) -> Outcome:
-    """Simulate one reading."""
-    growth = {"workload.lengths.scale": 0.5, "workload.lengths.scale_to": 1.0}
-    run = make_case(
-        Case("7B", "20K", "async"),
-        changes={
-            "cluster.pools.h800.nodes": NODES,
-            "algorithm.steps": STEPS,
-            "policies.resize": "adjust",
-            **growth,
-            **changes,
-        },
-    )
-    assert run.rollout.tensor_parallel == GENERATION_TP["7B"]
-    return read(simulate(run))
-
-
-def read(trace: Trace) -> Outcome:
-    """Feed the trace to a fresh engine, whose state then holds what each step took."""
-    engine = build_engine(trace.run)
-    triggers = []
-    for time, event, _ in trace.entries:
-        commands = engine.handle(event, time)
-        if isinstance(event, Stepped) and any(isinstance(c, Resize) for c in commands):
-            triggers.append(event.version)
-    return Outcome(engine.state.pace.steps, triggers)
 
 
 def print_figures(name: str, outcome: Outcome, wanted: list[int]) -> None:

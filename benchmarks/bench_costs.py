@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from sim.curves import compose_decode
-from sim.fidelity.figures import CONTEXT
+from sim.fidelity.calibration import CONTEXT
 from sim.fidelity.paper import load_paper
 from sim.inference import Shard
 from sim.kernels import MEASURED, Kernels, peak_of, table_path

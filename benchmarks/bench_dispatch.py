@@ -43,7 +43,7 @@ FIGURE_9 = {
 OTHER_GPUS = {"7B": (8, 24), "32B": (32, 48), "72B": (64, 96)}
 
 RANDOM = {"dispatch": "random", "order": "fifo"}
-SKEWED = {"dispatch": "skewness-aware", "order": "longest-first"}
+SKEWED = {"dispatch": "skewness-aware", "skew_objective": "max", "order": "longest-first"}
 DRAIN = {**SKEWED, "skew_objective": "drain"}
 WAYS = {
     "longest-first": {"dispatch": "random", "order": "longest-first"},

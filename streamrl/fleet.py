@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from streamrl.entities import Replica, Rollout
+from streamrl.entities import Phase, Replica, Rollout
 from streamrl.messages import Resize, StartReplica, StopReplica
 
 LOADS_PER_REPLICA = (
@@ -22,6 +22,8 @@ class Fleet:
     """Serving replicas by version."""
     outdated: dict[int, Replica] = field(default_factory=dict)
     """Serving replicas older than the pushed weights that nobody has told to load."""
+    idle: dict[int, Replica] = field(default_factory=dict)
+    """Serving replicas with nothing on their hands, the one that has been so for longest first."""
     stopping: dict[int, Replica] = field(default_factory=dict)
     """Replicas that were told to end and have not."""
     num_wanted: int = 0
@@ -58,10 +60,7 @@ class Fleet:
 
     def newest_idle(self) -> Replica | None:
         """Give the replica that started last among those with nothing on their hands, or None."""
-        for replica in reversed(self.replicas.values()):
-            if replica.is_serving and replica.loading is None and not replica.rollouts:
-                return replica
-        return None
+        return self.idle[max(self.idle)] if self.idle else None
 
     def least_loaded(self, oldest_version: int) -> Replica | None:
         """Give the replica that promises `oldest_version` or newer and has the fewest rollouts, least id first."""
@@ -102,6 +101,10 @@ class Fleet:
         found = [r for r in self.replicas.values() if r.promises(oldest_version)]
         return sorted(found, key=_by_id)
 
+    def serving(self) -> list[Replica]:
+        """Give every replica that serves, by id."""
+        return sorted((r for r in self.replicas.values() if r.is_serving), key=_by_id)
+
     def start(self, replica_id: int, version: int) -> None:
         """Enter a replica that is coming up with `version`."""
         self.replicas[replica_id] = Replica(replica_id, version, loading=version)
@@ -141,6 +144,7 @@ class Fleet:
     def _remove(self, replica_id: int) -> Replica:
         replica = self.replicas.pop(replica_id)
         self.outdated.pop(replica_id, None)
+        self.idle.pop(replica_id, None)
         self._break_promise(replica)
         if replica.is_serving:
             replica.is_serving = False
@@ -165,6 +169,7 @@ class Fleet:
     def assign(self, rollout: Rollout, replica_id: int, now: float) -> None:
         """Enter that `rollout` was sent to a replica at `now` seconds."""
         replica = self.replicas[replica_id]
+        rollout.phase = Phase.GENERATING
         rollout.replica = replica
         rollout.sent_at = now
         replica.rollouts[rollout.id] = rollout
@@ -177,6 +182,7 @@ class Fleet:
         assert replica is not None, f"rollout {rollout.id} runs nowhere"
         del replica.rollouts[rollout.id]
         rollout.replica = None
+        rollout.is_aborting = False
         self._note_load(replica)
 
     def _is_current(self, version: int, entry: tuple[int, int]) -> bool:
@@ -209,6 +215,10 @@ class Fleet:
             del self._loads[promised]
 
     def _note_load(self, replica: Replica) -> None:
+        if replica.rollouts or replica.loading is not None or not replica.is_serving:
+            self.idle.pop(replica.id, None)
+        else:
+            self.idle[replica.id] = replica
         if self._knows_most:
             heappush(self._most, (-len(replica.rollouts), replica.id))
             if len(self._most) > LOADS_PER_REPLICA * (len(self.replicas) + 1):

@@ -57,6 +57,8 @@ def _check_replicas(state: State) -> None:
         assert replica.version <= state.pushed_version <= state.version
         if replica.is_serving:
             serving[replica.version] = serving.get(replica.version, 0) + 1
+        is_idle = replica.is_serving and replica.loading is None and not replica.rollouts
+        assert is_idle == (replica.id in state.fleet.idle), f"replica {replica.id}: idle or not?"
         for rollout_id, rollout in replica.rollouts.items():
             assert rollout.id == rollout_id and rollout.replica is replica
     assert serving == state.fleet.num_serving, f"{serving} serve, not {state.fleet.num_serving}"

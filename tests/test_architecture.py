@@ -29,7 +29,10 @@ def sources(package: str) -> list[Path]:
 
 CONTROL = [
     ROOT / "streamrl" / f"{name}.py"
-    for name in ("messages", "entities", "fleet", "state", "invariants", "engine")
+    for name in (
+        *("messages", "entities", "fleet", "lines", "batch", "recent", "pace", "latency"),
+        *("state", "invariants", "engine"),
+    )
 ] + sources("streamrl/policies")
 EVERYWHERE = [path for package in ("streamrl", "sim", "executor") for path in sources(package)]
 

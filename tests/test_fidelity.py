@@ -8,12 +8,27 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sim.fidelity.cases import BATCH, GPUS, LENGTHS, MODELS, SYSTEMS, Case, make_case
-from sim.fidelity.figures import constants
+from sim.batch_time import generate_batch
+from sim.costs import Costs
+from sim.fidelity.calibration import constants
+from sim.fidelity.cases import (
+    BATCH,
+    GPUS,
+    LENGTHS,
+    MAX_RUNNING,
+    MODELS,
+    SYSTEMS,
+    Case,
+    Times,
+    make_case,
+    take_times,
+)
 from sim.fidelity.paper import load_paper
+from sim.fidelity.throughput import slower
 from streamrl.cli.main import app
 from streamrl.fidelity import Cell, PaperFigure, fidelity_page
 from streamrl.memory import check_memory
+from streamrl.workload import SimulatedWorkload
 
 RUNNER = CliRunner()
 FIGURE = PaperFigure(
@@ -44,12 +59,45 @@ def test_every_run_of_the_paper_fits_its_gpus(size: str, system: str) -> None:
     assert run.algorithm.rollouts_per_step == BATCH
 
 
-def test_only_the_decode_curve_and_the_lengths_are_calibrated() -> None:
-    assert [name for name, _, _ in constants()] == [
+def test_nothing_is_calibrated_beyond_what_the_paper_may_be_asked_for() -> None:
+    names = [name for name, _, _ in constants()]
+    assert names == [
         "overhead of a layer",
         "overhead of a rollout",
         "output lengths",
+        "training efficiency",
+        "verl: generation, the rest",
     ]
+    run = make_case(Case("7B", "20K", "async"))
+    assert run.costs.generation_factor == run.costs.training_factor == 1.0
+    assert run.trainer.efficiency is None
+
+
+def test_all_cells_take_one_reading_and_differ_only_in_model_length_and_system() -> None:
+    for size in MODELS:
+        for length in LENGTHS:
+            for system in SYSTEMS:
+                run = make_case(Case(size, length, system))
+                assert run.rollout.max_running == MAX_RUNNING and run.trainer.offload
+                assert run.trainer.micro_batch == 4 and run.rollout.memory_utilization == 0.9
+
+
+def test_seconds_of_phases_are_divided_by_their_own_speed() -> None:
+    times = Times(step_time=100.0, generation_time=60.0)
+    assert slower(times, 0.5, 0.25) == pytest.approx(BATCH / (60 / 0.5 + 40 / 0.25))
+
+
+def test_generation_lasts_from_the_prompts_to_the_last_rollout() -> None:
+    case = Case("7B", "5K", "colocated")
+    times = take_times(case)
+    run = make_case(case)
+    costs = Costs.load(run)
+    alone = [
+        generate_batch(run, costs, SimulatedWorkload(run).draw(BATCH * step, BATCH))[-1].time
+        for step in range(5)
+    ]
+    assert min(alone) <= times.generation_time <= max(alone)
+    assert times.generation_time < times.step_time
 
 
 def test_errors_are_relative_to_the_paper() -> None:
@@ -80,3 +128,22 @@ def test_validate_prints_and_writes_a_figure(tmp_path: Path) -> None:
 def test_an_unknown_paper_or_figure_is_refused(arguments: list[str], message: str) -> None:
     done = RUNNER.invoke(app, ["validate", *arguments])
     assert isinstance(done.exception, ValueError) and message in str(done.exception)
+
+
+def test_the_papers_evaluation_is_met_as_far_as_its_page_says() -> None:
+    done = RUNNER.invoke(app, ["validate", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    assert list(found) == [line.split(" |")[0] for line in page_rows()]
+    for line in page_rows():
+        name, _, mark = (part.strip() for part in line.split("|")[:3])
+        assert found[name]["is_met"] == (mark == "met"), name
+    assert found["Figure 8"]["mape"] <= 0.15
+    assert sum(abs(cell["error"]) > 0.3 for cell in found["Figure 8"]["cells"]) == 1
+
+
+def page_rows() -> list[str]:
+    """Give the rows of the first table of docs/fidelity.md, without the leading bar."""
+    page = (Path(__file__).parents[1] / "docs" / "fidelity.md").read_text()
+    table = page.split("|---|---|---|---|---|\n")[1].split("\n\n")[0]
+    return [line.removeprefix("| ") for line in table.splitlines()]

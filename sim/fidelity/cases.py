@@ -7,8 +7,11 @@
 | GPUs of each side, 32B and 72B            | as Figure 10 says; 7B half and half                               |
 | key-value heads of 7B                     | 4, as released (its Table 2 prints 8)                             |
 | prompts and samples per prompt            | 1,024 prompts, one sample each; 400 tokens a prompt               |
-| steps of asynchronous generation          | back to back: a batch starts once the one before is generated     |
-| most rollouts that a replica decodes      | 256, or what memory holds                                         |
+| rollouts that a replica decodes at once   | `MAX_RUNNING`: its order inside a replica acts only where more are |
+|                                           | dealt than run, so fewer than the 51 that 32B and 72B are dealt   |
+| what "no barrier" means                   | each replica begins its share of a batch when its last is done    |
+
+Stated by the paper: actor, critic and reference take turns on the trainer's GPUs (`offload`).
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from typing import Any, Literal, NamedTuple
 
 from sim.world import simulate
 from streamrl.config import Run
-from streamrl.metrics import Metrics, measure
+from streamrl.messages import Generated, PromptsDrawn
+from streamrl.metrics import measure
 from streamrl.run_file import make_run
+from streamrl.trace import Trace
 
 Size = Literal["7B", "32B", "72B"]
 MODELS: dict[str, str] = {"7B": "qwen2.5-7b", "32B": "qwen2.5-32b", "72B": "qwen2.5-72b"}
@@ -31,6 +36,7 @@ SPLIT: dict[str, tuple[int, int]] = {"7B": (16, 16), "32B": (40, 24), "72B": (80
 GENERATION_TP: dict[str, int] = {"7B": 1, "32B": 2, "72B": 4}
 LENGTHS: dict[str, int] = {"5K": 5000, "10K": 10_000, "20K": 20_000}
 BATCH = 1024
+MAX_RUNNING = 20
 STEPS, WARM_UP = 5, 2
 SEEDS = (0, 1)
 RECALL = 0.87
@@ -43,40 +49,31 @@ class Degrees(NamedTuple):
     data: int
     tensor: int
     pipeline: int
-    offload: bool
 
 
 TRAINING: dict[tuple[str, int], Degrees] = {
-    ("7B", 8): Degrees(4, 2, 1, True),
-    ("7B", 16): Degrees(8, 2, 1, False),
-    ("7B", 24): Degrees(12, 2, 1, False),
-    ("7B", 32): Degrees(16, 2, 1, False),
-    ("32B", 24): Degrees(1, 4, 6, False),
-    ("32B", 32): Degrees(2, 4, 4, False),
-    ("32B", 64): Degrees(4, 4, 4, False),
-    ("72B", 48): Degrees(2, 4, 6, True),
-    ("72B", 64): Degrees(4, 4, 4, True),
-    ("72B", 128): Degrees(8, 4, 4, True),
+    ("7B", 8): Degrees(4, 2, 1),
+    ("7B", 16): Degrees(8, 2, 1),
+    ("7B", 24): Degrees(12, 2, 1),
+    ("7B", 32): Degrees(16, 2, 1),
+    ("32B", 24): Degrees(1, 4, 6),
+    ("32B", 32): Degrees(2, 4, 4),
+    ("32B", 64): Degrees(4, 4, 4),
+    ("72B", 48): Degrees(2, 4, 6),
+    ("72B", 64): Degrees(4, 4, 4),
+    ("72B", 128): Degrees(8, 4, 4),
 }
 
+SKEWNESS_AWARE = {
+    "dispatch": "skewness-aware",
+    "skew_objective": "max",
+    "order": "longest-first",
+}
 SYSTEMS: dict[str, dict[str, Any]] = {
     "colocated": {"system": "colocated", "dispatch": "random", "order": "fifo"},
-    "colocated, skewness-aware": {
-        "system": "colocated",
-        "dispatch": "skewness-aware",
-        "order": "longest-first",
-    },
-    "sync": {
-        "system": "stream-sync",
-        "dispatch": "skewness-aware",
-        "order": "longest-first",
-    },
-    "async": {
-        "system": "stream-async",
-        "dispatch": "skewness-aware",
-        "order": "longest-first",
-        "waits_for_whole_batches": True,
-    },
+    "colocated, skewness-aware": {"system": "colocated", **SKEWNESS_AWARE},
+    "sync": {"system": "stream-sync", **SKEWNESS_AWARE},
+    "async": {"system": "stream-async", "weight_sync": "between-batches", **SKEWNESS_AWARE},
 }
 
 
@@ -86,16 +83,37 @@ class Case(NamedTuple):
     size: str
     length: str
     system: str
-    generation_factor: float = 1.0
-    training_factor: float = 1.0
-    split: tuple[int, int] | None = None
+    across: bool = False
+    """Whether 32 H20 generate and 16 H800 train in another datacenter (Figure 12)."""
+
+
+class Times(NamedTuple):
+    """What a step of a case takes, medians over steps and seeds."""
+
+    step_time: float
+    generation_time: float
+    """From its prompts to its last rollout, or to the next prompts where these come earlier."""
+
+    @property
+    def throughput(self) -> float:
+        """Samples a second."""
+        return BATCH / self.step_time
+
+
+ACROSS: dict[str, Any] = {
+    "cluster.pools.h20": {"gpu": "h20", "nodes": 4, "transport": "tcp"},
+    "cluster.pools.h800.nodes": 2,
+    "cluster.links": [{"between": ["h20", "h800"], "bandwidth": "80 Gbps", "latency": "10 ms"}],
+    "rollout.pool": "h20",
+    "rollout.replicas": 32,
+}
 
 
 def make_case(case: Case, seed: int = 0, changes: dict[str, Any] | None = None) -> Run:
     """Make the run file of a case; dotted keys in `changes` replace values."""
     is_colocated = case.system.startswith("colocated")
     total = GPUS[case.size]
-    generate, train = (total, total) if is_colocated else case.split or SPLIT[case.size]
+    generate, train = (total, total) if is_colocated else SPLIT[case.size]
     degrees = TRAINING[case.size, train]
     table: dict[str, Any] = {
         "seed": seed,
@@ -106,7 +124,7 @@ def make_case(case: Case, seed: int = 0, changes: dict[str, Any] | None = None) 
             "pool": "h800",
             "replicas": generate // GENERATION_TP[case.size],
             "tensor_parallel": GENERATION_TP[case.size],
-            "max_running": 256,
+            "max_running": MAX_RUNNING,
             "max_tokens": LENGTHS[case.length],
         },
         "trainer": {
@@ -114,7 +132,7 @@ def make_case(case: Case, seed: int = 0, changes: dict[str, Any] | None = None) 
             "data_parallel": degrees.data,
             "tensor_parallel": degrees.tensor,
             "pipeline_parallel": degrees.pipeline,
-            "offload": degrees.offload,
+            "offload": True,
         },
         "algorithm": {
             "name": "ppo",
@@ -133,12 +151,8 @@ def make_case(case: Case, seed: int = 0, changes: dict[str, Any] | None = None) 
             }
         },
         "policies": dict(SYSTEMS[case.system]),
-        "costs": {
-            "generation_factor": case.generation_factor,
-            "training_factor": case.training_factor,
-        },
     }
-    for key, value in (changes or {}).items():
+    for key, value in {**(ACROSS if case.across else {}), **(changes or {})}.items():
         *parents, last = key.split(".")
         place = table
         for part in parents:
@@ -147,18 +161,31 @@ def make_case(case: Case, seed: int = 0, changes: dict[str, Any] | None = None) 
     return make_run(table)
 
 
-def throughput(case: Case, changes: dict[str, Any] | None = None) -> float:
-    """Give samples a second: rollouts of a step over the median step, median over seeds."""
-    return median(BATCH / measure_run(make_case(case, seed, changes)).step_time for seed in SEEDS)
+def take_times(case: Case) -> Times:
+    """Simulate a case with every seed."""
+    found = [_measure(simulate(make_case(case, seed))) for seed in SEEDS]
+    return Times(median(t.step_time for t in found), median(t.generation_time for t in found))
 
 
-def measure_run(run: Run) -> Metrics:
-    """Simulate a run and measure it."""
-    return measure(simulate(run))
-
-
-def throughputs(cases: Iterable[Case]) -> dict[Case, float]:
-    """Give the samples a second of many cases, on all cores."""
+def take_all_times(cases: Iterable[Case]) -> dict[Case, Times]:
+    """Simulate many cases on all cores; one that was simulated before is not simulated again."""
     wanted = list(dict.fromkeys(cases))
+    missing = [case for case in wanted if case not in _TAKEN]
     with ProcessPoolExecutor() as pool:
-        return dict(zip(wanted, pool.map(throughput, wanted), strict=True))
+        _TAKEN.update(zip(missing, pool.map(take_times, missing), strict=True))
+    return {case: _TAKEN[case] for case in wanted}
+
+
+_TAKEN: dict[Case, Times] = {}
+
+
+def _measure(trace: Trace) -> Times:
+    drawn_at, ended_at = [], []
+    for time, event, _ in trace.entries:
+        if isinstance(event, PromptsDrawn):
+            drawn_at.append(time)
+            ended_at.append(time)
+        elif isinstance(event, Generated):
+            ended_at[-1] = time
+    took = [end - begin for begin, end in zip(drawn_at, ended_at, strict=True)]
+    return Times(measure(trace).step_time, median(took[WARM_UP:]))

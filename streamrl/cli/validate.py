@@ -9,17 +9,24 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sim.fidelity import figures as simulated
-from sim.fidelity.figures import constants
+from sim.fidelity.calibration import constants, decode_curve
+from sim.fidelity.dispatch import dispatch
+from sim.fidelity.growth import adjustment
+from sim.fidelity.stages import divisions, scaling
+from sim.fidelity.throughput import ablation, end_to_end, heterogeneous, ratios, verl
 from streamrl.cli.options import AsJson, make_progress, print_json
 from streamrl.fidelity import PaperFigure, fidelity_page, figure_picture, figure_table, slug
 
 PAPERS = ("streamrl",)
-FIGURES: dict[str, Callable[[], PaperFigure]] = {
-    "fig6": simulated.decode_curve,
-    "fig8": simulated.end_to_end,
-    "fig12": simulated.heterogeneous,
-    "table3": simulated.ablation,
+FIGURES: dict[str, tuple[Callable[[], PaperFigure], ...]] = {
+    "fig2": (scaling,),
+    "fig6": (decode_curve,),
+    "fig8": (end_to_end, ratios, verl),
+    "table3": (ablation,),
+    "fig9": (dispatch,),
+    "fig10": (divisions,),
+    "fig11": (adjustment,),
+    "fig12": (heterogeneous,),
 }
 PICTURES = "fidelity"
 
@@ -64,8 +71,7 @@ def simulate_figures(names: list[str]) -> list[PaperFigure]:
         task = progress.add_task("validate", total=len(names), facts="")
         for name in names:
             progress.update(task, facts=name)
-            one = FIGURES[name]()
-            found += [one, simulated.ratios(one)] if name == "fig8" else [one]
+            found += [simulate_figure() for simulate_figure in FIGURES[name]]
             progress.advance(task)
     return found
 

@@ -1,0 +1,159 @@
+"""What the paper's figures say to other readings of what StreamRL (arXiv 2504.15930) leaves open.
+
+`sim/fidelity/cases.py` takes one reading for all cells. Here each choice is changed by itself: the 27 cells of
+Figure 8, its ratios over the colocated system, Table 3 and Figure 12. The training efficiency is the one constant that
+the six cells of 7B and 72B at 20K may calibrate: their error at several values. One JSON object per figure
+ends the output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from concurrent.futures import ProcessPoolExecutor
+from math import log, sqrt
+from statistics import median
+from typing import Any, NamedTuple
+
+from sim.fidelity.cases import BATCH, LENGTHS, Case, make_case
+from sim.fidelity.paper import load_paper
+from sim.fidelity.throughput import CELLS, COLUMNS, COST
+from sim.world import simulate
+from streamrl.metrics import measure
+
+SEEDS = (0, 1)
+READINGS: dict[str, dict[str, Any]] = {
+    "as chosen": {},
+    **{f"{n} running": {"rollout.max_running": n} for n in (15, 16, 24, 32, 256)},
+    "8 rollouts a pass": {"trainer.micro_batch": 8},
+    "trainer offloads where it must": {"trainer.offload": "where it must"},
+    "drains wherever weights arrive": {"policies.weight_sync": "drain-then-load"},
+    "loads in flight": {"policies.weight_sync": "load-in-flight"},
+    "a batch waits for the last": {
+        "policies.weight_sync": "drain-then-load",
+        "policies.waits_for_whole_batches": True,
+    },
+}
+EFFICIENCIES = (0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15)
+HETEROGENEOUS = [Case("7B", length, "async", across=True) for length in LENGTHS]
+CALIBRATED = [case for case in CELLS if case.size in ("7B", "72B") and case.length == "20K"]
+SKEWED = Case("72B", "20K", "colocated, skewness-aware")
+
+
+class Job(NamedTuple):
+    """One run."""
+
+    case: Case
+    seed: int
+    changes: dict[str, Any]
+
+
+def main() -> None:
+    """Print tables, then figures."""
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--only", nargs="*", default=[], help="readings by name")
+    only = arguments.parse_args().only
+    figures: list[tuple[str, float, str]] = []
+    with ProcessPoolExecutor() as pool:
+        print(
+            f"{'reading':34} mean  largest  sync/coloc  async/coloc  Table 3             Figure 12"
+        )
+        for name, changes in READINGS.items():
+            if not only or name in only:
+                figures += compare(pool, name, changes)
+        if not only:
+            figures += calibrate(pool)
+    for name, value, unit in figures:
+        print(json.dumps({"name": name, "value": round(value, 4), "unit": unit}))
+
+
+def compare(
+    pool: ProcessPoolExecutor, name: str, changes: dict[str, Any]
+) -> list[tuple[str, float, str]]:
+    """Print a reading's errors, and give them as figures."""
+    ours = simulate_all(pool, [*CELLS, SKEWED, *HETEROGENEOUS], changes)
+    errors = [abs(ours[case] / paper(case) - 1) for case in CELLS]
+    unlike = {system: ratio_error(ours, system) for system in ("sync", "async")}
+    base = ours[Case("72B", "20K", "colocated")]
+    rows = [SKEWED, Case("72B", "20K", "sync"), Case("72B", "20K", "async")]
+    table = [ours[case] / base for case in rows]
+    over = [ours[case] / ours[case._replace(across=False)] for case in HETEROGENEOUS]
+    per_cost = [ratio * COST[False] / COST[True] for ratio in over]
+    mean = sum(errors) / len(errors)
+    print(
+        f"{name:34} {mean:4.1%}  {max(errors):6.0%}  {unlike['sync']:9.1%}  {unlike['async']:10.1%}   "
+        + "  ".join(f"{ratio:.2f}" for ratio in [*table, *per_cost]),
+        flush=True,
+    )
+    wanted = [across / alone for across, alone in load_paper().heterogeneous.values()]
+    differences = [abs(a - b) for a, b in zip(table, load_paper().ablation["72B"][1:], strict=True)]
+    return [
+        (f"Figure 8 mean error ({name})", mean, "share"),
+        (f"Figure 8 largest error ({name})", max(errors), "share"),
+        (f"Figure 8 sync ratios, median error ({name})", unlike["sync"], "share"),
+        (f"Figure 8 async ratios, median error ({name})", unlike["async"], "share"),
+        (f"Table 3 largest difference ({name})", max(differences), "times"),
+        (
+            f"Figure 12 largest difference ({name})",
+            max(abs(a - b) for a, b in zip(per_cost, wanted, strict=True)),
+            "times",
+        ),
+    ]
+
+
+def calibrate(pool: ProcessPoolExecutor) -> list[tuple[str, float, str]]:
+    """Print the error of the six calibrating cells by training efficiency."""
+    figures = []
+    print("\ntraining efficiency over the profiles': root mean square error of 7B and 72B at 20K")
+    for factor in EFFICIENCIES:
+        ours = simulate_all(pool, CALIBRATED, {"costs.training_factor": factor})
+        squares = [log(ours[case] / paper(case)) ** 2 for case in CALIBRATED]
+        error = sqrt(sum(squares) / len(squares))
+        print(f"{factor:5.2f}  {error:.1%}", flush=True)
+        figures.append(
+            (f"error of the calibrating cells at training efficiency {factor}", error, "log")
+        )
+    return figures
+
+
+def simulate_all(
+    pool: ProcessPoolExecutor, cases: list[Case], changes: dict[str, Any]
+) -> dict[Case, float]:
+    """Give the samples a second of every case, median over seeds."""
+    jobs = [Job(case, seed, applied(case, changes)) for case in cases for seed in SEEDS]
+    found = dict(zip([job[:2] for job in jobs], pool.map(throughput, jobs), strict=True))
+    return {case: median(found[case, seed] for seed in SEEDS) for case in cases}
+
+
+def applied(case: Case, changes: dict[str, Any]) -> dict[str, Any]:
+    """Give the changes that are about a case's system: weights reach it in its own way where it does not overlap."""
+    kept = dict(changes)
+    if case.system != "async":
+        kept = {key: value for key, value in kept.items() if not key.startswith("policies.")}
+    if kept.get("trainer.offload") == "where it must":
+        kept["trainer.offload"] = case.size == "72B"
+    return kept
+
+
+def throughput(job: Job) -> float:
+    """Give the samples a second of one run."""
+    return BATCH / measure(simulate(make_case(*job))).step_time
+
+
+def ratio_error(ours: dict[Case, float], system: str) -> float:
+    """Give the median error of a system's speed-ups over the colocated one."""
+    errors = []
+    for case in CELLS:
+        if case.system == system:
+            base = case._replace(system="colocated")
+            errors.append(abs(ours[case] / ours[base] / (paper(case) / paper(base)) - 1))
+    return median(errors)
+
+
+def paper(case: Case) -> float:
+    """Give the paper's samples a second."""
+    return load_paper().throughput[f"{case.length} {case.size}"][COLUMNS.index(case.system)]
+
+
+if __name__ == "__main__":
+    main()
