@@ -43,7 +43,7 @@ def check_executable(run: Run) -> None:
         raise ValueError(
             f"workload.verifier {run.workload.verifier!r} is none of {', '.join(SCORERS)}"
         )
-    _check_parallelism(run)
+    _check_backends(run)
 
 
 def execute(run: Run, resume: bool = False, watch: Watch = lambda event, state, now: None) -> Trace:
@@ -101,11 +101,16 @@ def facts() -> dict[str, str | float]:
     return found
 
 
-def _check_parallelism(run: Run) -> None:
+def _check_backends(run: Run) -> None:
     if run.rollout.tensor_parallel > 1:
         raise ValueError(
             f"rollout.tensor_parallel must be 1 for backend {run.rollout.backend}, "
             f"got {run.rollout.tensor_parallel}"
+        )
+    if run.rollout.migration_transfer == "kv":
+        raise ValueError(
+            f"rollout.migration_transfer must be 'recompute' for backend {run.rollout.backend}, which cannot "
+            f"send a KV cache, got 'kv'"
         )
     if run.trainer.num_gpus > 1:
         raise ValueError(

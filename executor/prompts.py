@@ -10,10 +10,13 @@ import numpy as np
 
 from streamrl.config import Run
 from streamrl.messages import DrawnGroup
+from streamrl.tail_batching import TailBatches
 from streamrl.workload import Draw
 
 Record = dict[str, Any]
 """One line of the prompts file."""
+
+EXPECTED = "expected_tokens"  # of a record: the output tokens that a ranker expects of its rollouts
 
 
 class PromptWorkload:
@@ -29,6 +32,11 @@ class PromptWorkload:
         self._max_tokens = run.rollout.max_tokens
         self._seed = run.seed
         self._order: dict[int, list[int]] = {}
+        self._tails: TailBatches | None = None
+        if run.policies.tail_batching == "defer":
+            self._check_expected(path)
+            every = run.policies.tail_every
+            self._tails = TailBatches(run.algorithm.prompts_per_step, every, self._expect)
         for number, tokens in enumerate(self.tokens, start=1):
             if not 0 < len(tokens) <= run.workload.max_prompt_tokens:
                 raise ValueError(
@@ -42,7 +50,11 @@ class PromptWorkload:
 
     def line(self, group: int) -> int:
         """Give the index of the record that group `group` is made from."""
-        epoch, position = divmod(group, len(self.records))
+        source = group if self._tails is None else self._tails.source(group)
+        return self._line(source)
+
+    def _line(self, source: int) -> int:
+        epoch, position = divmod(source, len(self.records))
         if epoch not in self._order:
             shuffled = np.random.default_rng([self._seed, epoch]).permutation(len(self.records))
             self._order[epoch] = shuffled.tolist()
@@ -55,8 +67,24 @@ class PromptWorkload:
     def _group(self, group: int) -> Draw:
         size = self._group_size
         rollouts = tuple(range(group * size, group * size + size))
-        num_tokens = len(self.tokens[self.line(group)])
-        return Draw(DrawnGroup(group, rollouts, num_tokens, (self._max_tokens,) * size), ())
+        line = self.line(group)
+        expected = (self._expected(line),) * size
+        return Draw(DrawnGroup(group, rollouts, len(self.tokens[line]), expected), ())
+
+    def _expected(self, line: int) -> int:
+        """Give the output tokens that a line says to expect; the most there may be where it does not."""
+        return int(self.records[line].get(EXPECTED, self._max_tokens))
+
+    def _expect(self, first: int, num: int) -> list[int]:
+        return [self._expected(self._line(source)) for source in range(first, first + num)]
+
+    def _check_expected(self, path: Path) -> None:
+        for number, record in enumerate(self.records, start=1):
+            if EXPECTED not in record:
+                raise ValueError(
+                    f"policies.tail_batching 'defer' needs to know long prompts from short ones, but "
+                    f"{path}:{number} has no {EXPECTED!r}"
+                )
 
 
 def read_prompts(path: Path) -> list[Record]:
@@ -85,6 +113,9 @@ def _read_line(path: Path, number: int, line: str) -> Record:
         raise ValueError(f"{path}:{number}: not JSON: {error}") from None
     if not isinstance(record, dict) or not isinstance(record.get("prompt"), str | list):
         raise ValueError(f'{path}:{number}: needs a "prompt": a text, or a list of chat messages')
+    expected = record.get(EXPECTED, 1)
+    if isinstance(expected, bool) or not isinstance(expected, int | float) or not expected >= 1:
+        raise ValueError(f"{path}:{number}: {EXPECTED} must be 1 or more, got {expected!r}")
     return record
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
+from sim.cache_transfer import CacheTransfer
 from sim.colocation import PhaseChange
 from sim.curves import DecodeCurve, PrefillCurve, compose_decode
 from sim.inference import Shard
@@ -17,6 +18,7 @@ from sim.training import TrainingCosts
 from streamrl.config import CostsConfig, Run
 from streamrl.memory import check_memory, kv_capacity, longest_sequence
 from streamrl.profile import load_model
+from streamrl.systems import moves_caches
 from streamrl.tiers import Provenance
 
 
@@ -30,6 +32,7 @@ class Costs:
     """Tokens whose keys and values a replica holds."""
     sync: SyncCosts
     training: TrainingCosts | MeasuredTraining
+    cache_transfer: CacheTransfer
     rides_along: bool = False
     """Whether running rollouts make a token in a pass that prefills for others."""
     pads_context: bool = False
@@ -43,7 +46,8 @@ class Costs:
     training_factor: float = 1.0
     """Seconds of score, train and the optimizer step are divided by it."""
     provenance: dict[str, Provenance]
-    """Where the seconds of each operation come from: prefill, decode, score, train, sync."""
+    """Where the seconds of each operation come from: prefill, decode, score, train, sync, and cache_transfer
+    where a run moves caches."""
 
     @classmethod
     def load(cls, run: Run) -> Costs:
@@ -57,18 +61,21 @@ class Costs:
         training = TrainingCosts.load(run)
         sync = PhaseChange.load(run).sync_costs() if run.shares_gpus else SyncCosts.load(run)
         trained = Provenance.of(training.tier, training.sources)
+        moved = CacheTransfer.load(run)
         costs = cls(
             decode=decode,
             prefill=prefill,
             kv_capacity=kv_capacity(run),
             sync=sync,
             training=training,
+            cache_transfer=moved,
             provenance={
                 "prefill": prefill.provenance,
                 "decode": decode.provenance,
                 "score": trained,
                 "train": trained,
                 "sync": Provenance.of(sync.tier, sync.sources),
+                **({"cache_transfer": moved.provenance} if moves_caches(run) else {}),
             },
         )
         if run.costs.profile is not None:

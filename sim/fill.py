@@ -7,7 +7,7 @@ import msgspec
 from sim.costs import Costs
 from streamrl.config import Run
 from streamrl.memory import longest_sequence
-from streamrl.systems import needs_latency
+from streamrl.systems import moves_caches, needs_latency
 
 
 def fill_policies(run: Run, costs: Costs) -> Run:
@@ -17,11 +17,17 @@ def fill_policies(run: Run, costs: Costs) -> Run:
     run = fill_latency(run, costs)
     if run.policies.migration == "none" or run.policies.context_time is not None:
         return run
-    context = longest_sequence(run)
-    seconds = costs.prefill_time(context, context**2 / 2, 0) / context
-    policies = msgspec.structs.replace(run.policies, context_time=seconds)
+    policies = msgspec.structs.replace(run.policies, context_time=_context_time(run, costs))
     filled: Run = msgspec.structs.replace(run, policies=policies)
     return filled
+
+
+def _context_time(run: Run, costs: Costs) -> float:
+    """Give the seconds of each token of context that moves: its transfer, or prefill at the longest context."""
+    if moves_caches(run):
+        return costs.cache_transfer.token_time
+    context = longest_sequence(run)
+    return costs.prefill_time(context, context**2 / 2, 0) / context
 
 
 def fill_latency(run: Run, costs: Costs) -> Run:

@@ -39,6 +39,8 @@ class Attempt:
     """Output tokens made so far, counted when it joined the batch."""
     length: int
     """Output tokens at which it finishes."""
+    brings_cache: bool = False
+    """Whether its context comes from another replica, not to be computed."""
     finish_at: int = 0
     """Decode step of the replica with which it finishes."""
     version: int = 0
@@ -93,7 +95,13 @@ class Replica:
         """Queue a rollout of `length` output tokens."""
         prefix = group if self._shares_prefixes else command.rollout
         attempt = Attempt(
-            command.rollout, prefix, command.priority, prompt_tokens, command.prefix, length
+            command.rollout,
+            prefix,
+            command.priority,
+            prompt_tokens,
+            command.prefix,
+            length,
+            command.brings_cache,
         )
         self._enqueue(attempt)
         if len(self._running) < self._max_running and not self._is_full:
@@ -145,7 +153,7 @@ class Replica:
         if self._load is not None or self._is_full or not self._queue:
             return None
         joined: list[Attempt] = []
-        tokens, pairs, num_prefixes, step_time = 0, 0.0, 0, 0.0
+        tokens, pairs, num_prefixes, step_time, transfer_time = 0, 0.0, 0, 0.0, 0.0
         places = self._max_running - self._num_stale_places()
         budget = self._costs.tokens_per_pass - len(self._running)
         while self._queue and len(self._running) < places and tokens < budget:
@@ -160,6 +168,10 @@ class Replica:
             riding = len(self._running) if self._costs.rides_along and not num_prefixes else 0
             if self._kv + riding + fresh + 1 > self._costs.kv_capacity:
                 break
+            if attempt.brings_cache:
+                heappop(self._queue)
+                transfer_time += self._receive(attempt, fresh)
+                continue
             if not num_prefixes:
                 step_time = self._ride_along()
             done = min(attempt.computed, fresh)
@@ -173,7 +185,19 @@ class Replica:
             heappop(self._queue)
             self._join(attempt, fresh)
             joined.append(attempt)
-        return step_time + self._prefill(joined, tokens, pairs, num_prefixes) if tokens else None
+        if not tokens:
+            return transfer_time or None
+        return transfer_time + step_time + self._prefill(joined, tokens, pairs, num_prefixes)
+
+    def _receive(self, attempt: Attempt, fresh: int) -> float:
+        """Take a rollout in whose KV cache comes over the network; give the seconds of that.
+
+        The replica does nothing else meanwhile, as in a prefill: rollouts move to replicas that stand idle.
+        """
+        attempt.prefill_time = self._costs.cache_transfer.time(attempt.prompt_tokens + attempt.done)
+        attempt.brings_cache = False
+        self._join(attempt, fresh, num_new=0)
+        return attempt.prefill_time
 
     def _ride_along(self) -> float:
         """Let what runs make a token in the pass that prefills, where the backend does; give its seconds."""
@@ -262,13 +286,13 @@ class Replica:
         self._queued[attempt.rollout] = attempt
         heappush(self._queue, (attempt.priority, attempt.rollout))
 
-    def _join(self, attempt: Attempt, fresh: int) -> None:
-        """Put a rollout into the batch, its first new token counted."""
+    def _join(self, attempt: Attempt, fresh: int, num_new: int = 1) -> None:
+        """Put a rollout into the batch with the `num_new` tokens that its prefill made."""
         del self._queued[attempt.rollout]
         if attempt.began_at is None:
             attempt.began_at = self._env.now
             attempt.version = self.version
-        attempt.done += 1
+        attempt.done += num_new
         attempt.finish_at = self._step + attempt.length - attempt.done
         self._prefixes[attempt.prefix] = self._prefixes.get(attempt.prefix, 0) + 1
         self._running[attempt.rollout] = attempt
@@ -276,7 +300,7 @@ class Replica:
         if self._costs.pads_context:
             heappush(self._by_length, (-attempt.ahead, attempt.rollout))
         self._context += attempt.prompt_tokens + attempt.done
-        self._kv += fresh + 1
+        self._kv += fresh + num_new
 
     def _leave(self, attempt: Attempt) -> None:
         """Take a rollout out of the batch with the tokens it has now."""

@@ -10,11 +10,10 @@ from typing import Literal
 
 import msgspec
 
+from streamrl.failure_config import FailuresConfig
+from streamrl.plan_config import DispatchName, PlanConfig, SyncMode, SystemName
+from streamrl.section import Section
 from streamrl.units import Bandwidth, Duration, Size
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of the run file; unknown keys are refused."""
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -62,7 +61,7 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     """The pools and the links between them; within a pool the GPU's own network counts."""
 
     pools: dict[str, PoolConfig]
-    links: list[LinkConfig] = []
+    links: list[LinkConfig] = msgspec.field(default_factory=list)
 
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
@@ -86,6 +85,9 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     shares_prefixes: bool = True
     """Whether the prompt of a group is prefilled and kept once for all of it, as vLLM and SGLang do;
     `execute` with transformers does not: keys computed under old weights would be attended to by new ones."""
+    migration_transfer: Literal["recompute", "kv"] = "recompute"
+    """How a rollout that `policies.migration` moves gets its KV cache: computed again, or (simulated) sent
+    over the network, within a node over NVLink."""
     start_time: Duration = Duration(0.0)
     """Simulated seconds until a replica serves."""
 
@@ -232,7 +234,7 @@ class VerifierConfig(Section, frozen=True, kw_only=True):
 class SyncConfig(Section, frozen=True, kw_only=True):
     """What a simulated weight synchronisation sends, and how."""
 
-    mode: Literal["full", "lora", "delta"] = "full"
+    mode: SyncMode = "full"
     """full: all weights; lora: adapters alone; delta: indices and values of what the step changed."""
     backend: Literal[
         "broadcast-tree", "nccl-broadcast", "nccl-buckets", "checkpoint-engine", "nccl-reshard"
@@ -265,35 +267,42 @@ class CostsConfig(Section, frozen=True, kw_only=True):
 class PoliciesConfig(Section, frozen=True, kw_only=True):
     """A system by name; each policy may be replaced by name."""
 
-    system: Literal[
-        "colocated",
-        "disaggregated",
-        "stream-sync",
-        "one-step-async",
-        "stream-async",
-        "fully-async",
-    ] = "stream-async"
+    system: SystemName = "stream-async"
     max_staleness: int | None = None
     waits_for_whole_batches: bool | None = None
     """Whether the prompts of a batch start only once the batch before is generated."""
-    dispatch: Literal["least-loaded", "round-robin", "random", "skewness-aware"] | None = None
+    dispatch: DispatchName | None = None
     group_placement: Literal["split", "together"] = "split"
     """Whether the rollouts of a group may go to different replicas, or share one and their prompt's prefill."""
     tail_share: float = 0.2
     """Share of a step's rollouts that skewness-aware dispatch gives replicas of their own (the paper's alpha)."""
-    skew_objective: Literal["max", "sum", "drain"] = "max"
-    """What skewness-aware dispatch makes smallest: the longer of both parts, which run side by side; their
-    sum, as the paper prints it; or drain: the longer one as batches shrink, or no split where that is faster."""
+    skew_objective: Literal["max", "sum", "drain"] = "drain"
+    """What skewness-aware dispatch makes smallest. drain: the longer of both parts, side by side, as batches
+    shrink, and no split where it gains less than 3 %; max: the same by StreamRL's latency model, always split,
+    which on few replicas is slower than dealing at random; sum: of both parts, as its paper prints it."""
     order: Literal["fifo", "longest-first"] | None = None
     streaming: Literal["whole-batch", "stream"] | None = None
     consumption: Literal["strict-fifo", "greedy"] | None = None
     weight_sync: (
-        Literal["barrier", "drain-then-load", "load-in-flight", "abort-and-resume"] | None
+        Literal[
+            "barrier", "drain-then-load", "load-in-flight", "abort-and-resume", "between-batches"
+        ]
+        | None
     ) = None
+    """between-batches: each replica loads when its share of a batch is done, and then begins the next one's."""
+    tail_batching: Literal["none", "defer"] = "none"
+    """defer: of the prompts of every `tail_every` steps those expected to be longest make up the last one, so
+    that the others have no stragglers; needs a ranker, and changes the order of the data (RollPacker)."""
+    tail_every: int = 3
+    """Steps of which one takes the longest prompts, where `tail_batching` is defer."""
+    learns_from_siblings: bool = False
+    """Whether a rollout that waits is expected to be as long as its siblings were that finished; then replicas
+    get no more than they run, and one rollout of each group goes first. Pays where `max_running` is small."""
     migration: Literal["none", "consolidate"] = "none"
     """consolidate: near the end of a step, rollouts that share a batch move to replicas that stand idle."""
     context_time: float | None = None
-    """Seconds for each token of context that a moved rollout computes again; filled in like `latency`."""
+    """Seconds for each token of context that a moved rollout computes again, or that is sent
+    (`rollout.migration_transfer`); filled in like `latency`."""
     latency: tuple[tuple[int, float], ...] | None = None
     """Seconds of a decode step by batch, such as [[1, 0.008], [256, 0.022]], for policies that reckon with
     them; `simulate` and `execute` fill it in from the costs where it is absent."""
@@ -347,6 +356,8 @@ class Run(Section, frozen=True, kw_only=True):
     costs: CostsConfig = CostsConfig()
     policies: PoliciesConfig = PoliciesConfig()
     execute: ExecuteConfig = ExecuteConfig()
+    plan: PlanConfig = PlanConfig()
+    failures: FailuresConfig = FailuresConfig()
 
     @property
     def shares_gpus(self) -> bool:

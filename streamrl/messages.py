@@ -69,7 +69,7 @@ class DrawPrompts(Message, frozen=True):
     oldest_version: int
 
 
-class Generate(Message, frozen=True):
+class Generate(Message, frozen=True, omit_defaults=True):
     """Generate `rollout` on `replica`, going on after its first `prefix` output tokens."""
 
     rollout: int
@@ -77,6 +77,8 @@ class Generate(Message, frozen=True):
     priority: int
     """Smaller starts first; ties start in order of rollout."""
     prefix: int = 0
+    brings_cache: bool = False
+    """Whether its KV cache comes along from where it ran last, so that nothing is computed again."""
 
 
 class Abort(Message, frozen=True):
@@ -253,7 +255,7 @@ class Generated(Message, frozen=True):
     run_time: float
     """Seconds from leaving the replica's queue to the end."""
     prefill_time: float
-    """Seconds, at the start of `run_time`, until the rollout's prefix was computed, alone or with others."""
+    """Seconds, at the start of `run_time`, until the rollout's prefix was computed, alone or with others, or sent."""
 
 
 class Verified(Message, frozen=True):

@@ -40,7 +40,9 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     total_time: float
     """Seconds from the first to the last entry."""
     step_time: float
-    """Median seconds of a step, the warm-up left out."""
+    """Median seconds of a step, the warm-up left out; of tail batching the median of whole cycles' mean step."""
+    mean_step_time: float
+    """Mean seconds of a step, the warm-up left out: what a run of many steps takes."""
     step_times: list[float]
     throughput: float
     """Output tokens generated a second, the warm-up left out."""
@@ -88,38 +90,83 @@ def measure(trace: Trace) -> Metrics:
     Raises:
         ValueError: the trace has no finished step.
     """
-    flow = read_flow(trace)
-    if not flow.stepped_at:
-        raise ValueError("the trace has no finished step, so there is nothing to measure")
-    run, shares = trace.run, attribute(trace)
-    step_times = [b - a for a, b in zip([0.0, *flow.stepped_at], flow.stepped_at, strict=False)]
-    warm_up = min(run.warm_up_steps, len(step_times) - 1)
-    began = flow.stepped_at[warm_up - 1] if warm_up else 0.0
-    span = flow.stepped_at[-1] - began
-    trained = [rollout for rollouts in flow.trained[warm_up:] for rollout in rollouts]
-    goodput = sum(flow.tokens[rollout] for rollout in trained) / span
-    step_time = median(step_times[warm_up:])
-    dollars = dollars_per_second(run, mean_replicas(trace, began, flow.stepped_at[-1]))
-    made = sum(tokens for time, tokens in flow.generated if began < time <= flow.stepped_at[-1])
+    speed, flow = _measure_speed(trace)
+    shares = attribute(trace)
     return Metrics(
         world=trace.world,
-        num_steps=len(step_times),
+        num_steps=len(speed.step_times),
         total_time=trace.entries[-1].time,
-        step_time=step_time,
-        step_times=step_times,
-        throughput=made / span,
-        goodput=goodput,
-        samples_per_second=len(trained) / span,
-        cost_per_step=step_time * dollars,
-        cost_per_million_tokens=dollars / goodput * 1e6 if goodput else 0.0,
-        num_gpus=gpus_by_side(run),
+        num_gpus=gpus_by_side(trace.run),
         busy=shares.busy,
         idle=shares.idle,
         staleness=dict(sorted(flow.staleness.items())),
         rewards=[_mean([flow.rewards[r] for r in rollouts]) for rollouts in flow.trained],
         dropped=dict(flow.dropped),
         tiers=_tiers(trace, shares),
+        **speed._asdict(),
     )
+
+
+class Speed(NamedTuple):
+    """What `Metrics` says of seconds and dollars: the part that needs no look at every GPU's every second."""
+
+    step_time: float
+    mean_step_time: float
+    step_times: list[float]
+    throughput: float
+    goodput: float
+    samples_per_second: float
+    cost_per_step: float
+    cost_per_million_tokens: float
+
+
+def measure_speed(trace: Trace) -> Speed:
+    """Compute the figures of a trace that steps and rollouts tell by themselves.
+
+    Raises:
+        ValueError: the trace has no finished step.
+    """
+    return _measure_speed(trace)[0]
+
+
+def _measure_speed(trace: Trace) -> tuple[Speed, Flow]:
+    flow = read_flow(trace)
+    if not flow.stepped_at:
+        raise ValueError("the trace has no finished step, so there is nothing to measure")
+    run = trace.run
+    step_times = [b - a for a, b in zip([0.0, *flow.stepped_at], flow.stepped_at, strict=False)]
+    warm_up = min(run.warm_up_steps, len(step_times) - 1)
+    began = flow.stepped_at[warm_up - 1] if warm_up else 0.0
+    span = flow.stepped_at[-1] - began
+    trained = [rollout for rollouts in flow.trained[warm_up:] for rollout in rollouts]
+    goodput = sum(flow.tokens[rollout] for rollout in trained) / span
+    step_time = _typical_time(run, step_times[warm_up:])
+    dollars = dollars_per_second(run, mean_replicas(trace, began, flow.stepped_at[-1]))
+    made = sum(tokens for time, tokens in flow.generated if began < time <= flow.stepped_at[-1])
+    speed = Speed(
+        step_time=step_time,
+        mean_step_time=_mean(step_times[warm_up:]),
+        step_times=step_times,
+        throughput=made / span,
+        goodput=goodput,
+        samples_per_second=len(trained) / span,
+        cost_per_step=step_time * dollars,
+        cost_per_million_tokens=dollars / goodput * 1e6 if goodput else 0.0,
+    )
+    return speed, flow
+
+
+def _typical_time(run: Run, step_times: list[float]) -> float:
+    """Give the seconds of a median step.
+
+    Where one step in a cycle takes the longest rollouts of all, the median step would not be what steps take:
+    any cycle of steps has one, so their means are alike.
+    """
+    if run.policies.tail_batching == "none":
+        return median(step_times)
+    size = min(run.policies.tail_every, len(step_times))
+    starts = range(0, len(step_times) - size + 1, size)
+    return median(_mean(step_times[start : start + size]) for start in starts)
 
 
 def gpus_by_side(run: Run) -> dict[str, int]:

@@ -13,7 +13,6 @@ this place among all lengths, so expected lengths are as skewed as true ones.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
 from pathlib import Path
 from statistics import NormalDist
@@ -23,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.config import LengthsConfig
+from streamrl.csv_rows import read_csv
 
 Lengths = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float64]
@@ -225,7 +225,7 @@ def normal_scores(lengths: Lengths, ordered: Lengths) -> Numbers:
 
 
 def read_scores(path: Path) -> tuple[Numbers, Numbers]:
-    """Read a ranker's held-out scores: a CSV file with columns score and output_tokens.
+    """Read a ranker's held-out scores: a CSV file, or one in .gz, with columns score and output_tokens.
 
     Higher means expected to be longer; use one task family, since a mixture flatters any ranker.
 
@@ -234,12 +234,12 @@ def read_scores(path: Path) -> tuple[Numbers, Numbers]:
     """
     key = "workload.lengths.ranker_scores"
     try:
-        with path.open(newline="") as file:
-            lines = (line for line in file if not line.startswith("#"))
-            rows = [(row["score"], row["output_tokens"]) for row in csv.DictReader(lines)]
-        pairs = np.array(rows, dtype=np.float64)
-    except OSError as error:
-        raise ValueError(f"{key}: {path}: {error.strerror}") from None
+        rows = read_csv(path)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+    try:
+        scores = [(row["score"], row["output_tokens"]) for row in rows]
+        pairs = np.array(scores, dtype=np.float64)
     except (KeyError, TypeError, ValueError):
         raise ValueError(
             f"{key}: {path} needs columns score and output_tokens with a number in every row"

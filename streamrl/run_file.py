@@ -10,13 +10,18 @@ import tomllib
 from collections.abc import Iterable
 from math import isfinite
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints, overload
 
 import msgspec
 
-from streamrl.config import Run, Section
+from streamrl.config import Run
+from streamrl.failure_config import check_failures
+from streamrl.plan_checks import check_plan
+from streamrl.policy_checks import check_policies
 from streamrl.pools import check_pools
 from streamrl.ranker import TAIL_SHARE
+from streamrl.section import Section
 from streamrl.units import read_quantity
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>[^`]+)`(?: - at `\$(?P<path>.*)`)?")
@@ -71,6 +76,9 @@ def check_run(run: Run) -> None:
     _check_sync(run)
     _check_latency(run)
     _check_shares(run)
+    check_policies(run)
+    check_plan(run)
+    check_failures(run.failures)
 
 
 def _check_model(run: Run) -> None:
@@ -115,6 +123,7 @@ def _check_positive(run: Run) -> None:
         ("policies.resize_unit", run.policies.resize_unit, 1),
         ("policies.max_replicas", run.policies.max_replicas, 1),
         ("policies.resize_window", run.policies.resize_window, 1),
+        ("policies.tail_every", run.policies.tail_every, 2),
         ("policies.shrink_after", run.policies.shrink_after, 1),
     ):
         if number is not None and number < least:
@@ -299,7 +308,7 @@ def _choices(path: str) -> list[str]:
     kind: Any = Run
     for part in re.findall(r"[^.\[\]]+", path):
         is_section = isinstance(kind, type) and issubclass(kind, Section)
-        kind = get_type_hints(kind)[part] if is_section else get_args(kind)[-1]
+        kind = get_type_hints(kind)[part] if is_section else _entries_of(kind)
     options = [kind, *get_args(kind)]
     return [
         str(name)
@@ -307,6 +316,12 @@ def _choices(path: str) -> list[str]:
         if get_origin(option) is Literal
         for name in get_args(option)
     ]
+
+
+def _entries_of(kind: Any) -> Any:
+    """Give the type of the entries of a table or list, which may also be absent."""
+    *_, last = (each for each in get_args(kind) if each is not NoneType)
+    return _entries_of(last) if NoneType in get_args(kind) else last
 
 
 def _all_keys() -> list[str]:

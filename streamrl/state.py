@@ -2,7 +2,7 @@
 
 Policies read it and never scan history, so each question they ask has an index here:
 
-    waiting      rollouts to dispatch                              in draw order
+    waiting      rollouts to dispatch                              see `streamrl.lines`
     unverified   finished rollouts without a reward                in order of arrival
     untaken      groups not yet taken for a step                   in draw order
     complete     untaken groups whose rollouts are all ready       in order of arrival
@@ -128,6 +128,7 @@ class State:
             batch=Batch(run.algorithm.trains_whole_groups, run.algorithm.needs_score),
             recent=RecentLengths(enough=run.algorithm.rollouts_per_step),
             fleet=Fleet(num_wanted=run.rollout.replicas),
+            waiting=WaitingRollouts(run.policies.learns_from_siblings),
         )
 
     # Questions ------------------------------------------------------------------------------------
@@ -221,7 +222,6 @@ class State:
         match command:
             case Generate(rollout_id, replica_id):
                 rollout = self.rollouts[rollout_id]
-                rollout.phase = Phase.GENERATING
                 self.num_generating += 1
                 self.fleet.assign(rollout, replica_id, self.now)
                 self.pace.begin_generation(rollout.group.step, self.now, self.fleet)
@@ -275,6 +275,7 @@ class State:
         else:
             rollout.phase = Phase.FINISHED
             self.recent.add(event.tokens)
+            self.waiting.learn_from(rollout)
             self.unverified.append(rollout)
 
     def _end_verify(self, event: Verified) -> None:
@@ -350,7 +351,6 @@ class State:
 
     def _release(self, rollout: Rollout) -> None:
         self.fleet.release(rollout)
-        rollout.is_aborting = False
         self.num_generating -= 1
 
     def _fail(self, command: Command, reason: str) -> None:

@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from streamrl.config import PoliciesConfig, Run
 from streamrl.engine import Engine, Policy
 from streamrl.latency import Latency
+from streamrl.policies.boundary import BatchByBatch, EvenShares, LoadBetweenBatches
 from streamrl.policies.checkpoint import CheckpointEvery
-from streamrl.policies.dispatch import Dispatch, LeastLoaded, Random, RoundRobin
+from streamrl.policies.dispatch import Dealt, Dispatch, JustInTime, LeastLoaded, Random, RoundRobin
 from streamrl.policies.migration import MoveStragglers
 from streamrl.policies.order import FirstInFirstOut, LongestFirst, Order
 from streamrl.policies.resize import AdjustReplicas, KeepReplicas
@@ -71,6 +72,7 @@ WEIGHT_SYNC: dict[str, Callable[[], Policy]] = {
     "drain-then-load": DrainThenLoad,
     "load-in-flight": LoadInFlight,
     "abort-and-resume": AbortAndResume,
+    "between-batches": LoadBetweenBatches,
 }
 
 
@@ -122,10 +124,19 @@ def build_dispatch(run: Run) -> Dispatch:
     Raises:
         ValueError: it reckons with a latency that nobody has filled in.
     """
+    dispatch = _choose_dispatch(run)
+    if choose_system(run.policies).weight_sync != "between-batches":
+        return dispatch
+    return BatchByBatch(dispatch if isinstance(dispatch, Dealt) else EvenShares(dispatch))
+
+
+def _choose_dispatch(run: Run) -> Dispatch:
     policies, system = run.policies, choose_system(run.policies)
     order = ORDER[system.order]()
     together = policies.group_placement == "together"
     match system.dispatch:
+        case "least-loaded" if policies.learns_from_siblings:
+            return JustInTime(order, run.rollout.max_running)
         case "least-loaded":
             return LeastLoaded(order, together)
         case "round-robin":
@@ -149,9 +160,10 @@ def build_migration(run: Run) -> MoveStragglers:
     latency = _latency(policies, f"policies.migration {policies.migration!r}")
     if policies.context_time is None:
         raise ValueError(
-            "policies.context_time is missing: a move pays for the context that it computes again"
+            "policies.context_time is missing: a move pays for the context that is computed again or sent"
         )
-    return MoveStragglers(ORDER[choose_system(policies).order](), latency, policies.context_time)
+    order = ORDER[choose_system(policies).order]()
+    return MoveStragglers(order, latency, policies.context_time, moves_caches(run))
 
 
 def build_resize(run: Run) -> AdjustReplicas:
@@ -178,6 +190,11 @@ def needs_latency(run: Run) -> bool:
         or policies.resize == "adjust"
         or policies.migration == "consolidate"
     )
+
+
+def moves_caches(run: Run) -> bool:
+    """Whether a rollout that moves takes its KV cache along."""
+    return run.policies.migration == "consolidate" and run.rollout.migration_transfer == "kv"
 
 
 def _latency(policies: PoliciesConfig, wanted_by: str) -> Latency:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -11,11 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.config import LengthsConfig, Run
+from streamrl.csv_rows import read_csv
 from streamrl.drift import Drift
 from streamrl.messages import DrawnGroup, Generated, PromptsDrawn
 from streamrl.profile import find_profile
 from streamrl.ranker import load_ranker
 from streamrl.tables import Floats
+from streamrl.tail_batching import TailBatches
 from streamrl.trace import read_trace
 
 BLOCK = (
@@ -70,16 +70,32 @@ class SimulatedWorkload:
         self._ranker = load_ranker(config, self._population, past, run.seed)
         self._blocks = {0: self._sample(0)}
         self._mean = int(np.mean(self._blocks[0][0]))
+        self._tails: TailBatches | None = None
+        if run.policies.tail_batching == "defer" and self._ranker is not None:
+            every = run.policies.tail_every
+            self._tails = TailBatches(run.algorithm.prompts_per_step, every, self._longest)
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:
         """Give groups with their true lengths, capped at `rollout.max_tokens`."""
         return [self._group(group) for group in range(first_group, first_group + num_groups)]
 
-    def _group(self, group: int) -> Draw:
-        block, offset = divmod(group, BLOCK)
+    def _longest(self, first: int, num: int) -> list[int]:
+        """Give the expected tokens of the longest rollout of groups of the data."""
+        found = []
+        for group in range(first, first + num):
+            block, offset = divmod(group, BLOCK)
+            found.append(max(self._block(block)[1][offset]))
+        return found
+
+    def _block(self, block: int) -> tuple[list[list[int]], list[list[int]], list[int]]:
         if block not in self._blocks:
             self._blocks = {block: self._sample(block)}
-        lengths, expected_lengths, prompts = self._blocks[block]
+        return self._blocks[block]
+
+    def _group(self, group: int) -> Draw:
+        source = group if self._tails is None else self._tails.source(group)
+        block, offset = divmod(source, BLOCK)
+        lengths, expected_lengths, prompts = self._block(block)
         size = self._group_size
         true = tuple(lengths[offset])
         expected = tuple(expected_lengths[offset]) if expected_lengths else (self._mean,) * size
@@ -246,10 +262,9 @@ def load_source(config: LengthsConfig) -> Source | Recorded:
 
 def _read_rows(path: Path) -> list[dict[str, str]]:
     try:
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(_without_comments(file)))
-    except OSError as error:
-        raise ValueError(f"workload.lengths.source: {path}: {error.strerror}") from None
+        rows = read_csv(path)
+    except ValueError as error:
+        raise ValueError(f"workload.lengths.source: {error}") from None
     if not rows:
         raise ValueError(f"workload.lengths.source: {path} has no rows")
     return rows
@@ -263,10 +278,6 @@ def _read_bins(path: Path, rows: list[dict[str, str]]) -> list[dict[str, float]]
     if not any(each["density"] for each in bins):
         raise ValueError(f"{path}: no bin has a density above 0")
     return bins
-
-
-def _without_comments(lines: Iterable[str]) -> Iterable[str]:
-    return (line for line in lines if not line.startswith("#"))
 
 
 def _numbers(path: Path, row: dict[str, str], columns: tuple[str, ...]) -> dict[str, float]:

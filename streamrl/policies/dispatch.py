@@ -14,6 +14,8 @@ from streamrl.messages import Command, Generate
 from streamrl.policies.order import Order
 from streamrl.state import State
 
+AHEAD = 1  # rollouts: in a real run the engine hears of a free place a moment later
+
 _MASK = (1 << 64) - 1
 
 
@@ -55,6 +57,22 @@ class LeastLoaded(Dispatch):
         return state.fleet.least_loaded(rollout.group.oldest_version)
 
 
+class JustInTime(LeastLoaded):
+    """Send a rollout only once a replica has room to run it: until then its place in line may change.
+
+    A replica gets `AHEAD` more than it runs, so that a place that becomes free is taken at once.
+    """
+
+    def __init__(self, order: Order, max_running: int) -> None:
+        super().__init__(order)
+        self.most = max_running + AHEAD
+
+    def choose(self, state: State, rollout: Rollout) -> Replica | None:
+        """Give the least loaded replica that is fresh enough, if it has room."""
+        replica = super().choose(state, rollout)
+        return None if replica is None or len(replica.rollouts) >= self.most else replica
+
+
 class RoundRobin(Dispatch):
     """Send rollouts to the replicas in turn, whatever they have."""
 
@@ -68,19 +86,19 @@ class Dealt(Dispatch):
 
     def __init__(self, order: Order, keeps_groups: bool = False) -> None:
         super().__init__(order, keeps_groups)
-        self._places: dict[int, int] = {}
+        self.places: dict[int, int] = {}
         """Replica of each rollout that was dealt and not yet sent; siblings follow the first of them."""
 
     def choose(self, state: State, rollout: Rollout) -> Replica | None:
         """Give the replica that `rollout` was dealt to, dealing first where it was not."""
         oldest = rollout.group.oldest_version
-        if rollout.id not in self._places:
+        if rollout.id not in self.places:
             replicas = state.fleet.fresh(oldest)
             if not replicas:
                 return None
             waiting = state.waiting.of_step(rollout.group.step)
-            self.deal(state, _units(waiting, self.keeps_groups), replicas)
-        replica = state.fleet.replicas.get(self._places.pop(rollout.id))
+            self.deal(state, in_units(waiting, self.keeps_groups), replicas)
+        replica = state.fleet.replicas.get(self.places.pop(rollout.id))
         if replica is not None and replica.promises(oldest):
             return replica
         return state.fleet.least_loaded(oldest)
@@ -95,7 +113,7 @@ class Dealt(Dispatch):
         heapify(loads)
         for unit in units:
             load, replica_id = loads[0]
-            self._places[unit[0].id] = replica_id
+            self.places[unit[0].id] = replica_id
             heapreplace(loads, (load + len(unit), replica_id))
 
 
@@ -128,7 +146,7 @@ def _beside_siblings(rollout: Rollout) -> Replica | None:
     return None
 
 
-def _units(rollouts: list[Rollout], keeps_groups: bool) -> list[list[Rollout]]:
+def in_units(rollouts: list[Rollout], keeps_groups: bool) -> list[list[Rollout]]:
     """Give what is placed as one: groups, or single rollouts."""
     if not keeps_groups:
         return [[rollout] for rollout in rollouts]

@@ -1,12 +1,14 @@
 """Stragglers that move to replicas which stand idle while they share a batch.
 
 Near the end of a step some replicas are done and others still run several long rollouts. One of these goes
-on faster alone, and those it leaves decode faster too; the price is that its context is computed again.
+on faster alone, and those it leaves decode faster too; the price is that its context is computed again, or
+that its KV cache is sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from streamrl.entities import Phase, Replica, Rollout
 from streamrl.latency import Latency
@@ -14,7 +16,18 @@ from streamrl.messages import Abort, Command, Generate
 from streamrl.policies.order import Order
 from streamrl.state import State
 
-MOST_MOVES = 2  # of one rollout: each costs its whole context again
+MOST_MOVES = 2  # of one rollout: each pays for its whole context again
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A rollout on its way."""
+
+    rollout: int
+    replica: int
+    """Where it goes."""
+    version: int
+    """Version that computed its KV cache."""
 
 
 class MoveStragglers:
@@ -24,19 +37,23 @@ class MoveStragglers:
     batch exceeds what its context costs. One rollout moves at a time: the next event looks again.
     """
 
-    def __init__(self, order: Order, latency: Latency, context_time: float) -> None:
+    def __init__(
+        self, order: Order, latency: Latency, context_time: float, moves_caches: bool = False
+    ) -> None:
         self.order = order
         self.latency = latency
         self.context_time = context_time
         """Seconds for each token of context that moves."""
-        self._moving: dict[int, int] = {}
-        """Where the rollout goes that was aborted for it."""
+        self.moves_caches = moves_caches
+        """Whether the KV cache of a rollout moves along, unless its new replica has other weights by then."""
+        self._move: Move | None = None
+        """The rollout that was aborted to go elsewhere."""
         self._num_moves: dict[int, int] = {}
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield the second half of a move, and the first half of the next."""
-        if self._moving:
-            return self._go_on(state)
+        if self._move is not None:
+            return self._go_on(state, self._move)
         if state.waiting.heap or not state.num_generating or state.is_stopping:
             return ()
         idle = state.fleet.least_loaded(0)
@@ -53,21 +70,29 @@ class MoveStragglers:
             return
         self._forget(state)
         self._num_moves[rollout.id] = self._num_moves.get(rollout.id, 0) + 1
-        self._moving = {rollout.id: idle.id}
+        self._move = Move(rollout.id, idle.id, source.version)
         yield Abort(rollout.id)
 
-    def _go_on(self, state: State) -> Iterator[Command]:
-        ((rollout_id, replica_id),) = self._moving.items()
-        rollout = state.rollouts.get(rollout_id)
+    def _go_on(self, state: State, move: Move) -> Iterator[Command]:
+        rollout = state.rollouts.get(move.rollout)
         if rollout is not None and rollout.phase is Phase.GENERATING:
             return  # it ends with the decode step under way
-        self._moving = {}
-        replica = state.fleet.replicas.get(replica_id)
+        self._move = None
+        replica = state.fleet.replicas.get(move.replica)
         if rollout is None or rollout.phase is not Phase.WAITING or rollout.group.is_dropped:
             return  # it finished before it could be aborted, or was dropped
         if replica is not None and replica.promises(rollout.group.oldest_version):
-            priority = self.order.priority(rollout)
-            yield Generate(rollout.id, replica.id, priority, prefix=rollout.tokens)
+            yield Generate(
+                rollout.id,
+                replica.id,
+                self.order.priority(rollout),
+                prefix=rollout.tokens,
+                brings_cache=self._brings_cache(rollout, replica, move.version),
+            )
+
+    def _brings_cache(self, rollout: Rollout, replica: Replica, version: int) -> bool:
+        is_same = replica.version == version and replica.loading is None
+        return self.moves_caches and is_same and rollout.tokens > 0
 
     def _choose(self, state: State, source: Replica) -> Rollout | None:
         """Give the rollout that has most ahead of those that gain by a move, ties by expected length."""
@@ -90,7 +115,9 @@ class MoveStragglers:
 
 
 def _rest(state: State, rollout: Rollout, done: float) -> float:
-    """Give the tokens a rollout has ahead: as those that got as far did, else as its ranker says."""
+    """Give the tokens a rollout has ahead: as its siblings say, as those that got as far did, or its ranker."""
+    if rollout.group.num_known and rollout.expected_tokens > done:
+        return rollout.expected_tokens - done
     if state.recent.is_full:
         return state.recent.expected_rest(done)
     return max(0.0, rollout.expected_tokens - done)

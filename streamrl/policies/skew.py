@@ -19,6 +19,7 @@ from streamrl.state import State
 TAIL_QUANTILE, REGULAR_QUANTILE = 0.9, 0.5  # lengths that stand for each part, as in Algorithm 2
 
 DRAIN_POINTS = 32  # lengths at which a draining batch is looked at: 3 % of its rollouts apart
+LEAST_GAIN = 0.03  # of a split over even shares: `Latency`, which knows one context, errs by that
 
 Objective = Literal["max", "sum", "drain"]
 
@@ -113,7 +114,8 @@ class SkewnessAware(Dealt):
 
         def cost(tail_replicas: int) -> float:
             if not tail_replicas:
-                return drain_time(self.latency, sorted(tail + regular), num_replicas)
+                even = drain_time(self.latency, sorted(tail + regular), num_replicas)
+                return (1 - LEAST_GAIN) * even
             return max(
                 drain_time(self.latency, tail, tail_replicas),
                 drain_time(self.latency, regular, num_replicas - tail_replicas),
