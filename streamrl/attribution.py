@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from math import inf
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
@@ -62,7 +63,7 @@ IDLE = (
 
 
 class Attribution(NamedTuple):
-    """Shares of all GPU-seconds; `busy` and `idle` sum to 1."""
+    """Shares of all GPU-seconds; `busy` and `idle` sum to 1, or to 0 where there are none."""
 
     busy: dict[str, float]
     idle: dict[str, float]
@@ -77,23 +78,23 @@ class Change(NamedTuple):
     by: int
 
 
-def attribute(trace: Trace) -> Attribution:
-    """Attribute every GPU-second between the first and the last entry of a trace."""
+def attribute(trace: Trace, window: tuple[float, float] = (0.0, inf)) -> Attribution:
+    """Attribute every GPU-second between the first and the last entry of a trace, or within `window`."""
     timeline = read_timeline(trace)
-    seconds = _sweep(trace, timeline)
-    prefill = _prefill_seconds(trace, timeline)
+    seconds = _sweep(trace, timeline, window)
+    prefill = _prefill_seconds(trace, timeline, window)
     generating = seconds.pop("generate", 0.0)
     seconds["prefill"] = min(prefill, generating)
     seconds["decode"] = generating - seconds["prefill"]
-    total = sum(seconds.values()) or 1.0
+    total = sum(seconds.values())
     return Attribution(
-        busy={name: seconds.get(name, 0.0) / total for name in BUSY},
-        idle={name: seconds.get(name, 0.0) / total for name in IDLE},
+        busy={name: seconds.get(name, 0.0) / (total or 1.0) for name in BUSY},
+        idle={name: seconds.get(name, 0.0) / (total or 1.0) for name in IDLE},
         gpu_seconds=total,
     )
 
 
-def _sweep(trace: Trace, timeline: Timeline) -> dict[str, float]:
+def _sweep(trace: Trace, timeline: Timeline, window: tuple[float, float]) -> dict[str, float]:
     """Add up GPU-seconds between each two instants at which anything changes."""
     run = trace.run
     is_on_policy = choose_system(run.policies).max_staleness == 0
@@ -103,8 +104,9 @@ def _sweep(trace: Trace, timeline: Timeline) -> dict[str, float]:
     for time, name, by in sorted(_changes(trace, timeline), key=itemgetter(0)):
         if time > before:
             shares = _shared_shares if run.shares_gpus else _separate_shares
+            lasted = _within(window, before, time)
             for activity, num_gpus in shares(counts, run, is_on_policy):
-                seconds[activity] += num_gpus * (time - before)
+                seconds[activity] += num_gpus * lasted
             before = time
         counts[name] += by
     return seconds
@@ -344,6 +346,12 @@ class _Rollouts:
         self._told = counts
 
 
-def _prefill_seconds(trace: Trace, timeline: Timeline) -> float:
+def _prefill_seconds(trace: Trace, timeline: Timeline, window: tuple[float, float]) -> float:
     spans = (span for spans in timeline.prefills.values() for span in spans)
-    return trace.run.rollout.tensor_parallel * sum(span.end - span.start for span in spans)
+    lasted = sum(_within(window, span.start, span.end) for span in spans)
+    return trace.run.rollout.tensor_parallel * lasted
+
+
+def _within(window: tuple[float, float], start: float, end: float) -> float:
+    """Give the seconds from `start` to `end` that lie in `window`."""
+    return max(0.0, min(end, window[1]) - max(start, window[0]))

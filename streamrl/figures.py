@@ -14,6 +14,7 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from streamrl.attribution import BUSY, IDLE
+from streamrl.bubbles import WORTH_SAYING, Bubbles, causes
 from streamrl.config import Run
 from streamrl.metrics import Metrics, measure
 from streamrl.timeline import Span, Timeline, read_timeline
@@ -55,8 +56,10 @@ FAINTEST = 0.25  # shade of a replica that runs next to nothing: still unlike an
 THINNEST = 0.7  # points around a span, so that a short one does not vanish
 
 
-def timeline_figure(trace: Trace, path: Path, steps: tuple[int, int] | None = None) -> None:
-    """Draw who did what when, from the first to the last of `steps`, to a .png or .svg file.
+def timeline_figure(
+    trace: Trace, path: Path | None = None, steps: tuple[int, int] | None = None
+) -> Figure:
+    """Draw who did what when, from the first to the last of `steps`; write a .png or .svg file to a path.
 
     Without `steps` the window has a few after the warm-up, so that bubbles can be seen.
 
@@ -78,18 +81,19 @@ def timeline_figure(trace: Trace, path: Path, steps: tuple[int, int] | None = No
         _mark_steps(axes, stepped_at[first : last + 1])
     _name_steps(replicas, stepped_at, first, last)
     others.set_xlabel("seconds since the run's start")
+    which = f"step {first}" if first == last else f"steps {first} to {last}"
     figure.suptitle(
         f"{trace.run.policies.system}: median step {metrics.step_time:.4g} s, "
-        f"steps {first} to {last} of {metrics.num_steps}"
+        f"{which} of {metrics.num_steps}"
     )
     figure.legend(
         handles=_activity_legend(timeline), loc="outside lower center", ncols=9, frameon=False
     )
-    figure.savefig(path)
+    return _save(figure, path)
 
 
-def idle_figure(named: Mapping[str, Metrics], path: Path) -> None:
-    """Draw the busy and idle shares of each run as one bar, to a .png or .svg file."""
+def idle_figure(named: Mapping[str, Metrics], path: Path | None = None) -> Figure:
+    """Draw the busy and idle shares of each run as one bar; write a .png or .svg file where a path is given."""
     figure = _new_figure()
     axes = figure.subplots()
     for row, metrics in enumerate(named.values()):
@@ -110,12 +114,44 @@ def idle_figure(named: Mapping[str, Metrics], path: Path) -> None:
     figure.suptitle("Where GPU-seconds went: busy solid, idle hatched")
     handles = _share_legend(list(named.values()))
     figure.legend(handles=handles, loc="outside lower center", ncols=7, frameon=False)
-    figure.savefig(path)
+    return _save(figure, path)
+
+
+def bubble_figure(runs: Sequence[Bubbles], path: Path | None = None) -> Figure:
+    """Draw the idle GPU-seconds of a step by cause, one bar a run; write a .png or .svg file to a path.
+
+    Bubbles too small to be seen are left out.
+    """
+    figure = Figure(figsize=(10.0, 5.0), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    bottoms = np.zeros(len(runs))
+    for cause in causes(runs, WORTH_SAYING):
+        heights = np.array([run.idle[cause] for run in runs])
+        axes.bar(range(len(runs)), heights, 0.6, bottoms, color=IDLE_COLOURS[cause], label=cause)
+        bottoms += heights
+    for place, run in enumerate(runs):
+        text = f"{run.idle_share:.0%} idle\nstep {run.step_time:.0f} s"
+        axes.annotate(
+            text, (place, bottoms[place]), (0, 4), textcoords="offset points", ha="center"
+        )
+    axes.set_xticks(range(len(runs)), [run.name.replace(" + ", "\n+ ") for run in runs])
+    axes.set_ylim(0, 1.2 * bottoms.max())
+    axes.set_ylabel("idle GPU-seconds a step")
+    axes.yaxis.set_major_formatter(lambda seconds, _: f"{seconds:,.0f}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, title="waits for")
+    return _save(figure, path)
 
 
 def _new_figure() -> Figure:
     """Make a figure that belongs to no window and changes no global state."""
     return Figure(figsize=SIZE, dpi=100, layout=ConstrainedLayoutEngine(w_pad=0.2, h_pad=0.1))
+
+
+def _save(figure: Figure, path: Path | None) -> Figure:
+    if path is not None:
+        figure.savefig(path)
+    return figure
 
 
 def _default_steps(trace: Trace, metrics: Metrics) -> tuple[int, int]:

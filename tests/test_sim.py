@@ -16,7 +16,6 @@ from sim.rollout import Replica
 from sim.trainer import Trainer
 from sim.transfer import Transfer
 from sim.verifier import Verifier
-from sim.world import simulate
 from streamrl.config import Run
 from streamrl.messages import (
     Event,
@@ -29,7 +28,7 @@ from streamrl.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
-from tests.runs import checked_world, of, run_with_capacity, small_run
+from tests.runs import checked_world, run_with_capacity, small_run
 from tests.step_by_step import End, Job, StepByStep
 from tests.traces import check_every_rollout_is_accounted_for
 
@@ -312,13 +311,3 @@ def test_verifier_workers_share_rollouts_evenly(num: int, workers: int) -> None:
     bench.env.run()
     assert len(bench.events) == num
     assert bench.events[-1][0] == pytest.approx(-(-num // workers) * 1.5)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_no_rollout_is_faster_than_alone_on_its_replica(seed: int) -> None:
-    sent_at: dict[int, float] = {}
-    for entry in simulate(small_run({"seed": seed})).entries:
-        sent_at.update({c.rollout: entry.time for c in of(Generate, entry.commands)})
-        if isinstance(entry.event, Generated):
-            alone = COSTS.prefill_time(1, 0, 0) + decode_time(1, 40, entry.event.tokens)
-            assert entry.time - sent_at[entry.event.rollout] >= alone * (1 - 1e-9)

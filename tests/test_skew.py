@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import product
-from math import inf
-from statistics import median
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.costs import Costs
-from sim.curves import DecodeCurve
 from sim.fill import fill_policies
 from sim.world import SimWorld
-from streamrl.config import Run
 from streamrl.latency import Latency
 from streamrl.messages import (
     DrawnGroup,
@@ -30,13 +24,10 @@ from streamrl.messages import (
 from streamrl.policies.skew import drain_time
 from streamrl.recent import RecentLengths, quantile
 from streamrl.systems import build_engine
-from streamrl.trace import replay
-from streamrl.workload import Draw, SimulatedWorkload
+from streamrl.workload import SimulatedWorkload
 from tests.runs import (
     SINGLE,
     Script,
-    checked_world,
-    lose_replica_at,
     of,
     singles,
     small_run,
@@ -56,7 +47,12 @@ def sent(s: Script, expected: list[int]) -> dict[int, int]:
 
 def skewed(num_prompts: int, **changes: Any) -> Script:
     """Give a script of skewness-aware dispatch over groups of one rollout."""
-    chosen = {"policies__dispatch": "skewness-aware", "policies__latency": FLAT, **changes}
+    chosen = {
+        "policies__dispatch": "skewness-aware",
+        "policies__skew_objective": "max",
+        "policies__latency": FLAT,
+        **changes,
+    }
     return singles(num_prompts, policies__system="stream-sync", **chosen)
 
 
@@ -209,7 +205,6 @@ class Ran(NamedTuple):
 
     makespan: float
     lengths: list[int]
-    costs: Costs
 
 
 def simulate_batch(**changes: Any) -> Ran:
@@ -220,180 +215,4 @@ def simulate_batch(**changes: Any) -> Ran:
     drawn = next(e.time for e in trace.entries if isinstance(e.event, PromptsDrawn))
     ends = [e for e in trace.entries if isinstance(e.event, Generated)]
     lengths = [e.event.tokens for e in ends if isinstance(e.event, Generated)]
-    return Ran(ends[-1].time - drawn, lengths, costs)
-
-
-def median_makespan(**changes: Any) -> float:
-    return median(simulate_batch(seed=seed, **changes).makespan for seed in range(5))
-
-
-ORACLE = {"policies__order": "longest-first", "workload__lengths__ranker": "oracle"}
-
-
-@pytest.mark.parametrize(
-    ("objective", "max_running"),
-    [("max", 8), ("max", 16), ("drain", 8), ("drain", 24), ("drain", 64)],
-)
-def test_with_oracle_lengths_it_is_no_worse_than_random_fifo(
-    objective: str, max_running: int
-) -> None:
-    random = median_makespan(policies__dispatch="random", rollout__max_running=max_running)
-    skew = median_makespan(
-        policies__dispatch="skewness-aware",
-        policies__skew_objective=objective,
-        rollout__max_running=max_running,
-        **ORACLE,
-    )
-    assert skew < 1.02 * random
-    if max_running == 8:
-        assert skew < 0.9 * random
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    st.integers(0, 10**6),
-    st.sampled_from(["least-loaded", "round-robin", "random", "skewness-aware"]),
-    st.sampled_from(["fifo", "longest-first"]),
-    st.sampled_from([4, 16, 64]),
-)
-def test_generation_takes_at_least_the_longest_rollout_alone(
-    seed: int, dispatch: str, order: str, max_running: int
-) -> None:
-    ran = simulate_batch(
-        seed=seed,
-        policies__dispatch=dispatch,
-        policies__order=order,
-        rollout__max_running=max_running,
-        workload__lengths__ranker="recall",
-    )
-    steps, curve = max(ran.lengths) - 1, ran.costs.decode
-    context = steps * 40 + steps * (steps + 1) / 2
-    alone = steps * curve.base[1] + curve.per_context_token[1] * context
-    assert ran.makespan >= alone
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.integers(0, 10**6),
-    st.sampled_from(["least-loaded", "round-robin", "random", "skewness-aware"]),
-    st.sampled_from(["fifo", "longest-first"]),
-    st.sampled_from(["split", "together"]),
-    st.sampled_from(["max", "sum", "drain"]),
-    st.sampled_from(["none", "consolidate"]),
-    st.sampled_from(["stream-sync", "stream-async", "fully-async", "disaggregated"]),
-    st.booleans(),
-)
-def test_every_rollout_is_trained_once_or_dropped_with_a_reason_and_replays(
-    seed: int,
-    dispatch: str,
-    order: str,
-    placement: str,
-    objective: str,
-    migration: str,
-    system: str,
-    is_lossy: bool,
-) -> None:
-    run = small_run(
-        {
-            "seed": seed,
-            "algorithm.prompts_per_step": 12,
-            "rollout.replicas": 3,
-            "policies.dispatch": dispatch,
-            "policies.order": order,
-            "policies.group_placement": placement,
-            "policies.skew_objective": objective,
-            "policies.migration": migration,
-            "policies.system": system,
-            "workload.lengths.ranker": "recall",
-        }
-    )
-    world = checked_world(fill_policies(run, Costs.load(run)))
-    if is_lossy:
-        lose_replica_at(world, 0.5, seed)
-        lose_replica_at(world, 2.0, seed + 1)
-    trace = world.run()
-    state = world.engine.state
-    assert state.num_drawn == state.num_trained + sum(state.dropped.values())
-    assert state.version == 3 and all(state.dropped)
-    assert replay(trace) is None
-
-
-# Longest first ------------------------------------------------------------------------------------
-
-
-class Given:
-    """A workload of given lengths, all known beforehand."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        self._lengths = lengths
-
-    def draw(self, first_group: int, num_groups: int) -> list[Draw]:
-        """Give groups of one rollout each."""
-        groups = range(first_group, first_group + num_groups)
-        return [
-            Draw(DrawnGroup(g, (g,), 1, (self._lengths[g],)), (self._lengths[g],)) for g in groups
-        ]
-
-
-class FreePrefill:
-    """Prefill that takes no time, and makes the first token."""
-
-    def time(self, *amounts: float) -> float:
-        """Give 0 seconds."""
-        return 0.0
-
-
-def machine(lengths: list[int], num_places: int, order: str) -> float:
-    """Give the seconds of a replica whose decode step always takes one second: `num_places` machines."""
-    run: Run = small_run(
-        {
-            **SINGLE,
-            "rollout.replicas": 1,
-            "rollout.max_running": num_places,
-            "rollout.max_tokens": 100,
-            "policies.system": "stream-sync",
-            "policies.order": order,
-            "algorithm.prompts_per_step": len(lengths),
-            "algorithm.steps": 1,
-        }
-    )
-    costs = Costs.load(run)
-    flat = DecodeCurve(
-        base=[0.0] + [1.0] * num_places,
-        per_context_token=[0.0] * (num_places + 1),
-        provenance=costs.decode.provenance,
-    )
-    costs = replace(costs, decode=flat, prefill=FreePrefill(), rides_along=False)  # type: ignore[arg-type]
-    costs = replace(costs, refill_passes=0, tokens_per_pass=inf)
-    trace = SimWorld(run, costs, Given([length + 1 for length in lengths])).run()  # type: ignore[arg-type]
-    drawn = next(e.time for e in trace.entries if isinstance(e.event, PromptsDrawn))
-    return max(e.time for e in trace.entries if isinstance(e.event, Generated)) - drawn
-
-
-def best_makespan(lengths: list[int], num_places: int) -> int:
-    """Try every assignment."""
-    best = sum(lengths)
-    for places in product(range(num_places), repeat=len(lengths)):
-        loads = [0] * num_places
-        for place, length in zip(places, lengths, strict=True):
-            loads[place] += length
-        best = min(best, max(loads))
-    return best
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(1, 30), min_size=2, max_size=7), st.integers(2, 3))
-def test_longest_first_is_within_grahams_bound_of_the_best(
-    lengths: list[int], num_places: int
-) -> None:
-    best, bound = best_makespan(lengths, num_places), 4 / 3 - 1 / (3 * num_places)
-    took = machine(lengths, num_places, "longest-first")
-    assert best <= took + 1e-6 <= bound * best + 2e-6
-    assert took >= max(max(lengths), sum(lengths) / num_places) - 1e-6
-
-
-def test_first_in_first_out_is_not() -> None:
-    lengths = [2, 2, 2, 6]
-    assert machine(lengths, 2, "longest-first") == pytest.approx(6)
-    assert machine(lengths, 2, "fifo") == pytest.approx(8)
-    assert machine(lengths, 1, "fifo") == pytest.approx(sum(lengths))
+    return Ran(ends[-1].time - drawn, lengths)

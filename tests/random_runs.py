@@ -1,0 +1,134 @@
+"""Small runs that differ in everything a policy can tell, and what goes wrong while they last."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from sim.costs import Costs
+from sim.fill import fill_policies
+from sim.world import SimWorld
+from streamrl.config import Run
+from streamrl.messages import Event, Failed, Generate, Generated, Stop, Verified, Verify
+from streamrl.state import State
+from streamrl.systems import SYSTEMS, WEIGHT_SYNC, build_policies
+from streamrl.trace import Trace
+from streamrl.workload import SimulatedWorkload
+from tests.runs import CheckedEngine, lose_replica_at, of, run_with_capacity, small_run
+
+Losses = list[tuple[float, int]]
+"""Seconds at which a replica dies, and which of those that are up then."""
+
+many_seeds = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+losses: st.SearchStrategy[Losses] = st.lists(
+    st.tuples(st.floats(0.0, 20.0), st.integers(0, 3)), max_size=6
+)
+failures = st.frozensets(st.integers(0, 60), max_size=12)
+"""Which rollouts and rewards fail, counted in the order in which they end."""
+
+
+@st.composite
+def runs(
+    draw: st.DrawFn, consumption: str | None = "strict-fifo", only_system: str | None = None
+) -> Run:
+    """Give runs of every system with any dispatch, order, migration, degree and number of replicas."""
+    system = only_system or draw(st.sampled_from(sorted(SYSTEMS)))
+    consumed = consumption or draw(st.sampled_from(["strict-fifo", "greedy"]))
+    changes: dict[str, Any] = {
+        "seed": draw(st.integers(0, 999)),
+        "policies.system": system,
+        "policies.consumption": consumed,
+        **draw(WORKLOADS),
+        **draw(HARDWARE),
+        **draw(GENERATION),
+    }
+    if system == "fully-async":
+        changes["policies.max_staleness"] = draw(st.integers(0, 3))
+    if system != "colocated" and draw(st.booleans()):
+        changes["policies.weight_sync"] = draw(st.sampled_from(sorted(WEIGHT_SYNC)))
+    if system != "colocated" and draw(st.booleans()):
+        changes["policies.streaming"] = draw(st.sampled_from(["stream", "whole-batch"]))
+    is_tight = draw(st.booleans())
+    return run_with_capacity(330, changes) if is_tight else small_run(changes)
+
+
+WORKLOADS = st.fixed_dictionaries(
+    {
+        "algorithm.name": st.sampled_from(["grpo", "ppo", "reinforce++"]),
+        "algorithm.group_size": st.integers(2, 4),
+        "algorithm.prompts_per_step": st.integers(1, 6),
+        "workload.max_prompt_tokens": st.just(64),
+        "workload.lengths.ranker": st.sampled_from(["oracle", "recall", "none"]),
+    }
+)
+HARDWARE = st.fixed_dictionaries(
+    {
+        "rollout.replicas": st.integers(1, 4),
+        "rollout.tensor_parallel": st.sampled_from([1, 2]),
+        "rollout.max_running": st.integers(1, 6),
+        "rollout.start_time": st.sampled_from(["0 s", "700 ms"]),
+        "trainer.data_parallel": st.sampled_from([1, 2]),
+        "trainer.micro_batch": st.integers(1, 3),
+        "verifier.time": st.sampled_from(["0 s", "30 ms", "2 s"]),
+        "verifier.workers": st.integers(1, 3),
+    }
+)
+GENERATION = st.fixed_dictionaries(
+    {
+        "policies.dispatch": st.sampled_from(
+            ["least-loaded", "round-robin", "random", "skewness-aware"]
+        ),
+        "policies.skew_objective": st.sampled_from(["max", "sum", "drain"]),
+        "policies.order": st.sampled_from(["fifo", "longest-first"]),
+        "policies.group_placement": st.sampled_from(["split", "together"]),
+        "policies.migration": st.sampled_from(["none", "consolidate"]),
+        "policies.max_attempts": st.integers(1, 3),
+    }
+)
+
+
+class FaultyWorld(SimWorld):
+    """A simulated world whose engine checks itself, and in which some rollouts and rewards fail at their end."""
+
+    def __init__(self, run: Run, faults: Collection[int] = ()) -> None:
+        costs = Costs.load(run)
+        run = fill_policies(run, costs)
+        super().__init__(run, costs, SimulatedWorkload(run))
+        self.engine = CheckedEngine(State.start(run), build_policies(run))
+        self._faults = faults
+        self._num_ended = 0
+
+    def emit(self, event: Event) -> None:
+        """Tell of a failure instead, where it is the turn of one."""
+        match event:
+            case Generated(rollout, finish="stop" | "length"):
+                replica = self.engine.state.rollouts[rollout].replica
+                assert replica is not None
+                event = self._replace(event, Failed(Generate(rollout, replica.id, 0), "broken"))
+            case Verified(rollout):
+                event = self._replace(event, Failed(Verify(rollout), "no reward"))
+            case _:
+                pass  # never fails here
+        super().emit(event)
+
+    def _replace(self, event: Event, failure: Failed) -> Event:
+        self._num_ended += 1
+        return failure if self._num_ended - 1 in self._faults else event
+
+
+def simulate(run: Run, lost: Losses | None = None, faults: Collection[int] = ()) -> Trace:
+    """Simulate with an engine that checks itself after every event, and with what goes wrong."""
+    world = FaultyWorld(run, faults)
+    for time, which in lost or []:
+        lose_replica_at(world, time, which)
+    return world.run()
+
+
+def has_stopped_early(trace: Trace) -> bool:
+    """Whether the run gave up before its last step."""
+    return any(of(Stop, entry.commands) for entry in trace.entries)
