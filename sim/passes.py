@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from sim.training_profile import Constants
 from streamrl.config import TrainerConfig
@@ -54,6 +55,12 @@ class Ranks:
         """GPUs of one data-parallel rank."""
         return self.trainer.tensor_parallel * self.trainer.pipeline_parallel
 
+    @property
+    def imbalance(self) -> float:
+        """Layers of the fullest pipeline stage, which the others wait for, over those of a mean stage."""
+        num_layers, stages = self.model.num_layers, self.trainer.pipeline_parallel
+        return ceil(num_layers / stages) * stages / num_layers
+
     # Passes ---------------------------------------------------------------------------------------
 
     def assumed_passes(self, efficiency: float) -> tuple[Pass, Pass]:
@@ -79,8 +86,10 @@ class Ranks:
         kept = model.num_layers * layer_activation_bytes(model, self.dtype)
         layers = (model.forward_flops(1, 0) - head_flops) / flops
         layers += constants.activation_traffic * kept / memory
+        layers *= self.imbalance
         pairs = model.forward_flops(0, 1) / flops
         pairs += constants.attention_traffic * model.forward_flops(0, 1) / 4 / memory
+        pairs *= self.imbalance
         sent, head = self.tensor_time() + self.expert_time(), head_flops / flops
         again = self.trainer.recompute == "full"
         times = 1 + BACKWARD + again

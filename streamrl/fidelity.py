@@ -95,6 +95,7 @@ def figure_picture(figure: PaperFigure, path: Path) -> None:
         label="simulated",
     )
     axes.set_yticks(list(rows), [cell.label for cell in figure.cells], fontsize=8)
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xlabel(figure.unit)
     axes.set_title(f"{figure.name}: {figure.title}", fontsize=10)

@@ -343,3 +343,10 @@ def test_rollouts_without_an_advantage_cost_a_gradient_only_where_a_kl_term_give
     kl = {"algorithm.kl_coefficient": 0.001}
     with_kl = train_costs(kl).train_time(lengths)
     assert train_costs({**kl, "workload.informative_share": 0.5}).train_time(lengths) == with_kl
+
+
+@pytest.mark.parametrize(("stages", "fullest"), [(1, 28), (4, 7), (8, 4), (16, 2)])
+def test_a_pass_waits_for_the_stage_with_most_layers(stages: int, fullest: int) -> None:
+    even = train_costs(pipeline_parallel=1, data_parallel=1).train
+    split = train_costs(pipeline_parallel=stages, data_parallel=1).train
+    assert split.per_pair == pytest.approx(even.per_pair / stages * (fullest * stages / 28))

@@ -56,10 +56,10 @@ TRAINING: dict[tuple[str, int], Degrees] = {
     ("7B", 16): Degrees(8, 2, 1),
     ("7B", 24): Degrees(12, 2, 1),
     ("7B", 32): Degrees(16, 2, 1),
-    ("32B", 24): Degrees(1, 4, 6),
+    ("32B", 24): Degrees(3, 4, 2),
     ("32B", 32): Degrees(2, 4, 4),
     ("32B", 64): Degrees(4, 4, 4),
-    ("72B", 48): Degrees(2, 4, 6),
+    ("72B", 48): Degrees(3, 4, 4),
     ("72B", 64): Degrees(4, 4, 4),
     ("72B", 128): Degrees(8, 4, 4),
 }
