@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, assert_never
 import simpy
 
 from sim.costs import Costs
+from sim.failures import Failures
 from sim.fill import fill_policies
 from sim.rollout import Replica
 from sim.trainer import Trainer
@@ -72,6 +73,7 @@ class SimWorld(World):
         self._trainer = Trainer(self)
         self._transfer = Transfer(self)
         self._verifier = Verifier(self)
+        self._failures = Failures(self)
 
     @property
     def now(self) -> float:
@@ -170,7 +172,9 @@ class SimWorld(World):
 
     def _start_replica(self, command: StartReplica) -> Generator[simpy.Event, Any, None]:
         yield self.env.timeout(self.run_file.rollout.start_time)
-        self.replicas[command.replica] = Replica(self, command.replica, command.version)
+        replica = Replica(self, command.replica, command.version)
+        self.replicas[command.replica] = replica
+        self._failures.watch(replica)
         self.emit(ReplicaStarted(command.replica, command.version))
 
     def _stop_replica(self, command: StopReplica) -> Generator[simpy.Event, Any, None]:

@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import isfinite
 from pathlib import Path
 from types import NoneType
@@ -35,6 +35,11 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> Run:
     Raises:
         ValueError: one line that names the key, its value and what would be right.
     """
+    return make_run(read_table(path, overrides), path.parent)
+
+
+def read_table(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """Read the run file at `path` as TOML gives it, with overrides applied; see `load_run` for the errors."""
     try:
         table = tomllib.loads(path.read_text())
     except FileNotFoundError:
@@ -43,16 +48,22 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> Run:
         raise ValueError(f"{path}: not a TOML file: {error}") from None
     for override in overrides:
         _override(table, override)
-    return make_run(table, path.parent)
+    return table
 
 
 def make_run(table: dict[str, Any], base: Path = Path()) -> Run:
     """Make a run from a table as TOML gives it; relative paths start at `base`."""
+    run = convert_run(table, base)
+    check_run(run)
+    return run
+
+
+def convert_run(table: dict[str, Any], base: Path = Path()) -> Run:
+    """Make a run of which only keys and types are checked."""
     try:
         run = msgspec.convert(table, Run, dec_hook=read_quantity)
     except msgspec.ValidationError as error:
         raise ValueError(_say(str(error), table)) from None
-    check_run(run)
     return _resolve_paths(run, base)
 
 
@@ -68,17 +79,25 @@ def encode_run(run: Run) -> bytes:
 
 def check_run(run: Run) -> None:
     """Raise `ValueError` where values contradict each other."""
-    _check_model(run)
-    _check_positive(run)
-    check_pools(run)
-    _check_algorithm(run)
-    _check_lengths(run)
-    _check_sync(run)
-    _check_latency(run)
-    _check_shares(run)
-    check_policies(run)
-    check_plan(run)
-    check_failures(run.failures)
+    for check in run_checks():
+        check(run)
+
+
+def run_checks() -> tuple[Callable[[Run], None], ...]:
+    """Give the checks that need more than one key, each of which raises `ValueError`; later ones rely on earlier ones."""
+    return (
+        _check_model,
+        _check_positive,
+        check_pools,
+        _check_algorithm,
+        _check_lengths,
+        _check_sync,
+        _check_latency,
+        _check_shares,
+        check_policies,
+        check_plan,
+        lambda run: check_failures(run.failures),
+    )
 
 
 def _check_model(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""`streamrl simulate`: what a run would take and cost."""
+"""`streamrl simulate`: what a run would take and cost, and what if it were another."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from streamrl.cli.options import (
     print_json,
     write_views,
 )
+from streamrl.cli.sweep import choose_study, run_study
 from streamrl.config import Run
 from streamrl.metrics import measure
 from streamrl.report import metrics_table
@@ -32,15 +33,48 @@ def simulate(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="Write trace.jsonl, timeline.png and chrome_trace.json there."
+            "--output",
+            "-o",
+            help="Write trace.jsonl, timeline.png and chrome_trace.json there; of a study study.csv, "
+            "study.json and a figure for each metric.",
         ),
     ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=V1,V2",
+            help="What if? Simulate every combination of these values; "
+            "'KEY=V1,V2; KEY=W1,W2' for keys that change side by side.",
+        ),
+    ] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(help="Simulations of each combination, each with a seed of its own."),
+    ] = None,
+    metric: Annotated[
+        list[str] | None, typer.Option(help="Draw this of a study: step_time, idle.skew, …")
+    ] = None,
+    skip_infeasible: Annotated[
+        bool, typer.Option("--skip-infeasible", help="Leave out combinations that cannot be.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Simulate a run file and say what a step takes, costs, and where GPUs stand idle.
 
     Example: streamrl simulate examples/h20-h800.toml --set policies.system=stream-sync -o runs/what-if
+
+    With --sweep, or a study file instead of a run file, every combination is simulated, and what follows said.
+
+    Example: streamrl simulate examples/h20-h800.toml --sweep policies.system=stream-sync,stream-async
     """
+    study = choose_study(run_file, sweep or (), overrides or (), seeds, metric or ())
+    if study is not None:
+        if output is not None:
+            refuse_real_run(output)
+        run_study(study, output, skips=skip_infeasible, as_json=as_json)
+        return
+    if skip_infeasible:
+        raise ValueError("--skip-infeasible is for studies: say what varies with --sweep key=v1,v2")
     run = load_run(run_file, overrides or ())
     if output is not None:
         refuse_real_run(output)

@@ -1,0 +1,107 @@
+"""Simulate a study's grid, a process a core: first is every combination checked, then every seed simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from sim.costs import Costs
+from sim.world import simulate
+from streamrl.metrics import Metrics, measure
+from streamrl.run_file import decode_run, encode_run
+from streamrl.study_table import Row
+from streamrl.sweep import Cell, Grid, Refused
+from streamrl.workload import SimulatedWorkload
+
+Answer = TypeVar("Answer")
+Watch = Callable[[str, int, int], None]
+"""Told what is under way, how many of it are done, and of how many."""
+
+
+def run_sweep(
+    grid: Grid,
+    num_seeds: int,
+    *,
+    skips: bool = False,
+    watch: Watch = lambda what, done, total: None,
+) -> tuple[Grid, list[Row]]:
+    """Give the grid without what cannot be simulated, and a row for each combination and seed.
+
+    Raises:
+        ValueError: the first combination whose costs, memory or workload allow no simulation, unless `skips`;
+            or nothing is left to simulate.
+        RuntimeError: a simulation made no step.
+    """
+    with ProcessPoolExecutor() as pool:
+        grid = _check(pool, grid, skips, watch)
+        return grid, _simulate(pool, grid, num_seeds, watch)
+
+
+def _check(pool: Executor, grid: Grid, skips: bool, watch: Watch) -> Grid:
+    """Move the combinations that profiles, memory or files do not allow to the refused ones."""
+    runs = [encode_run(cell.run) for cell in grid.cells]
+    reasons = _answers(pool, _find_fault, runs, lambda done: watch("checking", done, len(runs)))
+    refused = list(grid.refused)
+    for cell, reason in zip(grid.cells, reasons, strict=True):
+        if reason:
+            refused.append(Refused(cell.place, reason))
+            if not skips:
+                raise ValueError(f"--sweep {grid.name(cell.place)}: {reason}")
+    if len(refused) == len(grid.cells) + len(grid.refused):
+        name, reason = grid.name(refused[0].place), refused[0].reason
+        raise ValueError(f"no combination can be simulated; {name}: {reason}")
+    cells = [cell for cell, reason in zip(grid.cells, reasons, strict=True) if not reason]
+    return Grid(grid.axes, cells, sorted(refused))
+
+
+def _simulate(pool: Executor, grid: Grid, num_seeds: int, watch: Watch) -> list[Row]:
+    tasks = [(cell, cell.run.seed + offset) for cell in grid.cells for offset in range(num_seeds)]
+    runs = [encode_run(replace(cell.run, seed=seed)) for cell, seed in tasks]
+    found = _answers(pool, _measure, runs, lambda done: watch("simulating", done, len(runs)))
+    return [_row(grid, task, each) for task, each in zip(tasks, found, strict=True)]
+
+
+def _row(grid: Grid, task: tuple[Cell, int], found: Metrics | str) -> Row:
+    cell, seed = task
+    if isinstance(found, str):
+        raise RuntimeError(f"{grid.name(cell.place)}, seed {seed}: {found}")
+    return Row.of(cell.place, seed, found)
+
+
+def _find_fault(run: bytes) -> str:
+    """Say why a run cannot be simulated; nothing where it can."""
+    try:
+        decoded = decode_run(run)
+        Costs.load(decoded)
+        SimulatedWorkload(decoded)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _measure(run: bytes) -> Metrics | str:
+    """Simulate and measure a run, or say why that failed."""
+    try:
+        return measure(simulate(decode_run(run)))
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+
+
+def _answers(
+    pool: Executor,
+    work: Callable[[bytes], Answer],
+    runs: Sequence[bytes],
+    watch: Callable[[int], None],
+) -> list[Answer]:
+    """Give the answers in the order of the runs, and count them as they come."""
+    futures = [pool.submit(work, run) for run in runs]
+    for done, _ in enumerate(as_completed(futures), start=1):
+        watch(done)
+    return list(_results(futures))
+
+
+def _results(futures: Iterable[Future[Answer]]) -> Iterator[Answer]:
+    return (future.result() for future in futures)

@@ -1,0 +1,92 @@
+"""`streamrl simulate --sweep …`: a what-if study over every combination of some keys' values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from sim.sweep import run_sweep
+from streamrl.cli.options import make_progress, print_json
+from streamrl.study_file import DEFAULT_METRICS, NUM_SEEDS, Study, is_study, load_study
+from streamrl.study_report import STUDY_CSV, Report, describe, text_table, write_study
+from streamrl.sweep import make_grid, parse_axis
+
+
+def choose_study(
+    run_file: Path,
+    sweeps: Sequence[str],
+    overrides: Sequence[str],
+    num_seeds: int | None,
+    metrics: Sequence[str],
+) -> Study | None:
+    """Give the study that the command line asks for, or None where it asks for one run.
+
+    Raises:
+        ValueError: an option of a study where there is none, or a sweep of a study file.
+    """
+    if is_study(run_file):
+        if sweeps:
+            raise ValueError(
+                f"--sweep {sweeps[0]}: {run_file} is a study and has sweeps of its own"
+            )
+        study = load_study(run_file)
+        return replace(
+            study,
+            overrides=(*study.overrides, *overrides),
+            num_seeds=study.num_seeds if num_seeds is None else num_seeds,
+            metrics=tuple(metrics) or study.metrics,
+        )
+    if not sweeps:
+        for option, value in (("--seeds", num_seeds), ("--metric", metrics)):
+            if value:
+                raise ValueError(f"{option} is for studies: say what varies with --sweep key=v1,v2")
+        return None
+    return Study(
+        run_file=run_file,
+        title=f"{run_file.stem}: what if?",
+        overrides=tuple(overrides),
+        axes=tuple(parse_axis(text) for text in sweeps),
+        num_seeds=NUM_SEEDS if num_seeds is None else num_seeds,
+        metrics=tuple(metrics) or DEFAULT_METRICS,
+    )
+
+
+def run_study(study: Study, output: Path | None, *, skips: bool, as_json: bool) -> None:
+    """Check every combination, simulate each with every seed, and say what came out."""
+    report = simulate_study(study, skips=skips)
+    figures = [] if output is None else write_study(report, output)
+    if as_json:
+        print_json(describe(report))
+        return
+    console = Console()
+    console.print(f"[bold]{study.title}[/]", highlight=False)
+    if study.question:
+        console.print(study.question, highlight=False)
+    console.print()
+    console.print(text_table(report))
+    console.print()
+    for sentence in dict.fromkeys(s for m in study.metrics for s in report.sentences(m)):
+        console.print(sentence, highlight=False)
+    for refused in report.grid.refused:
+        console.print(
+            f"left out: {report.grid.name(refused.place)}: {refused.reason}", highlight=False
+        )
+    if output is not None:
+        names = ", ".join([STUDY_CSV, *(path.name for path in figures)])
+        console.print(f"\nwritten to {output}: {names}", highlight=False)
+
+
+def simulate_study(study: Study, *, skips: bool = False) -> Report:
+    """Give a study's rows, with a progress bar on a terminal."""
+    grid = make_grid(study.run_file, study.overrides, study.axes, skips=skips)
+    with make_progress() as progress:
+        task = progress.add_task("study", total=len(grid.cells), facts="")
+
+        def watch(what: str, done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total, facts=what)
+
+        grid, rows = run_sweep(grid, study.num_seeds, skips=skips, watch=watch)
+    return Report(study, grid, rows)

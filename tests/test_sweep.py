@@ -1,0 +1,314 @@
+"""What-if studies: how grids are read and checked, what is simulated, and the ready-made ones."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sim.sweep import run_sweep
+from sim.world import simulate
+from streamrl.metrics import measure
+from streamrl.run_file import load_run
+from streamrl.study_file import Study, is_study, load_study
+from streamrl.study_report import Report, describe, write_study
+from streamrl.sweep import Axis, make_grid, parse_axis
+from tests.test_cli import streamrl
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+RUN = EXAMPLES / "h20-h800.toml"
+SMALL = ("algorithm.prompts_per_step=64", "algorithm.steps=2", "workload.lengths.scale=0.1")
+STUDIES = sorted((EXAMPLES / "studies").glob("*.toml"))
+QUICK = [argument for key in SMALL for argument in ("--set", key)]
+
+# Reading an axis ----------------------------------------------------------------------------------
+
+
+def test_an_axis_has_a_key_and_the_values_that_set_would_take() -> None:
+    axis = parse_axis("cluster.links.0.bandwidth=1 Gbps, 10 Gbps,0.1 Tbps")
+    assert axis.keys == ("cluster.links.0.bandwidth",)
+    assert axis.points == (("1 Gbps",), ("10 Gbps",), ("0.1 Tbps",))
+    assert axis.places == [0.125e9, 1.25e9, 12.5e9]
+    assert axis.overrides(1) == ["cluster.links.0.bandwidth=10 Gbps"]
+
+
+def test_keys_that_change_side_by_side_share_an_axis() -> None:
+    axis = parse_axis("rollout.replicas=8,16; trainer.data_parallel=4,2")
+    assert axis.overrides(1) == ["rollout.replicas=16", "trainer.data_parallel=2"]
+    assert axis.point_labels == ("8 / 4", "16 / 2")
+    assert axis.title == "rollout.replicas and trainer.data_parallel"
+
+
+def test_quotes_and_brackets_keep_their_commas() -> None:
+    axis = parse_axis("""a.b="x,y",'z;=',[1,2],plain,"[,'\"""")
+    assert [point[0] for point in axis.points] == ['"x,y"', "'z;='", "[1,2]", "plain", '"[,\'"']
+    assert axis.point_labels == ("x,y", "z;=", "[1,2]", "plain", "[,'")
+
+
+@pytest.mark.parametrize(
+    ("text", "scale"),
+    [
+        ("a=1,2,4", "linear"),
+        ("a=1,4,16", "log"),
+        ("a=0,4,16", "linear"),
+        ("a=4,1,16", "even"),
+        ("a=x,y", "even"),
+        ("a=1 s,5 min", "log"),
+        ("a=true,false", "even"),
+    ],
+)
+def test_an_axis_is_drawn_as_its_values_suggest(text: str, scale: str) -> None:
+    assert parse_axis(text).drawn_as == scale
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("rollout.replicas", "'rollout.replicas' must read key=value,value"),
+        ("=1,2", "'=1,2' must read key=value,value"),
+        ("a=1,,2", "a=1,,2 has an empty value"),
+        ("a=", "a= has an empty value"),
+        ("a=1,2,1", "has a=1 twice"),
+        ("a=1,2; b=1", "got 2 of a and 1 of b"),
+        ("a=1,2; a=3,4", "names a twice"),
+        ('a="1,2', '" is missing at the end'),
+        ("a=[1,2", "] is missing at the end"),
+    ],
+)
+def test_a_sweep_that_cannot_be_read_is_quoted_with_what_is_wrong(text: str, words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_axis(text)
+    assert words in str(error.value) and str(error.value).startswith("--sweep")
+
+
+def test_labels_fit_the_points() -> None:
+    with pytest.raises(ValueError, match="1 labels for 2 points"):
+        parse_axis("a=1,2", labels=["one"])
+    with pytest.raises(ValueError, match="two points have one label"):
+        parse_axis("a=1,2", labels=["one", "one"])
+
+
+# The grid -----------------------------------------------------------------------------------------
+
+
+def axes(*texts: str) -> tuple[Axis, ...]:
+    return tuple(parse_axis(text) for text in texts)
+
+
+def test_the_grid_is_the_product_and_each_run_what_set_makes_of_it() -> None:
+    grid = make_grid(RUN, SMALL, axes("rollout.replicas=8,16", "sync.mode=full,lora,delta"))
+    assert [cell.place for cell in grid.cells] == [(a, b) for a in (0, 1) for b in (0, 1, 2)]
+    for cell in grid.cells:
+        changes = [f"{key}={value}" for key, value in grid.values(cell.place).items()]
+        assert cell.run == load_run(RUN, [*SMALL, *changes])
+
+
+def test_an_impossible_combination_is_named_or_kept_apart_with_its_reason() -> None:
+    swept = axes("rollout.replicas=16,64", "sync.mode=full,lora")
+    with pytest.raises(
+        ValueError, match=r"--sweep rollout\.replicas=64, sync.mode=full: pool 'h20' has 32"
+    ):
+        make_grid(RUN, SMALL, swept)
+    grid = make_grid(RUN, SMALL, swept, skips=True)
+    assert [cell.place for cell in grid.cells] == [(0, 0), (0, 1)]
+    assert [refused.place for refused in grid.refused] == [(1, 0), (1, 1)]
+    assert all("has 32 GPUs" in refused.reason for refused in grid.refused)
+
+
+def test_what_only_costs_and_memory_refuse_is_found_before_anything_is_simulated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sim.sweep._measure", None)  # would be called by a simulation
+    grid = make_grid(RUN, SMALL, axes("model.name=qwen2.5-7b,qwen2.5-72b"))
+    assert len(grid.cells) == 2
+    with pytest.raises(ValueError, match=r"--sweep model.name=qwen2.5-72b: .*145.4 GB"):
+        run_sweep(grid, 1)
+
+
+def test_skipping_leaves_out_what_memory_refuses_and_stops_where_nothing_is_left() -> None:
+    grid = make_grid(RUN, SMALL, axes("model.name=qwen2.5-7b,qwen2.5-72b"))
+    kept, rows = run_sweep(grid, 1, skips=True)
+    assert [row.place for row in rows] == [(0,)] == [cell.place for cell in kept.cells]
+    assert "145.4 GB" in kept.refused[0].reason
+    grid = make_grid(RUN, SMALL, axes("rollout.replicas=64,128"), skips=True)
+    with pytest.raises(
+        ValueError, match=r"no combination can be simulated; rollout\.replicas=64: "
+    ):
+        run_sweep(grid, 1, skips=True)
+
+
+def test_an_error_of_the_run_file_itself_blames_no_combination() -> None:
+    with pytest.raises(ValueError, match=r"^trainer\.pool 'nowhere'"):
+        make_grid(RUN, ["trainer.pool=nowhere"], axes("rollout.replicas=8,16"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "swept", "words"),
+    [
+        (["rollout.replicas=4"], ["rollout.replicas=8,16"], "rollout.replicas: --set sets it too"),
+        ([], ["sync.mode=full", "sync.mode=lora"], "sync.mode: another --sweep sets it too"),
+        ([], ["seed=1,2"], "seeds are no axis"),
+        ([], ["rollout.replicsa=1,2"], "rollout.replicsa=1: rollout.replicsa is no key"),
+        ([], ["cluster.links.0.bandwidth=80"], "bandwidth=80: .*'80 Gbps'"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(overrides: list[str], swept: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_grid(RUN, overrides, axes(*swept))
+
+
+# What is simulated --------------------------------------------------------------------------------
+
+
+def small_study(*texts: str, num_seeds: int = 2) -> Report:
+    study = Study(run_file=RUN, title="t", overrides=SMALL, axes=axes(*texts), num_seeds=num_seeds)
+    grid, rows = run_sweep(make_grid(RUN, SMALL, study.axes), num_seeds)
+    return Report(study, grid, rows)
+
+
+def test_every_row_is_what_its_run_and_seed_give_alone() -> None:
+    report = small_study("policies.system=stream-sync,stream-async", "rollout.replicas=8,16")
+    assert [(row.place, row.seed) for row in report.rows] == [
+        ((a, b), seed) for a in (0, 1) for b in (0, 1) for seed in (0, 1)
+    ]
+    for row in report.rows[::3]:
+        changes = [f"{key}={value}" for key, value in report.grid.values(row.place).items()]
+        alone = measure(simulate(load_run(RUN, [*SMALL, *changes, f"seed={row.seed}"])))
+        assert row.figures["step_time"] == alone.step_time
+        assert row.figures["cost_per_million_tokens"] == alone.cost_per_million_tokens
+        shares = [v for name, v in row.figures.items() if name.startswith(("busy.", "idle."))]
+        assert sum(shares) == pytest.approx(1.0)
+
+
+def test_a_study_leaves_rows_findings_and_a_figure_for_each_metric(tmp_path: Path) -> None:
+    report = small_study("rollout.replicas=8,16; trainer.data_parallel=4,2", "sync.mode=full,lora")
+    figures = write_study(report, tmp_path)
+    with (tmp_path / "study.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 8
+    assert list(rows[0])[:4] == ["rollout.replicas", "trainer.data_parallel", "sync.mode", "seed"]
+    assert [float(row["step_time"]) for row in rows] == pytest.approx(
+        [row.figures["step_time"] for row in report.rows]
+    )
+    data = json.loads((tmp_path / "study.json").read_bytes())
+    assert data == json.loads(json.dumps(describe(report)))
+    assert data["finding"] == data["findings"]["step_time"] == report.finding("step_time")
+    found = data["rows"][1]["metrics"]["step_time"]
+    assert found["least"] <= found["median"] <= found["most"]
+    assert [path.name for path in figures] == ["step_time.png", "cost_per_million_tokens.png"]
+    assert all(path.stat().st_size > 10_000 for path in figures)
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+def test_the_command_sweeps_and_prints_what_scripts_rely_on(tmp_path: Path) -> None:
+    sweeps = ["--sweep", "rollout.replicas=8,64", "--sweep", "sync.mode=full,lora"]
+    options = ["--seeds", "1", "--metric", "goodput", "--skip-infeasible", "--json"]
+    done = streamrl("simulate", RUN, *QUICK, *sweeps, *options, "-o", tmp_path)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    found = json.loads(done.stdout)
+    assert [row["values"] for row in found["rows"]] == [
+        {"rollout.replicas": "8", "sync.mode": mode} for mode in ("full", "lora")
+    ]
+    assert len(found["refused"]) == 2 and list(found["findings"]) == ["goodput"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "goodput.png",
+        "study.csv",
+        "study.json",
+    ]
+
+
+STUDY = EXAMPLES / "studies" / "bandwidth.toml"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([RUN, "--sweep", "rollout.replicas=8,64"], ["rollout.replicas=64", "32 GPUs"]),
+        ([RUN, "--sweep", "model.name=qwen2.5-72b"], ["model.name=qwen2.5-72b", "145.4 GB"]),
+        ([RUN, "--sweep", "rollout.replicas=8", "--metric", "goodputt"], ["goodputt", "goodput"]),
+        ([RUN, "--sweep", "rollout.replicas=8", "--seeds", "0"], ["--seeds", "0"]),
+        ([RUN, "--seeds", "2"], ["--seeds", "--sweep"]),
+        ([RUN, "--skip-infeasible"], ["--skip-infeasible", "--sweep"]),
+        (["nowhere.toml", "--sweep", "rollout.replicas=8"], ["nowhere.toml"]),
+        ([STUDY, "--sweep", "rollout.replicas=8"], ["rollout.replicas=8", "bandwidth.toml"]),
+        ([STUDY, "--set", "sync.mode=full"], ["sync.mode", "--set"]),
+    ],
+)
+def test_wrong_studies_get_one_line_and_exit_status_2_and_write_nothing(
+    arguments: list[str | Path], words: list[str], tmp_path: Path
+) -> None:
+    done = streamrl("simulate", *arguments, "-o", tmp_path / "out")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
+    for word in words:
+        assert word in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+# Study files --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('titel = "x"', "titel is no key of a study file; did you mean title?"),
+        ("seeds = 0", "--seeds must be at least 1, got 0"),
+        ('metrics = ["speed"]', "'speed' is none"),
+        ("metrics = []", "metrics is empty"),
+        ('finding = { kind = "worst" }', "worst"),
+        ('finding = { kind = "crossover" }', "second axis"),
+        ('finding = { kind = "knee", tolerance = 2 }', "tolerance must be in [0, 1), got 2"),
+        ('[[axis]]\nsweep = "a"', "'a' must read key=value"),
+        ('[[axis]]\nsweep = "a=1"\nlabel = "x"', "label is no key of a study file"),
+    ],
+)
+def test_a_wrong_study_file_is_named_with_its_key(line: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text(
+        f'run = "r.toml"\ntitle = "t"\n{line}\n[[axis]]\nsweep = "rollout.replicas=1,2"\n'
+    )
+    assert is_study(path)
+    with pytest.raises(ValueError) as error:
+        load_study(path)
+    assert str(error.value).startswith(str(path)) and words in str(error.value)
+
+
+def test_there_is_a_study_for_each_question() -> None:
+    assert {path.stem for path in STUDIES} == {
+        *("gpu-split", "generation-gpu", "systems", "bandwidth", "prices", "output-length"),
+        *("ranker-recall", "rollouts-per-step", "failures"),
+    }
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_a_ready_made_study_checks_runs_shortened_and_finds_something(
+    path: Path, tmp_path: Path
+) -> None:
+    """Shortened: the first and last point of each axis, two small steps, one seed; all points are checked."""
+    study = load_study(path)
+    assert study.question.endswith("?")
+    assert len(make_grid(study.run_file, study.overrides, study.axes).cells) > 2
+    ends = tuple(_ends(axis) for axis in study.axes)
+    taken = {"algorithm.steps", "warm_up_steps"}
+    kept = [text for text in study.overrides if text.partition("=")[0] not in taken]
+    quick = (*kept, "algorithm.steps=2", "warm_up_steps=1")
+    swept = {key for axis in study.axes for key in axis.keys}
+    if "algorithm.prompts_per_step" not in swept:
+        quick = (*quick, "algorithm.prompts_per_step=64")
+    grid, rows = run_sweep(make_grid(study.run_file, quick, ends), 1)
+    report = Report(replace(study, axes=ends, num_seeds=1), grid, rows)
+    write_study(report, tmp_path)
+    for metric in study.metrics:
+        assert report.finding(metric).endswith(".")
+        assert (tmp_path / f"{metric}.png").stat().st_size > 10_000
+
+
+def _ends(axis: Axis) -> Axis:
+    """Keep the first and the last point."""
+    labels = (axis.labels[0], axis.labels[-1]) if axis.labels else ()
+    return replace(axis, points=(axis.points[0], axis.points[-1]), labels=labels)
