@@ -40,6 +40,7 @@ PREDICTED = Metrics(
     num_steps=12,
     total_time=7200.0,
     step_time=90.0,
+    mean_step_time=90.0,
     step_times=[90.0] * 12,
     throughput=44_000.0,
     goodput=40_000.0,

@@ -1,0 +1,82 @@
+"""How far a roofline second may be from the truth: measured seconds over the roofline's, wherever both exist.
+
+    python benchmarks/bench_roofline.py
+
+Every cell of the tables that GPU profiles take their operators from is compared with the datasheet's peak and
+the efficiencies that stand in for measurements. Cells are weighed by their measured seconds, so that
+launches of a few microseconds do not decide. One JSON object per figure ends the output.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from sim.kernels import peak_of, table_path
+from streamrl.operators import OPERATORS
+from streamrl.page.band import SECONDS_MAY_BE
+from streamrl.profile import PROFILES, load_gpu
+from streamrl.tables import Floats, Table, read_table
+
+DTYPES = ("bfloat16", "fp8")
+LEAST, MOST = SECONDS_MAY_BE["roofline"]
+
+
+def main() -> None:
+    """Compare, and print by operator which share of the seconds lies within the band of the report."""
+    found: dict[str, list[tuple[Floats, Floats]]] = defaultdict(list)
+    for table in default_tables():
+        if not OPERATORS[table.facts.operator].is_collective:
+            found[table.facts.operator].append(ratios(table))
+    for operator, parts in sorted(found.items()):
+        ratio = np.concatenate([ratio for ratio, _ in parts])
+        seconds = np.concatenate([seconds for _, seconds in parts])
+        within = seconds[(ratio >= LEAST) & (ratio <= MOST)].sum() / seconds.sum()
+        low, middle, high = weighted_quantiles(ratio, seconds, (0.05, 0.5, 0.95))
+        print(
+            f"{operator}: 5 % below {low:.2f}, median {middle:.2f}, 5 % above {high:.2f} rooflines"
+        )
+        print(
+            json.dumps(
+                {"name": f"roofline_{operator}_in_band", "value": float(within), "unit": "share"}
+            )
+        )
+
+
+def default_tables() -> Iterator[Table]:
+    """Give the tables that some GPU profile names, each once."""
+    paths: dict[Path, None] = {}
+    for gpu in sorted((PROFILES / "gpus").glob("*.toml")):
+        for operator, place in load_gpu(gpu.stem).tables.items():
+            found = [table_path(place, operator, dtype) for dtype in DTYPES]
+            paths.update((path, None) for path in found[:1] if path is not None)
+    return (read_table(path) for path in paths)
+
+
+def ratios(table: Table) -> tuple[Floats, Floats]:
+    """Give measured over roofline seconds of every cell, and the measured seconds."""
+    gpu = load_gpu(table.facts.gpu)
+    peak, roofline = peak_of(gpu, table.facts.dtype), gpu.roofline
+    axes = {name: table.rows[:, i][:, None] for i, name in enumerate(table.keys)}
+    axes[table.facts.columns] = table.columns[None, :]
+    work = OPERATORS[table.facts.operator].count(axes, peak.width)
+    compute = work.flops / (peak.flops * roofline.compute_efficiency)
+    memory = work.memory / (peak.memory * roofline.bandwidth_efficiency)
+    ratio = (table.seconds / np.maximum(compute, memory)).ravel()
+    is_measured = np.isfinite(ratio)
+    return ratio[is_measured], table.seconds.ravel()[is_measured]
+
+
+def weighted_quantiles(values: Floats, weights: Floats, shares: tuple[float, ...]) -> list[float]:
+    """Give the values below which these shares of the weights lie."""
+    order = np.argsort(values)
+    below = np.cumsum(weights[order]) / weights.sum()
+    return [float(values[order][np.searchsorted(below, share)]) for share in shares]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Directories to report on: a plan with its simulation, runs beside it, a what-if study."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sim.planner import make_plan
+from sim.world import simulate
+from streamrl.config import Run
+from streamrl.plan import PLAN_TOML, write_plan
+from streamrl.run_file import load_run
+from streamrl.run_toml import write_run
+from tests.runs import small_run
+from tests.test_plan import few
+
+STUDY: dict[str, Any] = {
+    "title": "How long may outputs be?",
+    "question": "Does <i>length</i> matter?",
+    "run": "run.toml",
+    "seeds": 2,
+    "axes": [
+        {"keys": ["workload.lengths.scale"], "name": "length", "labels": ["1", "1, twice"]},
+        {"keys": ["policies.system"], "name": "system", "labels": ["sync", "async"]},
+    ],
+    "findings": {"cost_per_million_tokens": "Async costs less throughout."},
+    "rows": [
+        {
+            "values": {"workload.lengths.scale": length, "policies.system": system},
+            "label": f"{length}, {system}",
+            "metrics": {
+                "cost_per_million_tokens": {"median": cost, "least": cost - 0.1, "most": cost + 0.1}
+            },
+        }
+        for length, system, cost in (
+            ("1", "sync", 2.0),
+            ("1", "async", 1.5),
+            ("1, twice", "sync", 3.0),
+            ("1, twice", "async", 2.5),
+        )
+    ],
+    "refused": [{"values": {"workload.lengths.scale": "9"}, "reason": "9 does not fit"}],
+}
+
+
+def write_trace(directory: Path, run: Run) -> Path:
+    """Simulate a run into a directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "trace.jsonl").write_bytes(simulate(run).encode())
+    return directory
+
+
+def write_runs(parent: Path, **changes: dict[str, Any]) -> list[Path]:
+    """Simulate small runs into directories by name."""
+    return [write_trace(parent / name, small_run(change)) for name, change in changes.items()]
+
+
+def write_planned(directory: Path, **plan: Any) -> Path:
+    """Plan a small offer into a directory; its own seed is one of two."""
+    directory.mkdir(parents=True)
+    planned = make_plan(few(**{"seeds": 2, "finalists": 2, "simulations": 6, **plan}))
+    write_plan(planned.plan, directory)
+    write_run(planned.run, directory / PLAN_TOML, ["a plan"], planned.plan.allocation.settings)
+    return directory
+
+
+def simulate_plan(directory: Path) -> None:
+    """Simulate a directory's plan into it."""
+    write_trace(directory, load_run(directory / PLAN_TOML))
+
+
+def write_study(directory: Path) -> Path:
+    """Write a study of two axes."""
+    directory.mkdir(parents=True)
+    (directory / "study.json").write_text(json.dumps(STUDY))
+    rows = ["workload.lengths.scale,policies.system,seed,tiers.composed,tiers.roofline"]
+    rows += ["1,sync,0,1,0", "1,async,0,0.5,0.5"]
+    (directory / "study.csv").write_text("\n".join(rows) + "\n")
+    return directory

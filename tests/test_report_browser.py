@@ -1,0 +1,132 @@
+"""The report in headless Chromium: it opens, figures show, nothing complains, in light, dark, small and in print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.page.page import make_page, read_report, render_html
+from tests.chromium import Browser, find_chromium, open_browser
+from tests.report_directories import simulate_plan, write_planned, write_runs, write_study
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(find_chromium() is None, reason="no chromium on PATH"),
+]
+WIDTHS = (1280, 768, 390)  # of a desk, a tablet, a phone
+LEAST_CONTRAST = 4.5  # WCAG 2.2, 1.4.3: of text against what is behind it
+FIGURES = """[...document.querySelectorAll('figure svg.drawing')].map(drawing => {
+  const box = drawing.getBoundingClientRect();
+  return {name: drawing.parentElement.parentElement.id, width: box.width, height: box.height,
+          shapes: [...drawing.querySelectorAll('rect, circle, polyline')].filter(shape => {
+            const one = shape.getBoundingClientRect();
+            return one.width > 0 && one.height > 0;
+          }).length};
+})"""
+OUTSIDE = """[...document.querySelectorAll('svg.drawing text')].filter(text => {
+  const one = text.getBBox(), all = text.ownerSVGElement.viewBox.baseVal;
+  return one.x < -1 || one.y < -1 || one.x + one.width > all.width + 1 || one.y + one.height > all.height + 1;
+}).map(text => text.ownerSVGElement.parentElement.parentElement.id + ': ' + text.textContent)"""
+OVERLAPPING = """[...document.querySelectorAll('svg.drawing')].flatMap(drawing => {
+  const texts = [...drawing.querySelectorAll('text')].map(text => [text.textContent, text.getBBox()]);
+  return texts.flatMap(([a, p], i) => texts.slice(i + 1).filter(([b, q]) =>
+    p.x + 1 < q.x + q.width && q.x + 1 < p.x + p.width && p.y + 3 < q.y + q.height && q.y + 3 < p.y + p.height
+  ).map(([b, q]) => drawing.parentElement.parentElement.id + ': ' + a + ' / ' + b));
+})"""
+COLOURS = """[...document.querySelectorAll('h1, p, td, th, small, dt, dd, a, figcaption, svg.drawing text')].map(one => {
+  const style = getComputedStyle(one), behind = one.closest('.tile, tr.chosen td');
+  const paper = getComputedStyle(behind || document.body).backgroundColor;
+  return [one.tagName == 'text' ? style.fill : style.color, paper];
+})"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page with a plan, runs of long names, and a study."""
+    parent = tmp_path_factory.mktemp("page")
+    plan = write_planned(parent / "plan")
+    simulate_plan(plan)
+    names = {
+        "a-run-with-a-name-that-is-much-longer-than-any-figure-has-room-for": {"seed": 1},
+        "sync": {"policies.system": "stream-sync", "rollout.replicas": 8},
+        "colocated": {
+            "policies.system": "colocated",
+            "rollout.pool": "near",
+            "rollout.replicas": 4,
+        },
+    }
+    directories = [plan, *write_runs(parent, **names), write_study(parent / "study")]
+    path = parent / "report.html"
+    path.write_text(render_html(make_page(read_report(directories))))
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with open_browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_page_opens_without_complaint_and_its_figures_show(
+    browser: Browser, page: Path, width: int, dark: bool
+) -> None:
+    browser.open(page, width=width, dark=dark)
+    assert browser.complaints() == []
+    assert browser.requests() == [page.resolve().as_uri()]
+    figures: list[dict[str, Any]] = browser.evaluate(FIGURES)
+    assert len(figures) >= 10
+    for figure in figures:
+        assert figure["width"] > 200 and figure["height"] > 40, figure
+        assert figure["shapes"] >= 2, figure
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_is_wider_than_the_window(browser: Browser, page: Path, width: int) -> None:
+    browser.open(page, width=width)
+    root = "document.documentElement"
+    assert browser.evaluate(f"{root}.scrollWidth <= {root}.clientWidth")
+
+
+def test_texts_of_figures_stay_inside_and_apart(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    assert browser.evaluate(OUTSIDE) == []
+    assert browser.evaluate(OVERLAPPING) == []
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_can_be_read_against_its_background(browser: Browser, page: Path, dark: bool) -> None:
+    browser.open(page, dark=dark)
+    pairs = {(text, paper) for text, paper in browser.evaluate(COLOURS)}
+    assert len(pairs) >= 4
+    for text, paper in pairs:
+        assert contrast(text, paper) >= LEAST_CONTRAST, (text, paper)
+    assert (
+        luminance(browser.evaluate("getComputedStyle(document.body).backgroundColor")) < 0.1
+    ) == dark
+
+
+def test_the_page_prints_on_paper_without_cut_figures(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    assert browser.print_pdf().startswith(b"%PDF")
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    rule = "getComputedStyle(document.querySelector('figure')).breakInside"
+    assert browser.evaluate(rule) == "avoid"
+    assert browser.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
+
+
+def luminance(colour: str) -> float:
+    """Give the relative luminance of "rgb(r, g, b)" (WCAG 2.2)."""
+    parts = [float(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one: str, other: str) -> float:
+    """Give the contrast ratio of two colours (WCAG 2.2)."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)

@@ -1,0 +1,467 @@
+"""The report says what its directories hold, stands alone, and says how sure it is."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from streamrl.attribution import BUSY, IDLE
+from streamrl.page.band import SECONDS_MAY_BE, Band
+from streamrl.page.drawing import scale, ticks
+from streamrl.page.options import Option, make_options
+from streamrl.page.page import describe, make_page, read_report, render_html, render_markdown
+from streamrl.page.scatter import Point, front_of, stairs
+from streamrl.page.sensitivity import base_of_changes, median_value, of_plan, of_run
+from streamrl.page.shares import WIDTH, shares_figure
+from streamrl.page.sources import read_sources
+from streamrl.page.steps import typical_step
+from streamrl.page.tornado import Swing, tornado_figure
+from streamrl.plan import read_plan, write_plan
+from streamrl.profile import load_gpu
+from tests.report_directories import (
+    simulate_plan,
+    write_planned,
+    write_runs,
+    write_study,
+)
+from tests.runs import small_run
+from tests.test_cli import streamrl
+from tests.test_report import PREDICTED
+
+VOID = {"meta", "link", "line", "br"}
+ASKS_FOR = re.compile(r"""(?:src|href|srcset|data)\s*=|url\(|@import|<script|<iframe|<object""")
+HARMLESS = re.compile(r"""href="#[\w-]+"|href="data:,"|url\(#\w+\)|name="color-scheme"|lang=""")
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A plan with its simulation, two runs of other work, and a study; names have what HTML would take for tags."""
+    parent = tmp_path_factory.mktemp("report")
+    plan = write_planned(parent / "plan")
+    simulate_plan(plan)
+    runs = write_runs(
+        parent,
+        **{
+            "<b>sync & co": {"policies.system": "stream-sync"},
+            "colocated": {
+                "policies.system": "colocated",
+                "rollout.pool": "near",
+                "rollout.replicas": 4,
+            },
+        },
+    )
+    return [plan, *runs, write_study(parent / "study")]
+
+
+@pytest.fixture(scope="module")
+def html(directories: list[Path]) -> str:
+    return render_html(make_page(read_report(directories)))
+
+
+class Outline(HTMLParser):
+    """Collects ids and headings, and checks that tags close in the order in which they open."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.headings: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.ids += [value for key, value in attrs if key == "id" and value]
+        if tag not in VOID or "line" in tag:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.ids += [value for key, value in attrs if key == "id" and value]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}>"
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "h2":
+            self.headings.append(data)
+
+
+# The page -----------------------------------------------------------------------------------------
+
+
+def test_the_page_asks_for_nothing_beside_itself(html: str) -> None:
+    for match in ASKS_FOR.finditer(html):
+        around = html[max(0, match.start() - 12) : match.end() + 40]
+        assert HARMLESS.search(around), around
+    assert "http-equiv" not in html
+
+
+def test_tags_are_balanced_and_ids_are_unique(html: str) -> None:
+    outline = Outline(html)
+    assert len(outline.ids) == len(set(outline.ids))
+    links = re.findall(r'href="#([\w-]+)"', html)
+    assert links and set(links) <= set(outline.ids)
+
+
+def test_a_page_of_everything_has_every_section(html: str) -> None:
+    assert Outline(html).headings == [
+        "Plan against alternatives",
+        "Speed against cost",
+        "Idle by cause",
+        "One step",
+        "What would change the cost",
+        "How sure this is",
+        "What if: How long may outputs be?",
+        "How the options differ",
+        "Assumptions and sources (A, the plan)",
+        "Words",
+    ]
+
+
+def test_every_figure_is_a_drawing_with_title_description_and_caption(html: str) -> None:
+    figures = re.findall(r"<figure.*?</figure>", html, re.DOTALL)
+    assert len(figures) >= 10
+    for figure in figures:
+        drawing = re.search(r'<svg class="drawing.*?</svg>', figure, re.DOTALL)
+        assert drawing is not None
+        tree = ElementTree.fromstring(drawing[0])
+        named = {each.get("id"): each.text for each in tree if each.tag in ("title", "desc")}
+        assert list(named) == tree.get("aria-labelledby", "").split()
+        assert all(text and text.strip() for text in named.values())
+        assert re.search(r"<figcaption>[^<\s]", figure)
+        _, _, width, height = map(float, tree.get("viewBox", "").split())
+        assert width > 100 and height > 40
+        for shape in tree.iter("rect"):
+            assert float(shape.get("width", "-1")) >= 0, drawing[0][:200]
+
+
+def test_names_and_texts_are_escaped(html: str, directories: list[Path]) -> None:
+    assert "&lt;b&gt;sync &amp; co" in html and "&lt;i&gt;length&lt;/i&gt;" in html
+    markdown = render_markdown(make_page(read_report(directories)))
+    for text in (html, markdown):
+        assert "<b>sync" not in text and "<i>length" not in text
+
+
+def test_rows_of_a_markdown_table_have_as_many_cells_as_its_head(directories: list[Path]) -> None:
+    markdown = render_markdown(make_page(read_report(directories)))
+    tables = re.findall(r"(?:^\|.*\n)+", markdown, re.MULTILINE)
+    assert len(tables) >= 8
+    for table in tables:
+        counts = {len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}
+        assert len(counts) == 1, table
+
+
+def test_a_pipe_in_a_name_ends_no_cell(tmp_path: Path) -> None:
+    (run,) = write_runs(tmp_path, **{"a|b": {}})
+    assert "| a\\|b (" in render_markdown(make_page(read_report([run])))
+
+
+# What is compared ---------------------------------------------------------------------------------
+
+
+def test_a_run_of_the_plan_is_the_plan_and_lends_it_its_trace(directories: list[Path]) -> None:
+    report = read_report(directories)
+    plan, *others = report.options
+    assert plan.kind == "plan" and plan.run is not None and plan.run.name == "plan"
+    assert [o.name for o in others if o.kind == "run"] == ["<b>sync & co", "colocated"]
+    letters = [option.letter for option in report.options]
+    assert letters == sorted(set(letters))
+
+
+def test_a_run_of_other_lengths_is_not_the_plan(tmp_path: Path) -> None:
+    plan = write_planned(tmp_path / "plan")
+    text = (plan / "plan.toml").read_text()
+    (plan / "plan.toml").write_text(text.replace("scale = 0.4", "scale = 0.3"))
+    simulate_plan(plan)
+    (plan / "plan.toml").write_text(text)
+    assert "run" in [option.kind for option in read_report([plan]).options]
+
+
+def test_a_plan_costs_what_it_was_chosen_for(directories: list[Path]) -> None:
+    plan = read_plan(directories[0] / "plan.json")
+    options = read_report(directories).options
+    assert options[0].cost_per_million_tokens == pytest.approx(median_value(plan))
+    for option, runner in zip(options[1:], plan.runners_up, strict=False):
+        paired = options[0].cost_per_million_tokens * (1 + runner.behind)
+        assert option.cost_per_million_tokens == pytest.approx(paired)
+        assert option.goodput * option.cost_per_million_tokens == pytest.approx(
+            runner.choice.dollars_per_hour / 3600 * 1e6
+        )
+
+
+def test_runs_that_differ_in_their_seed_are_one_option_with_a_spread(tmp_path: Path) -> None:
+    runs = write_runs(tmp_path, one={}, two={"seed": 7}, other={"policies.system": "stream-sync"})
+    report = read_report(runs)
+    first, other = report.options
+    costs = [run.metrics.cost_per_million_tokens for run in report.sources.runs[:2]]
+    assert costs[0] != costs[1] and first.band.num_seeds == 2 and other.band.num_seeds == 1
+    assert first.band.seeds == (min(costs) / costs[0], max(costs) / costs[0])
+
+
+def test_the_cheapest_run_is_the_answer(tmp_path: Path) -> None:
+    runs = write_runs(
+        tmp_path,
+        dear={"cluster.pools.far.price": 9.0},
+        cheap={"cluster.pools.far.price": 0.5},
+    )
+    answer = make_page(read_report(runs)).answer
+    assert "Of the 2 ways compared, cheap trains Qwen2.5-7B at the least cost" in answer
+    assert "dear, the next, costs" in answer
+
+
+def test_options_that_do_other_work_are_not_compared_by_the_step(tmp_path: Path) -> None:
+    same = write_runs(tmp_path, a={}, b={"policies.system": "stream-sync"})
+    other = write_runs(tmp_path, c={"algorithm.prompts_per_step": 4})
+    note = "Not all options do the same work"
+    assert note not in render_html(make_page(read_report(same)))
+    text = render_html(make_page(read_report([*same, *other])))
+    assert note in text and "differ in algorithm.prompts_per_step. Compare" in text
+
+
+def test_the_front_has_what_none_beats_in_both() -> None:
+    figures = {"a": (10, 1.0), "b": (20, 2.0), "c": (15, 2.0), "d": (20, 2.5), "e": (5, 1.0)}
+    points = [Point(name, name, *figure, False) for name, figure in figures.items()]
+    assert [point.letter for point in front_of(points)] == ["b", "a"]
+
+
+def test_the_line_of_the_front_encloses_what_is_beaten() -> None:
+    fast, cheap = (200.0, 40.0), (100.0, 90.0)  # of a drawing: right is fast, low is cheap
+    assert stairs([fast, cheap]) == [fast, (100.0, 40.0), cheap]
+
+
+# How sure it is -----------------------------------------------------------------------------------
+
+
+def test_a_band_stretches_the_seeds_by_what_each_tier_may_be_wrong() -> None:
+    band = Band(seeds=(0.9, 1.2), num_seeds=3, tiers={"composed": 0.7, "roofline": 0.3})
+    composed, roofline = SECONDS_MAY_BE["composed"], SECONDS_MAY_BE["roofline"]
+    least = 0.9 * (0.7 * composed[0] + 0.3 * roofline[0])
+    most = 1.2 * (0.7 * composed[1] + 0.3 * roofline[1])
+    assert band.factors == pytest.approx((least, most)) and band.unmeasured == 0.3
+
+
+def test_a_less_known_tier_may_be_wrong_by_more() -> None:
+    ranges = [SECONDS_MAY_BE[tier] for tier in ("measured", "composed", "roofline")]
+    for (low, high), (lower, higher) in pairwise(ranges):
+        assert lower < low < 1 < high < higher
+
+
+def test_a_clock_has_no_tier_and_unknown_tiers_have_no_band() -> None:
+    timed = Band(tiers={"measured": 1.0}, is_timed=True)
+    assert timed.factors == (1.0, 1.0) and timed.is_known
+    unknown = Band(seeds=(0.9, 1.1), num_seeds=3)
+    assert unknown.factors == (1.0, 1.0) and not unknown.is_known
+
+
+def test_more_seconds_are_more_dollars_and_fewer_tokens(tmp_path: Path) -> None:
+    (option,) = read_report(write_runs(tmp_path, run={})).options
+    least, most = option.band.factors
+    assert least < 1 < most
+    assert option.cost_range == (
+        option.cost_per_million_tokens * least,
+        option.cost_per_million_tokens * most,
+    )
+    assert option.goodput_range == (option.goodput / most, option.goodput / least)
+
+
+def test_the_page_says_which_share_is_unmeasured(tmp_path: Path) -> None:
+    (run,) = write_runs(tmp_path, run={"trainer.pool": "far", "rollout.pool": "near"})
+    report = read_report([run])
+    share = report.options[0].band.unmeasured
+    assert share > 0.05
+    text = f"{share * 100:.0f}\N{NO-BREAK SPACE}% of the busy seconds of A are unmeasured"
+    assert text in render_html(make_page(report))
+
+
+# What would change it -----------------------------------------------------------------------------
+
+
+def test_prices_of_all_pools_move_the_cost_by_as_much_as_they_move(tmp_path: Path) -> None:
+    (run,) = read_sources(write_runs(tmp_path, run={})).runs
+    swings = of_run(run.trace, "run", "here").swings
+    assert [swing.what for swing in swings] == ["price of far", "price of near"]
+    assert sum(swing.more or 0 for swing in swings) == pytest.approx(0.2)
+    assert all(swing.less == -(swing.more or 0) for swing in swings)
+    generating, training = 2 * load_gpu("h20").price, 4 * load_gpu("h800").price
+    assert swings[0].more == pytest.approx(0.2 * generating / (generating + training))
+
+
+def test_a_plans_what_ifs_become_pairs_around_its_median(directories: list[Path]) -> None:
+    plan = read_plan(directories[0] / "plan.json")
+    found = of_plan(plan, "plan", "plan.json")
+    assert found.by == "20 %"
+    assert base_of_changes(plan) == pytest.approx(median_value(plan), rel=1e-6)
+    named = {swing.what: swing for swing in found.swings}
+    assert len(found.swings) == len({c.what.rpartition(" ")[0] for c in plan.sensitivity})
+    for change in plan.sensitivity:
+        what, _, sign = change.what.rpartition(" ")
+        value = named[what].more if sign.startswith("+") else named[what].less
+        assert value == pytest.approx(change.value / base_of_changes(plan) - 1)
+
+
+def test_the_median_is_found_without_a_runner_up_on_as_many_seeds(directories: list[Path]) -> None:
+    plan = read_plan(directories[0] / "plan.json")
+    assert plan.runners_up[0].choice.num_seeds == plan.allocation.num_seeds
+    alone = replace(plan, runners_up=[])
+    assert median_value(alone) == pytest.approx(median_value(plan), rel=1e-6)
+    doubled = [replace(change, value=2 * change.value) for change in plan.sensitivity]
+    assert base_of_changes(replace(plan, sensitivity=doubled)) == pytest.approx(
+        2 * median_value(plan)
+    )
+    bare = replace(alone, sensitivity=[])
+    assert median_value(bare) == plan.objective.value != median_value(plan)
+
+
+def test_another_plan_that_would_be_chosen_is_named(tmp_path: Path) -> None:
+    directory = write_planned(tmp_path / "plan")
+    plan = read_plan(directory / "plan.json")
+    changed = replace(plan.sensitivity[0], is_other=True, choice="9 x", gain=0.25, still_fits=True)
+    write_plan(replace(plan, sensitivity=[changed, *plan.sensitivity[1:]]), directory)
+    text = render_html(make_page(read_report([directory])))
+    assert "<td>9 x</td>" in text and "-25\N{NO-BREAK SPACE}%" in text
+    assert "stays the best" not in text
+
+
+# Drawings -----------------------------------------------------------------------------------------
+
+
+def test_busy_and_idle_fill_the_bar() -> None:
+    drawing = shares_figure("shares", [("run", PREDICTED)])
+    css = {f"c-{name}" for name in (*BUSY, *IDLE)}
+    widths = [
+        float(shape.attributes["width"])
+        for shape in drawing.shapes
+        if shape.attributes["class"] in css
+    ]
+    assert sum(widths) == pytest.approx(WIDTH, abs=0.5)
+
+
+def test_bars_of_a_tornado_that_go_one_way_hide_nothing() -> None:
+    drawing = tornado_figure(
+        "t", "title", [Swing("lengths", 0.1, 0.2), Swing("price", -0.1, 0.1)], "20 %"
+    )
+    boxes = [
+        {key: float(shape.attributes[key]) for key in ("x", "y", "width", "height")}
+        for shape in drawing.shapes
+        if shape.tag == "rect"
+    ]
+    assert len(boxes) == 4
+    for index, one in enumerate(boxes):
+        for other in boxes[index + 1 :]:
+            is_apart_across = (
+                one["x"] + one["width"] <= other["x"] + 0.1
+                or other["x"] + other["width"] <= one["x"] + 0.1
+            )
+            is_apart_down = (
+                one["y"] + one["height"] <= other["y"] or other["y"] + other["height"] <= one["y"]
+            )
+            assert is_apart_across or is_apart_down
+    texts = [shape.text for shape in drawing.shapes if shape.tag == "text"]
+    assert "less +10\N{NO-BREAK SPACE}%, more +20\N{NO-BREAK SPACE}%" in texts
+
+
+def test_the_typical_step_is_neither_warm_up_nor_last() -> None:
+    times = [50.0, 90.0, 100.0, 110.0, 40.0]
+    metrics = replace(PREDICTED, num_steps=5, step_times=times)
+    assert typical_step(metrics, warm_up=1) == 3
+    assert typical_step(replace(PREDICTED, num_steps=1, step_times=[5.0]), warm_up=1) == 1
+
+
+def test_ticks_are_round_few_and_within() -> None:
+    for low, high in ((0.0, 1.0), (0.71, 1.6), (18_000.0, 33_123.0), (-0.2, 0.2)):
+        found = ticks(low, high)
+        assert 2 <= len(found) <= 6 and low <= min(found) and max(found) <= high
+        gaps = {round(b - a, 9) for a, b in pairwise(found)}
+        assert len(gaps) == 1
+    assert scale(0.0, 10.0, 100.0, 200.0)(5.0) == 150.0
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_into_the_first_directory_and_prints_figures(tmp_path: Path) -> None:
+    runs = write_runs(tmp_path, a={}, b={"policies.system": "stream-sync"})
+    done = streamrl("report", *runs, "--json", "--markdown", tmp_path / "new" / "report.md")
+    assert done.returncode == 0 and done.stderr == ""
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["html"] == str(runs[0] / "report.html")
+    assert "<!doctype html>" in (runs[0] / "report.html").read_text()
+    assert (tmp_path / "new" / "report.md").read_text().startswith("# What it costs")
+    assert found["answer"] == make_page(read_report(runs)).answer
+    assert [option["name"] for option in found["options"]] == ["a", "b"]
+    assert set(found["options"][0]["idle"]) == set(IDLE)
+
+
+def test_the_same_directories_give_the_same_page(directories: list[Path], html: str) -> None:
+    assert render_html(make_page(read_report(directories))) == html
+
+
+@pytest.mark.parametrize(
+    ("content", "wrong"),
+    [
+        (None, "is no directory"),
+        ({}, "neither trace.jsonl nor plan.json nor study.csv"),
+        ({"plan.json": "{}"}, "plan.toml"),
+        ({"trace.jsonl": "{}"}, "trace.jsonl:1"),
+        ({"study.csv": ""}, "study.json: No such file"),
+        ({"study.csv": "a", "study.json": "{}"}, "study.json: not a study"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_status_2(
+    tmp_path: Path, content: dict[str, str] | None, wrong: str
+) -> None:
+    directory = tmp_path / "dir"
+    if content is not None:
+        directory.mkdir()
+        for name, text in content.items():
+            (directory / name).write_text(text)
+    done = streamrl("report", directory)
+    assert done.returncode == 2 and done.stdout == ""
+    assert wrong in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not (directory / "report.html").exists()
+
+
+def test_a_directory_is_named_once(tmp_path: Path) -> None:
+    (run,) = write_runs(tmp_path, run={})
+    with pytest.raises(ValueError, match="named twice"):
+        read_report([run, run / ".." / "run"])
+
+
+def test_directories_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    runs = [*write_runs(tmp_path / "x", run={}), *write_runs(tmp_path / "y", run={"seed": 3})]
+    assert [run.name for run in read_sources(runs).runs] == ["x/run", "y/run"]
+
+
+def test_a_study_alone_is_a_report_of_its_finding(tmp_path: Path) -> None:
+    report = read_report([write_study(tmp_path / "study")])
+    page = make_page(report)
+    assert page.answer == "Async costs less throughout." and page.tiles == []
+    text = render_html(page)
+    assert "75\N{NO-BREAK SPACE}% composed, 25\N{NO-BREAK SPACE}% unmeasured" in text
+    assert "9 does not fit" in text
+    assert describe(report)["chosen"] is None
+    (study,) = report.sources.studies
+    assert {name: len(rows) for name, rows in study.series().items()} == {"sync": 2, "async": 2}
+    assert [study.place(row) for row in study.found.rows] == [0, 0, 1, 1]
+
+
+def test_an_executed_run_is_timed_and_never_taken_for_a_simulation(tmp_path: Path) -> None:
+    runs = write_runs(tmp_path, predicted={}, executed={})
+    file = runs[1] / "trace.jsonl"
+    header, _, rest = file.read_bytes().partition(b"\n")
+    changed = {**json.loads(header), "world": "real", "facts": {"host": "x86_64", "python": "3"}}
+    file.write_bytes(json.dumps(changed).encode() + b"\n" + rest)
+    options: list[Option] = make_options(read_sources(runs))
+    assert [option.world for option in options] == ["simulated", "executed"]
+    assert options[1].band.is_timed and options[1].cost_range[0] == options[1].cost_range[1]
+    text = render_html(make_page(read_report([runs[1]])))
+    assert "taken from a clock" in text and "x86_64" in text
+    assert small_run().policies.system in text
