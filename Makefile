@@ -3,7 +3,9 @@
 # make lint   style and types
 # make bench  the simulator's speed, one JSON object a figure
 # make bench-costs    how far costs can be trusted: tables, decode curve, training, weight sync
+# make bench-fidelity how the paper's figures take to other readings, dispatch and adjustment; ten minutes
 # make bench-profile  how well a profile of this machine predicts runs on it; quarter of an hour
+# make bench-plan     how fast the planner is, and how near its choice to the best of all plans; half an hour
 
 PYTHON ?= python3
 # A CPU or a CUDA build, whichever the package index in use gives for this version.
@@ -14,7 +16,7 @@ READY := $(VENV)/.ready
 DEMO := build/demo
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test lint format bench bench-costs bench-profile clean
+.PHONY: demo test lint format bench bench-costs bench-fidelity bench-profile bench-plan clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -53,8 +55,16 @@ bench-costs: $(READY)
 	$(BIN)/python benchmarks/bench_training.py
 	$(BIN)/python benchmarks/bench_sync.py
 
+bench-fidelity: $(READY)
+	$(BIN)/python benchmarks/bench_readings.py
+	$(BIN)/python benchmarks/bench_dispatch.py
+	$(BIN)/python benchmarks/bench_adjustment.py
+
 bench-profile: $(READY)
 	$(BIN)/python benchmarks/bench_profile.py
+
+bench-plan: $(READY)
+	$(BIN)/python benchmarks/bench_plan.py
 
 $(READY): pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'streamrl needs Python 3.11 or newer: make PYTHON=python3.11')"

@@ -15,8 +15,9 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from sim.sides import sizes
 from sim.stages import Generation, Stages, Training
-from streamrl.config import PoolConfig, Run
+from streamrl.config import Run
 from streamrl.run_file import check_run
 from streamrl.systems import choose_system
 
@@ -60,7 +61,7 @@ def allocate(run: Run, *, smallest_tensor_parallel: bool = False) -> Run:
     chosen = search(run, stages).chosen
     run = chosen.training.apply(chosen.generation.apply(run))
     if run.policies.resize == "keep":
-        run = _without_surplus(run)
+        run = without_surplus(run)
     check_run(run)
     return run
 
@@ -89,8 +90,8 @@ def search(
     is_one_pool = run.rollout.pool == run.trainer.pool
     table = [
         Allocation(generation=g, training=t, step_time=step_time(g, t, objective))
-        for x in _sizes(rollout, unit)
-        for y in _sizes(trainer, unit)
+        for x in sizes(rollout, unit)
+        for y in sizes(trainer, unit)
         if not is_one_pool or x + y <= rollout.num_gpus
         if (g := stages.generation(x)) is not None and (t := stages.training(y)) is not None
     ]
@@ -151,13 +152,7 @@ def _balance(table: list[Allocation]) -> Allocation:
     )
 
 
-def _sizes(pool: PoolConfig, unit: int | None) -> range:
-    """Give the numbers of GPUs that a side may have in a pool."""
-    step = unit or (pool.gpus_per_node if pool.nodes > 1 else 1)
-    return range(step, pool.num_gpus + 1, step)
-
-
-def _without_surplus(run: Run) -> Run:
+def without_surplus(run: Run) -> Run:
     """Give the run with as many nodes in the pools of both sides as they use."""
     pools = dict(run.cluster.pools)
     for name in {run.rollout.pool: 0, run.trainer.pool: 0}:

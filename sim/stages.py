@@ -8,6 +8,7 @@ follow each other faster than a batch alone is generated.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,10 +19,16 @@ from msgspec.structs import replace
 from sim.batch_time import Finish, generate_batch
 from sim.costs import Costs
 from sim.fill import fill_latency
+from sim.sides import (
+    Degrees,
+    Replicas,
+    TrainerRange,
+    fitting_replicas,
+    fitting_trainers,
+    holds_rollouts,
+)
 from sim.training import TrainingCosts
-from streamrl.config import Run, TrainerConfig
-from streamrl.memory import kv_capacity, longest_sequence, num_models, trainer_memory
-from streamrl.profile import load_gpu
+from streamrl.config import Run
 from streamrl.systems import most_per_command
 from streamrl.workload import Draw, SimulatedWorkload
 
@@ -92,11 +99,7 @@ class Stages:
         Raises:
             ValueError: its costs were measured for one parallelism, or the trainer fits no GPUs of its pool.
         """
-        if run.costs.profile is not None:
-            raise ValueError(
-                f"costs.profile {run.costs.profile!r} was measured at one parallelism, and an allocation "
-                "compares many: leave it out"
-            )
+        refuse_profile(run)
         self._run = replace(run, policies=replace(run.policies, resize="keep"))
         self._smallest = smallest_tensor_parallel
         self._num_batches = num_batches
@@ -107,7 +110,7 @@ class Stages:
     def generation(self, num_gpus: int) -> Generation | None:
         """Give the fastest replicas on `num_gpus`; None where the model fits no replica there."""
         if num_gpus not in self._generations:
-            found = [self._generate(num_gpus, degree) for degree in self._degrees(num_gpus)]
+            found = [self._generate(choice) for choice in self._choices(num_gpus)]
             self._generations[num_gpus] = min(found, key=lambda g: g.time, default=None)
         return self._generations[num_gpus]
 
@@ -128,40 +131,34 @@ class Stages:
         most = max(self._num_batches, TRAINED_BATCHES)
         return [workload.draw(first, size) for first in range(0, most * size, size)]
 
-    def _degrees(self, num_gpus: int) -> list[int]:
-        """Give the tensor-parallel degrees to try: powers of two that divide a node and fit memory."""
-        per_node = self._run.cluster.pools[self._run.rollout.pool].gpus_per_node
+    def _choices(self, num_gpus: int) -> list[Replicas]:
+        """Give the replicas to try."""
+        run, pool = self._run, self._run.rollout.pool
+        least = FEWEST_LONGEST if self._smallest else 1
         fitting = [
-            degree
-            for degree in _powers_of_two(per_node)
-            if per_node % degree == 0 and num_gpus % degree == 0 and self._fits(degree)
+            choice
+            for choice in fitting_replicas(run, pool, num_gpus, None, Counter())
+            if holds_rollouts(choice.apply(run), least)
         ]
         return fitting[:1] if self._smallest else fitting
 
-    def _fits(self, degree: int) -> bool:
-        run = _with_replicas(self._run, 1, degree)
-        least = FEWEST_LONGEST if self._smallest else 1
-        try:
-            return kv_capacity(run) >= least * longest_sequence(run)
-        except ValueError:
-            return False
-
-    def _generate(self, num_gpus: int, degree: int) -> Generation:
-        run, costs = self._replica(degree)
-        run = _with_replicas(run, num_gpus // degree, degree)
+    def _generate(self, choice: Replicas) -> Generation:
+        run, costs = self._replica(choice)
+        run = choice.apply(run)
         batches = [generate_batch(run, costs, b) for b in self._batches[: self._num_batches]]
         return Generation(
-            num_gpus=num_gpus,
-            replicas=num_gpus // degree,
-            tensor_parallel=degree,
+            num_gpus=choice.num_gpus,
+            replicas=choice.replicas,
+            tensor_parallel=choice.tensor_parallel,
             time=fmean(finishes[-1].time for finishes in batches),
             finishes=tuple(batches[0]),
         )
 
-    def _replica(self, degree: int) -> tuple[Run, Costs]:
-        """Give a run with replicas of `degree`, and its costs; the trainer is any that fits."""
+    def _replica(self, choice: Replicas) -> tuple[Run, Costs]:
+        """Give a run with replicas of a degree, and its costs; the trainer is any that fits."""
+        degree = choice.tensor_parallel
         if degree not in self._costs:
-            run = _with_replicas(self._any_trainer, 1, degree)
+            run = choice._replace(replicas=1).apply(self._any_trainer)
             costs = Costs.load(run)
             self._costs[degree] = fill_latency(run, costs), costs
         return self._costs[degree]
@@ -188,54 +185,27 @@ class Stages:
         ]
 
     def _fitting_trainings(self, num_gpus: int) -> Iterator[Training]:
-        """Give every trainer that fits: degrees of tensor and pipeline parallelism are powers of two.
-
-        Offloading is tried only where models do not fit beside each other: it moves bytes for nothing else.
-        """
-        per_node = self._run.cluster.pools[self._run.trainer.pool].gpus_per_node
-        for tensor in _powers_of_two(per_node):
-            for pipeline in _powers_of_two(num_gpus // tensor):
-                data, rest = divmod(num_gpus, tensor * pipeline)
-                if rest or per_node % tensor:
-                    continue
-                for offload in (False, True):
-                    trainer = self._trainer(data, tensor, pipeline, offload)
-                    if self._fits_trainer(trainer):
-                        yield self._train(trainer)
-                        break
-
-    def _trainer(self, data: int, tensor: int, pipeline: int, offload: bool) -> TrainerConfig:
-        return replace(
-            self._run.trainer,
-            data_parallel=data,
-            tensor_parallel=tensor,
-            pipeline_parallel=pipeline,
-            offload=offload,
+        """Give every trainer that fits, with the run's own micro-batch and ZeRO stage."""
+        config = self._run.trainer
+        among = TrainerRange(
+            expert_parallel=(config.expert_parallel,),
+            micro_batch=(config.micro_batch,),
+            zero=(config.zero,),
         )
+        for degrees in fitting_trainers(self._run, config.pool, num_gpus, among, Counter()):
+            yield self._train(degrees)
 
-    def _fits_trainer(self, trainer: TrainerConfig) -> bool:
-        run = replace(self._run, trainer=trainer)
-        is_dealt = trainer.data_parallel <= run.algorithm.rollouts_per_step
-        shares_experts = trainer.data_parallel * trainer.tensor_parallel % trainer.expert_parallel
-        if not is_dealt or shares_experts or (trainer.offload and num_models(run) == 1):
-            return False
-        memory = load_gpu(run.cluster.pools[trainer.pool].gpu).memory
-        try:
-            return sum(trainer_memory(run).values()) <= memory
-        except ValueError:
-            return False
-
-    def _train(self, trainer: TrainerConfig) -> Training:
-        run = replace(self._run, trainer=trainer)
+    def _train(self, degrees: Degrees) -> Training:
+        run = degrees.apply(self._run)
         costs = TrainingCosts.load(run)
         passes = fmean(_passes_time(run, costs, batch) for batch in self._lengths)
         seconds = passes + costs.optimizer_time
         return Training(
-            num_gpus=trainer.num_gpus,
-            data_parallel=trainer.data_parallel,
-            tensor_parallel=trainer.tensor_parallel,
-            pipeline_parallel=trainer.pipeline_parallel,
-            offload=trainer.offload,
+            num_gpus=degrees.num_gpus,
+            data_parallel=degrees.data_parallel,
+            tensor_parallel=degrees.tensor_parallel,
+            pipeline_parallel=degrees.pipeline_parallel,
+            offload=degrees.offload,
             time=seconds / run.costs.training_factor,
         )
 
@@ -263,5 +233,10 @@ def _with_replicas(run: Run, replicas: int, degree: int) -> Run:
     return replace(run, rollout=rollout)
 
 
-def _powers_of_two(most: int) -> list[int]:
-    return [1 << bits for bits in range(most.bit_length())]
+def refuse_profile(run: Run) -> None:
+    """Raise `ValueError` where costs were measured at one parallelism only."""
+    if run.costs.profile is not None:
+        raise ValueError(
+            f"costs.profile {run.costs.profile!r} was measured at one parallelism, and an allocation "
+            "compares many: leave it out"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import difflib
+import functools
 import math
 import tomllib
 from pathlib import Path
@@ -68,7 +69,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 def load_gpu(name: str) -> Gpu:
     """Read a GPU by its file name in profiles/gpus; `ValueError` with the closest names where none is."""
-    return read_profile(find_profile("gpus", name, ".toml"), Gpu)
+    return _read_gpu(find_profile("gpus", name, ".toml"))
 
 
 def load_model(model: ModelConfig) -> ModelShape:
@@ -76,7 +77,17 @@ def load_model(model: ModelConfig) -> ModelShape:
     if model.path is not None:
         return read_config_json(Path(model.path) / "config.json")
     assert model.name is not None, "check_run wants one of name and path"
-    return read_profile(find_profile("models", model.name, ".toml"), ModelShape)
+    return _read_model(find_profile("models", model.name, ".toml"))
+
+
+@functools.cache
+def _read_gpu(path: Path) -> Gpu:
+    return read_profile(path, Gpu)
+
+
+@functools.cache
+def _read_model(path: Path) -> ModelShape:
+    return read_profile(path, ModelShape)
 
 
 def find_profile(folder: str, name: str, ending: str) -> Path:

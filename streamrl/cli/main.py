@@ -7,9 +7,13 @@ import sys
 import typer
 
 from streamrl.cli.compare import compare
+from streamrl.cli.doctor import doctor
 from streamrl.cli.execute import execute
+from streamrl.cli.plan import plan
 from streamrl.cli.profile import profile
+from streamrl.cli.ranker import ranker
 from streamrl.cli.replay import replay
+from streamrl.cli.report import report
 from streamrl.cli.simulate import simulate
 from streamrl.cli.validate import validate
 
@@ -24,11 +28,15 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command()(simulate)
+app.command()(plan)
 app.command()(execute)
 app.command()(replay)
 app.command()(compare)
+app.command()(report)
 app.command()(validate)
+app.command()(doctor)
 app.add_typer(profile)
+app.add_typer(ranker)
 
 
 def main() -> None:

@@ -1,0 +1,207 @@
+"""The planner: how fast it is, how near its choice is to the best of all plans, what it proposes for the paper.
+
+Six cases: Qwen2.5 7B, 32B and 72B, in one datacenter of H800 and with H20 in another. The choice is compared
+with the best of every plan that could be better: those whose bound is not above `ROOM` times the chosen one's
+objective, all of them simulated, on the seed and the steps of the choice. `--sample` plans of the others are
+simulated as well, to see that none of them is better either. `--full` simulates all plans of a case: hours.
+
+One JSON object per figure ends the output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from concurrent.futures import Executor, ProcessPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+
+from sim.fidelity.cases import Case, make_case
+from sim.fidelity.paper import load_paper
+from sim.objective import value_of, values_of
+from sim.planner import make_plan
+from sim.search import Search
+from sim.trial import Trial, run_all, speed_of
+from streamrl.config import Run
+from streamrl.plan import Plan
+
+SIZES = ("7B", "32B", "72B")
+H20_NODES = {"7B": 4, "32B": 6, "72B": 8}
+MICRO_BATCHES = {"7B": [1, 2, 4, 8], "32B": [4], "72B": [4]}
+"""Of the cases in one datacenter: each case has 5,000 to 10,000 plans, of which `--full` can simulate all."""
+LINK = [{"between": ["h20", "h800"], "bandwidth": "80 Gbps", "latency": "10 ms"}]
+ROOM = 1.05
+"""The bound is on a steady step; a few steps after the warm-up may be faster by so much."""
+STEPS = 4
+"""Of a simulation in the comparison, to afford thousands; `streamrl plan` has more."""
+SPLITS = {"32B": (40, 24), "72B": (80, 48)}
+NODE = 8
+
+
+class Outcome(NamedTuple):
+    """One case."""
+
+    name: str
+    plan: Plan
+    num_simulated: int
+    ratio: float
+    """Objective of the chosen plan over the best simulated."""
+    sampled_ratio: float
+    """The same over the best of a sample of those ruled out by their bound."""
+    least_over_bound: float
+
+
+def main() -> None:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--full", action="store_true", help="simulate every plan of a case")
+    parser.add_argument("--sample", type=int, default=40, help="of the plans that are ruled out")
+    parser.add_argument("--cases", nargs="*", help="only these, such as 7B-one 72B-two")
+    arguments = parser.parse_args()
+    speed()
+    for name, run in cases().items():
+        if not arguments.cases or name in arguments.cases:
+            show(compare(name, run, full=arguments.full, sample=arguments.sample))
+    paper_splits()
+    heterogeneous()
+
+
+# Cases --------------------------------------------------------------------------------------------
+
+
+def cases() -> dict[str, Run]:
+    """Give the six cases, each with some thousand plans."""
+    found = {}
+    for size in SIZES:
+        found[f"{size}-one"] = opened(
+            size, {}, sync_modes=["full"], micro_batch=MICRO_BATCHES[size]
+        )
+        far = {
+            "cluster.pools.h20": {"gpu": "h20", "nodes": H20_NODES[size], "transport": "tcp"},
+            "cluster.links": LINK,
+        }
+        found[f"{size}-two"] = opened(
+            size, far, rollout_pools=["h20"], sync_modes=["full"], micro_batch=[4]
+        )
+    return found
+
+
+def opened(size: str, changes: dict[str, Any], **plan: Any) -> Run:
+    """Give the paper's run of a size as an offer to plan for."""
+    run = make_case(Case(size, "20K", "async"), changes=changes)
+    return replace(run, plan=replace(run.plan, steps=STEPS, **plan))
+
+
+def speed() -> None:
+    """Time one plan as users make it, and the screening of its candidates."""
+    run = cases()["7B-two"]
+    run = replace(run, plan=replace(run.plan, steps=6))
+    started_at = time.perf_counter()
+    search = Search.open(run)
+    search.scores()
+    screened = time.perf_counter() - started_at
+    plan = make_plan(run).plan
+    report("plan: candidates", plan.candidates, "plans")
+    report("plan: seconds", plan.seconds, "s")
+    report("plan: candidates a second", plan.candidates / plan.seconds, "plans/s")
+    report("plan: candidates screened a second", plan.candidates / screened, "plans/s")
+
+
+# Against the best of all ---------------------------------------------------------------------------
+
+
+def compare(name: str, run: Run, *, full: bool, sample: int) -> Outcome:
+    """Plan a case, then simulate what could be better, or everything."""
+    plan = make_plan(run).plan
+    search = Search.open(run)
+    chosen = plan.objective.value
+    estimates, prices = search.estimates, search.space.prices
+    bounds = values_of(run.plan.objective, estimates.bound(), prices, estimates.tokens)
+    could = np.nonzero(bounds <= ROOM * chosen)[0]
+    rest = np.nonzero(bounds > ROOM * chosen)[0]
+    few = np.random.default_rng(0).choice(rest, min(sample, len(rest)), replace=False)
+    with ProcessPoolExecutor() as pool:
+        best = simulate(search, pool, range(len(bounds)) if full else could.tolist())
+        others = simulate(search, pool, few.tolist())
+    over = [value / bounds[index] for found in (best, others) for index, value in found.items()]
+    return Outcome(
+        name,
+        plan,
+        len(best) + len(others),
+        chosen / min(best.values()),
+        chosen / min(others.values()) if others else 0.0,
+        min(over),
+    )
+
+
+def simulate(search: Search, pool: Executor, indices: range | list[int]) -> dict[int, float]:
+    """Give the objective of plans, each from a simulation of its own."""
+    trials = ((i, Trial(search.bases[0], search.space.candidate(i))) for i in indices)
+    speeds = run_all(pool, speed_of, trials)
+    return {i: value_of(search.space.run.plan.objective, speed) for i, speed in speeds.items()}
+
+
+def show(outcome: Outcome) -> None:
+    """Print a case."""
+    plan = outcome.plan
+    print(f"\n{outcome.name}: {plan.allocation.text}", flush=True)
+    report(f"{outcome.name}: candidates", plan.candidates, "plans")
+    report(f"{outcome.name}: simulated one by one", outcome.num_simulated, "plans")
+    report(f"{outcome.name}: seconds", plan.seconds, "s")
+    report(f"{outcome.name}: chosen over best", outcome.ratio, "times")
+    report(f"{outcome.name}: chosen over best ruled out", outcome.sampled_ratio, "times")
+    report(f"{outcome.name}: least simulated over bound", outcome.least_over_bound, "times")
+
+
+# Against the paper ---------------------------------------------------------------------------------
+
+
+def paper_splits() -> None:
+    """Divide the paper's pools for the shortest step of the asynchronous system (Figure 10)."""
+    for size, (generate, train) in SPLITS.items():
+        run = opened(size, {}, objective="step-time", systems=["stream-async"])
+        plan = make_plan(run).plan
+        sides = plan.allocation.rollout.num_gpus, plan.allocation.trainer.num_gpus
+        print(f"\n{size}: {plan.allocation.text}; the paper has {generate}:{train}")
+        away = max(abs(sides[0] - generate), abs(sides[1] - train)) / NODE
+        report(f"{size} split: GPUs that generate", sides[0], "GPUs")
+        report(f"{size} split: GPUs that train", sides[1], "GPUs")
+        report(f"{size} split: away from the paper's", away, "nodes")
+
+
+def heterogeneous() -> None:
+    """Compare 32 H20 + 16 H800 with 32 H800 in tokens a dollar, each planned for itself (Figure 12)."""
+    far = {
+        "cluster.pools.h20": {"gpu": "h20", "nodes": 4, "transport": "tcp"},
+        "cluster.links": LINK,
+    }
+    ratios = [a / b for a, b in load_paper().heterogeneous.values()]
+    print(f"\nthe paper has {min(ratios):.2f} to {max(ratios):.2f} times the tokens a dollar")
+    name = "7B: tokens a dollar of 32 H20 + 16 H800 over 32 H800"
+    for which, degrees in (("any replicas", None), ("the paper's replicas", [1])):
+        shared: dict[str, Any] = {
+            "systems": ["stream-async"],
+            "trainer_gpus": [16],
+            "rollout_tensor_parallel": degrees,
+        }
+        alone = opened("7B", {}, rollout_gpus=[16], **shared)
+        across = opened("7B", far, rollout_pools=["h20"], rollout_gpus=[32], **shared)
+        across = replace(across, plan=replace(across.plan, trainer_pools=["h800"]))
+        plans = [make_plan(run).plan for run in (across, alone)]
+        for plan in plans:
+            print(f"{plan.allocation.text}: ${plan.objective.value:.3f} per million tokens")
+        report(f"{name}, {which}", plans[1].objective.value / plans[0].objective.value, "times")
+    at_20k = load_paper().heterogeneous["20K"]
+    report(f"{name}, in the paper at 20K", at_20k[0] / at_20k[1], "times")
+
+
+def report(name: str, value: float, unit: str) -> None:
+    """Print one figure as a JSON object on a line of its own."""
+    print(json.dumps({"name": name, "value": round(value, 4), "unit": unit}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

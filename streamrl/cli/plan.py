@@ -1,0 +1,60 @@
+"""`streamrl plan`: which GPUs, how many on each side, in which parallelism and mode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from sim.planner import Planned, make_plan
+from streamrl.cli.options import AsJson, Overrides, RunFile, make_progress, print_json
+from streamrl.config import Run
+from streamrl.plan import PLAN_JSON, PLAN_TOML, write_plan
+from streamrl.plan_report import head_lines, plan_report
+from streamrl.run_file import load_run
+from streamrl.run_toml import write_run
+
+
+def plan(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help=f"Write {PLAN_TOML} and {PLAN_JSON} there.")
+    ] = Path(),
+    force: Annotated[bool, typer.Option("--force", help="Replace a plan that is there.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Choose GPUs, parallelism and mode for a run: its pools are the offer, `nodes` the most that may be rented.
+
+    What is open and what counts is in its section `plan`. The chosen allocation goes to plan.toml, ready for
+    `simulate` and `execute`.
+
+    Example: streamrl plan examples/plan-7b.toml --set plan.objective=step-time -o plans/7b
+    """
+    run = load_run(run_file, overrides or ())
+    for name in (PLAN_TOML, PLAN_JSON):
+        if (output / name).exists() and not force:
+            raise ValueError(f"{output / name} is there already: --force replaces it")
+    planned = _plan(run)
+    output.mkdir(parents=True, exist_ok=True)
+    write_plan(planned.plan, output)
+    notes = [f"Chosen by `streamrl plan {run_file.name}`:", *head_lines(planned.plan)]
+    settings = planned.plan.allocation.settings
+    write_run(planned.run, output / PLAN_TOML, notes, settings, run_file.parent)
+    if as_json:
+        print_json(planned.plan)
+    else:
+        Console().print(plan_report(planned.plan))
+        Console().print(f"\nwritten to {output / PLAN_TOML}", highlight=False)
+
+
+def _plan(run: Run) -> Planned:
+    with make_progress() as progress:
+        task = progress.add_task("plan", total=None, facts="screening")
+
+        def watch(done: int, most: int, what: str) -> None:
+            progress.update(task, completed=done, total=most, facts=what)
+
+        return make_plan(run, watch)

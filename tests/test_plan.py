@@ -1,0 +1,350 @@
+"""The planner: the choice is the best of all plans, its run file simulates to the figure it was chosen for."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from sim.fidelity.cases import Case, make_case
+from sim.objective import front, value_of
+from sim.planner import Planned, make_plan, settings_of
+from sim.search import Search
+from sim.sensitivity import SHARE, judge, shifts
+from sim.trial import Trial, speed_of
+from sim.world import simulate
+from streamrl.config import Run
+from streamrl.metrics import measure
+from streamrl.plan import read_plan, write_plan
+from streamrl.plan_config import ObjectiveName
+from streamrl.run_file import load_run
+from streamrl.run_toml import write_run
+from streamrl.units import Bandwidth
+from tests.test_cli import streamrl
+from tests.test_search_space import offer
+
+FEW: dict[str, Any] = {
+    "rollout.max_tokens": 8000,
+    "rollout.max_running": 64,
+    "workload.lengths.scale": 0.4,
+    "algorithm.steps": 4,
+    "algorithm.prompts_per_step": 64,
+    "algorithm.group_size": 1,
+    "algorithm.name": "ppo",
+    "policies": {"system": "stream-async", "waits_for_whole_batches": True},
+}
+FEW_PLANS: dict[str, Any] = {
+    "micro_batch": [2],
+    "sync_modes": ["full"],
+    "trainer_tensor_parallel": [2, 4],
+    "rollout_tensor_parallel": [1, 4],
+    "trainer_pools": ["h800"],
+}
+
+
+def few(changes: dict[str, Any] | None = None, **plan: Any) -> Run:
+    """Give an offer with a few dozen plans, of 64 rollouts a step."""
+    return offer({**FEW, **(changes or {})}, **{**FEW_PLANS, **plan})
+
+
+def planned(run: Run) -> Planned:
+    return make_plan(run)
+
+
+class Here(Executor):
+    """Works at once, in this process."""
+
+    def submit(self, work: Any, /, *arguments: Any, **_: Any) -> Future[Any]:
+        """Do it now."""
+        future: Future[Any] = Future()
+        future.set_result(work(*arguments))
+        return future
+
+
+# The choice ---------------------------------------------------------------------------------------
+
+
+def test_no_plan_is_better_than_the_chosen_one_by_more_than_two_percent() -> None:
+    open_keys: dict[str, Any] = {"rollout_tensor_parallel": [1], "trainer_tensor_parallel": [4]}
+    search = Search.open(few(seeds=1, **open_keys))
+    speeds = [
+        speed_of(Trial(search.bases[0], search.space.candidate(index)))
+        for index in range(len(search.space))
+    ]
+    assert len(speeds) > 60
+    objectives: list[ObjectiveName] = ["cost-per-million-tokens", "cost-per-step", "step-time"]
+    for objective in objectives:
+        values = [value_of(objective, speed) for speed in speeds]
+        search = Search.open(few(seeds=1, objective=objective, **open_keys))
+        chosen = search.run(Here(), lambda: None)[0]
+        assert search.value(chosen) == values[chosen] <= 1.02 * min(values)
+        assert len(search.speeds) <= search.space.run.plan.simulations < len(values)
+
+
+def test_finalists_are_judged_by_the_median_of_their_seeds() -> None:
+    run = few(seeds=3, finalists=2)
+    search = Search.open(run)
+    ranking = search.run(Here(), lambda: None)
+    assert [len(search.speeds[index]) for index in ranking[:2]] == [3, 3]
+    assert {len(search.speeds[index]) for index in ranking[2:]} == {1}
+    costs = sorted(speed.cost_per_million_tokens for speed in search.speeds[ranking[0]])
+    assert search.value(ranking[0]) == costs[1] <= search.value(ranking[1])
+    trial = Trial(search.bases[2], search.space.candidate(ranking[0]))
+    assert speed_of(trial) == search.speeds[ranking[0]][2]
+    assert msgspec.json.decode(search.bases[2])["seed"] == run.seed + 2
+
+
+def test_a_budget_an_hour_bounds_the_rent_and_one_a_step_its_cost() -> None:
+    free = planned(few(objective="step-time")).plan
+    hour = 0.6 * free.allocation.dollars_per_hour
+    found = planned(few(objective="step-time", budget_per_hour=hour)).plan
+    assert found.allocation.dollars_per_hour <= hour
+    assert found.objective.value > free.objective.value
+    step = 0.8 * free.allocation.cost_per_step
+    found = planned(few(objective="step-time", budget_per_step=step)).plan
+    assert found.allocation.cost_per_step <= 1.02 * step
+    assert all(runner.choice.cost_per_step <= step for runner in found.runners_up)
+    assert found.objective.value >= free.objective.value
+
+
+def test_a_budget_that_nobody_meets_says_what_the_cheapest_plan_costs() -> None:
+    cheapest = planned(few(objective="cost-per-step", seeds=1)).plan.allocation.cost_per_step
+    with pytest.raises(
+        ValueError, match=f"the cheapest plan .* costs {cheapest:.4g} dollars a step"
+    ):
+        planned(few(objective="step-time", budget_per_step=0.5 * cheapest))
+
+
+def test_none_beats_a_plan_of_the_pareto_set_in_both_time_and_cost() -> None:
+    plan = planned(few(objective="pareto")).plan
+    points = [(choice.step_time, choice.cost_per_step) for choice in plan.pareto]
+    assert len(points) > 2 and points == sorted(points)
+    assert [cost for _, cost in points] == sorted((cost for _, cost in points), reverse=True)
+    fastest = planned(few(objective="step-time")).plan.objective.value
+    cheapest = planned(few(objective="cost-per-step")).plan.objective.value
+    assert points[0][0] <= 1.02 * fastest and points[-1][1] <= 1.02 * cheapest
+    chosen = plan.allocation
+    assert chosen.step_time * chosen.cost_per_step == pytest.approx(
+        min(a * b for a, b in points), rel=0.02
+    )
+
+
+def test_the_front_holds_what_nothing_is_below() -> None:
+    points = [(3.0, 1.0), (1.0, 3.0), (2.0, 2.0), (2.0, 2.5), (3.0, 3.0), (1.0, 4.0)]
+    assert front(points) == [1, 2, 0]
+
+
+# What it says -------------------------------------------------------------------------------------
+
+
+def test_a_plan_says_what_was_cut_what_binds_and_how_far_the_bound_is() -> None:
+    plan = planned(few()).plan
+    assert plan.candidates == len(Search.open(few()).space)
+    assert plan.infeasible and all(count > 0 for count in plan.infeasible.values())
+    assert 0 < plan.lower_bound <= plan.own_bound <= plan.objective.value
+    assert plan.gap == pytest.approx(plan.objective.value / plan.lower_bound - 1)
+    assert 0 < plan.ruled_out < plan.candidates
+    assert plan.allocation.least <= plan.objective.value <= plan.allocation.most
+    assert sum(plan.tiers.values()) == pytest.approx(1.0)
+    assert plan.runners_up and all(runner.behind > -0.02 for runner in plan.runners_up)
+
+
+def test_what_binds_is_the_stage_that_is_made_slow() -> None:
+    for section, stage in (("training_factor", "training"), ("generation_factor", "generation")):
+        run = few({"costs": {section: 0.005}}, systems=["stream-async"], objective="step-time")
+        found = planned(run).plan.binding
+        assert found.stage == stage
+        assert found.seconds[stage] == pytest.approx(found.seconds["step"], rel=0.1)
+    slow = {"cluster.links": [{"between": ["h20", "h800"], "bandwidth": "1 Gbps"}]}
+    run = few(slow, systems=["stream-sync"], rollout_pools=["h20"])
+    found = planned(run).plan.binding
+    assert (found.stage, found.resource) == ("sync", "the link between both pools")
+
+
+def test_a_choice_changes_with_the_price_that_it_hangs_on_and_stays_where_it_does_not() -> None:
+    run = few(systems=["stream-async"], rollout_gpus=[8], trainer_gpus=[8])
+    search = Search.open(run)
+    chosen = search.run(Here(), lambda: None)[0]
+    verdicts = {verdict.what: verdict for verdict in judge(search, chosen, Here())}
+    assert set(verdicts) == {shift.what for shift in shifts(run)}
+    pool = search.space.candidate(chosen).replicas.pool
+    was, seconds = search.value(chosen), SHARE
+    dearer, cheaper = (verdicts[f"price of {pool} {sign}{seconds:.0%}"] for sign in "+-")
+    assert cheaper.value < was < dearer.value
+    for verdict in verdicts.values():
+        assert (verdict.other is None) == (verdict.other_value == verdict.value)
+    shifted = {shift.what: shift.run for shift in shifts(run)}
+    longer = shifted["lengths +20%"]
+    assert longer.rollout.max_tokens == 9600
+    assert shifted["bandwidth of links -20%"].cluster.links[0].bandwidth == pytest.approx(8e9)
+
+
+def test_a_plan_that_longer_outputs_no_longer_fit_says_so() -> None:
+    run = offer(
+        {**FEW, "rollout.max_tokens": 110_000, "workload.lengths.scale": 1.0},
+        **{**FEW_PLANS, "rollout_tensor_parallel": [1, 8], "zero": [1]},
+        rollout_pools=["h20"],
+    )
+    search = Search.open(run)
+    small = next(
+        index
+        for index in range(len(search.space))
+        if search.space.candidate(index).mode.system == "stream-async"
+    )
+    search.simulate(Here(), [small], 0, lambda: None)
+    longer = next(v for v in judge(search, small, Here()) if v.what == "lengths +20%")
+    fits = Search.open(next(s.run for s in shifts(run) if s.what == "lengths +20%")).space.find(
+        search.space.candidate(small)
+    )
+    assert longer.still_fits == (fits is not None)
+
+
+# The run file -------------------------------------------------------------------------------------
+
+
+def test_the_planned_run_file_loads_and_simulates_to_the_figure_it_was_chosen_for(
+    tmp_path: Path,
+) -> None:
+    run, plan = planned(few({"cluster.links": OFF_GRID}))
+    path = tmp_path / "plans" / "plan.toml"
+    path.parent.mkdir()
+    write_run(run, path, ["two", "notes"], plan.allocation.settings)
+    assert path.read_text().startswith("# two\n# notes\n")
+    loaded = load_run(path)
+    assert Path(loaded.execute.output) == path.parent / "runs" / "run"
+    assert replace(loaded, execute=run.execute) == run
+    metrics = measure(simulate(loaded))
+    assert metrics.cost_per_million_tokens == plan.objective.value
+    assert metrics.mean_step_time == plan.allocation.step_time
+    assert metrics.step_time == plan.allocation.median_step_time
+    stated = path.read_text()
+    assert all(key.split(".")[1] in stated for key in plan.allocation.settings)
+
+
+OFF_GRID = [{"between": ["h20", "h800"], "bandwidth": "77.7 Gbps", "latency": "3.3 ms"}]
+
+
+def test_quantities_and_paths_survive_being_written(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("output_tokens\n10\n20\n")
+    run = few({"cluster.links": OFF_GRID, "workload.lengths.kind": "empirical"})
+    assert run.workload.lengths is not None
+    run = replace(
+        run,
+        workload=replace(run.workload, lengths=replace(run.workload.lengths, source=str(lengths))),
+        sync=replace(run.sync, bucket_size=type(run.sync.bucket_size)(123456789.25)),
+    )
+    write_run(run, tmp_path / "deep" / "run.toml")
+    assert 'source = "../lengths.csv"' in (tmp_path / "deep" / "run.toml").read_text()
+    kept = replace(run, execute=replace(run.execute, output=str(tmp_path / "kept")))
+    write_run(kept, tmp_path / "deep" / "kept.toml")
+    assert load_run(tmp_path / "deep" / "kept.toml").execute == kept.execute
+    loaded = load_run(tmp_path / "deep" / "run.toml")
+    assert loaded.workload == run.workload and loaded.sync == run.sync
+    assert loaded.cluster == run.cluster and loaded.plan == run.plan
+    assert isinstance(loaded.cluster.links[0].bandwidth, Bandwidth)
+
+
+def test_a_plan_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    plan = planned(few()).plan
+    write_plan(plan, tmp_path)
+    assert read_plan(tmp_path / "plan.json") == plan
+    with pytest.raises(ValueError, match=r"nothing\.json: not a plan"):
+        read_plan(tmp_path / "nothing.json")
+
+
+def test_settings_name_what_set_would_be_given() -> None:
+    run = few()
+    search = Search.open(run)
+    candidate = search.space.candidate(7)
+    settings = settings_of(candidate)
+    applied = candidate.apply(run)
+    for key, value in settings.items():
+        section, name = key.split(".")
+        assert getattr(getattr(applied, section), name) == value
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("offer") / "offer.toml"
+    write_run(few(), path)
+    return path
+
+
+def test_plan_prints_what_scripts_rely_on_and_never_replaces_a_plan_unasked(
+    written: Path, tmp_path: Path
+) -> None:
+    done = streamrl("plan", written, "--json", "-o", tmp_path)
+    assert done.returncode == 0 and done.stderr == ""
+    found = json.loads(done.stdout)
+    for key in ("allocation", "objective", "candidates", "seconds", "binding", "runners_up"):
+        assert found[key]
+    assert found == json.loads((tmp_path / "plan.json").read_text())
+    again = streamrl("plan", written, "-o", tmp_path)
+    assert again.returncode == 2 and "--force" in again.stderr
+    simulated = streamrl("simulate", tmp_path / "plan.toml", "--json")
+    figures = json.loads(simulated.stdout)
+    assert figures["cost_per_million_tokens"] == found["objective"]["value"]
+    forced = streamrl("plan", written, "-o", tmp_path, "--force", "--set", "plan.seeds=1")
+    assert forced.returncode == 0 and "runner-up" in forced.stdout
+
+
+@pytest.mark.parametrize(
+    ("setting", "part"),
+    [
+        ("plan.budget_per_hour=1", "the cheapest plan that fits costs"),
+        ("plan.trainer_gpus=[1000]", "no trainer can train in pools h800"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_one_line_and_status_two(
+    written: Path, tmp_path: Path, setting: str, part: str
+) -> None:
+    done = streamrl("plan", written, "-o", tmp_path, "--set", setting)
+    assert done.returncode == 2 and done.stdout == ""
+    assert part in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "plan.toml").exists()
+
+
+# The paper ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "split"), [("32B", (40, 24)), ("72B", (80, 48))])
+def test_the_papers_pools_are_split_as_in_the_paper(size: str, split: tuple[int, int]) -> None:
+    run = make_case(Case(size, "20K", "async"))
+    options: dict[str, Any] = {"objective": "step-time", "systems": ["stream-async"], "seeds": 1}
+    search = Search.open(replace(run, plan=replace(run.plan, simulations=8, steps=4, **options)))
+    chosen = search.space.candidate(search.run(Here(), lambda: None)[0])
+    sides = (chosen.replicas.num_gpus, chosen.trainer.num_gpus)
+    assert max(abs(ours - papers) for ours, papers in zip(sides, split, strict=True)) <= 8
+
+
+def test_7b_is_cheaper_on_h20_and_h800_than_on_h800_alone() -> None:
+    link = {"between": ["h20", "h800"], "bandwidth": "80 Gbps", "latency": "10 ms"}
+    far = {
+        "cluster.pools.h20": {"gpu": "h20", "nodes": 4, "transport": "tcp"},
+        "cluster.links": [link],
+    }
+    costs: list[float] = []
+    for changes, pool, generate in ((far, "h20", 32), ({}, "h800", 16)):
+        run = make_case(Case("7B", "20K", "async"), changes=changes)
+        options: dict[str, Any] = {
+            "rollout_pools": [pool],
+            "trainer_pools": ["h800"],
+            "rollout_gpus": [generate],
+            "trainer_gpus": [16],
+            "rollout_tensor_parallel": [1],
+            "systems": ["stream-async"],
+        }
+        plan = replace(run.plan, seeds=1, simulations=4, steps=4, **options)
+        search = Search.open(replace(run, plan=plan))
+        costs.append(search.value(search.run(Here(), lambda: None)[0]))
+    assert costs[1] / costs[0] > 1.1

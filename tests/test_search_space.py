@@ -1,0 +1,195 @@
+"""The plans that an offer allows: what is open, what is cut and why, what a plan's run file then says."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sim.modes import Mode
+from sim.sides import DIVISIBILITY, TRAINER_MEMORY
+from sim.space import BUDGET, LINK, POOL_SIZE, SHARED, Candidate, Space
+from streamrl.config import Run
+from streamrl.metrics import SECONDS_PER_HOUR, dollars_per_second
+from streamrl.run_file import check_run, make_run
+from tests.runs import make_table
+
+OFFER: dict[str, Any] = {
+    "cluster": {
+        "pools": {
+            "h20": {"gpu": "h20", "nodes": 2, "price": 2.0},
+            "h800": {"gpu": "h800", "nodes": 3, "price": 5.0},
+        },
+        "links": [{"between": ["h20", "h800"], "bandwidth": "80 Gbps"}],
+    },
+    "rollout.pool": "h20",
+    "rollout.max_tokens": 2000,
+    "trainer.pool": "h800",
+    "algorithm.prompts_per_step": 64,
+}
+
+
+def offer(changes: dict[str, Any] | None = None, **plan: Any) -> Run:
+    """Give an offer of two nodes of H20 and three of H800; keywords go to `[plan]`."""
+    changes = copy.deepcopy({**OFFER, **(changes or {})})
+    return make_run(make_table({**changes, "plan": plan}))
+
+
+def candidates(space: Space) -> list[Candidate]:
+    return [space.candidate(index) for index in range(len(space))]
+
+
+# What is open -------------------------------------------------------------------------------------
+
+
+def test_every_plan_is_a_run_file_that_loads_and_costs_what_the_space_says() -> None:
+    space = Space.open(offer())
+    assert len(set(candidates(space))) == len(space) > 1000
+    rng = np.random.default_rng(0)
+    shared = [i for i in range(len(space)) if space.candidate(i).mode.system == "colocated"]
+    assert shared
+    for index in [*rng.choice(len(space), 60, replace=False), *shared[::50]]:
+        run = space.candidate(index).apply(space.run)
+        check_run(run)
+        assert dollars_per_second(run) == pytest.approx(space.prices[index], rel=1e-12)
+
+
+def test_a_plan_keeps_the_nodes_that_it_rents_and_no_other_pool() -> None:
+    space = Space.open(offer(trainer_pools=["h800"], rollout_pools=["h800"], rollout_gpus=[8]))
+    run = candidates(space)[0].apply(space.run)
+    assert set(run.cluster.pools) == {"h800"} and run.cluster.links == []
+    used = run.num_gpus
+    assert run.cluster.pools["h800"].nodes == -(-used // 8)
+
+
+def test_sides_of_one_pool_share_its_nodes_and_those_of_two_need_a_link() -> None:
+    space = Space.open(offer())
+    for replicas, trainer, mode in candidates(space):
+        if mode.system == "colocated":
+            assert (replicas.pool, replicas.num_gpus) == (trainer.pool, trainer.num_gpus)
+        elif replicas.pool == trainer.pool:
+            assert replicas.num_gpus + trainer.num_gpus <= 8 * (2 if trainer.pool == "h20" else 3)
+    unlinked = Space.open(
+        offer({"cluster": {**OFFER["cluster"], "links": []}, "rollout.pool": "h800"})
+    )
+    assert all(a.pool == b.pool for a, b, _ in candidates(unlinked))
+    assert unlinked.cut[LINK] > 0 == space.cut[LINK]
+
+
+def test_what_the_section_names_is_all_that_is_open() -> None:
+    space = Space.open(
+        offer(
+            rollout_gpus=[16],
+            trainer_gpus=[8],
+            rollout_tensor_parallel=[2],
+            trainer_tensor_parallel=[4],
+            pipeline_parallel=[2],
+            micro_batch=[2],
+            systems=["stream-async", "stream-sync"],
+            max_staleness=[1, 3],
+            dispatch=["random"],
+            sync_modes=["full"],
+        )
+    )
+    assert {c.replicas[1:3] for c in candidates(space)} == {(8, 2)}
+    assert {c.trainer[1:4] for c in candidates(space)} == {(1, 4, 2)}
+    assert {c.mode for c in candidates(space)} == {
+        Mode("stream-async", 1, "random", "full"),
+        Mode("stream-async", 3, "random", "full"),
+        Mode("stream-sync", None, "random", "full"),
+    }
+
+
+def test_what_replaces_parts_of_the_runs_system_stays_with_that_system() -> None:
+    run = offer({"policies": {"system": "stream-async", "waits_for_whole_batches": True}})
+    space = Space.open(run)
+    for system, waits in (("stream-async", True), ("one-step-async", None), ("colocated", None)):
+        found = next(c for c in candidates(space) if c.mode.system == system)
+        assert found.apply(run).policies.waits_for_whole_batches is waits
+
+
+def test_a_mixture_opens_expert_parallelism_and_a_dense_model_does_not() -> None:
+    dense = Space.open(offer())
+    assert {c.replicas.expert_parallel for c in candidates(dense)} == {1}
+    assert {c.trainer.expert_parallel for c in candidates(dense)} == {1}
+    mixture = Space.open(offer({"model": {"name": "qwen3-30b-a3b"}}, micro_batch=[1]))
+    assert {c.replicas.expert_parallel for c in candidates(mixture)} > {1, 2}
+    assert {c.trainer.expert_parallel for c in candidates(mixture)} > {1, 2}
+
+
+# What is cut --------------------------------------------------------------------------------------
+
+
+def test_reasons_are_counted() -> None:
+    space = Space.open(offer({"model": {"name": "qwen2.5-32b"}}, budget_per_hour=100.0))
+    assert space.cut[TRAINER_MEMORY] > 0
+    assert space.cut[POOL_SIZE] > 0 and space.cut[SHARED] > 0 and space.cut[BUDGET] > 0
+    assert space.cut[DIVISIBILITY] > 0
+    assert (space.prices * SECONDS_PER_HOUR <= 100.0).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "plan", "part"),
+    [
+        (
+            {"model": {"name": "deepseek-v3"}},
+            {},
+            "no replica can generate .* holds no longest rollout",
+        ),
+        (
+            {"model": {"name": "qwen2.5-72b"}},
+            {"trainer_gpus": [8]},
+            "no trainer can train .* memory",
+        ),
+        (
+            {},
+            {
+                "rollout_gpus": [24],
+                "trainer_gpus": [24],
+                "systems": ["stream-sync"],
+                "rollout_pools": ["h800"],
+                "trainer_pools": ["h800"],
+            },
+            "more GPUs than their pool has",
+        ),
+        (
+            {"cluster": {**OFFER["cluster"], "links": []}, "rollout.pool": "h800"},
+            {"rollout_pools": ["h20"], "trainer_pools": ["h800"], "systems": ["stream-sync"]},
+            "no link between",
+        ),
+        ({}, {"rollout_gpus": [64]}, "plan names GPUs that no pool has"),
+        (
+            {},
+            {"budget_per_hour": 15.0},
+            "budget_per_hour 15: the cheapest plan that fits costs 16.00",
+        ),
+        ({"costs": {"profile": "here.toml"}}, {}, "costs.profile"),
+        ({"policies.resize": "adjust"}, {}, "policies.resize 'adjust'"),
+    ],
+)
+def test_an_empty_space_says_which_constraint_emptied_it(
+    changes: dict[str, Any], plan: dict[str, Any], part: str
+) -> None:
+    with pytest.raises(ValueError, match=part):
+        Space.open(offer(changes, **plan))
+
+
+@pytest.mark.parametrize(
+    ("plan", "part"),
+    [
+        ({"systems": []}, "plan.systems is empty"),
+        ({"systems": ["sync"]}, r"plan.systems\[0\] must be one of colocated, .*got 'sync'"),
+        ({"rollout_pools": ["a100"]}, "plan.rollout_pools names 'a100'"),
+        ({"micro_batch": [0]}, "plan.micro_batch must be 1 or more, got 0"),
+        ({"budget_per_step": 0.0}, "plan.budget_per_step must be above 0 dollars"),
+        ({"seeds": 0}, "plan.seeds must be at least 1"),
+        ({"budget": 3.0}, "plan.budget is no key of a run file"),
+    ],
+)
+def test_a_section_that_cannot_be_is_refused_by_key_and_value(
+    plan: dict[str, Any], part: str
+) -> None:
+    with pytest.raises(ValueError, match=part):
+        offer(**plan)
