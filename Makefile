@@ -20,8 +20,11 @@ MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
 demo: $(READY)
 	rm -rf $(DEMO)
-	@echo "== simulate 32 H20 + 16 H800 in two datacenters"
-	$(BIN)/streamrl simulate examples/h20-h800.toml --output $(DEMO)/h20-h800
+	@echo "== plan: which of 32 H20 and 32 H800 in two datacenters, how, and at what cost?"
+	$(BIN)/streamrl plan examples/plan-7b.toml --output $(DEMO)/plan
+	@echo "== simulate the plan, and write its report"
+	$(BIN)/streamrl simulate $(DEMO)/plan/plan.toml --output $(DEMO)/plan
+	$(BIN)/streamrl report $(DEMO)/plan
 	@echo "== make a small model that does arithmetic badly"
 	$(BIN)/python examples/make_quickstart.py --out build/quickstart
 	@echo "== measure this machine for that model"
@@ -31,7 +34,7 @@ demo: $(READY)
 	@echo "== execute its training on this machine"
 	$(BIN)/streamrl execute examples/quickstart.toml $(MEASURED) --set execute.output=../$(DEMO)/run
 	@echo "== replay: does a fresh engine decide as the recorded one did?"
-	$(BIN)/streamrl replay $(DEMO)/run $(DEMO)/simulated $(DEMO)/h20-h800
+	$(BIN)/streamrl replay $(DEMO)/run $(DEMO)/simulated $(DEMO)/plan
 	@echo "== compare: predicted against measured"
 	$(BIN)/streamrl compare $(DEMO)/run
 
@@ -54,6 +57,7 @@ bench-costs: $(READY)
 	$(BIN)/python benchmarks/bench_costs.py
 	$(BIN)/python benchmarks/bench_training.py
 	$(BIN)/python benchmarks/bench_sync.py
+	$(BIN)/python benchmarks/bench_roofline.py
 
 bench-fidelity: $(READY)
 	$(BIN)/python benchmarks/bench_readings.py

@@ -1,4 +1,4 @@
-"""How the choice changes when lengths, prices or bandwidth are other than the run file says.
+"""How the choice changes when lengths, prices, bandwidth or the trainer's speed are other than the run file says.
 
 Each change is planned again by estimate, among plans that can be the best after it; where another is clearly
 ahead, both are simulated.
@@ -62,10 +62,11 @@ class _Look(NamedTuple):
 
 
 def shifts(run: Run) -> Iterator[Shift]:
-    """Give the worlds to plan for: lengths, bandwidth of links, price of each pool, each 20 % less and more."""
+    """Give the worlds to plan for: each of lengths, training speed, bandwidth and prices 20 % less and more."""
     for factor, name in ((1 - SHARE, f"-{SHARE:.0%}"), (1 + SHARE, f"+{SHARE:.0%}")):
         if run.workload.lengths is not None:
             yield Shift(f"lengths {name}", _with_lengths(run, factor))
+        yield Shift(f"speed of training (MFU) {name}", _with_speed(run, factor))
         if run.cluster.links:
             yield Shift(f"bandwidth of links {name}", _with_bandwidth(run, factor))
         for pool in run.cluster.pools:
@@ -80,6 +81,11 @@ def _with_lengths(run: Run, factor: float) -> Run:
     lengths = replace(lengths, scale=lengths.scale * factor, scale_to=scale_to)
     rollout = replace(run.rollout, max_tokens=max(1, round(run.rollout.max_tokens * factor)))
     return replace(run, rollout=rollout, workload=replace(run.workload, lengths=lengths))
+
+
+def _with_speed(run: Run, factor: float) -> Run:
+    costs = replace(run.costs, training_factor=run.costs.training_factor * factor)
+    return replace(run, costs=costs)
 
 
 def _with_bandwidth(run: Run, factor: float) -> Run:
@@ -138,9 +144,10 @@ def _verdict(
 
 
 def _look(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
-    """Estimate all plans after a shift; only lengths change what the stages take."""
-    if shift.run.workload != search.space.run.workload:
-        return _look_at_lengths(shift, search, chosen, pool)
+    """Estimate all plans after a shift; lengths and speeds change what the stages take."""
+    run = search.space.run
+    if (shift.run.workload, shift.run.costs) != (run.workload, run.costs):
+        return _look_at_stages(shift, search, chosen, pool)
     before, after = _values(search.estimates), _values(search.estimates.shifted(shift.run))
     best, candidate = int(np.argmin(after)), search.space.candidate
     is_ahead = after[best] < IS_AHEAD * after[chosen]
@@ -148,8 +155,8 @@ def _look(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
     return _Look(shift, ratio, candidate(chosen), candidate(best) if is_ahead else None)
 
 
-def _look_at_lengths(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
-    """Estimate plans for other lengths, the replicas of the best simulated; what fits may be another set."""
+def _look_at_stages(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
+    """Estimate plans with other stage times, the replicas of the best simulated; what fits may be another set."""
     try:
         after = Search.open(_narrowed(shift.run, search))
     except ValueError:  # nothing like the best plans fits any more, as the verdict then says
