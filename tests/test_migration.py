@@ -131,6 +131,7 @@ def test_moving_stragglers_shortens_generation_and_never_by_losing_one() -> None
                 seed=seed,
                 policies__migration=migration,
                 policies__dispatch="skewness-aware",
+                policies__skew_objective="max",
                 workload__lengths__ranker="recall",
                 rollout__max_running=64,
             )
