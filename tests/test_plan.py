@@ -16,7 +16,7 @@ from sim.objective import front, value_of
 from sim.planner import Planned, make_plan, settings_of
 from sim.search import Search
 from sim.sensitivity import SHARE, judge, shifts
-from sim.trial import Trial, speed_of
+from sim.trial import Trial, shortened, speed_of
 from sim.world import simulate
 from streamrl.config import Run
 from streamrl.metrics import measure
@@ -182,6 +182,22 @@ def test_a_choice_changes_with_the_price_that_it_hangs_on_and_stays_where_it_doe
     longer = shifted["lengths +20%"]
     assert longer.rollout.max_tokens == 9600
     assert shifted["bandwidth of links -20%"].cluster.links[0].bandwidth == pytest.approx(8e9)
+
+
+def test_a_slower_trainer_costs_what_a_simulation_of_it_says() -> None:
+    run = few(systems=["disaggregated"], rollout_gpus=[8], trainer_gpus=[8])
+    search = Search.open(run)
+    chosen = search.run(Here(), lambda: None)[0]
+    verdicts = {verdict.what: verdict for verdict in judge(search, chosen, Here())}
+    plan = search.space.candidate(chosen)
+    shifted = {shift.what: shift.run for shift in shifts(run)}
+    for sign, factor in (("-", 0.8), ("+", 1.2)):
+        name = f"speed of training (MFU) {sign}20%"
+        assert shifted[name].costs.training_factor == pytest.approx(factor)
+        trial = Trial(shortened(shifted[name], run.seed), plan)
+        simulated = value_of(run.plan.objective, speed_of(trial))
+        assert verdicts[name].value == pytest.approx(simulated, rel=0.03)
+    assert verdicts["speed of training (MFU) -20%"].value > search.value(chosen)
 
 
 def test_a_plan_that_longer_outputs_no_longer_fit_says_so() -> None:
