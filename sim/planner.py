@@ -60,7 +60,9 @@ def _plan(
     value, bounds = value_of(objective, search.speeds[chosen][0]), _bounds(search)
     plan = Plan(
         allocation=_choice(search, chosen),
-        objective=Figure(name=objective, value=value, unit=UNITS[objective]),
+        objective=Figure(
+            name=objective, value=value, median=search.value(chosen), unit=UNITS[objective]
+        ),
         candidates=len(search.space),
         simulated=len(search.speeds),
         ruled_out=int((bounds > value).sum()),

@@ -147,10 +147,9 @@ class Search:
                 self.estimates.learn(which, found)
 
     def settle(self, pool: Executor, indices: list[int]) -> None:
-        """Let replicas of the best plans by estimate, and of `indices`, be simulated on a batch."""
-        self._refine(
-            pool, lambda order, scores: _within(order, scores, NEARER) + indices, FIRST_LOOK
-        )
+        """Let replicas of the best plans by estimate be simulated on a batch, those of `indices` on all."""
+        self._refine(pool, lambda order, scores: _within(order, scores, NEARER), FIRST_LOOK)
+        self._refine(pool, lambda order, scores: indices)
 
     def _pick(self, order: list[int], scores: Floats, count: int) -> list[int]:
         """Take the best by estimate that are worth a simulation; of a Pareto set from one end to the other.

@@ -121,7 +121,7 @@ def judge(
     return [
         _verdict(
             look,
-            search.value(chosen) * look.ratio,
+            search.value(chosen, 1) * look.ratio,
             simulated.get((place, look.chosen)),
             simulated.get((place, look.other)),
         )

@@ -24,7 +24,9 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
     name: ObjectiveName
     value: float
-    """As simulated on the run's own seed."""
+    """As simulated on the run's own seed; what-ifs start from it."""
+    median: float
+    """Of all seeds that were simulated, by which plans are compared."""
     unit: str
 
 

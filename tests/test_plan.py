@@ -173,7 +173,7 @@ def test_a_choice_changes_with_the_price_that_it_hangs_on_and_stays_where_it_doe
     verdicts = {verdict.what: verdict for verdict in judge(search, chosen, Here())}
     assert set(verdicts) == {shift.what for shift in shifts(run)}
     pool = search.space.candidate(chosen).replicas.pool
-    was, seconds = search.value(chosen), SHARE
+    was, seconds = search.value(chosen, 1), SHARE
     dearer, cheaper = (verdicts[f"price of {pool} {sign}{seconds:.0%}"] for sign in "+-")
     assert cheaper.value < was < dearer.value
     for verdict in verdicts.values():
@@ -197,7 +197,7 @@ def test_a_slower_trainer_costs_what_a_simulation_of_it_says() -> None:
         trial = Trial(shortened(shifted[name], run.seed), plan)
         simulated = value_of(run.plan.objective, speed_of(trial))
         assert verdicts[name].value == pytest.approx(simulated, rel=0.03)
-    assert verdicts["speed of training (MFU) -20%"].value > search.value(chosen)
+    assert verdicts["speed of training (MFU) -20%"].value > search.value(chosen, 1)
 
 
 def test_a_plan_that_longer_outputs_no_longer_fit_says_so() -> None:

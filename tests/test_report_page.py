@@ -19,7 +19,7 @@ from streamrl.page.drawing import scale, ticks
 from streamrl.page.options import Option, make_options
 from streamrl.page.page import describe, make_page, read_report, render_html, render_markdown
 from streamrl.page.scatter import Point, front_of, stairs
-from streamrl.page.sensitivity import base_of_changes, median_value, of_plan, of_run
+from streamrl.page.sensitivity import of_plan, of_run
 from streamrl.page.shares import WIDTH, shares_figure
 from streamrl.page.sources import read_sources
 from streamrl.page.steps import typical_step
@@ -188,7 +188,7 @@ def test_a_run_of_other_lengths_is_not_the_plan(tmp_path: Path) -> None:
 def test_a_plan_costs_what_it_was_chosen_for(directories: list[Path]) -> None:
     plan = read_plan(directories[0] / "plan.json")
     options = read_report(directories).options
-    assert options[0].cost_per_million_tokens == pytest.approx(median_value(plan))
+    assert options[0].cost_per_million_tokens == pytest.approx(plan.objective.median)
     for option, runner in zip(options[1:], plan.runners_up, strict=False):
         paired = options[0].cost_per_million_tokens * (1 + runner.behind)
         assert option.cost_per_million_tokens == pytest.approx(paired)
@@ -294,30 +294,18 @@ def test_prices_of_all_pools_move_the_cost_by_as_much_as_they_move(tmp_path: Pat
     assert swings[0].more == pytest.approx(0.2 * generating / (generating + training))
 
 
-def test_a_plans_what_ifs_become_pairs_around_its_median(directories: list[Path]) -> None:
+def test_a_plans_what_ifs_become_pairs_around_its_own_seed(directories: list[Path]) -> None:
     plan = read_plan(directories[0] / "plan.json")
     found = of_plan(plan, "plan", "plan.json")
     assert found.by == "20 %"
-    assert base_of_changes(plan) == pytest.approx(median_value(plan), rel=1e-6)
     named = {swing.what: swing for swing in found.swings}
     assert len(found.swings) == len({c.what.rpartition(" ")[0] for c in plan.sensitivity})
     for change in plan.sensitivity:
         what, _, sign = change.what.rpartition(" ")
         value = named[what].more if sign.startswith("+") else named[what].less
-        assert value == pytest.approx(change.value / base_of_changes(plan) - 1)
-
-
-def test_the_median_is_found_without_a_runner_up_on_as_many_seeds(directories: list[Path]) -> None:
-    plan = read_plan(directories[0] / "plan.json")
-    assert plan.runners_up[0].choice.num_seeds == plan.allocation.num_seeds
-    alone = replace(plan, runners_up=[])
-    assert median_value(alone) == pytest.approx(median_value(plan), rel=1e-6)
-    doubled = [replace(change, value=2 * change.value) for change in plan.sensitivity]
-    assert base_of_changes(replace(plan, sensitivity=doubled)) == pytest.approx(
-        2 * median_value(plan)
-    )
-    bare = replace(alone, sensitivity=[])
-    assert median_value(bare) == plan.objective.value != median_value(plan)
+        assert value == pytest.approx(change.value / plan.objective.value - 1)
+    prices = [swing for swing in found.swings if swing.what.startswith("price")]
+    assert all(swing.less == pytest.approx(-(swing.more or 0)) for swing in prices)
 
 
 def test_another_plan_that_would_be_chosen_is_named(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import msgspec
 from streamrl.config import Run
 from streamrl.metrics import SECONDS_PER_HOUR, dollars_per_second
 from streamrl.page.band import Band
-from streamrl.page.sensitivity import median_value
 from streamrl.page.sources import PlanMade, RecordedRun, Sources
 from streamrl.page.words import rent_text, sides_of, what_text
 from streamrl.plan import Choice
@@ -113,12 +112,12 @@ def _letter(index: int) -> str:
 def _of_plan(made: PlanMade, is_only: bool) -> Iterator[Option]:
     plan = made.plan
     name = "the plan" if is_only else made.name
-    yield _of_choice(made, plan.allocation, name, "plan", plan.tiers, median_value(plan))
+    yield _of_choice(made, plan.allocation, name, "plan", plan.tiers, plan.objective.median)
     shown = [plan.allocation.settings]
     for index, runner in enumerate(plan.runners_up, start=1):
         shown.append(runner.choice.settings)
         name = f"runner-up {index}" if is_only else f"{made.name}, runner-up {index}"
-        tiers, value = _tiers_of(runner.choice), median_value(plan) * (1 + runner.behind)
+        tiers, value = _tiers_of(runner.choice), plan.objective.median * (1 + runner.behind)
         option = _of_choice(made, runner.choice, name, "runner-up", tiers, value)
         yield replace(option, behind=runner.behind)
     rest = [choice for choice in plan.pareto if choice.settings not in shown]

@@ -42,7 +42,7 @@ class Sensitivity:
 
 def of_plan(plan: Plan, name: str, source: str) -> Sensitivity:
     """Read a plan's what-ifs; each is planned again, and its figure is that of the chosen plan then."""
-    base = base_of_changes(plan)
+    base = plan.objective.value
     found: dict[str, dict[str, float]] = {}
     notes: dict[str, str] = {}
     shares: dict[str, None] = {}
@@ -67,33 +67,6 @@ def of_plan(plan: Plan, name: str, source: str) -> Sensitivity:
         missing=_missing(swings),
         source=source,
     )
-
-
-def median_value(plan: Plan) -> float:
-    """Give the objective of the chosen plan as the median of its seeds; the plan tells that of its own seed.
-
-    A runner-up on as many seeds tells how far it is behind; without one the what-ifs start from the median.
-    """
-    for runner in plan.runners_up:
-        if runner.choice.num_seeds == plan.allocation.num_seeds:
-            return runner.value / (1 + runner.behind)
-    return _middle_of_prices(plan) or plan.objective.value
-
-
-def base_of_changes(plan: Plan) -> float:
-    """Give what the what-ifs start from: the median of the seeds where they are estimates, else the own seed's."""
-    return _middle_of_prices(plan) or median_value(plan)
-
-
-def _middle_of_prices(plan: Plan) -> float | None:
-    """Dollars are linear in the price of a pool, so that its two changes lie around where they start from."""
-    prices: dict[str, list[float]] = {}
-    for change in plan.sensitivity:
-        match = SHIFT.fullmatch(change.what)
-        if match and match["what"].startswith("price") and change.still_fits:
-            prices.setdefault(match["what"], []).append(change.value)
-    pairs = (sum(values) / 2 for values in prices.values() if len(values) == 2)
-    return next(pairs, None)
 
 
 def of_run(trace: Trace, name: str, source: str) -> Sensitivity:
