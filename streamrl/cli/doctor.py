@@ -1,0 +1,115 @@
+"""`streamrl doctor`: what is wrong with a run file, before any GPU is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from sim import checkup
+from streamrl.cli.options import AsJson, Overrides, RunFile, print_json
+from streamrl.config import Run
+from streamrl.doctor import diagnosis, files
+from streamrl.doctor.changes import changed, say
+from streamrl.doctor.contradictions import mend_contradictions, mend_profiles
+from streamrl.doctor.cure import passes
+from streamrl.doctor.finding import TOPICS, Changes, Finding, Topic, is_error
+from streamrl.doctor.memory import SideMemory, memory_of
+from streamrl.doctor.reading import read_leniently
+from streamrl.doctor.report import Report, render
+from streamrl.run_file import read_table
+
+
+def doctor(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Examine a run file before any GPU is taken: memory, divisibility, batches, staleness, link, versions, files.
+
+    Every error and warning comes with what mends it; fixes that name keys were tried. Exit status 1 where there
+    are errors.
+
+    Example: streamrl doctor examples/h20-h800.toml --set rollout.max_running=512
+    """
+    table = read_table(run_file, overrides or ())
+    report = examine(table, run_file)
+    if as_json:
+        print_json(report.as_json())
+    else:
+        Console().print(render(report))
+    if report.count("error"):
+        raise typer.Exit(1)
+
+
+def examine(table: dict[str, Any], run_file: Path) -> Report:
+    """Examine the table of a run file, as far as what is wrong with it allows."""
+    reading = read_leniently(table, run_file.parent)
+    findings = list(reading.findings)
+    run = reading.run
+    if run is not None:
+        consistency = mend_contradictions(run)
+        findings += consistency.findings
+        run = consistency.run
+    if run is None:
+        return _give_up(run_file, findings)
+    profiles = mend_profiles(run)
+    findings += profiles.findings
+    assert profiles.run is not None, "profiles are mended or left as they are"
+    return _examine_run(profiles.run, run_file, findings)
+
+
+def _examine_run(run: Run, run_file: Path, before: list[Finding]) -> Report:
+    """Examine what reads and agrees with itself; what errors keep from being looked at is looked at as mended."""
+    static = diagnosis.examine(run)
+    errors = [finding for finding in static if is_error(finding)]
+    known = {finding.text for finding in before}
+    cures, mended = _mend(run, errors)
+    if cures:
+        static = [*errors, *diagnosis.examine(mended)]
+    assumed = {**_all_changes(before), **cures}
+    return Report(
+        run_file=str(run_file),
+        findings=[
+            *before,
+            *(finding for finding in static if finding.text not in known),
+            *checkup.examine(mended),
+            *_on_this_machine(run),
+        ],
+        memory=_memory(run),
+        not_examined=list(dict.fromkeys(f.topic for f in static if f.text in known)),
+        assumed=say(assumed) if assumed else "",
+    )
+
+
+def _mend(run: Run, errors: list[Finding]) -> tuple[Changes, Run]:
+    """Give the fixes of all errors and the run with them; none where they do not go together."""
+    cures = _all_changes(errors)
+    mended = changed(run, cures)
+    if not passes(mended) or any(map(is_error, diagnosis.diagnose(mended))):
+        return {}, run
+    return cures, mended
+
+
+def _on_this_machine(run: Run) -> Iterator[Finding]:
+    from executor import installed, readiness, run_paths
+
+    for find in (installed.find, readiness.find, files.find, run_paths.find):
+        yield from find(run)
+
+
+def _give_up(run_file: Path, findings: list[Finding]) -> Report:
+    topics: list[Topic] = [topic for topic in TOPICS if topic != "run file"]
+    return Report(
+        run_file=str(run_file), findings=findings, memory=[], not_examined=topics, assumed=""
+    )
+
+
+def _all_changes(findings: list[Finding]) -> Changes:
+    return {key: value for finding in findings for key, value in finding.changes.items()}
+
+
+def _memory(run: Run) -> list[SideMemory]:
+    try:
+        return memory_of(run)
+    except ValueError:
+        return []

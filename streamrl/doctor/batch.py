@@ -1,0 +1,173 @@
+"""Does the batch come out even? Rollouts of a step over ranks, fills, passes and replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil, lcm
+
+from streamrl.config import Run
+from streamrl.doctor.cure import Cure
+from streamrl.doctor.finding import Changes, Finding, Level
+from streamrl.doctor.lengths import mean_lengths
+from streamrl.doctor.memory import rollouts_under_way
+from streamrl.memory import longest_sequence
+
+MOST_BUBBLE = 0.1
+"""Share of a pass for which a pipeline may stand empty before it is called a loss."""
+MOST_MICRO_BATCH = 64
+MOST_FACTOR = 2.0
+"""By how much a step, or a micro-batch, may grow or shrink to come out even before anything else is tried."""
+
+
+def find(run: Run) -> Iterator[Finding]:
+    """Find ranks, passes and replicas that a step's rollouts leave with nothing to do."""
+    yield _finding("ok", "batch", _sum_up(run))
+    yield from _find_ranks(run)
+    yield from _find_fills(run)
+    yield from _find_tokens(run)
+    yield from _find_bubble(run)
+    yield from _find_replicas(run)
+
+
+def _sum_up(run: Run) -> str:
+    trainer, total = run.trainer, run.algorithm.rollouts_per_step
+    per_replica = total / run.rollout.replicas
+    return (
+        f"{run.algorithm.prompts_per_step} prompts x {run.algorithm.group_size} = {total:,} rollouts a step: "
+        f"{total / trainer.data_parallel:,.6g} a data-parallel rank, {_num_fills(run):,} fills of {_fill(run)} "
+        f"({trainer.data_parallel} x {trainer.micro_batch}); {per_replica:,.6g} a replica, "
+        f"{max(1, ceil(per_replica / run.rollout.max_running))} x max_running {run.rollout.max_running}"
+    )
+
+
+def _find_ranks(run: Run) -> Iterator[Finding]:
+    total, ranks = run.algorithm.rollouts_per_step, run.trainer.data_parallel
+    if rest := total % ranks:
+        text = (
+            f"{total:,} rollouts a step do not divide by trainer.data_parallel={ranks}: {ranks - rest} of them "
+            f"have one less, and wait"
+        )
+        yield _finding("warning", "uneven-ranks", text)
+
+
+def _find_fills(run: Run) -> Iterator[Finding]:
+    total, fill = run.algorithm.rollouts_per_step, _fill(run)
+    if (rest := total % fill) and total % run.trainer.data_parallel == 0:
+        text = (
+            f"the last fill of a step has {rest} of {fill} rollouts (trainer.data_parallel="
+            f"{run.trainer.data_parallel} x micro_batch={run.trainer.micro_batch})"
+        )
+        yield _finding("warning", "partial-fill", text)
+
+
+def _find_tokens(run: Run) -> Iterator[Finding]:
+    """Find passes that their bound of tokens cuts to half of `micro_batch` or less, padding left out."""
+    trainer, mean, longest = run.trainer, mean_lengths(run), longest_sequence(run)
+    room = trainer.max_tokens_per_pass
+    held = trainer.micro_batch if mean is None else max(1, int(room // mean.total))
+    if mean is not None and held <= trainer.micro_batch / 2:
+        text = (
+            f"trainer.max_tokens_per_pass={room:,} holds {held} rollouts of the mean {mean.total:,.0f} tokens, "
+            f"fewer than micro_batch={trainer.micro_batch}"
+        )
+        yield _finding("warning", "tokens-per-pass", text)
+    elif longest > room:
+        text = (
+            f"a rollout of more than {room:,} tokens (max_tokens_per_pass) has a pass of its own; the longest "
+            f"has {longest:,}"
+        )
+        yield _finding("ok", "tokens-per-pass", text)
+
+
+def _find_bubble(run: Run) -> Iterator[Finding]:
+    """Find pipelines with too few micro-batches: (p - 1) / (m + p - 1) of a pass (Huang et al. 2019, GPipe)."""
+    stages, passes = run.trainer.pipeline_parallel, _num_fills(run)
+    bubble = (stages - 1) / (passes + stages - 1)
+    if bubble > MOST_BUBBLE:
+        text = (
+            f"{passes} micro-batches a step in trainer.pipeline_parallel={stages} stages leave the pipeline "
+            f"empty for {bubble:.0%} of a step's passes"
+        )
+        yield _finding("warning", "pipeline-bubble", text)
+
+
+def _find_replicas(run: Run) -> Iterator[Finding]:
+    """Find replicas that could never all have a rollout, whatever the dispatch."""
+    most, replicas = rollouts_under_way(run), run.rollout.replicas
+    if most < replicas:
+        text = (
+            f"rollout.replicas={replicas}, but at most {most} rollouts are under way: {replicas - most} "
+            f"replicas have nothing to do"
+        )
+        yield _finding("warning", "idle-replicas", text)
+
+
+def _fill(run: Run) -> int:
+    return run.trainer.data_parallel * run.trainer.micro_batch
+
+
+def _num_fills(run: Run) -> int:
+    return -(-run.algorithm.rollouts_per_step // _fill(run))
+
+
+def _finding(level: Level, name: str, text: str) -> Finding:
+    return Finding(level=level, topic="batch", name=name, text=text)
+
+
+# What mends it ------------------------------------------------------------------------------------
+
+
+def _micro_batches(run: Run, most_factor: float = MOST_MICRO_BATCH) -> Iterator[Changes]:
+    """Yield other micro-batches up to a factor away, the nearest first, of equals the smaller."""
+    now = run.trainer.micro_batch
+    others = [
+        size
+        for size in range(1, MOST_MICRO_BATCH + 1)
+        if size != now and 1 / most_factor <= size / now <= most_factor
+    ]
+    for size in sorted(others, key=lambda other: (abs(other - now), other)):
+        yield {"trainer.micro_batch": size}
+
+
+def _prompts(run: Run) -> Iterator[Changes]:
+    """Yield the nearest numbers of prompts whose rollouts divide by a fill."""
+    algorithm, fill = run.algorithm, _fill(run)
+    unit = lcm(fill, algorithm.group_size) // algorithm.group_size
+    below = algorithm.prompts_per_step // unit * unit
+    for prompts in sorted((below, below + unit), key=lambda n: abs(n - algorithm.prompts_per_step)):
+        if 1 / MOST_FACTOR <= prompts / algorithm.prompts_per_step <= MOST_FACTOR:
+            yield {"algorithm.prompts_per_step": prompts}
+
+
+def _even_ranks(run: Run) -> Iterator[Changes]:
+    yield from _prompts(run)
+    for ranks in range(run.trainer.data_parallel - 1, 0, -1):
+        yield {"trainer.data_parallel": ranks}
+
+
+def _even_fills(run: Run) -> Iterator[Changes]:
+    yield from _micro_batches(run, MOST_FACTOR)
+    yield from _prompts(run)
+    yield from _micro_batches(run)
+
+
+def _passes_that_hold(run: Run) -> Iterator[Changes]:
+    mean = mean_lengths(run)
+    assert mean is not None, "found by the mean length"
+    yield {"trainer.micro_batch": max(1, int(run.trainer.max_tokens_per_pass // mean.total))}
+    yield {"trainer.max_tokens_per_pass": ceil(run.trainer.micro_batch * mean.total)}
+
+
+def _fewer_replicas(run: Run) -> Iterator[Changes]:
+    yield {"rollout.replicas": rollouts_under_way(run)}
+
+
+CURES = {
+    "uneven-ranks": Cure(
+        _even_ranks, "choose rollouts a step that divide by trainer.data_parallel"
+    ),
+    "partial-fill": Cure(_even_fills, "choose rollouts a step that divide by a fill"),
+    "tokens-per-pass": Cure(_passes_that_hold, "lower trainer.micro_batch"),
+    "pipeline-bubble": Cure(_micro_batches, "train on more rollouts a step, or in fewer stages"),
+    "idle-replicas": Cure(_fewer_replicas, "generate on fewer replicas"),
+}

@@ -1,0 +1,104 @@
+"""Change keys of a run, and write such changes as `--set` takes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+import msgspec
+
+from streamrl.config import Run
+from streamrl.doctor.finding import Changes
+from streamrl.section import Section
+from streamrl.units import BITS_PER_BYTE, Bandwidth, Duration, Size, read_quantity
+
+
+def changed(run: Run, changes: Changes) -> Run:
+    """Give the run with dotted keys replaced, unchecked.
+
+    Raises:
+        ValueError: a value is not of its key's type.
+    """
+    for key, value in changes.items():
+        run = _put(run, key.split("."), value)
+    return run
+
+
+def value_of(run: Run, key: str) -> Any:
+    """Give the value of a dotted key.
+
+    Raises:
+        LookupError: the run file has no such key.
+    """
+    place: Any = run
+    for part in key.split("."):
+        if isinstance(place, Section) and part not in place.__struct_fields__:
+            raise KeyError(key)
+        place = _enter(place, part)
+    return place
+
+
+def say(changes: Changes) -> str:
+    """Write changes for people: "set rollout.replicas=4 rollout.tensor_parallel=2"."""
+    settings = [f"{key}={toml(value)}" for key, value in changes.items() if value is not None]
+    removed = [key for key, value in changes.items() if value is None]
+    parts = ["set " + " ".join(settings)] if settings else []
+    parts += ["remove " + " and ".join(removed)] if removed else []
+    return " and ".join(parts)
+
+
+def toml(value: object) -> str:
+    """Write a value as `--set` reads it; a plain word needs no quotes."""
+    if isinstance(value, str):
+        is_word = bool(value) and all(c.isalnum() or c in "-_./" for c in value)
+        return value if is_word and value not in ("true", "false") else json.dumps(value)
+    return _inline(value)
+
+
+def _inline(value: object) -> str:
+    match value:
+        case Section():
+            found = {key: getattr(value, key) for key in value.__struct_fields__}
+            return _inline(found)
+        case Mapping():
+            return "{" + ", ".join(f"{key} = {_inline(each)}" for key, each in value.items()) + "}"
+        case list() | tuple():
+            return "[" + ", ".join(map(_inline, value)) + "]"
+        case Bandwidth():
+            return f'"{value * BITS_PER_BYTE / 1e9:g} Gbps"'
+        case Duration():
+            return f'"{value * 1e3:g} ms"'
+        case Size():
+            return f'"{value / 1e9:g} GB"'
+        case _:
+            return json.dumps(value)
+
+
+def _enter(place: Any, part: str) -> Any:
+    match place:
+        case dict():
+            return place[part]
+        case list() if part.isdigit():
+            return place[int(part)]
+        case Section():
+            return getattr(place, part)
+        case _:
+            raise KeyError(part)
+
+
+def _put(place: Any, path: list[str], value: object) -> Any:
+    name, *rest = path
+    if isinstance(place, list):
+        entries = list(place)
+        entries[int(name)] = _put(entries[int(name)], rest, value)
+        return entries
+    if isinstance(place, dict):
+        if value is None and not rest:
+            return {key: each for key, each in place.items() if key != name}
+        return {**place, name: _put(place[name], rest, value)}
+    if rest:
+        return msgspec.structs.replace(place, **{name: _put(getattr(place, name), rest, value)})
+    kind = get_type_hints(type(place))[name]
+    value = msgspec.convert(value, kind, dec_hook=read_quantity)
+    return msgspec.structs.replace(place, **{name: value})

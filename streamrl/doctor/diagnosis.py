@@ -1,0 +1,50 @@
+"""Everything that a run file says by itself: memory, divisibility, batch arithmetic, staleness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from streamrl.config import Run
+from streamrl.doctor import batch, divisibility, idle, memory, room, staleness
+from streamrl.doctor.cure import Cure, treat
+from streamrl.doctor.finding import Finding, Topic
+
+PARTS: tuple[tuple[Topic, Callable[[Run], Iterator[Finding]]], ...] = (
+    ("memory", memory.find),
+    ("divisibility", divisibility.find),
+    ("divisibility", idle.find),
+    ("batch", batch.find),
+    ("staleness", staleness.find),
+)
+CURES = {**room.CURES, **divisibility.CURES, **batch.CURES, **staleness.CURES}
+
+
+def diagnose(run: Run) -> list[Finding]:
+    """Give all findings of a run without fixes; what cannot be examined is an error that says why."""
+    found: list[Finding] = []
+    for topic, find in PARTS:
+        try:
+            found += find(run)
+        except ValueError as error:
+            name = f"{topic}-unexamined"
+            found.append(Finding(level="error", topic=topic, name=name, text=str(error)))
+    return found
+
+
+def examine(run: Run) -> list[Finding]:
+    """Give all findings of a run, with fixes that were tried."""
+    return [_treated(run, finding) for finding in diagnose(run)]
+
+
+def _treated(run: Run, finding: Finding) -> Finding:
+    if finding.level == "ok":
+        return finding
+    return treat(run, finding, _cure_of(finding), diagnose)
+
+
+def _cure_of(finding: Finding) -> Cure:
+    if finding.name.startswith("pool-"):
+        return idle.cure_of(finding.name.removeprefix("pool-"))
+    if finding.name.endswith("-unexamined"):
+        return Cure(lambda run: iter(()), "mend the other findings first")
+    return CURES[finding.name]

@@ -1,0 +1,182 @@
+"""Does it divide? Degrees of parallelism against heads, layers and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from streamrl.config import Run
+from streamrl.doctor.cure import Cure
+from streamrl.doctor.finding import Changes, Finding, Level
+from streamrl.model_shape import ModelShape
+from streamrl.profile import load_model
+
+MOST_DEGREE = 1024
+"""Largest degree of expert parallelism that is proposed."""
+
+
+def find(run: Run) -> Iterator[Finding]:
+    """Find what cannot be split as the run file says, and what is split unevenly."""
+    model = load_model(run.model)
+    before = [
+        *_find_heads(model, "rollout", run.rollout.tensor_parallel),
+        *_find_heads(model, "trainer", run.trainer.tensor_parallel),
+        *_find_layers(model, run.trainer.pipeline_parallel),
+        *_find_experts(model, "rollout", run.rollout.expert_parallel),
+        *_find_experts(model, "trainer", run.trainer.expert_parallel),
+    ]
+    yield from before
+    if not before:
+        yield _finding("ok", "divides", _all_even(run, model))
+
+
+def _find_heads(model: ModelShape, side: str, degree: int) -> Iterator[Finding]:
+    """Find tensor ranks that heads or MLPs cannot be dealt out to.
+
+    vLLM refuses heads or MLPs that do not divide, and holds key-value heads several times where there are
+    fewer of them than ranks (vllm/config/model.py, verify_with_parallel_config; QKVParallelLinear).
+    """
+    key = f"{side}.tensor_parallel={degree}"
+    for what, count in (
+        ("attention heads", model.num_heads),
+        ("channels of the MLP", _mlp_width(model)),
+    ):
+        if count % degree:
+            text = f"{key} must divide the {count:,} {what} of {model.name}"
+            yield _finding("error", f"{side}-heads", text)
+            return
+    heads = 1 if model.latent is not None else model.num_kv_heads
+    if heads % degree == 0:
+        return
+    if degree % heads:
+        text = (
+            f"{key} must divide, or be a multiple of, the {heads} key-value heads of {model.name}"
+        )
+        yield _finding("error", f"{side}-heads", text)
+    elif side == "rollout":
+        what = "one latent vector" if model.latent is not None else f"{heads} key-value heads"
+        text = (
+            f"{key}: {model.name} has {what} a token, so each is kept on {degree // heads} GPUs, and a "
+            f"replica's KV cache holds no more than {heads} GPUs' would"
+        )
+        yield _finding("warning", f"{side}-kv-heads", text)
+
+
+def _mlp_width(model: ModelShape) -> int:
+    """Give the channels that tensor ranks split: of plain MLPs, else of one expert."""
+    if model.num_dense_layers or model.experts is None:
+        return model.intermediate_size
+    return model.experts.intermediate_size
+
+
+def _find_layers(model: ModelShape, stages: int) -> Iterator[Finding]:
+    if stages > model.num_layers:
+        text = f"trainer.pipeline_parallel={stages} is more than the {model.num_layers} layers of {model.name}"
+        yield _finding("error", "trainer-layers", text)
+    elif model.num_layers % stages:
+        fullest, mean = -(-model.num_layers // stages), model.num_layers / stages
+        text = (
+            f"trainer.pipeline_parallel={stages} does not divide the {model.num_layers} layers of {model.name}: the "
+            f"fullest stage has {fullest}, {fullest / mean - 1:.0%} more than the mean that memory and seconds "
+            f"are reckoned with"
+        )
+        yield _finding("warning", "trainer-layers", text)
+
+
+def _find_experts(model: ModelShape, side: str, degree: int) -> Iterator[Finding]:
+    if degree == 1:
+        return
+    key = f"{side}.expert_parallel={degree}"
+    if model.experts is None:
+        yield _finding("error", f"{side}-experts", f"{key}, but {model.name} has no experts")
+    elif model.experts.num_experts % degree:
+        text = f"{key} must divide the {model.experts.num_experts} experts of {model.name}"
+        yield _finding("error", f"{side}-experts", text)
+
+
+def _finding(level: Level, name: str, text: str) -> Finding:
+    return Finding(level=level, topic="divisibility", name=name, text=text)
+
+
+def _all_even(run: Run, model: ModelShape) -> str:
+    experts = f", {model.experts.num_experts} experts" if model.experts is not None else ""
+    return (
+        f"{model.name}: {model.num_heads} heads, {model.num_kv_heads} key-value heads, "
+        f"{model.num_layers} layers{experts} divide over rollout TP{run.rollout.tensor_parallel} and trainer "
+        f"TP{run.trainer.tensor_parallel} PP{run.trainer.pipeline_parallel} EP{run.trainer.expert_parallel}"
+    )
+
+
+# What mends it ------------------------------------------------------------------------------------
+
+
+def _rollout_degrees(run: Run) -> Iterator[Changes]:
+    """Yield other degrees, the nearest first, with as many replicas as the same GPUs make."""
+    rollout = run.rollout
+    for degree in _nearest(rollout.tensor_parallel, run.cluster.pools[rollout.pool].gpus_per_node):
+        changes: dict[str, object] = {"rollout.tensor_parallel": degree}
+        if (replicas := max(1, rollout.num_gpus // degree)) != rollout.replicas:
+            changes["rollout.replicas"] = replicas
+        if rollout.expert_parallel > 1:
+            changes["rollout.expert_parallel"] = degree
+        yield changes
+
+
+def _trainer_degrees(run: Run) -> Iterator[Changes]:
+    """Yield other tensor degrees on as many GPUs: data-parallel ranks take up the rest, else stages do."""
+    trainer = run.trainer
+    for degree in _nearest(trainer.tensor_parallel, run.cluster.pools[trainer.pool].gpus_per_node):
+        for key, other in (
+            ("data_parallel", trainer.pipeline_parallel),
+            ("pipeline_parallel", trainer.data_parallel),
+        ):
+            if trainer.num_gpus % (degree * other) == 0:
+                rest = trainer.num_gpus // degree // other
+                yield {"trainer.tensor_parallel": degree, f"trainer.{key}": rest}
+        yield {"trainer.tensor_parallel": degree}
+
+
+def _trainer_stages(run: Run) -> Iterator[Changes]:
+    trainer = run.trainer
+    for stages in _nearest(trainer.pipeline_parallel, load_model(run.model).num_layers):
+        for key, other in (
+            ("data_parallel", trainer.tensor_parallel),
+            ("tensor_parallel", trainer.data_parallel),
+        ):
+            if trainer.num_gpus % (stages * other) == 0:
+                rest = trainer.num_gpus // stages // other
+                yield {"trainer.pipeline_parallel": stages, f"trainer.{key}": rest}
+        yield {"trainer.pipeline_parallel": stages}
+
+
+def _rollout_experts(run: Run) -> Iterator[Changes]:
+    yield {"rollout.expert_parallel": 1}
+    yield from _rollout_degrees(run)
+
+
+def _trainer_experts(run: Run) -> Iterator[Changes]:
+    for degree in _nearest(run.trainer.expert_parallel, MOST_DEGREE):
+        yield {"trainer.expert_parallel": degree}
+
+
+def _nearest(degree: int, most: int) -> list[int]:
+    """Give other degrees up to `most`: those by the least factor away first, of equals the smaller."""
+    others = [other for other in range(1, most + 1) if other != degree]
+    return sorted(others, key=lambda other: max(other / degree, degree / other))
+
+
+CURES = {
+    "rollout-heads": Cure(
+        _rollout_degrees, "choose a tensor_parallel that divides both heads and a node"
+    ),
+    "rollout-kv-heads": Cure(_rollout_degrees, "nothing, where memory asks for as many GPUs"),
+    "trainer-heads": Cure(
+        _trainer_degrees, "choose a tensor_parallel that divides both heads and a node"
+    ),
+    "trainer-layers": Cure(
+        _trainer_stages,
+        "no other number of stages on these GPUs divides the layers and fits: let the back end deal them out "
+        "unevenly, fewest to the first and the last stage",
+    ),
+    "rollout-experts": Cure(_rollout_experts, "choose an expert_parallel that divides the experts"),
+    "trainer-experts": Cure(_trainer_experts, "choose an expert_parallel that divides the experts"),
+}

@@ -1,0 +1,135 @@
+"""Are the files there that the run file names? Model directory, prompts, lengths, measured profile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from streamrl.config import Run
+from streamrl.doctor.finding import Finding, Level
+from streamrl.memory import longest_sequence
+from streamrl.workload import load_source
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+"""Any of these is a tokenizer's vocabulary, as transformers saves and reads it."""
+INDEX = "model.safetensors.index.json"
+"""Names the file of each tensor where weights are in several (huggingface.co/docs/safetensors)."""
+
+
+def find(run: Run) -> Iterator[Finding]:
+    """Find files that are missing, and say which are there."""
+    yield from _find_model(run)
+    yield from _find_lengths(run)
+    if run.costs.profile is not None:
+        yield _there(
+            "costs.profile",
+            Path(run.costs.profile),
+            "streamrl profile MODEL -o PROFILE.toml writes one",
+        )
+
+
+def _find_model(run: Run) -> Iterator[Finding]:
+    """Look into the model's directory; nothing is loaded."""
+    if run.model.path is None:
+        yield _finding(
+            "ok",
+            "model",
+            f"model.name={run.model.name}: plan and simulate need no files, execute needs model.path",
+        )
+        return
+    path = Path(run.model.path)
+    config = _read_json(path / "config.json")
+    if config is None:
+        return  # without it there is no model at all, which `mend_profiles` finds
+    missing = []
+    if not any((path / name).is_file() for name in TOKENIZERS):
+        missing.append("a tokenizer (tokenizer.json)")
+    missing += _missing_weights(path)
+    if missing:
+        yield _finding(
+            "error",
+            "model",
+            f"model.path: {path} lacks {', '.join(missing)}",
+            "save model and tokenizer there with save_pretrained, weights as safetensors",
+        )
+    else:
+        size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        text = f"model.path: {path} has config.json, a tokenizer and {size / 1e9:.3g} GB of safetensors"
+        yield _finding("ok", "model", text)
+    yield from _find_positions(run, config)
+
+
+def _missing_weights(path: Path) -> list[str]:
+    index = _read_json(path / INDEX)
+    if index is not None:
+        files = sorted(set(index.get("weight_map", {}).values()))
+        return [name for name in files if not (path / name).is_file()]
+    return [] if any(path.glob("*.safetensors")) else ["weights (*.safetensors)"]
+
+
+def _find_positions(run: Run, config: dict[str, Any]) -> Iterator[Finding]:
+    """Find sequences longer than what the model was trained on."""
+    most, longest = config.get("max_position_embeddings"), longest_sequence(run)
+    if not isinstance(most, int) or longest <= most:
+        return
+    room = most - run.workload.max_prompt_tokens
+    fix = f"set rollout.max_tokens={room}" if room > 0 else "lower workload.max_prompt_tokens"
+    yield Finding(
+        level="warning",
+        topic="files",
+        name="positions",
+        text=f"workload.max_prompt_tokens + rollout.max_tokens = {longest:,}, but the model has "
+        f"{most:,} positions (max_position_embeddings)",
+        fix=fix,
+        changes={"rollout.max_tokens": room} if room > 0 else {},
+    )
+
+
+def _find_lengths(run: Run) -> Iterator[Finding]:
+    lengths = run.workload.lengths
+    if lengths is None:
+        yield _finding(
+            "warning",
+            "lengths",
+            "workload.lengths is missing: execute does not need it, plan and simulate do",
+            "add [workload.lengths] kind = 'histogram', source = 'streamrl-codemath-20k'",
+        )
+        return
+    try:
+        load_source(lengths)
+    except ValueError as error:
+        yield _finding(
+            "error",
+            "lengths",
+            str(error),
+            "name a file that is there, or a profile of profiles/lengths",
+        )
+    else:
+        yield _finding("ok", "lengths", f"workload.lengths: {lengths.kind} {lengths.source}")
+    if lengths.ranker_scores is not None:
+        yield _there(
+            "workload.lengths.ranker_scores",
+            Path(lengths.ranker_scores),
+            "name a CSV file with columns score and output_tokens",
+        )
+
+
+def _there(key: str, path: Path, otherwise: str) -> Finding:
+    if path.is_file():
+        return _finding("ok", key, f"{key}: {path}")
+    return _finding("error", key, f"{key}: {path} is no file", otherwise)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """Read a JSON object; None where there is none."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _finding(level: Level, name: str, text: str, fix: str = "") -> Finding:
+    return Finding(level=level, topic="files", name=name, text=text, fix=fix)

@@ -1,0 +1,83 @@
+"""Are all GPUs of the pools used, and do all replicas have work? What is rented and idle, in dollars an hour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from streamrl.config import PoolConfig, Run
+from streamrl.doctor.cure import Cure
+from streamrl.doctor.finding import Changes, Finding
+from streamrl.plan_config import PlanConfig
+from streamrl.profile import load_gpu
+
+
+def find(run: Run) -> Iterator[Finding]:
+    """Find pools with GPUs that no side uses, unless `[plan]` says that the pools are an offer."""
+    for name, pool in run.cluster.pools.items():
+        used = gpus_used(run, name)
+        price = load_gpu(pool.gpu).price if pool.price is None else pool.price
+        text = f"pool {name!r}: {used} of {pool.num_gpus} GPUs used, ${used * price:,.2f} an hour"
+        idle = pool.num_gpus - used
+        if not idle:
+            yield _finding("ok", name, text)
+        elif run.plan != PlanConfig():
+            yield _finding("ok", name, f"{text}; the others are only offered, as [plan] says")
+        elif run.policies.resize == "adjust" and run.rollout.pool == name:
+            yield _finding("ok", name, f"{text}; the others are there for policies.resize")
+        else:
+            text += f"; {idle} stand idle for ${idle * price:,.2f} an hour"
+            yield _finding("warning", name, text)
+
+
+def gpus_used(run: Run, pool: str) -> int:
+    """Give the GPUs of a pool that a side uses, those that both share once."""
+    sides = [(run.rollout.pool, run.rollout.num_gpus), (run.trainer.pool, run.trainer.num_gpus)]
+    needs = [count for name, count in sides if name == pool]
+    return max(needs, default=0) if run.shares_gpus else sum(needs)
+
+
+def cure_of(name: str) -> Cure:
+    """Give what may mend idle GPUs in a pool."""
+
+    def candidates(run: Run) -> Iterator[Changes]:
+        pool, used = run.cluster.pools[name], gpus_used(run, name)
+        if not used:
+            yield {f"cluster.pools.{name}": None}
+            return
+        yield from _fewer(name, pool, used)
+        yield from _more_replicas(run, name)
+
+    def effect(run: Run) -> str:
+        if name not in run.cluster.pools:
+            return "nothing there is paid for"
+        used, pool = gpus_used(run, name), run.cluster.pools[name]
+        return f"{used} of {pool.num_gpus} GPUs used"
+
+    return Cure(candidates, f"rent fewer GPUs in cluster.pools.{name}, or use them", effect)
+
+
+def _fewer(name: str, pool: PoolConfig, used: int) -> Iterator[Changes]:
+    """Yield fewer nodes, or smaller ones where only one is there."""
+    if used % pool.gpus_per_node == 0:
+        yield {f"cluster.pools.{name}.nodes": used // pool.gpus_per_node}
+    if pool.nodes == 1:
+        yield {f"cluster.pools.{name}.gpus_per_node": used}
+
+
+def _more_replicas(run: Run, name: str) -> Iterator[Changes]:
+    if run.rollout.pool == name:
+        idle = run.cluster.pools[name].num_gpus - gpus_used(run, name)
+        yield {"rollout.replicas": run.rollout.replicas + idle // run.rollout.tensor_parallel}
+    if run.trainer.pool == name:
+        idle = run.cluster.pools[name].num_gpus - gpus_used(run, name)
+        ranks = run.trainer.tensor_parallel * run.trainer.pipeline_parallel
+        yield {"trainer.data_parallel": run.trainer.data_parallel + idle // ranks}
+
+
+def _finding(level: str, pool: str, text: str) -> Finding:
+    return Finding(
+        level="ok" if level == "ok" else "warning",
+        topic="divisibility",
+        name=f"pool-{pool}",
+        text=text,
+    )

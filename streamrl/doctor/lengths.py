@@ -1,0 +1,49 @@
+"""How long the rollouts of a run are, as far as its run file says."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from streamrl.config import LengthsConfig, Run
+from streamrl.workload import BLOCK, Recorded, load_source
+
+
+class MeanLengths(NamedTuple):
+    """Tokens of a mean rollout."""
+
+    prompt: float
+    output: float
+
+    @property
+    def total(self) -> float:
+        """Prompt and output."""
+        return self.prompt + self.output
+
+
+def mean_lengths(run: Run) -> MeanLengths | None:
+    """Give the mean over the first groups of a run, without drift; None where the run file names no lengths.
+
+    Lengths that cannot be read are None too: that is a finding on files.
+    """
+    if run.workload.lengths is None:
+        return None
+    try:
+        return _mean(
+            run.workload.lengths, run.algorithm.group_size, run.rollout.max_tokens, run.seed
+        )
+    except ValueError:
+        return None
+
+
+@lru_cache(maxsize=64)
+def _mean(config: LengthsConfig, group_size: int, most: int, seed: int) -> MeanLengths:
+    source = load_source(config)
+    if isinstance(source, Recorded):
+        lengths, prompts = source.block(0, group_size)
+    else:
+        lengths, prompts = source.sample(np.random.default_rng([seed, 0]), BLOCK, group_size)
+    capped = np.clip(np.rint(lengths * config.scale), 1, most)
+    return MeanLengths(float(prompts.mean()), float(capped.mean()))

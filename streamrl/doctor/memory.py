@@ -1,0 +1,167 @@
+"""Does it fit? Bytes by part on a GPU of each side, and how many rollouts a replica holds at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from streamrl.config import Run
+from streamrl.doctor.finding import Finding
+from streamrl.doctor.lengths import mean_lengths
+from streamrl.memory import kv_capacity, longest_sequence, trainer_memory
+from streamrl.model_shape import BYTES
+from streamrl.profile import Gpu, load_gpu, load_model
+from streamrl.systems import choose_system
+
+FULL = 0.9
+"""Share of a GPU past which a trainer is called tight: CUDA's context, buffers of collectives and what the
+allocator cannot use are not counted, and vLLM leaves as much to them (gpu_memory_utilization 0.9)."""
+GB = 1e9
+
+
+class SideMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What takes the memory of one GPU."""
+
+    side: str
+    gpu: str
+    num_gpus: int
+    capacity: float
+    """Bytes of the GPU."""
+    usable: float
+    """Bytes of it that the run file lets this side take."""
+    parts: dict[str, float]
+    """Bytes by what takes them; what stays unused is not among them."""
+
+    @property
+    def need(self) -> float:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+
+def memory_of(run: Run) -> list[SideMemory]:
+    """Give the memory of both sides, also where it does not fit: then with the cache of one longest rollout.
+
+    Raises:
+        ValueError: a profile is missing, or the model cannot be split as the run file says.
+    """
+    return [replica_side(run), trainer_side(run)]
+
+
+def find(run: Run) -> Iterator[Finding]:
+    """Find sides that do not fit, and replicas that cannot hold what they should run."""
+    yield _find_replica(run)
+    yield from _find_room(run)
+    yield _find_trainer(run)
+
+
+def _gpu(run: Run, pool: str) -> Gpu:
+    return load_gpu(run.cluster.pools[pool].gpu)
+
+
+def replica_side(run: Run) -> SideMemory:
+    """Give the memory of a GPU that generates: weights, and the cache that fills what is left."""
+    rollout, dtype = run.rollout, run.model.dtype
+    model, gpu = load_model(run.model), _gpu(run, rollout.pool)
+    weights = model.shard_parameters(rollout.tensor_parallel, rollout.expert_parallel)
+    per_token = model.shard_kv_bytes_per_token(dtype, rollout.tensor_parallel)
+    usable = gpu.memory * rollout.memory_utilization
+    room = usable - weights * BYTES[dtype]
+    num_tokens = max(int(max(0.0, room) // per_token), longest_sequence(run))
+    return SideMemory(
+        side="rollout",
+        gpu=gpu.name,
+        num_gpus=rollout.num_gpus,
+        capacity=gpu.memory,
+        usable=usable,
+        parts={"weights": weights * BYTES[dtype], "kv_cache": num_tokens * per_token},
+    )
+
+
+def trainer_side(run: Run) -> SideMemory:
+    """Give the memory of the fullest GPU that trains."""
+    gpu = _gpu(run, run.trainer.pool)
+    return SideMemory(
+        side="trainer",
+        gpu=gpu.name,
+        num_gpus=run.trainer.num_gpus,
+        capacity=gpu.memory,
+        usable=gpu.memory,
+        parts=trainer_memory(run),
+    )
+
+
+def _listed(side: SideMemory) -> str:
+    return " + ".join(
+        f"{size / GB:.1f} of {name.replace('_', ' ')}" for name, size in side.parts.items()
+    )
+
+
+# The rollout side ---------------------------------------------------------------------------------
+
+
+def _find_replica(run: Run) -> Finding:
+    side = replica_side(run)
+    if side.need > side.usable:
+        text = (
+            f"rollout: {side.need / GB:.1f} GB a GPU ({_listed(side)}, for one rollout of "
+            f"{longest_sequence(run):,} tokens), but {side.gpu} at memory_utilization "
+            f"{run.rollout.memory_utilization:g} gives {side.usable / GB:.1f} GB"
+        )
+        return Finding(level="error", topic="memory", name="rollout-memory", text=text)
+    text = (
+        f"rollout: {side.need / GB:.1f} of {side.capacity / GB:.0f} GB a GPU ({_listed(side)}); "
+        f"{held(run)}"
+    )
+    return Finding(level="ok", topic="memory", name="rollout-fits", text=text)
+
+
+def held(run: Run) -> str:
+    """Say how many rollouts fit the KV cache, which no prompt shares: of the longest, and of the mean length."""
+    tokens, longest, mean = kv_capacity(run), longest_sequence(run), mean_lengths(run)
+    held = (
+        f"{tokens:,} tokens of a replica are {tokens // longest:,} rollouts of {longest:,} tokens"
+    )
+    if mean is not None:
+        held += f", {int(tokens // mean.total):,} of the mean {mean.total:,.0f}"
+    return f"{held} (max_running {run.rollout.max_running})"
+
+
+def _find_room(run: Run) -> Iterator[Finding]:
+    """Find that fewer rollouts of mean length fit than a replica should run at once."""
+    mean = mean_lengths(run)
+    if mean is None or replica_side(run).need > replica_side(run).usable:
+        return
+    num_held, wanted = int(kv_capacity(run) // mean.total), run.rollout.max_running
+    share = rollouts_under_way(run) / run.rollout.replicas
+    if num_held < min(wanted, share):
+        text = (
+            f"a replica holds {num_held} rollouts of the mean {mean.total:,.0f} tokens, fewer than "
+            f"rollout.max_running={wanted}, which its share of {share:,.6g} would fill: some are preempted and "
+            f"computed again"
+        )
+        yield Finding(level="warning", topic="memory", name="max-running", text=text)
+
+
+def rollouts_under_way(run: Run) -> int:
+    """Give the most rollouts that admission lets be generated at once."""
+    ahead = 1 + choose_system(run.policies).max_staleness
+    return min(ahead, run.algorithm.steps) * run.algorithm.rollouts_per_step
+
+
+# The training side --------------------------------------------------------------------------------
+
+
+def _find_trainer(run: Run) -> Finding:
+    side = trainer_side(run)
+    share = side.need / side.capacity
+    text = (
+        f"trainer: {side.need / GB:.1f} of {side.capacity / GB:.0f} GB a GPU, {share:.0%} of {side.gpu} "
+        f"({_listed(side)})"
+    )
+    if share > 1:
+        return Finding(level="error", topic="memory", name="trainer-memory", text=text)
+    if share > FULL:
+        text += "; CUDA's context and buffers of collectives come on top"
+        return Finding(level="warning", topic="memory", name="trainer-tight", text=text)
+    return Finding(level="ok", topic="memory", name="trainer-fits", text=text)

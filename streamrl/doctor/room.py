@@ -1,0 +1,128 @@
+"""Ways to make a side fit its GPUs: other splits, less that is kept, more GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from streamrl.config import Run
+from streamrl.doctor.changes import changed
+from streamrl.doctor.cure import Cure
+from streamrl.doctor.finding import Changes
+from streamrl.doctor.lengths import mean_lengths
+from streamrl.doctor.memory import GB, held, replica_side, trainer_side
+from streamrl.memory import kv_capacity, longest_sequence, num_models
+from streamrl.profile import load_model
+
+MOST_GROWTH = 6
+"""Doublings of the trainer's GPUs that are tried where no split of those that are there fits."""
+
+
+# The rollout side ---------------------------------------------------------------------------------
+
+
+def _wider_replicas(run: Run) -> Iterator[Changes]:
+    """Yield replicas of more GPUs, as many GPUs in all, then more memory of each, then shorter outputs."""
+    rollout = run.rollout
+    per_node = run.cluster.pools[rollout.pool].gpus_per_node
+    for degree in range(rollout.tensor_parallel + 1, per_node + 1):
+        replicas = max(1, rollout.num_gpus // degree)
+        changes: dict[str, object] = {"rollout.tensor_parallel": degree}
+        if replicas != rollout.replicas:
+            changes["rollout.replicas"] = replicas
+        if rollout.expert_parallel > 1:
+            changes["rollout.expert_parallel"] = degree
+        yield changes
+        if load_model(run.model).experts is not None and rollout.expert_parallel == 1:
+            yield {**changes, "rollout.expert_parallel": degree}
+    yield {"rollout.memory_utilization": 0.95}
+    for tokens in (2**power for power in range(20, 7, -1)):
+        if tokens < rollout.max_tokens:
+            yield {"rollout.max_tokens": tokens}
+
+
+def _as_many_as_fit(run: Run) -> Iterator[Changes]:
+    mean = mean_lengths(run)
+    assert mean is not None, "found by the mean length"
+    yield {"rollout.max_running": max(1, int(kv_capacity(run) // mean.total))}
+
+
+# The training side --------------------------------------------------------------------------------
+
+
+def _roomier_trainers(run: Run) -> Iterator[Changes]:
+    """Yield what fits: on the fewest GPUs first, and of these what changes least."""
+    switches: list[dict[str, object]] = [
+        {},
+        {"trainer.recompute": "full"},
+        {"trainer.max_tokens_per_pass": longest_sequence(run)},
+        {"trainer.zero": 3},
+        {"trainer.recompute": "full", "trainer.max_tokens_per_pass": longest_sequence(run)},
+    ]
+    if num_models(run) > 1:
+        switches += [{**each, "trainer.offload": True} for each in switches]
+    for doublings in range(MOST_GROWTH + 1):
+        layouts = [{}, *_layouts(run, run.trainer.num_gpus * 2**doublings)]
+        found = [{**layout, **switch} for layout, switch in product(layouts, switches)]
+        yield from sorted(filter(lambda changes: changes and _fits(run, changes), found), key=len)
+
+
+def _layouts(run: Run, num_gpus: int) -> Iterator[dict[str, object]]:
+    """Yield the ways to share the model out over `num_gpus`, with the nodes that they take."""
+    trainer, pool = run.trainer, run.cluster.pools[run.trainer.pool]
+    others = run.rollout.num_gpus if run.rollout.pool == trainer.pool and not run.shares_gpus else 0
+    nodes = -(-(num_gpus + others) // pool.gpus_per_node)
+    for tensor, pipeline in product(_powers(pool.gpus_per_node), _powers(num_gpus)):
+        if num_gpus % (tensor * pipeline):
+            continue
+        layout = {
+            "trainer.data_parallel": (num_gpus // tensor // pipeline, trainer.data_parallel),
+            "trainer.tensor_parallel": (tensor, trainer.tensor_parallel),
+            "trainer.pipeline_parallel": (pipeline, trainer.pipeline_parallel),
+            f"cluster.pools.{trainer.pool}.nodes": (max(nodes, pool.nodes), pool.nodes),
+        }
+        yield {key: new for key, (new, old) in layout.items() if new != old}
+
+
+def _fits(run: Run, changes: Changes) -> bool:
+    try:
+        side = trainer_side(changed(run, changes))
+    except ValueError:
+        return False
+    return side.need <= side.capacity
+
+
+def _powers(most: int) -> list[int]:
+    return [2**n for n in range(12) if 2**n <= most]
+
+
+# What may be said of it ---------------------------------------------------------------------------
+
+
+def _replica_effect(run: Run) -> str:
+    return f"{replica_side(run).parts['weights'] / GB:.1f} GB of weights a GPU, {held(run)}"
+
+
+def _trainer_effect(run: Run) -> str:
+    side = trainer_side(run)
+    return f"{side.need / GB:.1f} of {side.capacity / GB:.0f} GB a GPU"
+
+
+CURES = {
+    "rollout-memory": Cure(
+        _wider_replicas,
+        "no replica within a node of this pool holds the model: name a pool of GPUs with more memory",
+        _replica_effect,
+    ),
+    "max-running": Cure(_as_many_as_fit, "lower rollout.max_running or rollout.max_tokens"),
+    "trainer-memory": Cure(
+        _roomier_trainers,
+        "no split of the model fits these GPUs: name GPUs with more memory",
+        _trainer_effect,
+    ),
+    "trainer-tight": Cure(
+        _roomier_trainers,
+        "lower trainer.max_tokens_per_pass or split over more GPUs",
+        _trainer_effect,
+    ),
+}

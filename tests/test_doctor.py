@@ -1,0 +1,295 @@
+"""The doctor: each finding with a run that has it and one that has not, and fixes that mend it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.cli.doctor import examine
+from streamrl.doctor.changes import changed
+from streamrl.doctor.diagnosis import diagnose
+from streamrl.doctor.diagnosis import examine as examine_run
+from streamrl.doctor.lengths import mean_lengths
+from streamrl.run_file import check_run, make_run
+from tests.patients import NOWHERE, bad, doctor, full_run, full_table, local_table
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
+
+
+def test_a_run_with_nothing_wrong_has_no_errors_and_no_warnings() -> None:
+    report = doctor({})
+    assert bad(report.findings) == {} and not report.not_examined and not report.assumed
+    topics = {finding.topic for finding in report.findings}
+    assert topics == {"memory", "divisibility", "batch", "staleness", "link", "versions", "files"}
+
+
+# What a run file says by itself -------------------------------------------------------------------
+
+SELF_EVIDENT: list[tuple[dict[str, Any], str, str]] = [
+    ({"model.name": "qwen2.5-72b", "trainer.pipeline_parallel": 1}, "rollout-memory", "error"),
+    ({"model.name": "qwen2.5-32b", "rollout.replicas": 1}, "trainer-memory", "error"),
+    (
+        {
+            "trainer.tensor_parallel": 2,
+            "cluster.pools.near.gpus_per_node": 2,
+            "trainer.micro_batch": 4,
+            "trainer.max_tokens_per_pass": 12288,
+        },
+        "trainer-tight",
+        "warning",
+    ),
+    (
+        {
+            "workload.lengths.scale": 1.0,
+            "rollout.max_tokens": 20000,
+            "rollout.max_running": 512,
+            "algorithm.prompts_per_step": 300,
+        },
+        "max-running",
+        "warning",
+    ),
+    (
+        {"trainer.tensor_parallel": 8, "cluster.pools.near.gpus_per_node": 8},
+        "trainer-heads",
+        "error",
+    ),
+    (
+        {
+            "rollout.tensor_parallel": 8,
+            "rollout.replicas": 1,
+            "cluster.pools.far.gpus_per_node": 8,
+            "model.name": "qwen2.5-7b",
+        },
+        "rollout-heads",
+        "error",
+    ),
+    (
+        {
+            "rollout.tensor_parallel": 2,
+            "rollout.replicas": 1,
+            "model.name": "deepseek-v3",
+        },
+        "rollout-kv-heads",
+        "warning",
+    ),
+    (
+        {
+            "trainer.pipeline_parallel": 3,
+            "trainer.tensor_parallel": 1,
+            "cluster.pools.near.gpus_per_node": 3,
+        },
+        "trainer-layers",
+        "warning",
+    ),
+    (
+        {"rollout.tensor_parallel": 2, "rollout.expert_parallel": 2, "rollout.replicas": 1},
+        "rollout-experts",
+        "error",
+    ),
+    ({"trainer.expert_parallel": 2}, "trainer-experts", "error"),
+    ({"rollout.replicas": 1}, "pool-far", "warning"),
+    ({"cluster.pools.near.nodes": 3}, "pool-near", "warning"),
+    (
+        {
+            "trainer.data_parallel": 3,
+            "cluster.pools.near.nodes": 3,
+            "algorithm.prompts_per_step": 4,
+        },
+        "uneven-ranks",
+        "warning",
+    ),
+    ({"trainer.micro_batch": 3}, "partial-fill", "warning"),
+    ({"trainer.micro_batch": 2, "trainer.max_tokens_per_pass": 90}, "tokens-per-pass", "warning"),
+    (
+        {"trainer.pipeline_parallel": 4, "trainer.tensor_parallel": 1, "trainer.micro_batch": 4},
+        "pipeline-bubble",
+        "warning",
+    ),
+    (
+        {"rollout.replicas": 12, "cluster.pools.far.nodes": 6, "policies.max_staleness": 0},
+        "idle-replicas",
+        "warning",
+    ),
+    ({"policies.consumption": "greedy"}, "unbounded-staleness", "warning"),
+    ({"algorithm.correction": "none"}, "uncorrected", "warning"),
+    ({"policies.max_staleness": 3}, "all-at-once", "warning"),
+]
+
+
+WITHOUT_CHANGES = ("rollout-memory", "rollout-kv-heads", "pipeline-bubble")
+"""Findings above that no key of their run file mends: the fix says what else would."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "level"), SELF_EVIDENT, ids=lambda value: str(value)[:40]
+)
+def test_a_run_has_its_finding_with_the_numbers(
+    changes: dict[str, Any], name: str, level: str
+) -> None:
+    found = bad(diagnose(full_run(changes)))
+    assert name not in bad(diagnose(full_run()))
+    assert found[name].level == level
+    assert any(character.isdigit() for character in found[name].text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "level"), SELF_EVIDENT, ids=lambda value: str(value)[:40]
+)
+def test_a_fix_that_names_keys_mends_its_finding_and_breaks_nothing(
+    changes: dict[str, Any], name: str, level: str
+) -> None:
+    run = full_run(changes)
+    finding = bad(examine_run(run))[name]
+    assert finding.fix
+    if not finding.changes:
+        assert name in WITHOUT_CHANGES
+        return
+    mended = changed(run, finding.changes)
+    check_run(mended)
+    after = bad(diagnose(mended))
+    assert name not in after
+    errors = {name for name, each in after.items() if each.level == "error"}
+    assert errors <= set(bad(diagnose(run)))
+
+
+def test_memory_is_told_by_part_and_adds_up_also_where_it_does_not_fit() -> None:
+    rollout, trainer = doctor({"model.name": "qwen2.5-72b"}).memory
+    assert rollout.parts["weights"] == pytest.approx(145.4e9, rel=1e-3)
+    assert rollout.need > rollout.usable == pytest.approx(0.9 * rollout.capacity)
+    assert set(trainer.parts) == {"weights", "gradients", "optimizer", "activations", "logits"}
+    assert trainer.need == pytest.approx(sum(trainer.parts.values()))
+
+
+def test_what_does_not_fit_is_simulated_as_mended() -> None:
+    report = doctor({"model.name": "qwen2.5-32b", "cluster.pools.near.nodes": 8})
+    assert bad(report.findings)["trainer-memory"].level == "error"
+    assert "trainer." in report.assumed
+    link_use = next(finding for finding in report.findings if finding.topic == "link")
+    assert "% of a simulated step" in link_use.text
+
+
+def test_a_mean_rollout_is_as_long_as_its_lengths_say(tmp_path: Path) -> None:
+    source = tmp_path / "lengths.csv"
+    source.write_text("output_tokens\n100\n300\n900\n")
+    lengths = {"kind": "empirical", "source": str(source), "prompt_tokens": 40}
+    every = {"algorithm.group_size": 3, "rollout.max_tokens": 500, "workload.lengths": lengths}
+    mean = mean_lengths(full_run(every))
+    assert mean is not None and mean.prompt == 40
+    assert mean.output == pytest.approx((100 + 300 + 500) / 3)
+    halves = mean_lengths(full_run({**every, "workload.lengths": {**lengths, "scale": 0.5}}))
+    assert halves is not None and halves.output == pytest.approx((50 + 150 + 450) / 3)
+
+
+def test_idle_gpus_are_told_in_dollars_an_hour() -> None:
+    finding = bad(diagnose(full_run({"rollout.replicas": 1, "cluster.pools.far.price": 2.5})))[
+        "pool-far"
+    ]
+    assert "1 stand idle for $2.50 an hour" in finding.text
+
+
+def test_pools_that_plan_is_offered_are_not_called_idle() -> None:
+    assert bad(diagnose(full_run({"cluster.pools.near.nodes": 3, "plan": {"unit": 1}}))) == {}
+
+
+# Run files that `load_run` refuses ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "fix"),
+    [
+        ({"rollout.replica": 3}, "rename rollout.replica to rollout.replicas"),
+        ({"algorithm.steps": "100"}, "set algorithm.steps=100"),
+        ({"policies.system": "disagregated"}, "set policies.system=disaggregated"),
+        ({"rollout.tensor_parallel": 3}, "set rollout.tensor_parallel=1"),
+        ({"rollout.replicas": 9}, "set rollout.replicas=2"),
+        ({"rollout.pool": "moon"}, "set rollout.pool=far"),
+        ({"model.name": "qwen2.5-8b"}, "set model.name=qwen2.5-7b"),
+        ({"seed": -1}, "set seed=0"),
+        ({"sync.mode": "delta", "model.dtype": "float32"}, "set sync.mode=full"),
+    ],
+)
+def test_a_run_file_that_is_refused_is_examined_as_mended(
+    changes: dict[str, Any], fix: str
+) -> None:
+    report = doctor(changes)
+    assert fix in [finding.fix for finding in report.findings if finding.topic == "run file"]
+    assert report.assumed and {"memory", "link"} <= {finding.topic for finding in report.findings}
+
+
+def test_every_wrong_key_is_found_at_once() -> None:
+    report = doctor(
+        {"rollout.max_runing": 8, "algorithm.steps": "3", "rollout.tensor_parallel": 3, "seed": -1}
+    )
+    assert len([finding for finding in report.findings if finding.topic == "run file"]) >= 4
+
+
+def test_a_table_that_no_change_makes_a_run_is_one_error_with_nothing_examined() -> None:
+    report = examine({"cluster": 3}, NOWHERE)
+    assert report.count("error") and "memory" in report.not_examined
+
+
+def test_fixes_of_errors_go_together() -> None:
+    table = full_table(
+        {"model.name": "qwen2.5-32b", "rollout.replicas": 1, "cluster.pools.near.nodes": 8}
+    )
+    report = examine(table, NOWHERE)
+    run = make_run(table)
+    for finding in report.findings:
+        if finding.level == "error":
+            run = changed(run, finding.changes)
+    check_run(run)
+    assert [finding for finding in diagnose(run) if finding.level == "error"] == []
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+def run_doctor(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from streamrl.cli import main; main()", "doctor"]
+    return subprocess.run(
+        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_no_example_has_an_error(example: Path, tmp_path: Path) -> None:
+    table = tomllib.loads(example.read_text())
+    if "path" in table["model"]:  # what it names is made by a script: anything stands in for it
+        here = local_table(tmp_path)
+        table["model"]["path"] = here["model"]["path"]
+        table["workload"]["prompts"] = here["workload"]["prompts"]
+        table["workload"]["verifier"] = "exact"
+        table["workload"]["lengths"] = here["workload"]["lengths"]
+    report = examine(table, example)
+    assert [finding for finding in report.findings if finding.level == "error"] == []
+
+
+def test_exit_status_is_0_without_errors_1_with_errors_and_2_where_nothing_can_be_read(
+    tmp_path: Path,
+) -> None:
+    example = ROOT / "examples" / "h20-h800.toml"
+    wrong = run_doctor(
+        example, "--set=trainer.tensor_parallel=8", "--set=trainer.data_parallel=2", "--json"
+    )
+    assert wrong.returncode == 1 and wrong.stderr == ""
+    figures = json.loads(wrong.stdout)
+    assert figures["errors"] == 1 and figures["memory"][1]["parts"]["optimizer"] > 0
+    heads = next(each for each in figures["findings"] if each["name"] == "trainer-heads")
+    mended = [f"--set={key}={value}" for key, value in heads["changes"].items()]
+    sound = run_doctor(example, *mended)
+    assert sound.returncode == 0 and "no errors" in sound.stdout and "✓" in sound.stdout
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[model\n")
+    done = run_doctor(broken)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+def test_help_has_an_example() -> None:
+    assert "Example: streamrl doctor" in " ".join(run_doctor("--help").stdout.split())

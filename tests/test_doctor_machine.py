@@ -1,0 +1,134 @@
+"""What the doctor finds on this machine: versions, GPUs, files that `execute` would miss."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from packaging.requirements import Requirement
+
+from executor import installed, readiness, run_paths
+from executor.verifier import SCORERS, score
+from streamrl.cli.doctor import examine
+from streamrl.config import ExecuteConfig, RolloutConfig, TrainerConfig
+from streamrl.doctor import files
+from streamrl.doctor.changes import changed
+from streamrl.run_file import make_run
+from tests.patients import NOWHERE, bad, full_run, local_table
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_versions_outside_their_range_are_found_without_an_import(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not bad(list(installed.find(full_run())))
+    versions = {"torch": "1.0", "transformers": None}
+
+    def version(name: str) -> str | None:
+        return versions.get(name, importlib.metadata.version(name))
+
+    monkeypatch.setattr(installed, "installed_version", version)
+    texts = [f.text for f in installed.find(full_run()) if f.level == "warning"]
+    assert any("torch>=" in text and "1.0 is installed" in text for text in texts)
+    assert any("transformers" in text and "not installed" in text for text in texts)
+
+
+def test_ranges_are_those_of_pyproject() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {Requirement(each).name for each in project["optional-dependencies"]["executor"]}
+    assert wanted <= {each.name for each in installed.requirements(full_run())}
+
+
+def test_every_back_end_and_launcher_has_its_packages() -> None:
+    for section, key in (
+        (RolloutConfig, "backend"),
+        (TrainerConfig, "backend"),
+        (ExecuteConfig, "launcher"),
+    ):
+        assert set(get_args(get_type_hints(section)[key])) <= set(installed.EXTRA_OF)
+
+
+def test_a_run_that_can_be_executed_here_has_no_errors(tmp_path: Path) -> None:
+    assert examine(local_table(tmp_path), NOWHERE).count("error") == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "fix"),
+    [
+        ({"rollout.migration_transfer": "kv"}, "back-end", "rollout.migration_transfer=recompute"),
+        ({"model.dtype": "float16"}, "back-end", "model.dtype=bfloat16"),
+        ({"execute.device": "cuda:7"}, "gpus", "execute.device=cpu"),
+        ({"workload.verifier": "reasoning-gym"}, "prompts", "add it"),
+        ({"workload.verifier": "none"}, "prompts", "exact"),
+        ({"workload.prompts": "/nowhere.jsonl"}, "prompts", "prompt"),
+        ({"rollout.max_tokens": 8192}, "positions", "rollout.max_tokens=2048"),
+        ({"workload.lengths.source": "no.csv"}, "lengths", "file"),
+        ({"costs.profile": "no.toml"}, "costs.profile", "streamrl profile"),
+    ],
+)
+def test_what_execute_would_refuse_is_found_beforehand(
+    changes: dict[str, Any], name: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readiness, "visible_gpus", lambda: 0)
+    sound = bad(examine(local_table(tmp_path), NOWHERE).findings)
+    assert name not in sound
+    found = bad(examine(local_table(tmp_path, changes), NOWHERE).findings)
+    assert fix in found[name].fix
+
+
+@pytest.mark.parametrize(("device", "level"), [("auto", "warning"), ("cuda", "error")])
+def test_missing_gpus_are_an_error_where_the_run_file_insists(
+    device: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readiness, "visible_gpus", lambda: 1)
+    pools = {"here": {"gpu": "h800", "gpus_per_node": 2}}
+    table = local_table(tmp_path, {"cluster.pools": pools, "execute.device": device})
+    run = make_run(table)
+    assert bad(list(readiness.find(run)))["gpus"].level == level
+    monkeypatch.setattr(readiness, "visible_gpus", lambda: 2)
+    assert "gpus" not in bad(list(readiness.find(run)))
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "model.safetensors", "config.json"])
+def test_a_model_directory_that_lacks_a_file_is_an_error(missing: str, tmp_path: Path) -> None:
+    table = local_table(tmp_path)
+    (tmp_path / "model" / missing).unlink()
+    report = examine(table, NOWHERE)
+    wrong = [f for f in report.findings if f.level == "error"]
+    assert any(missing.partition(".")[2] in finding.text for finding in wrong)
+
+
+def test_a_shard_that_the_index_names_must_be_there(tmp_path: Path) -> None:
+    table = local_table(tmp_path)
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model" / files.INDEX).write_text(json.dumps(index))
+    assert "lacks model-2.safetensors" in bad(list(files.find(make_run(table))))["model"].text
+
+
+def test_a_run_directory_that_is_taken_says_how_to_go_on(tmp_path: Path) -> None:
+    run = make_run(local_table(tmp_path))
+    assert "output" not in bad(list(run_paths.find(run)))
+    checkpoint = tmp_path / "run" / "checkpoints" / "v000007"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "run" / "trace.jsonl").touch()
+    (checkpoint / "position.json").write_text('{"version": 7, "groups_done": 14}')
+    finding = bad(list(run_paths.find(run)))["output"]
+    assert finding.level == "warning" and "step 7" in finding.text and "--resume" in finding.fix
+    assert "output" not in bad(list(run_paths.find(changed(run, finding.changes))))
+
+
+def test_the_fields_of_each_scorer_are_those_that_it_reads() -> None:
+    assert set(run_paths.FIELDS) == set(SCORERS)
+    for name, needed in run_paths.FIELDS.items():
+        record = {fields[-1]: "2" for fields in needed}
+        if "task" in record:
+            record["task"] = "chain_sum"
+        score(name, "2", record)
+        for fields in needed:
+            with pytest.raises(KeyError):
+                score(name, "2", {key: v for key, v in record.items() if key not in fields})

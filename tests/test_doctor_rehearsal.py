@@ -1,0 +1,105 @@
+"""What the doctor finds by simulating a few steps: runs that never end, and links that steps wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sim import rehearsal
+from sim.checkup import check_up
+from streamrl.doctor.changes import changed
+from streamrl.engine import Engine
+from streamrl.messages import Command
+from streamrl.policies.staleness import StrictFifo
+from streamrl.state import State
+from streamrl.systems import build_policies
+from tests.patients import bad, doctor, full_run
+
+
+class NeverTakes(StrictFifo):
+    """Consumption that waits for a step that never comes."""
+
+    def decide(self, state: State) -> Iterator[Command]:
+        """Yield nothing."""
+        return iter(())
+
+
+def test_a_run_whose_consumption_never_takes_what_admission_waits_for_is_stuck() -> None:
+    world = rehearsal.make_world(full_run())
+    policies = build_policies(world.run_file)
+    kept = [NeverTakes() if isinstance(policy, StrictFifo) else policy for policy in policies]
+    world.engine = Engine(State.start(world.run_file), kept)
+    went = rehearsal.perform(world)
+    assert went.version == 0 and "stuck" in went.problem
+    assert not rehearsal.perform(rehearsal.make_world(full_run())).problem
+
+
+def test_a_run_that_loses_replicas_before_they_finish_anything_goes_in_circles() -> None:
+    changes = {
+        "failures": {"per_gpu_day": 3e6},
+        "policies.max_restarts": 10**9,
+        "policies.max_attempts": 10**9,
+        "workload.lengths.scale": 0.1,
+        "rollout.max_tokens": 4096,
+    }
+    finding = bad(doctor(changes).findings)["no-progress"]
+    assert finding.level == "error" and "again and again" in finding.text
+    num_rollouts = full_run().algorithm.rollouts_per_step * rehearsal.LEAST_STEPS
+    most = rehearsal.FEWEST_EVENTS + rehearsal.EVENTS_PER_ROLLOUT * num_rollouts
+    assert len(rehearsal.rehearse(full_run(changes)).trace.entries) == most
+    assert "no-progress" not in bad(check_up(changed(full_run(changes), finding.changes)).findings)
+
+
+def test_a_run_that_stops_for_lack_of_restarts_is_an_error_and_more_restarts_mend_it() -> None:
+    changes = {
+        "failures": {"per_gpu_day": 3e4},
+        "policies.max_restarts": 0,
+        "workload.lengths.scale": 0.1,
+        "rollout.max_tokens": 4096,
+    }
+    finding = bad(doctor(changes).findings)["stops-early"]
+    assert finding.level == "error" and "0 replicas were restarted" in finding.text
+    assert "stops-early" not in bad(check_up(changed(full_run(changes), finding.changes)).findings)
+
+
+def test_restarts_that_last_for_a_rehearsal_but_not_for_the_run_are_warned_of() -> None:
+    changes = {"failures": {"per_gpu_day": 50.0}, "algorithm.steps": 100_000}
+    finding = bad(doctor(changes).findings)["restarts"]
+    assert "policies.max_restarts=4 stops the run" in finding.text
+    assert "restarts" not in bad(doctor({**changes, **finding.changes}).findings)
+
+
+@pytest.mark.parametrize(
+    ("system", "bandwidth", "name"),
+    [
+        ("stream-async", "0.1 Gbps", "link-saturated"),
+        ("stream-sync", "1 Gbps", "sync-exposed"),
+        ("disaggregated", "1 Gbps", "sync-exposed"),
+    ],
+)
+def test_a_link_that_steps_wait_for_is_warned_of_and_its_fix_is_simulated(
+    system: str, bandwidth: str, name: str
+) -> None:
+    changes: dict[str, Any] = {"policies.system": system, "cluster.links": link(bandwidth)}
+    if name == "sync-exposed":
+        changes |= {"workload.lengths.scale": 1.0, "rollout.max_tokens": 20000}
+    finding = bad(doctor(changes).findings)[name]
+    assert "% of a simulated step" in finding.text
+    if finding.changes:
+        run = changed(full_run(changes), finding.changes)
+        assert name not in bad(check_up(run).findings)
+    enough = {**changes, "cluster.links": link("100 Tbps")}
+    assert name not in bad(doctor(enough).findings)
+
+
+def link(bandwidth: str) -> list[dict[str, Any]]:
+    return [{"between": ["far", "near"], "bandwidth": bandwidth}]
+
+
+def test_what_does_not_fit_is_rehearsed_with_a_stand_in() -> None:
+    run = full_run({"model.name": "deepseek-v3"})
+    went = rehearsal.rehearse(run)
+    assert went.is_stand_in and went.version == went.steps and not went.problem
+    assert not rehearsal.rehearse(full_run()).is_stand_in
