@@ -19,6 +19,7 @@ from streamrl.profile import load_gpu, load_model
 ROLLOUT_MEMORY = "rollout: a replica holds no longest rollout beside its weights"
 TRAINER_MEMORY = "trainer: does not fit its memory"
 DIVISIBILITY = "degrees do not divide the GPUs"
+HEADS = "tensor parallelism does not divide the attention heads"
 LAYERS = "trainer: more pipeline stages than layers, or experts than there are"
 RANKS = "trainer: more data-parallel ranks than rollouts in a step"
 
@@ -86,6 +87,9 @@ def fitting_replicas(
         if per_node % degree or num_gpus % degree:
             cut[DIVISIBILITY] += 1
             continue
+        if not load_model(run.model).splits_over(degree):
+            cut[HEADS] += 1
+            continue
         experts = degree if run.rollout.expert_parallel > 1 else 1
         found = Replicas(pool, num_gpus // degree, degree, experts)
         if holds_rollouts(found.apply(run)):
@@ -111,6 +115,9 @@ def fitting_trainers(
     """
     per_node = run.cluster.pools[pool].gpus_per_node
     for tensor in among.tensor_parallel or powers_of_two(per_node):
+        if not load_model(run.model).splits_over(tensor):
+            cut[HEADS] += 1
+            continue
         for pipeline in among.pipeline_parallel or powers_of_two(num_gpus // tensor):
             data, rest = divmod(num_gpus, tensor * pipeline)
             if rest or per_node % tensor:

@@ -97,6 +97,12 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.latent is not None:
             self._check_latent(self.latent)
 
+    def splits_over(self, degree: int) -> bool:
+        """Whether tensor ranks get whole attention heads, and key-value heads whole or each several ranks."""
+        caches = 1 if self.latent is not None else self.num_kv_heads
+        is_dealt = caches % degree == 0 or degree % caches == 0
+        return self.num_heads % degree == 0 and is_dealt
+
     def _check_latent(self, latent: LatentAttention) -> None:
         """Latent attention expands to keys and values of every head, so the plain fields follow from it."""
         expected = (self.num_heads, latent.nope_head_dim + latent.rope_head_dim, False, False)

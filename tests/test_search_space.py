@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sim.modes import Mode
-from sim.sides import DIVISIBILITY, TRAINER_MEMORY
+from sim.sides import DIVISIBILITY, HEADS, TRAINER_MEMORY
 from sim.space import BUDGET, LINK, POOL_SIZE, SHARED, Candidate, Space
 from streamrl.config import Run
 from streamrl.metrics import SECONDS_PER_HOUR, dollars_per_second
@@ -193,3 +193,10 @@ def test_a_section_that_cannot_be_is_refused_by_key_and_value(
 ) -> None:
     with pytest.raises(ValueError, match=part):
         offer(**plan)
+
+
+def test_attention_heads_go_to_tensor_ranks_whole() -> None:
+    space = Space.open(offer({}, rollout_tensor_parallel=[4, 8], trainer_tensor_parallel=[4, 8]))
+    degrees = {side.tensor_parallel for side in [*space.replicas, *space.trainers]}
+    assert degrees == {4}, "28 heads do not divide over 8"
+    assert space.cut[HEADS] > 0
