@@ -15,8 +15,8 @@ SECONDS_MAY_BE: dict[Tier, tuple[float, float]] = {
 """By what factor true seconds may differ from simulated ones, least and most."""
 REASONS: dict[Tier, str] = {
     "measured": (
-        "A run on two CPU cores took 11 % more than its simulation from a profile of that machine "
-        "(README, `make demo`)."
+        "Runs on two CPU cores took 9 to 11 % more than their simulation from a profile of that machine "
+        "(`make demo`)."
     ),
     "composed": (
         "Nine in ten held-out rows of the operator tables lie within 14 %, and of published training runs "
