@@ -67,6 +67,7 @@ def test_nothing_is_calibrated_beyond_what_the_paper_may_be_asked_for() -> None:
         "output lengths",
         "training efficiency",
         "verl: generation, the rest",
+        "reading: rollouts that a replica runs at once",
     ]
     run = make_case(Case("7B", "20K", "async"))
     assert run.costs.generation_factor == run.costs.training_factor == 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sim.curves import compose_decode
+from sim.fidelity.cases import MAX_RUNNING
 from sim.fidelity.paper import load_paper
 from sim.inference import Shard, load_overheads
 from sim.kernels import Kernels
@@ -38,7 +39,7 @@ def decode_curve() -> PaperFigure:
 
 
 def constants() -> list[tuple[str, str, str]]:
-    """Everything that was calibrated: name, value, origin."""
+    """Everything that was calibrated, or chosen by its result: name, value, origin."""
     overheads = load_overheads()
     return [
         ("overhead of a layer", f"{overheads.layer * 1e6:.1f} us", "decode curve (Figure 6)"),
@@ -51,4 +52,10 @@ def constants() -> list[tuple[str, str, str]]:
             "1.10, which changes the mean error of Figure 8 by 0.3 points (`benchmarks/bench_readings.py`)",
         ),
         ("verl: generation, the rest", "see Figure 8 verl", "two cells of Figure 8"),
+        (
+            "reading: rollouts that a replica runs at once",
+            str(MAX_RUNNING),
+            "the paper does not say; chosen among 15, 16, 20, 24, 32 and 256 by Figure 8 and Table 3 "
+            "(`benchmarks/bench_readings.py` has the others)",
+        ),
     ]
