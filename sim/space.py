@@ -22,7 +22,7 @@ from streamrl.config import Run
 from streamrl.metrics import SECONDS_PER_HOUR
 from streamrl.plan_config import PlanConfig
 from streamrl.pools import find_link
-from streamrl.profile import load_gpu, load_model
+from streamrl.profile import load_model, price_of
 
 MICRO_BATCHES = (1, 2, 4, 8)
 MOST_EXPERT_RANKS = 64
@@ -166,9 +166,7 @@ class Space:
 
 def price_per_second(run: Run, pool: str) -> float:
     """Give the dollars of a pool's GPU for a second."""
-    config = run.cluster.pools[pool]
-    price = load_gpu(config.gpu).price if config.price is None else config.price
-    return price / SECONDS_PER_HOUR
+    return price_of(run.cluster.pools[pool]) / SECONDS_PER_HOUR
 
 
 # The sides ------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from streamrl.messages import (
     Train,
     Verified,
 )
-from streamrl.profile import load_gpu
+from streamrl.profile import price_of
 from streamrl.trace import Trace
 
 SECONDS_PER_HOUR = 3600.0
@@ -179,14 +179,17 @@ def gpus_by_side(run: Run) -> dict[str, int]:
     return {"shared": shared, **{side: count for side, count in alone.items() if count}}
 
 
+def pool_of(run: Run, side: str) -> str:
+    """Give the pool of a side that `gpus_by_side` names."""
+    return run.trainer.pool if side == "trainer" else run.rollout.pool
+
+
 def dollars_per_second(run: Run, num_replicas: float | None = None) -> float:
     """Give what the allocated GPUs cost a second, shared ones once, with as many replicas as there were."""
     more = 0.0 if num_replicas is None else num_replicas - run.rollout.replicas
     total = 0.0
-    pools = {"rollout": run.rollout.pool, "trainer": run.trainer.pool, "shared": run.rollout.pool}
     for side, num_gpus in gpus_by_side(run).items():
-        pool = run.cluster.pools[pools[side]]
-        price = load_gpu(pool.gpu).price if pool.price is None else pool.price
+        price = price_of(run.cluster.pools[pool_of(run, side)])
         added = more * run.rollout.tensor_parallel if side == "rollout" else 0.0
         total += (num_gpus + added) * price / SECONDS_PER_HOUR
     return total

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from streamrl.config import ModelConfig
+from streamrl.config import ModelConfig, PoolConfig
 from streamrl.config_json import read_config_json
 from streamrl.model_shape import BYTES, ModelShape, check_positive
 from streamrl.units import Bandwidth, Duration, Size, read_quantity
@@ -70,6 +70,11 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 def load_gpu(name: str) -> Gpu:
     """Read a GPU by its file name in profiles/gpus; `ValueError` with the closest names where none is."""
     return _read_gpu(find_profile("gpus", name, ".toml"))
+
+
+def price_of(pool: PoolConfig) -> float:
+    """Give the dollars of a pool's GPU for an hour: the pool's own price, else the GPU's."""
+    return load_gpu(pool.gpu).price if pool.price is None else pool.price
 
 
 def load_model(model: ModelConfig) -> ModelShape:

@@ -8,14 +8,14 @@ from streamrl.config import PoolConfig, Run
 from streamrl.doctor.cure import Cure
 from streamrl.doctor.finding import Changes, Finding
 from streamrl.plan_config import PlanConfig
-from streamrl.profile import load_gpu
+from streamrl.profile import price_of
 
 
 def find(run: Run) -> Iterator[Finding]:
     """Find pools with GPUs that no side uses, unless `[plan]` says that the pools are an offer."""
     for name, pool in run.cluster.pools.items():
         used = gpus_used(run, name)
-        price = load_gpu(pool.gpu).price if pool.price is None else pool.price
+        price = price_of(pool)
         text = f"pool {name!r}: {used} of {pool.num_gpus} GPUs used, ${used * price:,.2f} an hour"
         idle = pool.num_gpus - used
         if not idle:

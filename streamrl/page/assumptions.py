@@ -9,7 +9,7 @@ from typing import NamedTuple
 from streamrl.config import LengthsConfig, Run
 from streamrl.page.words import dollars, listing, percent, tiers_text
 from streamrl.plan import Plan
-from streamrl.profile import PROFILES, load_gpu, load_model
+from streamrl.profile import PROFILES, load_gpu, load_model, price_of
 from streamrl.trace import Trace
 from streamrl.units import Bandwidth
 
@@ -99,13 +99,12 @@ def _lengths_source(lengths: LengthsConfig) -> str:
 def _of_pool(run: Run, name: str) -> Iterator[Assumption]:
     pool = run.cluster.pools[name]
     gpu = load_gpu(pool.gpu)
-    price = gpu.price if pool.price is None else pool.price
     source = gpu.price_source
     if pool.price is not None:
         source = f"{RUN_FILE}: cluster.pools.{name}.price"
         if pool.price == gpu.price:
             source += f" ({gpu.price_source})"
-    per_hour = f"{dollars(price)} per GPU-hour, every GPU paid for the whole run"
+    per_hour = f"{dollars(price_of(pool))} per GPU-hour, every GPU paid for the whole run"
     yield Assumption(f"price of pool {name}", per_hour, source)
 
 

@@ -14,7 +14,7 @@ from streamrl.page.band import Band
 from streamrl.page.sources import PlanMade, RecordedRun, Sources
 from streamrl.page.words import rent_text, sides_of, what_text
 from streamrl.plan import Choice
-from streamrl.profile import load_gpu
+from streamrl.profile import price_of
 from streamrl.run_file import encode_run
 
 Kind = Literal["plan", "runner-up", "front", "run"]
@@ -90,8 +90,7 @@ def flatten(run: Run) -> dict[str, object]:
     """Give every key of a run file with its value; a price that it leaves out is the GPU's own."""
     found = dict(_leaves(msgspec.json.decode(encode_run(run)), ""))
     for name, pool in run.cluster.pools.items():
-        if pool.price is None:
-            found[f"cluster.pools.{name}.price"] = load_gpu(pool.gpu).price
+        found[f"cluster.pools.{name}.price"] = price_of(pool)
     return found
 
 

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from streamrl.metrics import gpus_by_side
+from streamrl.metrics import gpus_by_side, pool_of
 from streamrl.page.tornado import Swing
 from streamrl.page.words import percent
 from streamrl.plan import Change, Plan
-from streamrl.profile import load_gpu
+from streamrl.profile import price_of
 from streamrl.trace import Trace
 
 SHIFT = re.compile(r"(?P<what>.+) (?P<sign>[+-])(?P<share>\d+) ?%")
@@ -90,12 +90,11 @@ def of_run(trace: Trace, name: str, source: str) -> Sensitivity:
 def _dollars_by_pool(trace: Trace) -> Iterator[tuple[str, float]]:
     """Give each pool with the dollars an hour of its allocated GPUs."""
     run = trace.run
-    pools = {"rollout": run.rollout.pool, "trainer": run.trainer.pool, "shared": run.rollout.pool}
     found: dict[str, float] = {}
     for side, num_gpus in gpus_by_side(run).items():
-        pool = run.cluster.pools[pools[side]]
-        price = load_gpu(pool.gpu).price if pool.price is None else pool.price
-        found[pools[side]] = found.get(pools[side], 0.0) + num_gpus * price
+        pool = pool_of(run, side)
+        dollars = num_gpus * price_of(run.cluster.pools[pool])
+        found[pool] = found.get(pool, 0.0) + dollars
     yield from found.items()
 
 
