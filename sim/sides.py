@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from streamrl.config import PoolConfig, Run
 from streamrl.memory import kv_capacity, longest_sequence, num_models, trainer_memory
+from streamrl.pools import powers_of_two
 from streamrl.profile import load_gpu, load_model
 
 ROLLOUT_MEMORY = "rollout: a replica holds no longest rollout beside its weights"
@@ -164,8 +165,3 @@ def sizes(pool: PoolConfig, unit: int | None) -> range:
     """Give the numbers of GPUs that a side may have in a pool: whole nodes, or GPUs of a single one."""
     step = unit or (pool.gpus_per_node if pool.nodes > 1 else 1)
     return range(step, pool.num_gpus + 1, step)
-
-
-def powers_of_two(most: int) -> list[int]:
-    """Give 1, 2, 4, ... up to `most`."""
-    return [1 << bits for bits in range(most.bit_length())]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from sim.passes import Pass
 from sim.training import TrainingCosts
 from streamrl.config import Run
-from streamrl.systems import PASSES_PER_COMMAND
+from streamrl.systems import PASSES_PER_COMMAND, rollouts_that_fill
 
 Floats = NDArray[np.float64]
 
@@ -91,7 +91,7 @@ def _whole(run: Run, costs: TrainingCosts, batch: Batch) -> float:
 
 
 def _stream(run: Run, costs: TrainingCosts, batch: Batch) -> float:
-    most = PASSES_PER_COMMAND * run.trainer.data_parallel * run.trainer.micro_batch
+    most = PASSES_PER_COMMAND * rollouts_that_fill(run)
     num_commands = max(1, ceil(batch.all.num_rollouts / most))
     part = batch.all.part(1 / num_commands)
     first = _command(run, costs, part, is_continued=False)
@@ -99,8 +99,7 @@ def _stream(run: Run, costs: TrainingCosts, batch: Batch) -> float:
 
 
 def _last(run: Run, costs: TrainingCosts, batch: Batch) -> float:
-    fill = run.trainer.data_parallel * run.trainer.micro_batch
-    return _command(run, costs, batch.longest(fill), is_continued=False)
+    return _command(run, costs, batch.longest(rollouts_that_fill(run)), is_continued=False)
 
 
 def _least(run: Run, costs: TrainingCosts, batch: Batch) -> float:

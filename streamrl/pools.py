@@ -147,3 +147,8 @@ def _check_resize(run: Run) -> None:
             f"policies.resize 'adjust' adds {unit} replicas at once, but there may be {most} in pool "
             f"{run.rollout.pool!r} and rollout.replicas is {least}"
         )
+
+
+def powers_of_two(most: int) -> list[int]:
+    """Give 1, 2, 4, ... up to `most`: the degrees that are tried where nobody says which."""
+    return [1 << bits for bits in range(most.bit_length())]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from streamrl.config import PoliciesConfig, Run
 from streamrl.engine import Engine, Policy
 from streamrl.latency import Latency
-from streamrl.policies.boundary import BatchByBatch, EvenShares, LoadBetweenBatches
+from streamrl.policies.boundary import BatchByBatch, EvenShares
 from streamrl.policies.checkpoint import CheckpointEvery
 from streamrl.policies.dispatch import Dealt, Dispatch, JustInTime, LeastLoaded, Random, RoundRobin
 from streamrl.policies.migration import MoveStragglers
@@ -28,7 +28,13 @@ from streamrl.policies.skew import SkewnessAware
 from streamrl.policies.staleness import BoundedAdmission, Greedy, StrictFifo
 from streamrl.policies.streaming import Stream, WholeBatch
 from streamrl.policies.verification import VerifyOnArrival
-from streamrl.policies.weight_sync import AbortAndResume, Barrier, DrainThenLoad, LoadInFlight
+from streamrl.policies.weight_sync import (
+    AbortAndResume,
+    Barrier,
+    DrainThenLoad,
+    LoadBetweenBatches,
+    LoadInFlight,
+)
 from streamrl.pools import most_replicas, replicas_per_node
 from streamrl.state import State
 
@@ -99,7 +105,7 @@ def build_policies(run: Run) -> list[Policy]:
     system = choose_system(run.policies)
     streaming: Policy
     if system.streaming == "stream":
-        streaming = Stream(_fill(run), most_per_command(run))
+        streaming = Stream(rollouts_that_fill(run), most_per_command(run))
     else:
         streaming = WholeBatch(most_per_command(run))
     return [
@@ -208,11 +214,11 @@ def _latency(policies: PoliciesConfig, wanted_by: str) -> Latency:
 def most_per_command(run: Run) -> int:
     """Give the rollouts that the trainer is at most told to work on at once."""
     if choose_system(run.policies).streaming == "stream":
-        return PASSES_PER_COMMAND * _fill(run)
+        return PASSES_PER_COMMAND * rollouts_that_fill(run)
     return run.algorithm.rollouts_per_step
 
 
-def _fill(run: Run) -> int:
+def rollouts_that_fill(run: Run) -> int:
     """Give the rollouts that keep every data-parallel rank busy for one micro-batch."""
     return run.trainer.data_parallel * run.trainer.micro_batch
 

@@ -11,6 +11,7 @@ from streamrl.doctor.finding import Changes, Finding, Level
 from streamrl.doctor.lengths import mean_lengths
 from streamrl.doctor.memory import rollouts_under_way
 from streamrl.memory import longest_sequence
+from streamrl.systems import rollouts_that_fill
 
 MOST_BUBBLE = 0.1
 """Share of a pass for which a pipeline may stand empty before it is called a loss."""
@@ -34,7 +35,8 @@ def _sum_up(run: Run) -> str:
     per_replica = total / run.rollout.replicas
     return (
         f"{run.algorithm.prompts_per_step} prompts x {run.algorithm.group_size} = {total:,} rollouts a step: "
-        f"{total / trainer.data_parallel:,.6g} a data-parallel rank, {_num_fills(run):,} fills of {_fill(run)} "
+        f"{total / trainer.data_parallel:,.6g} a data-parallel rank, {_num_fills(run):,} fills of "
+        f"{rollouts_that_fill(run)} "
         f"({trainer.data_parallel} x {trainer.micro_batch}); {per_replica:,.6g} a replica, "
         f"{max(1, ceil(per_replica / run.rollout.max_running))} x max_running {run.rollout.max_running}"
     )
@@ -51,7 +53,7 @@ def _find_ranks(run: Run) -> Iterator[Finding]:
 
 
 def _find_fills(run: Run) -> Iterator[Finding]:
-    total, fill = run.algorithm.rollouts_per_step, _fill(run)
+    total, fill = run.algorithm.rollouts_per_step, rollouts_that_fill(run)
     if (rest := total % fill) and total % run.trainer.data_parallel == 0:
         text = (
             f"the last fill of a step has {rest} of {fill} rollouts (trainer.data_parallel="
@@ -102,12 +104,8 @@ def _find_replicas(run: Run) -> Iterator[Finding]:
         yield _finding("warning", "idle-replicas", text)
 
 
-def _fill(run: Run) -> int:
-    return run.trainer.data_parallel * run.trainer.micro_batch
-
-
 def _num_fills(run: Run) -> int:
-    return -(-run.algorithm.rollouts_per_step // _fill(run))
+    return -(-run.algorithm.rollouts_per_step // rollouts_that_fill(run))
 
 
 def _finding(level: Level, name: str, text: str) -> Finding:
@@ -131,7 +129,7 @@ def _micro_batches(run: Run, most_factor: float = MOST_MICRO_BATCH) -> Iterator[
 
 def _prompts(run: Run) -> Iterator[Changes]:
     """Yield the nearest numbers of prompts whose rollouts divide by a fill."""
-    algorithm, fill = run.algorithm, _fill(run)
+    algorithm, fill = run.algorithm, rollouts_that_fill(run)
     unit = lcm(fill, algorithm.group_size) // algorithm.group_size
     below = algorithm.prompts_per_step // unit * unit
     for prompts in sorted((below, below + unit), key=lambda n: abs(n - algorithm.prompts_per_step)):

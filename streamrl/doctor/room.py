@@ -12,6 +12,7 @@ from streamrl.doctor.finding import Changes
 from streamrl.doctor.lengths import mean_lengths
 from streamrl.doctor.memory import GB, held, replica_side, trainer_side
 from streamrl.memory import kv_capacity, longest_sequence, num_models
+from streamrl.pools import powers_of_two
 from streamrl.profile import load_model
 
 MOST_GROWTH = 6
@@ -72,7 +73,7 @@ def _layouts(run: Run, num_gpus: int) -> Iterator[dict[str, object]]:
     trainer, pool = run.trainer, run.cluster.pools[run.trainer.pool]
     others = run.rollout.num_gpus if run.rollout.pool == trainer.pool and not run.shares_gpus else 0
     nodes = -(-(num_gpus + others) // pool.gpus_per_node)
-    for tensor, pipeline in product(_powers(pool.gpus_per_node), _powers(num_gpus)):
+    for tensor, pipeline in product(powers_of_two(pool.gpus_per_node), powers_of_two(num_gpus)):
         if num_gpus % (tensor * pipeline):
             continue
         layout = {
@@ -90,10 +91,6 @@ def _fits(run: Run, changes: Changes) -> bool:
     except ValueError:
         return False
     return side.need <= side.capacity
-
-
-def _powers(most: int) -> list[int]:
-    return [2**n for n in range(12) if 2**n <= most]
 
 
 # What may be said of it ---------------------------------------------------------------------------

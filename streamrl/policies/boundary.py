@@ -1,8 +1,7 @@
-"""Batches that do not mix on a replica: it finishes its share of one, loads, and begins its share of the next.
+"""Batches that do not mix on a replica: it finishes its share of one, and begins its share of the next.
 
-Replicas do so each in its own time. No rollout is sampled from two versions, as with `DrainThenLoad`; but a
-replica drains where its share ends, when the longest rollouts are done, not wherever new weights catch it.
-StreamRL (arXiv 2504.15930) generates batches back to back with the newest weights received.
+Replicas do so each in its own time, and load between the two where `LoadBetweenBatches` has them. StreamRL
+(arXiv 2504.15930) generates batches back to back with the newest weights received.
 """
 
 from __future__ import annotations
@@ -11,25 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from streamrl.entities import Replica, Rollout
-from streamrl.messages import Command, Generate, LoadWeights, PushWeights
+from streamrl.messages import Command
 from streamrl.policies.dispatch import Dealt, Dispatch, in_units
 from streamrl.state import State
-
-
-class LoadBetweenBatches:
-    """Push at once; each replica loads once it has nothing on its hands."""
-
-    def decide(self, state: State) -> Iterable[Command]:
-        """Yield the push of the newest version, then a load for each idle replica behind it."""
-        is_behind = bool(state.fleet.outdated) or state.version > state.pushed_version
-        return self._sync(state) if is_behind and not state.is_stopping else ()
-
-    def _sync(self, state: State) -> Iterator[Command]:
-        if state.pushing is None and state.version > state.pushed_version:
-            yield PushWeights(state.version)
-        if state.fleet.outdated:
-            for replica in [r for r in state.fleet.idle if r in state.fleet.outdated]:
-                yield LoadWeights(replica, state.pushed_version, drain=True)
 
 
 class EvenShares(Dealt):
@@ -73,8 +56,7 @@ class BatchByBatch(Dispatch):
             return  # it loads first
         for rollout in self._shares.pop(replica.id):
             if not rollout.group.is_dropped:
-                priority = self.order.priority(rollout)
-                yield Generate(rollout.id, replica.id, priority, prefix=rollout.tokens)
+                yield self.send(rollout, replica)
 
     def _is_dealt(self, state: State) -> bool:
         """Say whether the first rollout in line has a replica, and that is still there."""

@@ -40,9 +40,11 @@ class Dispatch:
                 replica = self.choose(state, rollout)
             if replica is None:
                 return
-            yield Generate(
-                rollout.id, replica.id, self.order.priority(rollout), prefix=rollout.tokens
-            )
+            yield self.send(rollout, replica)
+
+    def send(self, rollout: Rollout, replica: Replica) -> Generate:
+        """Give the command that lets `replica` take `rollout` up, from where it was left."""
+        return Generate(rollout.id, replica.id, self.order.priority(rollout), prefix=rollout.tokens)
 
     def choose(self, state: State, rollout: Rollout) -> Replica | None:
         """Give a replica that promises a version fresh enough for `rollout`, or None while there is none."""

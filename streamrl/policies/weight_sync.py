@@ -73,6 +73,24 @@ class Barrier:
             yield LoadWeights(replica, state.pushed_version, drain=True)
 
 
+class LoadBetweenBatches:
+    """Push at once; each replica loads once it has nothing on its hands.
+
+    For `BatchByBatch`. No rollout is sampled from two versions, as with `DrainThenLoad`; but a replica drains
+    where its share of a batch ends, when the longest rollouts are done, not wherever new weights catch it.
+    """
+
+    def decide(self, state: State) -> Iterable[Command]:
+        """Yield the push of the newest version, then a load for each idle replica behind it."""
+        return self._sync(state) if _is_behind(state) else ()
+
+    def _sync(self, state: State) -> Iterator[Command]:
+        yield from _push(state)
+        if state.fleet.outdated:
+            for replica in [r for r in state.fleet.idle if r in state.fleet.outdated]:
+                yield LoadWeights(replica, state.pushed_version, drain=True)
+
+
 def _is_behind(state: State) -> bool:
     """Say whether any replica lacks a version that it could be given."""
     is_behind = bool(state.fleet.outdated) or state.version > state.pushed_version
