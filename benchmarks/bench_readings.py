@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from sim.fidelity.cases import BATCH, LENGTHS, Case, make_case
 from sim.fidelity.paper import load_paper
-from sim.fidelity.throughput import CELLS, COLUMNS, COST
+from sim.fidelity.throughput import CELLS, COST, paper_throughput
 from sim.world import simulate
 from streamrl.metrics import measure
 
@@ -73,7 +73,7 @@ def compare(
 ) -> list[tuple[str, float, str]]:
     """Print a reading's errors, and give them as figures."""
     ours = simulate_all(pool, [*CELLS, SKEWED, *HETEROGENEOUS], changes)
-    errors = [abs(ours[case] / paper(case) - 1) for case in CELLS]
+    errors = [abs(ours[case] / paper_throughput(case) - 1) for case in CELLS]
     unlike = {system: ratio_error(ours, system) for system in ("sync", "async")}
     base = ours[Case("72B", "20K", "colocated")]
     rows = [SKEWED, Case("72B", "20K", "sync"), Case("72B", "20K", "async")]
@@ -108,7 +108,7 @@ def calibrate(pool: ProcessPoolExecutor) -> list[tuple[str, float, str]]:
     print("\ntraining efficiency over the profiles': root mean square error of 7B and 72B at 20K")
     for factor in EFFICIENCIES:
         ours = simulate_all(pool, CALIBRATED, {"costs.training_factor": factor})
-        squares = [log(ours[case] / paper(case)) ** 2 for case in CALIBRATED]
+        squares = [log(ours[case] / paper_throughput(case)) ** 2 for case in CALIBRATED]
         error = sqrt(sum(squares) / len(squares))
         print(f"{factor:5.2f}  {error:.1%}", flush=True)
         figures.append(
@@ -147,13 +147,10 @@ def ratio_error(ours: dict[Case, float], system: str) -> float:
     for case in CELLS:
         if case.system == system:
             base = case._replace(system="colocated")
-            errors.append(abs(ours[case] / ours[base] / (paper(case) / paper(base)) - 1))
+            errors.append(
+                abs(ours[case] / ours[base] / (paper_throughput(case) / paper_throughput(base)) - 1)
+            )
     return median(errors)
-
-
-def paper(case: Case) -> float:
-    """Give the paper's samples a second."""
-    return load_paper().throughput[f"{case.length} {case.size}"][COLUMNS.index(case.system)]
 
 
 if __name__ == "__main__":

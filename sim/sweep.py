@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
-from typing import TypeVar
+from collections.abc import Callable
+from concurrent.futures import Executor, ProcessPoolExecutor
+from itertools import count
 
 from msgspec.structs import replace
 
 from sim.costs import Costs
+from sim.parallel import answers
 from sim.world import simulate
 from streamrl.metrics import Metrics, measure
 from streamrl.run_file import decode_run, encode_run
@@ -16,7 +17,6 @@ from streamrl.study_table import Row
 from streamrl.sweep import Cell, Grid, Refused
 from streamrl.workload import SimulatedWorkload
 
-Answer = TypeVar("Answer")
 Watch = Callable[[str, int, int], None]
 """Told what is under way, how many of it are done, and of how many."""
 
@@ -43,7 +43,7 @@ def run_sweep(
 def _check(pool: Executor, grid: Grid, skips: bool, watch: Watch) -> Grid:
     """Move the combinations that profiles, memory or files do not allow to the refused ones."""
     runs = [encode_run(cell.run) for cell in grid.cells]
-    reasons = _answers(pool, _find_fault, runs, lambda done: watch("checking", done, len(runs)))
+    reasons = answers(pool, _find_fault, runs, _counted(watch, "checking", len(runs)))
     refused = list(grid.refused)
     for cell, reason in zip(grid.cells, reasons, strict=True):
         if reason:
@@ -60,8 +60,14 @@ def _check(pool: Executor, grid: Grid, skips: bool, watch: Watch) -> Grid:
 def _simulate(pool: Executor, grid: Grid, num_seeds: int, watch: Watch) -> list[Row]:
     tasks = [(cell, cell.run.seed + offset) for cell in grid.cells for offset in range(num_seeds)]
     runs = [encode_run(replace(cell.run, seed=seed)) for cell, seed in tasks]
-    found = _answers(pool, _measure, runs, lambda done: watch("simulating", done, len(runs)))
+    found = answers(pool, _measure, runs, _counted(watch, "simulating", len(runs)))
     return [_row(grid, task, each) for task, each in zip(tasks, found, strict=True)]
+
+
+def _counted(watch: Watch, what: str, total: int) -> Callable[[], None]:
+    """Give what is to be called after each of `total` jobs."""
+    done = count(1)
+    return lambda: watch(what, next(done), total)
 
 
 def _row(grid: Grid, task: tuple[Cell, int], found: Metrics | str) -> Row:
@@ -88,20 +94,3 @@ def _measure(run: bytes) -> Metrics | str:
         return measure(simulate(decode_run(run)))
     except (ValueError, RuntimeError) as error:
         return str(error)
-
-
-def _answers(
-    pool: Executor,
-    work: Callable[[bytes], Answer],
-    runs: Sequence[bytes],
-    watch: Callable[[int], None],
-) -> list[Answer]:
-    """Give the answers in the order of the runs, and count them as they come."""
-    futures = [pool.submit(work, run) for run in runs]
-    for done, _ in enumerate(as_completed(futures), start=1):
-        watch(done)
-    return list(_results(futures))
-
-
-def _results(futures: Iterable[Future[Answer]]) -> Iterator[Answer]:
-    return (future.result() for future in futures)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, as_completed
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
@@ -13,6 +13,7 @@ from sim.batch_time import generate_batch
 from sim.costs import Costs
 from sim.fill import fill_latency, fill_policies
 from sim.generation_time import GenerationTime, summarize
+from sim.parallel import answers
 from sim.space import Candidate
 from sim.world import SimWorld
 from streamrl.config import Run
@@ -94,11 +95,6 @@ def run_all(
     watch: Callable[[], None] = lambda: None,
 ) -> dict[Key, Answer]:
     """Give the answer to each trial, in the order of the trials; `watch` is called as each comes in."""
-    futures = {pool.submit(work, trial): key for key, trial in trials}
-    return dict(zip(futures.values(), _in_order(futures, watch), strict=True))
-
-
-def _in_order(futures: dict[Future[Answer], Key], watch: Callable[[], None]) -> Iterator[Answer]:
-    for _ in as_completed(futures):
-        watch()
-    return (future.result() for future in futures)
+    pairs = list(trials)
+    found = answers(pool, work, [trial for _, trial in pairs], watch)
+    return {key: answer for (key, _), answer in zip(pairs, found, strict=True)}

@@ -32,13 +32,9 @@ SECONDS_PER_HOUR = 3600.0
 TIER_OF_ACTIVITY = {"prefill": "prefill", "decode": "decode", "score": "score", "train": "train"}
 
 
-class Metrics(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures that tables, JSON and comparisons are made of."""
+class Speed(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trace says of seconds and dollars, which takes no look at every GPU's every second."""
 
-    world: str
-    num_steps: int
-    total_time: float
-    """Seconds from the first to the last entry."""
     step_time: float
     """Median seconds of a step, the warm-up left out; of tail batching the median of whole cycles' mean step."""
     mean_step_time: float
@@ -54,6 +50,15 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     """Dollars of all allocated GPUs for a median step."""
     cost_per_million_tokens: float
     """Dollars for a million tokens trained on."""
+
+
+class Metrics(Speed, frozen=True, kw_only=True):
+    """The figures that tables, JSON and comparisons are made of."""
+
+    world: str
+    num_steps: int
+    total_time: float
+    """Seconds from the first to the last entry."""
     num_gpus: dict[str, int]
     """GPUs allocated at the start by side, each once: "shared" ones generate and train in turn."""
     busy: dict[str, float]
@@ -103,21 +108,8 @@ def measure(trace: Trace) -> Metrics:
         rewards=[_mean([flow.rewards[r] for r in rollouts]) for rollouts in flow.trained],
         dropped=dict(flow.dropped),
         tiers=_tiers(trace, shares),
-        **speed._asdict(),
+        **msgspec.structs.asdict(speed),
     )
-
-
-class Speed(NamedTuple):
-    """What `Metrics` says of seconds and dollars: the part that needs no look at every GPU's every second."""
-
-    step_time: float
-    mean_step_time: float
-    step_times: list[float]
-    throughput: float
-    goodput: float
-    samples_per_second: float
-    cost_per_step: float
-    cost_per_million_tokens: float
 
 
 def measure_speed(trace: Trace) -> Speed:

@@ -6,26 +6,17 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
-from streamrl.attribution import BUSY, IDLE
-from streamrl.page.band import SECONDS_MAY_BE, Band
-from streamrl.page.drawing import scale, ticks
+from streamrl.attribution import IDLE
 from streamrl.page.options import Option, make_options
 from streamrl.page.page import describe, make_page, read_report, render_html, render_markdown
 from streamrl.page.scatter import Point, front_of, stairs
-from streamrl.page.sensitivity import of_plan, of_run
-from streamrl.page.shares import WIDTH, shares_figure
 from streamrl.page.sources import read_sources
-from streamrl.page.steps import typical_step
-from streamrl.page.tornado import Swing, tornado_figure
-from streamrl.plan import read_plan, write_plan
-from streamrl.profile import load_gpu
+from streamrl.plan import read_plan
 from tests.report_directories import (
     simulate_plan,
     write_planned,
@@ -34,7 +25,6 @@ from tests.report_directories import (
 )
 from tests.runs import small_run
 from tests.test_cli import streamrl
-from tests.test_report import PREDICTED
 
 VOID = {"meta", "link", "line", "br"}
 ASKS_FOR = re.compile(r"""(?:src|href|srcset|data)\s*=|url\(|@import|<script|<iframe|<object""")
@@ -235,141 +225,6 @@ def test_the_front_has_what_none_beats_in_both() -> None:
 def test_the_line_of_the_front_encloses_what_is_beaten() -> None:
     fast, cheap = (200.0, 40.0), (100.0, 90.0)  # of a drawing: right is fast, low is cheap
     assert stairs([fast, cheap]) == [fast, (100.0, 40.0), cheap]
-
-
-# How sure it is -----------------------------------------------------------------------------------
-
-
-def test_a_band_stretches_the_seeds_by_what_each_tier_may_be_wrong() -> None:
-    band = Band(seeds=(0.9, 1.2), num_seeds=3, tiers={"composed": 0.7, "roofline": 0.3})
-    composed, roofline = SECONDS_MAY_BE["composed"], SECONDS_MAY_BE["roofline"]
-    least = 0.9 * (0.7 * composed[0] + 0.3 * roofline[0])
-    most = 1.2 * (0.7 * composed[1] + 0.3 * roofline[1])
-    assert band.factors == pytest.approx((least, most)) and band.unmeasured == 0.3
-
-
-def test_a_less_known_tier_may_be_wrong_by_more() -> None:
-    ranges = [SECONDS_MAY_BE[tier] for tier in ("measured", "composed", "roofline")]
-    for (low, high), (lower, higher) in pairwise(ranges):
-        assert lower < low < 1 < high < higher
-
-
-def test_a_clock_has_no_tier_and_unknown_tiers_have_no_band() -> None:
-    timed = Band(tiers={"measured": 1.0}, is_timed=True)
-    assert timed.factors == (1.0, 1.0) and timed.is_known
-    unknown = Band(seeds=(0.9, 1.1), num_seeds=3)
-    assert unknown.factors == (1.0, 1.0) and not unknown.is_known
-
-
-def test_more_seconds_are_more_dollars_and_fewer_tokens(tmp_path: Path) -> None:
-    (option,) = read_report(write_runs(tmp_path, run={})).options
-    least, most = option.band.factors
-    assert least < 1 < most
-    assert option.cost_range == (
-        option.cost_per_million_tokens * least,
-        option.cost_per_million_tokens * most,
-    )
-    assert option.goodput_range == (option.goodput / most, option.goodput / least)
-
-
-def test_the_page_says_which_share_is_unmeasured(tmp_path: Path) -> None:
-    (run,) = write_runs(tmp_path, run={"trainer.pool": "far", "rollout.pool": "near"})
-    report = read_report([run])
-    share = report.options[0].band.unmeasured
-    assert share > 0.05
-    text = f"{share * 100:.0f}\N{NO-BREAK SPACE}% of the busy seconds of A are unmeasured"
-    assert text in render_html(make_page(report))
-
-
-# What would change it -----------------------------------------------------------------------------
-
-
-def test_prices_of_all_pools_move_the_cost_by_as_much_as_they_move(tmp_path: Path) -> None:
-    (run,) = read_sources(write_runs(tmp_path, run={})).runs
-    swings = of_run(run.trace, "run", "here").swings
-    assert [swing.what for swing in swings] == ["price of far", "price of near"]
-    assert sum(swing.more or 0 for swing in swings) == pytest.approx(0.2)
-    assert all(swing.less == -(swing.more or 0) for swing in swings)
-    generating, training = 2 * load_gpu("h20").price, 4 * load_gpu("h800").price
-    assert swings[0].more == pytest.approx(0.2 * generating / (generating + training))
-
-
-def test_a_plans_what_ifs_become_pairs_around_its_own_seed(directories: list[Path]) -> None:
-    plan = read_plan(directories[0] / "plan.json")
-    found = of_plan(plan, "plan", "plan.json")
-    assert found.by == "20 %"
-    named = {swing.what: swing for swing in found.swings}
-    assert len(found.swings) == len({c.what.rpartition(" ")[0] for c in plan.sensitivity})
-    for change in plan.sensitivity:
-        what, _, sign = change.what.rpartition(" ")
-        value = named[what].more if sign.startswith("+") else named[what].less
-        assert value == pytest.approx(change.value / plan.objective.value - 1)
-    prices = [swing for swing in found.swings if swing.what.startswith("price")]
-    assert all(swing.less == pytest.approx(-(swing.more or 0)) for swing in prices)
-
-
-def test_another_plan_that_would_be_chosen_is_named(tmp_path: Path) -> None:
-    directory = write_planned(tmp_path / "plan")
-    plan = read_plan(directory / "plan.json")
-    changed = replace(plan.sensitivity[0], is_other=True, choice="9 x", gain=0.25, still_fits=True)
-    write_plan(replace(plan, sensitivity=[changed, *plan.sensitivity[1:]]), directory)
-    text = render_html(make_page(read_report([directory])))
-    assert "<td>9 x</td>" in text and "-25\N{NO-BREAK SPACE}%" in text
-    assert "stays the best" not in text
-
-
-# Drawings -----------------------------------------------------------------------------------------
-
-
-def test_busy_and_idle_fill_the_bar() -> None:
-    drawing = shares_figure("shares", [("run", PREDICTED)])
-    css = {f"c-{name}" for name in (*BUSY, *IDLE)}
-    widths = [
-        float(shape.attributes["width"])
-        for shape in drawing.shapes
-        if shape.attributes["class"] in css
-    ]
-    assert sum(widths) == pytest.approx(WIDTH, abs=0.5)
-
-
-def test_bars_of_a_tornado_that_go_one_way_hide_nothing() -> None:
-    drawing = tornado_figure(
-        "t", "title", [Swing("lengths", 0.1, 0.2), Swing("price", -0.1, 0.1)], "20 %"
-    )
-    boxes = [
-        {key: float(shape.attributes[key]) for key in ("x", "y", "width", "height")}
-        for shape in drawing.shapes
-        if shape.tag == "rect"
-    ]
-    assert len(boxes) == 4
-    for index, one in enumerate(boxes):
-        for other in boxes[index + 1 :]:
-            is_apart_across = (
-                one["x"] + one["width"] <= other["x"] + 0.1
-                or other["x"] + other["width"] <= one["x"] + 0.1
-            )
-            is_apart_down = (
-                one["y"] + one["height"] <= other["y"] or other["y"] + other["height"] <= one["y"]
-            )
-            assert is_apart_across or is_apart_down
-    texts = [shape.text for shape in drawing.shapes if shape.tag == "text"]
-    assert "less +10\N{NO-BREAK SPACE}%, more +20\N{NO-BREAK SPACE}%" in texts
-
-
-def test_the_typical_step_is_neither_warm_up_nor_last() -> None:
-    times = [50.0, 90.0, 100.0, 110.0, 40.0]
-    metrics = replace(PREDICTED, num_steps=5, step_times=times)
-    assert typical_step(metrics, warm_up=1) == 3
-    assert typical_step(replace(PREDICTED, num_steps=1, step_times=[5.0]), warm_up=1) == 1
-
-
-def test_ticks_are_round_few_and_within() -> None:
-    for low, high in ((0.0, 1.0), (0.71, 1.6), (18_000.0, 33_123.0), (-0.2, 0.2)):
-        found = ticks(low, high)
-        assert 2 <= len(found) <= 6 and low <= min(found) and max(found) <= high
-        gaps = {round(b - a, 9) for a, b in pairwise(found)}
-        assert len(gaps) == 1
-    assert scale(0.0, 10.0, 100.0, 200.0)(5.0) == 150.0
 
 
 # The command --------------------------------------------------------------------------------------

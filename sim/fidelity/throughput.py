@@ -38,7 +38,8 @@ def end_to_end() -> PaperFigure:
     """Figure 8: 27 cells of throughput."""
     ours = take_all_times(CELLS)
     cells = [
-        Cell(label=_label(case), paper=_paper(case), ours=ours[case].throughput) for case in CELLS
+        Cell(label=_label(case), paper=paper_throughput(case), ours=ours[case].throughput)
+        for case in CELLS
     ]
     errors = [abs(cell.error) for cell in cells]
     return PaperFigure(
@@ -58,7 +59,8 @@ def ratios() -> PaperFigure:
     cells = [
         Cell(
             label=f"{length} {size} {system}/colocated",
-            paper=_paper(Case(size, length, system)) / _paper(Case(size, length, "colocated")),
+            paper=paper_throughput(Case(size, length, system))
+            / paper_throughput(Case(size, length, "colocated")),
             ours=ours[Case(size, length, system)].throughput
             / ours[Case(size, length, "colocated")].throughput,
         )
@@ -114,7 +116,9 @@ def verl() -> PaperFigure:
             f"the colocated system, fitted on {' and '.join(_label(case, 'verl') for case in fitted)}; "
             "the other seven cells are predictions",
             "the paper has verl at "
-            + ", ".join(f"{_verl(case) / _paper(case):.2f} ({_label(case, '')})" for case in ours)
+            + ", ".join(
+                f"{_verl(case) / paper_throughput(case):.2f} ({_label(case, '')})" for case in ours
+            )
             + " of its colocated system: no two factors give ratios that differ so much between cells "
             "whose shares of generation are alike ("
             + ", ".join(f"{t.generation_time / t.step_time:.2f}" for t in ours.values())
@@ -200,8 +204,8 @@ def _verl_error(times: Times, case: Case, generate: float, train: float) -> floa
 
 def _consistency_note() -> str:
     """Bound the paper's 72B colocated step at 5K by its own asynchronous one."""
-    step = BATCH / _paper(Case("72B", "5K", "async"))
-    colocated = BATCH / _paper(Case("72B", "5K", "colocated"))
+    step = BATCH / paper_throughput(Case("72B", "5K", "async"))
+    colocated = BATCH / paper_throughput(Case("72B", "5K", "colocated"))
     most = step + step * 48 / 128
     return (
         f"72B colocated at 5K: an asynchronous step of the paper takes {step:.0f} s, so neither generation on 80 "
@@ -217,7 +221,7 @@ def _doubling_note() -> str:
 
     def growth(short: str, long: str) -> str:
         steps = [
-            _paper(Case(size, short, system)) / _paper(Case(size, long, system))
+            paper_throughput(Case(size, short, system)) / paper_throughput(Case(size, long, system))
             for size in MODELS
             for system in COLUMNS[1:]
         ]
@@ -234,7 +238,7 @@ def _longest_note(ours: dict[Case, Times]) -> str:
     """Say what the paper's own decode curve leaves for training in its fastest 7B cells."""
     alone = load_paper().decode.milliseconds[0] / 1e3 * 19_869
     case = Case("7B", "20K", "colocated")
-    paper = BATCH / _paper(case)
+    paper = BATCH / paper_throughput(case)
     return (
         f"7B at 20K: the longest rollout alone takes 19,869 tokens x {load_paper().decode.milliseconds[0]} ms = "
         f"{alone:.0f} s on the paper's own decode curve; its colocated step of {paper:.0f} s leaves "
@@ -246,7 +250,8 @@ def _label(case: Case, system: str | None = None) -> str:
     return f"{case.length} {case.size} {case.system if system is None else system}".strip()
 
 
-def _paper(case: Case) -> float:
+def paper_throughput(case: Case) -> float:
+    """Give the paper's samples a second."""
     return load_paper().throughput[f"{case.length} {case.size}"][COLUMNS.index(case.system)]
 
 
