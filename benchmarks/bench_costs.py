@@ -18,15 +18,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from sim.curves import compose_decode
+from sim.costs.curves import compose_decode
+from sim.costs.inference import Shard
+from sim.costs.kernels import MEASURED, Kernels, peak_of, table_path
 from sim.fidelity.calibration import CONTEXT
 from sim.fidelity.paper import load_paper
-from sim.inference import Shard
-from sim.kernels import MEASURED, Kernels, peak_of, table_path
-from streamrl.config import ModelConfig
-from streamrl.profile import load_gpu, load_model
-from streamrl.surface import Surface
-from streamrl.tables import Floats, Table, read_table
+from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.hardware.surface import Surface
+from streamrl.hardware.tables import Floats, Table, read_table
+from streamrl.runfile.config import ModelConfig
 
 GPUS = ("h20", "h20-3e", "h800", "h100", "h200", "a100")
 SPARSE = 1000

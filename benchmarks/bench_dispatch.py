@@ -15,9 +15,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from sim.world import simulate
-from streamrl.config import Run
-from streamrl.messages import Generated, PromptsDrawn
-from streamrl.run_file import make_run
+from streamrl.engine.messages import Generated, PromptsDrawn
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import make_run
 
 BATCH = 1024
 MAX_RUNNING = 15  # of 8 to 64 the one with the smallest mean error over the six figures

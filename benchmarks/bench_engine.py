@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from sim.costs import Costs
+from sim.costs.costs import Costs
 from sim.world import SimWorld
-from streamrl.config import Run
-from streamrl.messages import Generated
-from streamrl.run_file import load_run
-from streamrl.workload import SimulatedWorkload
+from streamrl.engine.messages import Generated
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import load_run
+from streamrl.workload.workload import SimulatedWorkload
 
 RUN_FILE = Path(__file__).parent / "engine.toml"
 HISTOGRAM_MEAN = 4930.0  # tokens, of the length histogram at scale 1

@@ -21,12 +21,12 @@ from msgspec.structs import replace
 
 from sim.fidelity.cases import Case, make_case
 from sim.fidelity.paper import load_paper
-from sim.objective import value_of, values_of
-from sim.planner import make_plan
-from sim.search import Search
-from sim.trial import Trial, run_all, speed_of
-from streamrl.config import Run
-from streamrl.plan import Plan
+from sim.planner.objective import value_of, values_of
+from sim.planner.planner import make_plan
+from sim.planner.search import Search
+from sim.planner.trial import Trial, run_all, speed_of
+from streamrl.report.plan import Plan
+from streamrl.runfile.config import Run
 
 SIZES = ("7B", "32B", "72B")
 H20_NODES = {"7B": 4, "32B": 6, "72B": 8}

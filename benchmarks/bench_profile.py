@@ -32,17 +32,17 @@ from rich.console import Console
 from rich.table import Table
 
 from executor.execute import execute
-from executor.profile_file import make_setup, profile_model
-from executor.profile_plan import Limits
-from executor.profiler import num_points
+from executor.profiling.measurements import Limits
+from executor.profiling.profile_file import make_setup, profile_model
+from executor.profiling.profiler import num_points
 from sim.world import simulate
-from streamrl.cli.options import make_progress
-from streamrl.config import CostsConfig, Run
-from streamrl.informative import recorded_workload
-from streamrl.measured import write_measured
-from streamrl.metrics import Metrics, measure
-from streamrl.run_file import load_run
-from streamrl.trace import Trace
+from streamrl.cli.shared import make_progress
+from streamrl.hardware.machine_profile import write_measured
+from streamrl.record.informative import recorded_workload
+from streamrl.record.metrics import Metrics, measure
+from streamrl.record.trace import Trace
+from streamrl.runfile.config import CostsConfig, Run
+from streamrl.runfile.reading import load_run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ROUNDS = 5

@@ -19,7 +19,7 @@ from sim.fidelity.cases import BATCH, LENGTHS, Case, make_case
 from sim.fidelity.paper import load_paper
 from sim.fidelity.throughput import CELLS, COST, paper_throughput
 from sim.world import simulate
-from streamrl.metrics import measure
+from streamrl.record.metrics import measure
 
 SEEDS = (0, 1)
 READINGS: dict[str, dict[str, Any]] = {

@@ -15,8 +15,8 @@ from statistics import median
 import msgspec
 import numpy as np
 
-from sim.sync_profiles import load_backend, load_delta, load_transport
-from streamrl.profile import PROFILES, load_gpu
+from sim.costs.sync_profiles import load_backend, load_delta, load_transport
+from streamrl.hardware.profiles import PROFILES, load_gpu
 
 ROWS = PROFILES / "measured" / "weight_sync.csv"
 TOLERANCE = 0.25

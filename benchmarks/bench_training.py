@@ -22,12 +22,12 @@ from fit_training import (
     relative_errors,
 )
 
-from sim.training import TrainingCosts
-from sim.training_profile import load_training_profile
-from streamrl.config import Run
-from streamrl.memory import check_memory
-from streamrl.profile import load_gpu, load_model
-from streamrl.run_file import make_run
+from sim.costs.training import TrainingCosts
+from sim.costs.training_profile import load_training_profile
+from streamrl.hardware.memory import check_memory
+from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import make_run
 
 GPUS = ("h100", "a100", "a100-40")
 PLANS = (

@@ -1,11 +1,11 @@
-"""Fit the constants of `sim.training_profile` to measured training, and write the profile.
+"""Fit the constants of `sim.costs.training_profile` to measured training, and write the profile.
 
     python benchmarks/fit_training.py [DATA]
 
 DATA is the published table (mosaicml/llm-foundry, scripts/train/benchmarking/README.md, as one CSV file);
 with it training.csv is derived anew. Without it the fit starts from the committed training.csv.
 
-The model that is fitted is the one that the simulator runs: `sim.passes.Ranks` with a TrainerConfig of
+The model that is fitted is the one that the simulator runs: `sim.costs.passes.Ranks` with a TrainerConfig of
 ZeRO 3, which is PyTorch's FSDP. Its seconds are linear in the constants, so one evaluation for each constant
 gives all that the fit needs.
 """
@@ -23,14 +23,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.passes import Ranks
-from sim.training_profile import PATH, Constants
-from streamrl.config import TrainerConfig
-from streamrl.memory import activation_bytes, logit_bytes, model_state
-from streamrl.model_shape import ModelShape
-from streamrl.profile import PROFILES, Gpu, load_gpu
-from streamrl.tables import read_table
-from streamrl.units import Bandwidth, Size
+from sim.costs.passes import Ranks
+from sim.costs.training_profile import PATH, Constants
+from streamrl.hardware.memory import activation_bytes, logit_bytes, model_state
+from streamrl.hardware.model_shape import ModelShape
+from streamrl.hardware.profiles import PROFILES, Gpu, load_gpu
+from streamrl.hardware.tables import read_table
+from streamrl.runfile.config import TrainerConfig
+from streamrl.runfile.units import Bandwidth, Size
 
 Floats = NDArray[np.float64]
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from executor.verifier import SCORERS
-from streamrl.config import Run
-from streamrl.messages import Event
-from streamrl.profile import load_model
-from streamrl.state import State
-from streamrl.systems import build_engine
-from streamrl.trace import Trace
+from streamrl.engine.messages import Event
+from streamrl.engine.state import State
+from streamrl.engine.systems import build_engine
+from streamrl.hardware.profiles import load_model
+from streamrl.record.trace import Trace
+from streamrl.runfile.config import Run
 
 BACKENDS = ("torch", "transformers", "safetensors", "tokenizers")
 
@@ -79,8 +79,8 @@ def execute(run: Run, resume: bool = False, watch: Watch = lambda event, state, 
 
 
 async def _execute(run: Run, resume: bool, watch: Watch) -> Trace:
-    from executor.book import Book
-    from executor.launch import Launcher
+    from executor.buffer import Book
+    from executor.carriers.launch import Launcher
     from executor.prompts import PromptWorkload, load_tokenizer
     from executor.record import RunDirectory
     from executor.verifier import Verifier

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.config import Run
-from streamrl.messages import DrawnGroup
-from streamrl.tail_batching import TailBatches
-from streamrl.workload import Draw
+from streamrl.engine.messages import DrawnGroup
+from streamrl.runfile.config import Run
+from streamrl.workload.tail_batching import TailBatches
+from streamrl.workload.workload import Draw
 
 Record = dict[str, Any]
 """One line of the prompts file."""

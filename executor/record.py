@@ -15,9 +15,9 @@ import shutil
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from executor.book import Draft
-from streamrl.config import Run
-from streamrl.run_file import encode_run
+from executor.buffer import Draft
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import encode_run
 
 KEPT_CHECKPOINTS = 2  # the newest may be the one that a crash left useless
 

@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable
 from typing import assert_never
 
-from executor.book import Book
-from executor.handles import Handle, WorkerLostError
-from executor.launch import Launcher
+from executor.buffer import Book
+from executor.carriers.handles import Handle, WorkerLostError
+from executor.carriers.launch import Launcher
 from executor.record import Checkpoint, RunDirectory
 from executor.samples import Completion, Manifest
-from executor.transfer import remove_version, shared_directory
+from executor.transfer.shared_memory import remove_version, shared_directory
 from executor.verifier import Verifier
-from streamrl.engine import Engine
-from streamrl.messages import (
+from streamrl.engine.engine import Engine
+from streamrl.engine.messages import (
     Abort,
     CheckpointSaved,
     Command,
@@ -58,9 +58,9 @@ from streamrl.messages import (
     WeightsPushed,
     Woke,
 )
-from streamrl.state import State
-from streamrl.trace import Trace
-from streamrl.world import World
+from streamrl.engine.state import State
+from streamrl.engine.world import World
+from streamrl.record.trace import Trace
 
 STOP_TIME = 10.0  # seconds that work under way gets to end once a run is interrupted
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from msgspec.structs import replace
 
-from sim.costs import Costs
+from sim.costs.costs import Costs
 from sim.rollout import Replica
-from streamrl.config import Run
-from streamrl.messages import (
+from streamrl.engine.messages import (
     Event,
     Generate,
     Generated,
@@ -24,8 +23,9 @@ from streamrl.messages import (
     RunStarted,
     TrainerStarted,
 )
-from streamrl.systems import build_engine
-from streamrl.workload import Draw
+from streamrl.engine.systems import build_engine
+from streamrl.runfile.config import Run
+from streamrl.workload.workload import Draw
 
 if TYPE_CHECKING:
     from sim.world import SimWorld

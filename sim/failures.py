@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import simpy
 
-from streamrl.config import Run
+from streamrl.runfile.config import Run
 
 if TYPE_CHECKING:
     from sim.rollout import Replica

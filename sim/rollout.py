@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import simpy
 
-from streamrl.messages import Finish, Generate, Generated, LoadWeights, WeightsLoaded
+from streamrl.engine.messages import Finish, Generate, Generated, LoadWeights, WeightsLoaded
 
 if TYPE_CHECKING:
     from sim.world import SimWorld

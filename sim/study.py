@@ -1,71 +1,96 @@
-"""What the profiles say, as series to draw: how near operators and training come to the datasheet."""
+"""Simulate a study's grid, a process a core: first is every combination checked, then every seed simulated."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from concurrent.futures import Executor, ProcessPoolExecutor
+from itertools import count
 
-import numpy as np
+from msgspec.structs import replace
 
-from sim.kernels import DTYPE_OF_ATTENTION, Kernels, peak_of
-from sim.training import TrainingCosts
-from streamrl.config import Run
-from streamrl.operators import OPERATORS
-from streamrl.profile import load_gpu, load_model
-from streamrl.profile_figures import Series
+from sim.costs.costs import Costs
+from sim.parallel import answers
+from sim.world import simulate
+from streamrl.record.metrics import Metrics, measure
+from streamrl.report.study_table import Row
+from streamrl.runfile.grid import Cell, Grid, Refused
+from streamrl.runfile.reading import decode_run, encode_run
+from streamrl.workload.workload import SimulatedWorkload
 
-COLUMNS = {"gemm": "m", "decode_attention": "context", "prefill_attention": "context"}
-"""The last axis of the operators that can be studied."""
+Watch = Callable[[str, int, int], None]
+"""Told what is under way, how many of it are done, and of how many."""
 
 
-def operator_efficiency(
-    gpu: str,
-    operator: str,
-    columns: Sequence[float],
+def run_sweep(
+    grid: Grid,
+    num_seeds: int,
     *,
-    dtype: str = "bfloat16",
-    backend: str | None = None,
-    **shape: float,
-) -> Series:
-    """Give the share of the datasheet's speed that an operator reaches: peak seconds over its seconds.
+    skips: bool = False,
+    watch: Watch = lambda what, done, total: None,
+) -> tuple[Grid, list[Row]]:
+    """Give the grid without what cannot be simulated, and a row for each combination and seed.
 
-    Args:
-        gpu: a name in profiles/gpus.
-        operator: gemm, decode_attention or prefill_attention.
-        columns: values of its last axis: m or context.
-        dtype: of the matrix product; attention is in 16 bits.
-        backend: whose tables are taken; the GPU profile's choice where absent.
-        shape: values of its other axes.
+    Raises:
+        ValueError: the first combination whose costs, memory or workload allow no simulation, unless `skips`;
+            or nothing is left to simulate.
+        RuntimeError: a simulation made no step.
     """
-    places = np.array(columns, dtype=float)
-    kernels = Kernels(gpu, dtype, backend)
-    estimate = kernels.time(operator, places, **shape)
-    axes = {name: np.array([value]) for name, value in shape.items()}
-    axes[COLUMNS[operator]] = places
-    kind = dtype if operator == "gemm" else DTYPE_OF_ATTENTION
-    peak = OPERATORS[operator].roofline(peak_of(kernels.gpu, kind))(axes)
-    return Series(
-        label=f"{gpu} ({backend})" if backend else gpu,
-        places=places.tolist(),
-        values=(peak / estimate.seconds).tolist(),
-        is_unmeasured=estimate.provenance.tier == "roofline",
-    )
+    with ProcessPoolExecutor() as pool:
+        grid = _check(pool, grid, skips, watch)
+        return grid, _simulate(pool, grid, num_seeds, watch)
 
 
-def training_mfu(run: Run, lengths: Sequence[int], rollouts: int = 256) -> Series:
-    """Give the MFU of training on batches of equal rollouts, one for each length.
+def _check(pool: Executor, grid: Grid, skips: bool, watch: Watch) -> Grid:
+    """Move the combinations that profiles, memory or files do not allow to the refused ones."""
+    runs = [encode_run(cell.run) for cell in grid.cells]
+    reasons = answers(pool, _find_fault, runs, _counted(watch, "checking", len(runs)))
+    refused = list(grid.refused)
+    for cell, reason in zip(grid.cells, reasons, strict=True):
+        if reason:
+            refused.append(Refused(cell.place, reason))
+            if not skips:
+                raise ValueError(f"--sweep {grid.name(cell.place)}: {reason}")
+    if len(refused) == len(grid.cells) + len(grid.refused):
+        name, reason = grid.name(refused[0].place), refused[0].reason
+        raise ValueError(f"no combination can be simulated; {name}: {reason}")
+    cells = [cell for cell, reason in zip(grid.cells, reasons, strict=True) if not reason]
+    return Grid(grid.axes, cells, sorted(refused))
 
-    Counted are the FLOPs that a forward and a backward pass need; recomputing activations is not among them.
-    """
-    costs, model = TrainingCosts.load(run), load_model(run.model)
-    gpu = load_gpu(run.cluster.pools[run.trainer.pool].gpu)
-    peak = gpu.flops[run.model.dtype] * run.trainer.num_gpus
-    needed = [3 * costs.num_trained * rollouts * model.forward_flops(n, n * n / 2) for n in lengths]
-    seconds = [costs.train_time([n] * rollouts) for n in lengths]
-    trainer = run.trainer
-    degrees = f"DP{trainer.data_parallel} TP{trainer.tensor_parallel} PP{trainer.pipeline_parallel}"
-    return Series(
-        label=f"{model.name} on {gpu.name}, {degrees}",
-        places=[float(n) for n in lengths],
-        values=[flops / peak / time for flops, time in zip(needed, seconds, strict=True)],
-        is_unmeasured=costs.tier == "roofline",
-    )
+
+def _simulate(pool: Executor, grid: Grid, num_seeds: int, watch: Watch) -> list[Row]:
+    tasks = [(cell, cell.run.seed + offset) for cell in grid.cells for offset in range(num_seeds)]
+    runs = [encode_run(replace(cell.run, seed=seed)) for cell, seed in tasks]
+    found = answers(pool, _measure, runs, _counted(watch, "simulating", len(runs)))
+    return [_row(grid, task, each) for task, each in zip(tasks, found, strict=True)]
+
+
+def _counted(watch: Watch, what: str, total: int) -> Callable[[], None]:
+    """Give what is to be called after each of `total` jobs."""
+    done = count(1)
+    return lambda: watch(what, next(done), total)
+
+
+def _row(grid: Grid, task: tuple[Cell, int], found: Metrics | str) -> Row:
+    cell, seed = task
+    if isinstance(found, str):
+        raise RuntimeError(f"{grid.name(cell.place)}, seed {seed}: {found}")
+    return Row.of(cell.place, seed, found)
+
+
+def _find_fault(run: bytes) -> str:
+    """Say why a run cannot be simulated; nothing where it can."""
+    try:
+        decoded = decode_run(run)
+        Costs.load(decoded)
+        SimulatedWorkload(decoded)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _measure(run: bytes) -> Metrics | str:
+    """Simulate and measure a run, or say why that failed."""
+    try:
+        return measure(simulate(decode_run(run)))
+    except (ValueError, RuntimeError) as error:
+        return str(error)

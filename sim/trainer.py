@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 import simpy
 
-from streamrl.messages import (
+from streamrl.engine.messages import (
     CheckpointSaved,
     SaveCheckpoint,
     Score,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import simpy
 
-from streamrl.messages import PushWeights, WeightsPushed
+from streamrl.engine.messages import PushWeights, WeightsPushed
 
 if TYPE_CHECKING:
     from sim.world import SimWorld

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import simpy
 
-from streamrl.messages import Verified, Verify
+from streamrl.engine.messages import Verified, Verify
 
 if TYPE_CHECKING:
     from sim.world import SimWorld

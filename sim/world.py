@@ -8,15 +8,14 @@ from typing import Any, NamedTuple, assert_never
 
 import simpy
 
-from sim.costs import Costs
+from sim.costs.costs import Costs
+from sim.costs.fill import fill_policies
 from sim.failures import Failures
-from sim.fill import fill_policies
 from sim.rollout import Replica
 from sim.trainer import Trainer
 from sim.transfer import Transfer
 from sim.verifier import Verifier
-from streamrl.config import Run
-from streamrl.messages import (
+from streamrl.engine.messages import (
     Abort,
     Command,
     DrawPrompts,
@@ -44,10 +43,11 @@ from streamrl.messages import (
     WakeAt,
     Woke,
 )
-from streamrl.systems import build_engine
-from streamrl.trace import Trace
-from streamrl.workload import SimulatedWorkload, Workload
-from streamrl.world import World
+from streamrl.engine.systems import build_engine
+from streamrl.engine.world import World
+from streamrl.record.trace import Trace
+from streamrl.runfile.config import Run
+from streamrl.workload.workload import SimulatedWorkload, Workload
 
 
 class Sequence(NamedTuple):

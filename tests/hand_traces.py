@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from streamrl.messages import (
+from streamrl.engine.messages import (
     Command,
     DrawnGroup,
     DrawPrompts,
@@ -26,7 +26,7 @@ from streamrl.messages import (
     Verify,
     Woke,
 )
-from streamrl.trace import Facts, Trace
+from streamrl.record.trace import Facts, Trace
 from tests.runs import small_run
 
 TIERS: Facts = {

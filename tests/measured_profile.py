@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from streamrl.config import ModelConfig, Run
-from streamrl.measured import (
+from streamrl.hardware.machine_profile import (
     CallRow,
     DecodeRow,
     Host,
@@ -24,8 +23,9 @@ from streamrl.measured import (
     Seconds,
     shape_digest,
 )
-from streamrl.profile import load_model
-from streamrl.run_file import make_run
+from streamrl.hardware.profiles import load_model
+from streamrl.runfile.config import ModelConfig, Run
+from streamrl.runfile.reading import make_run
 
 SHAPE = {
     "model_type": "qwen2",

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.cli.doctor import examine
-from streamrl.config import Run
+from streamrl.doctor.examination import Report
 from streamrl.doctor.finding import Finding
-from streamrl.doctor.report import Report
-from streamrl.run_file import make_run
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import make_run
 from tests.runs import make_table
 
 NOWHERE = Path("nowhere/run.toml")

@@ -8,15 +8,15 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from sim.costs import Costs
-from sim.fill import fill_policies
+from sim.costs.costs import Costs
+from sim.costs.fill import fill_policies
 from sim.world import SimWorld
-from streamrl.config import Run
-from streamrl.messages import Event, Failed, Generate, Generated, Stop, Verified, Verify
-from streamrl.state import State
-from streamrl.systems import SYSTEMS, WEIGHT_SYNC, build_policies
-from streamrl.trace import Trace
-from streamrl.workload import SimulatedWorkload
+from streamrl.engine.messages import Event, Failed, Generate, Generated, Stop, Verified, Verify
+from streamrl.engine.state import State
+from streamrl.engine.systems import SYSTEMS, WEIGHT_SYNC, build_policies
+from streamrl.record.trace import Trace
+from streamrl.runfile.config import Run
+from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import CheckedEngine, lose_replica_at, of, run_with_capacity, small_run
 
 Losses = list[tuple[float, int]]

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sim.planner import make_plan
+from sim.planner.planner import make_plan
 from sim.world import simulate
-from streamrl.config import Run
-from streamrl.plan import PLAN_TOML, write_plan
-from streamrl.run_file import load_run
-from streamrl.run_toml import write_run
+from streamrl.report.plan import PLAN_TOML, write_plan
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import load_run
+from streamrl.runfile.writing import write_run
 from tests.runs import small_run
 from tests.test_plan import few
 

@@ -8,12 +8,10 @@ from typing import Any
 
 import simpy
 
-from sim.costs import Costs
+from sim.costs.costs import Costs
 from sim.world import SimWorld
-from streamrl.config import Run
-from streamrl.engine import Engine
-from streamrl.memory import weight_bytes
-from streamrl.messages import (
+from streamrl.engine.engine import Engine
+from streamrl.engine.messages import (
     CheckpointSaved,
     Command,
     DrawnGroup,
@@ -38,11 +36,13 @@ from streamrl.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
-from streamrl.profile import load_gpu, load_model
-from streamrl.run_file import make_run
-from streamrl.state import State
-from streamrl.systems import build_engine, build_policies
-from streamrl.workload import SimulatedWorkload
+from streamrl.engine.state import State
+from streamrl.engine.systems import build_engine, build_policies
+from streamrl.hardware.memory import weight_bytes
+from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import make_run
+from streamrl.workload.workload import SimulatedWorkload
 
 TABLE: dict[str, Any] = {
     "model": {"name": "qwen2.5-7b"},

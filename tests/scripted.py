@@ -10,17 +10,17 @@ from typing import Any
 
 import msgspec
 
-from executor.book import Book
-from executor.handles import Handle, InProcess, LocalProcess, WorkerLostError
+from executor.buffer import Book
+from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
 from executor.prompts import PromptWorkload
 from executor.record import RunDirectory
 from executor.samples import Completion, Manifest, Request, Sample
 from executor.verifier import Verifier
 from executor.world import RealWorld
-from streamrl.config import Run
-from streamrl.state import State
-from streamrl.systems import build_policies
-from streamrl.trace import Trace
+from streamrl.engine.state import State
+from streamrl.engine.systems import build_policies
+from streamrl.record.trace import Trace
+from streamrl.runfile.config import Run
 from tests.runs import CheckedEngine
 
 REPLICA = "tests.scripted:ScriptedReplica"

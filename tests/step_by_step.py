@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sim.costs import Costs
-from streamrl.messages import LoadWeights
+from sim.costs.costs import Costs
+from streamrl.engine.messages import LoadWeights
 
 
 class Job(NamedTuple):

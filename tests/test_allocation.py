@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.allocation import Objective, allocate, objective_of, search, step_time
 from sim.batch_time import Finish, generate_batch
-from sim.costs import Costs
-from sim.fill import fill_latency
-from sim.stages import TRAINED_BATCHES, Generation, Stages, Training
+from sim.costs.costs import Costs
+from sim.costs.fill import fill_latency
+from sim.planner.allocation import Objective, allocate, objective_of, search, step_time
+from sim.planner.stages import TRAINED_BATCHES, Generation, Stages, Training
 from sim.world import simulate
-from streamrl.config import Run
-from streamrl.messages import Generated
-from streamrl.metrics import measure
-from streamrl.pace import StepPace
-from streamrl.run_file import make_run
-from streamrl.systems import build_engine
-from streamrl.trace import Trace
-from streamrl.workload import SimulatedWorkload
+from streamrl.engine.messages import Generated
+from streamrl.engine.pace import StepPace
+from streamrl.engine.systems import build_engine
+from streamrl.record.metrics import measure
+from streamrl.record.trace import Trace
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import make_run
+from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import make_table
 
 PAPER: dict[str, Any] = {

@@ -28,12 +28,12 @@ def sources(package: str) -> list[Path]:
 
 
 CONTROL = [
-    ROOT / "streamrl" / f"{name}.py"
+    ROOT / "streamrl" / "engine" / f"{name}.py"
     for name in (
         *("messages", "entities", "fleet", "lines", "batch", "recent", "pace", "latency"),
         *("state", "invariants", "engine"),
     )
-] + sources("streamrl/policies")
+] + sources("streamrl/engine/policies")
 EVERYWHERE = [path for package in ("streamrl", "sim", "executor") for path in sources(package)]
 
 
@@ -155,7 +155,11 @@ def iterated_sets(tree: ast.Module) -> list[str]:
 
 @pytest.mark.parametrize(
     "path",
-    [*CONTROL, *(ROOT / "streamrl" / f"{n}.py" for n in ("systems", "world")), *sources("sim")],
+    [
+        *CONTROL,
+        *(ROOT / "streamrl" / "engine" / f"{n}.py" for n in ("systems", "world")),
+        *sources("sim"),
+    ],
     ids=name_of,
 )
 def test_no_decision_depends_on_the_order_of_a_set(path: Path) -> None:
@@ -195,7 +199,11 @@ def _owner(target: ast.expr) -> ast.expr:
 
 @pytest.mark.parametrize(
     "path",
-    [*sources("streamrl/policies"), ROOT / "streamrl" / "invariants.py", *sources("sim")],
+    [
+        *sources("streamrl/engine/policies"),
+        ROOT / "streamrl" / "engine" / "invariants.py",
+        *sources("sim"),
+    ],
     ids=name_of,
 )
 def test_the_state_changes_only_in_the_state_and_its_fleet(path: Path) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from sim.world import simulate
-from streamrl.attribution import attribute
-from streamrl.messages import (
+from streamrl.engine.messages import (
     CheckpointSaved,
     Failed,
     Generate,
@@ -29,10 +28,11 @@ from streamrl.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
-from streamrl.metrics import measure
-from streamrl.run_file import load_run
-from streamrl.systems import SYSTEMS
-from streamrl.trace import Trace
+from streamrl.engine.systems import SYSTEMS
+from streamrl.record.attribution import attribute
+from streamrl.record.metrics import measure
+from streamrl.record.trace import Trace
+from streamrl.runfile.reading import load_run
 from tests.hand_traces import HandTrace
 from tests.runs import checked_world, lose_replica_at, small_run
 

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.batch_time import Finish
-from sim.bound import Estimates
-from sim.colocation import PhaseChange
-from sim.costs import Costs
-from sim.generation_time import Work, least_times, summarize
-from sim.search import Search
-from sim.space import Candidate, Space
-from sim.sync import SyncCosts
-from sim.train_time import Batch, train_times
-from sim.training import TrainingCosts
-from sim.trial import Trial, generation_of, open_trial, shortened, speed_of
-from streamrl.config import Run
+from sim.costs.colocation import PhaseChange
+from sim.costs.costs import Costs
+from sim.costs.sync import SyncCosts
+from sim.costs.training import TrainingCosts
+from sim.planner.bound import Estimates
+from sim.planner.generation_time import Work, least_times, summarize
+from sim.planner.search import Search
+from sim.planner.space import Candidate, Space
+from sim.planner.train_time import Batch, train_times
+from sim.planner.trial import Trial, generation_of, open_trial, shortened, speed_of
+from streamrl.runfile.config import Run
 from tests.test_search_space import offer
 
 LARGE: dict[str, Any] = {

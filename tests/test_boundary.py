@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sim.world import simulate
-from streamrl.messages import (
+from streamrl.engine.messages import (
     Failed,
     Generate,
     Generated,
@@ -18,7 +18,7 @@ from streamrl.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
-from streamrl.trace import Trace
+from streamrl.record.trace import Trace
 from tests.runs import Script, of, script, small_run
 
 AT_BOUNDARIES = {

@@ -12,14 +12,14 @@ from matplotlib.patches import Rectangle
 from rich.console import Console
 
 from sim.world import simulate
-from streamrl.attribution import attribute
-from streamrl.bubbles import Bubbles, bubble_notes, bubble_table, causes, read_bubbles
-from streamrl.figures import bubble_figure
-from streamrl.messages import Stepped
-from streamrl.metrics import measure
-from streamrl.systems import SYSTEMS
-from streamrl.timeline import Span, read_timeline
-from streamrl.trace import Trace
+from streamrl.engine.messages import Stepped
+from streamrl.engine.systems import SYSTEMS
+from streamrl.record.attribution import attribute
+from streamrl.record.metrics import measure
+from streamrl.record.timeline import Span, read_timeline
+from streamrl.record.trace import Trace
+from streamrl.report.bubbles import Bubbles, bubble_notes, bubble_table, causes, read_bubbles
+from streamrl.report.figures import bubble_figure
 from tests.runs import small_run
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from executor.execute import check_executable
-from sim.cache_transfer import CacheTransfer
-from sim.costs import Costs
-from sim.fill import fill_policies
-from streamrl.messages import (
+from sim.costs.cache_transfer import CacheTransfer
+from sim.costs.costs import Costs
+from sim.costs.fill import fill_policies
+from streamrl.engine.messages import (
     Abort,
     Generate,
     Generated,
@@ -21,7 +21,7 @@ from streamrl.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
-from streamrl.trace import replay
+from streamrl.record.trace import replay
 from tests.runs import checked_world, generated, of, singles, small_run
 from tests.test_execute import real_run
 from tests.test_migration import STEEP, begun

@@ -8,22 +8,20 @@ from typing import Any
 
 import pytest
 
-from executor.handles import Handle, InProcess
-from executor.launch import Launcher
+from executor.carriers.handles import Handle, InProcess
+from executor.carriers.launch import Launcher
 from executor.record import RunDirectory
-from sim.colocation import PhaseChange, count_moved
-from sim.costs import Costs
+from sim.costs.colocation import PhaseChange, count_moved
+from sim.costs.costs import Costs
 from sim.world import simulate
-from streamrl.config import Run
-from streamrl.memory import model_state
-from streamrl.messages import (
-    Stepped,
-)
-from streamrl.metrics import measure
-from streamrl.profile import load_gpu, load_model
-from streamrl.run_file import make_run
-from streamrl.tiers import Provenance
-from streamrl.timeline import read_timeline
+from streamrl.engine.messages import Stepped
+from streamrl.hardware.memory import model_state
+from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.hardware.tiers import Provenance
+from streamrl.record.metrics import measure
+from streamrl.record.timeline import read_timeline
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import make_run
 from tests.runs import make_table, small_run
 
 H800 = load_gpu("h800")

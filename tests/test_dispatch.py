@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.entities import Group, Rollout
-from streamrl.fleet import Fleet
-from streamrl.messages import (
+from streamrl.engine.entities import Group, Rollout
+from streamrl.engine.fleet import Fleet
+from streamrl.engine.messages import (
     Failed,
     Generate,
     LoadWeights,
@@ -22,7 +22,7 @@ from streamrl.messages import (
     TrainerStarted,
     WeightsPushed,
 )
-from streamrl.policies.order import FirstInFirstOut, LongestFirst
+from streamrl.engine.policies.order import FirstInFirstOut, LongestFirst
 from tests.runs import of, script, singles
 
 # Coming up ----------------------------------------------------------------------------------------

@@ -11,13 +11,13 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from packaging.requirements import Requirement
 
-from executor import installed, readiness, run_paths
+from executor.checkup import installed, readiness, run_paths
 from executor.verifier import SCORERS, score
 from streamrl.cli.doctor import examine
-from streamrl.config import ExecuteConfig, RolloutConfig, TrainerConfig
 from streamrl.doctor import files
 from streamrl.doctor.changes import changed
-from streamrl.run_file import make_run
+from streamrl.runfile.config import ExecuteConfig, RolloutConfig, TrainerConfig
+from streamrl.runfile.reading import make_run
 from tests.patients import NOWHERE, bad, full_run, local_table
 
 ROOT = Path(__file__).parent.parent

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from sim import rehearsal
-from sim.checkup import check_up
+from sim.checkup import rehearsal
+from sim.checkup.checkup import check_up
 from streamrl.doctor.changes import changed
-from streamrl.engine import Engine
-from streamrl.messages import Command
-from streamrl.policies.staleness import StrictFifo
-from streamrl.state import State
-from streamrl.systems import build_policies
+from streamrl.engine.engine import Engine
+from streamrl.engine.messages import Command
+from streamrl.engine.policies.staleness import StrictFifo
+from streamrl.engine.state import State
+from streamrl.engine.systems import build_policies
 from tests.patients import bad, doctor, full_run
 
 

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from streamrl.trace import read_trace, replay
+from streamrl.record.trace import read_trace, replay
 from tests.test_cli import streamrl
 from tests.tiny_model import tiny_model
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for

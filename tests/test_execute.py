@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from executor.handles import LocalProcess
+from executor.carriers.handles import LocalProcess
 from executor.world import RealWorld
-from streamrl.config import Run
-from streamrl.messages import (
+from streamrl.engine.messages import (
     Event,
     Failed,
     Generated,
@@ -24,10 +23,11 @@ from streamrl.messages import (
     Stepped,
     WeightsLoaded,
 )
-from streamrl.metrics import measure
-from streamrl.state import State
-from streamrl.systems import SYSTEMS, WEIGHT_SYNC
-from streamrl.trace import Trace, read_trace, replay
+from streamrl.engine.state import State
+from streamrl.engine.systems import SYSTEMS, WEIGHT_SYNC
+from streamrl.record.metrics import measure
+from streamrl.record.trace import Trace, read_trace, replay
+from streamrl.runfile.config import Run
 from tests.runs import make_table
 from tests.scripted import MortalHandle, ScriptedLauncher, make_world, tokens_of
 from tests.traces import (
@@ -47,7 +47,7 @@ BOUNDS = {
 
 def real_run(directory: Path, **changes: Any) -> Run:
     """Give a small run file with a prompts file beside it; `__` stands for the dot of a key."""
-    from streamrl.run_file import make_run
+    from streamrl.runfile.reading import make_run
 
     prompts = directory / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "p{n}", "answer": "odd"}}\n' for n in range(7)))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.messages import (
+from streamrl.engine.messages import (
     Abort,
     Drop,
     Failed,

@@ -10,10 +10,10 @@ import pytest
 
 from sim.failures import SECONDS_PER_DAY, time_to_failure
 from sim.world import simulate
-from streamrl.config import Run
-from streamrl.messages import ReplicaLost, Stop
-from streamrl.metrics import measure
-from streamrl.trace import Trace, replay
+from streamrl.engine.messages import ReplicaLost, Stop
+from streamrl.record.metrics import measure
+from streamrl.record.trace import Trace, replay
+from streamrl.runfile.config import Run
 from tests.random_runs import simulate as simulate_checked
 from tests.runs import of, small_run
 

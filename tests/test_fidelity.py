@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sim.batch_time import generate_batch
-from sim.costs import Costs
+from sim.costs.costs import Costs
 from sim.fidelity.calibration import constants
 from sim.fidelity.cases import (
     BATCH,
@@ -26,9 +26,9 @@ from sim.fidelity.cases import (
 from sim.fidelity.paper import load_paper
 from sim.fidelity.throughput import slower
 from streamrl.cli.main import app
-from streamrl.fidelity import Cell, PaperFigure, fidelity_page
-from streamrl.memory import check_memory
-from streamrl.workload import SimulatedWorkload
+from streamrl.hardware.memory import check_memory
+from streamrl.report.fidelity import Cell, PaperFigure, fidelity_page
+from streamrl.workload.workload import SimulatedWorkload
 
 RUNNER = CliRunner()
 FIGURE = PaperFigure(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.findings import Finding, Kind, find
-from streamrl.study_table import METRICS, Row, Table, make_table
-from streamrl.sweep import Axis, parse_axis
+from streamrl.report.findings import Finding, Kind, find
+from streamrl.report.study_table import METRICS, Row, Table, make_table
+from streamrl.runfile.grid import Axis, parse_axis
 
 X = parse_axis("rollout.replicas=1,2,4,8")
 GPU = parse_axis("rollout.pool=h20,h800", "GPU", ["H20", "H800"])

@@ -11,18 +11,18 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from sim.generation import study_generation
-from streamrl.checks import check_table
+from sim.costs.replica_speed import study_generation
 from streamrl.cli.main import app
-from streamrl.config import ModelConfig
-from streamrl.generation import (
+from streamrl.hardware.operators import Peak
+from streamrl.hardware.profiles import PROFILES, load_model
+from streamrl.hardware.table_checks import check_table
+from streamrl.report.generation import (
     comparison_table,
     generation_figure,
     generation_notes,
     generation_table,
 )
-from streamrl.operators import Peak
-from streamrl.profile import PROFILES, load_model
+from streamrl.runfile.config import ModelConfig
 from tests.test_tables import make_table
 
 RUNNER = CliRunner()

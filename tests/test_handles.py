@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from executor.handles import Handle, InProcess, LocalProcess, WorkerLostError
+from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
 
 ROLE = "tests.test_handles:Counter"
 

@@ -8,13 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from sim.costs import Costs
-from sim.curves import PrefillCurve, compose_decode
-from sim.inference import CHUNK, Shard, load_overheads
-from sim.kernels import Kernels
-from streamrl.config import ModelConfig
-from streamrl.model_shape import ModelShape
-from streamrl.profile import load_model
+from sim.costs.costs import Costs
+from sim.costs.curves import PrefillCurve, compose_decode
+from sim.costs.inference import CHUNK, Shard, load_overheads
+from sim.costs.kernels import Kernels
+from streamrl.hardware.model_shape import ModelShape
+from streamrl.hardware.profiles import load_model
+from streamrl.runfile.config import ModelConfig
 from tests.runs import small_run
 
 ROLLOUTS = np.array([1.0, 16.0, 256.0])

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.costs import Costs
-from streamrl.attribution import attribute
-from streamrl.messages import Drop, Generated, PromptsDrawn
-from streamrl.systems import SYSTEMS, choose_system
-from streamrl.trace import Trace
+from sim.costs.costs import Costs
+from streamrl.engine.messages import Drop, Generated, PromptsDrawn
+from streamrl.engine.systems import SYSTEMS, choose_system
+from streamrl.record.attribution import attribute
+from streamrl.record.trace import Trace
 from tests.random_runs import Losses, failures, has_stopped_early, losses, runs, simulate
 from tests.runs import of
 from tests.traces import check_every_rollout_is_accounted_for, staleness_of

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor import losses
-from executor.advantages import advantages
+from executor.trainer import losses
+from executor.trainer.advantages import advantages
 
 CLIP, CAP = 0.2, 2.0
 

@@ -18,11 +18,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.costs import Costs
-from sim.curves import DecodeCurve
+from sim.costs.costs import Costs
+from sim.costs.curves import DecodeCurve
 from sim.world import SimWorld
-from streamrl.messages import DrawnGroup, Generated, PromptsDrawn
-from streamrl.workload import Draw, SimulatedWorkload
+from streamrl.engine.messages import DrawnGroup, Generated, PromptsDrawn
+from streamrl.workload.workload import Draw, SimulatedWorkload
 from tests.runs import SINGLE, small_run
 from tests.test_skew import BATCH, simulate_batch
 

@@ -8,17 +8,22 @@ from typing import Any
 
 import pytest
 
-from sim.costs import Costs
-from sim.measured import padded_passes
+from sim.costs.costs import Costs
+from sim.costs.machine import padded_passes
 from sim.world import SimWorld, simulate
-from streamrl.config import Run
-from streamrl.informative import informative_share
-from streamrl.measured import DecodeRow, MeasuredProfile, read_measured, write_measured
-from streamrl.measured_fit import fit_decode, fit_passes, fit_positive, fit_prefill
-from streamrl.messages import DrawnGroup, Generate, Generated, PromptsDrawn, Train, Verified
-from streamrl.metrics import measure
-from streamrl.trace import Trace
-from streamrl.workload import SimulatedWorkload
+from streamrl.engine.messages import DrawnGroup, Generate, Generated, PromptsDrawn, Train, Verified
+from streamrl.hardware.machine_fit import fit_decode, fit_passes, fit_positive, fit_prefill
+from streamrl.hardware.machine_profile import (
+    DecodeRow,
+    MeasuredProfile,
+    read_measured,
+    write_measured,
+)
+from streamrl.record.informative import informative_share
+from streamrl.record.metrics import measure
+from streamrl.record.trace import Trace
+from streamrl.runfile.config import Run
+from streamrl.workload.workload import SimulatedWorkload
 from tests.measured_profile import (
     ALONE,
     PER_PAIR,

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.config import ModelConfig, Run, TrainerConfig
-from streamrl.memory import (
+from streamrl.hardware.memory import (
     activation_bytes,
     check_memory,
     kv_capacity,
@@ -18,9 +17,10 @@ from streamrl.memory import (
     tokens_in_pass,
     trainer_memory,
 )
-from streamrl.model_shape import ModelShape
-from streamrl.profile import load_gpu, load_model
-from streamrl.run_file import load_run, make_run
+from streamrl.hardware.model_shape import ModelShape
+from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.runfile.config import ModelConfig, Run, TrainerConfig
+from streamrl.runfile.reading import load_run, make_run
 from tests.runs import make_table, small_run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

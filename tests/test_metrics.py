@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.messages import (
+from streamrl.engine.messages import (
     Drop,
     ReplicaStarted,
     RunStarted,
@@ -13,9 +13,9 @@ from streamrl.messages import (
     Train,
     TrainerStarted,
 )
-from streamrl.metrics import dollars_per_second, measure
-from streamrl.profile import load_gpu
-from streamrl.trace import Trace
+from streamrl.hardware.profiles import load_gpu
+from streamrl.record.metrics import dollars_per_second, measure
+from streamrl.record.trace import Trace
 from tests.hand_traces import HandTrace
 
 

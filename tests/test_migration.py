@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.messages import (
+from streamrl.engine.messages import (
     Abort,
     DrawnGroup,
     DrawPrompts,
@@ -19,7 +19,7 @@ from streamrl.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
-from streamrl.systems import build_engine
+from streamrl.engine.systems import build_engine
 from tests.runs import Script, generated, of, singles, small_run
 from tests.test_skew import simulate_batch
 

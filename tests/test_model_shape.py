@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from streamrl.config import ModelConfig
-from streamrl.config_json import read_config_json
-from streamrl.model_shape import ModelShape
-from streamrl.profile import load_model
+from streamrl.hardware.config_json import read_config_json
+from streamrl.hardware.model_shape import ModelShape
+from streamrl.hardware.profiles import load_model
+from streamrl.runfile.config import ModelConfig
 
 DENSE = {
     "hidden_size": 48,

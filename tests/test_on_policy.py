@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from executor.handles import Handle, InProcess
-from executor.launch import TRAINER
-from streamrl.config import Run
-from streamrl.messages import Train
-from streamrl.trace import Trace
+from executor.carriers.handles import Handle, InProcess
+from executor.carriers.launch import TRAINER
+from streamrl.engine.messages import Train
+from streamrl.record.trace import Trace
+from streamrl.runfile.config import Run
 from tests.scripted import VOCABULARY, ScriptedLauncher, make_world
 from tests.test_execute import real_run
 from tests.tiny_model import tiny_model

@@ -12,19 +12,19 @@ import pytest
 from msgspec.structs import replace
 
 from sim.fidelity.cases import Case, make_case
-from sim.objective import front, value_of
-from sim.planner import Planned, make_plan, settings_of
-from sim.search import Search
-from sim.sensitivity import SHARE, judge, shifts
-from sim.trial import Trial, shortened, speed_of
+from sim.planner.objective import front, value_of
+from sim.planner.planner import Planned, make_plan, settings_of
+from sim.planner.search import Search
+from sim.planner.sensitivity import SHARE, judge, shifts
+from sim.planner.trial import Trial, shortened, speed_of
 from sim.world import simulate
-from streamrl.config import Run
-from streamrl.metrics import measure
-from streamrl.plan import read_plan, write_plan
-from streamrl.plan_config import ObjectiveName
-from streamrl.run_file import load_run
-from streamrl.run_toml import write_run
-from streamrl.units import Bandwidth
+from streamrl.record.metrics import measure
+from streamrl.report.plan import read_plan, write_plan
+from streamrl.runfile.config import Run
+from streamrl.runfile.plan_config import ObjectiveName
+from streamrl.runfile.reading import load_run
+from streamrl.runfile.units import Bandwidth
+from streamrl.runfile.writing import write_run
 from tests.test_cli import streamrl
 from tests.test_search_space import offer
 

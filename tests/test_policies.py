@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.messages import (
+from streamrl.engine.messages import (
     Abort,
     DrawPrompts,
     Failed,

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from executor.profile_plan import Limits, full_plan, quick_plan
+from executor.profiling.measurements import Limits, full_plan, quick_plan
 from sim.world import simulate
 from streamrl.cli.main import app
-from streamrl.measured import read_measured
-from streamrl.metrics import measure
+from streamrl.hardware.machine_profile import read_measured
+from streamrl.record.metrics import measure
 from tests.measured_profile import measured_run
 from tests.tiny_model import tiny_model
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config import LengthsConfig, ModelConfig
-from streamrl.model_shape import ModelShape
-from streamrl.profile import PROFILES, load_gpu, load_model
-from streamrl.workload import load_source
+from streamrl.hardware.model_shape import ModelShape
+from streamrl.hardware.profiles import PROFILES, load_gpu, load_model
+from streamrl.runfile.config import LengthsConfig, ModelConfig
+from streamrl.workload.workload import load_source
 
 PUBLISHED = {
     "qwen2.5-0.5b": (0.49, 494_032_768),
@@ -171,7 +171,7 @@ def test_a_figure_that_no_gpu_has_is_refused_by_file_and_key(
     old: str, new: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_changed("gpus", "h20", old, new, tmp_path)
-    monkeypatch.setattr("streamrl.profile.PROFILES", tmp_path)
+    monkeypatch.setattr("streamrl.hardware.profiles.PROFILES", tmp_path)
     with pytest.raises(ValueError, match=rf"gpus.h20\.toml: .*{message}"):
         load_gpu("h20")
 
@@ -194,7 +194,7 @@ def test_a_figure_that_no_model_has_is_refused_by_file_and_key(
     old: str, new: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_changed("models", "deepseek-v3", old, new, tmp_path)
-    monkeypatch.setattr("streamrl.profile.PROFILES", tmp_path)
+    monkeypatch.setattr("streamrl.hardware.profiles.PROFILES", tmp_path)
     with pytest.raises(ValueError, match=rf"models.deepseek-v3\.toml: .*{message}"):
         shape("deepseek-v3")
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.config import LengthsConfig
-from streamrl.ranker import Noisy, Resampled, length_at, place, recall_at
-from streamrl.workload import SimulatedWorkload, load_source
+from streamrl.runfile.config import LengthsConfig
+from streamrl.workload.ranker import Noisy, Resampled, length_at, place, recall_at
+from streamrl.workload.workload import SimulatedWorkload, load_source
 from tests.runs import SINGLE, small_run
 
 SHARED = Path(__file__).parents[2] / "shared" / "data" / "workloads"

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from streamrl.ranker import read_scores
-from streamrl.ranker_eval import (
+from streamrl.workload.ranker import read_scores
+from streamrl.workload.ranker_eval import (
     evaluate_history,
     evaluate_scores,
     lengths_by_prompt,
@@ -18,7 +18,7 @@ from streamrl.ranker_eval import (
     score_columns,
     spearman,
 )
-from streamrl.workload import SimulatedWorkload
+from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import small_run
 from tests.test_cli import streamrl
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from executor.rollout import Replica, ReplicaConfig
+from executor.rollout.replica import Replica, ReplicaConfig
 from executor.samples import Completion, Manifest, Request
-from executor.transfer import write_buckets
+from executor.transfer.shared_memory import write_buckets
 from tests.tiny_model import tiny_model
 
 VOCABULARY = 120

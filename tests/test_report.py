@@ -16,12 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from sim.world import simulate
-from streamrl.attribution import BUSY, IDLE
-from streamrl.chrome_trace import chrome_trace
-from streamrl.figures import BUSY_COLOURS, IDLE_COLOURS, idle_figure, timeline_figure
-from streamrl.messages import Generated, Stepped
-from streamrl.metrics import Metrics, measure
-from streamrl.report import (
+from streamrl.engine.messages import Generated, Stepped
+from streamrl.record.attribution import BUSY, IDLE
+from streamrl.record.chrome_trace import chrome_trace
+from streamrl.record.metrics import Metrics, measure
+from streamrl.record.trace import Trace
+from streamrl.report.figures import BUSY_COLOURS, IDLE_COLOURS, idle_figure, timeline_figure
+from streamrl.report.run_tables import (
     compare,
     comparison_table,
     format_count,
@@ -29,8 +30,7 @@ from streamrl.report import (
     format_duration,
     metrics_table,
 )
-from streamrl.run_file import load_run
-from streamrl.trace import Trace
+from streamrl.runfile.reading import load_run
 from tests.hand_traces import HandTrace
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "h20-h800.toml"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.page.page import make_page, read_report, render_html
+from streamrl.report.page.page import make_page, read_report, render_html
 from tests.chromium import Browser, find_chromium, open_browser
 from tests.report_directories import simulate_plan, write_planned, write_runs, write_study
 

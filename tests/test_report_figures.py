@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from streamrl.attribution import BUSY, IDLE
-from streamrl.page.band import SECONDS_MAY_BE, Band
-from streamrl.page.drawing import scale, ticks
-from streamrl.page.page import make_page, read_report, render_html
-from streamrl.page.sensitivity import of_plan, of_run
-from streamrl.page.shares import WIDTH, shares_figure
-from streamrl.page.sources import read_sources
-from streamrl.page.steps import typical_step
-from streamrl.page.tornado import Swing, tornado_figure
-from streamrl.plan import read_plan, write_plan
-from streamrl.profile import load_gpu
+from streamrl.hardware.profiles import load_gpu
+from streamrl.record.attribution import BUSY, IDLE
+from streamrl.report.page.band import SECONDS_MAY_BE, Band
+from streamrl.report.page.drawing import scale, ticks
+from streamrl.report.page.page import make_page, read_report, render_html
+from streamrl.report.page.shares import WIDTH, shares_figure
+from streamrl.report.page.sources import read_sources
+from streamrl.report.page.steps import typical_step
+from streamrl.report.page.tornado import Swing, tornado_figure
+from streamrl.report.page.what_if import of_plan, of_run
+from streamrl.report.plan import read_plan, write_plan
 from tests.report_directories import write_planned, write_runs
 from tests.test_report import PREDICTED
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from streamrl.attribution import IDLE
-from streamrl.page.options import Option, make_options
-from streamrl.page.page import describe, make_page, read_report, render_html, render_markdown
-from streamrl.page.scatter import Point, front_of, stairs
-from streamrl.page.sources import read_sources
-from streamrl.plan import read_plan
+from streamrl.record.attribution import IDLE
+from streamrl.report.page.options import Option, make_options
+from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
+from streamrl.report.page.scatter import Point, front_of, stairs
+from streamrl.report.page.sources import read_sources
+from streamrl.report.plan import read_plan
 from tests.report_directories import (
     simulate_plan,
     write_planned,

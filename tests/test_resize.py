@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.handles import Handle
-from streamrl.attribution import attribute
-from streamrl.config import Run
-from streamrl.fleet import Fleet
-from streamrl.messages import (
+from executor.carriers.handles import Handle
+from streamrl.engine.fleet import Fleet
+from streamrl.engine.messages import (
     Abort,
     Command,
     Failed,
@@ -30,9 +28,11 @@ from streamrl.messages import (
     Verified,
     Woke,
 )
-from streamrl.metrics import mean_replicas, measure
-from streamrl.pace import Pace, StepPace
-from streamrl.trace import Trace, replay
+from streamrl.engine.pace import Pace, StepPace
+from streamrl.record.attribution import attribute
+from streamrl.record.metrics import mean_replicas, measure
+from streamrl.record.trace import Trace, replay
+from streamrl.runfile.config import Run
 from tests.runs import (
     Script,
     checked_world,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from sim.costs import Costs
-from streamrl.run_file import decode_run, encode_run, load_run, make_run
-from streamrl.units import Bandwidth, Duration, Size
+from sim.costs.costs import Costs
+from streamrl.runfile.reading import decode_run, encode_run, load_run, make_run
+from streamrl.runfile.units import Bandwidth, Duration, Size
 from tests.runs import make_table, small_run
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "h20-h800.toml"

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sim.modes import Mode
-from sim.sides import DIVISIBILITY, HEADS, TRAINER_MEMORY
-from sim.space import BUDGET, LINK, POOL_SIZE, SHARED, Candidate, Space
-from streamrl.config import Run
-from streamrl.metrics import SECONDS_PER_HOUR, dollars_per_second
-from streamrl.run_file import check_run, make_run
+from sim.planner.modes import Mode
+from sim.planner.sides import DIVISIBILITY, HEADS, TRAINER_MEMORY
+from sim.planner.space import BUDGET, LINK, POOL_SIZE, SHARED, Candidate, Space
+from streamrl.record.metrics import SECONDS_PER_HOUR, dollars_per_second
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import check_run, make_run
 from tests.runs import make_table
 
 OFFER: dict[str, Any] = {

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from sim.world import simulate
-from streamrl.attribution import attribute
-from streamrl.figures import timeline_figure, trained_on_replicas
-from streamrl.messages import (
+from streamrl.engine.messages import (
     Abort,
     Drop,
     Generate,
@@ -26,10 +24,12 @@ from streamrl.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
-from streamrl.metrics import dollars_per_second, gpus_by_side, measure
-from streamrl.run_file import load_run
-from streamrl.timeline import read_timeline
-from streamrl.trace import replay
+from streamrl.record.attribution import attribute
+from streamrl.record.metrics import dollars_per_second, gpus_by_side, measure
+from streamrl.record.timeline import read_timeline
+from streamrl.record.trace import replay
+from streamrl.report.figures import timeline_figure, trained_on_replicas
+from streamrl.runfile.reading import load_run
 from tests.hand_traces import HandTrace
 from tests.runs import small_run
 from tests.test_attribution import gpu_seconds

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.costs import Costs
-from sim.fill import fill_policies
+from sim.costs.costs import Costs
+from sim.costs.fill import fill_policies
 from sim.world import simulate
-from streamrl.attribution import attribute
-from streamrl.entities import Group, Phase
-from streamrl.messages import (
+from streamrl.engine.entities import Group, Phase
+from streamrl.engine.messages import (
     Abort,
     Command,
     DrawnGroup,
@@ -26,9 +25,10 @@ from streamrl.messages import (
     Generated,
     PromptsDrawn,
 )
-from streamrl.policies.dispatch import AHEAD
-from streamrl.systems import SYSTEMS
-from streamrl.trace import Trace, replay
+from streamrl.engine.policies.dispatch import AHEAD
+from streamrl.engine.systems import SYSTEMS
+from streamrl.record.attribution import attribute
+from streamrl.record.trace import Trace, replay
 from tests.runs import Script, checked_world, generated, lose_replica_at, of, script, small_run
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
 

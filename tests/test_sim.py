@@ -11,13 +11,12 @@ import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.costs import Costs
+from sim.costs.costs import Costs
 from sim.rollout import Replica
 from sim.trainer import Trainer
 from sim.transfer import Transfer
 from sim.verifier import Verifier
-from streamrl.config import Run
-from streamrl.messages import (
+from streamrl.engine.messages import (
     Event,
     Generate,
     Generated,
@@ -28,6 +27,7 @@ from streamrl.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
+from streamrl.runfile.config import Run
 from tests.runs import checked_world, run_with_capacity, small_run
 from tests.step_by_step import End, Job, StepByStep
 from tests.traces import check_every_rollout_is_accounted_for

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.costs import Costs
-from sim.fill import fill_policies
+from sim.costs.costs import Costs
+from sim.costs.fill import fill_policies
 from sim.world import SimWorld
-from streamrl.latency import Latency
-from streamrl.messages import (
+from streamrl.engine.latency import Latency
+from streamrl.engine.messages import (
     DrawnGroup,
     DrawPrompts,
     Failed,
@@ -21,10 +21,10 @@ from streamrl.messages import (
     PromptsDrawn,
     ReplicaLost,
 )
-from streamrl.policies.skew import drain_time
-from streamrl.recent import RecentLengths, quantile
-from streamrl.systems import build_engine
-from streamrl.workload import SimulatedWorkload
+from streamrl.engine.policies.skew import drain_time
+from streamrl.engine.recent import RecentLengths, quantile
+from streamrl.engine.systems import build_engine
+from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import (
     SINGLE,
     Script,

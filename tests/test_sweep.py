@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from sim.sweep import run_sweep
+from sim.study import run_sweep
 from sim.world import simulate
-from streamrl.metrics import measure
-from streamrl.run_file import load_run
-from streamrl.study_file import Study, is_study, load_study
-from streamrl.study_report import Report, describe, write_study
-from streamrl.sweep import Axis, make_grid, parse_axis
+from streamrl.record.metrics import measure
+from streamrl.report.study_file import Study, is_study, load_study
+from streamrl.report.study_report import Report, describe, write_study
+from streamrl.runfile.grid import Axis, make_grid, parse_axis
+from streamrl.runfile.reading import load_run
 from tests.test_cli import streamrl
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -121,7 +121,7 @@ def test_an_impossible_combination_is_named_or_kept_apart_with_its_reason() -> N
 def test_what_only_costs_and_memory_refuse_is_found_before_anything_is_simulated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sim.sweep._measure", None)  # would be called by a simulation
+    monkeypatch.setattr("sim.study._measure", None)  # would be called by a simulation
     grid = make_grid(RUN, SMALL, axes("model.name=qwen2.5-7b,qwen2.5-72b"))
     assert len(grid.cells) == 2
     with pytest.raises(ValueError, match=r"--sweep model.name=qwen2.5-72b: .*145.4 GB"):

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import bench_sync
-from sim.payload import Payload, linear_layers, lora_parameters, num_tensors
-from sim.sync import Leg, Passage, SyncCosts
-from sim.sync_profiles import load_backend, load_delta, load_transport
-from streamrl.config import ModelConfig
-from streamrl.memory import weight_bytes
-from streamrl.model_shape import ModelShape
-from streamrl.profile import PROFILES, load_gpu, load_model
+from sim.costs.payload import Payload, linear_layers, lora_parameters, num_tensors
+from sim.costs.sync import Leg, Passage, SyncCosts
+from sim.costs.sync_profiles import load_backend, load_delta, load_transport
+from streamrl.hardware.memory import weight_bytes
+from streamrl.hardware.model_shape import ModelShape
+from streamrl.hardware.profiles import PROFILES, load_gpu, load_model
+from streamrl.runfile.config import ModelConfig
 from tests.runs import small_run
 
 SHARED = Path(__file__).parents[2] / "shared" / "data" / "weight_sync" / "weight_sync_measured.csv"

@@ -10,10 +10,10 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.config import Run
-from streamrl.messages import Generated, Interrupted, PromptsDrawn
-from streamrl.timeline import read_timeline
-from streamrl.trace import read_trace, replay
+from streamrl.engine.messages import Generated, Interrupted, PromptsDrawn
+from streamrl.record.timeline import read_timeline
+from streamrl.record.trace import read_trace, replay
+from streamrl.runfile.config import Run
 from tests.random_runs import (
     FaultyWorld,
     Losses,

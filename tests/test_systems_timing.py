@@ -13,10 +13,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sim.costs import Costs
-from sim.sync import SyncCosts
+from sim.costs.costs import Costs
+from sim.costs.sync import SyncCosts
 from sim.world import SimWorld
-from streamrl.messages import (
+from streamrl.engine.messages import (
     DrawnGroup,
     Generate,
     Generated,
@@ -26,9 +26,9 @@ from streamrl.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
-from streamrl.timeline import read_timeline
-from streamrl.trace import Trace
-from streamrl.workload import Draw
+from streamrl.record.timeline import read_timeline
+from streamrl.record.trace import Trace
+from streamrl.workload.workload import Draw
 from tests.runs import of, small_run
 
 STEPS = 14

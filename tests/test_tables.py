@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from streamrl.operators import OPERATORS, Peak
-from streamrl.profile import PROFILES
-from streamrl.surface import Surface
-from streamrl.tables import Facts, Table, read_table
+from streamrl.hardware.operators import OPERATORS, Peak
+from streamrl.hardware.profiles import PROFILES
+from streamrl.hardware.surface import Surface
+from streamrl.hardware.tables import Facts, Table, read_table
 
 HEAD = """# operator: gemm
 # gpu: h100

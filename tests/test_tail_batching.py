@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from executor.prompts import PromptWorkload
-from sim.costs import Costs
-from sim.fill import fill_policies
+from sim.costs.costs import Costs
+from sim.costs.fill import fill_policies
 from sim.world import simulate
-from streamrl.config import Run
-from streamrl.informative import recorded_workload
-from streamrl.metrics import measure
-from streamrl.systems import SYSTEMS, choose_system
-from streamrl.tail_batching import TailBatches
-from streamrl.trace import replay
-from streamrl.workload import BLOCK, SimulatedWorkload
+from streamrl.engine.systems import SYSTEMS, choose_system
+from streamrl.record.informative import recorded_workload
+from streamrl.record.metrics import measure
+from streamrl.record.trace import replay
+from streamrl.runfile.config import Run
+from streamrl.workload.tail_batching import TailBatches
+from streamrl.workload.workload import BLOCK, SimulatedWorkload
 from tests.runs import SINGLE, checked_world, small_run
 from tests.scripted import ScriptedTokenizer
 from tests.test_execute import execute, real_run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.messages import (
+from streamrl.engine.messages import (
     Failed,
     Generate,
     Generated,
@@ -15,7 +15,7 @@ from streamrl.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
-from streamrl.timeline import Span, read_timeline
+from streamrl.record.timeline import Span, read_timeline
 from tests.hand_traces import HandTrace
 
 

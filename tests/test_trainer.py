@@ -15,10 +15,10 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
-from executor import losses
 from executor.samples import Sample
-from executor.trainer import Trainer, TrainerConfig
-from executor.transfer import read_buckets
+from executor.trainer import losses
+from executor.trainer.trainer import Trainer, TrainerConfig
+from executor.transfer.shared_memory import read_buckets
 from tests.tiny_model import tiny_model
 
 VOCABULARY = 40

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sim.costs import Costs
-from sim.training import TrainingCosts, ranks_of
-from sim.training_profile import PATH, load_training_profile
-from streamrl.config import Run
-from streamrl.profile import load_gpu, load_model
+from sim.costs.costs import Costs
+from sim.costs.training import TrainingCosts, ranks_of
+from sim.costs.training_profile import PATH, load_training_profile
+from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.runfile.config import Run
 from tests.runs import small_run
 
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from executor.samples import Manifest
-from executor.transfer import (
+from executor.transfer.shared_memory import (
     cast_tensors,
     read_buckets,
     remove_version,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from sim.world import simulate
-from streamrl.config import Run
-from streamrl.messages import Generated
-from streamrl.workload import BLOCK, SimulatedWorkload
+from streamrl.engine.messages import Generated
+from streamrl.runfile.config import Run
+from streamrl.workload.workload import BLOCK, SimulatedWorkload
 from tests.runs import small_run
 
 

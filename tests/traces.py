@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable
 
-from streamrl.messages import (
+from streamrl.engine.messages import (
     CheckpointSaved,
     Command,
     DrawPrompts,
@@ -37,7 +37,7 @@ from streamrl.messages import (
     WeightsPushed,
     Woke,
 )
-from streamrl.trace import Trace
+from streamrl.record.trace import Trace
 from tests.runs import of
 
 

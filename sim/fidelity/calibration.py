@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from sim.curves import compose_decode
+from sim.costs.curves import compose_decode
+from sim.costs.inference import Shard, load_overheads
+from sim.costs.kernels import Kernels
 from sim.fidelity.cases import MAX_RUNNING
 from sim.fidelity.paper import load_paper
-from sim.inference import Shard, load_overheads
-from sim.kernels import Kernels
-from streamrl.config import ModelConfig
-from streamrl.fidelity import Cell, PaperFigure
-from streamrl.profile import load_model
+from streamrl.hardware.profiles import load_model
+from streamrl.report.fidelity import Cell, PaperFigure
+from streamrl.runfile.config import ModelConfig
 
 CONTEXT = 1500
 """Tokens of context a rollout at which the curve is read. The paper does not say; from 1,000 to 2,000 the

@@ -22,11 +22,11 @@ from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from sim.world import simulate
-from streamrl.config import Run
-from streamrl.messages import Generated, PromptsDrawn
-from streamrl.metrics import measure
-from streamrl.run_file import make_run
-from streamrl.trace import Trace
+from streamrl.engine.messages import Generated, PromptsDrawn
+from streamrl.record.metrics import measure
+from streamrl.record.trace import Trace
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import make_run
 
 Size = Literal["7B", "32B", "72B"]
 MODELS: dict[str, str] = {"7B": "qwen2.5-7b", "32B": "qwen2.5-32b", "72B": "qwen2.5-72b"}

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from sim.fidelity.cases import Case, make_case
 from sim.fidelity.paper import load_paper
 from sim.world import simulate
-from streamrl.fidelity import Cell, PaperFigure
-from streamrl.messages import Resize, Stepped
-from streamrl.pace import StepPace
-from streamrl.systems import build_engine
-from streamrl.trace import Trace
+from streamrl.engine.messages import Resize, Stepped
+from streamrl.engine.pace import StepPace
+from streamrl.engine.systems import build_engine
+from streamrl.record.trace import Trace
+from streamrl.report.fidelity import Cell, PaperFigure
 
 STEPS = 23
 NODES = 12  # of the pool: more than any reading asks for

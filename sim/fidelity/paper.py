@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import msgspec
 
-from streamrl.profile import find_profile, read_profile
+from streamrl.hardware.profiles import find_profile, read_profile
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

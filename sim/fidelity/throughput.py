@@ -17,7 +17,7 @@ from sim.fidelity.cases import (
     take_all_times,
 )
 from sim.fidelity.paper import load_paper
-from streamrl.fidelity import Cell, PaperFigure
+from streamrl.report.fidelity import Cell, PaperFigure
 
 COLUMNS = ("verl", "colocated", "sync", "async")
 CELLS = [

@@ -10,12 +10,12 @@ import typer
 from rich.console import Console
 
 from sim.world import simulate
-from streamrl.cli.options import AsJson, TracePath, open_trace, print_json, trace_file
-from streamrl.informative import recorded_workload
-from streamrl.metrics import measure
-from streamrl.report import compare as compare_metrics
-from streamrl.report import comparison_table
-from streamrl.trace import Trace
+from streamrl.cli.shared import AsJson, TracePath, open_trace, print_json, trace_file
+from streamrl.record.informative import recorded_workload
+from streamrl.record.metrics import measure
+from streamrl.record.trace import Trace
+from streamrl.report.run_tables import compare as compare_metrics
+from streamrl.report.run_tables import comparison_table
 
 
 def compare(

@@ -9,18 +9,18 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from sim import checkup
-from streamrl.cli.options import AsJson, Overrides, RunFile, print_json
-from streamrl.config import Run
+from sim.checkup import checkup
+from streamrl.cli.shared import AsJson, Overrides, RunFile, print_json
 from streamrl.doctor import diagnosis, files
 from streamrl.doctor.changes import changed, say
 from streamrl.doctor.contradictions import mend_contradictions, mend_profiles
-from streamrl.doctor.cure import passes
+from streamrl.doctor.examination import Report, render
 from streamrl.doctor.finding import TOPICS, Changes, Finding, Topic, is_error
+from streamrl.doctor.fix import passes
 from streamrl.doctor.memory import SideMemory, memory_of
 from streamrl.doctor.reading import read_leniently
-from streamrl.doctor.report import Report, render
-from streamrl.run_file import read_table
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import read_table
 
 
 def doctor(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
@@ -91,7 +91,7 @@ def _mend(run: Run, errors: list[Finding]) -> tuple[Changes, Run]:
 
 
 def _on_this_machine(run: Run) -> Iterator[Finding]:
-    from executor import installed, readiness, run_paths
+    from executor.checkup import installed, readiness, run_paths
 
     for find in (installed.find, readiness.find, files.find, run_paths.find):
         yield from find(run)

@@ -10,13 +10,13 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from streamrl.cli.options import AsJson, Overrides, RunFile, make_progress, print_json, write_views
-from streamrl.messages import Event, Generated, Stepped, Verified
-from streamrl.metrics import measure
-from streamrl.report import metrics_table
-from streamrl.run_file import load_run
-from streamrl.state import State
-from streamrl.systems import needs_latency
+from streamrl.cli.shared import AsJson, Overrides, RunFile, make_progress, print_json, write_views
+from streamrl.engine.messages import Event, Generated, Stepped, Verified
+from streamrl.engine.state import State
+from streamrl.engine.systems import needs_latency
+from streamrl.record.metrics import measure
+from streamrl.report.run_tables import metrics_table
+from streamrl.runfile.reading import load_run
 
 RECENT = 200  # rollouts that the progress bar's reward is the mean of
 
@@ -35,8 +35,8 @@ def execute(
     """
     run = load_run(run_file, overrides or ())
     if needs_latency(run):
-        from sim.costs import Costs
-        from sim.fill import fill_policies
+        from sim.costs.costs import Costs
+        from sim.costs.fill import fill_policies
 
         run = fill_policies(run, Costs.load(run))
     from executor.execute import execute as execute_run

@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sim.planner import Planned, make_plan
-from streamrl.cli.options import AsJson, Overrides, RunFile, make_progress, print_json
-from streamrl.config import Run
-from streamrl.plan import PLAN_JSON, PLAN_TOML, write_plan
-from streamrl.plan_report import head_lines, plan_report
-from streamrl.run_file import load_run
-from streamrl.run_toml import write_run
+from sim.planner.planner import Planned, make_plan
+from streamrl.cli.shared import AsJson, Overrides, RunFile, make_progress, print_json
+from streamrl.report.plan import PLAN_JSON, PLAN_TOML, write_plan
+from streamrl.report.plan_report import head_lines, plan_report
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import load_run
+from streamrl.runfile.writing import write_run
 
 
 def plan(

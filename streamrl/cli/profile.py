@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
-from streamrl.cli.options import AsJson, make_progress, print_json
 from streamrl.cli.profile_check import check
 from streamrl.cli.profile_show import show
-from streamrl.measured import MeasuredProfile, write_measured
+from streamrl.cli.shared import AsJson, make_progress, print_json
+from streamrl.hardware.machine_profile import MeasuredProfile, write_measured
 
 MEASURE = "measure"
 DIRECTORY = Path("runs/profiles")
@@ -74,9 +74,9 @@ def measure(
     if backend != "transformers":
         raise ValueError(f"--backend {backend!r} is unknown; there is transformers")
     _need_executor()
-    from executor.profile_file import make_setup, profile_model
-    from executor.profile_plan import Limits
-    from executor.profiler import num_points
+    from executor.profiling.measurements import Limits
+    from executor.profiling.profile_file import make_setup, profile_model
+    from executor.profiling.profiler import num_points
 
     setup = make_setup(
         model,

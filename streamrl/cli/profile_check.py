@@ -11,19 +11,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from sim.inference import Overheads
-from sim.kernels import peak_of, table_path
-from sim.sync_profiles import Delta, SyncBackend, Transport
-from sim.training_profile import load_training_profile
-from streamrl.checks import check_table
-from streamrl.cli.options import AsJson, print_json
-from streamrl.config import LengthsConfig
-from streamrl.measured import read_measured
-from streamrl.model_shape import ModelShape
-from streamrl.operators import OPERATORS
-from streamrl.profile import PROFILES, Gpu, load_gpu, read_profile
-from streamrl.tables import read_table
-from streamrl.workload import load_source
+from sim.costs.inference import Overheads
+from sim.costs.kernels import peak_of, table_path
+from sim.costs.sync_profiles import Delta, SyncBackend, Transport
+from sim.costs.training_profile import load_training_profile
+from streamrl.cli.shared import AsJson, print_json
+from streamrl.hardware.machine_profile import read_measured
+from streamrl.hardware.model_shape import ModelShape
+from streamrl.hardware.operators import OPERATORS
+from streamrl.hardware.profiles import PROFILES, Gpu, load_gpu, read_profile
+from streamrl.hardware.table_checks import check_table
+from streamrl.hardware.tables import read_table
+from streamrl.runfile.config import LengthsConfig
+from streamrl.workload.workload import load_source
 
 
 class Verdict(msgspec.Struct, frozen=True):

@@ -9,16 +9,16 @@ import msgspec
 import typer
 from rich.console import Console
 
-from sim.generation import study_generation
-from streamrl.cli.options import AsJson, print_json
-from streamrl.config import ModelConfig
-from streamrl.generation import (
+from sim.costs.replica_speed import study_generation
+from streamrl.cli.shared import AsJson, print_json
+from streamrl.hardware.profiles import load_model
+from streamrl.report.generation import (
     comparison_table,
     generation_figure,
     generation_notes,
     generation_table,
 )
-from streamrl.profile import load_model
+from streamrl.runfile.config import ModelConfig
 
 
 def show(

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table as Grid
 
-from streamrl.cli.options import AsJson, print_json
-from streamrl.ranker_eval import (
+from streamrl.cli.shared import AsJson, print_json
+from streamrl.workload.ranker_eval import (
     SHARES,
     Evaluation,
     evaluate_history,

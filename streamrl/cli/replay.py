@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from streamrl.cli.options import AsJson, open_trace, print_json
-from streamrl.trace import replay as replay_trace
+from streamrl.cli.shared import AsJson, open_trace, print_json
+from streamrl.record.trace import replay as replay_trace
 
 
 def replay(

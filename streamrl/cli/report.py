@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from streamrl.cli.options import AsJson, print_json
-from streamrl.page.page import describe, make_page, read_report, render_html, render_markdown
+from streamrl.cli.shared import AsJson, print_json
+from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
 
 PAGE = "report.html"
 

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from sim.world import simulate as simulate_run
-from streamrl.cli.options import (
+from streamrl.cli.shared import (
     TRACE_FILE,
     AsJson,
     Overrides,
@@ -20,11 +20,11 @@ from streamrl.cli.options import (
     write_views,
 )
 from streamrl.cli.sweep import choose_study, run_study
-from streamrl.config import Run
-from streamrl.metrics import measure
-from streamrl.report import metrics_table
-from streamrl.run_file import load_run
-from streamrl.trace import Trace
+from streamrl.record.metrics import measure
+from streamrl.record.trace import Trace
+from streamrl.report.run_tables import metrics_table
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import load_run
 
 
 def simulate(

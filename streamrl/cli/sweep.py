@@ -8,11 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sim.sweep import run_sweep
-from streamrl.cli.options import make_progress, print_json
-from streamrl.study_file import DEFAULT_METRICS, NUM_SEEDS, Study, is_study, load_study
-from streamrl.study_report import STUDY_CSV, Report, describe, text_table, write_study
-from streamrl.sweep import make_grid, parse_axis
+from sim.study import run_sweep
+from streamrl.cli.shared import make_progress, print_json
+from streamrl.report.study_file import DEFAULT_METRICS, NUM_SEEDS, Study, is_study, load_study
+from streamrl.report.study_report import STUDY_CSV, Report, describe, text_table, write_study
+from streamrl.runfile.grid import make_grid, parse_axis
 
 
 def choose_study(

@@ -10,12 +10,12 @@ import typer
 from rich.console import Console
 
 from sim.fidelity.calibration import constants, decode_curve
-from sim.fidelity.dispatch import dispatch
 from sim.fidelity.growth import adjustment
-from sim.fidelity.stages import divisions, scaling
+from sim.fidelity.makespan import dispatch
+from sim.fidelity.scaling import divisions, scaling
 from sim.fidelity.throughput import ablation, end_to_end, heterogeneous, ratios, verl
-from streamrl.cli.options import AsJson, make_progress, print_json
-from streamrl.fidelity import PaperFigure, fidelity_page, figure_picture, figure_table, slug
+from streamrl.cli.shared import AsJson, make_progress, print_json
+from streamrl.report.fidelity import PaperFigure, fidelity_page, figure_picture, figure_table, slug
 
 PAPERS = ("streamrl",)
 FIGURES: dict[str, tuple[Callable[[], PaperFigure], ...]] = {

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil, lcm
 
-from streamrl.config import Run
-from streamrl.doctor.cure import Cure
 from streamrl.doctor.finding import Changes, Finding, Level
+from streamrl.doctor.fix import Cure
 from streamrl.doctor.lengths import mean_lengths
 from streamrl.doctor.memory import rollouts_under_way
-from streamrl.memory import longest_sequence
-from streamrl.systems import rollouts_that_fill
+from streamrl.engine.systems import rollouts_that_fill
+from streamrl.hardware.memory import longest_sequence
+from streamrl.runfile.config import Run
 
 MOST_BUBBLE = 0.1
 """Share of a pass for which a pipeline may stand empty before it is called a loss."""

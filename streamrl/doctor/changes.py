@@ -8,10 +8,10 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from streamrl.config import Run
 from streamrl.doctor.finding import Changes
-from streamrl.section import Section
-from streamrl.units import BITS_PER_BYTE, Bandwidth, Duration, Size, read_quantity
+from streamrl.runfile.config import Run
+from streamrl.runfile.section import Section
+from streamrl.runfile.units import BITS_PER_BYTE, Bandwidth, Duration, Size, read_quantity
 
 
 def changed(run: Run, changes: Changes) -> Run:

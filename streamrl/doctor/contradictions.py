@@ -11,12 +11,12 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 import msgspec
 
-from streamrl.config import LinkConfig, Run
 from streamrl.doctor.changes import changed, say, value_of
 from streamrl.doctor.finding import Changes, Finding
-from streamrl.profile import load_gpu, load_model
-from streamrl.run_file import run_checks
-from streamrl.units import Bandwidth, Duration, Size
+from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.runfile.config import LinkConfig, Run
+from streamrl.runfile.reading import run_checks
+from streamrl.runfile.units import Bandwidth, Duration, Size
 
 Check = Callable[[Run], None]
 

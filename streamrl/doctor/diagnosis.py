@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from streamrl.config import Run
 from streamrl.doctor import batch, divisibility, idle, memory, room, staleness
-from streamrl.doctor.cure import Cure, treat
 from streamrl.doctor.finding import Finding, Topic
+from streamrl.doctor.fix import Cure, treat
+from streamrl.runfile.config import Run
 
 PARTS: tuple[tuple[Topic, Callable[[Run], Iterator[Finding]]], ...] = (
     ("memory", memory.find),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from streamrl.config import Run
-from streamrl.doctor.cure import Cure
 from streamrl.doctor.finding import Changes, Finding, Level
-from streamrl.model_shape import ModelShape
-from streamrl.profile import load_model
+from streamrl.doctor.fix import Cure
+from streamrl.hardware.model_shape import ModelShape
+from streamrl.hardware.profiles import load_model
+from streamrl.runfile.config import Run
 
 MOST_DEGREE = 1024
 """Largest degree of expert parallelism that is proposed."""

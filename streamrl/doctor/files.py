@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from streamrl.config import Run
 from streamrl.doctor.finding import Finding, Level
-from streamrl.memory import longest_sequence
-from streamrl.workload import load_source
+from streamrl.hardware.memory import longest_sequence
+from streamrl.runfile.config import Run
+from streamrl.workload.workload import load_source
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 """Any of these is a tokenizer's vocabulary, as transformers saves and reads it."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from streamrl.config import PoolConfig, Run
-from streamrl.doctor.cure import Cure
 from streamrl.doctor.finding import Changes, Finding
-from streamrl.plan_config import PlanConfig
-from streamrl.profile import price_of
+from streamrl.doctor.fix import Cure
+from streamrl.hardware.profiles import price_of
+from streamrl.runfile.config import PoolConfig, Run
+from streamrl.runfile.plan_config import PlanConfig
 
 
 def find(run: Run) -> Iterator[Finding]:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from streamrl.config import LengthsConfig, Run
-from streamrl.workload import BLOCK, Recorded, load_source
+from streamrl.runfile.config import LengthsConfig, Run
+from streamrl.workload.workload import BLOCK, Recorded, load_source
 
 
 class MeanLengths(NamedTuple):

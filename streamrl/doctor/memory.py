@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import msgspec
 
-from streamrl.config import Run
 from streamrl.doctor.finding import Finding
 from streamrl.doctor.lengths import mean_lengths
-from streamrl.memory import kv_capacity, longest_sequence, trainer_memory
-from streamrl.model_shape import BYTES
-from streamrl.profile import Gpu, load_gpu, load_model
-from streamrl.systems import choose_system
+from streamrl.engine.systems import choose_system
+from streamrl.hardware.memory import kv_capacity, longest_sequence, trainer_memory
+from streamrl.hardware.model_shape import BYTES
+from streamrl.hardware.profiles import Gpu, load_gpu, load_model
+from streamrl.runfile.config import Run
 
 FULL = 0.9
 """Share of a GPU past which a trainer is called tight: CUDA's context, buffers of collectives and what the

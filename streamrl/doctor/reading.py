@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from streamrl.config import Run
 from streamrl.doctor.changes import toml
 from streamrl.doctor.finding import Changes, Finding
-from streamrl.run_file import convert_run
-from streamrl.section import Section
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import convert_run
+from streamrl.runfile.section import Section
 
 Table = dict[str, Any]
 

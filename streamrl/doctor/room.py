@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from streamrl.config import Run
 from streamrl.doctor.changes import changed
-from streamrl.doctor.cure import Cure
 from streamrl.doctor.finding import Changes
+from streamrl.doctor.fix import Cure
 from streamrl.doctor.lengths import mean_lengths
 from streamrl.doctor.memory import GB, held, replica_side, trainer_side
-from streamrl.memory import kv_capacity, longest_sequence, num_models
-from streamrl.pools import powers_of_two
-from streamrl.profile import load_model
+from streamrl.hardware.memory import kv_capacity, longest_sequence, num_models
+from streamrl.hardware.profiles import load_model
+from streamrl.runfile.config import Run
+from streamrl.runfile.pools import powers_of_two
 
 MOST_GROWTH = 6
 """Doublings of the trainer's GPUs that are tried where no split of those that are there fits."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from streamrl.config import Run
-from streamrl.doctor.cure import Cure
 from streamrl.doctor.finding import Changes, Finding, Level
-from streamrl.systems import System, choose_system
+from streamrl.doctor.fix import Cure
+from streamrl.engine.systems import System, choose_system
+from streamrl.runfile.config import Run
 
 MIXED = ("load-in-flight", "abort-and-resume")
 """Weight sync under which one rollout is sampled from several versions."""
@@ -40,7 +40,7 @@ def find(run: Run) -> Iterator[Finding]:
 
 
 def _bounded(run: Run, system: System) -> str:
-    """Say which bound holds and why: see `streamrl.policies.staleness`."""
+    """Say which bound holds and why: see `streamrl.engine.policies.staleness`."""
     mixed = (
         f"; {system.weight_sync} samples one rollout from several versions, its first token's counts"
         if system.weight_sync in MIXED and system.max_staleness

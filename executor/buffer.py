@@ -1,0 +1,106 @@
+"""The token data of a run, by rollout: what the engine's counts stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from executor.prompts import PromptWorkload, Record
+from executor.samples import Completion, Request, Sample
+from executor.trainer.advantages import advantages
+from streamrl.engine.messages import DrawnGroup, Generate
+from streamrl.runfile.config import Run
+
+
+@dataclass(slots=True)
+class Draft:
+    """One rollout from its prompt to its reward."""
+
+    group: tuple[int, ...]
+    """Rollouts of the same prompt, itself included."""
+    line: int
+    """Index of its record in the prompts file."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """Spans `(version, start)`: from token `start` on, the policy version that sampled."""
+    reward: float = 0.0
+
+
+class Book:
+    """Opens a draft for every drawn rollout, and closes it once it is trained on or dropped."""
+
+    def __init__(self, run: Run, workload: PromptWorkload) -> None:
+        self._run = run
+        self._workload = workload
+        self._next_group = 0
+        self.drafts: dict[int, Draft] = {}
+
+    def begin_at(self, group: int) -> None:
+        """Let the next draw start at `group`, for a run that resumes."""
+        self._next_group = group
+
+    def draw(self, num_groups: int) -> tuple[DrawnGroup, ...]:
+        """Open drafts for the next groups."""
+        draws = self._workload.draw(self._next_group, num_groups)
+        self._next_group += num_groups
+        for draw in draws:
+            line = self._workload.line(draw.drawn.group)
+            for rollout in draw.drawn.rollouts:
+                self.drafts[rollout] = Draft(draw.drawn.rollouts, line)
+        return tuple(draw.drawn for draw in draws)
+
+    def request(self, command: Generate) -> Request:
+        """Give what a replica needs to generate, or to go on with, a rollout."""
+        draft = self.drafts[command.rollout]
+        return Request(
+            rollout=command.rollout,
+            prompt=self._workload.tokens[draft.line],
+            priority=command.priority,
+            max_tokens=self._run.rollout.max_tokens,
+            prefix=draft.tokens[: command.prefix],
+        )
+
+    def add(self, completion: Completion) -> int:
+        """Enter what an attempt made; give the output tokens that the rollout has now."""
+        draft = self.drafts[completion.rollout]
+        offset = len(draft.tokens)
+        draft.versions.extend((version, offset + start) for version, start in completion.versions)
+        draft.tokens.extend(completion.tokens)
+        draft.logprobs.extend(completion.logprobs)
+        return len(draft.tokens)
+
+    def record(self, rollout: int) -> Record:
+        """Give the line of the prompts file that a rollout was made from."""
+        return self._workload.records[self.drafts[rollout].line]
+
+    def text(self, rollout: int) -> str:
+        """Give a rollout's output as text, special tokens left out."""
+        return self._workload.decode(self.drafts[rollout].tokens)
+
+    def samples(self, rollouts: Iterable[int]) -> list[Sample]:
+        """Give rollouts as the trainer consumes them, with their advantages."""
+        return [self._sample(rollout) for rollout in rollouts]
+
+    def close_group(self, group: int) -> None:
+        """Forget the rollouts of a group."""
+        size = self._run.algorithm.group_size
+        for rollout in range(group * size, group * size + size):
+            self.drafts.pop(rollout, None)
+
+    def _sample(self, rollout: int) -> Sample:
+        draft = self.drafts[rollout]
+        return Sample(
+            rollout=rollout,
+            prompt=self._workload.tokens[draft.line],
+            tokens=draft.tokens,
+            logprobs=draft.logprobs,
+            advantage=self._advantage(rollout, draft),
+        )
+
+    def _advantage(self, rollout: int, draft: Draft) -> float:
+        algorithm = self._run.algorithm
+        if not algorithm.trains_whole_groups:
+            return advantages(algorithm.name, [draft.reward])[0]
+        rewards = [self.drafts[sibling].reward for sibling in draft.group]
+        return advantages(algorithm.name, rewards)[draft.group.index(rollout)]

@@ -1,0 +1,177 @@
+"""One async handle on a role, wherever it lives: in this process (tests), or in a local process of its own.
+
+`await handle.call("method", ...)` gives a result, `async for x in handle.stream("method", ...)` gives
+items as they come. Calls on one handle begin in the order they are made. A role that dies makes every
+pending and later call raise `WorkerLostError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from executor.carriers.wire import Answer, Call, read_frame, write_frame
+from executor.carriers.worker import make_role
+
+CLOSE_TIME = 5.0  # seconds that a worker gets to leave before it is killed
+
+T = TypeVar("T")
+Config = dict[str, object]
+"""A role's configuration as plain data; the role's own class checks it."""
+
+
+class WorkerLostError(ConnectionError):
+    """The process that a role lives in has died."""
+
+
+class Handle(ABC):
+    """A role that can be called."""
+
+    @abstractmethod
+    async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
+        """Run a method of the role and give its result, as `returns`."""
+
+    @abstractmethod
+    def stream(self, method: str, *arguments: object, returns: type[T]) -> AsyncIterator[T]:
+        """Run a method of the role that yields, and give its items as they come."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the role; nothing of it is left behind."""
+
+
+class InProcess(Handle):
+    """A role in this process and this event loop."""
+
+    def __init__(self, role_path: str, config: Config) -> None:
+        self._role: Any = make_role(role_path, config)
+
+    async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
+        """Await the role's own method."""
+        result: T = await getattr(self._role, method)(*arguments)
+        return result
+
+    async def stream(self, method: str, *arguments: object, returns: type[T]) -> AsyncIterator[T]:
+        """Iterate over the role's own method."""
+        async for item in getattr(self._role, method)(*arguments):
+            yield item
+
+    async def close(self) -> None:
+        """Let the role stop."""
+        await self._role.stop()
+
+
+class LocalProcess(Handle):
+    """A role in a process of its own on this machine, at the other end of a socket pair."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._answers: dict[int, asyncio.Queue[Answer | WorkerLostError]] = {}
+        self._num_calls = 0
+        self._lost: WorkerLostError | None = None
+        self._listener = asyncio.create_task(self._listen())
+
+    @classmethod
+    async def start(
+        cls, role_path: str, config: Config, log: Path, environment: dict[str, str]
+    ) -> LocalProcess:
+        """Start the process; its output goes to `log`."""
+        ours, theirs = socket.socketpair()
+        with log.open("ab") as output, theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "executor.carriers.worker", role_path, str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **environment},
+                start_new_session=True,  # Ctrl-C is the controller's to handle
+            )
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        write_frame(writer, config)
+        return cls(process, reader, writer)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def exit_status(self) -> int | None:
+        """The process's exit status, negative for a signal; None while it lives."""
+        return self._process.returncode
+
+    async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
+        """Send the call now, wait for its result."""
+        queue = self._send(method, arguments, is_stream=False)
+        return msgspec.convert(_value(await queue.get()), returns)
+
+    async def stream(self, method: str, *arguments: object, returns: type[T]) -> AsyncIterator[T]:
+        """Send the call now, give items as they arrive."""
+        queue = self._send(method, arguments, is_stream=True)
+        while True:
+            answer = await queue.get()
+            value = _value(answer)
+            if isinstance(answer, Answer) and answer.kind == "end":
+                return
+            yield msgspec.convert(value, returns)
+
+    async def close(self) -> None:
+        """Hang up, wait a little, then kill."""
+        self._listener.cancel()
+        self._writer.close()
+        try:
+            await asyncio.to_thread(self._process.wait, CLOSE_TIME)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+
+    def _send(
+        self, method: str, arguments: tuple[object, ...], is_stream: bool
+    ) -> asyncio.Queue[Answer | WorkerLostError]:
+        queue: asyncio.Queue[Answer | WorkerLostError] = asyncio.Queue()
+        if self._lost is not None:
+            queue.put_nowait(self._lost)
+            return queue
+        self._num_calls += 1
+        self._answers[self._num_calls] = queue
+        write_frame(self._writer, Call(self._num_calls, method, list(arguments), is_stream))
+        return queue
+
+    async def _listen(self) -> None:
+        decoder = msgspec.msgpack.Decoder(Answer)
+        try:
+            while True:
+                answer = decoder.decode(await read_frame(self._reader))
+                self._answers[answer.id].put_nowait(answer)
+                if answer.kind != "item":
+                    del self._answers[answer.id]
+        except (asyncio.IncompleteReadError, ConnectionError):
+            status = await asyncio.to_thread(self._process.wait)
+            self._lost = WorkerLostError(f"worker process {self.pid} ended with status {status}")
+            for queue in self._answers.values():
+                queue.put_nowait(self._lost)
+
+
+def _value(answer: Answer | WorkerLostError) -> object:
+    if isinstance(answer, WorkerLostError):
+        raise answer
+    if answer.kind == "error":
+        raise RuntimeError(answer.value)
+    return answer.value

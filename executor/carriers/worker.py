@@ -1,0 +1,77 @@
+"""The process that a role lives in: `python -m executor.carriers.worker MODULE:CLASS FD`.
+
+It reads the role's configuration, then serves calls, many at a time, until its controller is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import socket
+import sys
+import traceback
+from collections.abc import AsyncIterator
+from typing import Any, get_type_hints
+
+import msgspec
+
+from executor.carriers.wire import Answer, Call, read_frame, write_frame
+
+
+async def serve(role_path: str, connection: socket.socket) -> None:
+    """Serve one role over `connection` until the controller closes it."""
+    reader, writer = await asyncio.open_unix_connection(sock=connection)
+    role = make_role(role_path, msgspec.msgpack.decode(await read_frame(reader)))
+    running: set[asyncio.Task[None]] = set()
+    while True:
+        try:
+            call = msgspec.msgpack.decode(await read_frame(reader), type=Call)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            os._exit(0)  # the controller is gone: threads in the middle of a computation end too
+        task = asyncio.create_task(_answer(role, call, writer))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+
+def make_role(role_path: str, config: object) -> Any:
+    """Import `module:Class` and make it from its configuration, given as plain data."""
+    module_name, _, class_name = role_path.partition(":")
+    role_class = getattr(importlib.import_module(module_name), class_name)
+    config_class = get_type_hints(role_class.__init__)["config"]
+    return role_class(msgspec.convert(config, config_class))
+
+
+async def _answer(role: Any, call: Call, writer: asyncio.StreamWriter) -> None:
+    try:
+        method = getattr(role, call.method)
+        result = method(*_typed(method, call.arguments))
+        if call.is_stream:
+            await _answer_stream(call.id, result, writer)
+        else:
+            write_frame(writer, Answer(call.id, "result", await result))
+    except Exception as error:  # crosses the process boundary as text, and becomes `Failed` there
+        traceback.print_exc()
+        write_frame(writer, Answer(call.id, "error", f"{type(error).__name__}: {error}"))
+    await writer.drain()
+
+
+async def _answer_stream(
+    call_id: int, items: AsyncIterator[object], writer: asyncio.StreamWriter
+) -> None:
+    async for item in items:
+        write_frame(writer, Answer(call_id, "item", item))
+        await writer.drain()
+    write_frame(writer, Answer(call_id, "end", None))
+
+
+def _typed(method: Any, arguments: list[Any]) -> list[Any]:
+    """Convert plain data to the types that the method declares."""
+    hints = get_type_hints(method)
+    hints.pop("return", None)
+    kinds = list(hints.values())[: len(arguments)]
+    return [msgspec.convert(value, kind) for value, kind in zip(arguments, kinds, strict=True)]
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2]))))

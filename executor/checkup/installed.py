@@ -1,0 +1,88 @@
+"""Are the back ends installed, in versions that the plan and they themselves ask for? Nothing is imported."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+
+from packaging.requirements import Requirement
+
+from streamrl.doctor.finding import Finding, Level
+from streamrl.runfile.config import Run
+
+PACKAGE = "streamrl"
+EXTRA_OF = {"transformers": "executor", "torch": "executor", "local": "", "in-process": ""}
+"""The extra of this package that a back end or a launcher comes with; "" where the core is enough. Ranges stand
+in pyproject.toml alone, and are read from the installed package's metadata."""
+SHOWN = {"torch", "transformers", "safetensors"}
+"""Packages whose versions are told where nothing is wrong."""
+
+
+def requirements(run: Run) -> list[Requirement]:
+    """Give what the run's back ends and launcher need, as the metadata of this package has it.
+
+    Raises:
+        PackageNotFoundError: this package is not installed.
+    """
+    asked = (run.rollout.backend, run.trainer.backend, run.execute.launcher)
+    extras = {EXTRA_OF[name] for name in asked}
+    found = map(Requirement, importlib.metadata.requires(PACKAGE) or [])
+    return [each for each in found if _applies(each, extras)]
+
+
+def _applies(requirement: Requirement, extras: set[str]) -> bool:
+    marker = requirement.marker
+    return marker is None or any(marker.evaluate({"extra": extra}) for extra in sorted(extras))
+
+
+def find(run: Run) -> Iterator[Finding]:
+    """Find back ends that are missing, or of a version that this package or another back end refuses."""
+    try:
+        needed = requirements(run)
+    except importlib.metadata.PackageNotFoundError:
+        text = f"{PACKAGE} is not installed as a package, so nothing says which versions it needs"
+        yield _finding("warning", text, "pip install -e .")
+        return
+    level: Level = "error" if run.model.path is not None else "warning"
+    wrong = [line for each in needed for line in _complaints(each, "")]
+    names = [each.name for each in needed]
+    for name in names:
+        wrong += [line for other in _needs_of(name, names) for line in _complaints(other, name)]
+    for requirement, text in wrong:
+        yield _finding(level, text, f"pip install '{requirement}'")
+    if not wrong:
+        shown = [f"{name} {installed_version(name)}" for name in names if name in SHOWN]
+        what = ", ".join(shown) if shown else "all"
+        yield _finding("ok", f"installed as {PACKAGE} needs them: {what}")
+
+
+def installed_version(name: str) -> str | None:
+    """Give the version of an installed distribution without importing it."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _complaints(requirement: Requirement, wanted_by: str) -> Iterator[tuple[str, str]]:
+    """Yield the requirement and what is wrong, where the installed version is none or outside its range."""
+    version = installed_version(requirement.name)
+    whose = f"{wanted_by or PACKAGE} needs {requirement.name}{requirement.specifier}"
+    wanted = f"{requirement.name}{requirement.specifier}"
+    if version is None:
+        yield wanted, f"{whose}, which is not installed"
+    elif not requirement.specifier.contains(version, prereleases=True):
+        yield wanted, f"{whose}, but {version} is installed"
+
+
+def _needs_of(name: str, others: list[str]) -> list[Requirement]:
+    """Give what an installed package needs of `others`: vLLM and transformers disagree now and then."""
+    try:
+        found = map(Requirement, importlib.metadata.requires(name) or [])
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [each for each in found if each.name in others and _applies(each, {""})]
+
+
+def _finding(level: Level, text: str, fix: str = "") -> Finding:
+    return Finding(level=level, topic="versions", name="versions", text=text, fix=fix)

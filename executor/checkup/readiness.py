@@ -1,0 +1,116 @@
+"""Could this machine execute a run file? What back ends cannot do, and GPUs; torch is asked only for GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from executor.execute import check_back_ends
+from streamrl.doctor.changes import changed, say, value_of
+from streamrl.doctor.finding import Changes, Finding, Level
+from streamrl.doctor.fix import passes
+from streamrl.runfile.config import Run
+
+LIMITS: tuple[Changes, ...] = (
+    {"rollout.tensor_parallel": 1, "rollout.expert_parallel": 1},
+    {"rollout.migration_transfer": "recompute"},
+    {
+        "trainer.data_parallel": 1,
+        "trainer.tensor_parallel": 1,
+        "trainer.pipeline_parallel": 1,
+        "trainer.expert_parallel": 1,
+    },
+    {"algorithm.name": "grpo", "algorithm.group_size": 8},
+    {"algorithm.name": "reinforce++"},
+    {"model.dtype": "bfloat16"},
+)
+"""What mends a run that these back ends cannot execute."""
+
+
+def find(run: Run) -> Iterator[Finding]:
+    """Find what keeps this machine from executing the run, as far as it names weights to execute it with."""
+    if run.model.path is None:
+        text = "without model.path the run is planned and simulated only: GPUs of this machine are not looked at"
+        yield _finding("ok", "execute", text)
+        return
+    yield from _find_limits(run)
+    yield from _find_gpus(run)
+
+
+def _find_limits(run: Run) -> Iterator[Finding]:
+    """Find what the back ends would refuse, one refusal after the other, with what was tried against each."""
+    for _ in LIMITS:
+        message = _refusal(run)
+        if message is None:
+            return
+        changes = _way_round(run, message)
+        fix = say(changes) if changes else "plan and simulate it: this back end cannot execute it"
+        yield _finding("error", "back-end", f"execute: {message}", fix, changes)
+        run = changed(run, changes)
+
+
+def _way_round(run: Run, message: str) -> Changes:
+    """Give the first change after which the back ends refuse something else, or nothing."""
+    for candidate in LIMITS:
+        changes = {key: new for key, new in candidate.items() if value_of(run, key) != new}
+        after = changed(run, changes)
+        if passes(after) and _refusal(after) != message:
+            return changes
+    return {}
+
+
+def _refusal(run: Run) -> str | None:
+    try:
+        check_back_ends(run)
+    except ValueError as error:
+        return str(error)
+    if run.model.dtype == "float16":
+        return "model.dtype must be 'bfloat16' or 'float32' for backend torch, got 'float16'"
+    return None
+
+
+def _find_gpus(run: Run) -> Iterator[Finding]:
+    """Find that the run wants GPUs and there are too few; torch is asked only where it wants any."""
+    needed = gpus_needed(run)
+    if not needed:
+        text = "every process of the run works on the CPU: no GPU is needed"
+        yield _finding("ok", "gpus", text)
+        return
+    there = visible_gpus()
+    text = f"execute puts {needed} processes on GPUs of this machine; torch sees {there}"
+    if there >= needed:
+        yield _finding("ok", "gpus", text)
+        return
+    level: Level = "warning" if run.execute.device == "auto" else "error"
+    changes: Changes = {"execute.device": "cpu"}
+    fix = f"{say(changes)}, or execute it where the GPUs are"
+    yield _finding(level, "gpus", text, fix, changes)
+
+
+def gpus_needed(run: Run) -> int:
+    """Give the GPUs of this machine that `executor.carriers.launch` hands out: one a replica, one to the trainer."""
+    device, pools = run.execute.device, run.cluster.pools
+    if device != "auto" and not device.startswith("cuda"):
+        return 0
+    on_gpu = {
+        side: device != "auto" or pools[pool].gpu != "cpu"
+        for side, pool in (("rollout", run.rollout.pool), ("trainer", run.trainer.pool))
+    }
+    trainer = on_gpu["trainer"] and not run.shares_gpus
+    return run.rollout.replicas * on_gpu["rollout"] + trainer
+
+
+def visible_gpus() -> int:
+    """Give the GPUs that torch sees, none where it is not installed."""
+    try:
+        import torch
+    except ImportError:
+        return 0
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _finding(
+    level: Level, name: str, text: str, fix: str = "", changes: Changes | None = None
+) -> Finding:
+    return Finding(
+        level=level, topic="versions", name=name, text=text, fix=fix, changes=changes or {}
+    )

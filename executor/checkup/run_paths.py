@@ -1,0 +1,110 @@
+"""Can prompts be read and scored, and is the run directory free? What `execute` finds on disk."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from executor.prompts import EXPECTED, Record, read_prompts
+from executor.record import RunDirectory
+from executor.verifier import SCORERS
+from streamrl.doctor.changes import say
+from streamrl.doctor.finding import Changes, Finding, Level
+from streamrl.runfile.config import Run
+
+FIELDS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "exact": (("answer",),),
+    "math-verify": (("answer",),),
+    "reasoning-gym": (("task",), ("entry", "answer")),
+}
+"""What each scorer of `executor.verifier` reads of a record: of every tuple one field."""
+SHOWN = 3
+"""Lines of a prompts file that a finding names."""
+
+
+def find(run: Run) -> Iterator[Finding]:
+    """Find prompts and run directories that `execute` would refuse, of a run that has weights to execute."""
+    if run.model.path is not None:
+        yield from _find_prompts(run)
+        yield from _find_output(run)
+
+
+def _find_prompts(run: Run) -> Iterator[Finding]:
+    """Find prompts that cannot be read, or lack what their verifier scores by."""
+    path, verifier = run.workload.prompts, run.workload.verifier
+    if path is None or verifier not in SCORERS:
+        text = f"workload.prompts={path} with workload.verifier={verifier}: execute needs both"
+        fix = f"name a JSONL file, and a verifier: {', '.join(SCORERS)}"
+        yield _finding("error", "prompts", text, fix)
+        return
+    try:
+        records = read_prompts(Path(path))
+    except ValueError as error:
+        fix = 'write a line {"prompt": "...", "answer": "..."} for each prompt'
+        yield _finding("error", "prompts", str(error), fix)
+        return
+    wanted = [*FIELDS[verifier], *([(EXPECTED,)] if run.policies.tail_batching == "defer" else [])]
+    lacking = [(fields, _lines_without(records, fields)) for fields in wanted]
+    for fields, lines in lacking:
+        if lines:
+            names = " or ".join(map(repr, fields))
+            shown = ", ".join(map(str, lines[:SHOWN])) + (", ..." if len(lines) > SHOWN else "")
+            text = f"workload.prompts: {len(lines)} lines of {path} have no {names} (lines {shown})"
+            fix = f"add it, or choose a workload.verifier that needs none ({verifier} does)"
+            yield _finding("error", "prompts", text, fix)
+    if not any(lines for _, lines in lacking):
+        text = f"workload.prompts: {len(records):,} prompts with what {verifier} scores by"
+        yield _finding("ok", "prompts", text)
+
+
+def _lines_without(records: list[Record], fields: tuple[str, ...]) -> list[int]:
+    return [
+        number
+        for number, record in enumerate(records, start=1)
+        if not any(record.get(field) is not None for field in fields)
+    ]
+
+
+def _find_output(run: Run) -> Iterator[Finding]:
+    """Find a run directory that is taken, with the step that it could go on from, or that cannot be made."""
+    path = Path(run.execute.output)
+    if (path / "trace.jsonl").exists():
+        saved = RunDirectory(path).find_checkpoint(resume=True)
+        where = "no checkpoint yet" if saved is None else f"a checkpoint of step {saved.version}"
+        free = _free_beside(path)
+        changes: Changes = {"execute.output": str(free)}
+        fix = f"streamrl execute --resume goes on with it; {say(changes)} begins another"
+        text = f"execute.output: {path} holds a run with {where}"
+        yield _finding("warning", "output", text, fix, changes)
+    elif (parent := _nearest_there(path)) and not _is_writable(parent):
+        text = f"execute.output: {path} cannot be made, as {parent} is no directory to write to"
+        yield _finding("error", "output", text, "set execute.output=runs/run")
+    else:
+        yield _finding("ok", "output", f"execute.output: {path} is free")
+
+
+def _free_beside(path: Path) -> Path:
+    number, path = 2, path.absolute()
+    while (free := path.with_name(f"{path.name}-{number}")).exists():
+        number += 1
+    return free
+
+
+def _nearest_there(path: Path) -> Path:
+    path = path.absolute()
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
+def _is_writable(path: Path) -> bool:
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            return True
+    except OSError:
+        return False
+
+
+def _finding(
+    level: Level, name: str, text: str, fix: str = "", changes: Changes | None = None
+) -> Finding:
+    return Finding(level=level, topic="files", name=name, text=text, fix=fix, changes=changes or {})

@@ -1,0 +1,101 @@
+"""What a profile measures: which batches, contexts and lengths, and how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from executor.rollout.batching import PREFILL_TOKENS
+
+BATCHES = (1, 2, 4, 8, 16, 32, 48)
+"""Batches of the decode step below the largest one: dense where Python's share of a step falls fast."""
+NUM_CONTEXTS = 4
+WINDOW = 16
+"""Decode steps at each batch and context: a rollout gains so many tokens, which its context is the mean of."""
+JOIN_STEPS = 96
+"""Decode steps beside which prefixes join."""
+SHORT = 16
+"""Tokens of the shortest prefix measured: what a rollout costs whatever its length shows best here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How far a profile goes; a run beyond them is extrapolated."""
+
+    max_running: int
+    max_context: int
+    """Prompt and output tokens of a rollout."""
+    max_tokens_per_pass: int
+    """Of the trainer."""
+
+    def __post_init__(self) -> None:
+        for key, least in (("max_running", 1), ("max_context", 4 * WINDOW)):
+            if getattr(self, key) < least:
+                raise ValueError(f"{key} must be at least {least}, got {getattr(self, key)}")
+        if self.max_tokens_per_pass < self.max_context:
+            raise ValueError(
+                f"max_tokens_per_pass must be at least max_context={self.max_context}, "
+                f"got {self.max_tokens_per_pass}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Every point that is measured, `repeats` times over."""
+
+    repeats: int
+    decode: list[tuple[int, int]]
+    """(rollouts, tokens of context)"""
+    prefill: list[tuple[int, int]]
+    """(rollouts, tokens of a prefix)"""
+    join: list[tuple[int, int, int]]
+    """(running rollouts, joining ones, tokens of a prefix)"""
+    passes: list[tuple[int, int]]
+    """(rollouts, tokens of each)"""
+    calls: list[tuple[int, int]]
+    """(rollouts, tokens of each)"""
+
+
+def full_plan(limits: Limits) -> Plan:
+    """Cover the limits densely enough to interpolate; a few minutes for a small model on a CPU."""
+    batches = [b for b in BATCHES if b < limits.max_running] + [limits.max_running]
+    return _plan(limits, 5, batches, NUM_CONTEXTS)
+
+
+def quick_plan(limits: Limits) -> Plan:
+    """Touch every table: for tests, and to see that everything runs."""
+    return _plan(limits, 2, sorted({1, limits.max_running}), 2)
+
+
+def _plan(limits: Limits, repeats: int, batches: list[int], num_contexts: int) -> Plan:
+    lengths = _spread(SHORT, limits.max_context - WINDOW, num_contexts)
+    widths = _spread(SHORT, limits.max_context, num_contexts)
+    room = limits.max_tokens_per_pass
+    passes = [(n, w) for w in widths for n in sorted({1, max(1, room // w // 4), room // w})]
+    running = sorted({max(1, limits.max_running // 4), max(1, 3 * limits.max_running // 4)})
+    return Plan(
+        repeats=repeats,
+        decode=[(b, context) for b in batches for context in lengths],
+        prefill=_prefixes(limits, lengths),
+        join=[
+            (b, max(1, b // 8), length)
+            for b in running
+            for length in lengths[:2]
+            if length <= PREFILL_TOKENS
+        ],
+        passes=passes,
+        calls=[(1, SHORT), (max(1, room // widths[-1]), widths[-1])],
+    )
+
+
+def _prefixes(limits: Limits, lengths: list[int]) -> list[tuple[int, int]]:
+    """One prefix of each length, and as many of the shorter ones as a pass has room for."""
+    lengths = sorted({min(length, PREFILL_TOKENS) for length in lengths})
+    ones = [(1, length) for length in lengths]
+    many = [(min(limits.max_running, max(2, 256 // length)), length) for length in lengths[:2]]
+    return [*ones, *(pair for pair in many if pair[0] > 1 and pair[0] <= limits.max_running)]
+
+
+def _spread(first: int, last: int, count: int) -> list[int]:
+    """Give `count` numbers at equal distances from `first` to `last`."""
+    steps = max(1, count - 1)
+    return sorted({first + (last - first) * index // steps for index in range(count)})

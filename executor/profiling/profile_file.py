@@ -1,0 +1,160 @@
+"""Readings of this machine as a measured profile, with what they were taken on."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from executor.execute import facts
+from executor.profiling.measurements import Limits, full_plan, quick_plan
+from executor.profiling.profiler import Readings, Setup, Watch, measure
+from executor.rollout.batching import PREFILL_TOKENS
+from streamrl.hardware.machine_profile import (
+    CallRow,
+    DecodeRow,
+    Host,
+    JoinRow,
+    MeasuredModel,
+    MeasuredProfile,
+    Moved,
+    Once,
+    PassRow,
+    PrefillRow,
+    Seconds,
+    shape_digest,
+)
+from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.runfile.config import ModelConfig
+
+QUARTILES = (25, 50, 75)
+LEAST_JOINS = 3
+"""Joins of one kind below which their median says little."""
+
+
+def make_setup(
+    model: Path, *, gpu: str, dtype: str, threads: int, limits: Limits, is_quick: bool
+) -> Setup:
+    """Say what to measure.
+
+    Raises:
+        ValueError: no model directory, or an unknown GPU, with the closest names.
+    """
+    if not (model / "config.json").is_file():
+        raise ValueError(f"{model} is no model directory: it has no config.json")
+    load_gpu(gpu)
+    load_model(ModelConfig(path=str(model)))
+    return Setup(
+        model=str(model),
+        dtype=dtype,
+        device="cpu" if gpu == "cpu" else "cuda",
+        threads=threads,
+        limits=limits,
+        plan=quick_plan(limits) if is_quick else full_plan(limits),
+    )
+
+
+def profile_model(setup: Setup, gpu: str, watch: Watch) -> MeasuredProfile:
+    """Measure a model here and give its profile; `watch` is told of `num_points` points."""
+    return to_profile(setup, gpu, measure(setup, watch))
+
+
+def to_profile(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
+    """Put readings into rows of quartiles."""
+    shape = load_model(ModelConfig(path=setup.model))
+    versions = {key: str(value) for key, value in facts().items() if key != "host"}
+    return MeasuredProfile(
+        source=f"streamrl profile of {shape.name} on this machine",
+        date=datetime.date.today(),
+        gpu=gpu,
+        tensor_parallel=1,
+        dtype=setup.dtype,
+        backend="transformers",
+        shares_prefixes=False,
+        pads_context=readings.pads_context,
+        prefill_tokens=PREFILL_TOKENS,
+        refill_passes=round(float(np.median(readings.refill_passes))),
+        repeats=setup.plan.repeats,
+        model=MeasuredModel(
+            name=shape.name, num_parameters=shape.num_parameters, digest=shape_digest(shape)
+        ),
+        host=_host(setup),
+        versions=versions,
+        decode=[
+            DecodeRow(
+                running=key[0],
+                context=float(np.mean(readings.decode_context[key])),
+                seconds=quartiles(seconds),
+            )
+            for key, seconds in sorted(readings.decode.items())
+        ],
+        prefill=[
+            PrefillRow(rollouts=n, tokens=tokens, seconds=quartiles(seconds))
+            for (n, tokens), seconds in sorted(readings.prefill.items())
+        ],
+        join=_join_rows(readings),
+        train=_pass_rows(readings.train),
+        score=_pass_rows(readings.score),
+        call=[
+            CallRow(tokens=tokens, seconds=quartiles(seconds))
+            for tokens, seconds in sorted(readings.call.items())
+        ],
+        optimizer=Once(seconds=quartiles(readings.optimizer)),
+        push=Moved(bytes=readings.num_bytes, seconds=quartiles(readings.push)),
+        load=Moved(bytes=readings.num_bytes, seconds=quartiles(readings.load)),
+    )
+
+
+def quartiles(seconds: Sequence[float]) -> Seconds:
+    """Give lower quartile, median and upper quartile."""
+    low, median, high = np.percentile(seconds, QUARTILES).tolist()
+    return low, median, high
+
+
+def _join_rows(readings: Readings) -> list[JoinRow]:
+    return [
+        JoinRow(
+            rollouts=joining,
+            tokens=tokens,
+            running=running,
+            context=float(np.mean(readings.join_context[running, joining, tokens])),
+            step=quartiles(readings.step[running, joining, tokens]),
+            seconds=quartiles(seconds),
+        )
+        for (running, joining, tokens), seconds in sorted(readings.join.items())
+        if len(seconds) >= LEAST_JOINS
+    ]
+
+
+def _pass_rows(readings: Mapping[tuple[int, int], Sequence[float]]) -> list[PassRow]:
+    return [
+        PassRow(rollouts=n, tokens=width, seconds=quartiles(seconds))
+        for (n, width), seconds in sorted(readings.items())
+    ]
+
+
+def _host(setup: Setup) -> Host:
+    cpu = _cpu_name()
+    if setup.device == "cuda":
+        import torch
+
+        device = torch.cuda.get_device_name()
+    else:
+        device = cpu
+    cores = len(os.sched_getaffinity(0))
+    return Host(cpu=cpu, cores=cores, threads=setup.threads, device=device)
+
+
+def _cpu_name() -> str:
+    """Give the processor's name where Linux tells it, else the architecture."""
+    facts_file = Path("/proc/cpuinfo")
+    if facts_file.is_file():
+        for line in facts_file.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()

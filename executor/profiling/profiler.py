@@ -1,0 +1,360 @@
+"""Measure this machine: what a model takes here, operation by operation, through the code that executes runs.
+
+A replica and a trainer live in processes of their own, as in a run, and are asked for what a run asks for.
+Every point is measured once a round, and rounds follow each other, so that a machine whose speed drifts
+spreads its drift over all points. Weights are read without end-of-sequence tokens: lengths are as planned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from executor.carriers.handles import Handle, LocalProcess
+from executor.carriers.launch import worker_environment
+from executor.profiling.measurements import JOIN_STEPS, SHORT, WINDOW, Limits, Plan
+from executor.profiling.timed_roles import Pass
+from executor.rollout.batching import PREFILL_TOKENS
+from executor.samples import Completion, Manifest, Request, Sample
+from executor.transfer.shared_memory import remove_version, shared_directory
+
+REPLICA = "executor.profiling.timed_roles:TimedReplica"
+TRAINER = "executor.profiling.timed_roles:TimedTrainer"
+END_KEYS = ("eos_token_id",)
+CONFIG_FILES = ("config.json", "generation_config.json")
+LEARNING_RATE = 1e-6
+"""Small enough that the weights stay a language model's while they are timed."""
+
+Watch = Callable[[str], None]
+"""Told after each point what was measured."""
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What is measured, and how its processes run."""
+
+    model: str
+    """Hugging Face directory."""
+    dtype: str
+    device: str
+    threads: int
+    limits: Limits
+    plan: Plan
+
+
+@dataclass
+class Readings:
+    """Seconds by point, as many of each as the rounds gave."""
+
+    decode: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    decode_context: dict[tuple[int, int], list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    prefill: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    join: dict[tuple[int, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    """By (running, joining, tokens)."""
+    step: dict[tuple[int, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Decode steps around a join, by the same key."""
+    join_context: dict[tuple[int, int, int], list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    train: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    score: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    call: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """By tokens sent."""
+    optimizer: list[float] = field(default_factory=list)
+    push: list[float] = field(default_factory=list)
+    load: list[float] = field(default_factory=list)
+    refill_passes: list[float] = field(default_factory=list)
+    num_bytes: int = 0
+    pads_context: bool = False
+
+
+def measure(setup: Setup, watch: Watch) -> Readings:
+    """Measure every point of the plan.
+
+    Raises:
+        RuntimeError: a worker failed; the message says why, its log is gone with the scratch directory.
+    """
+    return asyncio.run(_measure(setup, watch))
+
+
+def num_points(plan: Plan) -> int:
+    """Give how often `watch` will be called."""
+    replica = len(plan.decode) + len(plan.prefill) + len(plan.join) + 1
+    trainer = len(plan.passes) + len(plan.calls) + 1
+    return plan.repeats * (replica + trainer + len(plan.passes))
+
+
+async def _measure(setup: Setup, watch: Watch) -> Readings:
+    readings = Readings()
+    with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
+        endless = _without_end(Path(setup.model), Path(scratch, "model"))
+        vocabulary = json.loads((endless / "config.json").read_text())["vocab_size"]
+        common = {
+            "model": str(endless),
+            "device": setup.device,
+            "dtype": setup.dtype,
+            "num_threads": setup.threads,
+        }
+        bench = _Bench(setup, readings, watch, vocabulary, Path(scratch), common)
+        async with bench.replica() as replica, bench.trainer("token_tis") as trainer:
+            readings.pads_context = await replica.call("pads_context", returns=bool)
+            await bench.warm_up(replica, trainer)
+            for _ in range(setup.plan.repeats):
+                await bench.time_replica(replica)
+                await bench.time_sync(replica, trainer)
+                await bench.time_trainer(trainer)
+        async with bench.trainer("decoupled") as scorer:
+            for _ in range(setup.plan.repeats):
+                await bench.time_scores(scorer)
+    return readings
+
+
+class _Bench:
+    """Asks the roles for work and reads their stopwatches."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        readings: Readings,
+        watch: Watch,
+        vocabulary: int,
+        scratch: Path,
+        common: dict[str, object],
+    ) -> None:
+        self._limits, self._plan = setup.limits, setup.plan
+        self._readings = readings
+        self._watch = watch
+        self._random = random.Random(0)
+        self._vocabulary = vocabulary
+        self._scratch = scratch
+        self._common = common
+        self._environment = worker_environment(setup.threads)
+        self._num_rollouts = 0
+        self._version = 0
+
+    # Roles ----------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def replica(self) -> AsyncIterator[Handle]:
+        """Start a replica, and end it."""
+        longest = self._limits.max_context
+        config = {
+            "max_running": self._limits.max_running,
+            "max_tokens": longest,
+            "max_prompt_tokens": longest,
+            "temperature": 1.0,
+            "seed": 0,
+            **self._common,
+        }
+        async with self._role(REPLICA, config) as handle:
+            await handle.call("start", None, 0, returns=type(None))
+            yield handle
+
+    @contextlib.asynccontextmanager
+    async def trainer(self, correction: str) -> AsyncIterator[Handle]:
+        """Start a trainer, and end it."""
+        config = {
+            "learning_rate": LEARNING_RATE,
+            "temperature": 1.0,
+            "correction": correction,
+            "max_tokens_per_pass": self._limits.max_tokens_per_pass,
+            **self._common,
+        }
+        async with self._role(TRAINER, config) as handle:
+            await handle.call("start", None, returns=int)
+            yield handle
+
+    @contextlib.asynccontextmanager
+    async def _role(self, path: str, config: dict[str, object]) -> AsyncIterator[Handle]:
+        log = self._scratch / "worker.log"
+        handle = await LocalProcess.start(path, config, log, self._environment)
+        try:
+            yield handle
+        finally:
+            await handle.close()
+
+    async def warm_up(self, replica: Handle, trainer: Handle) -> None:
+        """Let caches and allocators reach their size on the largest work there is."""
+        most, longest = self._limits.max_running, self._limits.max_context
+        await self._generate(replica, most, longest - WINDOW, WINDOW)
+        await replica.call("passes", returns=list[Pass])
+        await self._train(trainer, *max(self._plan.passes, key=lambda p: p[0] * p[1]))
+        await trainer.call("seconds", returns=list[float])
+
+    # The replica ----------------------------------------------------------------------------------
+
+    async def time_replica(self, replica: Handle) -> None:
+        """Measure decode steps, prefixes, joins, and how long a freed place stays empty."""
+        for point in self._plan.decode:
+            await self._time_decode(replica, *point)
+            self._watch("decode")
+        for point in self._plan.prefill:
+            await self._time_prefill(replica, *point)
+            self._watch("prefill")
+        for point3 in self._plan.join:
+            await self._time_join(replica, *point3)
+            self._watch("join")
+        await self._time_refill(replica)
+        self._watch("refill")
+
+    async def _time_decode(self, replica: Handle, running: int, context: int) -> None:
+        """Let `running` rollouts decode around `context` tokens each.
+
+        The first of them decodes while the prefixes of the others are computed, and must outlast that.
+        """
+        lead = running * context // PREFILL_TOKENS + 1
+        prompt = max(1, context - (WINDOW + lead) // 2)
+        await self._generate(replica, running, prompt, WINDOW + lead)
+        key = (running, context)
+        for one in await replica.call("passes", returns=list[Pass]):
+            if one.running == running and not one.prefixes:
+                self._readings.decode[key].append(one.seconds)
+                self._readings.decode_context[key].append(one.context / running)
+
+    async def _time_prefill(self, replica: Handle, rollouts: int, tokens: int) -> None:
+        await self._generate(replica, rollouts, tokens, 2)  # the pass after marks the end of it
+        for one in await replica.call("passes", returns=list[Pass]):
+            if one.prefixes == [tokens] * rollouts and not one.running:
+                self._readings.prefill[rollouts, tokens].append(one.seconds)
+
+    async def _time_join(self, replica: Handle, running: int, joining: int, tokens: int) -> None:
+        """Let rollouts of one token join while others decode, again and again."""
+        steps = min(JOIN_STEPS, self._limits.max_context - SHORT)
+        decoding = asyncio.ensure_future(self._generate(replica, running, SHORT, steps))
+        while not decoding.done():
+            await self._generate(replica, joining, tokens, 1)
+        await decoding
+        passes = await replica.call("passes", returns=list[Pass])
+        for before, one, after in zip(passes, passes[1:], passes[2:], strict=False):
+            around = [p.seconds for p in (before, after) if not p.prefixes and p.running == running]
+            if one.running == running and set(one.prefixes) == {tokens} and around:
+                key = (running, len(one.prefixes), tokens)
+                self._readings.join[key].append(one.seconds)
+                self._readings.step[key] += around
+                self._readings.join_context[key].append(one.context / running)
+
+    async def _time_refill(self, replica: Handle) -> None:
+        """Keep the replica full from its queue, and count the places that stood empty."""
+        most = self._limits.max_running
+        lengths = [self._random.randint(SHORT // 2, 2 * SHORT) for _ in range(2 * most)]
+        await asyncio.gather(*(self._generate(replica, 1, SHORT, n) for n in lengths))
+        passes = await replica.call("passes", returns=list[Pass])
+        started = empty = refilled = 0
+        for one in passes:
+            if started >= most:
+                empty += most - one.running - len(one.prefixes)
+                refilled += len(one.prefixes)
+            started += len(one.prefixes)
+            if started >= 2 * most:
+                break
+        if refilled:
+            self._readings.refill_passes.append(empty / refilled)
+
+    async def _generate(self, replica: Handle, rollouts: int, prompt: int, tokens: int) -> None:
+        requests = [
+            Request(
+                rollout=self._num_rollouts + index,
+                prompt=self._tokens(prompt),
+                priority=0,
+                max_tokens=tokens,
+            )
+            for index in range(rollouts)
+        ]
+        self._num_rollouts += rollouts
+        await asyncio.gather(*(replica.call("generate", r, returns=Completion) for r in requests))
+
+    # The trainer ----------------------------------------------------------------------------------
+
+    async def time_trainer(self, trainer: Handle) -> None:
+        """Measure training passes, calls without any, and an optimizer step."""
+        for rollouts, width in self._plan.passes:
+            await self._train(trainer, rollouts, width)
+            self._readings.train[rollouts, width] += await self._seconds(trainer)
+            self._watch("train")
+        for rollouts, width in self._plan.calls:
+            samples = self._samples(rollouts, width, advantage=0.0)
+            began_at = time.perf_counter()
+            await trainer.call("train", samples, returns=dict[str, float])
+            self._readings.call[rollouts * width].append(time.perf_counter() - began_at)
+            await self._seconds(trainer)
+            self._watch("call")
+
+    async def time_sync(self, replica: Handle, trainer: Handle) -> None:
+        """Measure an optimizer step, a push of its weights, and a load of them, on a trainer that rested.
+
+        In a run it rests while the step's last rollouts are generated, and its caches go cold.
+        """
+        await self._train(trainer, *self._plan.passes[0])
+        await self._seconds(trainer)
+        self._version += 1
+        await trainer.call("step", self._version, returns=dict[str, float])
+        self._readings.optimizer += await self._seconds(trainer)
+        directory = shared_directory("profile")
+        try:
+            manifest = await trainer.call("push", self._version, str(directory), returns=Manifest)
+            self._readings.push += await self._seconds(trainer)
+            self._readings.num_bytes = manifest.num_bytes
+            began_at = time.perf_counter()
+            await replica.call("load", manifest, True, returns=float)
+            self._readings.load.append(time.perf_counter() - began_at)
+        finally:
+            remove_version(directory, self._version)
+            directory.rmdir()
+        self._watch("sync")
+
+    async def time_scores(self, scorer: Handle) -> None:
+        """Measure forward passes."""
+        for rollouts, width in self._plan.passes:
+            samples = self._samples(rollouts, width, advantage=1.0)
+            await scorer.call("score", samples, returns=dict[str, float])
+            self._readings.score[rollouts, width] += await self._seconds(scorer)
+            self._watch("score")
+
+    async def _train(self, trainer: Handle, rollouts: int, width: int) -> None:
+        samples = self._samples(rollouts, width, advantage=1.0)
+        await trainer.call("train", samples, returns=dict[str, float])
+
+    async def _seconds(self, trainer: Handle) -> list[float]:
+        return await trainer.call("seconds", returns=list[float])
+
+    def _samples(self, rollouts: int, width: int, advantage: float) -> list[Sample]:
+        """Make rollouts of `width` tokens, a quarter of them prompt."""
+        prompt = max(1, width // 4)
+        return [
+            Sample(
+                rollout=index,
+                prompt=self._tokens(prompt),
+                tokens=self._tokens(width - prompt),
+                logprobs=[-1.0] * (width - prompt),
+                advantage=advantage,
+            )
+            for index in range(rollouts)
+        ]
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(self._vocabulary) for _ in range(count)]
+
+
+def _without_end(model: Path, copy: Path) -> Path:
+    """Link a model directory, its end-of-sequence tokens left out of the configs."""
+    copy.mkdir()
+    for file in model.iterdir():
+        if file.name not in CONFIG_FILES:
+            (copy / file.name).symlink_to(file.resolve())
+    for name in CONFIG_FILES:
+        if (model / name).is_file():
+            table = json.loads((model / name).read_text())
+            kept = {key: value for key, value in table.items() if key not in END_KEYS}
+            (copy / name).write_text(json.dumps(kept))
+    return copy

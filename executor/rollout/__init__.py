@@ -1,0 +1,1 @@
+"""The replica, and the inference engine that it generates with."""

@@ -1,0 +1,1 @@
+"""The trainer, its losses and its advantages."""

@@ -1,0 +1,110 @@
+"""Does the run come to an end? Found by rehearsing it, and mended by what a further rehearsal survives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil, sqrt
+
+from sim.checkup.rehearsal import Rehearsal
+from sim.failures import SECONDS_PER_DAY
+from streamrl.doctor.changes import value_of
+from streamrl.doctor.finding import Changes, Finding, Level
+from streamrl.doctor.fix import Cure
+from streamrl.engine.systems import SYSTEMS, choose_system
+from streamrl.record.metrics import Metrics
+from streamrl.runfile.config import PoliciesConfig, Run
+
+POLICIES = (
+    *("consumption", "weight_sync", "streaming", "max_staleness", "waits_for_whole_batches"),
+    *("dispatch", "migration", "resize", "tail_batching", "learns_from_siblings"),
+)
+"""Policies that are tried at their system's own, one by one, where a run is stuck."""
+MOST_TRIALS = 6
+"""Values tried of a number, each four times, or a quarter of, the one before."""
+
+
+def find(run: Run, rehearsal: Rehearsal, metrics: Metrics | None) -> Iterator[Finding]:
+    """Find that a run is stuck, goes in circles or stops, or will lose more replicas than it replaces."""
+    what = f"a rehearsal of {rehearsal.steps} steps"
+    if rehearsal.is_stand_in:
+        what += " with a small model and tiny outputs"
+    if rehearsal.problem:
+        name = "stops-early" if rehearsal.stopped else "no-progress"
+        yield _finding("error", name, f"{what} does not come to its end: {rehearsal.problem}")
+        return
+    reached = "" if metrics is None else f"; {_staleness(metrics)}"
+    yield _finding("ok", "progress", f"{what} comes to its end{reached}")
+    if metrics is not None and not rehearsal.is_stand_in:
+        yield from _find_losses(run, metrics)
+        yield from _find_stale(run, metrics)
+
+
+def expected_losses(run: Run, step_time: float) -> float:
+    """Give the replicas that a whole run loses on average."""
+    days = run.algorithm.steps * step_time / SECONDS_PER_DAY
+    return run.failures.per_gpu_day * run.rollout.num_gpus * days
+
+
+def _find_losses(run: Run, metrics: Metrics) -> Iterator[Finding]:
+    losses, most = expected_losses(run, metrics.mean_step_time), run.policies.max_restarts
+    if losses > most:
+        text = (
+            f"at {run.failures.per_gpu_day:g} failures of a GPU in a day {run.algorithm.steps} steps lose "
+            f"{losses:,.3g} replicas, but policies.max_restarts={most} stops the run at about step "
+            f"{int(run.algorithm.steps * most / losses):,}"
+        )
+        yield _finding("warning", "restarts", text)
+
+
+def _find_stale(run: Run, metrics: Metrics) -> Iterator[Finding]:
+    system, reached = choose_system(run.policies), max(metrics.staleness, default=0)
+    if reached > system.max_staleness and system.consumption == "strict-fifo":
+        text = f"rollouts were {reached} versions stale, past policies.max_staleness={system.max_staleness}"
+        yield _finding("error", "bound-broken", text)
+
+
+def _staleness(metrics: Metrics) -> str:
+    total = sum(metrics.staleness.values())
+    shares = [f"{count / total:.0%} {versions}" for versions, count in metrics.staleness.items()]
+    return f"versions stale: {', '.join(shares)}"
+
+
+def _finding(level: Level, name: str, text: str) -> Finding:
+    return Finding(level=level, topic="staleness", name=name, text=text)
+
+
+def _unstuck(run: Run) -> Iterator[Changes]:
+    """Yield each replaced policy at its system's own, then fewer failures."""
+    own = SYSTEMS[run.policies.system]
+    for key in POLICIES:
+        usual = getattr(own, key, getattr(PoliciesConfig(), key))
+        now = value_of(run, f"policies.{key}")
+        if now is not None and now != usual:
+            yield {f"policies.{key}": usual}
+    if rate := run.failures.per_gpu_day:
+        yield from ({"failures.per_gpu_day": rate / 4**n} for n in range(1, MOST_TRIALS))
+
+
+def _more_restarts(run: Run) -> Iterator[Changes]:
+    for power in range(1, MOST_TRIALS):
+        yield {"policies.max_restarts": (1 + run.policies.max_restarts) * 4**power}
+
+
+def _enough_restarts(step_time: float) -> Cure:
+    def candidates(run: Run) -> Iterator[Changes]:
+        mean = expected_losses(run, step_time)
+        yield {"policies.max_restarts": ceil(mean + 3 * sqrt(mean))}  # of a Poisson count, 3 sigma
+
+    return Cure(candidates, "raise policies.max_restarts")
+
+
+def cures(metrics: Metrics | None) -> dict[str, Cure]:
+    """Give what may mend each kind of finding."""
+    return {
+        "no-progress": Cure(_unstuck, "go back to the policies of a system as it is"),
+        "stops-early": Cure(_more_restarts, "see why replicas are lost: more restarts do not help"),
+        "restarts": _enough_restarts(0.0 if metrics is None else metrics.mean_step_time),
+        "bound-broken": Cure(
+            lambda run: iter(()), "this is a defect of the policies: please report it"
+        ),
+    }

@@ -1,0 +1,188 @@
+"""A few steps of a run with its own policies, to see that it comes to an end: every rehearsal does, under a limit."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from sim.costs.costs import Costs
+from sim.costs.fill import fill_policies
+from sim.world import SimWorld
+from streamrl.doctor.memory import rollouts_under_way
+from streamrl.engine.messages import Event
+from streamrl.engine.systems import choose_system
+from streamrl.record.trace import Trace
+from streamrl.runfile.config import (
+    ClusterConfig,
+    CostsConfig,
+    LengthsConfig,
+    LinkConfig,
+    ModelConfig,
+    PoolConfig,
+    Run,
+)
+from streamrl.runfile.pools import most_replicas, replicas_per_node
+from streamrl.runfile.units import Bandwidth
+from streamrl.workload.workload import SimulatedWorkload, Workload
+
+LEAST_STEPS = 3
+"""Steps that show a whole turn: the first is generated ahead of nothing, the second beside training."""
+MOST_AHEAD = 4
+"""Steps ahead of training past which more of them show nothing new."""
+MANY_ROLLOUTS = 20_000
+"""Rollouts past which a rehearsal has two steps, to stay in the order of a second."""
+MOST_ROLLOUTS = 100_000
+"""Rollouts a step past which its stand-in is rehearsed, with fewer prompts."""
+EVENTS_PER_ROLLOUT = 10
+"""Events after which a run counts as one that turns in circles: an undisturbed rollout takes three, and one
+more for each push that aborts it."""
+FEWEST_EVENTS = 5_000
+STAND_IN_MODEL = "qwen2.5-0.5b"
+STAND_IN_GPU = "h200"
+
+
+class Rehearsal(NamedTuple):
+    """How a rehearsal went."""
+
+    trace: Trace
+    steps: int
+    """Steps that there should be."""
+    version: int
+    """Steps that there were."""
+    problem: str
+    """What kept it from its end; empty where nothing did."""
+    stopped: bool
+    """Whether a policy ended it before its last step."""
+    is_stand_in: bool
+    """Whether model, GPUs and lengths were small ones, as the run's own cannot be simulated."""
+
+
+class CountingWorld(SimWorld):
+    """A simulated world that ends after a number of events."""
+
+    def __init__(self, run: Run, costs: Costs, workload: Workload, most_events: int) -> None:
+        super().__init__(run, costs, workload)
+        self._most_events = most_events
+        self._num_events = 0
+
+    def emit(self, event: Event) -> None:
+        """Count, and go on.
+
+        Raises:
+            RuntimeError: there were too many.
+        """
+        self._num_events += 1
+        if self._num_events > self._most_events:
+            state = self.engine.state
+            raise RuntimeError(
+                f"after {self._most_events:,} events and {self.now:,.0f} simulated seconds it is at step "
+                f"{state.version}: the same is done again and again"
+            )
+        super().emit(event)
+
+
+def rehearse(run: Run) -> Rehearsal:
+    """Simulate the first steps of a run, or of its stand-in where it is huge, has no lengths, or does not fit."""
+    try:
+        if run.algorithm.rollouts_per_step <= MOST_ROLLOUTS:
+            return perform(make_world(shortened(run)))
+    except ValueError:
+        pass  # it has no lengths, or does not fit: findings of their own
+    return perform(make_world(stand_in(shortened(run))), is_stand_in=True)
+
+
+def make_world(run: Run) -> CountingWorld:
+    """Make the world that a run is rehearsed in.
+
+    Raises:
+        ValueError: the run has no lengths, or does not fit its memory.
+    """
+    costs = Costs.load(run)
+    num_rollouts = run.algorithm.rollouts_per_step * run.algorithm.steps
+    most = FEWEST_EVENTS + EVENTS_PER_ROLLOUT * num_rollouts
+    return CountingWorld(fill_policies(run, costs), costs, SimulatedWorkload(run), most)
+
+
+def perform(world: CountingWorld, *, is_stand_in: bool = False) -> Rehearsal:
+    """Let a world go to its end, or to what keeps it from it."""
+    state, problem = world.engine.state, ""
+    try:
+        world.run()
+    except RuntimeError as error:
+        problem = str(error)
+    stopped = not problem and not state.has_all_steps
+    if stopped:
+        problem = f"it stops after step {state.version} of {state.num_steps}: {state.stop_reason}"
+    return Rehearsal(world.trace, state.num_steps, state.version, problem, stopped, is_stand_in)
+
+
+def shortened(run: Run) -> Run:
+    """Give the run with as few steps as show a whole turn of its policies."""
+    ahead = min(choose_system(run.policies).max_staleness, MOST_AHEAD)
+    steps = max(LEAST_STEPS, ahead + 2)
+    if steps * run.algorithm.rollouts_per_step > MANY_ROLLOUTS:
+        steps = 2
+    if run.policies.tail_batching != "none":
+        steps = -(-steps // run.policies.tail_every) * run.policies.tail_every
+    steps = min(steps, run.algorithm.steps)
+    most = min(run.rollout.max_running, rollouts_under_way(run))  # more places stay empty
+    return replace(
+        run,
+        algorithm=replace(run.algorithm, steps=steps),
+        rollout=replace(run.rollout, max_running=most),
+    )
+
+
+def stand_in(run: Run) -> Run:
+    """Give a run of the same policies and counts with a small model, tiny outputs and GPUs that hold them."""
+    trainer = replace(
+        run.trainer, pool="trainer", tensor_parallel=1, pipeline_parallel=1, expert_parallel=1
+    )
+    rollout = replace(
+        run.rollout,
+        pool="rollout",
+        tensor_parallel=1,
+        expert_parallel=1,
+        max_tokens=256,
+        memory_utilization=0.9,
+    )
+    policies = run.policies
+    if policies.resize == "adjust" and policies.resize_unit is None:
+        policies = replace(policies, resize_unit=replicas_per_node(run))
+    if run.shares_gpus:
+        trainer = replace(trainer, pool="rollout")
+    lengths = LengthsConfig(
+        kind="histogram", source="streamrl-codemath-20k", scale=0.01, prompt_tokens=16
+    )
+    if run.workload.lengths is not None:
+        lengths = replace(lengths, ranker=_stand_in_ranker(run.workload.lengths))
+    return replace(
+        run,
+        model=ModelConfig(name=STAND_IN_MODEL, dtype=run.model.dtype),
+        algorithm=replace(run.algorithm, prompts_per_step=_stand_in_prompts(run)),
+        cluster=_stand_in_cluster(run),
+        rollout=rollout,
+        trainer=replace(trainer, zero=1),
+        workload=replace(run.workload, lengths=lengths, max_prompt_tokens=64),
+        costs=CostsConfig(),
+        policies=policies,
+    )
+
+
+def _stand_in_prompts(run: Run) -> int:
+    """Give as many prompts as make a quick rehearsal, so many that every data-parallel rank has a rollout."""
+    size = run.algorithm.group_size
+    least = -(-run.trainer.data_parallel // size)
+    return min(run.algorithm.prompts_per_step, max(least, MANY_ROLLOUTS // size, 1))
+
+
+def _stand_in_ranker(lengths: LengthsConfig) -> str:
+    return "none" if lengths.ranker == "none" else "recall"
+
+
+def _stand_in_cluster(run: Run) -> ClusterConfig:
+    most = max(most_replicas(run), run.rollout.replicas, run.trainer.data_parallel)
+    pool = PoolConfig(gpu=STAND_IN_GPU, gpus_per_node=1, nodes=most)
+    link = LinkConfig(between=("rollout", "trainer"), bandwidth=Bandwidth.parse("80 Gbps"))
+    return ClusterConfig(pools={"rollout": pool, "trainer": pool}, links=[link])

@@ -1,0 +1,152 @@
+"""Seconds in which shared GPUs turn from generating to training and back: policies.system = "colocated".
+
+    generate ─► sleep ─► onload ─► score, train, step ─► reshard ─► offload ─► wake ─► generate
+
+sleep     KV cache and the replica's weights are discarded, as new ones follow: no bytes move
+onload    host memory to GPU: weights of actor, critic and reference, and the optimizers
+reshard   every GPU is sent what its replica's shard has beyond the shard that it trains
+offload   GPU to host memory: what the step changed, weights and optimizers; gradients are dropped, and
+          host memory still has the reference
+wake      what arrived is copied into the replica's weights; the KV cache is empty
+
+What fits beside the generator, in (1 - rollout.memory_utilization) of a GPU, stays there and does not move.
+Bytes cross at the datasheet's bandwidths, so these are the least seconds that it takes: engines that are
+put to sleep and woken spend some on memory maps and kernel graphs, which nothing here measures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sim.costs.sync import COPY_TRAFFIC, Side, SyncCosts
+from streamrl.hardware.memory import model_state, num_models, num_trained_models, shard_parameters
+from streamrl.hardware.model_shape import BYTES, ModelShape
+from streamrl.hardware.profiles import load_model
+from streamrl.hardware.tiers import Tier
+from streamrl.runfile.config import Run
+
+TIER: Tier = "roofline"
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes on one GPU that a change of phase moves."""
+
+    onloaded: float
+    offloaded: float
+    resharded: float
+    """What the GPU is sent by others."""
+    woken: float
+    """The replica's shard."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseChange:
+    """Seconds of each part of a change from training to generation and back."""
+
+    onload_time: float
+    offload_time: float
+    reshard_time: float
+    wake_time: float
+    sent_bytes: int
+    """Bytes that reshards send between all GPUs."""
+    sources: tuple[str, ...]
+
+    @classmethod
+    def load(cls, run: Run) -> PhaseChange:
+        """Compute the change of a run whose sides share their GPUs.
+
+        Raises:
+            ValueError: a profile is missing, or the model cannot be split as the run file says.
+        """
+        moved = count_moved(run)
+        side = Side.load(run, run.rollout.pool, max(run.rollout.num_gpus, run.trainer.num_gpus))
+        memory_bandwidth = side.gpu.memory_bandwidth * side.gpu.roofline.bandwidth_efficiency
+        wire, sources = _wire(run, side)
+        return cls(
+            onload_time=moved.onloaded / side.gpu.host_link,
+            offload_time=moved.offloaded / side.gpu.host_link,
+            reshard_time=moved.resharded / wire,
+            wake_time=COPY_TRAFFIC * moved.woken / memory_bandwidth,
+            sent_bytes=round(moved.resharded * run.rollout.num_gpus),
+            sources=sources,
+        )
+
+    @property
+    def push_time(self) -> float:
+        """Seconds from the end of a step until replicas can wake."""
+        return self.reshard_time + self.offload_time + self.onload_time
+
+    def sync_costs(self) -> SyncCosts:
+        """Give the change as a push and a load, which is how it stands in a trace.
+
+        The push after step s has the onload that comes between generating and training in step s + 1: no
+        GPU does anything else meanwhile, so a step takes as long, and those seconds are called sync too.
+        Step 1 finds its states on the GPUs, and the last step makes way for nothing.
+        """
+        return SyncCosts(
+            wire_bytes=self.sent_bytes,
+            fill_time=self.offload_time + self.onload_time,
+            wire_time=self.reshard_time,
+            drain_time=0.0,
+            load_time=self.wake_time,
+            tier=TIER,
+            sources=self.sources,
+        )
+
+
+def count_moved(run: Run) -> Moved:
+    """Count the bytes that a change of phase moves on the GPU that moves most.
+
+    With `trainer.offload` models come and go within score, train and step, whose seconds have that; the
+    actor steps last, so that its weights are there to be sent.
+    """
+    model, trained = load_model(run.model), _trained_shard(run)
+    needed = _replica_shard(run, model)
+    onloaded = offloaded = 0.0
+    if not (run.trainer.offload and num_models(run) > 1):
+        optimizer = model_state(model, run.trainer, run.model.dtype).optimizer
+        changed = num_trained_models(run) * (trained + optimizer)
+        unchanged = (num_models(run) - num_trained_models(run)) * trained
+        room = _room_beside_generator(run)
+        offloaded = max(0.0, changed - room)
+        onloaded = max(0.0, changed + unchanged - room)
+    held = trained if run.rollout.num_gpus <= run.trainer.num_gpus else 0.0
+    return Moved(onloaded, offloaded, max(0.0, needed - held), needed)
+
+
+def _trained_shard(run: Run) -> float:
+    """Bytes of one model's weights that a GPU of the trainer keeps."""
+    trainer = run.trainer
+    parameters = shard_parameters(load_model(run.model), trainer)
+    ways = trainer.data_parallel if trainer.zero == 3 else 1
+    return parameters * BYTES[run.model.dtype] / ways
+
+
+def _replica_shard(run: Run, model: ModelShape) -> float:
+    """Bytes of weights that a GPU of a replica generates with."""
+    rollout = run.rollout
+    parameters = model.shard_parameters(rollout.tensor_parallel, rollout.expert_parallel)
+    return parameters * BYTES[run.model.dtype]
+
+
+def _room_beside_generator(run: Run) -> float:
+    """Bytes of a GPU that weights and KV cache of a replica leave free."""
+    side = Side.load(run, run.rollout.pool, run.rollout.num_gpus)
+    return float(side.gpu.memory * (1 - run.rollout.memory_utilization))
+
+
+def _wire(run: Run, side: Side) -> tuple[float, tuple[str, ...]]:
+    """Give the bytes a second that a GPU is sent in a reshard, and the profiles that say so.
+
+    The ranks that hold one copy of the weights between them send each other what they lack (as the
+    3D-HybridEngine does: Sheng et al. 2025, HybridFlow, arXiv 2409.19256, section 5); where the trainer
+    leaves GPUs of replicas out, those are sent theirs from other nodes.
+    """
+    trainer, gpu = run.trainer, f"profiles/gpus/{side.pool.gpu}.toml"
+    split = trainer.tensor_parallel * trainer.pipeline_parallel
+    split *= trainer.data_parallel if trainer.zero == 3 else 1
+    reach = split if run.rollout.num_gpus <= trainer.num_gpus else side.num_gpus
+    if reach <= side.pool.gpus_per_node:
+        return side.gpu.nvlink, (gpu,)
+    return side.rank_bandwidth, (gpu, f"profiles/transports/{side.pool.transport}.toml")

@@ -1,0 +1,163 @@
+"""Seconds of every operation of a run, each from the best tier that has data, and where each comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+
+from sim.costs.cache_transfer import CacheTransfer
+from sim.costs.colocation import PhaseChange
+from sim.costs.curves import DecodeCurve, PrefillCurve, compose_decode
+from sim.costs.inference import Shard
+from sim.costs.kernels import Kernels
+from sim.costs.machine import MeasuredPrefill, MeasuredTraining, with_profile
+from sim.costs.sync import SyncCosts
+from sim.costs.training import TrainingCosts
+from streamrl.engine.systems import moves_caches
+from streamrl.hardware.memory import check_memory, kv_capacity, longest_sequence
+from streamrl.hardware.profiles import load_model
+from streamrl.hardware.tiers import Provenance
+from streamrl.runfile.config import CostsConfig, Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Seconds, bytes and capacities of one run's hardware."""
+
+    decode: DecodeCurve
+    prefill: PrefillCurve | MeasuredPrefill
+    kv_capacity: int
+    """Tokens whose keys and values a replica holds."""
+    sync: SyncCosts
+    training: TrainingCosts | MeasuredTraining
+    cache_transfer: CacheTransfer
+    rides_along: bool = False
+    """Whether running rollouts make a token in a pass that prefills for others."""
+    pads_context: bool = False
+    """Whether a decode step takes as long as if every running rollout were as long as the longest."""
+    tokens_per_pass: float = inf
+    """Tokens that one forward pass of a replica takes: one of each running rollout, the rest of prefixes."""
+    refill_passes: int = 0
+    """Passes from the end of a rollout to the one that the next in the queue joins."""
+    generation_factor: float = 1.0
+    """Seconds of prefill are divided by it; those of `decode` are already."""
+    training_factor: float = 1.0
+    """Seconds of score, train and the optimizer step are divided by it."""
+    provenance: dict[str, Provenance]
+    """Where the seconds of each operation come from: prefill, decode, score, train, sync, and cache_transfer
+    where a run moves caches."""
+
+    @classmethod
+    def load(cls, run: Run) -> Costs:
+        """Put the costs of a run together.
+
+        Raises:
+            ValueError: a profile is missing, or a side does not fit its memory.
+        """
+        check_memory(run)
+        decode, prefill = _compose_replica(run)
+        training = TrainingCosts.load(run)
+        sync = PhaseChange.load(run).sync_costs() if run.shares_gpus else SyncCosts.load(run)
+        trained = Provenance.of(training.tier, training.sources)
+        moved = CacheTransfer.load(run)
+        costs = cls(
+            decode=decode,
+            prefill=prefill,
+            kv_capacity=kv_capacity(run),
+            sync=sync,
+            training=training,
+            cache_transfer=moved,
+            provenance={
+                "prefill": prefill.provenance,
+                "decode": decode.provenance,
+                "score": trained,
+                "train": trained,
+                "sync": Provenance.of(sync.tier, sync.sources),
+                **({"cache_transfer": moved.provenance} if moves_caches(run) else {}),
+            },
+        )
+        if run.costs.profile is not None:
+            costs = with_profile(costs, run, Path(run.costs.profile))
+        return _with_factors(costs, run.costs)
+
+    def prefill_time(
+        self, num_tokens: int, context_pairs: float, num_running: int, num_rollouts: int = 1
+    ) -> float:
+        """Give the seconds that prefill adds to what `num_running` decoding rollouts take.
+
+        The new tokens of `num_rollouts` rollouts attend to `context_pairs` tokens in all.
+        """
+        seconds = self.prefill.time(num_tokens, context_pairs, num_running, num_rollouts)
+        return seconds / self.generation_factor
+
+    @property
+    def load_time(self) -> float:
+        """Seconds in which a replica copies pushed weights into its GPUs."""
+        return self.sync.load_time
+
+    @property
+    def optimizer_time(self) -> float:
+        """Seconds of gradient reduction and optimizer step."""
+        return self.training.optimizer_time / self.training_factor
+
+    def score_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
+        """Give the seconds of the forward passes that these rollouts (prompt + output tokens) need first.
+
+        `is_continued` says that the trainer comes from other passes without a break.
+        """
+        seconds = self.training.score_time(lengths, is_continued=is_continued)
+        return seconds / self.training_factor
+
+    def train_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
+        """Give the seconds of forward and backward passes over rollouts (prompt + output tokens)."""
+        seconds = self.training.train_time(lengths, is_continued=is_continued)
+        return seconds / self.training_factor
+
+    @property
+    def facts(self) -> dict[str, dict[str, float] | list[str]]:
+        """What a trace says of its seconds: the tiers' shares of each operation, and all sources."""
+        shares: dict[str, dict[str, float] | list[str]] = {
+            operation: {str(tier): share for tier, share in found.shares.items()}
+            for operation, found in self.provenance.items()
+        }
+        sources = dict.fromkeys(s for found in self.provenance.values() for s in found.sources)
+        return {**shares, "sources": list(sources)}
+
+
+def _with_factors(costs: Costs, config: CostsConfig) -> Costs:
+    """Divide the seconds of both sides by the run file's factors, and say so among the sources."""
+    decode, provenance = costs.decode, dict(costs.provenance)
+    for key, factor, operations in (
+        ("generation_factor", config.generation_factor, ("prefill", "decode")),
+        ("training_factor", config.training_factor, ("score", "train")),
+    ):
+        if factor != 1.0:
+            source = f"run file: costs.{key}={factor:g}"
+            provenance.update((name, provenance[name].adjusted(source)) for name in operations)
+    return replace(
+        costs,
+        decode=replace(
+            decode,
+            base=[seconds / config.generation_factor for seconds in decode.base],
+            per_context_token=[s / config.generation_factor for s in decode.per_context_token],
+            provenance=provenance["decode"],
+        ),
+        generation_factor=config.generation_factor,
+        training_factor=config.training_factor,
+        provenance=provenance,
+    )
+
+
+def _compose_replica(run: Run) -> tuple[DecodeCurve, PrefillCurve]:
+    """Compose a replica's decode step and prefill from operators."""
+    rollout = run.rollout
+    shard = Shard(
+        load_model(run.model),
+        Kernels(run.cluster.pools[rollout.pool].gpu, run.model.dtype, run.costs.backend),
+        rollout.tensor_parallel,
+        rollout.expert_parallel,
+    )
+    decode = compose_decode(shard, rollout.max_running, longest_sequence(run), kv_capacity(run))
+    return decode, PrefillCurve(shard, rollout.max_running, is_mixed=rollout.chunked_prefill)

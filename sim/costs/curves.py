@@ -1,0 +1,141 @@
+"""Seconds of a replica's decode steps and prefill passes, tabulated so that the simulation can ask in a microsecond."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+
+from sim.costs.inference import CHUNK, SHORTEST_CONTEXT, Shard
+from sim.costs.kernels import Estimate, total
+from streamrl.hardware.tables import Floats
+from streamrl.hardware.tiers import Provenance
+
+KNOTS_PER_DOUBLING = 3
+"""Points at which prefill passes are composed; between them seconds are linear in tokens."""
+LONGEST_PROMPT = 2.0**17
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeCurve:
+    """A replica's decode step: `base[b] + per_context_token[b] * S` seconds for b rollouts with S tokens in all."""
+
+    base: list[float]
+    per_context_token: list[float]
+    provenance: Provenance
+
+    def step_time(self, num_running: int, context_tokens: float) -> float:
+        """Give the seconds of one decode step."""
+        return self.base[num_running] + self.per_context_token[num_running] * context_tokens
+
+
+def compose_decode(shard: Shard, max_running: int, longest: float, capacity: float) -> DecodeCurve:
+    """Compose the decode step for every batch up to `max_running`.
+
+    Products and overheads depend on the batch alone. Attention is fitted, at batches of powers of two, by a
+    straight line in the tokens of context, least squares of relative errors up to `longest` tokens a rollout
+    and `capacity` tokens in all; between those batches the line's two numbers are interpolated.
+    """
+    batch = np.arange(1.0, max_running + 1)
+    base = total([shard.products(batch), shard.head(batch), shard.overhead(batch)])
+    knots = [b for b in (2**i for i in range(17)) if b < max_running] + [max_running]
+    lines = [_attention_line(shard, b, longest, capacity) for b in knots]
+    fixed = np.interp(batch, knots, [line[0] for line in lines])
+    slope = np.interp(batch, knots, [line[1] for line in lines])
+    return DecodeCurve(
+        base=[0.0, *(base.seconds + fixed).tolist()],
+        per_context_token=[float(slope[0]), *slope.tolist()],
+        provenance=total([base, *(line[2] for line in lines)]).provenance,
+    )
+
+
+def _attention_line(
+    shard: Shard, rollouts: int, longest: float, capacity: float
+) -> tuple[float, float, Estimate]:
+    """Fit seconds = fixed + slope * tokens of context; both are at least 0."""
+    farthest = max(4 * SHORTEST_CONTEXT, min(longest, capacity / rollouts))
+    contexts = np.geomspace(SHORTEST_CONTEXT, farthest, 9)
+    estimate = shard.decode_attention(rollouts, contexts)
+    tokens, weight = contexts * rollouts, 1 / estimate.seconds
+    fixed, slope = np.linalg.lstsq(
+        np.stack([weight, tokens * weight], axis=1), np.ones(len(contexts)), rcond=None
+    )[0]
+    if fixed < 0:
+        fixed, slope = 0.0, np.sum(tokens * weight) / np.sum((tokens * weight) ** 2)
+    middle = Estimate(
+        estimate.seconds.mean(keepdims=True),
+        estimate.unmeasured.mean(keepdims=True),
+        estimate.sources,
+    )
+    return float(fixed), max(0.0, float(slope)), middle
+
+
+class PrefillCurve:
+    """Seconds of prefill passes.
+
+    Where passes mix prefill with decode, as vLLM's do, a prefill costs what it adds to the decode step that
+    it rides on: close to nothing while that step is bound by reading the weights.
+    """
+
+    def __init__(self, shard: Shard, max_running: int, *, is_mixed: bool) -> None:
+        """Compose passes of up to a chunk of tokens beside up to `max_running` decoding rollouts."""
+        num_knots = 1 + int(np.log2(CHUNK + max_running) * KNOTS_PER_DOUBLING)
+        tokens = np.unique(np.geomspace(1, CHUNK + max_running, num_knots).round())
+        products = shard.products(tokens)
+        overhead = shard.overhead(np.ones(1))
+        contexts = np.geomspace(16, LONGEST_PROMPT, 27)
+        alone = shard.prefill_attention(1, contexts)
+        packed = [shard.prefill_attention(max(1.0, CHUNK / c), np.array([c])) for c in contexts]
+        self._is_mixed = is_mixed
+        self._overhead = float(overhead.seconds[0])
+        self._products = _Line(tokens, products.seconds)
+        pairs = contexts * contexts / 2
+        self._alone = _Line(contexts, alone.seconds / pairs)
+        self._packed = _Line(
+            contexts,
+            np.array([p.seconds[0] for p in packed]) / (pairs * np.maximum(1, CHUNK / contexts)),
+        )
+        self.provenance = (shard.products(np.array([CHUNK])) + packed[0]).provenance
+
+    def time(
+        self, num_tokens: int, context_pairs: float, num_running: int, num_rollouts: int = 1
+    ) -> float:
+        """Give the seconds that prefill adds.
+
+        Args:
+            num_tokens: new tokens of context.
+            context_pairs: tokens that they attend to, in all.
+            num_running: rollouts that decode meanwhile.
+            num_rollouts: rollouts that the tokens are of, which makes no difference to kernels.
+        """
+        beside = num_running if self._is_mixed else 0
+        length = 2 * context_pairs / num_tokens
+        per_pair = self._packed if num_tokens >= 2 * length else self._alone
+        attention = context_pairs * per_pair.at(length)
+        whole, rest = divmod(num_tokens, CHUNK)
+        seconds = attention + whole * self._pass(CHUNK, beside)
+        return seconds + self._pass(rest, beside) if rest else seconds
+
+    def _pass(self, num_tokens: int, beside: int) -> float:
+        if beside:
+            return max(0.0, self._products.at(num_tokens + beside) - self._products.at(beside))
+        return self._products.at(num_tokens) + self._overhead
+
+
+class _Line:
+    """A piecewise linear function; flat beyond its ends."""
+
+    def __init__(self, places: Floats, values: Floats) -> None:
+        self._places: list[float] = places.tolist()
+        self._values: list[float] = values.tolist()
+
+    def at(self, place: float) -> float:
+        places, values = self._places, self._values
+        right = bisect_right(places, place)
+        if right == 0:
+            return values[0]
+        if right == len(places):
+            return values[-1]
+        share = (place - places[right - 1]) / (places[right] - places[right - 1])
+        return values[right - 1] + share * (values[right] - values[right - 1])

@@ -1,0 +1,213 @@
+"""A replica's decode step and prefill, composed of operators.
+
+One layer is four matrix products (queries, keys and values; output; gate and up; down), attention, the
+collectives of tensor parallelism and elementwise kernels; the head is one product more. Beside them a step
+takes an overhead for each layer and for each running rollout: two constants, fitted once (`overheads.toml`)
+and the same for every model and GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import msgspec
+import numpy as np
+
+from sim.costs.kernels import MEASURED, Estimate, Kernels, total, unmeasured
+from streamrl.hardware.model_shape import BYTES, ModelShape, check_positive
+from streamrl.hardware.operators import HEAD_DIM
+from streamrl.hardware.profiles import read_profile
+from streamrl.hardware.tables import Floats
+from streamrl.runfile.units import Duration
+
+CHUNK = 8192
+"""Tokens of one prefill pass: vLLM's default of max_num_batched_tokens for throughput."""
+SHORTEST_CONTEXT = 512.0
+"""Tokens from which decode attention is fitted: where its tables begin."""
+NORM_BYTES, MLP_BYTES, SAMPLE_BYTES = 16, 6, 16
+"""Bytes of elementwise kernels in 16 bits: a layer reads and writes the residual stream around two norms
+(4 passes of 2 + 2 bytes a channel), gate and up once and their product (3 of 2 bytes a channel of the MLP);
+sampling reads and writes the logits in float32 twice."""
+
+
+class Overheads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a decode step takes beside its operators."""
+
+    layer: Duration
+    """Seconds of each layer: launches and gaps between kernels."""
+    rollout: Duration
+    """Seconds of each running rollout: scheduling, sampling, hand-over."""
+    source: str
+
+    def __post_init__(self) -> None:
+        check_positive(self)
+
+
+@lru_cache(maxsize=1)
+def load_overheads() -> Overheads:
+    """Read the two fitted constants."""
+    return read_profile(MEASURED / "overheads.toml", Overheads)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One GPU's part of a replica."""
+
+    model: ModelShape
+    kernels: Kernels
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+
+    # A layer ------------------------------------------------------------------------------------------
+
+    def products(self, tokens: Floats) -> Estimate:
+        """Seconds of all layers but their attention over cached tokens, for `tokens` new ones a pass."""
+        model, degree = self.model, self.tensor_parallel
+        layers = [self._projections(tokens) * model.num_layers]
+        if model.num_dense_layers:
+            layers.append(self._mlp(tokens, model.intermediate_size) * model.num_dense_layers)
+        if model.experts is not None:
+            layers.append(self._experts(tokens) * model.num_expert_layers)
+        if degree > 1:
+            reduced = self.kernels.time(
+                "all_reduce", tokens * model.hidden_size * self._width, gpus=degree
+            )
+            layers.append(reduced * (2 * model.num_layers))
+        norms = tokens * NORM_BYTES / 2 * self._width * model.hidden_size * model.num_layers
+        return total([*layers, self.kernels.traffic(norms)])
+
+    def head(self, rollouts: Floats) -> Estimate:
+        """Seconds of logits and sampling for the last token of each rollout."""
+        vocab = self.model.vocab_size / self.tensor_parallel
+        product = self.kernels.time("gemm", rollouts, n=vocab, k=self.model.hidden_size)
+        return product + self.kernels.traffic(SAMPLE_BYTES * vocab * rollouts)
+
+    @property
+    def _width(self) -> int:
+        return max(2, BYTES[self.kernels.dtype])
+
+    def _projections(self, tokens: Floats) -> Estimate:
+        if self.model.latent is not None:
+            return self._latent_projections(tokens)
+        model, degree = self.model, self.tensor_parallel
+        queries = model.num_heads / degree * model.head_dim
+        keys_values = 2 * max(1.0, model.num_kv_heads / degree) * model.head_dim
+        hidden = float(model.hidden_size)
+        return self.kernels.time(
+            "gemm", tokens, n=queries + keys_values, k=hidden
+        ) + self.kernels.time("gemm", tokens, n=hidden, k=queries)
+
+    def _latent_projections(self, tokens: Floats) -> Estimate:
+        """Down to latent vectors and up to heads; the products absorbed into attention count as one each."""
+        latent, hidden = self.model.latent, float(self.model.hidden_size)
+        assert latent is not None
+        heads = self.model.num_heads / self.tensor_parallel
+        queries = heads * (latent.nope_head_dim + latent.rope_head_dim)
+        rank = float(latent.kv_lora_rank)
+        shapes = [
+            (rank + latent.rope_head_dim, hidden),
+            (rank, heads * latent.nope_head_dim),
+            (heads * latent.v_head_dim, rank),
+            (hidden, heads * latent.v_head_dim),
+        ]
+        if latent.q_lora_rank is None:
+            shapes.append((queries, hidden))
+        else:
+            shapes += [(latent.q_lora_rank, hidden), (queries, latent.q_lora_rank)]
+        return total(self.kernels.time("gemm", tokens, n=n, k=k) for n, k in shapes)
+
+    def _mlp(self, tokens: Floats, size: float) -> Estimate:
+        width, hidden = size / self.tensor_parallel, float(self.model.hidden_size)
+        products = self.kernels.time("gemm", tokens, n=2 * width, k=hidden) + self.kernels.time(
+            "gemm", tokens, n=hidden, k=width
+        )
+        return products + self.kernels.traffic(MLP_BYTES / 2 * self._width * width * tokens)
+
+    def _experts(self, tokens: Floats) -> Estimate:
+        experts = self.model.experts
+        assert experts is not None
+        is_split = self.expert_parallel > 1
+        routed = self.kernels.time(
+            "moe",
+            tokens,
+            hidden=self.model.hidden_size,
+            intermediate=experts.intermediate_size,
+            topk=experts.experts_per_token,
+            experts=experts.num_experts,
+            tensor_parallel=1 if is_split else self.tensor_parallel,
+            expert_parallel=self.expert_parallel,
+        )
+        router = self.kernels.time("gemm", tokens, n=experts.num_experts, k=self.model.hidden_size)
+        if not experts.num_shared_experts:
+            return routed + router
+        shared = experts.num_shared_experts * experts.intermediate_size
+        return total([routed, router, self._mlp(tokens, shared)])
+
+    # Attention ----------------------------------------------------------------------------------------
+
+    def decode_attention(self, rollouts: int, contexts: Floats) -> Estimate:
+        """Seconds of attention in all layers, each rollout reading `contexts` cached tokens."""
+        model, degree = self.model, self.tensor_parallel
+        if model.latent is not None:
+            return (
+                self.kernels.time(
+                    "latent_decode_attention",
+                    contexts,
+                    heads=model.num_heads / degree,
+                    batch=rollouts,
+                )
+                * model.num_layers
+            )
+        heads, kv_heads = self._heads()
+        return (
+            self.kernels.time(
+                "decode_attention", contexts, heads=heads, kv_heads=kv_heads, batch=rollouts
+            )
+            * model.num_layers
+        )
+
+    def prefill_attention(self, sequences: float, contexts: Floats) -> Estimate:
+        """Seconds of causal attention in all layers over `sequences` prompts of `contexts` tokens each."""
+        heads, kv_heads = self._heads()
+        return (
+            self.kernels.time(
+                "prefill_attention", contexts, heads=heads, kv_heads=kv_heads, batch=sequences
+            )
+            * self.model.num_layers
+        )
+
+    def _heads(self) -> tuple[float, float]:
+        """Query and key heads on this GPU, counted in the 128 channels that were measured."""
+        wide = self.model.head_dim / HEAD_DIM
+        heads = self.model.num_heads / self.tensor_parallel
+        return heads * wide, max(1.0, self.model.num_kv_heads / self.tensor_parallel) * wide
+
+    # The datasheet's view -----------------------------------------------------------------------------
+
+    def step_work(self, num_running: int, context: int) -> tuple[float, float]:
+        """FLOPs and bytes of memory traffic of one decode step on this GPU, at `context` tokens a rollout."""
+        model, degree, dtype = self.model, self.tensor_parallel, self.kernels.dtype
+        cache = model.shard_kv_bytes_per_token(self.kernels.cache_dtype, degree)
+        tables = model.num_embedding_parameters / degree
+        weights = model.shard_parameters(degree, self.expert_parallel)
+        weights -= 0 if model.has_tied_embeddings else tables
+        if model.experts is not None:
+            experts = model.experts
+            miss = (1 - experts.experts_per_token / experts.num_experts) ** num_running
+            routed = experts.num_experts * model.expert_parameters / degree
+            weights -= model.num_expert_layers * routed * miss
+        flops = model.forward_flops(num_running, num_running * context) / degree
+        return flops, weights * BYTES[dtype] + cache * num_running * context
+
+    # Overheads ----------------------------------------------------------------------------------------
+
+    def overhead(self, rollouts: Floats) -> Estimate:
+        """Seconds of a step beside its operators."""
+        gpu = self.kernels.gpu
+        if not self.kernels.is_measured:
+            assumed = np.full(len(rollouts), float(gpu.roofline.step_overhead))
+            return unmeasured(assumed, f"assumed overhead of a step on {gpu.name}")
+        fitted = load_overheads()
+        seconds = fitted.layer * self.model.num_layers + fitted.rollout * rollouts
+        return Estimate(seconds, np.zeros_like(seconds), (fitted.source,))

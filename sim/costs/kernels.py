@@ -1,0 +1,188 @@
+"""Seconds of single operators on one kind of GPU: from its tables, or else from its roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from streamrl.hardware.model_shape import BYTES
+from streamrl.hardware.operators import OPERATORS, Operator, Peak
+from streamrl.hardware.profiles import PROFILES, Gpu, load_gpu
+from streamrl.hardware.surface import Surface
+from streamrl.hardware.tables import Floats, read_table
+from streamrl.hardware.tiers import Provenance
+
+MEASURED = PROFILES / "measured"
+DTYPE_OF_ATTENTION = "bfloat16"
+"""Keys and values stay in 16 bits where weights are in 8."""
+ALIKE = {
+    "bfloat16": ("bfloat16", "float16"),
+    "float16": ("float16", "bfloat16"),
+    "fp8": ("fp8",),
+    "float32": ("float32",),
+}
+"""Dtypes whose tables stand for each other: the two 16-bit ones run at one rate."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds, how many of them no measurement stands behind, and what stands behind the others."""
+
+    seconds: Floats
+    unmeasured: Floats
+    sources: tuple[str, ...] = ()
+
+    def __add__(self, other: Estimate) -> Estimate:
+        """One after the other."""
+        return Estimate(
+            self.seconds + other.seconds,
+            self.unmeasured + other.unmeasured,
+            tuple(dict.fromkeys(self.sources + other.sources)),
+        )
+
+    def __mul__(self, times: float) -> Estimate:
+        """The same `times` over."""
+        return Estimate(self.seconds * times, self.unmeasured * times, self.sources)
+
+    @property
+    def provenance(self) -> Provenance:
+        """Say which share of all these seconds is composed of measurements."""
+        share = float(np.sum(self.unmeasured) / np.sum(self.seconds))
+        shares = {"composed": 1 - share, "roofline": share}
+        return Provenance(
+            shares={tier: part for tier, part in shares.items() if part > 0},  # type: ignore[misc]  # literals
+            sources=self.sources,
+        )
+
+
+def unmeasured(seconds: Floats, source: str) -> Estimate:
+    """Give seconds that no measurement stands behind."""
+    return Estimate(seconds, seconds, (source,))
+
+
+def total(estimates: Iterable[Estimate]) -> Estimate:
+    """Add estimates up."""
+    first, *others = estimates
+    for other in others:
+        first = first + other
+    return first
+
+
+class Kernels:
+    """One kind of GPU, computing in one dtype."""
+
+    def __init__(self, gpu_name: str, dtype: str, backend: str | None = None) -> None:
+        """Take the GPU's own choice of tables, or those of one backend on it.
+
+        Raises:
+            ValueError: nothing of that backend was measured on this GPU.
+        """
+        self.gpu = load_gpu(gpu_name)
+        self.dtype = dtype
+        self._tables = dict(self.gpu.tables)
+        if backend is not None:
+            self._tables |= _tables_of(gpu_name, backend)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether any operator has a table."""
+        return bool(self._tables)
+
+    @property
+    def cache_dtype(self) -> str:
+        """Dtype of keys and values, and of what GPUs send each other: never narrower than 16 bits."""
+        return DTYPE_OF_ATTENTION if BYTES[self.dtype] <= BYTES[DTYPE_OF_ATTENTION] else self.dtype
+
+    def time(self, operator: str, columns: Floats, **shape: float) -> Estimate:
+        """Give an operator's seconds for every value of its last axis.
+
+        Args:
+            operator: a name in `streamrl.hardware.operators.OPERATORS`.
+            columns: (n,) values of the last axis: m, context, tokens or bytes.
+            shape: value of every other axis.
+        """
+        dtype = self.dtype if operator in ("gemm", "moe") else self.cache_dtype
+        surface = _surface(self._tables.get(operator, ""), operator, dtype)
+        if surface is None:
+            return self._roofline(OPERATORS[operator], operator, dtype, columns, shape)
+        seconds, is_inside = surface.seconds(shape, columns, peak_of(self.gpu, dtype))
+        return Estimate(seconds, np.where(is_inside, 0.0, seconds), (surface.table.origin,))
+
+    def traffic(self, num_bytes: Floats) -> Estimate:
+        """Give the seconds in which the GPU's memory moves bytes, by its roofline."""
+        bandwidth = self.gpu.memory_bandwidth * self.gpu.roofline.bandwidth_efficiency
+        return unmeasured(num_bytes / bandwidth, f"roofline of {self.gpu.name}: memory traffic")
+
+    def _roofline(
+        self, operator: Operator, name: str, dtype: str, columns: Floats, shape: dict[str, float]
+    ) -> Estimate:
+        axes: dict[str, Floats] = {key: np.array([value]) for key, value in shape.items()}
+        axes[_COLUMN[name]] = columns
+        efficiency, peak = self.gpu.roofline, peak_of(self.gpu, dtype)
+        achieved = Peak(
+            flops=peak.flops * efficiency.compute_efficiency,
+            memory=peak.memory * efficiency.bandwidth_efficiency,
+            nvlink=peak.nvlink * efficiency.bandwidth_efficiency,
+            width=peak.width,
+        )
+        seconds = operator.roofline(achieved)(axes)
+        return unmeasured(seconds, f"roofline of {self.gpu.name}: {name} in {dtype}")
+
+
+_COLUMN = {
+    "gemm": "m",
+    "decode_attention": "context",
+    "latent_decode_attention": "context",
+    "prefill_attention": "context",
+    "moe": "tokens",
+    **dict.fromkeys(("all_reduce", "all_gather", "all_to_all", "reduce_scatter"), "bytes"),
+}
+
+
+def peak_of(gpu: Gpu, dtype: str) -> Peak:
+    """Give a GPU's datasheet for one dtype.
+
+    Raises:
+        ValueError: the hardware has no units for that dtype.
+    """
+    if dtype not in gpu.flops:
+        raise ValueError(
+            f"{gpu.name} does not compute in {dtype}; it does in {', '.join(gpu.flops)}"
+        )
+    return Peak(gpu.flops[dtype], gpu.memory_bandwidth, gpu.nvlink, BYTES[dtype])
+
+
+def table_path(place: str, operator: str, dtype: str) -> Path | None:
+    """Find the table of an operator at "GPU/BACKEND", in this dtype or one that runs alike."""
+    gpu, _, backend = place.partition("/")
+    for kind in ALIKE[dtype]:
+        path = MEASURED / gpu / f"{operator}.{backend}.{kind}.csv"
+        if path.is_file():
+            return path
+    return None
+
+
+@lru_cache(maxsize=256)
+def _surface(place: str, operator: str, dtype: str) -> Surface | None:
+    path = table_path(place, operator, dtype)
+    if path is None:
+        return None
+    table = read_table(path)
+    return Surface(table, peak_of(load_gpu(table.facts.gpu), table.facts.dtype))
+
+
+def _tables_of(gpu_name: str, backend: str) -> dict[str, str]:
+    """Give the operators of a GPU that were measured with a backend."""
+    paths = sorted((MEASURED / gpu_name).glob("*.csv"))
+    found = {path.name.split(".")[0] for path in paths if path.name.split(".")[1] == backend}
+    if not found:
+        known = sorted({path.name.split(".")[1] for path in paths}) or ["none"]
+        raise ValueError(
+            f"costs.backend: nothing of {backend!r} was measured on {gpu_name}; "
+            f"there is {', '.join(known)}"
+        )
+    return dict.fromkeys(found, f"{gpu_name}/{backend}")

@@ -1,0 +1,195 @@
+"""The costs of a run from a profile that was measured for its model on its machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sim.costs.curves import DecodeCurve
+from sim.costs.sync import SyncCosts
+from streamrl.hardware.machine_fit import (
+    MEDIAN,
+    PassFit,
+    fit_decode,
+    fit_line,
+    fit_passes,
+    fit_prefill,
+)
+from streamrl.hardware.machine_profile import MeasuredProfile, read_measured, shape_digest
+from streamrl.hardware.profiles import load_model
+from streamrl.hardware.tiers import Provenance
+from streamrl.runfile.config import Run
+
+if TYPE_CHECKING:
+    from sim.costs.costs import Costs
+
+
+@dataclass(frozen=True)
+class MeasuredPrefill:
+    """Seconds that prefixes add to a pass, each rollout's own work counted."""
+
+    fit: PassFit
+    provenance: Provenance
+
+    def time(
+        self, num_tokens: int, context_pairs: float, num_running: int, num_rollouts: int
+    ) -> float:
+        """Give the seconds beside what `num_running` decoding rollouts take; alone, those of the whole pass."""
+        added = self.fit.beside(num_rollouts, num_tokens, context_pairs)
+        return added if num_running else added + self.fit.alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredTraining:
+    """Seconds of a trainer that fills its passes as `executor` does, call by call."""
+
+    train: PassFit
+    score: PassFit
+    call: tuple[float, float]
+    """Seconds of a call of the trainer, and of each token that it sends."""
+    optimizer_time: float
+    num_scored: int
+    """Models that score rollouts before training."""
+    informative_share: float
+    """Share of rollouts that the passes compute; the others are sent and skipped."""
+    max_tokens_per_pass: int
+
+    def train_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
+        """Give the seconds of forward and backward passes over rollouts (prompt + output tokens).
+
+        `is_continued` makes no difference: a trainer of one GPU has no pipeline to fill.
+        """
+        computed = self.informative_share * self._passes_time(self.train, lengths)
+        return self._call_time(lengths) + computed
+
+    def score_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
+        """Give the seconds of the forward passes that rollouts (prompt + output tokens) need first."""
+        return self._call_time(lengths) + self.num_scored * self._passes_time(self.score, lengths)
+
+    def _call_time(self, lengths: Sequence[int]) -> float:
+        fixed, per_token = self.call
+        return fixed + per_token * sum(lengths)
+
+    def _passes_time(self, one: PassFit, lengths: Sequence[int]) -> float:
+        return sum(
+            one.time(count, count * longest, count * longest * longest / 2)
+            for count, longest in padded_passes(lengths, self.max_tokens_per_pass)
+        )
+
+
+def padded_passes(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
+    """Give (rollouts, longest) of each pass: by falling length, as many as fill `max_tokens` when padded."""
+    passes: list[tuple[int, int]] = []
+    for length in sorted(lengths, reverse=True):
+        count, longest = passes[-1] if passes else (0, 0)
+        if count and (count + 1) * longest <= max_tokens:
+            passes[-1] = (count + 1, longest)
+        else:
+            passes.append((1, length))
+    return passes
+
+
+def with_profile(costs: Costs, run: Run, path: Path) -> Costs:
+    """Replace the seconds of every operation by measured ones.
+
+    Raises:
+        ValueError: the file is no profile, or one of another model, GPU, dtype, backend or parallelism.
+    """
+    profile = read_measured(path)
+    check_fits(profile, run, path)
+    prefill = fit_prefill(profile.prefill, profile.join)
+    decode = fit_decode(profile.decode, run.rollout.max_running)
+    measured = Provenance.of("measured", [_source(profile, path)])
+    notes = _extrapolations(profile, run)
+    generated = Provenance.of("measured", [*measured.sources, *notes])
+    return replace(
+        costs,
+        decode=DecodeCurve(
+            base=decode.base, per_context_token=decode.per_context_token, provenance=generated
+        ),
+        prefill=MeasuredPrefill(prefill, measured),
+        rides_along=True,
+        pads_context=profile.pads_context,
+        tokens_per_pass=profile.prefill_tokens + run.rollout.max_running,
+        refill_passes=profile.refill_passes,
+        sync=_sync(profile, costs.sync, measured),
+        training=_training(profile, run),
+        provenance={**dict.fromkeys(costs.provenance, measured), "decode": generated},
+    )
+
+
+def check_fits(profile: MeasuredProfile, run: Run, path: Path) -> None:
+    """Raise `ValueError` where the profile is of something else than the run, with the run's key."""
+    shape = load_model(run.model)
+    model_key = "model.name" if run.model.path is None else "model.path"
+    pools, rollout, trainer = run.cluster.pools, run.rollout, run.trainer
+    ours = (
+        (f"cluster.pools.{rollout.pool}.gpu", pools[rollout.pool].gpu, profile.gpu),
+        (f"cluster.pools.{trainer.pool}.gpu", pools[trainer.pool].gpu, profile.gpu),
+        ("model.dtype", run.model.dtype, profile.dtype),
+        ("rollout.backend", rollout.backend, profile.backend),
+        ("rollout.tensor_parallel", rollout.tensor_parallel, profile.tensor_parallel),
+        ("rollout.shares_prefixes", rollout.shares_prefixes, profile.shares_prefixes),
+        ("trainer GPUs", trainer.num_gpus, 1),
+    )
+    if shape_digest(shape) != profile.model.digest:
+        raise ValueError(
+            f"costs.profile: {path} was measured for {profile.model.name} "
+            f"({profile.model.num_parameters} parameters), but {model_key} has the shape of "
+            f"{shape.name} ({shape.num_parameters} parameters)"
+        )
+    for key, value, measured in ours:
+        if value != measured:
+            raise ValueError(
+                f"costs.profile: {path} was measured with {measured!r}, but {key} is {value!r}"
+            )
+
+
+def _source(profile: MeasuredProfile, path: Path) -> str:
+    host = profile.host
+    return f"{path}: {profile.source}, {host.device}, {profile.backend}, {profile.date}"
+
+
+def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
+    """Say where a run may go beyond what was measured."""
+    most = max(row.running for row in profile.decode)
+    longest = max(row.context for row in profile.decode)
+    wanted = run.rollout.max_tokens + run.workload.max_prompt_tokens
+    notes = []
+    if run.rollout.max_running > most:
+        notes.append(f"decode extrapolated from {most} to {run.rollout.max_running} rollouts")
+    if wanted > longest:
+        notes.append(f"decode extrapolated from {longest:.0f} to {wanted} tokens of a rollout")
+    return notes
+
+
+def _sync(profile: MeasuredProfile, sync: SyncCosts, measured: Provenance) -> SyncCosts:
+    """A push leaves the trainer and is there; nothing of it waits for a wire."""
+    return replace(
+        sync,
+        wire_bytes=profile.push.bytes,
+        fill_time=0.0,
+        wire_time=profile.push.seconds[MEDIAN],
+        drain_time=0.0,
+        load_time=profile.load.seconds[MEDIAN],
+        tier=measured.tier,
+        sources=measured.sources,
+    )
+
+
+def _training(profile: MeasuredProfile, run: Run) -> MeasuredTraining:
+    algorithm = run.algorithm
+    call = fit_line(
+        [row.tokens for row in profile.call], [row.seconds[MEDIAN] for row in profile.call]
+    )
+    return MeasuredTraining(
+        train=fit_passes(profile.train),
+        score=fit_passes(profile.score),
+        call=call,
+        optimizer_time=call[0] + profile.optimizer.seconds[MEDIAN],
+        num_scored=algorithm.has_reference + (algorithm.correction == "decoupled"),
+        informative_share=1.0 if algorithm.has_reference else run.workload.informative_share,
+        max_tokens_per_pass=run.trainer.max_tokens_per_pass,
+    )

@@ -1,0 +1,92 @@
+"""How fast one replica generates on one kind of GPU: the decode curve beside the datasheet and the price."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sim.costs.curves import compose_decode
+from sim.costs.inference import Shard
+from sim.costs.kernels import Kernels
+from streamrl.hardware.model_shape import BYTES, ModelShape
+from streamrl.report.generation import GenerationCurve, GenerationPoint
+
+SECONDS_PER_HOUR = 3600
+
+
+def study_generation(
+    model: ModelShape,
+    gpu: str,
+    *,
+    tensor_parallel: int = 1,
+    expert_parallel: int = 1,
+    dtype: str = "bfloat16",
+    context: int = 4000,
+    max_running: int = 512,
+    backend: str | None = None,
+    memory_utilization: float = 0.9,
+) -> GenerationCurve:
+    """Compose the decode step at batches of powers of two, as many as memory holds.
+
+    Raises:
+        ValueError: the GPU is unknown, does not compute in this dtype, or cannot hold one rollout.
+    """
+    shard = Shard(model, Kernels(gpu, dtype, backend), tensor_parallel, expert_parallel)
+    hardware = shard.kernels.gpu
+    weights = model.shard_parameters(tensor_parallel, expert_parallel) * BYTES[dtype]
+    per_token = model.shard_kv_bytes_per_token(shard.kernels.cache_dtype, tensor_parallel)
+    capacity = (hardware.memory * memory_utilization - weights) / per_token
+    most_running = int(capacity // context)
+    if most_running < 1:
+        raise ValueError(
+            f"{tensor_parallel} x {hardware.name} hold {hardware.memory / 1e9:.0f} GB each: "
+            f"{model.name} takes {weights / 1e9:.1f} GB of it for weights, and no rollout of "
+            f"{context:,} tokens fits beside"
+        )
+    largest = min(max_running, most_running)
+    curve = compose_decode(shard, largest, context, capacity)
+    batches = [b for b in (2**i for i in range(20)) if b < largest] + [largest]
+    price = hardware.price / SECONDS_PER_HOUR
+    points = [_point(shard, curve.step_time(b, b * context), b, context, price) for b in batches]
+    return GenerationCurve(
+        model=model.name,
+        gpu=gpu,
+        tensor_parallel=tensor_parallel,
+        expert_parallel=expert_parallel,
+        dtype=dtype,
+        context=context,
+        most_running=most_running,
+        price=hardware.price,
+        ridge=_ridge(shard),
+        points=points,
+        provenance=curve.provenance,
+    )
+
+
+def _point(
+    shard: Shard, step_time: float, num_running: int, context: int, price: float
+) -> GenerationPoint:
+    gpu, dtype = shard.kernels.gpu, shard.kernels.dtype
+    flops, num_bytes = shard.step_work(num_running, context)
+    compute, memory = flops / gpu.flops[dtype], num_bytes / gpu.memory_bandwidth
+    speed = num_running / step_time / shard.tensor_parallel
+    return GenerationPoint(
+        num_running=num_running,
+        step_time=step_time,
+        roofline_time=max(compute, memory),
+        tokens_per_second=speed,
+        tokens_per_dollar=speed / price,
+        mbu=memory / step_time,
+        mfu=compute / step_time,
+        is_compute_bound=compute > memory,
+    )
+
+
+def _ridge(shard: Shard) -> float:
+    """Give the batch at which products without attention take as long to compute as their weights to read."""
+    gpu, dtype = shard.kernels.gpu, shard.kernels.dtype
+    batch = np.unique(np.geomspace(1, 65536, 400).round())
+    work = [shard.step_work(int(b), 0) for b in batch]
+    is_compute_bound = np.array(
+        [flops / gpu.flops[dtype] > size / gpu.memory_bandwidth for flops, size in work]
+    )
+    return float(batch[np.argmax(is_compute_bound)]) if is_compute_bound.any() else float("inf")

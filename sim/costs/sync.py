@@ -1,0 +1,272 @@
+"""Seconds of a weight synchronisation: gather, encode, cross the link, broadcast, load.
+
+    trainer ranks ──gather──► root(s) ──link──► one node ──tree──► nodes ──NVLink──► GPUs ──load──► weights
+
+The payload is cut into equal buckets that follow each other through the legs, so n buckets take
+
+    sum of every leg's time for one bucket  +  (n - 1) * the slowest leg's time for one bucket
+
+Across pools one copy crosses the link however many replicas wait; in one pool every data-parallel rank is
+the root of a tree with its share of the bytes (StreamRL, arXiv 2504.15930, section 6). A push runs beside
+generation, as if replicas kept what arrives in buffers of their own; only the load pauses a replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from sim.costs.payload import Payload
+from sim.costs.sync_profiles import SyncBackend, Transport, load_backend, load_delta, load_transport
+from streamrl.hardware.memory import weight_bytes
+from streamrl.hardware.profiles import Gpu, load_gpu
+from streamrl.hardware.tiers import Tier
+from streamrl.runfile.config import LinkConfig, PoolConfig, Run
+from streamrl.runfile.pools import find_link
+
+COPY_TRAFFIC = 2
+"""Bytes of memory traffic for each byte copied within a GPU: read once, written once."""
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A stretch of the way that one bucket after the other takes."""
+
+    bandwidth: float
+    message_latency: float = 0.0
+
+    def time(self, num_bytes: float) -> float:
+        """Seconds of one bucket."""
+        return num_bytes / self.bandwidth + self.message_latency
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Seconds of a payload on its way: until its slowest leg begins, in that leg, and after it."""
+
+    fill_time: float
+    hold_time: float
+    drain_time: float
+
+    @classmethod
+    def through(cls, legs: Sequence[Leg], num_bytes: float, bucket_size: float) -> Passage:
+        """Send `num_bytes` through `legs` in equal buckets of at most `bucket_size`."""
+        num_buckets = max(1, ceil(num_bytes / bucket_size))
+        times = [leg.time(num_bytes / num_buckets) for leg in legs]
+        slowest = times.index(max(times))
+        return cls(sum(times[:slowest]), num_buckets * times[slowest], sum(times[slowest + 1 :]))
+
+    @property
+    def total(self) -> float:
+        """Seconds from the first byte sent to the last one received."""
+        return self.fill_time + self.hold_time + self.drain_time
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side's pool, GPU and network."""
+
+    pool: PoolConfig
+    gpu: Gpu
+    num_gpus: int
+    network: Transport
+
+    @classmethod
+    def load(cls, run: Run, pool_name: str, num_gpus: int) -> Side:
+        """Read what the pool of a side is made of."""
+        pool = run.cluster.pools[pool_name]
+        return cls(pool, load_gpu(pool.gpu), num_gpus, load_transport(pool.transport))
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the side's GPUs fill."""
+        return -(-self.num_gpus // self.pool.gpus_per_node)
+
+    @property
+    def rank_bandwidth(self) -> float:
+        """Bytes a second between a GPU of this side and another node."""
+        return self.gpu.network * self.network.efficiency
+
+    @property
+    def node_bandwidth(self) -> float:
+        """Bytes a second between two nodes, all their network cards together."""
+        return self.rank_bandwidth * self.pool.gpus_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncCosts:
+    """Seconds and bytes of one weight synchronisation."""
+
+    wire_bytes: int
+    """Bytes that leave the trainer for the replicas."""
+    fill_time: float
+    """Seconds of a push before its bytes move at their pace: setup, encoding, the first bucket's way."""
+    wire_time: float
+    """Seconds for which a push holds the wire."""
+    drain_time: float
+    """Seconds of the last bucket's way, the link's latency counted."""
+    load_time: float
+    """Seconds in which a replica takes pushed weights over, while it generates nothing."""
+    tier: Tier
+    sources: tuple[str, ...]
+    """Files of profiles/ that the figures come from."""
+
+    @property
+    def push_time(self) -> float:
+        """Seconds of a push that finds the wire free."""
+        return self.fill_time + self.wire_time + self.drain_time
+
+    @classmethod
+    def load(cls, run: Run) -> SyncCosts:
+        """Put the costs of a run's synchronisation together.
+
+        Raises:
+            ValueError: a profile is missing or wrong.
+        """
+        return _Route.load(run).costs()
+
+
+@dataclass(frozen=True)
+class _Route:
+    """The way from a run's trainer to its replicas."""
+
+    run: Run
+    backend: SyncBackend
+    payload: Payload
+    trainer: Side
+    rollout: Side
+    link: LinkConfig | None
+
+    @classmethod
+    def load(cls, run: Run) -> _Route:
+        index = find_link(run)
+        return cls(
+            run,
+            load_backend(run.sync.backend),
+            Payload.load(run),
+            Side.load(run, run.trainer.pool, run.trainer.num_gpus),
+            Side.load(run, run.rollout.pool, run.rollout.num_gpus),
+            None if index is None else run.cluster.links[index],
+        )
+
+    def costs(self) -> SyncCosts:
+        broadcast = self.payload.num_bytes * self.backend.broadcast_share
+        sharded = self.payload.num_bytes - broadcast
+        passage = Passage.through(self._legs(), broadcast, self.run.sync.bucket_size)
+        latency = 0.0 if self.link is None else self.link.latency
+        return SyncCosts(
+            wire_bytes=round(broadcast + sharded * self.run.rollout.replicas),
+            fill_time=self._fixed_time() + passage.fill_time,
+            wire_time=passage.hold_time + self._shard_time(sharded),
+            drain_time=passage.drain_time + latency,
+            load_time=self._load_time(),
+            tier=self._tier(),
+            sources=self._sources(),
+        )
+
+    @property
+    def _is_delta(self) -> bool:
+        return self.run.sync.mode == "delta"
+
+    @property
+    def _is_one_node(self) -> bool:
+        """Whether trainer and replicas share one node, so that nothing crosses a network."""
+        num_gpus = self.trainer.num_gpus + self.rollout.num_gpus
+        is_one_pool = self.run.trainer.pool == self.run.rollout.pool
+        return is_one_pool and num_gpus <= self.rollout.pool.gpus_per_node
+
+    def _fixed_time(self) -> float:
+        fixed = self.backend.fixed_time(self.payload.num_bytes, self.payload.num_tensors)
+        if self._is_delta:
+            fixed += weight_bytes(self.run) / load_delta().compare_bandwidth
+        return fixed
+
+    def _legs(self) -> list[Leg]:
+        """Everything that a broadcast bucket passes, in order."""
+        legs = [Leg(load_delta().codec_bandwidth)] if self._is_delta else []
+        legs += self._sender()
+        if self.link is not None:
+            legs.append(link_leg(self.link))
+        network = Leg(self.rollout.node_bandwidth, self.rollout.network.message_latency)
+        return [*legs, *[network] * self._depth(), Leg(self.rollout.gpu.nvlink)]
+
+    def _sender(self) -> list[Leg]:
+        """What the sender gives where it was measured, else the all-gather of a rank's shards.
+
+        Each of k roots gathers its k-th of the bytes, of which (n-1)/n lie on the n-1 other ranks that a copy
+        of the weights is split over.
+        """
+        if self.backend.sender_bandwidth is not None:
+            return [Leg(self.backend.sender_bandwidth)]
+        config = self.run.trainer
+        split = config.tensor_parallel * config.pipeline_parallel
+        if split == 1:
+            return []
+        roots = config.data_parallel if self.link is None else 1
+        is_one_node = split <= self.trainer.pool.gpus_per_node
+        wire = self.trainer.gpu.nvlink if is_one_node else self.trainer.node_bandwidth
+        return [Leg(roots * wire * split / (split - 1))]
+
+    def _depth(self) -> int:
+        """Hops over the receiving pool's network.
+
+        Two complementary binary trees reach n nodes in about log2(n) hops, each node sending no more than it
+        receives (Sanders, Speck, Traeff 2009, doi 10.1016/j.parco.2009.09.001; NCCL's double trees).
+        """
+        if self._is_one_node:
+            return 0
+        num_nodes = self.rollout.num_nodes + (self.link is None)  # the root is one of them
+        return (num_nodes - 1).bit_length()
+
+    def _shard_time(self, num_bytes: float) -> float:
+        """Seconds in which every GPU of every replica is sent its own shard: the busiest of three ends."""
+        config = self.run.rollout
+        copies = num_bytes * config.replicas
+        if self._is_one_node:
+            nvlink = self.rollout.gpu.nvlink
+            return max(num_bytes / config.tensor_parallel, copies / self.trainer.num_gpus) / nvlink
+        return max(
+            num_bytes / config.tensor_parallel / self.rollout.rank_bandwidth,
+            copies / self.trainer.num_gpus / self.trainer.rank_bandwidth,
+            0.0 if self.link is None else copies / link_leg(self.link).bandwidth,
+        )
+
+    def _load_time(self) -> float:
+        """Copy the shard within the GPU; first from host memory where the network ends there.
+
+        A delta passes over the whole shard (vLLM stages a sparse update at the size of the weights). Measured
+        backends have the copy from the host in their constants.
+        """
+        gpu, ways = self.rollout.gpu, self.run.rollout.tensor_parallel
+        copied = weight_bytes(self.run) if self._is_delta else self.payload.num_bytes
+        memory_bandwidth = gpu.memory_bandwidth * gpu.roofline.bandwidth_efficiency
+        load_time = COPY_TRAFFIC * copied / ways / memory_bandwidth
+        if self._is_through_host and not self.backend.fitted_to:
+            load_time += self.payload.num_bytes / ways / gpu.host_link
+        return load_time
+
+    @property
+    def _is_through_host(self) -> bool:
+        """Whether any network on the way to a replica ends in host memory."""
+        link = [] if self.link is None else [load_transport(self.link.transport)]
+        return any(network.is_through_host for network in [self.rollout.network, *link])
+
+    def _tier(self) -> Tier:
+        """Composed where the constants are fitted to what is sent: all weights, over RDMA."""
+        is_fitted = bool(self.backend.fitted_to) and self.run.sync.mode == "full"
+        return "composed" if is_fitted and not self._is_through_host else "roofline"
+
+    def _sources(self) -> tuple[str, ...]:
+        names = [self.trainer.pool.transport, self.rollout.pool.transport]
+        names += [] if self.link is None else [self.link.transport]
+        files = [f"sync/{self.run.sync.backend}"]
+        files += [f"transports/{name}" for name in dict.fromkeys(names)]
+        files += ["sync/delta"] if self._is_delta else []
+        return tuple(f"profiles/{file}.toml" for file in files)
+
+
+def link_leg(link: LinkConfig) -> Leg:
+    """Give what a link carries by its transport."""
+    transport = load_transport(link.transport)
+    return Leg(link.bandwidth * transport.efficiency, transport.message_latency)

@@ -1,0 +1,74 @@
+"""Which stage, and which resource in it, a step of a plan waits for."""
+
+from __future__ import annotations
+
+from sim.planner.bound import Estimates
+from sim.planner.space import Candidate
+from streamrl.engine.systems import choose_system
+from streamrl.hardware.memory import kv_capacity
+from streamrl.record.metrics import Speed
+from streamrl.report.plan import Binding
+from streamrl.runfile.config import Run
+
+ARITHMETIC = 0.75
+"""Share of the trainer's seconds above which its arithmetic binds, not what it waits for."""
+
+
+def find_binding(estimates: Estimates, index: int, speed: Speed) -> Binding:
+    """Say what binds a simulated plan: of stages that overlap the longest, else the one with most of the step."""
+    stages = estimates.estimate()
+    candidate = estimates.space.candidate(index)
+    run = candidate.apply(estimates.space.run)
+    seconds = {
+        "generation": float(stages.generation[index]),
+        "training": float(stages.training[index]),
+        "sync": float(stages.sync[index]),
+    }
+    stage = max(seconds, key=lambda name: seconds[name])
+    resources = {
+        "generation": lambda: _of_generation(estimates, index, run),
+        "training": lambda: _of_training(estimates, index),
+        "sync": lambda: _of_sync(candidate),
+    }
+    resource = resources[stage]()
+    overlap = "beside" if choose_system(run.policies).max_staleness else "before"
+    return Binding(
+        stage=stage,
+        resource=resource,
+        seconds={**seconds, "step": speed.mean_step_time},
+        text=(
+            f"{stage} binds, by {resource}: generation {seconds['generation']:.1f} s {overlap} training "
+            f"{seconds['training']:.1f} s, sync {seconds['sync']:.1f} s, a step {speed.mean_step_time:.1f} s"
+        ),
+    )
+
+
+def _of_generation(estimates: Estimates, index: int, run: Run) -> str:
+    """Say why generation takes what it takes: its longest rollout, a cap on its batches, or the work."""
+    least = estimates.least(index)
+    if least.longest >= least.work:
+        return "the longest rollout, token by token"
+    mean_tokens = estimates.tokens / run.algorithm.rollouts_per_step
+    held = kv_capacity(run) / (mean_tokens / 2 + run.workload.max_prompt_tokens / 2)
+    share = run.algorithm.rollouts_per_step / run.rollout.replicas
+    if share > min(held, run.rollout.max_running):
+        if held < run.rollout.max_running:
+            return "GPU memory for KV cache"
+        return f"rollout.max_running {run.rollout.max_running}"
+    return "GPU memory bandwidth"
+
+
+def _of_training(estimates: Estimates, index: int) -> str:
+    """Say whether the trainer computes all the time, or its ranks wait for bubbles, host memory and each other."""
+    least, whole = estimates.training_parts(index)
+    if least >= ARITHMETIC * whole:
+        return "FLOP/s of the trainer's GPUs"
+    return "what its ranks wait for: offloading, pipeline bubbles, collectives of the optimizer"
+
+
+def _of_sync(candidate: Candidate) -> str:
+    if candidate.mode.system == "colocated":
+        return "host memory, to and from which phases change"
+    if candidate.replicas.pool == candidate.trainer.pool:
+        return "the network between nodes"
+    return "the link between both pools"

@@ -1,0 +1,280 @@
+"""What every plan of a space takes, as arrays: bounds that hold, and estimates that rank.
+
+A plan's stages are separable: seconds of generation belong to its replicas and dispatch, those of training to
+its trainer, those of weight sync to a class of pairs. Each is computed once and put together for all plans.
+
+system                       a step takes
+colocated, disaggregated     generation + training + phase change or sync
+stream-sync                  until the trainer has worked off what generation brings, + sync
+one-step-async               the longer of generation and training, + sync
+batches one after another    the longer of generation and training
+steps that overlap           the same, of generation at the pace of replicas that never run out of work
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from copy import copy
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from sim.costs.costs import Costs
+from sim.costs.training import TrainingCosts
+from sim.planner.generation_time import GenerationTime, LeastTimes, Work, least_times
+from sim.planner.modes import Mode
+from sim.planner.sides import Degrees, Replicas
+from sim.planner.space import Candidate, Space
+from sim.planner.sync_time import sync_times
+from sim.planner.train_time import Batch, TrainTimes, train_times
+from streamrl.engine.systems import System, choose_system
+from streamrl.runfile.config import Run
+from streamrl.workload.workload import Draw
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.signedinteger]
+OVERLAP = 1.1
+"""Seconds of generation over their bound where steps overlap, before a simulation tells: 1.0 to 1.2 for 7B, 32B
+and 72B on 16 to 80 GPUs."""
+
+
+class Asked(NamedTuple):
+    """A generation time: whose, and how rollouts are dealt out."""
+
+    replicas: int
+    dispatch: str | None
+
+
+class Paced(NamedTuple):
+    """Replicas in a mode in which steps overlap."""
+
+    replicas: Replicas
+    mode: Mode
+
+
+class Stages(NamedTuple):
+    """Seconds of the parts of every plan."""
+
+    generation: Floats
+    training: Floats
+    sync: Floats
+    step: Floats
+
+
+class Estimates:
+    """Seconds of a step of every plan of a space."""
+
+    def __init__(self, space: Space, batches: Sequence[Sequence[Draw]]) -> None:
+        """Compute what takes no simulation, for batches that are generated and trained.
+
+        Raises:
+            ValueError: costs of the run's model or GPUs are missing.
+        """
+        self.space, run = space, space.run
+        works = [Work.of(batch) for batch in batches]
+        trains = [Batch(work.lengths) for work in works]
+        self.tokens = float(np.mean([work.outputs.sum() for work in works]))
+        """Output tokens of a step."""
+        self._systems = [choose_system(mode.apply(run).policies) for mode in space.modes]
+        self._overlaps = [_overlaps(system) for system in self._systems]
+        self._times: dict[Asked, GenerationTime] = {}
+        self._paces: dict[Paced, float] = {}
+        self._least = [_least_of(found) for found in _least_times(space, works)]
+        trained = [_train(run, trainer, trains) for trainer in space.trainers]
+        self._trained = {
+            name: np.array(column)
+            for name, column in zip(TrainTimes._fields, zip(*trained, strict=True), strict=True)
+        }
+        self._push, self._load = sync_times(space)
+
+    # Generation -----------------------------------------------------------------------------------
+
+    def asked(self, indices: Iterable[int], num_batches: int) -> list[Asked]:
+        """Give the generation times that some plans lack, in their order."""
+        space = self.space
+        wanted = dict.fromkeys(
+            Asked(int(space.of_replicas[i]), space.modes[space.of_mode[i]].dispatch)
+            for i in indices
+            if not self._overlaps[space.of_mode[i]]
+        )
+        return [
+            asked
+            for asked in wanted
+            if asked not in self._times or len(self._times[asked].seconds) < num_batches
+        ]
+
+    def like(self, asked: Asked) -> Candidate:
+        """Give a plan whose replicas take the asked time."""
+        space = self.space
+        is_like = np.array([mode.dispatch == asked.dispatch for mode in space.modes])
+        like = is_like[space.of_mode] & (space.of_replicas == asked.replicas)
+        return space.candidate(int(np.argmax(like)))
+
+    def learn(self, asked: Asked, found: GenerationTime) -> None:
+        """Take a generation time from a simulation of replicas."""
+        self._times[asked] = found
+
+    def learn_step(self, index: int, step_time: float) -> None:
+        """Take from a simulated plan at which pace its replicas generate where steps overlap."""
+        mode, replicas = int(self.space.of_mode[index]), int(self.space.of_replicas[index])
+        if self._overlaps[mode]:
+            paced = Paced(self.space.replicas[replicas], self.space.modes[mode])
+            pace = step_time / self._bound_of(replicas, mode)
+            self._paces[paced] = min(pace, self._paces.get(paced, pace))
+
+    def take_paces(self, other: Estimates) -> None:
+        """Take over what was learned of replicas for another workload."""
+        self._paces = dict(other._paces)
+
+    def training_parts(self, index: int) -> tuple[float, float]:
+        """Give a plan's seconds of arithmetic in training, and of all that its trainer does."""
+        trainer = self.space.of_trainer[index]
+        system = self._systems[self.space.of_mode[index]]
+        part = self._trained["stream" if system.streaming == "stream" else "whole"]
+        whole = part[trainer] + self._trained["optimizer"][trainer]
+        return float(self._trained["least"][trainer]), float(whole)
+
+    def shifted(self, run: Run) -> Estimates:
+        """Give estimates for other prices or links, with the same workload and the same plans."""
+        other = copy(self)
+        other._take_offer(run)
+        return other
+
+    def _take_offer(self, run: Run) -> None:
+        self.space = self.space.priced(run)
+        self._push, self._load = sync_times(self.space)
+
+    # Steps ----------------------------------------------------------------------------------------
+
+    def estimate(self) -> Stages:
+        """Give the seconds of every plan, generation bounded from below where no simulation has been asked."""
+        return self._put_together(is_bound=False)
+
+    def bound(self) -> Floats:
+        """Give the seconds that a steady step of each plan does not go below."""
+        return self._put_together(is_bound=True).step
+
+    def least(self, index: int) -> LeastTimes:
+        """Give the bounds of a plan's generation: the longest rollout's, and that of all work for one replica."""
+        least = self._least[int(self.space.of_replicas[index])]
+        return least._replace(work=least.work / self.space.candidate(index).replicas.replicas)
+
+    def _put_together(self, *, is_bound: bool) -> Stages:
+        columns = [np.zeros(len(self.space)) for _ in Stages._fields]
+        for mode, system in enumerate(self._systems):
+            places = np.nonzero(self.space.of_mode == mode)[0]
+            found = self._stages(places, mode, system, is_bound=is_bound)
+            for column, values in zip(columns, found, strict=True):
+                column[places] = values
+        return Stages(*columns)
+
+    def _stages(self, places: Indices, mode: int, system: System, *, is_bound: bool) -> Stages:
+        trainer, trained = self.space.of_trainer[places], self._trained
+        push, load = self._push[places], self._load[places]
+        streams = system.streaming == "stream"
+        part = "least" if is_bound else "stream" if streams else "whole"
+        training = trained[part][trainer] + trained["optimizer"][trainer]
+        generation = self._generation(self.space.of_replicas[places], mode, is_bound=is_bound)
+        if system.max_staleness == 0:
+            ends = generation + training
+            if streams:
+                ends = self._stream_ends(places, mode, generation, training, is_bound=is_bound)
+            step = ends + push + load
+        elif system.weight_sync == "barrier":
+            step = np.maximum(generation, training) + push + load
+        else:
+            step = np.maximum(generation + load, training)
+        return Stages(generation, training, push + load, step)
+
+    def _generation(self, replicas: Indices, mode: int, *, is_bound: bool) -> Floats:
+        """Give the seconds of generation: simulated where they were, else their bound."""
+        table = np.array([self._bound_of(each, mode) for each in range(len(self._least))])
+        if not is_bound and self._overlaps[mode]:
+            table *= self._paces_of(mode)
+        elif not is_bound:
+            for asked, found in self._times.items():
+                if asked.dispatch == self.space.modes[mode].dispatch:
+                    table[asked.replicas] = found.mean
+        values: Floats = table[replicas]
+        return values
+
+    def _bound_of(self, replicas: int, mode: int) -> float:
+        """Steps that overlap share out the longest rollout's seconds; each takes as long as all its tokens do."""
+        least, num_replicas = self._least[replicas], self.space.replicas[replicas].replicas
+        num_batches = 1 + self._systems[mode].max_staleness if self._overlaps[mode] else 1
+        return max(least.longest / num_batches, least.work / num_replicas)
+
+    def _paces_of(self, mode: int) -> Floats:
+        """Give by how much each replicas miss their bound in a mode in which steps overlap.
+
+        What simulations of the same degree say counts first; replicas of which none is known are taken to be as
+        good as any, so that one of them is tried.
+        """
+        wanted = self.space.modes[mode]
+        by_degree: dict[tuple[str, int], list[float]] = defaultdict(list)
+        for paced, pace in self._paces.items():
+            if (paced.mode.system, paced.mode.dispatch) == (wanted.system, wanted.dispatch):
+                by_degree[_degree(paced.replicas)].append(pace)
+        return np.array(
+            [
+                self._paces.get(
+                    Paced(each, wanted), median(by_degree.get(_degree(each), [OVERLAP]))
+                )
+                for each in self.space.replicas
+            ]
+        )
+
+    def _stream_ends(
+        self, places: Indices, mode: int, generation: Floats, training: Floats, *, is_bound: bool
+    ) -> Floats:
+        """Give when a trainer is done that works on rollouts as they are finished."""
+        trainer, trained = self.space.of_trainer[places], self._trained
+        optimizer = trained["optimizer"][trainer]
+        ends: Floats = np.maximum(generation + optimizer, training)
+        if is_bound:
+            return ends
+        ends = np.maximum(ends, generation + trained["last"][trainer] + optimizer)
+        for asked, found in self._times.items():
+            if asked.dispatch == self.space.modes[mode].dispatch:
+                mine = self.space.of_replicas[places] == asked.replicas
+                busy = (training - optimizer)[mine]
+                ends[mine] = np.maximum(ends[mine], found.stream_end(busy) + optimizer[mine])
+        return ends
+
+
+def _degree(replicas: Replicas) -> tuple[str, int]:
+    return replicas.pool, replicas.tensor_parallel
+
+
+def _overlaps(system: System) -> bool:
+    """Whether replicas begin a batch before the one before is generated."""
+    is_ahead = system.max_staleness > 0 and not system.waits_for_whole_batches
+    return is_ahead and system.weight_sync != "barrier"
+
+
+def _least_times(space: Space, works: list[Work]) -> list[list[LeastTimes]]:
+    """Bound each way to generate, on every batch; its curve depends on pool and degrees alone."""
+    by_shard: dict[tuple[str, int, int], list[LeastTimes]] = {}
+    found = []
+    for index, replicas in enumerate(space.replicas):
+        shard = (replicas.pool, replicas.tensor_parallel, replicas.expert_parallel)
+        if shard not in by_shard:
+            candidate = space.candidate(int(np.argmax(space.of_replicas == index)))
+            costs = Costs.load(candidate.apply(space.run))
+            by_shard[shard] = [least_times(costs.decode, costs.kv_capacity, w) for w in works]
+        found.append(by_shard[shard])
+    return found
+
+
+def _least_of(batches: list[LeastTimes]) -> LeastTimes:
+    return LeastTimes(*(min(column) for column in zip(*batches, strict=True)))
+
+
+def _train(run: Run, trainer: Degrees, batches: list[Batch]) -> TrainTimes:
+    run = trainer.apply(run)
+    run = replace(run, rollout=replace(run.rollout, pool=trainer.pool))
+    return train_times(run, TrainingCosts.load(run), batches)

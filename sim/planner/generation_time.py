@@ -1,0 +1,138 @@
+"""Seconds in which replicas generate whole batches: a bound at once, the exact figure by simulating each replica."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.batch_time import Finish
+from sim.costs.curves import DecodeCurve
+from streamrl.workload.workload import Draw
+
+Floats = NDArray[np.float64]
+
+
+class GenerationTime(NamedTuple):
+    """What replicas take for one batch after the other."""
+
+    seconds: Floats
+    """To the last rollout of each batch."""
+    envelopes: list[tuple[Floats, Floats]]
+    """For each batch, of the rollouts that can keep a trainer waiting alone: when one is finished, and the
+    share of all tokens that is finished then or later."""
+
+    @property
+    def mean(self) -> float:
+        """Seconds of a batch."""
+        return float(self.seconds.mean())
+
+    def stream_end(self, train_time: Floats) -> Floats:
+        """Give when trainers are done that work on rollouts as they finish, each `train_time` for all of them.
+
+        A server that is never idle while work waits is done at the latest of: an arrival, and all work from
+        then on.
+        """
+        ends = [
+            (instants + left * train_time[:, None]).max(axis=1) for instants, left in self.envelopes
+        ]
+        mean: Floats = np.mean(ends, axis=0)
+        return mean
+
+
+def summarize(batches: Sequence[Sequence[Finish]]) -> GenerationTime:
+    """Keep what later questions need of the ends of each batch's rollouts, the first first."""
+    seconds = np.array([finishes[-1].time for finishes in batches])
+    return GenerationTime(seconds, [_envelope_of(finishes) for finishes in batches])
+
+
+def _envelope_of(finishes: Sequence[Finish]) -> tuple[Floats, Floats]:
+    instants = np.array([finish.time for finish in finishes])
+    tokens = np.array([finish.tokens for finish in finishes], dtype=float)
+    left = np.cumsum(tokens[::-1])[::-1] / tokens.sum()
+    kept = _envelope(instants, left)
+    return instants[kept], left[kept]
+
+
+def _envelope(instants: Floats, left: Floats) -> list[int]:
+    """Give the places where `instants + left * x` is the largest of all for some x >= 0: an upper hull."""
+    hull: list[int] = []
+    for place in range(len(instants) - 1, -1, -1):  # by rising share left, falling instant
+        while len(hull) > 1 and _is_below(instants, left, hull[-2], hull[-1], place):
+            hull.pop()
+        hull.append(place)
+    return hull
+
+
+def _is_below(x: Floats, y: Floats, first: int, middle: int, last: int) -> bool:
+    """Whether the middle one of three lines is nowhere above both others."""
+    return bool(
+        (x[middle] - x[first]) * (y[last] - y[first])
+        <= (x[last] - x[first]) * (y[middle] - y[first])
+    )
+
+
+class Work(NamedTuple):
+    """A batch as replicas see it."""
+
+    prompts: Floats
+    outputs: Floats
+
+    @classmethod
+    def of(cls, batch: Sequence[Draw]) -> Work:
+        """Take prompt and output tokens of every rollout."""
+        pairs = [(draw.drawn.prompt_tokens, n) for draw in batch for n in draw.lengths]
+        array = np.array(pairs, dtype=float)
+        return cls(array[:, 0], array[:, 1])
+
+    @property
+    def lengths(self) -> list[int]:
+        """Prompt and output tokens of each rollout."""
+        return [int(length) for length in self.prompts + self.outputs]
+
+
+class LeastTimes(NamedTuple):
+    """Seconds that no replicas go below, whatever is dealt to whom."""
+
+    longest: float
+    """Of the slowest rollout alone on a replica."""
+    work: float
+    """Of all tokens at the batch that is best for them, times replicas."""
+
+
+def least_times(curve: DecodeCurve, kv_capacity: float, work: Work) -> LeastTimes:
+    """Bound the decode of a batch: every step costs a(b) + c(b) S, and prefill makes each first token.
+
+    No step holds more than `kv_capacity` tokens of outputs, so all tokens take at least as many steps as that
+    allows. These steps take no less than as many of the mean batch would, by what is convex below a(b).
+    """
+    base, slope = np.array(curve.base[1:]), np.array(curve.per_context_token[1:])
+    steps = work.outputs - 1
+    held = steps * (steps + 1) / 2
+    context = steps * work.prompts + held
+    alone = steps * base.min() + context * slope.min()
+    num_tokens = float(steps.sum())
+    num_steps = max(num_tokens / len(base), float(held.sum()) / kv_capacity)
+    together = num_steps * _convex_below(base, num_tokens / max(num_steps, 1.0))
+    return LeastTimes(float(alone.max()), together + float(context.sum() * slope.min()))
+
+
+def _convex_below(values: Floats, place: float) -> float:
+    """Give the convex function below values at 1, 2, ..., and 0 at 0, at a place between them."""
+    places = np.arange(len(values) + 1.0)
+    points = np.concatenate(([0.0], values))
+    hull = [0]
+    for right in range(1, len(points)):
+        while len(hull) > 1 and _is_above(places, points, hull[-2], hull[-1], right):
+            hull.pop()
+        hull.append(right)
+    return float(np.interp(place, places[hull], points[hull]))
+
+
+def _is_above(x: Floats, y: Floats, left: int, middle: int, right: int) -> bool:
+    """Whether the middle one of three points is not below the line through both others."""
+    return bool(
+        (y[middle] - y[left]) * (x[right] - x[left]) >= (y[right] - y[left]) * (x[middle] - x[left])
+    )

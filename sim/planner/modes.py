@@ -1,0 +1,81 @@
+"""How a plan may run, whoever has which GPUs: system, staleness, dispatch, what a weight sync sends."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from streamrl.engine.systems import SYSTEMS
+from streamrl.runfile.config import Run, SyncConfig
+from streamrl.runfile.plan_config import DispatchName, SyncMode, SystemName
+
+USUAL_SYSTEMS: tuple[SystemName, ...] = (
+    *("colocated", "stream-sync", "one-step-async", "stream-async"),
+)
+USUAL_DISPATCH: tuple[DispatchName, ...] = ("least-loaded", "skewness-aware")
+
+
+class Mode(NamedTuple):
+    """What does not depend on who has which GPUs."""
+
+    system: SystemName
+    max_staleness: int | None
+    dispatch: DispatchName | None
+    sync_mode: SyncMode
+
+    def apply(self, run: Run) -> Run:
+        """Give the run in this mode; what it replaces of its own system by name stays with that system."""
+        policies = replace(run.policies, system=self.system, latency=None, context_time=None)
+        if self.system != run.policies.system:
+            policies = replace(
+                policies,
+                waits_for_whole_batches=None,
+                streaming=None,
+                consumption=None,
+                weight_sync=None,
+            )
+        policies = replace(policies, max_staleness=self.max_staleness, dispatch=self.dispatch)
+        return replace(run, policies=policies, sync=replace(run.sync, mode=self.sync_mode))
+
+
+def find_modes(run: Run) -> list[Mode]:
+    """Give every mode, those of one system beside each other."""
+    plan, own = run.plan, run.policies
+    systems = plan.systems or list(dict.fromkeys((own.system, *USUAL_SYSTEMS)))
+    return [
+        Mode(system, staleness, dispatch, sync)
+        for system in systems
+        for staleness in _bounds(run, system)
+        for dispatch in plan.dispatch or _usual_dispatch(run)
+        for sync in plan.sync_modes or _usual_sync(run)
+        if system != "colocated" or _is_colocatable(run, sync)
+    ]
+
+
+def _bounds(run: Run, system: SystemName) -> list[int | None]:
+    """Give the bounds of staleness that a system may have; None is its own."""
+    own = run.policies.max_staleness if system == run.policies.system else None
+    generates_ahead = SYSTEMS[system].max_staleness > 0
+    if run.plan.max_staleness is None or not generates_ahead:
+        return [own]
+    return [bound for bound in run.plan.max_staleness if bound > 0] or [own]
+
+
+def _usual_dispatch(run: Run) -> list[DispatchName | None]:
+    lengths = run.workload.lengths
+    own = run.policies.dispatch
+    if lengths is None or lengths.ranker == "none":
+        return [own]
+    named = (own or "least-loaded", *USUAL_DISPATCH)
+    return list(dict.fromkeys(named))
+
+
+def _usual_sync(run: Run) -> list[SyncMode]:
+    own = run.sync.mode
+    is_tight = run.model.dtype != "float32" and run.sync.backend != "nccl-reshard"
+    return ["full", "delta"] if own == "full" and is_tight else [own]
+
+
+def _is_colocatable(run: Run, sync: SyncMode) -> bool:
+    return sync == "full" and run.sync.backend == SyncConfig().backend

@@ -1,0 +1,78 @@
+"""What a plan is judged by: the figure that is made least, estimated for all plans or read from a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamrl.record.metrics import Speed
+from streamrl.runfile.plan_config import ObjectiveName
+
+Floats = NDArray[np.float64]
+UNITS: dict[ObjectiveName, str] = {
+    "cost-per-million-tokens": "dollars per million tokens trained on",
+    "cost-per-step": "dollars per mean step",
+    "step-time": "seconds per mean step",
+    "pareto": "seconds x dollars per mean step",
+}
+
+
+def value_of(objective: ObjectiveName, speed: Speed) -> float:
+    """Read a simulation, by the mean of its steps: the median of a few is luck where steps overlap.
+
+    The Pareto set is searched for the least product of seconds and dollars.
+    """
+    match objective:
+        case "cost-per-million-tokens":
+            return speed.cost_per_million_tokens
+        case "cost-per-step":
+            return mean_cost(speed)
+        case "step-time":
+            return speed.mean_step_time
+        case "pareto":
+            return speed.mean_step_time * mean_cost(speed)
+
+
+def mean_cost(speed: Speed) -> float:
+    """Give the dollars of a mean step."""
+    return speed.cost_per_step / speed.step_time * speed.mean_step_time
+
+
+def values_of(
+    objective: ObjectiveName, seconds: Floats, prices: Floats, tokens_per_step: float
+) -> Floats:
+    """Estimate the objective of every plan from its seconds of a step and its dollars a second."""
+    match objective:
+        case "cost-per-million-tokens":
+            return seconds * prices / tokens_per_step * 1e6
+        case "cost-per-step":
+            return seconds * prices
+        case "step-time":
+            return seconds
+        case "pareto":
+            return seconds * seconds * prices
+
+
+def front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Give the places of the points that no other is below in both coordinates, by rising first coordinate."""
+    order = sorted(range(len(points)), key=lambda place: points[place])
+    kept: list[int] = []
+    for place in order:
+        if not kept or points[place][1] < points[kept[-1]][1]:
+            kept.append(place)
+    return kept
+
+
+def distance_to_front(seconds: Floats, dollars: Floats) -> Floats:
+    """Give by what factor each plan is away from the Pareto set: 1 on it, 1.1 where a tenth less would reach it."""
+    order = np.lexsort((dollars, seconds))
+    best = np.minimum.accumulate(dollars[order])
+    is_front = np.concatenate(([True], best[1:] < best[:-1]))
+    corners = order[is_front]
+    farthest = np.ones(len(seconds))
+    for corner in corners:
+        above = np.minimum(seconds / seconds[corner], dollars / dollars[corner])
+        np.maximum(farthest, above, out=farthest)
+    return farthest

@@ -1,0 +1,191 @@
+"""`streamrl plan`: which GPUs, how many on each side, in which parallelism and mode, at what cost, how sure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, ProcessPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from sim.planner.binding import find_binding
+from sim.planner.objective import UNITS, front, mean_cost, value_of, values_of
+from sim.planner.search import Search
+from sim.planner.sensitivity import Verdict, judge, shifts
+from sim.planner.space import Candidate
+from sim.planner.trial import Trial, metrics_of, run_all
+from streamrl.record.metrics import SECONDS_PER_HOUR
+from streamrl.report.plan import Change, Choice, Figure, Plan, Runner, Side, plan_text
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import check_run
+
+RUNNERS_UP = 8
+"""Plans that are named beside the chosen one."""
+
+
+class Planned(NamedTuple):
+    """What planning gives."""
+
+    run: Run
+    """The run file with the allocation filled in."""
+    plan: Plan
+
+
+def make_plan(run: Run, watch: Callable[[int, int, str], None] = lambda *_: None) -> Planned:
+    """Choose among everything that a run's offer and its section `[plan]` leave open, on all cores.
+
+    `watch` is told how many simulations are done, at most how many there will be, and what they are for.
+
+    Raises:
+        ValueError: nothing fits, or nothing within budget: the constraint is named.
+    """
+    started_at = time.perf_counter()
+    search = Search.open(run)
+    with ProcessPoolExecutor() as pool:
+        return _plan(run, search, pool, _Progress(run, watch), started_at)
+
+
+def _plan(
+    run: Run, search: Search, pool: Executor, progress: _Progress, started_at: float
+) -> Planned:
+    ranking = search.run(pool, progress.on("simulating"))
+    chosen = ranking[0]
+    verdicts = judge(search, chosen, pool, progress.on("what if"))
+    trial = Trial(search.bases[0], search.space.candidate(chosen))
+    metrics = run_all(pool, metrics_of, [(chosen, trial)])[chosen]
+    planned = search.space.candidate(chosen).apply(run)
+    check_run(planned)
+    objective = run.plan.objective
+    value, bounds = value_of(objective, search.speeds[chosen][0]), _bounds(search)
+    plan = Plan(
+        allocation=_choice(search, chosen),
+        objective=Figure(
+            name=objective, value=value, median=search.value(chosen), unit=UNITS[objective]
+        ),
+        candidates=len(search.space),
+        simulated=len(search.speeds),
+        ruled_out=int((bounds > value).sum()),
+        seconds=time.perf_counter() - started_at,
+        infeasible={reason: count for reason, count in search.space.cut.items() if count},
+        binding=find_binding(search.estimates, chosen, search.speeds[chosen][0]),
+        lower_bound=float(bounds.min()),
+        gap=value / float(bounds.min()) - 1,
+        own_bound=float(bounds[chosen]),
+        runners_up=[_runner(search, index, chosen) for index in ranking[1 : 1 + RUNNERS_UP]],
+        pareto=_pareto(search),
+        sensitivity=[_change(search, chosen, verdict) for verdict in verdicts],
+        tiers=metrics.tiers,
+        steps=metrics.num_steps,
+    )
+    return Planned(planned, plan)
+
+
+class _Progress:
+    """Counts simulations."""
+
+    def __init__(self, run: Run, watch: Callable[[int, int, str], None]) -> None:
+        plan = run.plan
+        self._most = plan.simulations + plan.finalists * (plan.seeds - 1)
+        self._most += 2 * sum(1 for _ in shifts(run))
+        self._watch = watch
+        self._done = 0
+
+    def on(self, what: str) -> Callable[[], None]:
+        """Give what is to be called after each simulation."""
+
+        def tell() -> None:
+            self._done += 1
+            self._watch(self._done, self._most, what)
+
+        return tell
+
+
+def _bounds(search: Search) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Give the objective that no steady step of each plan goes below."""
+    estimates, objective = search.estimates, search.space.run.plan.objective
+    bounds = estimates.bound()
+    return values_of(objective, bounds, search.space.prices, estimates.tokens)
+
+
+def _choice(search: Search, index: int) -> Choice:
+    """Describe a simulated plan."""
+    candidate, speeds = search.space.candidate(index), search.speeds[index]
+    values = [value_of(search.space.run.plan.objective, speed) for speed in speeds]
+    return Choice(
+        rollout=_side(search.space.run, candidate, "rollout"),
+        trainer=_side(search.space.run, candidate, "trainer"),
+        settings=settings_of(candidate),
+        dollars_per_hour=float(search.space.prices[index]) * SECONDS_PER_HOUR,
+        step_time=speeds[0].mean_step_time,
+        median_step_time=speeds[0].step_time,
+        cost_per_step=mean_cost(speeds[0]),
+        cost_per_million_tokens=speeds[0].cost_per_million_tokens,
+        least=min(values),
+        most=max(values),
+        num_seeds=len(values),
+        estimate=float(search.estimates.estimate().step[index]),
+    )
+
+
+def _runner(search: Search, index: int, chosen: int) -> Runner:
+    """Describe a plan that was not chosen, compared on the seeds that it was simulated on."""
+    num_seeds = len(search.speeds[index])
+    value = search.value(index)
+    behind = value / search.value(chosen, num_seeds) - 1
+    return Runner(choice=_choice(search, index), value=value, behind=behind)
+
+
+def _side(run: Run, candidate: Candidate, section: str) -> Side:
+    side = candidate.replicas if section == "rollout" else candidate.trainer
+    degrees = {key: int(value) for key, value in side._asdict().items() if key not in ("pool",)}
+    return Side(
+        pool=side.pool,
+        gpu=run.cluster.pools[side.pool].gpu,
+        num_gpus=side.num_gpus,
+        degrees=degrees,
+    )
+
+
+def settings_of(candidate: Candidate) -> dict[str, str | int | bool]:
+    """Give the keys of the run file that a plan sets."""
+    mode = candidate.mode
+    found: dict[str, str | int | bool | None] = {
+        **{f"rollout.{key}": value for key, value in candidate.replicas._asdict().items()},
+        **{f"trainer.{key}": value for key, value in candidate.trainer._asdict().items()},
+        "policies.system": mode.system,
+        "policies.max_staleness": mode.max_staleness,
+        "policies.dispatch": mode.dispatch,
+        "sync.mode": mode.sync_mode,
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _pareto(search: Search) -> list[Choice]:
+    """Give the simulated plans that none beats in seconds and dollars of a step, the fastest first."""
+    if search.space.run.plan.objective != "pareto":
+        return []
+    indices = search.ranking()
+    speeds = [search.speeds[i][0] for i in indices]
+    points = [(speed.mean_step_time, mean_cost(speed)) for speed in speeds]
+    return [_choice(search, indices[place]) for place in front(points)]
+
+
+def _change(search: Search, chosen: int, verdict: Verdict) -> Change:
+    other = verdict.other
+    text = describe(search.space.run, other or search.space.candidate(chosen))
+    gain = 1 - verdict.other_value / verdict.value
+    return Change(
+        what=verdict.what,
+        value=verdict.value,
+        still_fits=verdict.still_fits,
+        choice=text,
+        is_other=other is not None,
+        gain=gain,
+    )
+
+
+def describe(run: Run, candidate: Candidate) -> str:
+    """Give a plan in a line."""
+    rollout, trainer = (_side(run, candidate, name) for name in ("rollout", "trainer"))
+    return plan_text(rollout, trainer, settings_of(candidate))

@@ -1,0 +1,199 @@
+"""How the choice changes when lengths, prices, bandwidth or the trainer's speed are other than the run file says.
+
+Each change is planned again by estimate, among plans that can be the best after it; where another is clearly
+ahead, both are simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from typing import NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+
+from sim.planner.bound import Estimates, Floats
+from sim.planner.objective import value_of, values_of
+from sim.planner.search import Search
+from sim.planner.space import Candidate, price_per_second
+from sim.planner.trial import Trial, run_all, shortened, speed_of
+from streamrl.record.metrics import SECONDS_PER_HOUR
+from streamrl.runfile.config import Run
+from streamrl.runfile.units import Bandwidth
+
+SHARE = 0.2
+"""By how much each is changed: a guess's usual error."""
+IS_AHEAD = 0.98
+"""Share of the chosen plan's estimate below which another's counts as better: estimates err by as much."""
+CONTENDS = (1 + SHARE) / (1 - SHARE)
+"""How far from the best a plan may be that such a change of prices could bring to the front."""
+
+
+class Shift(NamedTuple):
+    """One other world."""
+
+    what: str
+    run: Run
+
+
+class Verdict(NamedTuple):
+    """What a shift does to the choice."""
+
+    what: str
+    value: float
+    """Objective of the chosen plan after the shift; of the other one where the chosen does not fit any more."""
+    still_fits: bool
+    """Whether the chosen plan can still run."""
+    other: Candidate | None
+    """What would be chosen instead."""
+    other_value: float
+
+
+class _Look(NamedTuple):
+    """Estimates after a shift."""
+
+    shift: Shift
+    ratio: float
+    """Of the chosen plan's objective to what it was."""
+    chosen: Candidate | None
+    """The chosen plan, which may have to offload now; None where it does not fit any more."""
+    other: Candidate | None
+
+
+def shifts(run: Run) -> Iterator[Shift]:
+    """Give the worlds to plan for: each of lengths, training speed, bandwidth and prices 20 % less and more."""
+    for factor, name in ((1 - SHARE, f"-{SHARE:.0%}"), (1 + SHARE, f"+{SHARE:.0%}")):
+        if run.workload.lengths is not None:
+            yield Shift(f"lengths {name}", _with_lengths(run, factor))
+        yield Shift(f"speed of training (MFU) {name}", _with_speed(run, factor))
+        if run.cluster.links:
+            yield Shift(f"bandwidth of links {name}", _with_bandwidth(run, factor))
+        for pool in run.cluster.pools:
+            yield Shift(f"price of {pool} {name}", _with_price(run, pool, factor))
+
+
+def _with_lengths(run: Run, factor: float) -> Run:
+    """Scale lengths and their cap alike, so that the distribution keeps its shape."""
+    lengths = run.workload.lengths
+    assert lengths is not None
+    scale_to = None if lengths.scale_to is None else lengths.scale_to * factor
+    lengths = replace(lengths, scale=lengths.scale * factor, scale_to=scale_to)
+    rollout = replace(run.rollout, max_tokens=max(1, round(run.rollout.max_tokens * factor)))
+    return replace(run, rollout=rollout, workload=replace(run.workload, lengths=lengths))
+
+
+def _with_speed(run: Run, factor: float) -> Run:
+    costs = replace(run.costs, training_factor=run.costs.training_factor * factor)
+    return replace(run, costs=costs)
+
+
+def _with_bandwidth(run: Run, factor: float) -> Run:
+    links = [
+        replace(link, bandwidth=Bandwidth(link.bandwidth * factor)) for link in run.cluster.links
+    ]
+    return replace(run, cluster=replace(run.cluster, links=links))
+
+
+def _with_price(run: Run, pool: str, factor: float) -> Run:
+    price = price_per_second(run, pool) * SECONDS_PER_HOUR * factor
+    pools = {**run.cluster.pools, pool: replace(run.cluster.pools[pool], price=price)}
+    return replace(run, cluster=replace(run.cluster, pools=pools))
+
+
+def judge(
+    search: Search, chosen: int, pool: Executor, watch: Callable[[], None] = lambda: None
+) -> list[Verdict]:
+    """Plan again for every shift; `watch` is called after each simulation."""
+    run = search.space.run
+    looks = [_look(shift, search, chosen, pool) for shift in shifts(run)]
+    trials = [
+        ((place, who), Trial(shortened(look.shift.run, run.seed), who))
+        for place, look in enumerate(looks)
+        if look.other is not None
+        for who in (look.chosen, look.other)
+        if who is not None
+    ]
+    speeds = run_all(pool, speed_of, trials, watch)
+    simulated: dict[tuple[int, Candidate | None], float] = {
+        key: value_of(run.plan.objective, speed) for key, speed in speeds.items()
+    }
+    return [
+        _verdict(
+            look,
+            search.value(chosen, 1) * look.ratio,
+            simulated.get((place, look.chosen)),
+            simulated.get((place, look.other)),
+        )
+        for place, look in enumerate(looks)
+    ]
+
+
+def _verdict(
+    look: _Look, estimate: float, value: float | None, other_value: float | None
+) -> Verdict:
+    """Compare what was simulated: the chosen plan and the one that an estimate puts before it."""
+    value = estimate if value is None else value
+    what = look.shift.what
+    if look.chosen is None:
+        value = other_value or estimate
+        return Verdict(what, value, False, look.other, value)
+    if other_value is None or other_value >= value:
+        return Verdict(what, value, True, None, value)
+    return Verdict(what, value, True, look.other, other_value)
+
+
+def _look(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
+    """Estimate all plans after a shift; lengths and speeds change what the stages take."""
+    run = search.space.run
+    if (shift.run.workload, shift.run.costs) != (run.workload, run.costs):
+        return _look_at_stages(shift, search, chosen, pool)
+    before, after = _values(search.estimates), _values(search.estimates.shifted(shift.run))
+    best, candidate = int(np.argmin(after)), search.space.candidate
+    is_ahead = after[best] < IS_AHEAD * after[chosen]
+    ratio = float(after[chosen] / before[chosen])
+    return _Look(shift, ratio, candidate(chosen), candidate(best) if is_ahead else None)
+
+
+def _look_at_stages(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
+    """Estimate plans with other stage times, the replicas of the best simulated; what fits may be another set."""
+    try:
+        after = Search.open(_narrowed(shift.run, search))
+    except ValueError:  # nothing like the best plans fits any more, as the verdict then says
+        return _Look(shift, 1.0, None, None)
+    after.estimates.take_paces(search.estimates)
+    place = after.space.find(search.space.candidate(chosen))
+    after.settle(pool, [] if place is None else [place])
+    values, candidate = _values(after.estimates), after.space.candidate
+    best = int(np.argmin(values))
+    if place is None:
+        return _Look(shift, 1.0, None, candidate(best))
+    is_ahead = values[best] < IS_AHEAD * values[place]
+    ratio = float(values[place] / _values(search.estimates)[chosen])
+    return _Look(shift, ratio, candidate(place), candidate(best) if is_ahead else None)
+
+
+def _narrowed(run: Run, search: Search) -> Run:
+    """Leave out of a run's section `[plan]` what no plan near the best has."""
+    space, values = search.space, _values(search.estimates)
+    near = np.nonzero(values <= CONTENDS * values.min())[0]
+    trainers = [space.trainers[i] for i in np.unique(space.of_trainer[near])]
+    replicas = [space.replicas[i] for i in np.unique(space.of_replicas[near])]
+    modes = [space.modes[i] for i in np.unique(space.of_mode[near])]
+    plan = replace(
+        run.plan,
+        rollout_pools=sorted({side.pool for side in replicas}),
+        trainer_pools=sorted({side.pool for side in trainers}),
+        rollout_gpus=sorted({side.num_gpus for side in replicas}),
+        trainer_gpus=sorted({side.num_gpus for side in trainers}),
+        micro_batch=sorted({side.micro_batch for side in trainers}),
+        systems=list(dict.fromkeys(mode.system for mode in modes)),
+    )
+    return replace(run, plan=plan)
+
+
+def _values(estimates: Estimates) -> Floats:
+    """Estimate the objective of every plan, budgets aside."""
+    space = estimates.space
+    steps = estimates.estimate().step
+    return values_of(space.run.plan.objective, steps, space.prices, estimates.tokens)

@@ -1,0 +1,167 @@
+"""The ways in which a side of a run may use its GPUs: replicas that generate, degrees of a trainer.
+
+What does not fit is cut, and the reason counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from streamrl.hardware.memory import kv_capacity, longest_sequence, num_models, trainer_memory
+from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.runfile.config import PoolConfig, Run
+from streamrl.runfile.pools import powers_of_two
+
+ROLLOUT_MEMORY = "rollout: a replica holds no longest rollout beside its weights"
+TRAINER_MEMORY = "trainer: does not fit its memory"
+DIVISIBILITY = "degrees do not divide the GPUs"
+HEADS = "tensor parallelism does not divide the attention heads"
+LAYERS = "trainer: more pipeline stages than layers, or experts than there are"
+RANKS = "trainer: more data-parallel ranks than rollouts in a step"
+
+
+class Replicas(NamedTuple):
+    """The generation side."""
+
+    pool: str
+    replicas: int
+    tensor_parallel: int
+    expert_parallel: int
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all replicas."""
+        return self.replicas * self.tensor_parallel
+
+    def apply(self, run: Run) -> Run:
+        """Give the run with these replicas."""
+        return replace(run, rollout=replace(run.rollout, **self._asdict()))
+
+
+class Degrees(NamedTuple):
+    """The training side."""
+
+    pool: str
+    data_parallel: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    expert_parallel: int
+    micro_batch: int
+    zero: int
+    offload: bool
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the trainer."""
+        return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
+
+    def apply(self, run: Run) -> Run:
+        """Give the run with this trainer."""
+        return replace(run, trainer=replace(run.trainer, **self._asdict()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerRange:
+    """Degrees and portions to try; powers of two where a degree is left open."""
+
+    tensor_parallel: Sequence[int] | None = None
+    pipeline_parallel: Sequence[int] | None = None
+    expert_parallel: Sequence[int] = (1,)
+    micro_batch: Sequence[int]
+    zero: Sequence[int]
+
+
+def fitting_replicas(
+    run: Run, pool: str, num_gpus: int, degrees: Iterable[int] | None, cut: Counter[str]
+) -> Iterator[Replicas]:
+    """Give the ways to generate on `num_gpus` of a pool, the smallest tensor parallelism first.
+
+    A mixture whose run deals experts out goes on doing so.
+    """
+    per_node = run.cluster.pools[pool].gpus_per_node
+    for degree in powers_of_two(per_node) if degrees is None else degrees:
+        if per_node % degree or num_gpus % degree:
+            cut[DIVISIBILITY] += 1
+            continue
+        if not load_model(run.model).splits_over(degree):
+            cut[HEADS] += 1
+            continue
+        experts = degree if run.rollout.expert_parallel > 1 else 1
+        found = Replicas(pool, num_gpus // degree, degree, experts)
+        if holds_rollouts(found.apply(run)):
+            yield found
+        else:
+            cut[ROLLOUT_MEMORY] += 1
+
+
+def holds_rollouts(run: Run, least: int = 1) -> bool:
+    """Whether a replica holds `least` rollouts of the longest kind at once."""
+    try:
+        return kv_capacity(run) >= least * longest_sequence(run)
+    except ValueError:
+        return False
+
+
+def fitting_trainers(
+    run: Run, pool: str, num_gpus: int, among: TrainerRange, cut: Counter[str]
+) -> Iterator[Degrees]:
+    """Give every trainer that fits on `num_gpus` of a pool.
+
+    Offloading is tried only where models do not fit beside each other: it moves bytes for nothing else.
+    """
+    per_node = run.cluster.pools[pool].gpus_per_node
+    for tensor in among.tensor_parallel or powers_of_two(per_node):
+        if not load_model(run.model).splits_over(tensor):
+            cut[HEADS] += 1
+            continue
+        for pipeline in among.pipeline_parallel or powers_of_two(num_gpus // tensor):
+            data, rest = divmod(num_gpus, tensor * pipeline)
+            if rest or per_node % tensor:
+                cut[DIVISIBILITY] += 1
+                continue
+            for expert in among.expert_parallel:
+                for zero in among.zero:
+                    for micro in among.micro_batch:
+                        degrees = Degrees(pool, data, tensor, pipeline, expert, micro, zero, False)
+                        if (found := _fit(run, degrees, cut)) is not None:
+                            yield found
+
+
+def _fit(run: Run, degrees: Degrees, cut: Counter[str]) -> Degrees | None:
+    """Give the trainer, offloading where it must; None where it does not fit even then."""
+    if degrees.data_parallel > run.algorithm.rollouts_per_step:
+        cut[RANKS] += 1
+        return None
+    if degrees.data_parallel * degrees.tensor_parallel % degrees.expert_parallel:
+        cut[DIVISIBILITY] += 1
+        return None
+    model, memory = load_model(run.model), load_gpu(run.cluster.pools[degrees.pool].gpu).memory
+    is_split_too_far = degrees.pipeline_parallel > model.num_layers
+    if is_split_too_far or (degrees.expert_parallel > 1 and model.experts is None):
+        cut[LAYERS] += 1
+        return None
+    for offload in (False, True) if num_models(run) > 1 else (False,):
+        found = degrees._replace(offload=offload)
+        if _trainer_bytes(found.apply(run)) <= memory:
+            return found
+    cut[TRAINER_MEMORY] += 1
+    return None
+
+
+def _trainer_bytes(run: Run) -> float:
+    """Bytes on the fullest GPU; without end where the model cannot be split that way."""
+    try:
+        return sum(trainer_memory(run).values())
+    except ValueError:
+        return float("inf")
+
+
+def sizes(pool: PoolConfig, unit: int | None) -> range:
+    """Give the numbers of GPUs that a side may have in a pool: whole nodes, or GPUs of a single one."""
+    step = unit or (pool.gpus_per_node if pool.nodes > 1 else 1)
+    return range(step, pool.num_gpus + 1, step)

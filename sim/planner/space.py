@@ -1,0 +1,339 @@
+"""Every plan that an offer allows: replicas x trainer x mode, as indices into three lists.
+
+What cannot be is cut where it shows, a side by itself or the pair of both, and the reason counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import replace as replace_fields
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from sim.planner.modes import Mode, find_modes
+from sim.planner.sides import (
+    Degrees,
+    Replicas,
+    TrainerRange,
+    fitting_replicas,
+    fitting_trainers,
+    sizes,
+)
+from sim.planner.stages import refuse_profile
+from streamrl.hardware.profiles import load_model, price_of
+from streamrl.record.metrics import SECONDS_PER_HOUR
+from streamrl.runfile.config import Run
+from streamrl.runfile.plan_config import PlanConfig
+from streamrl.runfile.pools import find_link
+
+MICRO_BATCHES = (1, 2, 4, 8)
+MOST_EXPERT_RANKS = 64
+MOST_PLANS = 10_000_000
+"""Plans beyond which arrays outgrow a small machine's memory."""
+LINK = "no link between the two pools"
+POOL_SIZE = "both sides need more GPUs than their pool has"
+SHARED = "colocated: sides in different pools, or of different size"
+BUDGET = "more than plan.budget_per_hour"
+
+
+class Candidate(NamedTuple):
+    """One plan."""
+
+    replicas: Replicas
+    trainer: Degrees
+    mode: Mode
+
+    def apply(self, run: Run) -> Run:
+        """Give the run file of the plan, with the nodes that it rents."""
+        run = self.mode.apply(self.trainer.apply(self.replicas.apply(run)))
+        return _with_nodes_used(replace(run, plan=PlanConfig()))
+
+
+Part = TypeVar("Part")
+Indices = NDArray[np.int32]
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """All plans that fit; `of_*` say of which replicas, trainer and mode each is."""
+
+    run: Run
+    replicas: list[Replicas]
+    trainers: list[Degrees]
+    modes: list[Mode]
+    of_replicas: Indices
+    of_trainer: Indices
+    of_mode: Indices
+    prices: Floats
+    """Dollars a second."""
+    cut: Counter[str]
+    """Reasons, each with the sides or pairs of sides that it ruled out."""
+
+    def __len__(self) -> int:
+        return len(self.of_mode)
+
+    def candidate(self, index: int) -> Candidate:
+        """Give a plan by its index."""
+        return Candidate(
+            self.replicas[self.of_replicas[index]],
+            self.trainers[self.of_trainer[index]],
+            self.modes[self.of_mode[index]],
+        )
+
+    def find(self, candidate: Candidate) -> int | None:
+        """Give the index of a plan, whether or not its trainer offloads here; None where it does not fit."""
+        for trainer in (candidate.trainer._replace(offload=is_on) for is_on in (False, True)):
+            try:
+                wanted = (
+                    self.replicas.index(candidate.replicas),
+                    self.trainers.index(trainer),
+                    self.modes.index(candidate.mode),
+                )
+            except ValueError:
+                continue
+            columns = zip((self.of_replicas, self.of_trainer, self.of_mode), wanted, strict=True)
+            is_it = np.logical_and.reduce([column == index for column, index in columns])
+            if is_it.any():
+                return int(np.argmax(is_it))
+        return None
+
+    def priced(self, run: Run) -> Space:
+        """Give the same plans with the prices of another offer."""
+        pairs = _Pairs(run, self.replicas, self.trainers)
+        is_shared = np.array([mode.system == "colocated" for mode in self.modes])[self.of_mode]
+        prices = pairs.prices(is_shared, self.of_replicas, self.of_trainer)
+        return replace_fields(self, run=run, prices=prices)
+
+    @classmethod
+    def open(cls, run: Run) -> Space:
+        """Find the plans that a run's offer and its section `[plan]` leave open.
+
+        Raises:
+            ValueError: there are none; the constraint that rules out the last is named.
+        """
+        refuse_profile(run)
+        if run.policies.resize != "keep":
+            raise ValueError(
+                f"policies.resize {run.policies.resize!r} changes what a plan decides: leave it out"
+            )
+        cut: Counter[str] = Counter()
+        replicas, trainers = find_replicas(run, cut), find_trainers(run, cut)
+        modes = find_modes(run)
+        return cls._combine(run, replicas, trainers, modes, cut)
+
+    @classmethod
+    def _combine(
+        cls,
+        run: Run,
+        replicas: list[Replicas],
+        trainers: list[Degrees],
+        modes: list[Mode],
+        cut: Counter[str],
+    ) -> Space:
+        pairs = _Pairs(run, replicas, trainers)
+        parts = []
+        for index, mode in enumerate(modes):
+            is_open = pairs.open_to(mode, cut)
+            first, second = np.nonzero(is_open)
+            parts.append((first, second, np.full(len(first), index)))
+        columns = (np.concatenate(column).astype(np.int32) for column in zip(*parts, strict=True))
+        of_replicas, of_trainer, of_mode = columns
+        if not len(of_mode):
+            raise ValueError(f"no plan is left: {_why(cut)}")
+        if len(of_mode) > MOST_PLANS:
+            raise ValueError(
+                f"{len(of_mode)} plans are open, of which {MOST_PLANS} can be compared: name in [plan] "
+                "what is open, such as unit, rollout_gpus or micro_batch"
+            )
+        is_shared = np.array([mode.system == "colocated" for mode in modes])[of_mode]
+        prices = pairs.prices(is_shared, of_replicas, of_trainer)
+        kept = _within_budget(run, prices, cut)
+        replicas, of_replicas = _used(replicas, of_replicas[kept])
+        trainers, of_trainer = _used(trainers, of_trainer[kept])
+        modes, of_mode = _used(modes, of_mode[kept])
+        return cls(
+            run=run,
+            replicas=replicas,
+            trainers=trainers,
+            modes=modes,
+            of_replicas=of_replicas,
+            of_trainer=of_trainer,
+            of_mode=of_mode,
+            prices=prices[kept],
+            cut=cut,
+        )
+
+
+def price_per_second(run: Run, pool: str) -> float:
+    """Give the dollars of a pool's GPU for a second."""
+    return price_of(run.cluster.pools[pool]) / SECONDS_PER_HOUR
+
+
+# The sides ------------------------------------------------------------------------------------
+
+
+def find_replicas(run: Run, cut: Counter[str]) -> list[Replicas]:
+    """Give every way to generate.
+
+    Raises:
+        ValueError: there is none.
+    """
+    plan = run.plan
+    found = [
+        choice
+        for pool in plan.rollout_pools or run.cluster.pools
+        for num_gpus in _sizes(run, pool, plan.rollout_gpus)
+        for choice in fitting_replicas(run, pool, num_gpus, plan.rollout_tensor_parallel, cut)
+    ]
+    if load_model(run.model).experts is not None:
+        found += [
+            choice._replace(expert_parallel=experts)
+            for choice in found
+            if (experts := choice.tensor_parallel) > 1 and choice.expert_parallel == 1
+        ]
+    if not found:
+        offer = ", ".join(plan.rollout_pools or run.cluster.pools)
+        raise ValueError(f"no replica can generate in pools {offer}: {_why(cut)}")
+    return found
+
+
+def find_trainers(run: Run, cut: Counter[str]) -> list[Degrees]:
+    """Give every way to train.
+
+    Raises:
+        ValueError: there is none.
+    """
+    plan = run.plan
+    among = TrainerRange(
+        tensor_parallel=plan.trainer_tensor_parallel,
+        pipeline_parallel=plan.pipeline_parallel,
+        expert_parallel=_expert_degrees(run),
+        micro_batch=plan.micro_batch or MICRO_BATCHES,
+        zero=plan.zero or (run.trainer.zero,),
+    )
+    before = cut.copy()
+    found = [
+        choice
+        for pool in plan.trainer_pools or run.cluster.pools
+        for num_gpus in _sizes(run, pool, plan.trainer_gpus)
+        for choice in fitting_trainers(run, pool, num_gpus, among, cut)
+    ]
+    if not found:
+        offer = ", ".join(plan.trainer_pools or run.cluster.pools)
+        raise ValueError(f"no trainer can train in pools {offer}: {_why(cut - before)}")
+    return found
+
+
+def _sizes(run: Run, pool: str, wanted: Sequence[int] | None) -> Sequence[int]:
+    config = run.cluster.pools[pool]
+    if wanted is None:
+        return sizes(config, run.plan.unit)
+    return [num_gpus for num_gpus in wanted if num_gpus <= config.num_gpus]
+
+
+def _expert_degrees(run: Run) -> Sequence[int]:
+    own, experts = run.trainer.expert_parallel, load_model(run.model).experts
+    usual = [1] if experts is None else [1, 2, 4, 8, 16, 32, MOST_EXPERT_RANKS]
+    return run.plan.expert_parallel or sorted({own, *usual})
+
+
+# Pairs of both sides ------------------------------------------------------------------------------
+
+
+class _Pairs:
+    """Which replicas go with which trainers."""
+
+    def __init__(self, run: Run, replicas: list[Replicas], trainers: list[Degrees]) -> None:
+        pools = {name: index for index, name in enumerate(run.cluster.pools)}
+        sizes_of = np.array([pool.num_gpus for pool in run.cluster.pools.values()])
+        self._first, self._second = (
+            np.array([pools[side.pool] for side in sides]) for sides in (replicas, trainers)
+        )
+        self._gpus = tuple(
+            np.array([side.num_gpus for side in sides]) for sides in (replicas, trainers)
+        )
+        self._prices = tuple(
+            np.array([side.num_gpus * price_per_second(run, side.pool) for side in sides])
+            for sides in (replicas, trainers)
+        )
+        links = np.array([[_has_link(run, a, b) for b in pools] for a in pools])
+        self._linked = links[self._first[:, None], self._second[None, :]]
+        self._same = self._first[:, None] == self._second[None, :]
+        first, second = self._gpus
+        self._room = first[:, None] + second[None, :] <= sizes_of[self._first][:, None]
+
+    def open_to(self, mode: Mode, cut: Counter[str]) -> Mask:
+        """Say which pairs can run in a mode."""
+        if mode.system == "colocated":
+            first, second = self._gpus
+            is_shared: Mask = self._same & (first[:, None] == second[None, :])
+            cut[SHARED] += int((~is_shared).sum())
+            return is_shared
+        has_room = ~self._same | self._room
+        cut[LINK] += int((~self._same & ~self._linked).sum())
+        cut[POOL_SIZE] += int((~has_room).sum())
+        is_open: Mask = (self._same | self._linked) & has_room
+        return is_open
+
+    def prices(self, is_shared: Mask, first: Indices, second: Indices) -> Floats:
+        """Give the dollars a second of plans."""
+        generate, train = self._prices[0][first], self._prices[1][second]
+        found: Floats = np.where(is_shared, np.maximum(generate, train), generate + train)
+        return found
+
+
+def _used(parts: list[Part], places: Indices) -> tuple[list[Part], Indices]:
+    """Leave out the parts that no plan has."""
+    kept, renumbered = np.unique(places, return_inverse=True)
+    return [parts[place] for place in kept], renumbered.astype(np.int32)
+
+
+def _has_link(run: Run, first: str, second: str) -> bool:
+    rollout, trainer = replace(run.rollout, pool=first), replace(run.trainer, pool=second)
+    return find_link(replace(run, rollout=rollout, trainer=trainer)) is not None
+
+
+def _within_budget(run: Run, prices: Floats, cut: Counter[str]) -> Mask:
+    """Say which plans may be rented.
+
+    Raises:
+        ValueError: none; the cheapest price is named.
+    """
+    budget = run.plan.budget_per_hour
+    if budget is None:
+        return np.ones(len(prices), dtype=bool)
+    kept = prices * SECONDS_PER_HOUR <= budget
+    cut[BUDGET] += int((~kept).sum())
+    if not kept.any():
+        raise ValueError(
+            f"plan.budget_per_hour {budget:g}: the cheapest plan that fits costs "
+            f"{prices.min() * SECONDS_PER_HOUR:.2f} dollars an hour"
+        )
+    return kept
+
+
+def _why(cut: Counter[str]) -> str:
+    reasons = [f"{reason} ({count} times)" for reason, count in cut.most_common() if count]
+    return "; ".join(reasons) or "plan names GPUs that no pool has"
+
+
+def _with_nodes_used(run: Run) -> Run:
+    """Give the run with the pools of both sides alone, and as many nodes as they use."""
+    needs: Counter[str] = Counter()
+    for side in (run.rollout, run.trainer):
+        taken = needs[side.pool]
+        needs[side.pool] = max(taken, side.num_gpus) if run.shares_gpus else taken + side.num_gpus
+    pools = {
+        name: replace(pool, nodes=-(-needs[name] // pool.gpus_per_node))
+        for name, pool in run.cluster.pools.items()
+        if needs[name]
+    }
+    links = [link for link in run.cluster.links if set(link.between) <= set(pools)]
+    return replace(run, cluster=replace(run.cluster, pools=pools, links=links))

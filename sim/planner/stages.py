@@ -1,0 +1,242 @@
+"""What each stage takes on a number of GPUs, with the parallelism that is best there.
+
+StreamRL (arXiv 2504.15930) calls these P_gen(x) and P_train(y). Both are seconds of one batch, alone: from the
+first prompt to the last rollout, dealt out by the run's own policies to replicas as they are simulated; and of
+every command that trains on it, optimizer included. Where a batch starts before the one before is done, steps
+follow each other faster than a batch alone is generated.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import fmean
+
+from msgspec.structs import replace
+
+from sim.batch_time import Finish, generate_batch
+from sim.costs.costs import Costs
+from sim.costs.fill import fill_latency
+from sim.costs.training import TrainingCosts
+from sim.planner.sides import (
+    Degrees,
+    Replicas,
+    TrainerRange,
+    fitting_replicas,
+    fitting_trainers,
+    holds_rollouts,
+)
+from streamrl.engine.systems import most_per_command
+from streamrl.runfile.config import Run
+from streamrl.workload.workload import Draw, SimulatedWorkload
+
+FEWEST_LONGEST = 8
+"""Rollouts of the longest kind that a replica must hold at once for its tensor parallelism to count as fitting:
+with fewer, the tail of a batch waits for memory. Qwen2.5 7B, 32B and 72B then fit 1, 2 and 4 H800."""
+
+TRAINED_BATCHES = 4
+"""Batches over which training time is averaged: it goes with their tokens, and is quickly computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """The best way to generate on `num_gpus`."""
+
+    num_gpus: int
+    replicas: int
+    tensor_parallel: int
+    time: float
+    """Seconds to the last rollout of a batch."""
+    finishes: tuple[Finish, ...] = field(repr=False, compare=False)
+    """When each rollout of the first batch was finished, the first first."""
+
+    def apply(self, run: Run) -> Run:
+        """Give the run with these replicas."""
+        return _with_replicas(run, self.replicas, self.tensor_parallel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The best way to train on `num_gpus`."""
+
+    num_gpus: int
+    data_parallel: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    offload: bool
+    time: float
+    """Seconds of everything that the trainer does for a step."""
+
+    def apply(self, run: Run) -> Run:
+        """Give the run with these degrees."""
+        trainer = replace(
+            run.trainer,
+            data_parallel=self.data_parallel,
+            tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
+            offload=self.offload,
+        )
+        return replace(run, trainer=trainer)
+
+
+class Stages:
+    """Stage times of a run's model, workload and system, each computed once."""
+
+    def __init__(
+        self, run: Run, *, smallest_tensor_parallel: bool = False, num_batches: int = 1
+    ) -> None:
+        """Take the run whose sides are to be sized; what it says of replicas and degrees does not matter.
+
+        Args:
+            run: the run.
+            smallest_tensor_parallel: generate with the smallest degree that fits, as the paper's replicas
+                seem to, and not with the fastest.
+            num_batches: batches over which generation time is averaged: each is bound by a longest rollout
+                of its own.
+
+        Raises:
+            ValueError: its costs were measured for one parallelism, or the trainer fits no GPUs of its pool.
+        """
+        refuse_profile(run)
+        self._run = replace(run, policies=replace(run.policies, resize="keep"))
+        self._smallest = smallest_tensor_parallel
+        self._num_batches = num_batches
+        self._generations: dict[int, Generation | None] = {}
+        self._trainings: dict[int, Training | None] = {}
+        self._costs: dict[int, tuple[Run, Costs]] = {}
+
+    def generation(self, num_gpus: int) -> Generation | None:
+        """Give the fastest replicas on `num_gpus`; None where the model fits no replica there."""
+        if num_gpus not in self._generations:
+            found = [self._generate(choice) for choice in self._choices(num_gpus)]
+            self._generations[num_gpus] = min(found, key=lambda g: g.time, default=None)
+        return self._generations[num_gpus]
+
+    def training(self, num_gpus: int) -> Training | None:
+        """Give the fastest trainer on `num_gpus`; None where none fits."""
+        if num_gpus not in self._trainings:
+            found = list(self._fitting_trainings(num_gpus))
+            self._trainings[num_gpus] = min(found, key=lambda t: t.time, default=None)
+        return self._trainings[num_gpus]
+
+    # Generation -----------------------------------------------------------------------------------
+
+    @cached_property
+    def _batches(self) -> list[list[Draw]]:
+        """Give the first batches of the run."""
+        size = self._run.algorithm.prompts_per_step
+        workload = SimulatedWorkload(self._run)
+        most = max(self._num_batches, TRAINED_BATCHES)
+        return [workload.draw(first, size) for first in range(0, most * size, size)]
+
+    def _choices(self, num_gpus: int) -> list[Replicas]:
+        """Give the replicas to try."""
+        run, pool = self._run, self._run.rollout.pool
+        least = FEWEST_LONGEST if self._smallest else 1
+        fitting = [
+            choice
+            for choice in fitting_replicas(run, pool, num_gpus, None, Counter())
+            if holds_rollouts(choice.apply(run), least)
+        ]
+        return fitting[:1] if self._smallest else fitting
+
+    def _generate(self, choice: Replicas) -> Generation:
+        run, costs = self._replica(choice)
+        run = choice.apply(run)
+        batches = [generate_batch(run, costs, b) for b in self._batches[: self._num_batches]]
+        return Generation(
+            num_gpus=choice.num_gpus,
+            replicas=choice.replicas,
+            tensor_parallel=choice.tensor_parallel,
+            time=fmean(finishes[-1].time for finishes in batches),
+            finishes=tuple(batches[0]),
+        )
+
+    def _replica(self, choice: Replicas) -> tuple[Run, Costs]:
+        """Give a run with replicas of a degree, and its costs; the trainer is any that fits."""
+        degree = choice.tensor_parallel
+        if degree not in self._costs:
+            run = choice._replace(replicas=1).apply(self._any_trainer)
+            costs = Costs.load(run)
+            self._costs[degree] = fill_latency(run, costs), costs
+        return self._costs[degree]
+
+    @cached_property
+    def _any_trainer(self) -> Run:
+        pool = self._run.cluster.pools[self._run.trainer.pool]
+        for num_gpus in range(pool.num_gpus, 0, -1):
+            training = self.training(num_gpus)
+            if training is not None:
+                return training.apply(self._run)
+        raise ValueError(
+            f"trainer: no parallelism fits the {pool.num_gpus} GPUs of pool {self._run.trainer.pool!r}"
+        )
+
+    # Training -------------------------------------------------------------------------------------
+
+    @cached_property
+    def _lengths(self) -> list[list[int]]:
+        """Prompt and output tokens of each rollout, by batch and in draw order."""
+        return [
+            [draw.drawn.prompt_tokens + length for draw in batch for length in draw.lengths]
+            for batch in self._batches[:TRAINED_BATCHES]
+        ]
+
+    def _fitting_trainings(self, num_gpus: int) -> Iterator[Training]:
+        """Give every trainer that fits, with the run's own micro-batch and ZeRO stage."""
+        config = self._run.trainer
+        among = TrainerRange(
+            expert_parallel=(config.expert_parallel,),
+            micro_batch=(config.micro_batch,),
+            zero=(config.zero,),
+        )
+        for degrees in fitting_trainers(self._run, config.pool, num_gpus, among, Counter()):
+            yield self._train(degrees)
+
+    def _train(self, degrees: Degrees) -> Training:
+        run = degrees.apply(self._run)
+        costs = TrainingCosts.load(run)
+        passes = fmean(_passes_time(run, costs, batch) for batch in self._lengths)
+        seconds = passes + costs.optimizer_time
+        return Training(
+            num_gpus=degrees.num_gpus,
+            data_parallel=degrees.data_parallel,
+            tensor_parallel=degrees.tensor_parallel,
+            pipeline_parallel=degrees.pipeline_parallel,
+            offload=degrees.offload,
+            time=seconds / run.costs.training_factor,
+        )
+
+
+def _passes_time(run: Run, costs: TrainingCosts, batch: list[int]) -> float:
+    """Add up the passes that the trainer is told to make for a batch that waits for it."""
+    seconds, most = 0.0, most_per_command(run)
+    for start in range(0, len(batch), most):
+        lengths, follows = batch[start : start + most], start > 0
+        if run.algorithm.needs_score:
+            seconds += costs.score_time(lengths, is_continued=follows)
+            follows = True
+        seconds += costs.train_time(lengths, is_continued=follows)
+    return seconds
+
+
+def _with_replicas(run: Run, replicas: int, degree: int) -> Run:
+    """Give the run with other replicas; those of a mixture that deals experts out go on doing so."""
+    rollout = replace(
+        run.rollout,
+        replicas=replicas,
+        tensor_parallel=degree,
+        expert_parallel=degree if run.rollout.expert_parallel > 1 else 1,
+    )
+    return replace(run, rollout=rollout)
+
+
+def refuse_profile(run: Run) -> None:
+    """Raise `ValueError` where costs were measured at one parallelism only."""
+    if run.costs.profile is not None:
+        raise ValueError(
+            f"costs.profile {run.costs.profile!r} was measured at one parallelism, and an allocation "
+            "compares many: leave it out"
+        )

@@ -1,0 +1,53 @@
+"""Seconds of the weight sync of every plan of a space, computed once for plans that send alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.costs.colocation import PhaseChange
+from sim.costs.sync import SyncCosts
+from sim.planner.sides import Degrees
+from sim.planner.space import Candidate, Space
+from streamrl.runfile.config import Run
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+
+def sync_times(space: Space) -> tuple[Floats, Floats]:
+    """Give seconds of push and of load of every plan; colocated ones change their phase instead."""
+    is_shared = np.array([mode.system == "colocated" for mode in space.modes])[space.of_mode]
+    names = {name: i for i, name in enumerate(dict.fromkeys(m.sync_mode for m in space.modes))}
+    sent = np.array([names[mode.sync_mode] for mode in space.modes])[space.of_mode]
+    senders = _classes(space.trainers, _sender)[space.of_trainer]
+    shares = _classes(space.trainers, _shares)[space.of_trainer]
+    size = len(space.trainers)
+    trainers = np.where(is_shared, size + shares, senders)
+    codes = (space.of_replicas.astype(np.int64) * 2 * size + trainers) * len(names) + sent
+    _, firsts, inverse = np.unique(codes, return_index=True, return_inverse=True)
+    found = [_sync(space.run, space.candidate(int(first))) for first in firsts]
+    times = np.array([(costs.push_time, costs.load_time) for costs in found])
+    return times[inverse, 0], times[inverse, 1]
+
+
+def _sender(trainer: Degrees) -> Hashable:
+    """What of a trainer a push depends on: over how many ranks a copy is split; how many copies matters little."""
+    return trainer.pool, trainer.tensor_parallel * trainer.pipeline_parallel
+
+
+def _shares(trainer: Degrees) -> Hashable:
+    """What of a trainer a phase change depends on."""
+    return trainer._replace(micro_batch=1)
+
+
+def _classes(trainers: list[Degrees], key: Callable[[Degrees], Hashable]) -> Indices:
+    seen: dict[Hashable, int] = {}
+    return np.array([seen.setdefault(key(trainer), len(seen)) for trainer in trainers])
+
+
+def _sync(run: Run, candidate: Candidate) -> SyncCosts:
+    run = candidate.apply(run)
+    return PhaseChange.load(run).sync_costs() if run.shares_gpus else SyncCosts.load(run)

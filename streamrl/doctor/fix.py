@@ -1,0 +1,79 @@
+"""Fixes that were tried: a change is proposed only after the run with it has passed the same examination."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from streamrl.doctor.changes import changed, say
+from streamrl.doctor.finding import Changes, Finding, is_error
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import check_run
+
+Examine = Callable[[Run], Iterable[Finding]]
+"""What is found in a run, without fixes; raises nothing."""
+
+MOST_TRIALS = 400
+"""Candidates tried for one finding: a few milliseconds each, so that the command stays quick."""
+
+
+class Cure(NamedTuple):
+    """What may mend a kind of finding."""
+
+    candidates: Callable[[Run], Iterator[Changes]]
+    """Yields changes to try, the most welcome first."""
+    otherwise: str
+    """What to do where none of them helps."""
+    effect: Callable[[Run], str] = lambda run: ""
+    """Says in a few words what the changed run is like."""
+
+
+def treat(run: Run, finding: Finding, cure: Cure, examine: Examine) -> Finding:
+    """Give a finding with the first candidate that makes it go and brings nothing new.
+
+    A candidate that brings new warnings is taken only where all others fail; new errors never.
+    """
+    mended = _first_that_works(run, finding, cure, examine)
+    if mended is None:
+        return msgspec.structs.replace(finding, fix=cure.otherwise)
+    changes, after = mended
+    effect = cure.effect(after)
+    fix = say(changes) + (f": {effect}" if effect else "")
+    return msgspec.structs.replace(finding, fix=fix, changes=changes)
+
+
+def passes(run: Run) -> bool:
+    """Whether `load_run` would take the run."""
+    try:
+        check_run(run)
+    except ValueError:
+        return False
+    return True
+
+
+def _first_that_works(
+    run: Run, finding: Finding, cure: Cure, examine: Examine
+) -> tuple[Changes, Run] | None:
+    before = list(examine(run))
+    second_best: tuple[Changes, Run] | None = None
+    for number, changes in enumerate(cure.candidates(run)):
+        if number == MOST_TRIALS:
+            break
+        after = changed(run, changes)
+        if not passes(after):
+            continue
+        found = list(examine(after))
+        if finding.name in _bad(found):
+            continue
+        if not _bad(filter(is_error, found)) <= _bad(filter(is_error, before)):
+            continue
+        if _bad(found) < _bad(before):
+            return changes, after
+        second_best = second_best or (changes, after)
+    return second_best
+
+
+def _bad(findings: Iterable[Finding]) -> set[str]:
+    return {finding.name for finding in findings if finding.level != "ok"}

@@ -1,0 +1,43 @@
+"""The control engine: told an event and the time, it answers with commands.
+
+It has no clock, no input or output and no randomness, so a simulated run, a real run and a replay of
+either decide with the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from streamrl.engine.messages import Command, Event
+from streamrl.engine.state import State
+
+
+class Policy(Protocol):
+    """One thing the engine decides about."""
+
+    def decide(self, state: State) -> Iterable[Command]:
+        """Yield what to do now. Each command enters `state` before the next is asked for.
+
+        Most events concern few policies: one that has nothing to say answers `()` without a generator.
+        """
+        ...
+
+
+class Engine:
+    """Policies, in order of precedence, over one state."""
+
+    def __init__(self, state: State, policies: Sequence[Policy]) -> None:
+        self.state = state
+        self._deciders = [policy.decide for policy in policies]
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Enter what happened at `now` seconds and say what to do about it."""
+        state = self.state
+        state.observe(event, now)
+        commands: list[Command] = []
+        for decide in self._deciders:
+            for command in decide(state):
+                state.commit(command)
+                commands.append(command)
+        return commands

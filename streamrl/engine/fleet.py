@@ -1,0 +1,245 @@
+"""The replicas of a run: who serves which policy version, with how much on its hands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+from streamrl.engine.entities import Phase, Replica, Rollout
+from streamrl.engine.messages import Resize, StartReplica, StopReplica
+
+LOADS_PER_REPLICA = (
+    8  # entries that a load heap may hold per replica before outdated ones are swept
+)
+
+
+@dataclass(slots=True)
+class Fleet:
+    """Every replica that is up or coming up, indexed by version and load."""
+
+    replicas: dict[int, Replica] = field(default_factory=dict)
+    num_serving: dict[int, int] = field(default_factory=dict)
+    """Serving replicas by version."""
+    outdated: dict[int, Replica] = field(default_factory=dict)
+    """Serving replicas older than the pushed weights that nobody has told to load."""
+    idle: dict[int, Replica] = field(default_factory=dict)
+    """Serving replicas with nothing on their hands, the one that has been so for longest first."""
+    stopping: dict[int, Replica] = field(default_factory=dict)
+    """Replicas that were told to end and have not."""
+    num_wanted: int = 0
+    """Replicas that there should be."""
+    num_started: int = 0
+    """Replicas ever started; the next one gets this id."""
+    num_lost: int = 0
+    """Replicas that ended without being told to, or never came up."""
+    last_used: int = -1
+    """Replica that got the last rollout."""
+    has_come_up: bool = False
+    """Whether every replica that was started first has served: before that, the first would get all."""
+    _num_promised: dict[int, int] = field(default_factory=dict)
+    _loads: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """Heaps of (number of rollouts, replica) by promised version; outdated entries are skipped."""
+    _knows_most: bool = False
+    """Whether anyone has asked for the most loaded replica: few runs do, and keeping it costs them all."""
+    _most: list[tuple[int, int]] = field(default_factory=list)
+    """Heap of (number of rollouts, negative; replica); outdated entries are skipped."""
+
+    def is_synced(self, version: int) -> bool:
+        """Whether every serving replica has `version`."""
+        return len(self.num_serving) == 1 and version in self.num_serving
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no replica is coming up, loading or ending."""
+        return not self.stopping and all(r.loading is None for r in self.replicas.values())
+
+    @property
+    def num_up(self) -> int:
+        """Replicas that serve, whichever version."""
+        return sum(self.num_serving.values())
+
+    def newest_idle(self) -> Replica | None:
+        """Give the replica that started last among those with nothing on their hands, or None."""
+        return self.idle[max(self.idle)] if self.idle else None
+
+    def least_loaded(self, oldest_version: int) -> Replica | None:
+        """Give the replica that promises `oldest_version` or newer and has the fewest rollouts, least id first."""
+        best: tuple[int, int] | None = None
+        for version, loads in self._loads.items():
+            if version < oldest_version:
+                continue
+            while loads and not self._is_current(version, loads[0]):
+                heappop(loads)
+            if loads and (best is None or loads[0] < best):
+                best = loads[0]
+        return None if best is None else self.replicas[best[1]]
+
+    def most_loaded(self) -> Replica | None:
+        """Give the replica with the most rollouts, least id first."""
+        if not self._knows_most:
+            self._knows_most = True
+            self._sweep_most()
+        most = self._most
+        while most and not self._has_load(-most[0][0], most[0][1]):
+            heappop(most)
+        return self.replicas[most[0][1]] if most else None
+
+    def next_in_turn(self, oldest_version: int) -> Replica | None:
+        """Give the replica that promises `oldest_version` or newer and follows the last one used."""
+        if all(version < oldest_version for version in self._loads):
+            return None
+        for offset in range(1, self.num_started + 1):
+            replica = self.replicas.get((self.last_used + offset) % self.num_started)
+            if replica is not None and replica.promises(oldest_version):
+                return replica
+        return None
+
+    def fresh(self, oldest_version: int) -> list[Replica]:
+        """Give every replica that promises `oldest_version` or newer, by id."""
+        if all(version < oldest_version for version in self._loads):
+            return []
+        found = [r for r in self.replicas.values() if r.promises(oldest_version)]
+        return sorted(found, key=_by_id)
+
+    def serving(self) -> list[Replica]:
+        """Give every replica that serves, by id."""
+        return sorted((r for r in self.replicas.values() if r.is_serving), key=_by_id)
+
+    def start(self, replica_id: int, version: int) -> None:
+        """Enter a replica that is coming up with `version`."""
+        self.replicas[replica_id] = Replica(replica_id, version, loading=version)
+        self.num_started = max(self.num_started, replica_id + 1)
+
+    def change(self, command: StartReplica | StopReplica | Resize) -> None:
+        """Enter that a replica is coming up or, idle, going down, or how many there should be."""
+        match command:
+            case StartReplica(replica_id, version):
+                self.start(replica_id, version)
+            case StopReplica(replica_id):
+                self.stopping[replica_id] = self._remove(replica_id)
+            case Resize(num_replicas):
+                self.num_wanted = num_replicas
+
+    def serve(self, replica_id: int, version: int, pushed_version: int) -> None:
+        """Enter that a replica now serves `version`."""
+        replica = self.replicas[replica_id]
+        if replica.is_serving:
+            self._leave_version(replica)
+        replica.version = version
+        replica.loading = None
+        replica.is_serving = True
+        self.num_serving[version] = self.num_serving.get(version, 0) + 1
+        self._promise(replica, version)
+        if not self.has_come_up:
+            self.has_come_up = self.num_up == len(self.replicas)
+        if version < pushed_version:
+            self.outdated[replica_id] = replica
+
+    def lose(self, replica_id: int) -> None:
+        """Forget a replica that is gone; what ran there fails on its own."""
+        if self.stopping.pop(replica_id, None) is None:
+            self._remove(replica_id)
+            self.num_lost += 1
+
+    def _remove(self, replica_id: int) -> Replica:
+        replica = self.replicas.pop(replica_id)
+        self.outdated.pop(replica_id, None)
+        self.idle.pop(replica_id, None)
+        self._break_promise(replica)
+        if replica.is_serving:
+            replica.is_serving = False
+            self._leave_version(replica)
+        return replica
+
+    def find_outdated(self, pushed_version: int) -> None:
+        """Enter that weights of `pushed_version` can be loaded."""
+        self.outdated = {
+            replica.id: replica
+            for replica in self.replicas.values()
+            if replica.is_serving and replica.loading is None and replica.version < pushed_version
+        }
+
+    def load(self, replica_id: int, version: int) -> None:
+        """Enter that a replica was told to load `version`."""
+        replica = self.replicas[replica_id]
+        replica.loading = version
+        self.outdated.pop(replica_id, None)
+        self._promise(replica, version)
+
+    def assign(self, rollout: Rollout, replica_id: int, now: float) -> None:
+        """Enter that `rollout` was sent to a replica at `now` seconds."""
+        replica = self.replicas[replica_id]
+        rollout.phase = Phase.GENERATING
+        rollout.replica = replica
+        rollout.sent_at = now
+        replica.rollouts[rollout.id] = rollout
+        self.last_used = replica_id
+        self._note_load(replica)
+
+    def release(self, rollout: Rollout) -> None:
+        """Enter that `rollout` is no longer on its replica."""
+        replica = rollout.replica
+        assert replica is not None, f"rollout {rollout.id} runs nowhere"
+        del replica.rollouts[rollout.id]
+        rollout.replica = None
+        rollout.is_aborting = False
+        self._note_load(replica)
+
+    def _is_current(self, version: int, entry: tuple[int, int]) -> bool:
+        load, replica_id = entry
+        replica = self.replicas.get(replica_id)
+        return replica is not None and replica.promised == version and len(replica.rollouts) == load
+
+    def _has_load(self, load: int, replica_id: int) -> bool:
+        replica = self.replicas.get(replica_id)
+        return replica is not None and len(replica.rollouts) == load
+
+    def _sweep_most(self) -> None:
+        self._most = [(-len(replica.rollouts), replica.id) for replica in self.replicas.values()]
+        heapify(self._most)
+
+    def _promise(self, replica: Replica, version: int) -> None:
+        self._break_promise(replica)
+        replica.promised = version
+        self._num_promised[version] = self._num_promised.get(version, 0) + 1
+        self._note_load(replica)
+
+    def _break_promise(self, replica: Replica) -> None:
+        promised = replica.promised
+        if promised is None:
+            return
+        replica.promised = None
+        self._num_promised[promised] -= 1
+        if not self._num_promised[promised]:
+            del self._num_promised[promised]
+            del self._loads[promised]
+
+    def _note_load(self, replica: Replica) -> None:
+        if replica.rollouts or replica.loading is not None or not replica.is_serving:
+            self.idle.pop(replica.id, None)
+        else:
+            self.idle[replica.id] = replica
+        if self._knows_most:
+            heappush(self._most, (-len(replica.rollouts), replica.id))
+            if len(self._most) > LOADS_PER_REPLICA * (len(self.replicas) + 1):
+                self._sweep_most()
+        if replica.promised is None:
+            return
+        loads = self._loads.setdefault(replica.promised, [])
+        heappush(loads, (len(replica.rollouts), replica.id))
+        if len(loads) > LOADS_PER_REPLICA * (len(self.replicas) + 1):
+            loads[:] = [
+                (len(other.rollouts), other.id)
+                for other in self.replicas.values()
+                if other.promised == replica.promised
+            ]
+            heapify(loads)
+
+    def _leave_version(self, replica: Replica) -> None:
+        self.num_serving[replica.version] -= 1
+        if not self.num_serving[replica.version]:
+            del self.num_serving[replica.version]
+
+
+def _by_id(replica: Replica) -> int:
+    return replica.id

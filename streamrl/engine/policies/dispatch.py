@@ -1,0 +1,158 @@
+"""Which replica generates a rollout.
+
+Rollouts are sent as soon as a replica promises a fresh enough version, and wait in its queue. Commands to
+a replica take effect in order, so a rollout sent after a load starts under what was loaded or newer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from heapq import heapify, heapreplace
+
+from streamrl.engine.entities import Replica, Rollout
+from streamrl.engine.messages import Command, Generate
+from streamrl.engine.policies.order import Order
+from streamrl.engine.state import State
+
+AHEAD = 1  # rollouts: in a real run the engine hears of a free place a moment later
+
+_MASK = (1 << 64) - 1
+
+
+class Dispatch:
+    """Send every rollout that may start to the replica that `choose` gives."""
+
+    def __init__(self, order: Order, keeps_groups: bool = False) -> None:
+        self.order = order
+        self.keeps_groups = keeps_groups
+        """Whether a rollout goes where its siblings are, who have computed its prompt already."""
+
+    def decide(self, state: State) -> Iterable[Command]:
+        """Yield rollouts in draw order until no replica may take the next one."""
+        if not state.waiting.heap or state.stop_reason is not None or not state.fleet.has_come_up:
+            return ()
+        return self._send(state)
+
+    def _send(self, state: State) -> Iterator[Command]:
+        while (rollout := state.waiting.first()) is not None:
+            replica = _beside_siblings(rollout) if self.keeps_groups else None
+            if replica is None:
+                replica = self.choose(state, rollout)
+            if replica is None:
+                return
+            yield self.send(rollout, replica)
+
+    def send(self, rollout: Rollout, replica: Replica) -> Generate:
+        """Give the command that lets `replica` take `rollout` up, from where it was left."""
+        return Generate(rollout.id, replica.id, self.order.priority(rollout), prefix=rollout.tokens)
+
+    def choose(self, state: State, rollout: Rollout) -> Replica | None:
+        """Give a replica that promises a version fresh enough for `rollout`, or None while there is none."""
+        raise NotImplementedError
+
+
+class LeastLoaded(Dispatch):
+    """Send a rollout to the replica that has the fewest."""
+
+    def choose(self, state: State, rollout: Rollout) -> Replica | None:
+        """Give the least loaded replica that is fresh enough."""
+        return state.fleet.least_loaded(rollout.group.oldest_version)
+
+
+class JustInTime(LeastLoaded):
+    """Send a rollout only once a replica has room to run it: until then its place in line may change.
+
+    A replica gets `AHEAD` more than it runs, so that a place that becomes free is taken at once.
+    """
+
+    def __init__(self, order: Order, max_running: int) -> None:
+        super().__init__(order)
+        self.most = max_running + AHEAD
+
+    def choose(self, state: State, rollout: Rollout) -> Replica | None:
+        """Give the least loaded replica that is fresh enough, if it has room."""
+        replica = super().choose(state, rollout)
+        return None if replica is None or len(replica.rollouts) >= self.most else replica
+
+
+class RoundRobin(Dispatch):
+    """Send rollouts to the replicas in turn, whatever they have."""
+
+    def choose(self, state: State, rollout: Rollout) -> Replica | None:
+        """Give the next replica by id that is fresh enough."""
+        return state.fleet.next_in_turn(rollout.group.oldest_version)
+
+
+class Dealt(Dispatch):
+    """Deal all rollouts of a step that wait over the replicas at once, then send each to its own."""
+
+    def __init__(self, order: Order, keeps_groups: bool = False) -> None:
+        super().__init__(order, keeps_groups)
+        self.places: dict[int, int] = {}
+        """Replica of each rollout that was dealt and not yet sent; siblings follow the first of them."""
+
+    def choose(self, state: State, rollout: Rollout) -> Replica | None:
+        """Give the replica that `rollout` was dealt to, dealing first where it was not."""
+        oldest = rollout.group.oldest_version
+        if rollout.id not in self.places:
+            replicas = state.fleet.fresh(oldest)
+            if not replicas:
+                return None
+            waiting = state.waiting.of_step(rollout.group.step)
+            self.deal(state, in_units(waiting, self.keeps_groups), replicas)
+        replica = state.fleet.replicas.get(self.places.pop(rollout.id))
+        if replica is not None and replica.promises(oldest):
+            return replica
+        return state.fleet.least_loaded(oldest)
+
+    def deal(self, state: State, units: list[list[Rollout]], replicas: list[Replica]) -> None:
+        """Place every unit of rollouts, which stay together, on one of `replicas` with `share_out`."""
+        raise NotImplementedError
+
+    def share_out(self, units: list[list[Rollout]], replicas: list[Replica]) -> None:
+        """Give each unit in turn to the replica that then has the fewest rollouts, least id first."""
+        loads = [(len(replica.rollouts), replica.id) for replica in replicas]
+        heapify(loads)
+        for unit in units:
+            load, replica_id = loads[0]
+            self.places[unit[0].id] = replica_id
+            heapreplace(loads, (load + len(unit), replica_id))
+
+
+class Random(Dealt):
+    """Give every replica an equal share of a step's rollouts, picked at random (StreamRL's Random-FIFO)."""
+
+    def __init__(self, order: Order, keeps_groups: bool, seed: int) -> None:
+        super().__init__(order, keeps_groups)
+        self.seed = seed
+
+    def deal(self, state: State, units: list[list[Rollout]], replicas: list[Replica]) -> None:
+        """Share the units out in an order that only the seed and their ids decide."""
+        self.share_out(sorted(units, key=lambda unit: mix(self.seed, unit[0].id)), replicas)
+
+
+def mix(seed: int, number: int) -> int:
+    """Give 64 bits that look random, the same for the same two numbers (SplitMix64, Steele et al. 2014)."""
+    bits = (seed * 0xD1342543DE82EF95 + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK
+    return bits ^ (bits >> 31)
+
+
+def _beside_siblings(rollout: Rollout) -> Replica | None:
+    """Give the replica of a sibling, where it is fresh enough."""
+    for sibling in rollout.group.rollouts:
+        if sibling.replica is not None:
+            is_fresh = sibling.replica.promises(rollout.group.oldest_version)
+            return sibling.replica if is_fresh else None
+    return None
+
+
+def in_units(rollouts: list[Rollout], keeps_groups: bool) -> list[list[Rollout]]:
+    """Give what is placed as one: groups, or single rollouts."""
+    if not keeps_groups:
+        return [[rollout] for rollout in rollouts]
+    units: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        units.setdefault(rollout.group.id, []).append(rollout)
+    return list(units.values())

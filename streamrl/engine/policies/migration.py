@@ -1,0 +1,123 @@
+"""Stragglers that move to replicas which stand idle while they share a batch.
+
+Near the end of a step some replicas are done and others still run several long rollouts. One of these goes
+on faster alone, and those it leaves decode faster too; the price is that its context is computed again, or
+that its KV cache is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from streamrl.engine.entities import Phase, Replica, Rollout
+from streamrl.engine.latency import Latency
+from streamrl.engine.messages import Abort, Command, Generate
+from streamrl.engine.policies.order import Order
+from streamrl.engine.state import State
+
+MOST_MOVES = 2  # of one rollout: each pays for its whole context again
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A rollout on its way."""
+
+    rollout: int
+    replica: int
+    """Where it goes."""
+    version: int
+    """Version that computed its KV cache."""
+
+
+class MoveStragglers:
+    """Abort the rollout with most ahead on the busiest replica, and go on with it on an idle one.
+
+    Only where no rollout waits to be sent, both serve the same version, and what it saves by the smaller
+    batch exceeds what its context costs. One rollout moves at a time: the next event looks again.
+    """
+
+    def __init__(
+        self, order: Order, latency: Latency, context_time: float, moves_caches: bool = False
+    ) -> None:
+        self.order = order
+        self.latency = latency
+        self.context_time = context_time
+        """Seconds for each token of context that moves."""
+        self.moves_caches = moves_caches
+        """Whether the KV cache of a rollout moves along, unless its new replica has other weights by then."""
+        self._move: Move | None = None
+        """The rollout that was aborted to go elsewhere."""
+        self._num_moves: dict[int, int] = {}
+
+    def decide(self, state: State) -> Iterable[Command]:
+        """Yield the second half of a move, and the first half of the next."""
+        if self._move is not None:
+            return self._go_on(state, self._move)
+        if state.waiting.heap or not state.num_generating or state.is_stopping:
+            return ()
+        idle = state.fleet.least_loaded(0)
+        if idle is None or idle.rollouts or not idle.is_serving or idle.loading is not None:
+            return ()
+        return self._begin(state, idle)
+
+    def _begin(self, state: State, idle: Replica) -> Iterator[Command]:
+        source = state.fleet.most_loaded()
+        if source is None or len(source.rollouts) < 2 or source.version != idle.version:
+            return
+        rollout = self._choose(state, source)
+        if rollout is None or not idle.promises(rollout.group.oldest_version):
+            return
+        self._forget(state)
+        self._num_moves[rollout.id] = self._num_moves.get(rollout.id, 0) + 1
+        self._move = Move(rollout.id, idle.id, source.version)
+        yield Abort(rollout.id)
+
+    def _go_on(self, state: State, move: Move) -> Iterator[Command]:
+        rollout = state.rollouts.get(move.rollout)
+        if rollout is not None and rollout.phase is Phase.GENERATING:
+            return  # it ends with the decode step under way
+        self._move = None
+        replica = state.fleet.replicas.get(move.replica)
+        if rollout is None or rollout.phase is not Phase.WAITING or rollout.group.is_dropped:
+            return  # it finished before it could be aborted, or was dropped
+        if replica is not None and replica.promises(rollout.group.oldest_version):
+            yield Generate(
+                rollout.id,
+                replica.id,
+                self.order.priority(rollout),
+                prefix=rollout.tokens,
+                brings_cache=self._brings_cache(rollout, replica, move.version),
+            )
+
+    def _brings_cache(self, rollout: Rollout, replica: Replica, version: int) -> bool:
+        is_same = replica.version == version and replica.loading is None
+        return self.moves_caches and is_same and rollout.tokens > 0
+
+    def _choose(self, state: State, source: Replica) -> Rollout | None:
+        """Give the rollout that has most ahead of those that gain by a move, ties by expected length."""
+        best: tuple[float, int, int] | None = None
+        batch = len(source.rollouts)
+        saved = self.latency.step_time(batch) - self.latency.step_time(1)
+        for rollout in source.rollouts.values():
+            if rollout.is_aborting or self._num_moves.get(rollout.id, 0) >= MOST_MOVES:
+                continue
+            done = rollout.tokens + (state.now - rollout.sent_at) / self.latency.step_time(batch)
+            rest = _rest(state, rollout, done)
+            price = self.context_time * (rollout.group.prompt_tokens + done)
+            found = (rest, rollout.expected_tokens, -rollout.id)
+            if rest * saved > price and (best is None or found > best):
+                best = found
+        return None if best is None else state.rollouts[-best[2]]
+
+    def _forget(self, state: State) -> None:
+        self._num_moves = {r: n for r, n in self._num_moves.items() if r in state.rollouts}
+
+
+def _rest(state: State, rollout: Rollout, done: float) -> float:
+    """Give the tokens a rollout has ahead: as its siblings say, as those that got as far did, or its ranker."""
+    if rollout.group.num_known and rollout.expected_tokens > done:
+        return rollout.expected_tokens - done
+    if state.recent.is_full:
+        return state.recent.expected_rest(done)
+    return max(0.0, rollout.expected_tokens - done)

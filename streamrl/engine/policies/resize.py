@@ -1,0 +1,123 @@
+"""How many replicas there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from statistics import median
+
+from streamrl.engine.latency import Latency
+from streamrl.engine.messages import Command, Resize, StartReplica, StartTrainer, Stop, StopReplica
+from streamrl.engine.pace import StepPace
+from streamrl.engine.state import State
+
+
+class KeepReplicas:
+    """Bring up the trainer and the replicas that are wanted, and a new replica for each that is lost.
+
+    A replacement gets an id of its own. After `max_restarts` of them the run stops: what kills replicas
+    so often will kill the next one too. One too many ends once it is idle, so no rollout is interrupted.
+    """
+
+    def __init__(self, max_restarts: int) -> None:
+        self.max_restarts = max_restarts
+
+    def decide(self, state: State) -> Iterable[Command]:
+        """Yield what is missing, or who may go."""
+        is_complete = state.trainer_is_ready and len(state.fleet.replicas) == state.fleet.num_wanted
+        if is_complete or not state.has_started or state.is_stopping:
+            return ()
+        return self._start(state)
+
+    def _start(self, state: State) -> Iterator[Command]:
+        fleet = state.fleet
+        if not state.trainer_is_ready and state.trainer_command is None:
+            yield StartTrainer()
+        while len(fleet.replicas) < fleet.num_wanted:
+            if fleet.num_lost > self.max_restarts:
+                yield Stop(f"{self.max_restarts} replicas were restarted and another was lost")
+                return
+            yield StartReplica(fleet.num_started, state.pushed_version)
+        while len(fleet.replicas) > fleet.num_wanted:
+            idle = fleet.newest_idle()
+            if idle is None:
+                return
+            yield StopReplica(idle.id)
+
+
+class AdjustReplicas:
+    """Add replicas while generation lags behind training by more than they gain; optionally give some back.
+
+    StreamRL (arXiv 2504.15930), dynamic adjustment: with T_gen and T_train the seconds of the last steps,
+    add `unit` replicas when T_gen - T_train >= T_gen(n) - T_gen(n + unit). The right side is the measured
+    T_gen times the share that `Latency` (Equation 2) says goes. Giving back is an addition of ours.
+
+    Only steps count whose generation began with as many replicas as there should be now, so that what was
+    decided last is seen at work first.
+    """
+
+    def __init__(
+        self,
+        latency: Latency,
+        *,
+        unit: int,
+        most: int,
+        window: int,
+        shrink_after: int | None,
+    ) -> None:
+        """Take replicas by which to change, the most there may be, and how many steps to look at."""
+        self.latency = latency
+        self.unit = unit
+        self.most = most
+        self.window = window
+        self.shrink_after = shrink_after
+        self._last_step = 0
+
+    def decide(self, state: State) -> Iterable[Command]:
+        """Yield a new number of replicas after a step that shows it is worth it."""
+        steps = state.pace.steps
+        if not steps or steps[-1].step == self._last_step or state.is_stopping:
+            return ()
+        self._last_step = steps[-1].step
+        return self._adjust(state)
+
+    def _adjust(self, state: State) -> Iterator[Command]:
+        wanted = state.fleet.num_wanted
+        steps = _latest_with(state.pace.steps, wanted)
+        if len(steps) < self.window:
+            return
+        if wanted + self.unit <= self.most and self.is_worth_growing(state, steps[-self.window :]):
+            yield Resize(wanted + self.unit)
+        elif wanted > self.unit and self._is_worth_shrinking(state, steps):
+            yield Resize(wanted - self.unit)
+
+    def is_worth_growing(self, state: State, steps: list[StepPace]) -> bool:
+        """Say whether generation lags by at least what one more unit takes off it."""
+        generation_time = median(step.generation_time for step in steps)
+        left = self._ratio(state, self.unit)
+        lag = median(step.lag for step in steps)
+        return lag > 0 and lag >= generation_time * (1 - left)
+
+    def _is_worth_shrinking(self, state: State, steps: list[StepPace]) -> bool:
+        """Say whether generation was the faster side for long enough, and stays it with a unit less."""
+        if self.shrink_after is None or len(steps) < self.shrink_after:
+            return False
+        more = self._ratio(state, -self.unit)
+        return all(
+            step.generation_time * more < step.training_time for step in steps[-self.shrink_after :]
+        )
+
+    def _ratio(self, state: State, by: int) -> float:
+        """Give generation time with `by` more replicas, as a share of what it is."""
+        num_rollouts, wanted = state.rollouts_per_step, state.fleet.num_wanted
+        now = self.latency.time(num_rollouts, 1.0, wanted)
+        return self.latency.time(num_rollouts, 1.0, wanted + by) / now
+
+
+def _latest_with(steps: list[StepPace], num_replicas: int) -> list[StepPace]:
+    """Give the last steps in a row that began with `num_replicas`."""
+    found = []
+    for step in reversed(steps):
+        if step.num_replicas != num_replicas:
+            break
+        found.append(step)
+    return found[::-1]

@@ -1,0 +1,168 @@
+"""Skewness-aware dispatch: replicas of their own for the rollouts expected to be longest.
+
+StreamRL (arXiv 2504.15930), Algorithm 2. A long rollout in a small batch decodes faster, and the short ones
+fill the other replicas; how many replicas the tail gets is what makes generation shortest by `Latency`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from streamrl.engine.entities import Replica, Rollout
+from streamrl.engine.latency import Latency
+from streamrl.engine.policies.dispatch import Dealt
+from streamrl.engine.policies.order import Order
+from streamrl.engine.recent import quantile
+from streamrl.engine.state import State
+
+TAIL_QUANTILE, REGULAR_QUANTILE = 0.9, 0.5  # lengths that stand for each part, as in Algorithm 2
+
+DRAIN_POINTS = 32  # lengths at which a draining batch is looked at: 3 % of its rollouts apart
+LEAST_GAIN = 0.03  # of a split over even shares: `Latency`, which knows one context, errs by that
+
+Objective = Literal["max", "sum", "drain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Which rollouts of a step are its tail, and whose they are."""
+
+    last_of_tail: tuple[int, int]
+    """Place of the shortest rollout of the tail: (expected tokens, negative; id)."""
+    tail: dict[int, Replica]
+    """The tail's replicas by id."""
+
+
+class SkewnessAware(Dealt):
+    """Deal the tail of a step over its own replicas, and the others over the rest, longest first."""
+
+    def __init__(
+        self,
+        order: Order,
+        keeps_groups: bool,
+        latency: Latency,
+        tail_share: float,
+        objective: Objective,
+    ) -> None:
+        super().__init__(order, keeps_groups)
+        self.latency = latency
+        self.tail_share = tail_share
+        self.objective = objective
+        self._partitions: dict[int, Partition | None] = {}
+        """By step, for what comes back to be dispatched again; None where no rollout stands out."""
+
+    def deal(self, state: State, units: list[list[Rollout]], replicas: list[Replica]) -> None:
+        """Share both parts out; what comes back or replaces others joins the part it belongs to."""
+        units = sorted(units, key=_place)
+        step = units[0][0].group.step
+        if step not in self._partitions:
+            self._forget_trained(state)
+            self._partitions[step] = self._divide(state, units, replicas)
+        partition = self._partitions[step]
+        if partition is None:
+            self.share_out(units, replicas)
+            return
+        tail = [replica for replica in replicas if replica.id in partition.tail]
+        rest = [replica for replica in replicas if replica.id not in partition.tail]
+        is_long = [_place(unit) <= partition.last_of_tail for unit in units]
+        for part, own in ((True, tail), (False, rest)):
+            members = [
+                unit for unit, is_tail in zip(units, is_long, strict=True) if is_tail is part
+            ]
+            self.share_out(members, own or replicas)
+
+    def _forget_trained(self, state: State) -> None:
+        self._partitions = {s: p for s, p in self._partitions.items() if s > state.version}
+
+    def _divide(
+        self, state: State, units: list[list[Rollout]], replicas: list[Replica]
+    ) -> Partition | None:
+        """Split a step's units, longest first, and the replicas, or give None where nothing stands out."""
+        expected = [rollout.expected_tokens for unit in units for rollout in unit]
+        tail, num_tail = _head(units, self.tail_share * len(expected))
+        if not tail or len(replicas) < 2 or min(expected) == max(expected):
+            return None
+        if self.objective == "drain":
+            num_replicas = self._best_drain(
+                sorted(expected[:num_tail]), sorted(expected[num_tail:]), len(replicas)
+            )
+        else:
+            lengths = state.recent.ordered if state.recent.is_full else sorted(expected)
+            long, middle = quantile(lengths, TAIL_QUANTILE), quantile(lengths, REGULAR_QUANTILE)
+            num_replicas = self._best_split(
+                (num_tail, long), (len(expected) - num_tail, middle), len(replicas)
+            )
+        own = {replica.id: replica for replica in replicas[:num_replicas]}
+        return Partition(_place(tail[-1]), own) if own else None
+
+    def _best_split(
+        self, tail: tuple[int, int], regular: tuple[int, int], num_replicas: int
+    ) -> int:
+        """Give the replicas of the tail by Algorithm 2, from (rollouts, tokens of each) of both parts."""
+
+        def cost(tail_replicas: int) -> tuple[float, float]:
+            parts = ((*tail, tail_replicas), (*regular, num_replicas - tail_replicas))
+            in_rounds = [self.latency.time(*part) for part in parts]
+            flowing = [_flowing_time(self.latency, *part) for part in parts]
+            return (max(in_rounds) if self.objective == "max" else sum(in_rounds)), max(flowing)
+
+        return min(range(1, num_replicas), key=cost)
+
+    def _best_drain(self, tail: list[int], regular: list[int], num_replicas: int) -> int:
+        """Give the replicas of the tail, 0 for none of its own, as batches shrink while they drain."""
+
+        def cost(tail_replicas: int) -> float:
+            if not tail_replicas:
+                even = drain_time(self.latency, sorted(tail + regular), num_replicas)
+                return (1 - LEAST_GAIN) * even
+            return max(
+                drain_time(self.latency, tail, tail_replicas),
+                drain_time(self.latency, regular, num_replicas - tail_replicas),
+            )
+
+        return min(range(num_replicas), key=cost)
+
+
+def drain_time(latency: Latency, lengths: list[int], num_replicas: int) -> float:
+    """Give the seconds in which replicas that share `lengths`, shortest first, generate them longest first.
+
+    A batch shrinks as rollouts end, and each step takes what the rest of it takes. Where more rollouts
+    wait than run, places are refilled, and the work in full batches may take longer than any rollout.
+    """
+    share = len(lengths) / num_replicas
+    batch = min(share, latency.most_running)
+    work = latency.step_time(batch) * sum(lengths) / num_replicas / batch
+    seconds, before = 0.0, 0
+    for part in range(DRAIN_POINTS):
+        place = 1 - batch / share * (1 - (part + 0.5) / DRAIN_POINTS)
+        tokens = quantile(lengths, place)
+        seconds += latency.step_time(batch * (1 - part / DRAIN_POINTS)) * (tokens - before)
+        before = tokens
+    return max(work, seconds)
+
+
+def _flowing_time(latency: Latency, num_rollouts: int, tokens: int, num_replicas: int) -> float:
+    """Give the seconds of a part that refills its batches as rollouts finish, not round by round.
+
+    Whole rounds make many splits equal; this tells which of them has room to spare.
+    """
+    share = num_rollouts / num_replicas
+    batch = min(share, latency.most_running)
+    return latency.step_time(batch) * tokens * max(1.0, share / batch)
+
+
+def _place(unit: list[Rollout]) -> tuple[int, int]:
+    """Sort units by their longest rollout, longest first, ties by id."""
+    return -max(rollout.expected_tokens for rollout in unit), unit[0].id
+
+
+def _head(units: list[list[Rollout]], most: float) -> tuple[list[list[Rollout]], int]:
+    """Give the first units that together hold at most `most` rollouts, and how many these hold."""
+    head, count = [], 0
+    for unit in units:
+        if count + len(unit) > most:
+            break
+        head.append(unit)
+        count += len(unit)
+    return head, count

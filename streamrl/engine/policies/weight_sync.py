@@ -1,0 +1,107 @@
+"""How a new policy version reaches the replicas: pushed once, then loaded by each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from streamrl.engine.messages import Abort, Command, LoadWeights, PushWeights
+from streamrl.engine.state import State
+
+
+class DrainThenLoad:
+    """Push at once; each replica finishes what it runs, loads, and only then starts what waits on it.
+
+    No rollout is sampled from two versions. A replica that drains runs at a falling batch size.
+    """
+
+    def decide(self, state: State) -> Iterable[Command]:
+        """Yield the push of the newest version, then a load for each replica behind it."""
+        return self._sync(state) if _is_behind(state) else ()
+
+    def _sync(self, state: State) -> Iterator[Command]:
+        yield from _push(state)
+        for replica in _to_load(state):
+            yield LoadWeights(replica, state.pushed_version, drain=True)
+
+
+class LoadInFlight:
+    """Push at once; each replica pauses, loads, and goes on with what it runs.
+
+    Rollouts keep their KV cache and carry one version a token. Nothing drains, nothing is computed twice.
+    """
+
+    def decide(self, state: State) -> Iterable[Command]:
+        """Yield the push of the newest version, then a load for each replica behind it."""
+        return self._sync(state) if _is_behind(state) else ()
+
+    def _sync(self, state: State) -> Iterator[Command]:
+        yield from _push(state)
+        for replica in _to_load(state):
+            yield LoadWeights(replica, state.pushed_version, drain=False)
+
+
+class AbortAndResume:
+    """Push at once; each replica gives up what it has, loads, and takes it up again from the prefix.
+
+    The prefix is prefilled once more under the new version, which costs compute and saves the drain.
+    """
+
+    def decide(self, state: State) -> Iterable[Command]:
+        """Yield the push, then for each replica behind it the aborts and the load."""
+        return self._sync(state) if _is_behind(state) else ()
+
+    def _sync(self, state: State) -> Iterator[Command]:
+        yield from _push(state)
+        for replica in _to_load(state):
+            for rollout in state.fleet.replicas[replica].rollouts.values():
+                if not rollout.is_aborting:
+                    yield Abort(rollout.id)
+            yield LoadWeights(replica, state.pushed_version, drain=True)
+
+
+class Barrier:
+    """Push only while nothing is generated; everyone waits until every replica has loaded."""
+
+    def decide(self, state: State) -> Iterable[Command]:
+        """Yield the push once generation is idle, then a load for each replica."""
+        return self._sync(state) if _is_behind(state) else ()
+
+    def _sync(self, state: State) -> Iterator[Command]:
+        if not state.num_generating:
+            yield from _push(state)
+        for replica in _to_load(state):
+            yield LoadWeights(replica, state.pushed_version, drain=True)
+
+
+class LoadBetweenBatches:
+    """Push at once; each replica loads once it has nothing on its hands.
+
+    For `BatchByBatch`. No rollout is sampled from two versions, as with `DrainThenLoad`; but a replica drains
+    where its share of a batch ends, when the longest rollouts are done, not wherever new weights catch it.
+    """
+
+    def decide(self, state: State) -> Iterable[Command]:
+        """Yield the push of the newest version, then a load for each idle replica behind it."""
+        return self._sync(state) if _is_behind(state) else ()
+
+    def _sync(self, state: State) -> Iterator[Command]:
+        yield from _push(state)
+        if state.fleet.outdated:
+            for replica in [r for r in state.fleet.idle if r in state.fleet.outdated]:
+                yield LoadWeights(replica, state.pushed_version, drain=True)
+
+
+def _is_behind(state: State) -> bool:
+    """Say whether any replica lacks a version that it could be given."""
+    is_behind = bool(state.fleet.outdated) or state.version > state.pushed_version
+    return is_behind and not state.is_stopping
+
+
+def _push(state: State) -> Iterator[Command]:
+    """Yield a push where the trainer has made a version that is neither pushed nor on its way."""
+    if state.pushing is None and state.version > state.pushed_version:
+        yield PushWeights(state.version)
+
+
+def _to_load(state: State) -> list[int]:
+    return list(state.fleet.outdated)

@@ -1,0 +1,235 @@
+"""Named sets of policies: how generation, training and weight sync take turns.
+
+system          a batch is trained     prompts of step s may start   weights reach the replicas
+colocated       once it is whole       when s - 1 is loaded          while all GPUs turn to generation
+disaggregated   once it is whole       when s - 1 is loaded          while both sides wait
+stream-sync     as rollouts arrive     when s - 1 is loaded          while generation waits
+one-step-async  once it is whole       one batch ahead, whole        while both sides wait
+stream-async    as rollouts arrive     one step ahead                overlapped; replicas drain
+fully-async     as rollouts arrive     max_staleness steps ahead     overlapped, in flight
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from streamrl.engine.engine import Engine, Policy
+from streamrl.engine.latency import Latency
+from streamrl.engine.policies.boundary import BatchByBatch, EvenShares
+from streamrl.engine.policies.checkpoint import CheckpointEvery
+from streamrl.engine.policies.dispatch import (
+    Dealt,
+    Dispatch,
+    JustInTime,
+    LeastLoaded,
+    Random,
+    RoundRobin,
+)
+from streamrl.engine.policies.migration import MoveStragglers
+from streamrl.engine.policies.order import FirstInFirstOut, LongestFirst, Order
+from streamrl.engine.policies.resize import AdjustReplicas, KeepReplicas
+from streamrl.engine.policies.retry import RetryThenDrop, WindDown
+from streamrl.engine.policies.skew import SkewnessAware
+from streamrl.engine.policies.staleness import BoundedAdmission, Greedy, StrictFifo
+from streamrl.engine.policies.streaming import Stream, WholeBatch
+from streamrl.engine.policies.verification import VerifyOnArrival
+from streamrl.engine.policies.weight_sync import (
+    AbortAndResume,
+    Barrier,
+    DrainThenLoad,
+    LoadBetweenBatches,
+    LoadInFlight,
+)
+from streamrl.engine.state import State
+from streamrl.runfile.config import PoliciesConfig, Run
+from streamrl.runfile.pools import most_replicas, replicas_per_node
+
+PASSES_PER_COMMAND = (
+    4  # a streamed command is at most this many fills: work that arrives waits no longer
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """One choice for each policy."""
+
+    max_staleness: int = 0
+    waits_for_whole_batches: bool = False
+    dispatch: str = "least-loaded"
+    order: str = "fifo"
+    streaming: str = "stream"
+    consumption: str = "strict-fifo"
+    weight_sync: str = "drain-then-load"
+
+
+SYSTEMS = {
+    "colocated": System(streaming="whole-batch", weight_sync="barrier"),
+    "disaggregated": System(streaming="whole-batch", weight_sync="barrier"),
+    "stream-sync": System(),
+    "one-step-async": System(
+        max_staleness=1,
+        waits_for_whole_batches=True,
+        streaming="whole-batch",
+        weight_sync="barrier",
+    ),
+    "stream-async": System(max_staleness=1),
+    "fully-async": System(max_staleness=2, weight_sync="load-in-flight"),
+}
+
+NEED_LATENCY = ("skewness-aware",)  # dispatch that reckons with `policies.latency`
+ORDER: dict[str, Callable[[], Order]] = {"fifo": FirstInFirstOut, "longest-first": LongestFirst}
+CONSUMPTION: dict[str, Callable[[], Policy]] = {"strict-fifo": StrictFifo, "greedy": Greedy}
+WEIGHT_SYNC: dict[str, Callable[[], Policy]] = {
+    "barrier": Barrier,
+    "drain-then-load": DrainThenLoad,
+    "load-in-flight": LoadInFlight,
+    "abort-and-resume": AbortAndResume,
+    "between-batches": LoadBetweenBatches,
+}
+
+
+def choose_system(policies: PoliciesConfig) -> System:
+    """Give the preset that `policies` names, with what it replaces by name."""
+    changes = {
+        key: getattr(policies, key)
+        for key in (
+            "max_staleness",
+            "waits_for_whole_batches",
+            "dispatch",
+            "order",
+            "streaming",
+            "consumption",
+            "weight_sync",
+        )
+        if getattr(policies, key) is not None
+    }
+    return replace(SYSTEMS[policies.system], **changes)
+
+
+def build_policies(run: Run) -> list[Policy]:
+    """Make the policies of a run, in order of precedence."""
+    system = choose_system(run.policies)
+    streaming: Policy
+    if system.streaming == "stream":
+        streaming = Stream(rollouts_that_fill(run), most_per_command(run))
+    else:
+        streaming = WholeBatch(most_per_command(run))
+    return [
+        VerifyOnArrival(),
+        *([build_resize(run)] if run.policies.resize == "adjust" else []),
+        KeepReplicas(run.policies.max_restarts),
+        RetryThenDrop(run.policies.max_attempts),
+        WindDown(),
+        CheckpointEvery(run.execute.checkpoint_every),
+        CONSUMPTION[system.consumption](),
+        BoundedAdmission(system.max_staleness, system.waits_for_whole_batches),
+        streaming,
+        WEIGHT_SYNC[system.weight_sync](),
+        *([build_migration(run)] if run.policies.migration == "consolidate" else []),
+        build_dispatch(run),
+    ]
+
+
+def build_dispatch(run: Run) -> Dispatch:
+    """Make what sends rollouts to replicas.
+
+    Raises:
+        ValueError: it reckons with a latency that nobody has filled in.
+    """
+    dispatch = _choose_dispatch(run)
+    if choose_system(run.policies).weight_sync != "between-batches":
+        return dispatch
+    return BatchByBatch(dispatch if isinstance(dispatch, Dealt) else EvenShares(dispatch))
+
+
+def _choose_dispatch(run: Run) -> Dispatch:
+    policies, system = run.policies, choose_system(run.policies)
+    order = ORDER[system.order]()
+    together = policies.group_placement == "together"
+    match system.dispatch:
+        case "least-loaded" if policies.learns_from_siblings:
+            return JustInTime(order, run.rollout.max_running)
+        case "least-loaded":
+            return LeastLoaded(order, together)
+        case "round-robin":
+            return RoundRobin(order, together)
+        case "random":
+            return Random(order, together, run.seed)
+        case _:
+            latency = _latency(policies, f"policies.dispatch {system.dispatch!r}")
+            return SkewnessAware(
+                order, together, latency, policies.tail_share, policies.skew_objective
+            )
+
+
+def build_migration(run: Run) -> MoveStragglers:
+    """Make what moves stragglers.
+
+    Raises:
+        ValueError: it reckons with seconds that nobody has filled in.
+    """
+    policies = run.policies
+    latency = _latency(policies, f"policies.migration {policies.migration!r}")
+    if policies.context_time is None:
+        raise ValueError(
+            "policies.context_time is missing: a move pays for the context that is computed again or sent"
+        )
+    order = ORDER[choose_system(policies).order]()
+    return MoveStragglers(order, latency, policies.context_time, moves_caches(run))
+
+
+def build_resize(run: Run) -> AdjustReplicas:
+    """Make what changes the number of replicas.
+
+    Raises:
+        ValueError: it reckons with a latency that nobody has filled in.
+    """
+    policies = run.policies
+    return AdjustReplicas(
+        _latency(policies, f"policies.resize {policies.resize!r}"),
+        unit=policies.resize_unit or replicas_per_node(run),
+        most=policies.max_replicas or most_replicas(run),
+        window=policies.resize_window,
+        shrink_after=policies.shrink_after,
+    )
+
+
+def needs_latency(run: Run) -> bool:
+    """Whether a policy of the run reckons with `policies.latency`."""
+    policies = run.policies
+    return (
+        choose_system(policies).dispatch in NEED_LATENCY
+        or policies.resize == "adjust"
+        or policies.migration == "consolidate"
+    )
+
+
+def moves_caches(run: Run) -> bool:
+    """Whether a rollout that moves takes its KV cache along."""
+    return run.policies.migration == "consolidate" and run.rollout.migration_transfer == "kv"
+
+
+def _latency(policies: PoliciesConfig, wanted_by: str) -> Latency:
+    if policies.latency is None:
+        raise ValueError(
+            f"policies.latency is missing: {wanted_by} reckons with the seconds of a decode step"
+        )
+    return Latency(policies.latency)
+
+
+def most_per_command(run: Run) -> int:
+    """Give the rollouts that the trainer is at most told to work on at once."""
+    if choose_system(run.policies).streaming == "stream":
+        return PASSES_PER_COMMAND * rollouts_that_fill(run)
+    return run.algorithm.rollouts_per_step
+
+
+def rollouts_that_fill(run: Run) -> int:
+    """Give the rollouts that keep every data-parallel rank busy for one micro-batch."""
+    return run.trainer.data_parallel * run.trainer.micro_batch
+
+
+def build_engine(run: Run) -> Engine:
+    """Make the engine of a run, before its first event."""
+    return Engine(State.start(run), build_policies(run))

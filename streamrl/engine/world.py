@@ -1,0 +1,51 @@
+"""Where commands are carried out: in simulated time (`sim`) or in real time (`executor`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+
+from streamrl.engine.engine import Engine
+from streamrl.engine.messages import Command, Event
+from streamrl.record.trace import Trace
+
+
+class World(ABC):
+    """Carries the engine's commands out and tells it what happened."""
+
+    def __init__(self, engine: Engine, trace: Trace) -> None:
+        self.engine = engine
+        self.trace = trace
+        self._unheard: deque[Event] = deque()
+        self._is_handling = False
+
+    @property
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds since the run's start."""
+
+    @abstractmethod
+    def start(self, command: Command) -> None:
+        """Begin `command` and return; it ends in exactly one event, through `emit`."""
+
+    def emit(self, event: Event) -> None:
+        """Let the engine handle `event`, and start what it answers.
+
+        An event that starting a command brings about at once is handled after the commands before it,
+        at the same instant.
+        """
+        unheard = self._unheard
+        unheard.append(event)
+        if self._is_handling:
+            return
+        self._is_handling = True
+        now = self.now
+        try:
+            while unheard:
+                event = unheard.popleft()
+                commands = self.engine.handle(event, now)
+                self.trace.record(now, event, commands)
+                for command in commands:
+                    self.start(command)
+        finally:
+            self._is_handling = False

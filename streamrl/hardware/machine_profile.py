@@ -1,0 +1,261 @@
+"""A measured profile: what one machine took for one model, operation by operation, as `streamrl profile` writes it.
+
+Every `seconds` is [lower quartile, median, upper quartile] of the repeats. Tables and their units:
+
+| table    | one row is                                                                        |
+|----------|-----------------------------------------------------------------------------------|
+| decode   | a decode step of `running` rollouts with `context` tokens each                     |
+| prefill  | a pass that computes `rollouts` prefixes of `tokens` each, and nothing else        |
+| join     | the same beside a decode step, and the decode steps around it alone                |
+| train    | a forward and backward pass over `rollouts` of `tokens` each, padding included     |
+| score    | a forward pass over the same                                                       |
+| call     | what a call of the trainer takes beside its passes, for `tokens` of rollouts sent  |
+| optimizer, push, load | an optimizer step; weights out of the trainer; weights into a replica |
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import math
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl.hardware.model_shape import ModelShape
+
+DIGEST_LENGTH = 16  # hex digits: chance never makes two shapes alike
+
+Seconds = tuple[float, float, float]
+"""Lower quartile, median and upper quartile."""
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the file; unknown keys are refused."""
+
+
+class MeasuredModel(Part, frozen=True, kw_only=True):
+    """Which model was measured."""
+
+    name: str
+    num_parameters: int
+    digest: str
+    """Of the shape, see `shape_digest`: two directories with one shape take the same seconds."""
+
+
+class Host(Part, frozen=True, kw_only=True):
+    """Where it ran."""
+
+    cpu: str
+    cores: int
+    threads: int
+    """CPU threads of each worker process."""
+    device: str
+    """What the device calls itself; the CPU's name where there is no GPU."""
+
+
+class DecodeRow(Part, frozen=True, kw_only=True):
+    """One point of the decode step."""
+
+    running: int
+    context: float
+    """Tokens of each running rollout, prompt included."""
+    seconds: Seconds
+
+
+class PrefillRow(Part, frozen=True, kw_only=True):
+    """One forward pass of prefixes alone."""
+
+    rollouts: int
+    tokens: int
+    """Of each prefix."""
+    seconds: Seconds
+
+
+class JoinRow(Part, frozen=True, kw_only=True):
+    """One forward pass that computed prefixes while other rollouts decoded."""
+
+    rollouts: int
+    tokens: int
+    """Of each prefix."""
+    running: int
+    """Rollouts that decoded."""
+    context: float
+    """Tokens of each of them."""
+    step: Seconds
+    """Of the decode steps around it, in which nothing joined."""
+    seconds: Seconds
+    """Of the whole pass."""
+
+
+class PassRow(Part, frozen=True, kw_only=True):
+    """One pass of the trainer."""
+
+    rollouts: int
+    tokens: int
+    """Of each rollout, prompt and output together, padding counted."""
+    seconds: Seconds
+
+
+class CallRow(Part, frozen=True, kw_only=True):
+    """What one call of the trainer takes beside its passes."""
+
+    tokens: int
+    """Of the rollouts that the call sends, prompt and output together."""
+    seconds: Seconds
+
+
+class Once(Part, frozen=True, kw_only=True):
+    """An operation whose size is the model's."""
+
+    seconds: Seconds
+
+
+class Moved(Part, frozen=True, kw_only=True):
+    """An operation that moves the weights."""
+
+    bytes: int
+    seconds: Seconds
+
+
+class MeasuredProfile(Part, frozen=True, kw_only=True):
+    """A whole profile."""
+
+    source: str
+    """Who measured, with what."""
+    date: datetime.date
+    gpu: str
+    """Name in profiles/gpus."""
+    tensor_parallel: int
+    dtype: str
+    backend: str
+    """Of the replica."""
+    shares_prefixes: bool
+    """Whether the prefix of a group was computed once for all of it."""
+    pads_context: bool
+    """Whether attention of a decode step takes as long as if every rollout were as long as the longest."""
+    prefill_tokens: int
+    """Prefix tokens that a forward pass takes beside one token of every rollout that may run."""
+    refill_passes: int
+    """Forward passes from the end of a rollout to the one that the next in the queue joins."""
+    repeats: int
+    model: MeasuredModel
+    host: Host
+    versions: dict[str, str]
+    decode: list[DecodeRow]
+    prefill: list[PrefillRow]
+    join: list[JoinRow]
+    train: list[PassRow]
+    score: list[PassRow]
+    call: list[CallRow]
+    optimizer: Once
+    push: Moved
+    load: Moved
+
+
+def shape_digest(shape: ModelShape) -> str:
+    """Tell shapes apart by what they compute, not by what they are called."""
+    facts = msgspec.to_builtins(shape)
+    numbers = {key: value for key, value in facts.items() if key not in ("name", "source")}
+    encoded = msgspec.json.encode(numbers, order="deterministic")
+    return hashlib.sha256(encoded).hexdigest()[:DIGEST_LENGTH]
+
+
+def read_measured(path: Path) -> MeasuredProfile:
+    """Read a measured profile.
+
+    Raises:
+        ValueError: naming the file, the table, the row (from 1) and the key that is wrong.
+    """
+    try:
+        table = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not a TOML file: {error}") from None
+    try:
+        profile = msgspec.convert(table, MeasuredProfile)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path}: {_say(str(error))}") from None
+    for problem in find_problems(profile):
+        raise ValueError(f"{path}: {problem}")
+    return profile
+
+
+def find_problems(profile: MeasuredProfile) -> Iterator[str]:
+    """Give what no measurement can be, each with table, row and key."""
+    for key in ("source", "gpu", "dtype", "backend"):
+        if not getattr(profile, key).strip():
+            yield f"{key} is empty"
+    for key in ("tensor_parallel", "prefill_tokens", "repeats"):
+        if getattr(profile, key) < 1:
+            yield f"{key} must be at least 1, got {getattr(profile, key)}"
+    if profile.refill_passes < 0:
+        yield f"refill_passes must be 0 or more, got {profile.refill_passes}"
+    for name in ("decode", "prefill", "join", "train", "score", "call"):
+        rows = getattr(profile, name)
+        if not rows:
+            yield f"{name} has no rows"
+        for number, row in enumerate(rows, start=1):
+            yield from _row_problems(f"{name} row {number}", row)
+    for name in ("optimizer", "push", "load"):
+        yield from _row_problems(name, getattr(profile, name))
+
+
+def _row_problems(where: str, row: Part) -> Iterator[str]:
+    for key in row.__struct_fields__:
+        value = getattr(row, key)
+        if isinstance(value, tuple):
+            yield from _seconds_problems(f"{where}: {key}", value)
+        elif not (math.isfinite(value) and value > 0):
+            yield f"{where}: {key} must be positive and finite, got {value}"
+
+
+def _seconds_problems(where: str, seconds: Seconds) -> Iterator[str]:
+    if not all(math.isfinite(value) and value > 0 for value in seconds):
+        yield f"{where} must be positive and finite, got {list(seconds)}"
+    elif list(seconds) != sorted(seconds):
+        yield f"{where} must be quartiles in rising order, got {list(seconds)}"
+
+
+def _say(error: str) -> str:
+    """Put msgspec's words in ours: `decode row 3: seconds`, not `$.decode[2].seconds`."""
+    what, _, path = error.partition(" - at `$")
+    parts = path.rstrip("`").lstrip(".")
+    for index in re.findall(r"\[(\d+)\]", parts)[:1]:
+        parts = parts.replace(f"[{index}]", f" row {int(index) + 1}", 1)
+    where = parts.replace(".", ": ", 1) if " row " in parts else parts
+    return f"{where}: {what}" if where else what
+
+
+def write_measured(profile: MeasuredProfile, path: Path) -> None:
+    """Write a profile as TOML: facts, then rows, a line each, then the tables."""
+    facts: dict[str, Any] = msgspec.to_builtins(profile, builtin_types=(datetime.date,))
+    tables = {key: value for key, value in facts.items() if isinstance(value, dict)}
+    lines = [f"{key} = {_toml(value)}" for key, value in facts.items() if key not in tables]
+    for key, table in tables.items():
+        lines += ["", f"[{key}]", *(f"{name} = {_toml(value)}" for name, value in table.items())]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _toml(value: object) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case float():
+            return repr(float(f"{value:.6g}"))
+        case [dict(), *_]:
+            return "".join(["[\n", *(f"  {_toml(row)},\n" for row in value), "]"])
+        case list() | tuple():
+            return f"[{', '.join(map(_toml, value))}]"
+        case dict():
+            return f"{{ {', '.join(f'{key} = {_toml(inner)}' for key, inner in value.items())} }}"
+        case str():
+            return msgspec.json.encode(value).decode()
+        case _:
+            return str(value)

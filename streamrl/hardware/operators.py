@@ -1,0 +1,133 @@
+"""What each operator must compute and move, and along which axes its measured table is interpolated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from streamrl.hardware.tables import Floats
+
+HEAD_DIM = 128
+"""Width of a head in every attention table."""
+LATENT_DIM, LATENT_ROPE_DIM = 512, 64
+"""Widths of DeepSeek-V3's compressed keys and values, the only ones measured."""
+
+Axes: TypeAlias = Mapping[str, Floats]
+"""Values of an operator's axes by name; they broadcast against each other."""
+
+
+class Work(NamedTuple):
+    """What one call of an operator has to do on one GPU."""
+
+    flops: Floats
+    memory: Floats
+    """Bytes through the GPU's memory."""
+    wire: Floats
+    """Bytes that the GPU sends over NVLink."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """A datasheet's promises: FLOP/s of one dtype, bytes/s of memory and of NVLink, and bytes of a value."""
+
+    flops: float
+    memory: float
+    nvlink: float
+    width: float
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One kernel or collective, as its tables describe it."""
+
+    count: Callable[[Axes, float], Work]
+    """Work of a shape; the second argument is the bytes of a value."""
+    coordinates: Callable[[Axes], tuple[Floats, ...]] = lambda axes: tuple(axes.values())
+    """Axes along which seconds are smooth, from those by which the rows are named."""
+    fills_holes: bool = True
+    """Whether a shape that was not measured is estimated from its neighbours along every axis."""
+    is_collective: bool = False
+
+    def roofline(self, peak: Peak) -> Callable[[Axes], Floats]:
+        """Give seconds at the peak: the longest of arithmetic, memory traffic and wire."""
+
+        def seconds(axes: Axes) -> Floats:
+            work = self.count(axes, peak.width)
+            compute, memory = work.flops / peak.flops, work.memory / peak.memory
+            return np.maximum(np.maximum(compute, memory), work.wire / peak.nvlink)
+
+        return seconds
+
+
+NOTHING = np.zeros(1)
+
+
+def _gemm(axes: Axes, width: float) -> Work:
+    """(m, k) times (k, n); the result is written in 16 bits."""
+    m, n, k = axes["m"], axes["n"], axes["k"]
+    return Work(2 * m * n * k, width * (m + n) * k + 2 * m * n, NOTHING)
+
+
+def _decode_attention(axes: Axes, width: float) -> Work:
+    """Every new token reads the keys and values of its whole context."""
+    read = axes["batch"] * axes["context"] * HEAD_DIM
+    return Work(4 * read * axes["heads"], 2 * width * read * axes["kv_heads"], NOTHING)
+
+
+def _caches(axes: Axes) -> tuple[Floats, ...]:
+    """Query heads that share a cache, and independent caches: by these a kernel divides its work."""
+    return axes["heads"] / axes["kv_heads"], axes["batch"] * axes["kv_heads"]
+
+
+def _prefill_attention(axes: Axes, width: float) -> Work:
+    """Causal: the i-th token attends to i tokens."""
+    tokens = axes["batch"] * axes["context"] * HEAD_DIM
+    flops = 4 * tokens * axes["heads"] * (axes["context"] + 1) / 2
+    return Work(flops, 2 * width * tokens * (axes["heads"] + axes["kv_heads"]), NOTHING)
+
+
+def _latent_decode_attention(axes: Axes, width: float) -> Work:
+    """Latent attention with absorbed projections: all heads read one compressed cache."""
+    read = axes["batch"] * axes["context"]
+    flops = 2 * read * axes["heads"] * (2 * LATENT_DIM + LATENT_ROPE_DIM)
+    return Work(flops, width * read * (LATENT_DIM + LATENT_ROPE_DIM), NOTHING)
+
+
+def _moe(axes: Axes, width: float) -> Work:
+    """Gated MLPs of the experts on one GPU; an expert that any token chose is read once.
+
+    `tokens` are those of all GPUs that share the layer. Under even routing an expert stays unread with
+    probability (1 - topk/experts)^tokens.
+    """
+    split = axes["tensor_parallel"] * axes["expert_parallel"]
+    one_expert = 3 * axes["hidden"] * axes["intermediate"] / split
+    miss = 1 - np.minimum(axes["topk"] / axes["experts"], 1 - 1e-9)
+    num_read = axes["experts"] * (1 - miss ** axes["tokens"])
+    chosen = axes["tokens"] * axes["topk"]
+    return Work(2 * chosen * one_expert, width * num_read * one_expert, NOTHING)
+
+
+def _ring(factor: float) -> Callable[[Axes, float], Work]:
+    """A ring collective: each of g GPUs sends `factor` (g-1)/g of the whole message."""
+
+    def count(axes: Axes, width: float) -> Work:
+        gpus = axes["gpus"]
+        return Work(NOTHING, NOTHING, factor * (gpus - 1) / gpus * axes["bytes"])
+
+    return count
+
+
+OPERATORS = {
+    "gemm": Operator(_gemm),
+    "decode_attention": Operator(_decode_attention, _caches, fills_holes=False),
+    "prefill_attention": Operator(_prefill_attention),
+    "latent_decode_attention": Operator(_latent_decode_attention, fills_holes=False),
+    "moe": Operator(_moe),
+    "all_reduce": Operator(_ring(2.0), is_collective=True),
+    "all_gather": Operator(_ring(1.0), is_collective=True),
+    "all_to_all": Operator(_ring(1.0), is_collective=True),
+    "reduce_scatter": Operator(_ring(1.0), is_collective=True),
+}

@@ -1,0 +1,140 @@
+"""Seconds between the measured shapes of a table, and beyond them.
+
+Interpolated is how much longer than its roofline an operator takes: the logarithm of that ratio, linearly
+in the logarithm of every axis. Outside the measured range the ratio of the nearest edge holds, which is an
+extrapolation by roofline, and on a GPU that differs in bandwidth or FLOP/s the ratio is kept as well.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import log
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamrl.hardware.operators import OPERATORS, Peak
+from streamrl.hardware.tables import Floats, Table
+
+Bools: TypeAlias = NDArray[np.bool_]
+NEAR = 1e-9  # of a logarithm: two such values are one
+
+
+class Surface:
+    """One table, ready to be asked for any shape."""
+
+    def __init__(self, table: Table, peak: Peak) -> None:
+        """Prepare a table that was measured on a GPU of this peak."""
+        self.table = table
+        self._operator = OPERATORS[table.facts.operator]
+        self._roofline = self._operator.roofline(peak)
+        axes = {name: table.rows[:, i] for i, name in enumerate(table.keys)}
+        points = np.log(np.stack(self._operator.coordinates(axes), axis=1))
+        grid = {name: values[:, None] for name, values in axes.items()}
+        grid[table.facts.columns] = table.columns[None, :]
+        ratios = np.log(table.seconds / self._roofline(grid))
+        columns = np.log(table.columns)
+        if self._operator.fills_holes:
+            ratios = _fill(points, ratios, columns)
+        self._tree = _grow(points, ratios, columns)
+
+    def seconds(
+        self, shape: Mapping[str, float], columns: Floats, peak: Peak
+    ) -> tuple[Floats, Bools]:
+        """Give seconds at every column, and which of them lie in the measured range.
+
+        Args:
+            shape: value of every axis of the rows.
+            columns: (n,) values of the last axis.
+            peak: of the GPU that is asked about. Kernels keep their ratio to the roofline there,
+                collectives their seconds beside the wire.
+        """
+        point = self._operator.coordinates({name: np.array([v]) for name, v in shape.items()})
+        ratio, is_inside = _descend(self._tree, [log(p[0]) for p in point], np.log(columns))
+        axes = {name: np.array([value]) for name, value in shape.items()}
+        axes[self.table.facts.columns] = columns
+        theirs = self._operator.roofline(peak)(axes)
+        if self._operator.is_collective:
+            ours = self._roofline(axes)
+            return np.exp(ratio) * ours + theirs - ours, is_inside
+        return np.exp(ratio) * theirs, is_inside
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """Ratios along the columns."""
+
+    columns: Floats
+    ratios: Floats
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """One axis: its values in order, and what is below each."""
+
+    values: list[float]
+    children: list[_Node]
+
+
+_Node: TypeAlias = _Leaf | _Branch
+
+
+def _grow(points: Floats, ratios: Floats, columns: Floats) -> _Node:
+    """Sort rows into a tree, one axis a level; rows at one point become their median."""
+    if not points.shape[1]:
+        is_measured = ~np.isnan(ratios).all(axis=0)
+        return _Leaf(columns[is_measured], np.nanmedian(ratios[:, is_measured], axis=0))
+    values = points[:, 0].round(9)
+    levels = np.unique(values)
+    children = [_grow(points[values == v, 1:], ratios[values == v], columns) for v in levels]
+    return _Branch(levels.tolist(), children)
+
+
+def _descend(node: _Node, point: list[float], columns: Floats) -> tuple[Floats, Bools]:
+    """Interpolate at a point: the two nearest branches of each level, weighed by distance."""
+    if isinstance(node, _Leaf):
+        is_inside = (columns >= node.columns[0] - NEAR) & (columns <= node.columns[-1] + NEAR)
+        return np.interp(columns, node.columns, node.ratios), is_inside
+    value, values = point[0], node.values
+    right = min(bisect_left(values, value - NEAR), len(values) - 1)
+    if right == 0 or values[right] <= value + NEAR:
+        ratio, is_inside = _descend(node.children[right], point[1:], columns)
+        return ratio, is_inside & (abs(values[right] - value) <= NEAR)
+    left = right - 1
+    share = (value - values[left]) / (values[right] - values[left])
+    low, is_low_inside = _descend(node.children[left], point[1:], columns)
+    high, is_high_inside = _descend(node.children[right], point[1:], columns)
+    return (1 - share) * low + share * high, is_low_inside & is_high_inside
+
+
+def _fill(points: Floats, ratios: Floats, columns: Floats) -> Floats:
+    """Estimate cells that were not measured: the mean of what interpolation along each axis gives."""
+    is_hole = np.isnan(ratios)
+    if not is_hole.any():
+        return ratios
+    estimates = [np.array([_mend(columns, row) for row in ratios])]
+    for axis in range(points.shape[1]):
+        _, lines = np.unique(np.delete(points, axis, axis=1).round(9), axis=0, return_inverse=True)
+        estimate = np.full_like(ratios, np.nan)
+        for line in np.unique(lines[is_hole.any(axis=1)]):
+            members = np.flatnonzero(lines.ravel() == line)
+            members = members[np.argsort(points[members, axis])]
+            for column in np.flatnonzero(is_hole[members].any(axis=0)):
+                mended = _mend(points[members, axis], ratios[members, column])
+                estimate[members, column] = mended
+        estimates.append(estimate)
+    found = np.stack(estimates)
+    count = (~np.isnan(found)).sum(axis=0)
+    mean = np.nansum(found, axis=0) / np.maximum(count, 1)
+    return np.where(is_hole & (count > 0), mean, ratios)
+
+
+def _mend(places: Floats, values: Floats) -> Floats:
+    """Interpolate the holes between measured values; those at the ends stay."""
+    is_known = ~np.isnan(values)
+    if not is_known.any():
+        return values
+    return np.interp(places, places[is_known], values[is_known], left=np.nan, right=np.nan)

@@ -1,1 +1,0 @@
-"""What the engine decides, one idea a file; `streamrl.systems` puts them into named sets."""

@@ -1,0 +1,196 @@
+"""A run as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
+
+    process     tracks
+    replicas    a thread a replica with its activities; its rollouts as overlapping (async) slices
+    trainer     score, train, checkpoint; an instant for each step; the policy version as a counter
+    links       pushes of weights
+
+Format: "Trace Event Format", Google, 2016; times are microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from streamrl.engine.messages import (
+    Failed,
+    Generate,
+    Generated,
+    ReplicaLost,
+    RunStarted,
+    Stepped,
+    Train,
+)
+from streamrl.record.timeline import Span, read_timeline
+from streamrl.record.trace import Trace
+
+MICROSECONDS = 1e6
+REPLICAS, TRAINER, LINKS = 1, 2, 3
+PROCESSES = {REPLICAS: "replicas", TRAINER: "trainer", LINKS: "links"}
+
+Arguments: TypeAlias = dict[str, str | int | float]
+
+
+class TraceEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """One trace event: X slice, b and e ends of an async slice, C counter, i instant, M metadata."""
+
+    ph: Literal["X", "b", "e", "C", "i", "M"]
+    name: str
+    pid: int
+    ts: float
+    tid: int = 0
+    dur: float | None = None
+    cat: str = ""
+    id: int | None = None
+    s: Literal["g", ""] = ""
+    """Scope of an instant: g is the whole trace."""
+    args: Arguments | None = None
+
+
+def chrome_trace(trace: Trace) -> bytes:
+    """Encode a trace as Chrome trace JSON."""
+    timeline = read_timeline(trace)
+    events: list[TraceEvent] = []
+    for replica, spans in timeline.replicas.items():
+        events.extend(_slices(spans, REPLICAS, replica))
+    events.extend(_slices(timeline.trainer, TRAINER, 0))
+    events.extend(_slices(timeline.link, LINKS, 0))
+    events.extend(_rollouts(trace))
+    events.extend(_running(span for spans in timeline.rollouts.values() for span in spans))
+    events.extend(_versions(trace))
+    events.sort(key=attrgetter("ts"))
+    return msgspec.json.encode(
+        {
+            "traceEvents": [*_names(timeline.replicas), *events],
+            "displayTimeUnit": "ms",
+            "otherData": {"system": trace.run.policies.system, "world": trace.world},
+        }
+    )
+
+
+def _names(replicas: Iterable[int]) -> Iterator[TraceEvent]:
+    """Name processes and threads, and keep replicas in order."""
+    for pid, name in PROCESSES.items():
+        yield _metadata("process_name", pid, 0, {"name": name})
+        yield _metadata("process_sort_index", pid, 0, {"sort_index": pid})
+    for replica in replicas:
+        yield _metadata("thread_name", REPLICAS, replica, {"name": f"replica {replica}"})
+        yield _metadata("thread_sort_index", REPLICAS, replica, {"sort_index": replica})
+    yield _metadata("thread_name", TRAINER, 0, {"name": "trainer"})
+    yield _metadata("thread_name", LINKS, 0, {"name": "push"})
+
+
+def _metadata(name: str, pid: int, tid: int, args: Arguments) -> TraceEvent:
+    return TraceEvent(ph="M", name=name, pid=pid, tid=tid, ts=0.0, args=args)
+
+
+def _slices(spans: Iterable[Span], pid: int, tid: int) -> Iterator[TraceEvent]:
+    for span in spans:
+        start, end = _microseconds(span.start), _microseconds(span.end)
+        yield TraceEvent(
+            ph="X",
+            name=span.activity,
+            pid=pid,
+            tid=tid,
+            ts=start,
+            dur=end - start,
+            args={"what": span.label} if span.label else None,
+        )
+
+
+def _rollouts(trace: Trace) -> Iterator[TraceEvent]:
+    """One async slice for each attempt that reported its end.
+
+    Slices of a replica share one name: viewers make a track of each name, and there are too many rollouts
+    for a track of their own. An attempt has an id of its own, as a rollout may be tried again.
+    """
+    staleness = _staleness(trace)
+    replicas: dict[int, int] = {}
+    attempt = 0
+    for time, event, commands in trace.entries:
+        if isinstance(event, Generated):
+            attempt += 1
+            args: Arguments = {
+                "rollout": event.rollout,
+                "tokens": event.tokens,
+                "version": event.version,
+                "finish": event.finish,
+                "prefill_time": event.prefill_time,
+            }
+            if event.rollout in staleness and event.finish != "aborted":
+                args["staleness"] = staleness[event.rollout]
+            start = _microseconds(time - event.run_time)
+            name = f"rollouts of replica {replicas[event.rollout]}"
+            yield _rollout("b", name, attempt, start, args)
+            yield _rollout("e", name, attempt, _microseconds(time), None)
+        for command in commands:
+            if isinstance(command, Generate):
+                replicas[command.rollout] = command.replica
+
+
+def _rollout(
+    ph: Literal["b", "e"], name: str, attempt: int, ts: float, args: Arguments | None
+) -> TraceEvent:
+    return TraceEvent(ph=ph, name=name, cat="rollout", pid=REPLICAS, id=attempt, ts=ts, args=args)
+
+
+def _staleness(trace: Trace) -> dict[int, int]:
+    """Give how many versions each trained rollout was behind."""
+    born: dict[int, int] = {}
+    staleness: dict[int, int] = {}
+    version = 0
+    for _, event, commands in trace.entries:
+        if isinstance(event, Generated) and event.tokens:
+            born.setdefault(event.rollout, event.version)
+        elif isinstance(event, RunStarted | Stepped):
+            version = event.version
+        for command in commands:
+            if isinstance(command, Train):
+                staleness.update((r, version - born[r]) for r in command.rollouts)
+    return staleness
+
+
+def _running(spans: Iterable[Span]) -> Iterator[TraceEvent]:
+    """Count the rollouts that run on all replicas."""
+    changes: dict[float, int] = {}
+    for span in spans:
+        changes[span.start] = changes.get(span.start, 0) + 1
+        changes[span.end] = changes.get(span.end, 0) - 1
+    running = 0
+    for time in sorted(changes):
+        running += changes[time]
+        yield _counter("running rollouts", REPLICAS, time, running)
+
+
+def _versions(trace: Trace) -> Iterator[TraceEvent]:
+    """Count policy versions, and mark what concerns the whole run."""
+    for time, event, _ in trace.entries:
+        match event:
+            case RunStarted(version):
+                yield _counter("policy version", TRAINER, time, version)
+            case Stepped(version):
+                yield _counter("policy version", TRAINER, time, version)
+                yield _instant(f"step {version}", time)
+            case ReplicaLost(replica, reason):
+                yield _instant(f"replica {replica} lost: {reason}", time)
+            case Failed(_, reason):
+                yield _instant(f"failed: {reason}", time)
+            case _:
+                pass  # concerns one resource
+
+
+def _counter(name: str, pid: int, time: float, value: int) -> TraceEvent:
+    return TraceEvent(ph="C", name=name, pid=pid, ts=_microseconds(time), args={"value": value})
+
+
+def _instant(name: str, time: float) -> TraceEvent:
+    return TraceEvent(ph="i", name=name, pid=TRAINER, ts=_microseconds(time), s="g")
+
+
+def _microseconds(seconds: float) -> float:
+    """Give microseconds to the nanosecond, which is as fine as viewers go."""
+    return round(max(seconds, 0.0) * MICROSECONDS, 3)

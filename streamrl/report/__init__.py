@@ -1,0 +1,1 @@
+"""What people read: tables, figures, plans, studies, the report page and the scorecard."""

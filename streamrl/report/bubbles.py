@@ -1,0 +1,149 @@
+"""What the GPUs of a run waited for during some of its steps, and what a change of policy did to that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import msgspec
+from rich.table import Table
+
+from streamrl.record.attribution import IDLE, attribute
+from streamrl.record.metrics import dollars_per_second, mean_replicas, measure, read_flow
+from streamrl.record.trace import Trace
+from streamrl.report.run_tables import format_dollars, format_share
+
+WORTH_SAYING = 0.005  # share of a step's GPU-seconds below which a bubble is not written about
+LEAST_SECONDS = 1e-6  # of a GPU: less is rounding
+SAME_TIME = 0.01  # relative difference of two step times that is called none
+
+
+class Bubbles(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the GPU-seconds of an average step went; `busy` and `idle` sum to `gpu_seconds`."""
+
+    name: str
+    step_time: float
+    """Mean seconds of a step."""
+    gpu_seconds: float
+    busy: dict[str, float]
+    """GPU-seconds by activity."""
+    idle: dict[str, float]
+    """GPU-seconds by cause."""
+    goodput: float
+    """Output tokens trained on a second."""
+    cost_per_million_tokens: float
+    """Dollars for a million tokens trained on."""
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the GPU-seconds in which a GPU waits."""
+        return sum(self.idle.values()) / self.gpu_seconds
+
+
+def read_bubbles(name: str, trace: Trace, steps: tuple[int, int]) -> Bubbles:
+    """Average over the first to the last of `steps`, which begin when the one before them ended.
+
+    Raises:
+        ValueError: `steps` are none of the trace's.
+    """
+    (first, last), metrics, flow = steps, measure(trace), read_flow(trace)
+    if not 1 <= first <= last <= metrics.num_steps:
+        raise ValueError(f"steps must lie in 1 to {metrics.num_steps}, got {first} to {last}")
+    ended_at = [*accumulate(metrics.step_times, initial=0.0)]
+    window, count = (ended_at[first - 1], ended_at[last]), last - first + 1
+    seconds = window[1] - window[0]
+    shares = attribute(trace, window)
+    trained = [rollout for rollouts in flow.trained[first - 1 : last] for rollout in rollouts]
+    goodput = sum(flow.tokens[rollout] for rollout in trained) / seconds
+    dollars = dollars_per_second(trace.run, mean_replicas(trace, *window))
+    return Bubbles(
+        name=name,
+        step_time=seconds / count,
+        gpu_seconds=shares.gpu_seconds / count,
+        busy={key: share * shares.gpu_seconds / count for key, share in shares.busy.items()},
+        idle={key: share * shares.gpu_seconds / count for key, share in shares.idle.items()},
+        goodput=goodput,
+        cost_per_million_tokens=dollars / goodput * 1e6,
+    )
+
+
+def bubble_table(runs: Sequence[Bubbles]) -> Table:
+    """Lay runs out side by side: idle GPU-seconds of a step by cause, then what the step took and cost."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("GPU-seconds a step", style="bold", no_wrap=True)
+    for run in runs:
+        table.add_column(run.name, justify="right")
+    for cause in causes(runs):
+        table.add_row(f"idle: {cause}", *(f"{run.idle[cause]:,.0f}" for run in runs))
+    table.add_row("idle", *(f"{sum(run.idle.values()):,.0f}" for run in runs))
+    table.add_row("busy", *(f"{sum(run.busy.values()):,.0f}" for run in runs))
+    table.add_row("idle share", *(format_share(run.idle_share) for run in runs))
+    table.add_row()
+    table.add_row("step time, s", *(f"{run.step_time:,.0f}" for run in runs))
+    table.add_row("goodput, tokens/s", *(f"{run.goodput:,.0f}" for run in runs))
+    table.add_row(
+        "$ per million tokens", *(format_dollars(run.cost_per_million_tokens) for run in runs)
+    )
+    return table
+
+
+def causes(runs: Sequence[Bubbles], least: float = 0.0) -> list[str]:
+    """Give the causes that any of the runs waited for during more than a share of its GPU-seconds."""
+    return [
+        cause
+        for cause in IDLE
+        if any(run.idle[cause] > least * run.gpu_seconds + LEAST_SECONDS for run in runs)
+    ]
+
+
+def bubble_notes(before: Bubbles, after: Bubbles) -> list[str]:
+    """Say what a change did to the step, to each bubble, and to the price."""
+    notes = [_step_note(before, after), *_cause_notes(before, after), _price_note(before, after)]
+    saved = sum(before.idle.values()) - sum(after.idle.values())
+    if _is_as_long(before, after) and saved > WORTH_SAYING * before.gpu_seconds:
+        notes.append(
+            "Less idle, and yet hardly a shorter step: what GPUs do instead saves no time."
+        )
+    return [*notes, _rest_note(after)]
+
+
+def _is_as_long(before: Bubbles, after: Bubbles) -> bool:
+    return abs(after.step_time / before.step_time - 1) < SAME_TIME
+
+
+def _step_note(before: Bubbles, after: Bubbles) -> str:
+    took = f"{after.step_time:,.0f} s"
+    if _is_as_long(before, after):
+        return f"{after.name}: a step takes {took}, as long as with {before.name} (within 1 %)."
+    change = after.step_time / before.step_time - 1
+    return (
+        f"{after.name}: a step takes {took} instead of {before.step_time:,.0f} s with {before.name} "
+        f"({change * 100:+.0f} %)."
+    )
+
+
+def _cause_notes(before: Bubbles, after: Bubbles) -> Iterator[str]:
+    """Name the bubbles that changed, the most first."""
+    changes = {cause: after.idle[cause] - before.idle[cause] for cause in IDLE}
+    for cause, change in sorted(changes.items(), key=lambda item: -abs(item[1])):
+        if abs(change) > WORTH_SAYING * before.gpu_seconds:
+            verb = "shrinks" if change < 0 else "grows"
+            yield (
+                f"  {cause} {verb} from {before.idle[cause]:,.0f} to {after.idle[cause]:,.0f} "
+                "GPU-seconds a step"
+            )
+
+
+def _rest_note(run: Bubbles) -> str:
+    if run.idle_share < WORTH_SAYING:
+        return "Hardly an idle GPU-second is left."
+    cause, left = max(run.idle.items(), key=lambda item: item[1])
+    share = format_share(left / run.gpu_seconds)
+    return f"Largest bubble left: {cause}, {share} of all GPU-seconds."
+
+
+def _price_note(before: Bubbles, after: Bubbles) -> str:
+    return (
+        f"  a million tokens trained on cost {format_dollars(after.cost_per_million_tokens)}, "
+        f"before {format_dollars(before.cost_per_million_tokens)}"
+    )

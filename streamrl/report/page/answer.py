@@ -1,0 +1,121 @@
+"""The answer in one sentence, and the few figures that stand beside it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from streamrl.hardware.profiles import load_model
+from streamrl.report.page.options import Option
+from streamrl.report.page.sources import Sources
+from streamrl.report.page.words import CAUSES, change, dollars, percent, rounded, seconds
+
+SAME = 0.02  # relative difference of two costs that is called none: what seeds do to a run
+
+
+class Tile(NamedTuple):
+    """One figure in large type."""
+
+    value: str
+    label: str
+    note: str
+
+
+def chosen_of(options: list[Option]) -> Option | None:
+    """Give the option that a report is about: the first plan, else the run with the cheapest tokens."""
+    plans = [option for option in options if option.kind == "plan"]
+    if plans:
+        return plans[0]
+    paid = [option for option in options if option.cost_per_million_tokens > 0]
+    return min(paid or options, key=lambda option: option.cost_per_million_tokens, default=None)
+
+
+def answer_of(sources: Sources, options: list[Option]) -> str:
+    """Say what to do and what it costs, in one sentence."""
+    chosen = chosen_of(options)
+    if chosen is None:
+        return _of_study(sources)
+    if chosen.kind == "plan":
+        model = load_model(sources.plans[0].run.model).name
+        return (
+            f"To post-train {model}, rent {chosen.rent}: a million tokens trained on then cost {_cost(chosen)}, and an "
+            f"optimizer step takes {seconds(chosen.step_time)} at {dollars(chosen.dollars_per_hour)} an hour."
+        )
+    rivals = [option for option in options if option is not chosen]
+    if not rivals:
+        return _of_one(chosen)
+    return _of_runs(chosen, rivals)
+
+
+def _of_one(option: Option) -> str:
+    assert option.run is not None
+    model = load_model(option.run.trace.run.model).name
+    idle = option.run.metrics.idle
+    cause = max(idle, key=lambda name: idle[name], default="")
+    waits = ""
+    if cause and idle[cause] > 0:
+        waits = f"; GPUs stand idle for {percent(sum(idle.values()))} of their time, mostly by {cause}: {CAUSES[cause]}"
+    return (
+        f"With {option.rent}, an optimizer step of {model} takes {seconds(option.step_time)}, a million tokens trained on "
+        f"cost {_cost(option)}{waits}."
+    )
+
+
+def _of_runs(chosen: Option, rivals: list[Option]) -> str:
+    model = load_model(chosen.run.trace.run.model).name if chosen.run else "the model"
+    second = min(rivals, key=lambda option: option.cost_per_million_tokens)
+    behind = second.cost_per_million_tokens / (chosen.cost_per_million_tokens or 1.0) - 1
+    if behind < SAME:
+        versus = f"{second.name} costs the same within {percent(SAME)}"
+    else:
+        versus = f"{second.name}, the next, costs {change(behind).lstrip('+')} more"
+    return (
+        f"Of the {len(rivals) + 1} ways compared, {chosen.name} trains {model} at the least cost: with {chosen.rent}, a million "
+        f"tokens trained on cost {_cost(chosen)}; {versus}."
+    )
+
+
+def _of_study(sources: Sources) -> str:
+    study = sources.studies[0].found
+    return study.findings[next(iter(study.findings))] if study.findings else study.title
+
+
+def _cost(option: Option) -> str:
+    value = dollars(option.cost_per_million_tokens)
+    least, most = map(dollars, option.cost_range)
+    return f"about {value} ({least} to {most})" if least != most else value
+
+
+def tiles_of(option: Option) -> list[Tile]:
+    """Give the key figures of the option that a report is about."""
+    least, most = map(dollars, option.cost_range)
+    slow, fast = map(rounded, option.goodput_range)
+    tiles = [
+        Tile(
+            dollars(option.cost_per_million_tokens),
+            "per million tokens trained on",
+            f"{least} to {most}" if least != most else "",
+        ),
+        Tile(
+            seconds(option.step_time),
+            "per optimizer step",
+            f"{dollars(option.cost_per_step)} a step",
+        ),
+        Tile(
+            rounded(option.goodput),
+            "tokens trained on per second",
+            f"{slow} to {fast}" if slow != fast else "",
+        ),
+        Tile(dollars(option.dollars_per_hour), "per hour for all GPUs", ""),
+    ]
+    if option.run is not None:
+        idle = option.run.metrics.idle
+        cause = max(idle, key=lambda name: idle[name], default="")
+        share = sum(idle.values())
+        note = f"most of it by {cause}" if share > 0 else ""
+        tiles.append(Tile(percent(share), "of GPU time idle", note))
+    if option.world == "simulated" and option.band.tiers is not None:
+        share = option.band.unmeasured
+        tiles.append(
+            Tile(percent(share), "of these seconds are unmeasured", "from datasheets alone")
+        )
+    return tiles

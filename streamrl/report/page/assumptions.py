@@ -1,0 +1,145 @@
+"""What a report takes for granted, each with its value and where that is from."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from streamrl.hardware.profiles import PROFILES, load_gpu, load_model, price_of
+from streamrl.record.trace import Trace
+from streamrl.report.page.words import dollars, listing, percent, tiers_text
+from streamrl.report.plan import Plan
+from streamrl.runfile.config import LengthsConfig, Run
+from streamrl.runfile.units import Bandwidth
+
+OPERATIONS = {
+    "prefill": "reading prompts (prefill)",
+    "decode": "generating tokens (decode)",
+    "score": "forward passes of critic and reference",
+    "train": "forward and backward passes",
+    "sync": "weight sync",
+    "cache_transfer": "moving KV caches between replicas",
+}
+KINDS = {
+    "histogram": "drawn from the histogram",
+    "empirical": "drawn from the lengths in",
+    "groups": "prompts resampled from",
+    "trace": "those of the recorded run",
+}
+RUN_FILE = "run file"
+
+
+class Assumption(NamedTuple):
+    """One of them."""
+
+    what: str
+    value: str
+    source: str
+
+
+def assumptions_of(run: Run, trace: Trace | None, plan: Plan | None) -> Iterator[Assumption]:
+    """Give the assumptions behind a run file, and behind its trace and its plan where there are."""
+    yield from _of_work(run)
+    for name, pool in run.cluster.pools.items():
+        yield from _of_pool(run, name)
+        yield Assumption(f"GPUs of pool {name}", load_gpu(pool.gpu).name, load_gpu(pool.gpu).source)
+    for link in run.cluster.links:
+        value = (
+            f"{_bandwidth(link.bandwidth)} each way, {link.latency * 1e3:g} ms, {link.transport}"
+        )
+        between = f"network between {' and '.join(link.between)}"
+        yield Assumption(between, value, f"{RUN_FILE}: cluster.links")
+    for side, config in (("generation_factor", "generation"), ("training_factor", "training")):
+        factor = getattr(run.costs, side)
+        if factor != 1.0:
+            told = f"{factor:g} times as fast as the profiles say"
+            yield Assumption(f"speed of {config}", told, f"{RUN_FILE}: costs.{side}")
+    if trace is not None and trace.world == "real":
+        yield from _of_clock(trace)
+    if plan is not None:
+        yield from _of_plan(run, plan)
+
+
+def _of_work(run: Run) -> Iterator[Assumption]:
+    model, algorithm = load_model(run.model), run.algorithm
+    yield Assumption("model", f"{model.name} in {run.model.dtype}", model.source)
+    batch = f"{algorithm.prompts_per_step:,} prompts"
+    if algorithm.group_size > 1:
+        batch += f" with {algorithm.group_size} rollouts each"
+    passes = ["actor"]
+    passes += ["critic"] if algorithm.has_critic else []
+    passes += ["reference"] if algorithm.has_reference else []
+    value = f"{algorithm.name.upper()} ({listing(passes)}), {batch} a step, {algorithm.steps} steps"
+    yield Assumption("algorithm", value, f"{RUN_FILE}: algorithm")
+    lengths = run.workload.lengths
+    if lengths is not None:
+        value = f"{KINDS[lengths.kind]} {lengths.source}"
+        value += f", scaled by {lengths.scale:g}" if lengths.scale != 1 else ""
+        value += (
+            f", at most {run.rollout.max_tokens:,} tokens; prompts of {lengths.prompt_tokens:,}"
+        )
+        yield Assumption("output lengths", value, _lengths_source(lengths))
+        if lengths.ranker != "none":
+            value = lengths.ranker
+            if lengths.ranker == "recall":
+                value = f"finds {percent(lengths.ranker_recall)} of the longest fifth"
+            yield Assumption("predictor of lengths", value, f"{RUN_FILE}: workload.lengths.ranker")
+
+
+def _lengths_source(lengths: LengthsConfig) -> str:
+    """Quote the comment at the head of a length profile."""
+    path = PROFILES / "lengths" / f"{lengths.source}.csv"
+    if lengths.names_a_file or not path.is_file():
+        return f"{RUN_FILE}: workload.lengths.source"
+    lines = path.read_text().splitlines()
+    return " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
+
+
+def _of_pool(run: Run, name: str) -> Iterator[Assumption]:
+    pool = run.cluster.pools[name]
+    gpu = load_gpu(pool.gpu)
+    source = gpu.price_source
+    if pool.price is not None:
+        source = f"{RUN_FILE}: cluster.pools.{name}.price"
+        if pool.price == gpu.price:
+            source += f" ({gpu.price_source})"
+    per_hour = f"{dollars(price_of(pool))} per GPU-hour, every GPU paid for the whole run"
+    yield Assumption(f"price of pool {name}", per_hour, source)
+
+
+def _bandwidth(bandwidth: Bandwidth) -> str:
+    return f"{bandwidth * 8 / 1e9:g} Gbit/s"
+
+
+def _of_clock(trace: Trace) -> Iterator[Assumption]:
+    versions = ", ".join(f"{k} {v}" for k, v in trace.facts.items() if isinstance(v, str))
+    yield Assumption("seconds", "taken from a clock while the run was executed", versions)
+
+
+def tiers_by_operation(trace: Trace) -> Iterator[tuple[str, str]]:
+    """Give each operation of a simulation with how its seconds are known."""
+    for operation, name in OPERATIONS.items():
+        shares = trace.facts.get(operation)
+        if isinstance(shares, Mapping):
+            yield name, tiers_text(shares)
+
+
+def sources_of_seconds(trace: Trace) -> list[str]:
+    """Give every source that a simulation names for its seconds; of a profile what the file itself names."""
+    sources = trace.facts.get("sources", [])
+    return [_with_origin(str(source)) for source in sources] if isinstance(sources, list) else []
+
+
+def _with_origin(source: str) -> str:
+    path = PROFILES.parent / source
+    if not (source.startswith("profiles/") and source.endswith(".toml") and path.is_file()):
+        return source
+    origin = tomllib.loads(path.read_text()).get("source")
+    return f"{source}: {origin}" if isinstance(origin, str) else source
+
+
+def _of_plan(run: Run, plan: Plan) -> Iterator[Assumption]:
+    yield Assumption("what a plan is judged by", plan.objective.unit, f"{RUN_FILE}: plan.objective")
+    steps = f"{plan.steps} steps on {plan.allocation.num_seeds} seeds, the first {run.warm_up_steps} left out"
+    yield Assumption("simulation of the chosen plan", steps, f"{RUN_FILE}: plan.steps, plan.seeds")

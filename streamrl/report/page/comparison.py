@@ -1,0 +1,242 @@
+"""Sections that set the options beside each other: a table, bars, speed against cost, and what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from streamrl.report.page.answer import chosen_of
+from streamrl.report.page.bars import Bar, bars_figure
+from streamrl.report.page.options import Option, is_aside
+from streamrl.report.page.parts import Cell, Picture, Section, Table
+from streamrl.report.page.scatter import Point, front_of, scatter_figure
+from streamrl.report.page.sources import PlanMade, Sources
+from streamrl.report.page.words import (
+    change,
+    dollars,
+    listing,
+    percent,
+    rounded,
+    seconds,
+    tiers_text,
+    tokens_per_second,
+)
+
+MOST_ROWS = 30  # options of a table that is still read
+MOST_KEYS = 24  # of run files that differ; more are told as a number
+STAGES = {"generation": "generation", "training": "training", "sync": "weight sync"}
+WORK = (
+    *("model.name", "model.path", "algorithm.name", "algorithm.prompts_per_step"),
+    *("algorithm.group_size", "rollout.max_tokens", "workload.informative_share"),
+    *("workload.lengths.kind", "workload.lengths.source", "workload.lengths.prompt_tokens"),
+    *("workload.lengths.scale", "workload.lengths.scale_to"),
+)
+"""Keys that say what is to be done, not how."""
+
+
+def compare_options(sources: Sources, options: list[Option]) -> Iterator[Section]:
+    """Give the sections that compare options, where there are any."""
+    if not options:
+        return
+    yield _alternatives(sources, options)
+    if len(options) > 1:
+        yield _front(options)
+
+
+def _alternatives(sources: Sources, options: list[Option]) -> Section:
+    chosen = chosen_of(options)
+    assert chosen is not None
+    title = "Plan against alternatives" if sources.plans else "Ways to run, compared"
+    section = Section("alternatives", title if len(options) > 1 else "What it takes and costs")
+    for made in sources.plans:
+        section.text += _why(made)
+    section.text += _other_gpus(chosen, options)
+    section.text += _work_note(options)
+    shown = [option for option in options if option.kind != "front"][:MOST_ROWS]
+    drawn = _apart(shown)
+    section.is_pair, section.pictures = True, _bars(drawn, chosen)
+    section.notes += _left_out(shown, drawn)
+    rows = [_row(option, chosen) for option in shown]
+    section.tables.append(
+        Table(
+            "Dollars are per million output tokens trained on, with the band in which they may truly lie below.",
+            (
+                "",
+                "option",
+                "$ per million tokens",
+                f"against {chosen.letter}",
+                "step",
+                "trained on",
+                "$ an hour",
+                "seconds are",
+            ),
+            rows,
+            numbers=(2, 3, 4, 5, 6),
+            strong_row=shown.index(chosen) if chosen in shown else None,
+        )
+    )
+    return section
+
+
+def _row(option: Option, chosen: Option) -> list[Cell]:
+    least, most = map(dollars, option.cost_range)
+    against = option.cost_per_million_tokens / (chosen.cost_per_million_tokens or 1.0) - 1
+    if option.behind is not None and chosen.kind == "plan":
+        against = option.behind
+    seeds = "executed" if option.band.is_timed else _seeds(option.band.num_seeds)
+    band = f"{least} to {most}" if option.band.is_known else "band not known"
+    return [
+        Cell(option.letter),
+        Cell(option.name, option.what),
+        Cell(dollars(option.cost_per_million_tokens), band),
+        Cell("" if option is chosen else change(against)),
+        Cell(seconds(option.step_time), f"{dollars(option.cost_per_step)} each"),
+        Cell(tokens_per_second(option.goodput)),
+        Cell(dollars(option.dollars_per_hour)),
+        Cell(f"{option.world}, {tiers_text(option.band.tiers)}", f"{seeds}; {option.source}"),
+    ]
+
+
+def _seeds(count: int) -> str:
+    return "one seed" if count == 1 else f"{count} seeds"
+
+
+def _why(made: PlanMade) -> Iterator[str]:
+    plan = made.plan
+    alone = plan.binding.seconds
+    stages = [f"{STAGES[name]} {seconds(alone[name])}" for name in STAGES if name in alone]
+    yield (
+        f"What a step of the plan waits for is {STAGES.get(plan.binding.stage, plan.binding.stage)}, limited by {plan.binding.resource}. Each alone would take: "
+        f"{listing(stages)}; a simulated step takes {seconds(plan.allocation.median_step_time)}."
+    )
+    yield (
+        f"Of {plan.candidates:,} plans that fit, {plan.ruled_out:,} cannot be better than the chosen one even if nothing "
+        f"waited for anything, and {plan.simulated} were simulated. The chosen one is {percent(plan.gap)} above the lower bound "
+        "over all plans, which no plan need reach."
+    )
+
+
+def _other_gpus(chosen: Option, options: list[Option]) -> Iterator[str]:
+    """Say what the best alternative with other GPUs costs, where the first ones differ in degrees alone."""
+    others = [o for o in options if o.rent != chosen.rent and o.cost_per_million_tokens > 0]
+    if chosen.kind != "plan" or not others:
+        return
+    best = min(others, key=lambda option: option.cost_per_million_tokens)
+    ratio = best.cost_per_million_tokens / chosen.cost_per_million_tokens - 1
+    yield f"The best alternative here on other GPUs, {best.letter}, costs {percent(abs(ratio))} {'more' if ratio > 0 else 'less'}: {best.rent}, for {rounded(best.goodput)} instead of {rounded(chosen.goodput)} tokens/s."
+
+
+def _work_note(options: list[Option]) -> Iterator[str]:
+    keys = [key for key in _differing(options) if key in WORK]
+    if keys:
+        yield (
+            f"Not all options do the same work: they differ in {listing(keys)}. Compare dollars per token, not seconds per step."
+        )
+
+
+def _apart(options: Sequence[Option]) -> list[Option]:
+    """Leave out runner-ups on the GPUs, and in the mode, of an option before them."""
+    kept: list[Option] = []
+    for option in options:
+        alike = [other for other in kept if _same_gpus(option, other)]
+        if option.kind != "runner-up" or not alike:
+            kept.append(option)
+    return kept
+
+
+def _same_gpus(one: Option, other: Option) -> bool:
+    system = "policies.system"
+    return one.rent == other.rent and one.config[system] == other.config[system]
+
+
+def _left_out(shown: Sequence[Option], drawn: Sequence[Option]) -> Iterator[str]:
+    rest = [option.letter for option in shown if option not in drawn]
+    if rest:
+        yield (
+            f"The bars leave out {listing(rest)}: they rent the GPUs of an option that is drawn, and differ in how they split "
+            "the model or send rollouts to replicas."
+        )
+
+
+def _bars(options: Sequence[Option], chosen: Option) -> list[Picture]:
+    costs, speeds = [], []
+    for option in options:
+        label = f"{option.letter} · {option.name}"
+        cost, speed = option.cost_per_million_tokens, option.goodput
+        costs.append(Bar(label, option.rent, cost, *option.cost_range, option is chosen))
+        speeds.append(Bar(label, option.rent, speed, *option.goodput_range, option is chosen))
+    return [
+        Picture(
+            bars_figure("cost", "Dollars per million tokens trained on", costs, dollars, "Less"),
+            "Dollars per million tokens trained on: less is better. The line over a bar's end is its band.",
+        ),
+        Picture(
+            bars_figure("speed", "Tokens trained on per second", speeds, _rate, "More"),
+            "Output tokens trained on per second: more is better. The line is the band.",
+        ),
+    ]
+
+
+def _rate(value: float) -> str:
+    return tokens_per_second(value).replace("tokens", "tok")
+
+
+def _front(options: list[Option]) -> Section:
+    chosen = chosen_of(options)
+    points = [
+        Point(o.letter, o.name, o.goodput, o.cost_per_million_tokens, o is chosen) for o in options
+    ]
+    front = front_of(points)
+    letters = listing([point.letter for point in front])
+    verb = "is" if len(front) == 1 else "are"
+    section = Section("front", "Speed against cost")
+    section.text.append(
+        f"{letters} {verb} on the Pareto front: no other option shown is both faster and cheaper."
+    )
+    section.pictures.append(
+        Picture(
+            scatter_figure("pareto", points),
+            "Each letter is an option of the table above, at its simulated or executed figures. The line joins "
+            "those that none beats in both.",
+            (("dot chosen", "chosen"), ("dot on-front", "on the front"), ("dot", "beaten in both")),
+        )
+    )
+    return section
+
+
+def differences(options: list[Option]) -> Iterator[Section]:
+    """Give the table of run-file keys that differ."""
+    keys = _differing(options)
+    if not keys or len(options) < 2:
+        return
+    section = Section("differences", "How the options differ")
+    rows = [
+        [Cell(key), *(Cell(_value(option.config.get(key))) for option in options)]
+        for key in keys[:MOST_KEYS]
+    ]
+    section.tables.append(
+        Table(
+            "Keys of the run file that differ; default is what the system named by `policies.system` has.",
+            ("key", *(o.letter for o in options)),
+            rows,
+        )
+    )
+    if len(keys) > MOST_KEYS:
+        section.notes.append(f"{len(keys) - MOST_KEYS} more keys differ.")
+    yield section
+
+
+def _differing(options: Sequence[Option]) -> list[str]:
+    keys = dict.fromkeys(key for option in options for key in option.config if not is_aside(key))
+    return [key for key in keys if len({repr(option.config.get(key)) for option in options}) > 1]
+
+
+def _value(value: object) -> str:
+    match value:
+        case None:
+            return "default"
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:g}"
+        case _:
+            return str(value)

@@ -1,0 +1,283 @@
+"""Sections on what runs did and how sure that is: idle by cause, a step, sensitivity, uncertainty, studies, assumptions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from streamrl.record.attribution import BUSY, IDLE
+from streamrl.report.page import band
+from streamrl.report.page.answer import chosen_of
+from streamrl.report.page.assumptions import assumptions_of, sources_of_seconds, tiers_by_operation
+from streamrl.report.page.bands import bands_figure
+from streamrl.report.page.options import Option
+from streamrl.report.page.parts import Cell, Picture, Section, Table, cells
+from streamrl.report.page.shares import segments, shares_figure
+from streamrl.report.page.sources import RecordedRun, Sources
+from streamrl.report.page.steps import LEVELS, activities_of, step_figure, typical_step
+from streamrl.report.page.study_curves import curves_figure, line_class, metric_text
+from streamrl.report.page.study_json import Study
+from streamrl.report.page.tornado import tornado_figure
+from streamrl.report.page.what_if import Sensitivity, of_plan, of_run
+from streamrl.report.page.words import (
+    ACTIVITIES,
+    CAUSES,
+    TIERS,
+    change,
+    listing,
+    percent,
+    tiers_text,
+)
+from streamrl.report.study_table import name_of
+
+MOST_STEPS = 3  # runs whose step is drawn; the figures are large
+MOST_REASONS = 6
+
+
+def idle_section(options: Sequence[Option]) -> Section:
+    """Show where GPU-seconds went, for every option with a trace."""
+    runs = [(f"{o.letter} · {o.name}", o.run) for o in options if o.run is not None]
+    section = Section("idle", "Idle by cause")
+    if not runs:
+        section.notes.append(NO_TRACE)
+        return section
+    named = [(label, run.metrics) for label, run in runs]
+    found = {(kind, name) for _, m in named for kind, name, _ in segments(m)}
+    busy = [(f"c-{name}", name) for name in BUSY if ("busy", name) in found]
+    idle = [(f"c-{name} hatched", f"idle: {name}") for name in IDLE if ("idle", name) in found]
+    section.pictures.append(
+        Picture(
+            shares_figure("shares", named),
+            "Share of all GPU-seconds of the whole run, from the trace. Busy is solid, idle is hatched.",
+            [*busy, *idle],
+        )
+    )
+    rows = [
+        [Cell(name if kind == "busy" else f"idle: {name}", MEANINGS[kind][name])]
+        + [Cell(percent(getattr(m, kind).get(name, 0.0), 1)) for _, m in named]
+        for kind, names in (("busy", BUSY), ("idle", IDLE))
+        for name in names
+        if (kind, name) in found
+    ]
+    head = ("share of GPU-seconds", *(label.split()[0] for label, _ in runs))
+    section.tables.append(Table("", head, rows, numbers=range(1, len(head))))
+    return section
+
+
+MEANINGS = {"busy": ACTIVITIES, "idle": CAUSES}
+NO_TRACE = (
+    "None of the directories holds a trace, so nobody knows what GPUs wait for. `streamrl simulate DIR/plan.toml -o DIR` "
+    "simulates a plan into its own directory; then report again."
+)
+
+
+def step_section(options: Sequence[Option]) -> Section:
+    """Draw one step of the first few options with a trace, at one scale."""
+    section = Section("step", "One step")
+    found = [(o, o.run) for o in options if o.run is not None]
+    if not found:
+        section.notes.append(NO_TRACE)
+        return section
+    chosen = chosen_of(list(options))
+    found.sort(key=lambda pair: pair[0] is not chosen)
+    shown = found[:MOST_STEPS]
+    longest = max(_step_time(run) for _, run in shown)
+    section.text.append(
+        "Each row is a replica, the trainer, or the link that carries weights; the darker the blue, the more rollouts run "
+        "at once. The line at the right is the step's end."
+    )
+    if len(shown) > 1:
+        section.text.append("All are drawn to one scale.")
+    for option, run in shown:
+        label = f"{option.letter} · {option.name}"
+        name = f"step-{option.letter}"
+        drawing = step_figure(name, label, run.trace, run.metrics, longest)
+        section.pictures.append(
+            Picture(drawing, f"{drawing.title}. {drawing.description}", _legend(run))
+        )
+    if len(found) > len(shown):
+        rest = listing([option.letter for option, _ in found[MOST_STEPS:]])
+        section.notes.append(f"Steps of {rest} are not drawn.")
+    return section
+
+
+def _step_time(run: RecordedRun) -> float:
+    step = typical_step(run.metrics, run.trace.run.warm_up_steps)
+    return run.metrics.step_times[step - 1]
+
+
+def _legend(run: RecordedRun) -> list[tuple[str, str]]:
+    shades = [
+        (f"c-generate level-{LEVELS}", "generate, many rollouts"),
+        ("c-generate level-1", "few"),
+    ]
+    rest = [(f"c-{name}", name) for name in activities_of(run.trace)]
+    return [*shades, *rest, ("lane", "idle")]
+
+
+def sensitivity_section(sources: Sources, options: Sequence[Option]) -> Section:
+    """Draw a tornado for each plan, or for the chosen run."""
+    section = Section("sensitivity", "What would change the cost")
+    found = [of_plan(m.plan, m.name, f"{m.name}/{m.path.name}") for m in sources.plans]
+    chosen = chosen_of(list(options))
+    if not found and chosen is not None and chosen.run is not None:
+        found = [of_run(chosen.run.trace, chosen.name, chosen.source)]
+        section.text.append(
+            "The price of a pool is a fixed share of all dollars, so these changes are exact."
+        )
+    for index, each in enumerate(found):
+        _add_tornado(section, each, f"tornado-{index}")
+    return section
+
+
+def _add_tornado(section: Section, found: Sensitivity, name: str) -> None:
+    if found.swings:
+        title = f"{found.of}, if one thing were {found.by} less or more"
+        caption = f"{title[:1].upper()}{title[1:]}. Each change alone; from {found.source}."
+        legend = (("less", f"{found.by} less"), ("more", f"{found.by} more"))
+        section.pictures.append(
+            Picture(tornado_figure(name, title, found.swings, found.by), caption, legend)
+        )
+    others = [c for c in found.changes if c.is_other or not c.still_fits]
+    if found.changes and not others:
+        section.text.append("The chosen plan stays the best under each of these changes.")
+    if others:
+        rows = [
+            cells(
+                c.what, c.choice, change(-c.gain) if c.still_fits else "the chosen one does not fit"
+            )
+            for c in others
+        ]
+        head = ("if", "better then", "saves")
+        section.tables.append(
+            Table("Changes under which another plan would be chosen.", head, rows)
+        )
+    if found.missing:
+        section.notes.append(
+            f"Not varied here: {listing(found.missing)}. `streamrl simulate RUN.toml --sweep KEY=V1,V2 -o DIR` varies any key; "
+            "name DIR too and the report shows it."
+        )
+
+
+def uncertainty_section(options: Sequence[Option]) -> Section:
+    """Say how far the figures may be from the truth, and by which method."""
+    section = Section("uncertainty", "How sure this is")
+    chosen = chosen_of(list(options))
+    if chosen is None:
+        return section
+    if chosen.world == "simulated":
+        section.text.append(f"{_unmeasured(chosen)} {band.METHOD}")
+        section.text.append(band.SHARED)
+    else:
+        section.text.append(
+            f"The seconds of {chosen.name} were taken from a clock; one run says nothing of how the next would differ."
+        )
+    if chosen.band.is_wide:
+        section.pictures.append(
+            Picture(
+                bands_figure("bands", chosen),
+                f"Dollars per million tokens of {chosen.letter}, and how far each source of doubt may move them.",
+            )
+        )
+    rows = [
+        [
+            Cell(tier, TIERS[tier]),
+            Cell(percent((chosen.band.tiers or {}).get(tier, 0.0))),
+            Cell(f"{least:g} to {most:g} times"),
+            Cell(band.REASONS[tier]),
+        ]
+        for tier, (least, most) in band.SECONDS_MAY_BE.items()
+    ]
+    head = ("tier", f"share in {chosen.letter}", "a second may truly be", "because")
+    section.tables.append(Table("", head, rows, numbers=(1,)))
+    if chosen.band.num_seeds == 1 and chosen.world == "simulated":
+        section.notes.append(
+            "One seed was simulated, so the spread of seeds is unknown and not in the band."
+        )
+    return section
+
+
+def _unmeasured(option: Option) -> str:
+    if option.band.tiers is None:
+        return f"Where the seconds of {option.letter} come from is not recorded."
+    share = option.band.unmeasured
+    told = percent(share) if share > 0 else "None"
+    return f"{told} of the busy seconds of {option.letter} are unmeasured: they come from datasheets alone."
+
+
+def study_sections(studies: Sequence[Study]) -> Iterator[Section]:
+    """Show each what-if study: what was asked, what was found, and its metrics."""
+    for index, study in enumerate(studies):
+        found = study.found
+        is_named = "what if" in found.title.lower()
+        section = Section(f"study-{index}", found.title if is_named else f"What if: {found.title}")
+        section.text += [text for text in (found.question,) if text]
+        section.text += [text for text in dict.fromkeys(found.findings.values()) if text]
+        names = list(study.series())
+        legend = [(f"key {line_class(i)}", name) for i, name in enumerate(names) if name]
+        seeds = (
+            "one seed"
+            if found.seeds == 1
+            else f"median of {found.seeds} seeds, bars from the least to the most"
+        )
+        for metric in study.metrics:
+            drawing = curves_figure(f"study-{index}-{metric}", study, metric)
+            caption = f"{name_of(metric)[:1].upper()}{name_of(metric)[1:]}: simulated, {seeds}; from {study.name}/{study.path.name}."
+            section.pictures.append(Picture(drawing, caption, legend))
+        rows = [
+            [
+                Cell(row.label),
+                *(_spread_cell(metric, row.metrics[metric]) for metric in study.metrics),
+            ]
+            for row in found.rows
+        ]
+        head = ("combination", *map(name_of, study.metrics))
+        section.tables.append(Table("", head, rows, numbers=range(1, len(head))))
+        if found.refused:
+            reasons = list(dict.fromkeys(refused.reason for refused in found.refused))[
+                :MOST_REASONS
+            ]
+            section.notes.append(
+                f"{len(found.refused)} combinations cannot run: {'; '.join(reasons)}."
+            )
+        if study.tiers:
+            section.notes.append(
+                f"Of the busy seconds of all combinations {tiers_text(study.tiers)}."
+            )
+        yield section
+
+
+def _spread_cell(metric: str, spread: object) -> Cell:
+    least, middle, most = (
+        metric_text(metric, getattr(spread, k)) for k in ("least", "median", "most")
+    )
+    return Cell(middle, f"{least} to {most}" if least != most else "")
+
+
+def assumption_sections(sources: Sources, options: Sequence[Option]) -> Iterator[Section]:
+    """List what is taken for granted, and every source of seconds."""
+    chosen = chosen_of(list(options))
+    if chosen is None:
+        return
+    trace = chosen.run.trace if chosen.run is not None else None
+    made = next((m for m in sources.plans if chosen.kind == "plan"), None)
+    run = made.run if made is not None else trace.run if trace is not None else None
+    if run is None:
+        return
+    section = Section("assumptions", f"Assumptions and sources ({chosen.letter}, {chosen.name})")
+    found = assumptions_of(run, trace, made.plan if made is not None else None)
+    rows = [cells(each.what, each.value, each.source) for each in found]
+    section.tables.append(Table("", ("what", "value", "source"), rows))
+    if trace is None:
+        section.notes.append(
+            "The sources of seconds are in a trace. " + NO_TRACE.partition(". ")[2]
+        )
+    elif trace.world == "simulated":
+        tiers = [cells(name, text) for name, text in tiers_by_operation(trace)]
+        section.tables.append(
+            Table("Simulated seconds by operation.", ("operation", "seconds are"), tiers)
+        )
+        named = [cells(source) for source in sources_of_seconds(trace)]
+        section.tables.append(
+            Table("Measured, fitted or assumed by:", ("source of seconds",), named)
+        )
+    yield section

@@ -1,0 +1,222 @@
+"""Ways to run, each with its figures: the plan, its runners-up, and recorded runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import msgspec
+
+from streamrl.hardware.profiles import price_of
+from streamrl.record.metrics import SECONDS_PER_HOUR, dollars_per_second
+from streamrl.report.page.band import Band
+from streamrl.report.page.sources import PlanMade, RecordedRun, Sources
+from streamrl.report.page.words import rent_text, sides_of, what_text
+from streamrl.report.plan import Choice
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import encode_run
+
+Kind = Literal["plan", "runner-up", "front", "run"]
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+ASIDE = (".nodes", "policies.latency", "policies.context_time")
+"""Ends of keys that two runs of one plan may differ in."""
+FIGURE_OF = {
+    "cost-per-million-tokens": lambda choice: choice.cost_per_million_tokens,
+    "cost-per-step": lambda choice: choice.cost_per_step,
+    "step-time": lambda choice: choice.step_time,
+    "pareto": lambda choice: choice.step_time * choice.cost_per_step,
+}
+"""What a plan's objective is, of a choice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way to run, and what it takes and costs."""
+
+    letter: str = ""
+    """What figures call it."""
+    name: str
+    kind: Kind
+    what: str
+    rent: str
+    config: Mapping[str, object]
+    """Keys of the run file with their values, such as rollout.replicas."""
+    world: str
+    step_time: float
+    goodput: float
+    cost_per_step: float
+    cost_per_million_tokens: float
+    dollars_per_hour: float
+    band: Band
+    source: str
+    behind: float | None = None
+    """Share by which a runner-up's objective is above its plan's, over seeds that both were simulated on."""
+    run: RecordedRun | None = None
+    """The trace of it, where there is one."""
+
+    @property
+    def cost_range(self) -> tuple[float, float]:
+        """Give the band of dollars per million tokens."""
+        least, most = self.band.factors
+        return self.cost_per_million_tokens * least, self.cost_per_million_tokens * most
+
+    @property
+    def goodput_range(self) -> tuple[float, float]:
+        """Give the band of tokens trained on a second: more seconds are fewer tokens."""
+        least, most = self.band.factors
+        return self.goodput / most, self.goodput / least
+
+
+def make_options(sources: Sources) -> list[Option]:
+    """Give all ways to run: each plan and what it was chosen before, then the recorded runs.
+
+    A run of a plan's very allocation is that plan, and lends it its trace; runs that differ in nothing but
+    their seed are one option.
+    """
+    options: list[Option] = []
+    for made in sources.plans:
+        options += _of_plan(made, is_only=len(sources.plans) == 1)
+    for run in sources.runs:
+        place = _place_of(options, run)
+        if place is None:
+            options.append(_of_run(run))
+        else:
+            options[place] = _merged(options[place], run)
+    return [replace(option, letter=_letter(index)) for index, option in enumerate(options)]
+
+
+def flatten(run: Run) -> dict[str, object]:
+    """Give every key of a run file with its value; a price that it leaves out is the GPU's own."""
+    found = dict(_leaves(msgspec.json.decode(encode_run(run)), ""))
+    for name, pool in run.cluster.pools.items():
+        found[f"cluster.pools.{name}.price"] = price_of(pool)
+    return found
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict) and value:
+        for key, each in value.items():
+            yield from _leaves(each, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
+
+
+def _letter(index: int) -> str:
+    """Give A to Z, then AA, AB and so on."""
+    first, second = divmod(index, len(LETTERS))
+    return (LETTERS[first - 1] if first else "") + LETTERS[second]
+
+
+def _of_plan(made: PlanMade, is_only: bool) -> Iterator[Option]:
+    plan = made.plan
+    name = "the plan" if is_only else made.name
+    yield _of_choice(made, plan.allocation, name, "plan", plan.tiers, plan.objective.median)
+    shown = [plan.allocation.settings]
+    for index, runner in enumerate(plan.runners_up, start=1):
+        shown.append(runner.choice.settings)
+        name = f"runner-up {index}" if is_only else f"{made.name}, runner-up {index}"
+        tiers, value = _tiers_of(runner.choice), plan.objective.median * (1 + runner.behind)
+        option = _of_choice(made, runner.choice, name, "runner-up", tiers, value)
+        yield replace(option, behind=runner.behind)
+    rest = [choice for choice in plan.pareto if choice.settings not in shown]
+    for index, choice in enumerate(rest, start=1):
+        name = f"on the front {index}" if is_only else f"{made.name}, on the front {index}"
+        value = FIGURE_OF[plan.objective.name](choice)
+        yield _of_choice(made, choice, name, "front", _tiers_of(choice), value)
+
+
+def _tiers_of(choice: Choice) -> Mapping[str, float] | None:
+    """Give the tiers of a choice, where the plan has kept them."""
+    tiers: Mapping[str, float] | None = getattr(choice, "tiers", None)
+    return tiers
+
+
+def _of_choice(
+    made: PlanMade,
+    choice: Choice,
+    name: str,
+    kind: Kind,
+    tiers: Mapping[str, float] | None,
+    value: float,
+) -> Option:
+    """Describe a choice whose objective is `value`: in the median of its seeds, or as far behind as on those of both."""
+    system = str(choice.settings["policies.system"])
+    per_second = choice.dollars_per_hour / SECONDS_PER_HOUR
+    objective = made.plan.objective.name
+    is_cost = objective == "cost-per-million-tokens"
+    cost = value if is_cost else choice.cost_per_million_tokens
+    power = 0.5 if objective == "pareto" else 1.0  # a product of two that both grow with seconds
+    return Option(
+        name=name,
+        kind=kind,
+        what=what_text(choice.rollout, choice.trainer, system),
+        rent=rent_text(choice.rollout, choice.trainer, system),
+        config={**flatten(made.run), **choice.settings},
+        world="simulated",
+        step_time=choice.median_step_time,
+        goodput=per_second / cost * 1e6,
+        cost_per_step=choice.median_step_time * per_second,
+        cost_per_million_tokens=cost,
+        dollars_per_hour=choice.dollars_per_hour,
+        band=Band(
+            seeds=((choice.least / value) ** power, (choice.most / value) ** power),
+            num_seeds=choice.num_seeds,
+            tiers=tiers,
+        ),
+        source=f"{made.name}/{made.path.name}",
+    )
+
+
+def _of_run(run: RecordedRun) -> Option:
+    metrics, config = run.metrics, run.trace.run
+    sides, system = sides_of(config), config.policies.system
+    return Option(
+        name=run.name,
+        kind="run",
+        what=what_text(*sides, system),
+        rent=rent_text(*sides, system),
+        config=flatten(config),
+        world="executed" if metrics.world == "real" else "simulated",
+        step_time=metrics.step_time,
+        goodput=metrics.goodput,
+        cost_per_step=metrics.cost_per_step,
+        cost_per_million_tokens=metrics.cost_per_million_tokens,
+        dollars_per_hour=dollars_per_second(config) * SECONDS_PER_HOUR,
+        band=Band(tiers=metrics.tiers, is_timed=metrics.world == "real"),
+        source=f"{run.name}/{run.path.name}",
+        run=run,
+    )
+
+
+def _place_of(options: list[Option], run: RecordedRun) -> int | None:
+    """Find the option that a run is a run of."""
+    if run.trace.world == "real":
+        return None
+    found = flatten(run.trace.run)
+    for place, option in enumerate(options):
+        if option.world == "simulated" and _is_same(option, found):
+            return place
+    return None
+
+
+def _is_same(option: Option, found: Mapping[str, object]) -> bool:
+    """Whether a run does what an option does, in any seed."""
+    keys = {key: None for key in (*option.config, *found) if not is_aside(key)}
+    return all(option.config.get(key) == found.get(key) for key in keys)
+
+
+def is_aside(key: str) -> bool:
+    """Whether a key says nothing of what a run takes: its seed, what was on offer, what is filled in."""
+    return key.partition(".")[0] in ("seed", "plan", "execute") or key.endswith(ASIDE)
+
+
+def _merged(option: Option, run: RecordedRun) -> Option:
+    """Add a run to the option that it is a run of: its trace, and what its seed says of the spread."""
+    band = option.band
+    if option.kind == "run":
+        ratio = run.metrics.cost_per_million_tokens / option.cost_per_million_tokens
+        seeds = (min(band.seeds[0], ratio), max(band.seeds[1], ratio))
+        band = replace(band, seeds=seeds, num_seeds=band.num_seeds + 1)
+    tiers = run.metrics.tiers if band.tiers is None else band.tiers
+    return replace(option, band=replace(band, tiers=tiers), run=option.run or run)

@@ -1,0 +1,160 @@
+"""Put a report together and write it: one self-contained HTML page, Markdown, or JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
+
+from streamrl.hardware.profiles import load_model
+from streamrl.report.figures import ACTIVITY_COLOURS, BUSY_COLOURS, IDLE_COLOURS
+from streamrl.report.page.answer import answer_of, chosen_of, tiles_of
+from streamrl.report.page.comparison import compare_options, differences
+from streamrl.report.page.details import (
+    assumption_sections,
+    idle_section,
+    sensitivity_section,
+    step_section,
+    study_sections,
+    uncertainty_section,
+)
+from streamrl.report.page.options import Option, make_options
+from streamrl.report.page.parts import Page, Section
+from streamrl.report.page.sources import Sources, read_sources
+from streamrl.report.page.what_if import of_plan
+from streamrl.report.page.words import GLOSSARY, listing
+
+
+class Report(NamedTuple):
+    """What directories hold, and the ways to run that it comes to."""
+
+    sources: Sources
+    options: list[Option]
+
+
+def read_report(directories: Sequence[Path]) -> Report:
+    """Read what directories hold; nothing is simulated.
+
+    Raises:
+        ValueError: a directory or a file in it, and why it cannot be reported.
+    """
+    sources = read_sources(directories)
+    return Report(sources, make_options(sources))
+
+
+def make_page(report: Report) -> Page:
+    """Say it in words, figures and tables."""
+    sources, options = report
+    chosen = chosen_of(options)
+    return Page(
+        title=_title(sources),
+        subtitle=_subtitle(sources),
+        answer=answer_of(sources, options),
+        tiles=tiles_of(chosen) if chosen is not None else [],
+        sections=list(_sections(sources, options)),
+        terms=GLOSSARY,
+        colours={**ACTIVITY_COLOURS, **BUSY_COLOURS, **IDLE_COLOURS},
+    )
+
+
+def render_html(page: Page) -> str:
+    """Write a page as HTML that needs nothing but itself."""
+    return _ENVIRONMENT.get_template("report.html.j2").render(page=page)
+
+
+def render_markdown(page: Page) -> str:
+    """Write a page as Markdown; its figures' numbers are in its tables and captions."""
+    text = _ENVIRONMENT.get_template("report.md.j2").render(page=page)
+    return text.replace("&#39;", "'").replace("&#34;", '"')  # quotes end nothing in Markdown
+
+
+def describe(report: Report) -> dict[str, object]:
+    """Give the report's figures as data."""
+    sources, options = report
+    chosen = chosen_of(options)
+    return {
+        "answer": answer_of(sources, options),
+        "chosen": chosen.letter if chosen is not None else None,
+        "options": [_option_json(option) for option in options],
+        "sensitivity": [
+            {"what": swing.what, "less": swing.less, "more": swing.more}
+            for made in sources.plans
+            for swing in of_plan(made.plan, made.name, str(made.path)).swings
+        ],
+        "studies": [
+            {"title": study.found.title, "findings": study.found.findings}
+            for study in sources.studies
+        ],
+    }
+
+
+def _sections(sources: Sources, options: list[Option]) -> Iterator[Section]:
+    yield from compare_options(sources, options)
+    if options:
+        yield idle_section(options)
+        yield step_section(options)
+        yield sensitivity_section(sources, options)
+        yield uncertainty_section(options)
+    yield from study_sections(sources.studies)
+    yield from differences(options)
+    yield from assumption_sections(sources, options)
+
+
+def _title(sources: Sources) -> str:
+    runs = [made.run for made in sources.plans] + [run.trace.run for run in sources.runs]
+    models = dict.fromkeys(load_model(run.model).name for run in runs)
+    if not models:
+        return listing([study.found.title for study in sources.studies])
+    return f"What it costs to post-train {listing(list(models))}"
+
+
+def _subtitle(sources: Sources) -> str:
+    """Name the directories with what was found in each."""
+    found: dict[str, list[str]] = {}
+    for made in sources.plans:
+        found.setdefault(made.name, []).append("plan")
+    for run in sources.runs:
+        kind = "executed run" if run.metrics.world == "real" else "simulated run"
+        found.setdefault(run.name, []).append(kind)
+    for study in sources.studies:
+        found.setdefault(study.name, []).append("what-if study")
+    return "streamrl report of " + "; ".join(f"{n}: {listing(k)}" for n, k in found.items())
+
+
+def _option_json(option: Option) -> dict[str, object]:
+    keys = ("letter", "name", "kind", "what", "world", "step_time", "goodput", "cost_per_step")
+    more = ("cost_per_million_tokens", "dollars_per_hour", "cost_range", "source")
+    metrics = option.run.metrics if option.run is not None else None
+    return {
+        **{key: getattr(option, key) for key in (*keys, *more)},
+        "num_seeds": option.band.num_seeds,
+        "tiers": option.band.tiers,
+        "idle": metrics.idle if metrics is not None else None,
+    }
+
+
+def _table_text(text: object) -> Markup:
+    """Escape what would end a Markdown table cell or be taken for HTML."""
+    return Markup(Markup.escape(str(text)).replace("|", "\\|").replace("\n", " "))
+
+
+_ENVIRONMENT = Environment(
+    loader=PackageLoader("streamrl.report", "templates"),
+    autoescape=select_autoescape(enabled_extensions=("html.j2", "md.j2", "css.j2")),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+
+def _code(text: str) -> Markup:
+    """Escape text, and set what stands between backticks as code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(Markup.escape(text))))
+
+
+_ENVIRONMENT.filters["cell"] = _table_text
+_ENVIRONMENT.filters["code"] = _code

@@ -1,0 +1,73 @@
+"""What a page is made of; the templates turn it into HTML and Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from streamrl.report.page.answer import Tile
+from streamrl.report.page.drawing import Drawing
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A table cell: what it says, and smaller below it a note."""
+
+    text: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under a head; columns of numbers stand to the right."""
+
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    numbers: Sequence[int] = ()
+    """Columns that are numbers."""
+    strong_row: int | None = None
+    """The row of the chosen option."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure with its caption, and what its colours mean."""
+
+    drawing: Drawing
+    caption: str
+    legend: Sequence[tuple[str, str]] = ()
+    """Classes of a swatch, and what it stands for."""
+
+
+@dataclass
+class Section:
+    """One part of the page."""
+
+    name: str
+    title: str
+    text: list[str] = field(default_factory=list)
+    pictures: list[Picture] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    is_pair: bool = False
+    """Whether its pictures stand side by side where there is room."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """The whole report."""
+
+    title: str
+    subtitle: str
+    answer: str
+    tiles: list[Tile]
+    sections: list[Section]
+    terms: dict[str, str]
+    colours: dict[str, str]
+    """Of activities and causes, in light."""
+
+
+def cells(*texts: str) -> list[Cell]:
+    """Make a row of plain cells."""
+    return [Cell(text) for text in texts]

@@ -1,0 +1,123 @@
+"""Speed against cost: every option as a letter, and the line of those that none beats in both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from streamrl.report.page.drawing import Drawing, scale, ticks
+from streamrl.report.page.words import dollars
+
+WIDTH, HEIGHT = 900.0, 400.0
+LEFT, RIGHT, TOP, BOTTOM = 64.0, 24.0, 28.0, 52.0
+NEAR = 20.0  # units between two points whose letters would overlap
+MARGIN = 0.08  # of the range, around the outermost points
+
+
+@dataclass(frozen=True)
+class Point:
+    """One option."""
+
+    letter: str
+    label: str
+    speed: float
+    """Tokens trained on a second."""
+    cost: float
+    """Dollars for a million of them."""
+    is_chosen: bool
+
+
+def front_of(points: Sequence[Point]) -> list[Point]:
+    """Give the points that none beats in both speed and cost, the fastest first."""
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda point: (-point.speed, point.cost)):
+        if not kept or point.cost < kept[-1].cost:
+            kept.append(point)
+    return kept
+
+
+def scatter_figure(name: str, points: Sequence[Point]) -> Drawing:
+    """Draw every option at its speed and cost."""
+    front = front_of(points)
+    told = "; ".join(
+        f"{p.letter} {p.label}: {p.speed:,.0f} tokens/s at {dollars(p.cost)} per million"
+        for p in points
+    )
+    drawing = Drawing(name, "Speed against cost of every option", told, WIDTH, HEIGHT)
+    across, up = _axes(drawing, points)
+    corners = [(across(p.speed), up(p.cost)) for p in front]
+    drawing.polyline(stairs(corners), "front")
+    for cluster in _clusters(points, across, up):
+        _draw_cluster(drawing, cluster, {p.letter for p in front}, across, up)
+    return drawing
+
+
+def _axes(
+    drawing: Drawing, points: Sequence[Point]
+) -> tuple[Callable[[float], float], Callable[[float], float]]:
+    speeds, costs = [p.speed for p in points], [p.cost for p in points]
+    across = scale(*_range(speeds), LEFT, WIDTH - RIGHT)
+    up = scale(*_range(costs), HEIGHT - BOTTOM, TOP)
+    floor = HEIGHT - BOTTOM
+    for speed in ticks(*_range(speeds)):
+        drawing.line(across(speed), TOP, across(speed), floor, "grid")
+        drawing.text(across(speed), floor + 18, f"{speed:,.0f}", "muted small", "middle")
+    for cost in ticks(*_range(costs)):
+        drawing.line(LEFT, up(cost), WIDTH - RIGHT, up(cost), "grid")
+        drawing.text(LEFT - 8, up(cost) + 4, dollars(cost), "muted small", "end")
+    label = "tokens trained on per second → (better: right and low)"
+    drawing.text(WIDTH - RIGHT, HEIGHT - 10, label, "small", "end")
+    drawing.text(0, 14, "↑ dollars per million tokens", "small")
+    return across, up
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    margin = MARGIN * (high - low) or 0.1 * high or 1.0
+    return low - margin, high + margin
+
+
+def stairs(corners: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Give the border of what the front beats, from the fastest point on: as dear as it down to the next one's speed."""
+    path = corners[:1]
+    for (_, y1), (x2, y2) in pairwise(corners):
+        path += [(x2, y1), (x2, y2)]
+    return path
+
+
+def _clusters(
+    points: Sequence[Point], across: Callable[[float], float], up: Callable[[float], float]
+) -> list[list[Point]]:
+    """Put points together whose letters would overlap."""
+    clusters: list[list[Point]] = []
+    for point in points:
+        for cluster in clusters:
+            first = cluster[0]
+            gap_x = abs(across(point.speed) - across(first.speed))
+            if gap_x < NEAR and abs(up(point.cost) - up(first.cost)) < NEAR:
+                cluster.append(point)
+                break
+        else:
+            clusters.append([point])
+    return clusters
+
+
+def _draw_cluster(
+    drawing: Drawing,
+    cluster: list[Point],
+    front: set[str],
+    across: Callable[[float], float],
+    up: Callable[[float], float],
+) -> None:
+    for point in sorted(cluster, key=lambda point: point.is_chosen):
+        css = (
+            "dot chosen" if point.is_chosen else "dot on-front" if point.letter in front else "dot"
+        )
+        told = f"{point.letter} {point.label}: {point.speed:,.0f} tokens/s, {dollars(point.cost)}"
+        drawing.dot(across(point.speed), up(point.cost), 6, css, told)
+    first = max(cluster, key=lambda point: across(point.speed))
+    is_right = across(first.speed) > WIDTH - RIGHT - 90
+    shift, anchor = (-11, "end") if is_right else (11, "start")
+    letters = " ".join(point.letter for point in cluster)
+    drawing.text(across(first.speed) + shift, up(first.cost) - 8, letters, "strong", anchor)

@@ -1,0 +1,98 @@
+"""Read what the directories of a report hold: a trace, a plan, a study, or several of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamrl.record.metrics import Metrics, measure
+from streamrl.record.trace import Trace, read_trace
+from streamrl.report.page.study_json import STUDY_CSV, Study, read_study
+from streamrl.report.plan import PLAN_JSON, PLAN_TOML, Plan, read_plan
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import load_run
+
+TRACE_FILE = "trace.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRun:
+    """A simulated or executed run."""
+
+    name: str
+    path: Path
+    trace: Trace
+    metrics: Metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanMade:
+    """What `streamrl plan` chose."""
+
+    name: str
+    path: Path
+    plan: Plan
+    run: Run
+    """The run file with the allocation filled in."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Everything that a report is about, in the order of its directories."""
+
+    runs: list[RecordedRun]
+    plans: list[PlanMade]
+    studies: list[Study]
+
+
+def read_sources(directories: Sequence[Path]) -> Sources:
+    """Read every directory.
+
+    Raises:
+        ValueError: a directory is missing or named twice, holds nothing that can be reported, or a file in it cannot be read.
+    """
+    sources = Sources([], [], [])
+    for directory, name in zip(directories, _names(directories), strict=True):
+        _read_directory(directory, name, sources)
+    return sources
+
+
+def _names(directories: Sequence[Path]) -> list[str]:
+    """Name each directory by as many of its last parts as tell it from the others."""
+    resolved = [directory.resolve() for directory in directories]
+    for index, path in enumerate(resolved):
+        if path in resolved[:index]:
+            raise ValueError(f"{directories[index]} is named twice")
+    most = max((len(path.parts) for path in resolved), default=1)
+    for count in range(1, most + 1):
+        names = ["/".join(path.parts[-count:]) for path in resolved]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in resolved]
+
+
+def _read_directory(directory: Path, name: str, sources: Sources) -> None:
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is no directory")
+    trace, plan, study = (directory / file for file in (TRACE_FILE, PLAN_JSON, STUDY_CSV))
+    if not (trace.exists() or plan.exists() or study.exists()):
+        raise ValueError(
+            f"{directory} holds nothing to report: neither {TRACE_FILE} nor {PLAN_JSON} nor {STUDY_CSV}"
+        )
+    if plan.exists():
+        run = load_run(directory / PLAN_TOML)
+        sources.plans.append(PlanMade(name=name, path=plan, plan=read_plan(plan), run=run))
+    if trace.exists():
+        sources.runs.append(_read_run(trace, name))
+    if study.exists():
+        sources.studies.append(read_study(study, name))
+
+
+def _read_run(path: Path, name: str) -> RecordedRun:
+    trace = read_trace(path)
+    try:
+        metrics = measure(trace)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return RecordedRun(name=name, path=path, trace=trace, metrics=metrics)

@@ -1,0 +1,170 @@
+"""How the report says things: figures with units, who generates and who trains, and what words mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from streamrl.report.plan import SHORT, Side
+from streamrl.runfile.config import Run
+
+NBSP = "\N{NO-BREAK SPACE}"
+CENTS_MATTER = 0.1  # dollars from which two digits behind the point are enough
+MODES = {
+    "colocated": "taking turns on the same GPUs",
+    "disaggregated": "batch after batch",
+    "stream-sync": "in step, training while rollouts arrive",
+    "one-step-async": "one batch ahead",
+    "stream-async": "one step ahead, training while rollouts arrive",
+    "fully-async": "several steps ahead, training while rollouts arrive",
+}
+"""What the systems do, in words that need no glossary."""
+CAUSES = {
+    "start-up": "a replica or the trainer is coming up",
+    "failure": "a lost replica is being replaced",
+    "sync": "weights are on their way or being loaded",
+    "skew": "the longest rollouts of a step still run while other replicas are done (stragglers)",
+    "pipeline": "one side waits for the work of the other",
+    "staleness": "generation is as far ahead of training as it may be",
+    "verifier": "rewards are being computed",
+    "checkpoint": "the trainer writes a checkpoint",
+    "backpressure": "there is no room for finished rollouts",
+    "wind-down": "nothing is left to generate at the end of the run; a longer run has less of it",
+}
+"""What an idle GPU waits for."""
+ACTIVITIES = {
+    "prefill": "reading prompts",
+    "decode": "generating tokens",
+    "score": "forward passes of critic and reference",
+    "train": "forward and backward passes, and the optimizer",
+}
+TIERS = {
+    "measured": "this model was timed on this hardware",
+    "composed": "put together from operators, training runs and transfers that were measured",
+    "roofline": "unmeasured: from the datasheet's peak and an assumed efficiency",
+}
+GLOSSARY = {
+    "rollout": "one response that the model generates for a prompt, to be scored and trained on",
+    "step": "one update of the weights, from a batch of rollouts",
+    "tokens trained on": "output tokens of rollouts that went into an update; what the money is for",
+    "goodput": "tokens trained on per second",
+    "replica": "one copy of the model that generates, with its GPUs",
+    "trainer": "the GPUs that compute updates",
+    "weight sync": "sending updated weights to the replicas",
+    "staleness": "how many updates a rollout lags behind the weights it is used to train",
+    "TP, PP, DP, EP": (
+        "ways to split a model over GPUs: within each layer (tensor), by layers (pipeline), copies that share the "
+        "batch (data), by experts of a mixture (expert)"
+    ),
+    "MFU": "model FLOPs utilisation: the share of the GPUs' peak arithmetic that training uses",
+    "pool": "GPUs of one kind in one place",
+    "band": "the range in which a figure may truly lie, as far as is known",
+    "measured, composed, roofline": "how a simulated second is known, from best to least",
+}
+
+
+def dollars(value: float) -> str:
+    """Write dollars: cents, or two digits where they are less than ten."""
+    if value >= 1000:
+        return f"${value:,.0f}"
+    return f"${value:,.2f}" if value >= CENTS_MATTER or value == 0 else f"${value:.2g}"
+
+
+def seconds(value: float) -> str:
+    """Write seconds: "13.5 ms", "9.25 s", "243 s"."""
+    if value < 1:
+        return f"{value * 1e3:.3g}{NBSP}ms"
+    return f"{value:,.0f}{NBSP}s" if value >= 100 else f"{value:.3g}{NBSP}s"
+
+
+def rounded(value: float) -> str:
+    """Write a large number with three digits: "20,700"."""
+    digits = max(0, len(f"{value:.0f}") - 3)
+    return f"{round(value, -digits):,.0f}"
+
+
+def tokens_per_second(value: float) -> str:
+    """Write a rate: "20,700 tokens/s"."""
+    return f"{rounded(value)}{NBSP}tokens/s"
+
+
+def percent(share: float, digits: int = 0) -> str:
+    """Write a share: "14 %", and "0.4 %" rather than "0 %"."""
+    if 0 < abs(share) < 0.01 and digits == 0:
+        digits = 1
+    return f"{share * 100:.{digits}f}{NBSP}%"
+
+
+def change(share: float) -> str:
+    """Write a relative change with its sign: "+64 %"; less than a twentieth of a percent is none."""
+    if abs(share) < 0.0005:
+        return f"±0{NBSP}%"
+    digits = 1 if abs(share) < 0.1 else 0
+    return f"{share * 100:+.{digits}f}{NBSP}%"
+
+
+def listing(parts: list[str]) -> str:
+    """Join with commas and a last "and"."""
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+def tiers_text(tiers: Mapping[str, float] | None) -> str:
+    """Say where seconds come from: "97 % composed, 3 % unmeasured"."""
+    if tiers is None:
+        return "tiers not recorded"
+    names = {"roofline": "unmeasured"}
+    found = [f"{percent(s)} {names.get(tier, tier)}" for tier, s in tiers.items() if s > 0.0005]
+    return ", ".join(found)
+
+
+def sides_of(run: Run) -> tuple[Side, Side]:
+    """Give who generates and who trains in a run file, as a plan says it."""
+    sides = []
+    for section, keys in (
+        (run.rollout, ("replicas", "tensor_parallel", "expert_parallel")),
+        (run.trainer, (*SHORT, "micro_batch", "offload")),
+    ):
+        gpu = run.cluster.pools[section.pool].gpu
+        degrees = {key: int(getattr(section, key)) for key in keys}
+        sides.append(Side(pool=section.pool, gpu=gpu, num_gpus=section.num_gpus, degrees=degrees))
+    return sides[0], sides[1]
+
+
+def gpus_text(side: Side) -> str:
+    """Give the GPUs of a side: "8 H20", with the pool where its name says more."""
+    name = "CPU workers" if side.gpu == "cpu" else side.gpu.upper()
+    place = "" if side.pool in (side.gpu, "local") else f" in {side.pool}"
+    return f"{side.num_gpus}{NBSP}{name}{place}"
+
+
+def split_text(side: Side) -> str:
+    """Say how a side splits the model: "4 replicas of TP2", "DP4 TP4"."""
+    parts = [
+        f"{name}{side.degrees[key]}" for key, name in SHORT.items() if side.degrees.get(key, 1) > 1
+    ]
+    split = " ".join(parts)
+    if (replicas := side.degrees.get("replicas")) is not None:
+        word = "replica" if replicas == 1 else "replicas"
+        return f"{replicas}{NBSP}{word}" + (f" of {split}" if split else "")
+    offload = " with offload" if side.degrees.get("offload") else ""
+    return (split or "one GPU") + offload
+
+
+def rent_text(rollout: Side, trainer: Side, system: str) -> str:
+    """Say what is rented, for a sentence: "8 H20 to generate and 8 H800 to train"."""
+    if system == "colocated":
+        most = max(rollout, trainer, key=lambda side: side.num_gpus)
+        return f"{gpus_text(most)} to generate and train in turn"
+    return f"{gpus_text(rollout)} to generate and {gpus_text(trainer)} to train"
+
+
+def what_text(rollout: Side, trainer: Side, system: str) -> str:
+    """Say who generates, who trains and in which mode, for a table."""
+    if system == "colocated":
+        return (
+            f"{gpus_text(rollout)} generate ({split_text(rollout)}) and train ({split_text(trainer)}), "
+            f"{system}"
+        )
+    return (
+        f"{gpus_text(rollout)} generate ({split_text(rollout)}), {gpus_text(trainer)} train "
+        f"({split_text(trainer)}), {system}"
+    )

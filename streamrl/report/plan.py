@@ -1,0 +1,181 @@
+"""A plan: what was chosen, what it costs, why, and how sure that is. Written as plan.json, beside plan.toml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from streamrl.runfile.plan_config import ObjectiveName
+
+PLAN_JSON = "plan.json"
+PLAN_TOML = "plan.toml"
+SHORT = {
+    "data_parallel": "DP",
+    "tensor_parallel": "TP",
+    "pipeline_parallel": "PP",
+    "expert_parallel": "EP",
+}
+"""What the field calls the degrees."""
+
+
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan was judged by."""
+
+    name: ObjectiveName
+    value: float
+    """As simulated on the run's own seed; what-ifs start from it."""
+    median: float
+    """Of all seeds that were simulated, by which plans are compared."""
+    unit: str
+
+
+class Side(msgspec.Struct, frozen=True, kw_only=True):
+    """What one side rents and how it splits a model."""
+
+    pool: str
+    gpu: str
+    num_gpus: int
+    degrees: dict[str, int]
+    """Keys of the run file's section, such as tensor_parallel."""
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to run, and what simulations say of it."""
+
+    rollout: Side
+    trainer: Side
+    settings: dict[str, str | int | bool]
+    """Every key of the run file that is chosen: what `--set` would be given."""
+    dollars_per_hour: float
+    step_time: float
+    """Mean seconds of a step after the warm-up, on the run's own seed."""
+    median_step_time: float
+    """What `simulate` gives as step_time."""
+    cost_per_step: float
+    """Dollars of a mean step."""
+    cost_per_million_tokens: float
+    least: float
+    """Of the objective over all seeds that were simulated."""
+    most: float
+    num_seeds: int
+    estimate: float
+    """Seconds of a step by closed forms, before any simulation."""
+
+    @property
+    def text(self) -> str:
+        """Give it in a line."""
+        return plan_text(self.rollout, self.trainer, self.settings)
+
+
+class Binding(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step of the chosen plan waits for."""
+
+    stage: str
+    """generation, training or sync."""
+    resource: str
+    seconds: dict[str, float]
+    """Of each stage alone, and of a simulated step."""
+    text: str
+
+
+class Runner(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan that was simulated and not chosen."""
+
+    choice: Choice
+    value: float
+    behind: float
+    """Share by which its objective is above the chosen plan's."""
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """What would be chosen if the world were another."""
+
+    what: str
+    """Such as "lengths +20 %"."""
+    value: float
+    """The objective of the chosen plan then; of the other where the chosen one does not fit any more."""
+    still_fits: bool
+    choice: str
+    """What would be chosen; the same text where that stays."""
+    is_other: bool
+    gain: float
+    """Share of the objective that the other choice saves then, as simulated; 0 where nothing changes."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that `streamrl plan` found out."""
+
+    allocation: Choice
+    objective: Figure
+    candidates: int
+    """Plans that fit: all were estimated."""
+    simulated: int
+    """Plans that were simulated."""
+    ruled_out: int
+    """Plans whose bound alone is above what the chosen one was simulated to take."""
+    seconds: float
+    """Of planning."""
+    infeasible: dict[str, int]
+    """Sides, or pairs of sides, that were cut, by reason."""
+    binding: Binding
+    lower_bound: float
+    """The least objective that the bound of any plan allows."""
+    gap: float
+    """Share by which the chosen plan is above it."""
+    own_bound: float
+    """The objective that the chosen plan's own bound allows."""
+    runners_up: list[Runner]
+    pareto: list[Choice]
+    """Plans that none beats in both seconds and dollars of a step; empty for other objectives."""
+    sensitivity: list[Change]
+    tiers: dict[str, float]
+    """Share of the busy seconds of the chosen plan by where they come from."""
+    steps: int
+    """Steps of each simulation."""
+
+
+def write_plan(plan: Plan, directory: Path) -> None:
+    """Write plan.json."""
+    data = msgspec.json.format(msgspec.json.encode(plan), indent=2)
+    (directory / PLAN_JSON).write_bytes(data + b"\n")
+
+
+def read_plan(path: Path) -> Plan:
+    """Read what `write_plan` wrote.
+
+    Raises:
+        ValueError: the file is missing or no plan.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Plan)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ValueError(f"{path}: not a plan: {error}") from None
+
+
+def plan_text(rollout: Side, trainer: Side, settings: dict[str, str | int | bool]) -> str:
+    """Give a plan in a line: who generates, who trains, in which mode."""
+    gpus = f"{_side_text(rollout)} generate, {_side_text(trainer)} train"
+    if settings["policies.system"] == "colocated":
+        gpus = f"{_side_text(rollout)} generate and train ({_degrees_text(trainer)})"
+    mode = [str(settings["policies.system"])]
+    if dispatch := settings.get("policies.dispatch"):
+        mode.append(str(dispatch))
+    if settings["sync.mode"] != "full":
+        mode.append(f"{settings['sync.mode']} sync")
+    return f"{gpus}; {', '.join(mode)}"
+
+
+def _side_text(side: Side) -> str:
+    return f"{side.num_gpus} {side.pool} ({_degrees_text(side)})"
+
+
+def _degrees_text(side: Side) -> str:
+    parts = [f"{side.degrees['replicas']} x"] if "replicas" in side.degrees else []
+    for key, name in SHORT.items():
+        value = side.degrees.get(key, 1)
+        if value > 1 or (key == "tensor_parallel" and parts):
+            parts.append(f"{name}{value}")
+    if side.degrees.get("offload"):
+        parts.append("offload")
+    return " ".join(parts) or "one GPU"

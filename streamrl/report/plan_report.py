@@ -1,0 +1,85 @@
+"""A plan on a terminal: what was chosen, why, what came next, and what would change it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from streamrl.report.plan import Choice, Plan
+from streamrl.runfile.plan_config import ObjectiveName
+
+VALUES: dict[ObjectiveName, str] = {
+    "cost-per-million-tokens": "${:.4f} per million tokens",
+    "cost-per-step": "${:.2f} a step",
+    "step-time": "{:.1f} s a step",
+    "pareto": "{:.0f} s x $ a step",
+}
+
+
+def plan_report(plan: Plan) -> RenderableType:
+    """Put a plan together for a terminal."""
+    parts: list[RenderableType] = [Text(line) for line in head_lines(plan)]
+    parts += [Text(), _choices(plan)]
+    if plan.pareto:
+        parts += [Text(), _pareto(plan.pareto)]
+    return Group(*parts, Text(), _sensitivity(plan), Text(), _infeasible(plan))
+
+
+def head_lines(plan: Plan) -> Iterator[str]:
+    """Say in a few lines what was chosen and why."""
+    chosen, show = plan.allocation, VALUES[plan.objective.name].format
+    yield chosen.text
+    yield (
+        f"  {show(plan.objective.value)}; a step {chosen.step_time:.1f} s and ${chosen.cost_per_step:.2f}, "
+        f"${chosen.dollars_per_hour:.2f} an hour"
+    )
+    if chosen.num_seeds > 1:
+        yield f"  over {chosen.num_seeds} seeds {show(chosen.least)} to {show(chosen.most)}"
+    yield f"  {plan.binding.text}"
+    yield (
+        f"  {plan.gap:.1%} above the bound of the best plan; {plan.ruled_out:,} of {plan.candidates:,} plans are "
+        f"ruled out by their bound, {plan.simulated} were simulated, {plan.steps} steps each"
+    )
+    tiers = ", ".join(f"{share:.0%} {tier}" for tier, share in plan.tiers.items() if share > 0)
+    yield f"  seconds are {tiers}; planned in {plan.seconds:.1f} s"
+
+
+def _choices(plan: Plan) -> Table:
+    table = Table("runner-up", "behind", "step", "$ a step", "$ an hour", box=None, pad_edge=False)
+    for runner in plan.runners_up:
+        choice = runner.choice
+        table.add_row(
+            choice.text,
+            f"{runner.behind:+.1%}",
+            f"{choice.step_time:.1f} s",
+            f"{choice.cost_per_step:.2f}",
+            f"{choice.dollars_per_hour:.2f}",
+        )
+    return table
+
+
+def _pareto(choices: list[Choice]) -> Table:
+    table = Table("none beats in time and cost", "step", "$ a step", box=None, pad_edge=False)
+    for choice in choices:
+        table.add_row(choice.text, f"{choice.step_time:.1f} s", f"{choice.cost_per_step:.2f}")
+    return table
+
+
+def _sensitivity(plan: Plan) -> Table:
+    table = Table("if", "the plan gives", "better then", "saves", box=None, pad_edge=False)
+    for change in plan.sensitivity:
+        show = VALUES[plan.objective.name].format
+        gives = show(change.value) if change.still_fits else "does not fit"
+        other = (change.choice, f"{change.gain:.1%}") if change.is_other else ("no other", "")
+        table.add_row(change.what, gives, *other)
+    return table
+
+
+def _infeasible(plan: Plan) -> Table:
+    table = Table("left out, sides or pairs of sides", "count", box=None, pad_edge=False)
+    for reason, count in sorted(plan.infeasible.items(), key=lambda item: -item[1]):
+        table.add_row(reason, f"{count:,}")
+    return table

@@ -1,0 +1,222 @@
+"""What a run achieved, and where a prediction missed, as tables for the terminal and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from statistics import mean
+from typing import TypeAlias
+
+from rich.table import Table
+
+from streamrl.record.metrics import Metrics
+
+Deviation: TypeAlias = dict[str, float | None]
+"""predicted, measured and error of one figure; the error is None where it is not defined."""
+
+RATIOS = (
+    "step_time",
+    "throughput",
+    "goodput",
+    "samples_per_second",
+    "cost_per_step",
+    "cost_per_million_tokens",
+)
+BAR_WIDTH = 24  # characters of a share of 100 %
+NUM_REWARDS = 5  # shown from the start and from the end of a run
+
+
+def metrics_table(metrics: Metrics) -> Table:
+    """Lay out the figures of one run: speed, cost, and where its GPU-seconds went."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value, note in _summary(metrics):
+        table.add_row(name, value, note)
+    table.add_row()
+    for title, shares, colour in (
+        ("busy", metrics.busy, "green"),
+        ("idle", metrics.idle, "yellow"),
+    ):
+        table.add_row(title, format_share(sum(shares.values())), "of all GPU-seconds")
+        for name, share in shares.items():
+            if share > 0:
+                table.add_row(f"  {name}", format_share(share), f"[{colour}]{_bar(share)}[/]")
+    return table
+
+
+def comparison_table(predicted: Metrics, measured: Metrics) -> Table:
+    """Set a prediction beside what was measured, with its error."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", style="bold", no_wrap=True)
+    for title in ("predicted", "measured", "error"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for name in RATIOS:
+        ours, theirs = getattr(predicted, name), getattr(measured, name)
+        table.add_row(
+            LABELS[name],
+            format_figure(name, ours),
+            format_figure(name, theirs),
+            _relative(_relative_error(ours, theirs)),
+        )
+    table.add_row("seconds from", format_tiers(predicted.tiers), format_tiers(measured.tiers))
+    for title, ours, theirs in (
+        ("busy", predicted.busy, measured.busy),
+        ("idle", predicted.idle, measured.idle),
+    ):
+        table.add_row()
+        _add_shares(table, title, sum(ours.values()), sum(theirs.values()))
+        for name in _names(ours, theirs):
+            if ours.get(name, 0.0) > 0 or theirs.get(name, 0.0) > 0:
+                _add_shares(table, f"  {name}", ours.get(name, 0.0), theirs.get(name, 0.0))
+    return table
+
+
+def compare(predicted: Metrics, measured: Metrics) -> dict[str, object]:
+    """Give the same comparison as data.
+
+    `error` is (predicted - measured) / measured for times, rates and dollars, and predicted - measured,
+    in percentage points, for shares.
+    """
+    figures: dict[str, object] = {}
+    for name in RATIOS:
+        ours, theirs = getattr(predicted, name), getattr(measured, name)
+        figures[name] = _deviation(ours, theirs, _relative_error(ours, theirs))
+    figures["busy"] = _share_deviations(predicted.busy, measured.busy)
+    figures["idle"] = _share_deviations(predicted.idle, measured.idle)
+    figures["staleness"] = {"predicted": predicted.staleness, "measured": measured.staleness}
+    figures["tiers"] = {"predicted": predicted.tiers, "measured": measured.tiers}
+    return figures
+
+
+LABELS = {
+    "step_time": "step time",
+    "throughput": "throughput",
+    "goodput": "goodput",
+    "samples_per_second": "rollouts trained",
+    "cost_per_step": "cost per step",
+    "cost_per_million_tokens": "cost per million tokens",
+}
+
+
+def format_figure(name: str, value: float) -> str:
+    """Write the figure that `Metrics` calls `name` for people."""
+    if name.startswith("cost"):
+        return format_dollars(value)
+    if name == "step_time":
+        return format_duration(value)
+    return f"{format_count(value)}{'/s' if name == 'samples_per_second' else ' tokens/s'}"
+
+
+def format_duration(seconds: float) -> str:
+    """Write seconds for people: "13.5 ms", "111.2 s", "3 h 12 min"."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 600:
+        return f"{seconds:.4g} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+def format_count(value: float) -> str:
+    """Write a number for people: "9.21", "44.2 k", "1.84 M"."""
+    for scale, prefix in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if value >= scale:
+            return f"{value / scale:.3g}{prefix}"
+    return f"{value:.3g}"
+
+
+def format_dollars(value: float) -> str:
+    """Write dollars with as many digits as matter."""
+    return f"${value:,.2f}" if value >= 1 else f"${value:.3g}"
+
+
+def format_share(share: float, digits: int = 1) -> str:
+    """Write a share in percent."""
+    return f"{share * 100:.{digits}f} %"
+
+
+def format_tiers(tiers: Mapping[str, float]) -> str:
+    """Say where the seconds came from; a roofline share is called unmeasured."""
+    marks = {"roofline": " (unmeasured)"}
+    return ", ".join(
+        f"{format_share(share, 0)} {tier}{marks.get(tier, '')}"
+        for tier, share in tiers.items()
+        if share > 0
+    )
+
+
+def _summary(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
+    steps = f"median of {metrics.num_steps} steps" if metrics.num_steps > 1 else "one step"
+    notes = {"step_time": f"{steps}, {metrics.world}, {format_duration(metrics.total_time)} in all"}
+    for name in RATIOS:
+        yield LABELS[name], format_figure(name, getattr(metrics, name)), notes.get(name, "")
+    sides = ", ".join(f"{count} {side}" for side, count in metrics.num_gpus.items())
+    yield "GPUs", str(sum(metrics.num_gpus.values())), sides
+    yield "staleness", _mean_staleness(metrics.staleness), _histogram(metrics.staleness)
+    yield "seconds from", "", format_tiers(metrics.tiers)
+    if any(metrics.rewards):
+        yield "mean reward", f"{metrics.rewards[-1]:.3f}", _ends(metrics.rewards)
+    for reason, count in metrics.dropped.items():
+        yield "dropped rollouts", f"{count:,}", reason
+
+
+def _mean_staleness(staleness: Mapping[int, int]) -> str:
+    total = sum(staleness.values())
+    return f"{sum(v * n for v, n in staleness.items()) / total:.2f}" if total else "-"
+
+
+def _histogram(staleness: Mapping[int, int]) -> str:
+    total = sum(staleness.values()) or 1
+    return "mean; " + ", ".join(
+        f"{versions}: {count:,} ({format_share(count / total, 0)})"
+        for versions, count in staleness.items()
+    )
+
+
+def _ends(rewards: list[float]) -> str:
+    """Show the means of the first and the last steps, or every step's where they are few."""
+    if len(rewards) <= 2 * NUM_REWARDS:
+        return "last; " + " ".join(f"{reward:.3f}" for reward in rewards)
+    first, last = mean(rewards[:NUM_REWARDS]), mean(rewards[-NUM_REWARDS:])
+    return (
+        f"last; {first:.3f} over the first {NUM_REWARDS} steps, {last:.3f} over the last "
+        f"{NUM_REWARDS} ({last - first:+.3f})"
+    )
+
+
+def _bar(share: float) -> str:
+    return "█" * max(1, round(share * BAR_WIDTH))
+
+
+def _names(ours: Mapping[str, float], theirs: Mapping[str, float]) -> list[str]:
+    return list(dict.fromkeys([*ours, *theirs]))
+
+
+def _add_shares(table: Table, title: str, ours: float, theirs: float) -> None:
+    points = (ours - theirs) * 100
+    table.add_row(title, format_share(ours), format_share(theirs), f"{points:+.1f} pp")
+
+
+def _deviation(ours: float, theirs: float, error: float | None) -> Deviation:
+    return {"predicted": ours, "measured": theirs, "error": error}
+
+
+def _share_deviations(
+    ours: Mapping[str, float], theirs: Mapping[str, float]
+) -> dict[str, Deviation]:
+    deviations = {}
+    for name in _names(ours, theirs):
+        a, b = ours.get(name, 0.0), theirs.get(name, 0.0)
+        deviations[name] = _deviation(a, b, (a - b) * 100)
+    return deviations
+
+
+def _relative_error(ours: float, theirs: float) -> float | None:
+    return (ours - theirs) / theirs if theirs else None
+
+
+def _relative(error: float | None) -> str:
+    return "-" if error is None else f"{error * 100:+.1f} %"

@@ -1,0 +1,134 @@
+"""A what-if study: which run file, which sweeps, and what to look for; ready-made ones are TOML files.
+
+A study file has the key `run`, which no run file has. What it says beside that is what
+`streamrl simulate RUN.toml --sweep … --set … --seeds … --metric …` says, with names for figures.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl.report.findings import Finding
+from streamrl.report.study_table import check_metrics
+from streamrl.runfile.grid import Axis, Scale, parse_axis
+
+NUM_SEEDS = 3
+DEFAULT_METRICS = ("step_time", "cost_per_million_tokens")
+KEY = "run"
+UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>[^`]+)`.*")
+
+
+class AxisEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One sweep of a study file."""
+
+    sweep: str
+    """As `--sweep` takes it."""
+    name: str = ""
+    """What figures call it; its keys where empty."""
+    labels: list[str] = msgspec.field(default_factory=list)
+    """What figures call its points; their values where empty."""
+    scale: Scale = "auto"
+
+
+class StudyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A study file as it is written."""
+
+    run: str
+    """The run file, relative to the study file."""
+    title: str
+    question: str = ""
+    set: list[str] = msgspec.field(default_factory=list)
+    """As `--set` takes them."""
+    axis: list[AxisEntry]
+    """The first one is the x axis; the others make the series."""
+    seeds: int = NUM_SEEDS
+    metrics: list[str] = msgspec.field(default_factory=lambda: list(DEFAULT_METRICS))
+    finding: Finding = Finding()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A study to run."""
+
+    run_file: Path
+    title: str
+    question: str = ""
+    overrides: tuple[str, ...] = ()
+    axes: tuple[Axis, ...]
+    num_seeds: int = NUM_SEEDS
+    metrics: tuple[str, ...] = DEFAULT_METRICS
+    """Each has a figure and a finding; the first one's stands for the study."""
+    finding: Finding = field(default_factory=Finding)
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` where it asks for nothing, or for metrics that there are not."""
+        if not self.axes:
+            raise ValueError("a study needs a sweep: --sweep key=value,value")
+        if self.num_seeds < 1:
+            raise ValueError(f"--seeds must be at least 1, got {self.num_seeds}")
+        if not self.metrics:
+            raise ValueError("metrics is empty: leave it out, or name what to draw")
+        check_metrics(self.metrics)
+        tolerance = self.finding.tolerance
+        if not (isfinite(tolerance) and 0 <= tolerance < 1):
+            raise ValueError(f"finding.tolerance must be in [0, 1), got {tolerance}")
+        if self.finding.kind == "crossover" and len(self.axes) < 2:
+            raise ValueError("finding.kind 'crossover' compares series, so it needs a second axis")
+
+
+def is_study(path: Path) -> bool:
+    """Say whether a file is a study, not a run file; what cannot be read is none."""
+    try:
+        return isinstance(tomllib.loads(path.read_text()).get(KEY), str)
+    except (OSError, ValueError):
+        return False
+
+
+def load_study(path: Path) -> Study:
+    """Read a study file.
+
+    Raises:
+        ValueError: one line that begins with its path and names the key and what is wrong with it.
+    """
+    try:
+        return _make_study(tomllib.loads(path.read_text()), path.parent)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{path}: not a TOML file: {error}") from None
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path}: {_say(str(error))}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _make_study(table: dict[str, Any], base: Path) -> Study:
+    file = msgspec.convert(table, StudyFile)
+    return Study(
+        run_file=Path(os.path.normpath(base / file.run)),
+        title=file.title,
+        question=file.question,
+        overrides=tuple(file.set),
+        axes=tuple(parse_axis(a.sweep, a.name, a.labels, a.scale) for a in file.axis),
+        num_seeds=file.seeds,
+        metrics=tuple(file.metrics),
+        finding=file.finding,
+    )
+
+
+def _say(error: str) -> str:
+    """Say what msgspec found, with the nearest key where one is unknown."""
+    match = UNKNOWN.fullmatch(error)
+    if match is None:
+        return error.replace("$.", "")
+    keys = [k for kind in (StudyFile, AxisEntry, Finding) for k in kind.__struct_fields__]
+    close = difflib.get_close_matches(match["key"], keys, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"{match['key']} is no key of a study file{hint}"

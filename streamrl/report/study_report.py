@@ -1,0 +1,125 @@
+"""What a study leaves behind: rows as CSV, what they come to as JSON, a figure for each metric, a table."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+from rich.table import Table as TextTable
+
+from streamrl.report.findings import find
+from streamrl.report.study_figures import study_figure
+from streamrl.report.study_file import Study
+from streamrl.report.study_table import Row, Table, label_of, make_table, name_of
+from streamrl.runfile.grid import Grid
+
+STUDY_CSV = "study.csv"
+STUDY_JSON = "study.json"
+
+Json: TypeAlias = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A study and what came out of it."""
+
+    study: Study
+    grid: Grid
+    rows: Sequence[Row]
+
+    def table(self, metric: str) -> Table:
+        """Give one metric over the grid."""
+        return make_table(metric, self.grid.axes, self.rows)
+
+    def sentences(self, metric: str) -> list[str]:
+        """Say what the study found of one metric."""
+        return find(self.study.finding, self.table(metric))
+
+    def finding(self, metric: str) -> str:
+        """Say it in one string."""
+        return " ".join(self.sentences(metric))
+
+    @property
+    def note(self) -> str:
+        """Say what a value of a figure is."""
+        seeds = self.study.num_seeds
+        spread = (
+            f"median of {seeds} seeds, bars from the least to the most" if seeds > 1 else "one seed"
+        )
+        left_out = f"; {len(self.grid.refused)} combinations left out" if self.grid.refused else ""
+        return f"Simulated, {spread}{left_out}: {self.study.run_file.name}."
+
+
+def describe(report: Report) -> Json:
+    """Give a study as data: what was asked, what was found, and every combination's median, least and most."""
+    study, grid = report.study, report.grid
+    tables = {metric: report.table(metric) for metric in study.metrics}
+    return {
+        "title": study.title,
+        "question": study.question,
+        "run": str(study.run_file),
+        "set": study.overrides,
+        "seeds": study.num_seeds,
+        "axes": [{"keys": a.keys, "name": a.title, "labels": a.point_labels} for a in grid.axes],
+        "finding": report.finding(study.metrics[0]),
+        "findings": {metric: report.finding(metric) for metric in study.metrics},
+        "rows": [
+            {
+                "values": grid.values(cell.place),
+                "label": label_of(grid.axes, cell.place),
+                "metrics": {m: tables[m].spreads[cell.place]._asdict() for m in study.metrics},
+            }
+            for cell in grid.cells
+        ],
+        "refused": [
+            {"values": grid.values(refused.place), "reason": refused.reason}
+            for refused in grid.refused
+        ],
+    }
+
+
+def write_study(report: Report, directory: Path) -> list[Path]:
+    """Write study.csv, study.json and a figure for each metric; give the figures' paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_rows(report, directory / STUDY_CSV)
+    data = msgspec.json.format(msgspec.json.encode(describe(report)), indent=1)
+    (directory / STUDY_JSON).write_bytes(data + b"\n")
+    figures = []
+    for metric in report.study.metrics:
+        path = directory / f"{metric}.png"
+        study_figure(
+            report.table(metric), report.study.title, [*report.sentences(metric), report.note], path
+        )
+        figures.append(path)
+    return figures
+
+
+def write_rows(report: Report, path: Path) -> None:
+    """Write a row for each combination and seed: the swept keys, the seed, every figure."""
+    keys = [key for axis in report.grid.axes for key in axis.keys]
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*keys, "seed", *report.rows[0].figures])
+        for row in report.rows:
+            values = report.grid.values(row.place)
+            figures = [f"{figure:.10g}" for figure in row.figures.values()]
+            writer.writerow([*(values[key] for key in keys), row.seed, *figures])
+
+
+def text_table(report: Report) -> TextTable:
+    """Lay out the median of every metric, a line for each combination."""
+    text = TextTable(box=None, pad_edge=False)
+    for axis in report.grid.axes:
+        text.add_column(axis.title)
+    tables = [report.table(metric) for metric in report.study.metrics]
+    for table in tables:
+        text.add_column(name_of(table.metric), justify="right")
+    for cell in report.grid.cells:
+        labels = [a.point_labels[at] for a, at in zip(report.grid.axes, cell.place, strict=True)]
+        values = [table.format(table.spreads[cell.place].median) for table in tables]
+        text.add_row(*labels, *values)
+    return text

@@ -1,0 +1,69 @@
+"""The section `[plan]` of a run file: what `streamrl plan` chooses among, and by what.
+
+The offer is `[cluster]`: each pool with its price, and as many nodes as may be rented of it. A key of this
+section that is absent leaves open whatever is sensible for the model and the offer.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from streamrl.runfile.section import Section
+
+SystemName = Literal[
+    "colocated", "disaggregated", "stream-sync", "one-step-async", "stream-async", "fully-async"
+]
+DispatchName = Literal["least-loaded", "round-robin", "random", "skewness-aware"]
+SyncMode = Literal["full", "lora", "delta"]
+ObjectiveName = Literal["cost-per-million-tokens", "cost-per-step", "step-time", "pareto"]
+
+
+class PlanConfig(Section, frozen=True, kw_only=True):
+    """What is chosen among, and by what."""
+
+    objective: ObjectiveName = "cost-per-million-tokens"
+    """What is made least: dollars for a million tokens trained on, dollars of a step, or its seconds, on average
+    over the steps after the warm-up. pareto: all plans that none beats in both seconds and dollars of a step; chosen is the one with the least
+    product of the two."""
+    budget_per_hour: float | None = None
+    """Most dollars an hour that all GPUs of a plan may cost."""
+    budget_per_step: float | None = None
+    """Most dollars that a step may cost on average."""
+    rollout_pools: list[str] | None = None
+    """Pools that may generate; all where absent."""
+    trainer_pools: list[str] | None = None
+    """Pools that may train; all where absent."""
+    rollout_gpus: list[int] | None = None
+    """Numbers of GPUs that may generate; every multiple of `unit` where absent."""
+    trainer_gpus: list[int] | None = None
+    """Numbers of GPUs that may train; every multiple of `unit` where absent."""
+    unit: int | None = None
+    """GPUs by which sides differ; a node where absent, one GPU in a pool of a single node."""
+    rollout_tensor_parallel: list[int] | None = None
+    """Powers of two that divide a node where absent."""
+    trainer_tensor_parallel: list[int] | None = None
+    """Powers of two that divide a node where absent."""
+    pipeline_parallel: list[int] | None = None
+    """Powers of two where absent."""
+    expert_parallel: list[int] | None = None
+    """Of the trainer; 1 and its own where absent, for a mixture of experts powers of two."""
+    micro_batch: list[int] | None = None
+    """1, 2, 4 and 8 where absent."""
+    zero: list[Literal[1, 3]] | None = None
+    """That of `trainer` where absent."""
+    systems: list[SystemName] | None = None
+    """The run's own, colocated, stream-sync, one-step-async and stream-async where absent."""
+    max_staleness: list[int] | None = None
+    """Bounds for systems that generate ahead; the run's, or the system's own, where absent."""
+    dispatch: list[DispatchName] | None = None
+    """The run's own where absent; where a ranker is named least-loaded and skewness-aware too."""
+    sync_modes: list[SyncMode] | None = None
+    """The run's own where absent, and delta beside full: both bring replicas the same weights."""
+    simulations: int = 16
+    """Most plans that are simulated."""
+    finalists: int = 3
+    """Plans that are simulated on every seed, of which the best is chosen."""
+    seeds: int = 3
+    """Seeds of a finalist's simulations, from the run's own on; the objective is their median."""
+    steps: int = 6
+    """Most steps of a simulation; fewer where the run has fewer."""

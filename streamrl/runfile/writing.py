@@ -1,0 +1,101 @@
+"""Write a run file: what `load_run` reads, with every key that is not at its default."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tomli_w
+
+from streamrl.runfile.config import ExecuteConfig, Run
+from streamrl.runfile.section import Section
+from streamrl.runfile.units import Bandwidth, Duration, Size
+
+UNITS: dict[type, str] = {Bandwidth: "B/s", Duration: "s", Size: "B"}
+PATHS = (
+    ("model", "path"),
+    ("workload", "prompts"),
+    ("workload", "lengths", "ranker_scores"),
+    ("costs", "profile"),
+    ("execute", "output"),
+)
+"""Keys whose values are paths, relative to the run file."""
+
+
+def write_run(
+    run: Run,
+    path: Path,
+    notes: Iterable[str] = (),
+    stated: Iterable[str] = (),
+    base: Path = Path(),
+) -> None:
+    """Write a run file; paths are written as seen from its directory.
+
+    Args:
+        run: what to write.
+        path: where to.
+        notes: comments at its head, a line each.
+        stated: dotted keys that are written whatever their value.
+        base: directory of the file that the run was read from; what was its default output is that of the
+            written file.
+    """
+    if run.execute.output == os.path.normpath(base / ExecuteConfig().output):
+        execute = msgspec.structs.replace(run.execute, output=ExecuteConfig().output)
+        run = msgspec.structs.replace(run, execute=execute)
+    table = _table(run)
+    for key in stated:
+        _state(table, run, key)
+    lengths = run.workload.lengths
+    paths = (
+        [*PATHS, ("workload", "lengths", "source")] if lengths and lengths.names_a_file else PATHS
+    )
+    for keys in paths:
+        _turn(table, keys, path.parent)
+    head = "".join(f"# {note}\n" for note in notes)
+    path.write_text(f"{head}\n{tomli_w.dumps(table)}")
+
+
+def _table(section: Section) -> dict[str, Any]:
+    """Give a section as TOML has it."""
+    found = {}
+    for field in msgspec.structs.fields(section):
+        value = getattr(section, field.name)
+        default = field.default
+        if field.default_factory is not msgspec.NODEFAULT:
+            default = field.default_factory()
+        if value is not None and (default is msgspec.NODEFAULT or value != default):
+            found[field.name] = _value(value)
+    return found
+
+
+def _state(table: dict[str, Any], run: Run, key: str) -> None:
+    *parents, last = key.split(".")
+    section: Any = run
+    for parent in parents:
+        table, section = table.setdefault(parent, {}), getattr(section, parent)
+    table[last] = _value(getattr(section, last))
+
+
+def _value(value: Any) -> Any:
+    match value:
+        case Section():
+            return _table(value)
+        case dict():
+            return {key: _value(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_value(each) for each in value]
+        case Bandwidth() | Duration() | Size():
+            return f"{float(value)!r} {UNITS[type(value)]}"
+        case _:
+            return value
+
+
+def _turn(table: dict[str, Any], keys: tuple[str, ...], base: Path) -> None:
+    *parents, last = keys
+    for parent in parents:
+        table = table.get(parent, {})
+    if last in table:
+        table[last] = os.path.relpath(table[last], base)

@@ -1,0 +1,292 @@
+"""Prompts and output lengths, seeded: the same run file draws the same rollouts, however it asks for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.engine.messages import DrawnGroup, Generated, PromptsDrawn
+from streamrl.hardware.profiles import find_profile
+from streamrl.hardware.tables import Floats
+from streamrl.record.trace import read_trace
+from streamrl.runfile.config import LengthsConfig, Run
+from streamrl.workload.csv_rows import read_csv
+from streamrl.workload.drift import Drift
+from streamrl.workload.ranker import load_ranker
+from streamrl.workload.tail_batching import TailBatches
+
+BLOCK = (
+    1024  # groups drawn from one random stream: large enough for numpy, fixed so that draws agree
+)
+
+CALIBRATION = 1 << 16  # lengths that a ranker sees: recall@20% is then true within 0.003
+
+Lengths = npt.NDArray[np.int64]
+
+
+class Draw(NamedTuple):
+    """One group, and what only the world knows of it."""
+
+    drawn: DrawnGroup
+    lengths: tuple[int, ...]
+    """True output tokens of each rollout; empty where generation will tell."""
+
+
+class Workload(Protocol):
+    """Where groups come from, in simulated runs and in real ones."""
+
+    def draw(self, first_group: int, num_groups: int) -> list[Draw]:
+        """Give groups `first_group` and following; the same ids always give the same groups."""
+        ...
+
+
+class Source(Protocol):
+    """A distribution of groups."""
+
+    def sample(
+        self, rng: np.random.Generator, num_groups: int, group_size: int
+    ) -> tuple[Lengths, Lengths]:
+        """Give lengths [num_groups, group_size] and prompt tokens [num_groups]."""
+        ...
+
+
+class SimulatedWorkload:
+    """Groups whose true lengths are known beforehand, from `workload.lengths`."""
+
+    def __init__(self, run: Run) -> None:
+        config = run.workload.lengths
+        if config is None:
+            raise ValueError("workload.lengths is missing: a simulation needs output lengths")
+        self._config = config
+        self._seed = run.seed
+        self._group_size = run.algorithm.group_size
+        self._max_tokens = run.rollout.max_tokens
+        self._source = load_source(config)
+        self._drift = Drift(run)
+        past = self._past if isinstance(self._source, Groups) and config.kind == "groups" else None
+        self._ranker = load_ranker(config, self._population, past, run.seed)
+        self._blocks = {0: self._sample(0)}
+        self._mean = int(np.mean(self._blocks[0][0]))
+        self._tails: TailBatches | None = None
+        if run.policies.tail_batching == "defer" and self._ranker is not None:
+            every = run.policies.tail_every
+            self._tails = TailBatches(run.algorithm.prompts_per_step, every, self._longest)
+
+    def draw(self, first_group: int, num_groups: int) -> list[Draw]:
+        """Give groups with their true lengths, capped at `rollout.max_tokens`."""
+        return [self._group(group) for group in range(first_group, first_group + num_groups)]
+
+    def _longest(self, first: int, num: int) -> list[int]:
+        """Give the expected tokens of the longest rollout of groups of the data."""
+        found = []
+        for group in range(first, first + num):
+            block, offset = divmod(group, BLOCK)
+            found.append(max(self._block(block)[1][offset]))
+        return found
+
+    def _block(self, block: int) -> tuple[list[list[int]], list[list[int]], list[int]]:
+        if block not in self._blocks:
+            self._blocks = {block: self._sample(block)}
+        return self._blocks[block]
+
+    def _group(self, group: int) -> Draw:
+        source = group if self._tails is None else self._tails.source(group)
+        block, offset = divmod(source, BLOCK)
+        lengths, expected_lengths, prompts = self._block(block)
+        size = self._group_size
+        true = tuple(lengths[offset])
+        expected = tuple(expected_lengths[offset]) if expected_lengths else (self._mean,) * size
+        rollouts = tuple(range(group * size, group * size + size))
+        return Draw(DrawnGroup(group, rollouts, prompts[offset], expected), true)
+
+    def _sample(self, block: int) -> tuple[list[list[int]], list[list[int]], list[int]]:
+        """Give lengths by group, expected ones where a ranker tells, and prompt tokens."""
+        if isinstance(self._source, Recorded):
+            lengths, prompts = self._source.block(block, self._group_size)
+        else:
+            rng = np.random.default_rng([self._seed, block])
+            lengths, prompts = self._source.sample(rng, BLOCK, self._group_size)
+        groups = np.arange(block * BLOCK, (block + 1) * BLOCK, dtype=float)
+        scale = self._drift.at(groups, self._config.scale, self._config.scale_to)
+        expected = []
+        if self._ranker is not None:
+            age = self._drift.at(groups, 0.0, 1.0)
+            expected = self._scaled(self._ranker.expect(block, lengths, age), scale)
+        return self._scaled(lengths, scale), expected, prompts.tolist()
+
+    def _scaled(self, lengths: Lengths | Floats, scale: Floats) -> list[list[int]]:
+        scaled = np.clip(np.rint(lengths * scale[:, None]), 1, self._max_tokens)
+        whole: list[list[int]] = scaled.astype(np.int64).tolist()
+        return whole
+
+    def _population(self) -> Lengths:
+        """Draw lengths for a ranker to be calibrated on, whatever the run's seed."""
+        if isinstance(self._source, Recorded):
+            return self._source.block(0, self._group_size)[0]
+        rng = np.random.default_rng(CALIBRATION)
+        return self._source.sample(rng, CALIBRATION // self._group_size + 1, self._group_size)[0]
+
+    def _past(self, block: int, lengths: Lengths, num_samples: int) -> Lengths:
+        assert isinstance(self._source, Groups), "only groups know their prompts' past"
+        return self._source.past([self._seed, block], lengths, num_samples)
+
+
+class Histogram:
+    """Independent lengths, uniform within bins `[start, end)` of given density."""
+
+    def __init__(self, rows: list[dict[str, float]], prompt_tokens: int) -> None:
+        self._starts = np.array([row["start"] for row in rows])
+        self._widths = np.array([row["end"] for row in rows]) - self._starts
+        weights = np.array([row["density"] for row in rows]) * self._widths
+        self._edges = np.cumsum(weights / weights.sum())
+        self._prompt_tokens = prompt_tokens
+
+    def sample(
+        self, rng: np.random.Generator, num_groups: int, group_size: int
+    ) -> tuple[Lengths, Lengths]:
+        """Give lengths [num_groups, group_size] and prompt tokens [num_groups]."""
+        u, v = rng.random((2, num_groups, group_size))
+        bins = np.minimum(np.searchsorted(self._edges, u, side="right"), len(self._edges) - 1)
+        lengths = np.rint(self._starts[bins] + v * self._widths[bins]).astype(np.int64)
+        return lengths, np.full(num_groups, self._prompt_tokens)
+
+
+class Groups:
+    """Recorded groups, resampled whole: siblings stay together as they were."""
+
+    def __init__(self, groups: list[list[int]], prompt_tokens: int) -> None:
+        self._groups = [np.array(group, dtype=np.int64) for group in groups]
+        self._prompt_tokens = prompt_tokens
+
+    def sample(
+        self, rng: np.random.Generator, num_groups: int, group_size: int
+    ) -> tuple[Lengths, Lengths]:
+        """Give lengths [num_groups, group_size]; a group with too few samples repeats some."""
+        picks = rng.integers(0, len(self._groups), num_groups)
+        lengths = [
+            rng.choice(self._groups[pick], group_size, replace=len(self._groups[pick]) < group_size)
+            for pick in picks
+        ]
+        return np.array(lengths), np.full(num_groups, self._prompt_tokens)
+
+    def past(self, seed: list[int], lengths: Lengths, num_samples: int) -> Lengths:
+        """Give [num_groups, num_samples] samples of the prompts that `sample` drew `lengths` of, but others.
+
+        Raises:
+            ValueError: a prompt has too few samples.
+        """
+        rng = np.random.default_rng(seed)
+        picks = rng.integers(0, len(self._groups), len(lengths))  # what `sample` picked
+        found = np.empty((len(lengths), num_samples), dtype=np.int64)
+        for row, (pick, drawn) in enumerate(zip(picks, lengths, strict=True)):
+            others = self._groups[pick].tolist()
+            if len(others) < len(drawn) + num_samples:
+                raise ValueError(
+                    f"workload.lengths: a group of {len(drawn)} with {num_samples} past samples "
+                    f"(ranker_history) needs as many of each prompt, but one has {len(others)}"
+                )
+            for length in drawn.tolist():
+                others.remove(length)
+            found[row] = rng.choice(others, num_samples, replace=False)
+        return found
+
+
+class Recorded:
+    """What a recorded run generated, group by group."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._prompts: dict[int, int] = {}
+        self._lengths: dict[int, list[int]] = {}
+        tokens: dict[int, int] = {}
+        rollouts: dict[int, tuple[int, ...]] = {}
+        for entry in read_trace(path).entries:
+            if isinstance(entry.event, PromptsDrawn):
+                for drawn in entry.event.groups:
+                    self._prompts[drawn.group] = drawn.prompt_tokens
+                    rollouts[drawn.group] = drawn.rollouts
+            elif isinstance(entry.event, Generated) and entry.event.finish != "aborted":
+                tokens[entry.event.rollout] = entry.event.tokens
+        for group, ids in rollouts.items():
+            if all(rollout in tokens for rollout in ids):
+                self._lengths[group] = [tokens[rollout] for rollout in ids]
+        if not self._lengths:
+            raise ValueError(f"workload.lengths.source: {path} records no finished group")
+
+    def block(self, block: int, group_size: int) -> tuple[Lengths, Lengths]:
+        """Give the groups of one block; past the recorded ones it starts over."""
+        known = sorted(self._lengths)
+        size = len(self._lengths[known[0]])
+        if size != group_size:
+            raise ValueError(
+                f"algorithm.group_size is {group_size}, but {self._path} records groups of {size}"
+            )
+        picks = [
+            group if group in self._lengths else known[group % len(known)]
+            for group in range(block * BLOCK, (block + 1) * BLOCK)
+        ]
+        lengths = np.array([self._lengths[group] for group in picks])
+        return lengths, np.array([self._prompts[group] for group in picks])
+
+
+def load_source(config: LengthsConfig) -> Source | Recorded:
+    """Read the distribution that `workload.lengths` names.
+
+    Raises:
+        ValueError: naming the file and what is wrong with it.
+    """
+    if config.kind == "trace":
+        return Recorded(Path(config.source))
+    if config.names_a_file:
+        path = Path(config.source)
+    else:
+        path = find_profile("lengths", config.source, ".csv")
+    rows = _read_rows(path)
+    if config.kind == "histogram":
+        return Histogram(_read_bins(path, rows), config.prompt_tokens)
+    lengths = [int(_numbers(path, row, ("output_tokens",))["output_tokens"]) for row in rows]
+    if config.kind == "empirical":
+        return Groups([lengths], config.prompt_tokens)
+    groups: dict[str, list[int]] = {}
+    for row, length in zip(rows, lengths, strict=True):
+        if row.get("prompt_id") is None:
+            raise ValueError(
+                f"{path}: row {row} needs a prompt_id: it says which rows are siblings"
+            )
+        groups.setdefault(row["prompt_id"], []).append(length)
+    return Groups(list(groups.values()), config.prompt_tokens)
+
+
+def _read_rows(path: Path) -> list[dict[str, str]]:
+    try:
+        rows = read_csv(path)
+    except ValueError as error:
+        raise ValueError(f"workload.lengths.source: {error}") from None
+    if not rows:
+        raise ValueError(f"workload.lengths.source: {path} has no rows")
+    return rows
+
+
+def _read_bins(path: Path, rows: list[dict[str, str]]) -> list[dict[str, float]]:
+    bins = [_numbers(path, row, ("start", "end", "density")) for row in rows]
+    for row, each in zip(rows, bins, strict=True):
+        if each["end"] <= each["start"]:
+            raise ValueError(f"{path}: row {row} must end after its start")
+    if not any(each["density"] for each in bins):
+        raise ValueError(f"{path}: no bin has a density above 0")
+    return bins
+
+
+def _numbers(path: Path, row: dict[str, str], columns: tuple[str, ...]) -> dict[str, float]:
+    try:
+        numbers = {column: float(row[column]) for column in columns}
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"{path}: row {row} needs numbers in columns {', '.join(columns)}"
+        ) from None
+    if any(not np.isfinite(number) or number < 0 for number in numbers.values()):
+        raise ValueError(f"{path}: row {row} must hold finite numbers, 0 or more")
+    return numbers
