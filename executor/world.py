@@ -67,7 +67,7 @@ STOP_TIME = 10.0  # seconds that work under way gets to end once a run is interr
 Figures = dict[str, float]
 
 
-class RealWorld(World):
+class RealWorld(World[Trace]):
     """Carries commands out in real seconds."""
 
     def __init__(

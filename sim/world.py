@@ -58,7 +58,7 @@ class Sequence(NamedTuple):
     length: int
 
 
-class SimWorld(World):
+class SimWorld(World[Trace]):
     """Carries commands out in simulated seconds."""
 
     def __init__(self, run: Run, costs: Costs, workload: Workload) -> None:

@@ -8,7 +8,7 @@ import msgspec
 
 from streamrl.engine.messages import PromptsDrawn, Train, Verified
 from streamrl.record.trace import Trace
-from streamrl.runfile.config import LengthsConfig, WorkloadConfig
+from streamrl.runfile.workload_config import LengthsConfig, WorkloadConfig
 
 
 def recorded_workload(trace: Trace, file: Path) -> WorkloadConfig:

@@ -22,7 +22,7 @@ from streamrl.runfile.policy_checks import check_policies
 from streamrl.runfile.pools import check_pools
 from streamrl.runfile.section import Section
 from streamrl.runfile.units import read_quantity
-from streamrl.workload.ranker import TAIL_SHARE
+from streamrl.runfile.workload_config import TAIL_SHARE
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>[^`]+)`(?: - at `\$(?P<path>.*)`)?")
 _MISSING = re.compile(r"Object missing required field `(?P<key>[^`]+)`(?: - at `\$(?P<path>.*)`)?")
