@@ -12,8 +12,9 @@ from sim.planner.modes import Mode
 from sim.planner.sides import DIVISIBILITY, HEADS, TRAINER_MEMORY
 from sim.planner.space import BUDGET, LINK, POOL_SIZE, SHARED, Candidate, Space
 from streamrl.record.metrics import SECONDS_PER_HOUR, dollars_per_second
+from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import check_run, make_run
+from streamrl.runfile.reading import make_run
 from tests.runs import make_table
 
 OFFER: dict[str, Any] = {
