@@ -1,39 +1,61 @@
-"""Replace keys of a run file's table: `--set rollout.replicas=8`."""
+"""Replace keys of a run file's table: `--set rollout.replicas=8`, `--set cluster.links.0.latency="20 ms"`."""
 
 from __future__ import annotations
 
 import tomllib
 from typing import Any
 
+from streamrl.runfile.errors import RunError, shown
+from streamrl.runfile.keys import join_key, split_key
 
-def override(table: dict[str, Any], override: str) -> None:
-    """Set one dotted key, such as `rollout.replicas=8` or `cluster.links.0.latency=20 ms`."""
-    key, separator, text = override.partition("=")
-    *parents, last = key.strip().split(".")
-    if not separator or not all([*parents, last]):
-        raise ValueError(f"--set {override!r} must read key=value")
+
+def override(table: dict[str, Any], change: str) -> None:
+    """Set one dotted key, as `key=value` says; tables on the way are made, entries of lists are numbered from 0.
+
+    Raises:
+        RunError: the text is no `key=value`, or the key leads through what is no table.
+    """
+    name, separator, text = change.partition("=")
+    key = name.strip()
+    try:
+        *parents, last = split_key(key)
+    except ValueError:
+        separator = ""
+    if not separator:
+        raise RunError(key, change, text=f"--set {shown(change)} must read key=value")
     place: Any = table
-    for depth, part in enumerate(parents):
-        place = _enter(place, part, ".".join(parents[: depth + 1]))
-    if not isinstance(place, dict):
-        raise ValueError(f"--set {key}: name a key inside an entry of this list")
-    place[last] = _read_value(text.strip())
+    path = ""
+    for part in parents:
+        path = join_key(path, part)
+        place = _enter(place, part, path)
+    if isinstance(place, list):
+        place[_index(place, last, key)] = read_value(text.strip())
+    else:
+        place[last] = read_value(text.strip())
 
 
 def _enter(place: Any, part: str, path: str) -> Any:
     if isinstance(place, list):
-        if not part.isdigit() or int(part) >= len(place):
-            raise ValueError(f"--set {path}: no entry {part!r} in a list of {len(place)}")
-        return place[int(part)]
-    inner = place.setdefault(part, {})
+        inner = place[_index(place, part, path)]
+    else:
+        inner = place.setdefault(part, {})
     if not isinstance(inner, dict | list):
-        raise ValueError(f"--set {path}: {inner!r} is no table")
+        text = f"--set {path}: {shown(inner)} is no table"
+        raise RunError(path, inner, dict, text)
     return inner
 
 
-def _read_value(text: str) -> object:
-    """Read a TOML value; what is none is a string."""
+def _index(entries: list[Any], part: str, path: str) -> int:
+    if not (part.isascii() and part.isdigit()) or int(part) >= len(entries):
+        text = f"--set {path}: no entry {part!r} in a list of {len(entries)}"
+        raise RunError(path, entries, list, text)
+    return int(part)
+
+
+def read_value(text: str) -> object:
+    """Read a TOML value; what is none is a text."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        table = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
         return text
+    return table["value"] if len(table) == 1 else text
