@@ -14,6 +14,7 @@ import msgspec
 
 from streamrl.hardware.config_json import read_config_json
 from streamrl.hardware.model_shape import BYTES, ModelShape, check_positive
+from streamrl.hardware.profile_table import ProfileTable
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import OneOf, RunError, shown
@@ -25,7 +26,7 @@ PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 _Profile = TypeVar("_Profile")
 
 
-class Roofline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Roofline(ProfileTable, frozen=True, kw_only=True):
     """Assumed efficiencies, shares of the datasheet's peak; used where nothing is measured."""
 
     compute_efficiency: float
@@ -41,7 +42,7 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ValueError(f"{key} must be a share of the peak, at most 1, got {share}")
 
 
-class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Gpu(ProfileTable, frozen=True, kw_only=True):
     """One kind of GPU."""
 
     name: str
@@ -58,7 +59,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     flops: dict[str, float]
     """Dense peak FLOP/s by dtype; a dtype is absent where the hardware has no units for it."""
     roofline: Roofline
-    tables: dict[str, str] = {}
+    tables: dict[str, str] = msgspec.field(default_factory=dict)
     """Which measured table stands for each operator, as "GPU/BACKEND"; the roofline where none does."""
 
     def __post_init__(self) -> None:
