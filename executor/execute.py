@@ -87,7 +87,7 @@ async def _execute(run: Run, resume: bool, watch: Watch) -> Trace:
     from executor.world import RealWorld
 
     directory = RunDirectory(Path(run.execute.output))
-    directory.find_checkpoint(resume)
+    directory.find_checkpoint(run, resume)
     assert run.model.path is not None and run.workload.verifier is not None
     book = Book(run, PromptWorkload(run, load_tokenizer(run.model.path)))
     verifier = Verifier(run.workload.verifier, run.verifier.workers)

@@ -42,12 +42,12 @@ class RunDirectory:
         self._rollouts: IO[str]
 
     def open(self, run: Run, resume: bool) -> Checkpoint | None:
-        """Make or reopen the directory; give the checkpoint to resume from.
+        """Make or reopen the directory; return the checkpoint to resume from, or None to begin at version 0.
 
         Raises:
-            ValueError: a run is there already, or none to resume.
+            ValueError: see `find_checkpoint`; nothing is written then.
         """
-        checkpoint = self.find_checkpoint(resume)
+        checkpoint = self.find_checkpoint(run, resume)
         self.logs.mkdir(parents=True, exist_ok=True)
         self._checkpoints.mkdir(exist_ok=True)
         self._put_old_trace_aside()
@@ -57,8 +57,12 @@ class RunDirectory:
         self._rollouts = (self.path / "rollouts.jsonl").open("a", buffering=1)
         return checkpoint
 
-    def find_checkpoint(self, resume: bool) -> Checkpoint | None:
-        """Give the newest complete checkpoint; see `open` for the errors."""
+    def find_checkpoint(self, run: Run, resume: bool) -> Checkpoint | None:
+        """Return the checkpoint that `run` resumes from; None where it begins, or no checkpoint is complete.
+
+        Raises:
+            ValueError: a run is there already, none to resume, or one that has all its steps.
+        """
         has_run = (self.path / "trace.jsonl").exists()
         if has_run and not resume:
             raise ValueError(
@@ -67,7 +71,18 @@ class RunDirectory:
             )
         if resume and not has_run:
             raise ValueError(f"execute.output {str(self.path)!r} holds no run to resume")
-        saved = sorted(self._checkpoints.glob("v*/position.json")) if resume else []
+        checkpoint = self.newest_checkpoint() if resume else None
+        if checkpoint is not None and checkpoint.version >= run.algorithm.steps:
+            raise ValueError(
+                f"execute.output {str(self.path)!r} holds a run that has all its steps: "
+                f"algorithm.steps is {run.algorithm.steps}, its checkpoint is of step "
+                f"{checkpoint.version}; --set algorithm.steps={2 * checkpoint.version} goes on with it"
+            )
+        return checkpoint
+
+    def newest_checkpoint(self) -> Checkpoint | None:
+        """Return the newest complete checkpoint, None where there is none."""
+        saved = sorted(self._checkpoints.glob("v*/position.json"))
         if not saved:
             return None
         position = json.loads(saved[-1].read_text())
