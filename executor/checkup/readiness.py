@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from executor.execute import check_back_ends
+from executor.back_ends import check_back_ends
 from streamrl.doctor.changes import changed, say, value_of
 from streamrl.doctor.finding import Changes, Finding, Level
 from streamrl.doctor.fix import passes
@@ -22,6 +22,10 @@ LIMITS: tuple[Changes, ...] = (
     {"algorithm.name": "grpo", "algorithm.group_size": 8},
     {"algorithm.name": "reinforce++"},
     {"model.dtype": "bfloat16"},
+    {"rollout.temperature": 1.0},
+    {"algorithm.learning_rate": 1e-6},
+    {"algorithm.max_grad_norm": 1.0},
+    {"sync.mode": "full"},
 )
 """What mends a run that these back ends cannot execute."""
 
@@ -63,8 +67,6 @@ def _refusal(run: Run) -> str | None:
         check_back_ends(run)
     except ValueError as error:
         return str(error)
-    if run.model.dtype == "float16":
-        return "model.dtype must be 'bfloat16' or 'float32' for backend torch, got 'float16'"
     return None
 
 
