@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from executor.prompts import EXPECTED, Record, read_prompts
+from executor.prompts import EXPECTED, Record, expecting_policy, read_prompts
 from executor.record import RunDirectory
 from executor.verifier import SCORERS
 from streamrl.doctor.changes import say
@@ -44,7 +44,7 @@ def _find_prompts(run: Run) -> Iterator[Finding]:
         fix = 'write a line {"prompt": "...", "answer": "..."} for each prompt'
         yield _finding("error", "prompts", str(error), fix)
         return
-    wanted = [*FIELDS[verifier], *([(EXPECTED,)] if run.policies.tail_batching == "defer" else [])]
+    wanted = [*FIELDS[verifier], *([(EXPECTED,)] if expecting_policy(run) else [])]
     lacking = [(fields, _lines_without(records, fields)) for fields in wanted]
     for fields, lines in lacking:
         if lines:
@@ -52,6 +52,8 @@ def _find_prompts(run: Run) -> Iterator[Finding]:
             shown = ", ".join(map(str, lines[:SHOWN])) + (", ..." if len(lines) > SHOWN else "")
             text = f"workload.prompts: {len(lines)} lines of {path} have no {names} (lines {shown})"
             fix = f"add it, or choose a workload.verifier that needs none ({verifier} does)"
+            if fields == (EXPECTED,):
+                fix = f"add it, or choose another policy ({expecting_policy(run)} goes by it)"
             yield _finding("error", "prompts", text, fix)
     if not any(lines for _, lines in lacking):
         text = f"workload.prompts: {len(records):,} prompts with what {verifier} scores by"
