@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from executor.back_ends import check_back_ends
+from executor.carriers.placement import claim_gpus
 from executor.verifier import SCORERS
 from streamrl.engine.messages import Event
 from streamrl.engine.state import State
@@ -75,7 +76,7 @@ async def _execute(run: Run, resume: bool, watch: Watch) -> Trace:
     world = RealWorld(
         Trace(run, "real", facts(), directory.trace_file),
         build_engine(run),
-        Launcher(run, directory),
+        Launcher(run, directory, claim_gpus(run)),
         book,
         verifier,
         directory,
