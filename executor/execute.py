@@ -46,6 +46,7 @@ def check_executable(run: Run) -> None:
             f"workload.verifier {run.workload.verifier!r} is none of {', '.join(SCORERS)}"
         )
     check_back_ends(run)
+    claim_gpus(run)
 
 
 def execute(run: Run, resume: bool = False, watch: Watch = lambda event, state, now: None) -> Trace:

@@ -9,11 +9,13 @@ import pytest
 
 from executor.carriers import placement
 from executor.carriers.launch import Launcher
-from executor.carriers.placement import gpus_needed, trainer_slot, usable_gpus
+from executor.carriers.placement import claim_gpus, gpus_needed, trainer_slot, usable_gpus
+from executor.checkup import readiness
+from executor.execute import check_executable, execute
 from executor.record import RunDirectory
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
-from tests.patients import local_table
+from tests.patients import bad, local_table
 
 GPU, OTHER = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "GPU-2"
 MIG, SECOND = "MIG-c7384736-a75d-5afc-978f-d2f1294409fd", "MIG-b9a2"
@@ -95,3 +97,40 @@ def test_a_trainer_has_the_first_gpu_where_replicas_have_none(tmp_path: Path) ->
     changes: dict[str, Any] = {"cluster": {"pools": pools, "links": [link]}}
     run = local_run(tmp_path, **changes, trainer={"pool": "there", "micro_batch": 2})
     assert gpus_needed(run) == 1 and trainer_slot(run) == 0
+
+
+def test_fewer_gpus_than_needed_are_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "find_gpus", lambda: ["3"])
+    monkeypatch.setattr(readiness, "find_gpus", lambda: ["3"])
+    monkeypatch.setenv(placement.VARIABLE, "3")
+    run = local_run(tmp_path, execute__device="cuda")
+    words = (
+        r"execute\.device 'cuda' needs 2 GPUs .* sees 1 \(CUDA_VISIBLE_DEVICES='3'\).*device=cpu"
+    )
+    with pytest.raises(ValueError, match=words) as refusal:
+        execute(run)
+    assert "\n" not in str(refusal.value) and not (tmp_path / "run").exists()
+    finding = bad(list(readiness.find(run)))["gpus"]
+    assert finding.level == "error" and "CUDA_VISIBLE_DEVICES='3'" in finding.text
+
+
+def test_as_many_gpus_as_needed_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (placement, readiness):
+        monkeypatch.setattr(module, "find_gpus", lambda: ["3", GPU])
+    run = local_run(tmp_path, execute__device="cuda")
+    check_executable(run)
+    assert claim_gpus(run) == ["3", GPU]
+    assert "gpus" not in bad(list(readiness.find(run)))
+
+
+@pytest.mark.parametrize("device", ["banana", "gpu", "cuda:x", "CUDA", ""])
+def test_what_is_no_device_is_refused_before_anything_is_written(
+    device: str, tmp_path: Path
+) -> None:
+    run = local_run(tmp_path, execute__device=device)
+    with pytest.raises(ValueError, match=rf"^execute\.device must be auto, .*, got {device!r}"):
+        execute(run)
+    assert not (tmp_path / "run").exists()
+    assert bad(list(readiness.find(run)))["back-end"].fix == "set execute.device=auto"
