@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from executor.buffer import Draft
+from executor.trainer.advantages import NO_BASELINE
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import encode_run
 
@@ -28,6 +29,8 @@ class Checkpoint(NamedTuple):
     path: Path
     version: int
     groups_done: int
+    baseline: float = NO_BASELINE
+    """Mean reward of the batch that made `version`; see `executor.trainer.advantages`."""
 
 
 class RunDirectory:
@@ -86,15 +89,15 @@ class RunDirectory:
         if not saved:
             return None
         position = json.loads(saved[-1].read_text())
-        return Checkpoint(saved[-1].parent, position["version"], position["groups_done"])
+        return Checkpoint(saved[-1].parent, **position)
 
     def checkpoint_path(self, version: int) -> Path:
         """Give the directory of one checkpoint."""
         return self._checkpoints / f"v{version:06d}"
 
-    def finish_checkpoint(self, version: int, groups_done: int) -> None:
+    def finish_checkpoint(self, version: int, groups_done: int, baseline: float) -> None:
         """Mark a checkpoint complete and remove those that are not kept."""
-        position = {"version": version, "groups_done": groups_done}
+        position = {"version": version, "groups_done": groups_done, "baseline": baseline}
         path = self.checkpoint_path(version) / "position.json"
         path.with_suffix(".tmp").write_text(json.dumps(position))
         path.with_suffix(".tmp").rename(path)
