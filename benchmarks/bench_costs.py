@@ -26,7 +26,7 @@ from sim.fidelity.paper import load_paper
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.hardware.surface import Surface
 from streamrl.hardware.tables import Floats, Table, read_table
-from streamrl.runfile.config import ModelConfig
+from streamrl.runfile.cluster_config import ModelConfig
 
 GPUS = ("h20", "h20-3e", "h800", "h100", "h200", "a100")
 SPARSE = 1000

@@ -29,7 +29,7 @@ from streamrl.hardware.memory import activation_bytes, logit_bytes, model_state
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import PROFILES, Gpu, load_gpu
 from streamrl.hardware.tables import read_table
-from streamrl.runfile.config import TrainerConfig
+from streamrl.runfile.sides_config import TrainerConfig
 from streamrl.runfile.units import Bandwidth, Size
 
 Floats = NDArray[np.float64]

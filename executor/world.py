@@ -67,7 +67,7 @@ STOP_TIME = 10.0  # seconds that work under way gets to end once a run is interr
 Figures = dict[str, float]
 
 
-class RealWorld(World):
+class RealWorld(World[Trace]):
     """Carries commands out in real seconds."""
 
     def __init__(
@@ -111,8 +111,8 @@ class RealWorld(World):
         """
         version, groups_done = 0, 0
         if self._resume_from is not None:
-            _, version, groups_done = self._resume_from
-        self._book.begin_at(groups_done)
+            version, groups_done = self._resume_from.version, self._resume_from.groups_done
+            self._book.begin_at(groups_done, self._resume_from.baseline)
         self._began_at = time.monotonic()
         try:
             self.emit(RunStarted(version, groups_done))
@@ -274,8 +274,7 @@ class RealWorld(World):
                 **figures,
             }
         )
-        for group in groups:
-            self._book.close_group(group.id)
+        self._book.end_step([group.id for group in groups])
         return Stepped(command.version)
 
     async def _push(self, command: PushWeights) -> Event:
@@ -288,7 +287,7 @@ class RealWorld(World):
     async def _save(self, command: SaveCheckpoint) -> Event:
         path = self._directory.checkpoint_path(command.version)
         await self._must_have_trainer().call("save", str(path), returns=type(None))
-        self._directory.finish_checkpoint(command.version, command.groups_done)
+        self._directory.finish_checkpoint(command.version, command.groups_done, self._book.baseline)
         return CheckpointSaved(command.version)
 
     # Beginning and end ----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from sim.parallel import answers
 from sim.world import simulate
 from streamrl.record.metrics import Metrics, measure
 from streamrl.report.study_table import Row
-from streamrl.runfile.grid import Cell, Grid, Refused
+from streamrl.runfile.grid import Grid, GridCell, Refused
 from streamrl.runfile.reading import decode_run, encode_run
 from streamrl.workload.workload import SimulatedWorkload
 
@@ -70,7 +70,7 @@ def _counted(watch: Watch, what: str, total: int) -> Callable[[], None]:
     return lambda: watch(what, next(done), total)
 
 
-def _row(grid: Grid, task: tuple[Cell, int], found: Metrics | str) -> Row:
+def _row(grid: Grid, task: tuple[GridCell, int], found: Metrics | str) -> Row:
     cell, seed = task
     if isinstance(found, str):
         raise RuntimeError(f"{grid.name(cell.place)}, seed {seed}: {found}")

@@ -51,7 +51,7 @@ from streamrl.runfile.config import Run
 from streamrl.workload.workload import SimulatedWorkload, Workload
 
 
-class SimWorld(World):
+class SimWorld(World[Trace]):
     """Carries commands out in simulated seconds."""
 
     def __init__(self, run: Run, costs: Costs, workload: Workload) -> None:

@@ -24,7 +24,8 @@ from streamrl.hardware.machine_profile import (
     shape_digest,
 )
 from streamrl.hardware.profiles import load_model
-from streamrl.runfile.config import ModelConfig, Run
+from streamrl.runfile.cluster_config import ModelConfig
+from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
 
 SHAPE = {

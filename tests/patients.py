@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.cli.doctor import examine
-from streamrl.doctor.examination import Report
+from streamrl.doctor.examination import Examination
 from streamrl.doctor.finding import Finding
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
@@ -33,7 +33,7 @@ def full_run(changes: dict[str, Any] | None = None) -> Run:
     return make_run(full_table(changes or {}))
 
 
-def doctor(changes: dict[str, Any]) -> Report:
+def doctor(changes: dict[str, Any]) -> Examination:
     return examine(full_table(changes), NOWHERE)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, get_args
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -13,9 +13,10 @@ from sim.costs.fill import fill_policies
 from sim.world import SimWorld
 from streamrl.engine.messages import Event, Failed, Generate, Generated, Stop, Verified, Verify
 from streamrl.engine.state import State
-from streamrl.engine.systems import SYSTEMS, WEIGHT_SYNC, build_policies
+from streamrl.engine.systems import SYSTEMS, build_policies
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
+from streamrl.runfile.policies_config import WeightSyncName
 from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import CheckedEngine, lose_replica_at, of, run_with_capacity, small_run
 
@@ -50,7 +51,7 @@ def runs(
     if system == "fully-async":
         changes["policies.max_staleness"] = draw(st.integers(0, 3))
     if system != "colocated" and draw(st.booleans()):
-        changes["policies.weight_sync"] = draw(st.sampled_from(sorted(WEIGHT_SYNC)))
+        changes["policies.weight_sync"] = draw(st.sampled_from(sorted(get_args(WeightSyncName))))
     if system != "colocated" and draw(st.booleans()):
         changes["policies.streaming"] = draw(st.sampled_from(["stream", "whole-batch"]))
     is_tight = draw(st.booleans())

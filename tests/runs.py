@@ -11,6 +11,7 @@ import simpy
 from sim.costs.costs import Costs
 from sim.world import SimWorld
 from streamrl.engine.engine import Engine
+from streamrl.engine.invariants import check
 from streamrl.engine.messages import (
     CheckpointSaved,
     Command,
@@ -99,7 +100,7 @@ class CheckedEngine(Engine):
     def handle(self, event: Event, now: float) -> list[Command]:
         """Handle `event`, then check."""
         commands = super().handle(event, now)
-        self.state.check()
+        check(self.state)
         return commands
 
 
@@ -152,7 +153,7 @@ class Script:
         for event in events:
             self.now += 1.0
             answer = self.engine.handle(event, self.now)
-            self.state.check()
+            check(self.state)
             for command in answer:
                 if isinstance(command, Train):
                     self.trained += [(r, self._staleness(r)) for r in command.rollouts]

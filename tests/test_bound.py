@@ -15,10 +15,10 @@ from sim.costs.costs import Costs
 from sim.costs.sync import SyncCosts
 from sim.costs.training import TrainingCosts
 from sim.planner.bound import Estimates
-from sim.planner.generation_time import Work, least_times, summarize
+from sim.planner.generation_time import DealtBatch, least_times, summarize
 from sim.planner.search import Search
 from sim.planner.space import Candidate, Space
-from sim.planner.train_time import Batch, train_times
+from sim.planner.train_time import FallingLengths, train_times
 from sim.planner.trial import Trial, generation_of, open_trial, shortened, speed_of
 from streamrl.runfile.config import Run
 from tests.test_search_space import offer
@@ -37,7 +37,7 @@ LARGE: dict[str, Any] = {
 
 def lengths_of(run: Run) -> list[int]:
     _, workload = open_trial(shortened(run, run.seed))
-    return Work.of(workload.draw(0, run.algorithm.prompts_per_step)).lengths
+    return DealtBatch.of(workload.draw(0, run.algorithm.prompts_per_step)).lengths
 
 
 # Training -----------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def test_a_whole_batch_trains_in_exactly_the_seconds_of_its_commands(
         }
     )
     costs, lengths = TrainingCosts.load(run), lengths_of(run)
-    found = train_times(run, costs, [Batch(lengths)])
+    found = train_times(run, costs, [FallingLengths(lengths)])
     together = costs.score_time(lengths) + costs.train_time(lengths, is_continued=True)
     assert found.whole == pytest.approx(together, rel=1e-9)
     assert found.optimizer == costs.optimizer_time
@@ -113,7 +113,7 @@ def test_no_replicas_generate_a_batch_faster_than_its_bound(
     base = shortened(run, run.seed)
     seconds = generation_of(Trial(base, found, (0,))).seconds[0]
     _, workload = open_trial(base)
-    work = Work.of(workload.draw(0, run.algorithm.prompts_per_step))
+    work = DealtBatch.of(workload.draw(0, run.algorithm.prompts_per_step))
     costs = Costs.load(found.apply(run))
     least = least_times(costs.decode, costs.kv_capacity, work)
     bound = max(least.longest, least.work / replicas)

@@ -16,8 +16,9 @@ from executor.verifier import SCORERS, score
 from streamrl.cli.doctor import examine
 from streamrl.doctor import files
 from streamrl.doctor.changes import changed
-from streamrl.runfile.config import ExecuteConfig, RolloutConfig, TrainerConfig
+from streamrl.runfile.config import ExecuteConfig
 from streamrl.runfile.reading import make_run
+from streamrl.runfile.sides_config import RolloutConfig, TrainerConfig
 from tests.patients import NOWHERE, bad, full_run, local_table
 
 ROOT = Path(__file__).parent.parent

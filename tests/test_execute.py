@@ -8,7 +8,7 @@ import os
 import random
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -24,10 +24,11 @@ from streamrl.engine.messages import (
     WeightsLoaded,
 )
 from streamrl.engine.state import State
-from streamrl.engine.systems import SYSTEMS, WEIGHT_SYNC
+from streamrl.engine.systems import SYSTEMS
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace, read_trace, replay
 from streamrl.runfile.config import Run
+from streamrl.runfile.policies_config import WeightSyncName
 from tests.runs import make_table
 from tests.scripted import MortalHandle, ScriptedLauncher, make_world, tokens_of
 from tests.traces import (
@@ -99,7 +100,7 @@ def test_a_recorded_real_run_is_decided_identically(tmp_path: Path, system: str)
     assert replay(recorded) is None
 
 
-@pytest.mark.parametrize("weight_sync", sorted(WEIGHT_SYNC))
+@pytest.mark.parametrize("weight_sync", sorted(get_args(WeightSyncName)))
 def test_shares_of_a_real_run_sum_to_one(tmp_path: Path, weight_sync: str) -> None:
     run = real_run(tmp_path, policies__weight_sync=weight_sync)
     metrics = measure(execute(run, slowest=0.02))

@@ -27,7 +27,7 @@ from sim.fidelity.paper import load_paper
 from sim.fidelity.throughput import slower
 from streamrl.cli.main import app
 from streamrl.hardware.memory import check_memory
-from streamrl.report.fidelity import Cell, PaperFigure, fidelity_page
+from streamrl.report.fidelity import FigureCell, PaperFigure, fidelity_page
 from streamrl.workload.workload import SimulatedWorkload
 
 RUNNER = CliRunner()
@@ -35,7 +35,7 @@ FIGURE = PaperFigure(
     name="Figure 0",
     title="two cells",
     unit="samples/s",
-    cells=[Cell(label="a", paper=2.0, ours=2.2), Cell(label="b", paper=4.0, ours=2.0)],
+    cells=[FigureCell(label="a", paper=2.0, ours=2.2), FigureCell(label="b", paper=4.0, ours=2.0)],
     target="mean error at most 15 %",
     is_met=False,
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.report.findings import Finding, Kind, find
-from streamrl.report.study_table import METRICS, Row, Table, make_table
+from streamrl.report.findings import Kind, Question, find
+from streamrl.report.study_table import METRICS, MetricTable, Row, make_table
 from streamrl.runfile.grid import Axis, parse_axis
 
 X = parse_axis("rollout.replicas=1,2,4,8")
@@ -13,7 +13,7 @@ GPU = parse_axis("rollout.pool=h20,h800", "GPU", ["H20", "H800"])
 LINK = parse_axis("cluster.links.0.bandwidth=1 Gbps,10 Gbps,100 Gbps")
 
 
-def table_of(axes: list[Axis], values: list[list[float]], metric: str = "step_time") -> Table:
+def table_of(axes: list[Axis], values: list[list[float]], metric: str = "step_time") -> MetricTable:
     """Make a table of one or two axes from a list for each series, with one seed."""
     rows = []
     for series, found in enumerate(values):
@@ -23,8 +23,8 @@ def table_of(axes: list[Axis], values: list[list[float]], metric: str = "step_ti
     return make_table(metric, axes, rows)
 
 
-def said(kind: Kind, table: Table, tolerance: float = 0.02) -> list[str]:
-    return find(Finding(kind=kind, tolerance=tolerance), table)
+def said(kind: Kind, table: MetricTable, tolerance: float = 0.02) -> list[str]:
+    return find(Question(kind=kind, tolerance=tolerance), table)
 
 
 # best ---------------------------------------------------------------------------------------------

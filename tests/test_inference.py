@@ -14,7 +14,7 @@ from sim.costs.inference import CHUNK, Shard, load_overheads
 from sim.costs.kernels import Kernels
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_model
-from streamrl.runfile.config import ModelConfig
+from streamrl.runfile.cluster_config import ModelConfig
 from tests.runs import small_run
 
 ROLLOUTS = np.array([1.0, 16.0, 256.0])

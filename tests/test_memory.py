@@ -19,8 +19,10 @@ from streamrl.hardware.memory import (
 )
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_gpu, load_model
-from streamrl.runfile.config import ModelConfig, Run, TrainerConfig
+from streamrl.runfile.cluster_config import ModelConfig
+from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run, make_run
+from streamrl.runfile.sides_config import TrainerConfig
 from tests.runs import make_table, small_run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from streamrl.hardware.config_json import read_config_json
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_model
-from streamrl.runfile.config import ModelConfig
+from streamrl.runfile.cluster_config import ModelConfig
 
 DENSE = {
     "hidden_size": 48,

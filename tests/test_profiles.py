@@ -8,7 +8,8 @@ import pytest
 
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import PROFILES, load_gpu, load_model
-from streamrl.runfile.config import LengthsConfig, ModelConfig
+from streamrl.runfile.cluster_config import ModelConfig
+from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.workload import load_source
 
 PUBLISHED = {

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from executor.rollout.replica import Replica, ReplicaConfig
+from executor.rollout.replica import Replica, ReplicaSettings
 from executor.samples import Completion, Manifest, Request
 from executor.transfer.shared_memory import write_buckets
 from tests.tiny_model import tiny_model
@@ -65,7 +65,7 @@ def serve(
     async def main() -> None:
         defaults = {"max_running": 4, "max_tokens": 400, "max_prompt_tokens": 16}
         limits = defaults | {"temperature": 1.0, "seed": 0} | settings
-        replica = Replica(ReplicaConfig(model=str(path), **limits))
+        replica = Replica(ReplicaSettings(model=str(path), **limits))
         await replica.start(manifest, version=manifest.version if manifest else 3)
         try:
             await asyncio.wait_for(scenario(replica), timeout=60)

@@ -234,11 +234,21 @@ def test_a_chrome_trace_is_in_order_with_each_kind_well_formed(trace: Trace) -> 
     assert min(running) == running[-1] == 0 and max(running) > 1
 
 
+def test_every_chrome_event_says_its_thread_and_a_slice_when_and_how_long(trace: Trace) -> None:
+    events = chrome_events(trace)
+    assert all(type(e[key]) is int for e in events for key in ("pid", "tid"))
+    named = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert [named[1, replica] for replica in range(4)] == [f"replica {n}" for n in range(4)]
+    assert {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"} == set(named)
+    assert all("ts" in e and "dur" in e for e in events if e["ph"] == "X")
+    assert all(e["name"] == f"rollouts of replica {e['tid']}" for e in events if e["ph"] in "be")
+
+
 def test_slices_of_one_thread_of_a_chrome_trace_do_not_overlap(trace: Trace) -> None:
     ends: dict[tuple[int, int], float] = {}
     for event in chrome_events(trace):
         if event["ph"] == "X":
-            thread = (event["pid"], event.get("tid", 0))
+            thread = (event["pid"], event["tid"])
             assert event["ts"] >= ends.get(thread, 0.0) - 1e-2
             ends[thread] = event["ts"] + event["dur"]
     assert len(ends) == 4 + 2  # replicas, trainer, link

@@ -15,6 +15,7 @@ from sim.costs.costs import Costs
 from sim.costs.fill import fill_policies
 from sim.world import simulate
 from streamrl.engine.entities import Group, Phase
+from streamrl.engine.invariants import check
 from streamrl.engine.messages import (
     Abort,
     Command,
@@ -123,7 +124,7 @@ def test_a_rollout_that_comes_back_waits_where_its_siblings_put_it() -> None:
     assert rollouts(again) == [2]  # the only one of its group that could tell
     assert rollouts(s.tell(generated(3, tokens=10))) == []
     assert s.state.rollouts[2].expected_tokens == 155
-    s.state.check()
+    check(s.state)
 
 
 def test_without_learning_all_are_sent_at_once_in_draw_order() -> None:

@@ -13,7 +13,7 @@ from sim.study import run_sweep
 from sim.world import simulate
 from streamrl.record.metrics import measure
 from streamrl.report.study_file import Study, is_study, load_study
-from streamrl.report.study_report import Report, describe, write_study
+from streamrl.report.study_report import StudyResult, describe, write_study
 from streamrl.runfile.grid import Axis, make_grid, parse_axis
 from streamrl.runfile.reading import load_run
 from tests.test_cli import streamrl
@@ -163,10 +163,10 @@ def test_a_wrong_key_or_value_is_named(overrides: list[str], swept: list[str], w
 # What is simulated --------------------------------------------------------------------------------
 
 
-def small_study(*texts: str, num_seeds: int = 2) -> Report:
+def small_study(*texts: str, num_seeds: int = 2) -> StudyResult:
     study = Study(run_file=RUN, title="t", overrides=SMALL, axes=axes(*texts), num_seeds=num_seeds)
     grid, rows = run_sweep(make_grid(RUN, SMALL, study.axes), num_seeds)
-    return Report(study, grid, rows)
+    return StudyResult(study, grid, rows)
 
 
 def test_every_row_is_what_its_run_and_seed_give_alone() -> None:
@@ -301,7 +301,7 @@ def test_a_ready_made_study_checks_runs_shortened_and_finds_something(
     if "algorithm.prompts_per_step" not in swept:
         quick = (*quick, "algorithm.prompts_per_step=64")
     grid, rows = run_sweep(make_grid(study.run_file, quick, ends), 1)
-    report = Report(replace(study, axes=ends, num_seeds=1), grid, rows)
+    report = StudyResult(replace(study, axes=ends, num_seeds=1), grid, rows)
     write_study(report, tmp_path)
     for metric in study.metrics:
         assert report.finding(metric).endswith(".")

@@ -17,7 +17,7 @@ from sim.costs.sync_profiles import load_backend, load_delta, load_transport
 from streamrl.hardware.memory import weight_bytes
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import PROFILES, load_gpu, load_model
-from streamrl.runfile.config import ModelConfig
+from streamrl.runfile.cluster_config import ModelConfig
 from tests.runs import small_run
 
 SHARED = Path(__file__).parents[2] / "shared" / "data" / "weight_sync" / "weight_sync_measured.csv"

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from executor.samples import Sample
 from executor.trainer import losses
-from executor.trainer.trainer import Trainer, TrainerConfig
+from executor.trainer.trainer import Trainer, TrainerSettings
 from executor.transfer.shared_memory import read_buckets
 from tests.tiny_model import tiny_model
 
@@ -38,9 +38,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def make_config(model: str, **changes: Any) -> TrainerConfig:
+def make_config(model: str, **changes: Any) -> TrainerSettings:
     defaults = {"learning_rate": 1e-3, "temperature": TEMPERATURE, "correction": "token_tis"}
-    return TrainerConfig(model=model, **{**defaults, **changes})
+    return TrainerSettings(model=model, **{**defaults, **changes})
 
 
 def make_samples(seed: int, count: int = 24) -> list[Sample]:
@@ -96,7 +96,7 @@ def own_samples(path: str, samples: list[Sample]) -> list[Sample]:
 
 @contextlib.asynccontextmanager
 async def started(
-    config: TrainerConfig, checkpoint: str | None = None, version: int = 0
+    config: TrainerSettings, checkpoint: str | None = None, version: int = 0
 ) -> AsyncIterator[Trainer]:
     trainer = Trainer(config)
     assert await trainer.start(checkpoint) == version
@@ -116,7 +116,7 @@ async def weights(trainer: Trainer, version: int, directory: Path) -> Weights:
 
 
 def step_once(
-    config: TrainerConfig, parts: list[list[Sample]], directory: Path
+    config: TrainerSettings, parts: list[list[Sample]], directory: Path
 ) -> tuple[Weights, dict[str, float]]:
     """Weights and figures after one step from the initial weights."""
 

@@ -39,7 +39,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Measurements:
     """Every point that is measured, `repeats` times over."""
 
     repeats: int
@@ -55,24 +55,24 @@ class Plan:
     """(rollouts, tokens of each)"""
 
 
-def full_plan(limits: Limits) -> Plan:
+def full_plan(limits: Limits) -> Measurements:
     """Cover the limits densely enough to interpolate; a few minutes for a small model on a CPU."""
     batches = [b for b in BATCHES if b < limits.max_running] + [limits.max_running]
     return _plan(limits, 5, batches, NUM_CONTEXTS)
 
 
-def quick_plan(limits: Limits) -> Plan:
+def quick_plan(limits: Limits) -> Measurements:
     """Touch every table: for tests, and to see that everything runs."""
     return _plan(limits, 2, sorted({1, limits.max_running}), 2)
 
 
-def _plan(limits: Limits, repeats: int, batches: list[int], num_contexts: int) -> Plan:
+def _plan(limits: Limits, repeats: int, batches: list[int], num_contexts: int) -> Measurements:
     lengths = _spread(SHORT, limits.max_context - WINDOW, num_contexts)
     widths = _spread(SHORT, limits.max_context, num_contexts)
     room = limits.max_tokens_per_pass
     passes = [(n, w) for w in widths for n in sorted({1, max(1, room // w // 4), room // w})]
     running = sorted({max(1, limits.max_running // 4), max(1, 3 * limits.max_running // 4)})
-    return Plan(
+    return Measurements(
         repeats=repeats,
         decode=[(b, context) for b in batches for context in lengths],
         prefill=_prefixes(limits, lengths),

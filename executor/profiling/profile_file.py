@@ -29,7 +29,7 @@ from streamrl.hardware.machine_profile import (
     shape_digest,
 )
 from streamrl.hardware.profiles import load_gpu, load_model
-from streamrl.runfile.config import ModelConfig
+from streamrl.runfile.cluster_config import ModelConfig
 
 QUARTILES = (25, 50, 75)
 LEAST_JOINS = 3

@@ -22,8 +22,8 @@ import msgspec
 
 from executor.carriers.handles import Handle, LocalProcess
 from executor.carriers.launch import worker_environment
-from executor.profiling.measurements import JOIN_STEPS, SHORT, WINDOW, Limits, Plan
-from executor.profiling.timed_roles import Pass
+from executor.profiling.measurements import JOIN_STEPS, SHORT, WINDOW, Limits, Measurements
+from executor.profiling.timed_roles import TimedPass
 from executor.rollout.batching import PREFILL_TOKENS
 from executor.samples import Completion, Manifest, Request, Sample
 from executor.transfer.shared_memory import remove_version, shared_directory
@@ -48,7 +48,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     threads: int
     limits: Limits
-    plan: Plan
+    plan: Measurements
 
 
 @dataclass
@@ -88,7 +88,7 @@ def measure(setup: Setup, watch: Watch) -> Readings:
     return asyncio.run(_measure(setup, watch))
 
 
-def num_points(plan: Plan) -> int:
+def num_points(plan: Measurements) -> int:
     """Give how often `watch` will be called."""
     replica = len(plan.decode) + len(plan.prefill) + len(plan.join) + 1
     trainer = len(plan.passes) + len(plan.calls) + 1
@@ -188,7 +188,7 @@ class _Bench:
         """Let caches and allocators reach their size on the largest work there is."""
         most, longest = self._limits.max_running, self._limits.max_context
         await self._generate(replica, most, longest - WINDOW, WINDOW)
-        await replica.call("passes", returns=list[Pass])
+        await replica.call("passes", returns=list[TimedPass])
         await self._train(trainer, *max(self._plan.passes, key=lambda p: p[0] * p[1]))
         await trainer.call("seconds", returns=list[float])
 
@@ -217,14 +217,14 @@ class _Bench:
         prompt = max(1, context - (WINDOW + lead) // 2)
         await self._generate(replica, running, prompt, WINDOW + lead)
         key = (running, context)
-        for one in await replica.call("passes", returns=list[Pass]):
+        for one in await replica.call("passes", returns=list[TimedPass]):
             if one.running == running and not one.prefixes:
                 self._readings.decode[key].append(one.seconds)
                 self._readings.decode_context[key].append(one.context / running)
 
     async def _time_prefill(self, replica: Handle, rollouts: int, tokens: int) -> None:
         await self._generate(replica, rollouts, tokens, 2)  # the pass after marks the end of it
-        for one in await replica.call("passes", returns=list[Pass]):
+        for one in await replica.call("passes", returns=list[TimedPass]):
             if one.prefixes == [tokens] * rollouts and not one.running:
                 self._readings.prefill[rollouts, tokens].append(one.seconds)
 
@@ -235,7 +235,7 @@ class _Bench:
         while not decoding.done():
             await self._generate(replica, joining, tokens, 1)
         await decoding
-        passes = await replica.call("passes", returns=list[Pass])
+        passes = await replica.call("passes", returns=list[TimedPass])
         for before, one, after in zip(passes, passes[1:], passes[2:], strict=False):
             around = [p.seconds for p in (before, after) if not p.prefixes and p.running == running]
             if one.running == running and set(one.prefixes) == {tokens} and around:
@@ -249,7 +249,7 @@ class _Bench:
         most = self._limits.max_running
         lengths = [self._random.randint(SHORT // 2, 2 * SHORT) for _ in range(2 * most)]
         await asyncio.gather(*(self._generate(replica, 1, SHORT, n) for n in lengths))
-        passes = await replica.call("passes", returns=list[Pass])
+        passes = await replica.call("passes", returns=list[TimedPass])
         started = empty = refilled = 0
         for one in passes:
             if started >= most:

@@ -15,14 +15,14 @@ import msgspec
 import torch
 
 from executor.rollout.batching import BY_SEQUENCE
-from executor.rollout.replica import Replica, ReplicaConfig
+from executor.rollout.replica import Replica, ReplicaSettings
 from executor.samples import Manifest
-from executor.trainer.trainer import Learner, Trainer, TrainerConfig
+from executor.trainer.trainer import Learner, Trainer, TrainerSettings
 
 R = TypeVar("R")
 
 
-class Pass(msgspec.Struct, frozen=True, kw_only=True):
+class TimedPass(msgspec.Struct, frozen=True, kw_only=True):
     """One forward pass of a replica, from its start to the start of the next."""
 
     running: int
@@ -59,7 +59,7 @@ class Stopwatch:
 class TimedReplica(Replica):
     """A replica that records its forward passes."""
 
-    def __init__(self, config: ReplicaConfig) -> None:
+    def __init__(self, config: ReplicaSettings) -> None:
         super().__init__(config)
         self._stopwatch = Stopwatch(config.device)
         self._marks: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
@@ -73,7 +73,7 @@ class TimedReplica(Replica):
         """Say whether decode steps pad every rollout to the longest: our attention does, flash kernels do not."""
         return bool(self._model.config._attn_implementation == BY_SEQUENCE)
 
-    async def passes(self) -> list[Pass]:
+    async def passes(self) -> list[TimedPass]:
         """Give the passes since the last call; the last one has no end, so it is left out."""
         marks, self._marks = self._marks, []
         return list(self._passes(marks))
@@ -84,11 +84,11 @@ class TimedReplica(Replica):
         ends = kwargs["cu_seq_lens_q"].clone(), longest.clone()  # the tensors are used again
         self._marks.append((self._stopwatch.mark(), *ends))
 
-    def _passes(self, marks: list[tuple[Any, torch.Tensor, torch.Tensor]]) -> Iterator[Pass]:
+    def _passes(self, marks: list[tuple[Any, torch.Tensor, torch.Tensor]]) -> Iterator[TimedPass]:
         for (start, query_ends, key_ends), (end, _, _) in pairwise(marks):
             queries, keys = query_ends.diff().tolist(), key_ends.diff().tolist()
             decoding = [k for q, k in zip(queries, keys, strict=True) if q == 1]
-            yield Pass(
+            yield TimedPass(
                 running=len(decoding),
                 context=sum(decoding),
                 prefixes=[q for q in queries if q > 1],
@@ -99,7 +99,7 @@ class TimedReplica(Replica):
 class TimedTrainer(Trainer):
     """A trainer that records how long the work of each call took, the way to it and back left out."""
 
-    def __init__(self, config: TrainerConfig) -> None:
+    def __init__(self, config: TrainerSettings) -> None:
         super().__init__(config)
         self._stopwatch = Stopwatch(config.device)
         self._seconds: list[float] = []

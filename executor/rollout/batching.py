@@ -38,7 +38,7 @@ BY_SEQUENCE = "streamrl_by_sequence"
 
 
 @dataclass(frozen=True)
-class Run:
+class RunningSequence:
     """What one submitted sequence has made so far, or in all; instants on `time.perf_counter`."""
 
     tokens: list[int]
@@ -49,7 +49,7 @@ class Run:
     """When each token was known on the host."""
 
 
-OnEnd = Callable[[Run | Exception], None]
+OnEnd = Callable[[RunningSequence | Exception], None]
 
 
 class Batching:
@@ -144,12 +144,12 @@ class Batching:
         finally:
             release.set()
 
-    def read(self, run: str) -> Run:
+    def read(self, run: str) -> RunningSequence:
         """What `run` has made so far; only while paused, and only before its `on_end`."""
         scheduler = self._manager.batch_processor.scheduler
         state = scheduler.active_requests.get(run) or scheduler.waiting_requests.get(run)
         if state is None:  # handed over, not yet seen by the thread
-            return Run(tokens=[], logprobs=[], prefill_at=None, token_times=[])
+            return RunningSequence(tokens=[], logprobs=[], prefill_at=None, token_times=[])
         return _run_from(state.to_generation_output())
 
     def cancel(self, run: str) -> None:
@@ -308,8 +308,8 @@ def _attend_prefix(
     return attended[0].transpose(0, 1)
 
 
-def _run_from(output: Any) -> Run:
-    return Run(
+def _run_from(output: Any) -> RunningSequence:
+    return RunningSequence(
         tokens=output.generated_tokens,
         logprobs=output.logprobs,
         prefill_at=output.lifespan[0] if output.lifespan[0] >= 0 else None,

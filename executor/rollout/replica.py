@@ -17,12 +17,12 @@ import msgspec
 import torch
 from transformers import AutoModelForCausalLM
 
-from executor.rollout.batching import Batching, Run, end_of_sequence
+from executor.rollout.batching import Batching, RunningSequence, end_of_sequence
 from executor.samples import Completion, FinishReason, Manifest, Request
 from executor.transfer.shared_memory import read_buckets
 
 
-class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What one replica needs to start; the cache is sized for `max_running` longest rollouts."""
 
     model: str
@@ -68,7 +68,7 @@ class Replica:
     softmax over logits divided by `temperature`, under the weights and the KV that sampled it.
     """
 
-    def __init__(self, config: ReplicaConfig) -> None:
+    def __init__(self, config: ReplicaSettings) -> None:
         """Remember the config; `start` does the work."""
         self.config = config
         self._attempts: dict[int, _Attempt] = {}
@@ -197,19 +197,21 @@ class Replica:
         except RuntimeError as error:
             attempt.completion.set_exception(error)
 
-    def _end(self, attempt: _Attempt, result: Run | Exception, aborted: bool = False) -> None:
+    def _end(
+        self, attempt: _Attempt, result: RunningSequence | Exception, aborted: bool = False
+    ) -> None:
         self._running.discard(attempt)
         if not self._running:
             self._idle_since = time.perf_counter()
             self._idle.set()
         if not attempt.completion.done():
-            if isinstance(result, Run):
+            if isinstance(result, RunningSequence):
                 attempt.completion.set_result(self._completion(attempt, result, aborted))
             else:
                 attempt.completion.set_exception(result)
         self._admit()
 
-    def _completion(self, attempt: _Attempt, run: Run, aborted: bool) -> Completion:
+    def _completion(self, attempt: _Attempt, run: RunningSequence, aborted: bool) -> Completion:
         finish: FinishReason = "stop" if run.tokens and run.tokens[-1] in self._eos else "length"
         ended_at = run.token_times[-1] if run.token_times else time.perf_counter()
         first_at = run.token_times[0] if run.token_times else ended_at
@@ -226,7 +228,7 @@ class Replica:
     async def _withdraw(self, attempt: _Attempt) -> None:
         """End an attempt with what it has, wherever it is."""
         if attempt.run is None:
-            self._end(attempt, Run([], [], None, []), aborted=True)
+            self._end(attempt, RunningSequence([], [], None, []), aborted=True)
             return
         if attempt not in self._running:
             return
@@ -252,7 +254,7 @@ class Replica:
                 attempt.versions = [*spans, (version, start)]
 
 
-def _load_model(config: ReplicaConfig) -> Any:
+def _load_model(config: ReplicaSettings) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(
         config.model, dtype=getattr(torch, config.dtype), attn_implementation="sdpa"
     )

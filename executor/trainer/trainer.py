@@ -40,7 +40,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json"
 R = TypeVar("R")
 
 
-class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True):
+class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How the trainer trains. A field out of range raises ValueError with its name and value."""
 
     model: str
@@ -83,7 +83,7 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True):
 class Trainer:
     """The trainer as its controller sees it; every method waits for the ones called before it."""
 
-    def __init__(self, config: TrainerConfig) -> None:
+    def __init__(self, config: TrainerSettings) -> None:
         self.config = config
         threads = (config.num_threads,)
         self._thread = ThreadPoolExecutor(1, "trainer", torch.set_num_threads, threads)
@@ -148,7 +148,7 @@ class Trainer:
 
 
 @dataclasses.dataclass
-class Batch:
+class Accumulated:
     """What was trained on since the last step; its gradient is in the parameters."""
 
     num_tokens: int = 0
@@ -167,12 +167,12 @@ class Batch:
 class Learner:
     """The trainer's blocking half; its methods are those of `Trainer`."""
 
-    config: TrainerConfig
+    config: TrainerSettings
     model: PreTrainedModel
     reference: PreTrainedModel | None
     optimizer: torch.optim.Optimizer
     version: int
-    batch: Batch = dataclasses.field(default_factory=Batch)
+    batch: Accumulated = dataclasses.field(default_factory=Accumulated)
     scores: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
     """By rollout: `proximal` and `reference` log-probabilities of its output tokens."""
 
@@ -200,7 +200,7 @@ class Learner:
             sums.update(self._backward(some))
         for sample in samples:
             self.scores.pop(sample.rollout, None)
-        added = Batch(sum(len(s.tokens) for s in samples), len(samples), sums)
+        added = Accumulated(sum(len(s.tokens) for s in samples), len(samples), sums)
         self.batch.num_tokens += added.num_tokens
         self.batch.num_rollouts += added.num_rollouts
         self.batch.sums.update(sums)
@@ -219,7 +219,7 @@ class Learner:
         grad_norm = losses.average_gradients(self.model, count, self.config.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
-        self.version, self.batch = version, Batch()
+        self.version, self.batch = version, Accumulated()
         return {"grad_norm": grad_norm, "loss": batch.sums["loss"] / count, **batch.summary()}
 
     def push(self, version: int, directory: Path) -> Manifest:
@@ -272,7 +272,7 @@ class Learner:
         return losses.output_logprobs(model, samples, self.config.temperature, dtype)
 
 
-def _load_learner(config: TrainerConfig, checkpoint: str | None) -> Learner:
+def _load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:
     torch.manual_seed(config.seed)
     model = _load_model(checkpoint or config.model, config.device)
     reference = _load_model(config.model, config.device) if config.kl_coefficient > 0 else None

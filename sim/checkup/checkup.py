@@ -26,9 +26,9 @@ class Checkup(NamedTuple):
 def examine(run: Run) -> list[Finding]:
     """Give what a rehearsal shows, with fixes that were rehearsed too."""
     findings, metrics = check_up(run)
-    cures = {**progress.cures(metrics), **link_use.CURES}
+    fixes = {**progress.fixes(metrics), **link_use.FIXES}
     return [
-        finding if finding.level == "ok" else treat(run, finding, cures[finding.name], _all)
+        finding if finding.level == "ok" else treat(run, finding, fixes[finding.name], _all)
         for finding in findings
     ]
 

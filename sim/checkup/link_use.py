@@ -8,7 +8,7 @@ from sim.costs.costs import Costs
 from sim.costs.sync import link_leg
 from streamrl.doctor.changes import toml
 from streamrl.doctor.finding import Changes, Finding
-from streamrl.doctor.fix import Cure
+from streamrl.doctor.fix import Fix
 from streamrl.doctor.lengths import mean_lengths
 from streamrl.engine.systems import choose_system
 from streamrl.record.metrics import Metrics
@@ -95,9 +95,7 @@ def _less_waiting(run: Run) -> Iterator[Changes]:
             yield {f"cluster.links.{index}.bandwidth": toml(wider).strip('"')}
 
 
-CURES = {
-    "sync-exposed": Cure(
-        _less_waiting, "send less (sync.mode), or generate a step ahead meanwhile"
-    ),
-    "link-saturated": Cure(_less_waiting, "send less (sync.mode), or rent a wider link"),
+FIXES = {
+    "sync-exposed": Fix(_less_waiting, "send less (sync.mode), or generate a step ahead meanwhile"),
+    "link-saturated": Fix(_less_waiting, "send less (sync.mode), or rent a wider link"),
 }

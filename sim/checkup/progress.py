@@ -9,10 +9,11 @@ from sim.checkup.rehearsal import Rehearsal
 from sim.failures import SECONDS_PER_DAY
 from streamrl.doctor.changes import value_of
 from streamrl.doctor.finding import Changes, Finding, Level
-from streamrl.doctor.fix import Cure
+from streamrl.doctor.fix import Fix
 from streamrl.engine.systems import SYSTEMS, choose_system
 from streamrl.record.metrics import Metrics
-from streamrl.runfile.config import PoliciesConfig, Run
+from streamrl.runfile.config import Run
+from streamrl.runfile.policies_config import PoliciesConfig
 
 POLICIES = (
     *("consumption", "weight_sync", "streaming", "max_staleness", "waits_for_whole_batches"),
@@ -90,21 +91,21 @@ def _more_restarts(run: Run) -> Iterator[Changes]:
         yield {"policies.max_restarts": (1 + run.policies.max_restarts) * 4**power}
 
 
-def _enough_restarts(step_time: float) -> Cure:
+def _enough_restarts(step_time: float) -> Fix:
     def candidates(run: Run) -> Iterator[Changes]:
         mean = expected_losses(run, step_time)
         yield {"policies.max_restarts": ceil(mean + 3 * sqrt(mean))}  # of a Poisson count, 3 sigma
 
-    return Cure(candidates, "raise policies.max_restarts")
+    return Fix(candidates, "raise policies.max_restarts")
 
 
-def cures(metrics: Metrics | None) -> dict[str, Cure]:
+def fixes(metrics: Metrics | None) -> dict[str, Fix]:
     """Give what may mend each kind of finding."""
     return {
-        "no-progress": Cure(_unstuck, "go back to the policies of a system as it is"),
-        "stops-early": Cure(_more_restarts, "see why replicas are lost: more restarts do not help"),
+        "no-progress": Fix(_unstuck, "go back to the policies of a system as it is"),
+        "stops-early": Fix(_more_restarts, "see why replicas are lost: more restarts do not help"),
         "restarts": _enough_restarts(0.0 if metrics is None else metrics.mean_step_time),
-        "bound-broken": Cure(
+        "bound-broken": Fix(
             lambda run: iter(()), "this is a defect of the policies: please report it"
         ),
     }

@@ -13,17 +13,11 @@ from streamrl.doctor.memory import rollouts_under_way
 from streamrl.engine.messages import Event
 from streamrl.engine.systems import choose_system
 from streamrl.record.trace import Trace
-from streamrl.runfile.config import (
-    ClusterConfig,
-    CostsConfig,
-    LengthsConfig,
-    LinkConfig,
-    ModelConfig,
-    PoolConfig,
-    Run,
-)
+from streamrl.runfile.cluster_config import ClusterConfig, LinkConfig, ModelConfig, PoolConfig
+from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.pools import most_replicas, replicas_per_node
 from streamrl.runfile.units import Bandwidth
+from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.workload import SimulatedWorkload, Workload
 
 LEAST_STEPS = 3

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sim.costs.sync import Side
+from sim.costs.sync import SyncSide
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
@@ -29,7 +29,7 @@ class CacheTransfer:
     @classmethod
     def load(cls, run: Run) -> CacheTransfer:
         """Give what the pool of the replicas allows."""
-        side = Side.load(run, run.rollout.pool, run.rollout.num_gpus)
+        side = SyncSide.load(run, run.rollout.pool, run.rollout.num_gpus)
         num_bytes = load_model(run.model).shard_kv_bytes_per_token(
             run.model.dtype, run.rollout.tensor_parallel
         )
@@ -40,7 +40,7 @@ class CacheTransfer:
         return context * self.token_time
 
 
-def _bandwidth(side: Side) -> float:
+def _bandwidth(side: SyncSide) -> float:
     """Give the bytes a second from a GPU of one replica to one of another."""
     if side.pool.nodes == 1:
         return side.gpu.nvlink
@@ -49,7 +49,7 @@ def _bandwidth(side: Side) -> float:
     return side.rank_bandwidth
 
 
-def _sources(side: Side) -> tuple[str, ...]:
+def _sources(side: SyncSide) -> tuple[str, ...]:
     gpu = f"profiles/gpus/{side.pool.gpu}.toml"
     network = f"profiles/transports/{side.pool.transport}.toml"
     return (gpu,) if side.pool.nodes == 1 else (gpu, network)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sim.costs.sync import COPY_TRAFFIC, Side, SyncCosts
+from sim.costs.sync import COPY_TRAFFIC, SyncCosts, SyncSide
 from streamrl.hardware.memory import model_state, num_models, num_trained_models, shard_parameters
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.profiles import load_model
@@ -29,7 +29,7 @@ TIER: Tier = "roofline"
 
 
 @dataclass(frozen=True)
-class Moved:
+class PhaseBytes:
     """Bytes on one GPU that a change of phase moves."""
 
     onloaded: float
@@ -60,7 +60,7 @@ class PhaseChange:
             ValueError: a profile is missing, or the model cannot be split as the run file says.
         """
         moved = count_moved(run)
-        side = Side.load(run, run.rollout.pool, max(run.rollout.num_gpus, run.trainer.num_gpus))
+        side = SyncSide.load(run, run.rollout.pool, max(run.rollout.num_gpus, run.trainer.num_gpus))
         memory_bandwidth = side.gpu.memory_bandwidth * side.gpu.roofline.bandwidth_efficiency
         wire, sources = _wire(run, side)
         return cls(
@@ -95,7 +95,7 @@ class PhaseChange:
         )
 
 
-def count_moved(run: Run) -> Moved:
+def count_moved(run: Run) -> PhaseBytes:
     """Count the bytes that a change of phase moves on the GPU that moves most.
 
     With `trainer.offload` models come and go within score, train and step, whose seconds have that; the
@@ -112,7 +112,7 @@ def count_moved(run: Run) -> Moved:
         offloaded = max(0.0, changed - room)
         onloaded = max(0.0, changed + unchanged - room)
     held = trained if run.rollout.num_gpus <= run.trainer.num_gpus else 0.0
-    return Moved(onloaded, offloaded, max(0.0, needed - held), needed)
+    return PhaseBytes(onloaded, offloaded, max(0.0, needed - held), needed)
 
 
 def _trained_shard(run: Run) -> float:
@@ -132,11 +132,11 @@ def _replica_shard(run: Run, model: ModelShape) -> float:
 
 def _room_beside_generator(run: Run) -> float:
     """Bytes of a GPU that weights and KV cache of a replica leave free."""
-    side = Side.load(run, run.rollout.pool, run.rollout.num_gpus)
+    side = SyncSide.load(run, run.rollout.pool, run.rollout.num_gpus)
     return float(side.gpu.memory * (1 - run.rollout.memory_utilization))
 
 
-def _wire(run: Run, side: Side) -> tuple[float, tuple[str, ...]]:
+def _wire(run: Run, side: SyncSide) -> tuple[float, tuple[str, ...]]:
     """Give the bytes a second that a GPU is sent in a reshard, and the profiles that say so.
 
     The ranks that hold one copy of the weights between them send each other what they lack (as the

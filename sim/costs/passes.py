@@ -14,7 +14,7 @@ from streamrl.hardware.memory import (
 )
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.profiles import Gpu
-from streamrl.runfile.config import TrainerConfig
+from streamrl.runfile.sides_config import TrainerConfig
 
 BACKWARD = 2
 """Forward passes that a backward pass costs: one for the gradient of inputs, one for that of weights."""

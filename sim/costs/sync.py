@@ -22,7 +22,8 @@ from sim.costs.sync_profiles import SyncBackend, Transport, load_backend, load_d
 from streamrl.hardware.memory import weight_bytes
 from streamrl.hardware.profiles import Gpu, load_gpu
 from streamrl.hardware.tiers import Tier
-from streamrl.runfile.config import LinkConfig, PoolConfig, Run
+from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
+from streamrl.runfile.config import Run
 from streamrl.runfile.pools import find_link
 
 COPY_TRAFFIC = 2
@@ -64,7 +65,7 @@ class Passage:
 
 
 @dataclass(frozen=True)
-class Side:
+class SyncSide:
     """One side's pool, GPU and network."""
 
     pool: PoolConfig
@@ -73,7 +74,7 @@ class Side:
     network: Transport
 
     @classmethod
-    def load(cls, run: Run, pool_name: str, num_gpus: int) -> Side:
+    def load(cls, run: Run, pool_name: str, num_gpus: int) -> SyncSide:
         """Read what the pool of a side is made of."""
         pool = run.cluster.pools[pool_name]
         return cls(pool, load_gpu(pool.gpu), num_gpus, load_transport(pool.transport))
@@ -134,8 +135,8 @@ class _Route:
     run: Run
     backend: SyncBackend
     payload: Payload
-    trainer: Side
-    rollout: Side
+    trainer: SyncSide
+    rollout: SyncSide
     link: LinkConfig | None
 
     @classmethod
@@ -145,8 +146,8 @@ class _Route:
             run,
             load_backend(run.sync.backend),
             Payload.load(run),
-            Side.load(run, run.trainer.pool, run.trainer.num_gpus),
-            Side.load(run, run.rollout.pool, run.rollout.num_gpus),
+            SyncSide.load(run, run.trainer.pool, run.trainer.num_gpus),
+            SyncSide.load(run, run.rollout.pool, run.rollout.num_gpus),
             None if index is None else run.cluster.links[index],
         )
 

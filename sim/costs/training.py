@@ -17,7 +17,8 @@ from streamrl.hardware.memory import ModelState, model_state, num_models, num_tr
 from streamrl.hardware.model_shape import BYTES
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.hardware.tiers import Tier
-from streamrl.runfile.config import Run, TrainerConfig
+from streamrl.runfile.config import Run
+from streamrl.runfile.sides_config import TrainerConfig
 
 MEASURED_BYTES = 2
 """Bytes of a value in the training that was measured."""

@@ -26,11 +26,11 @@ from streamrl.hardware.tiers import Tier
 PATH = PROFILES / "measured" / "training.toml"
 
 
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FittedTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of the profile; unknown keys are refused."""
 
 
-class Constants(Section, frozen=True, kw_only=True):
+class Constants(FittedTable, frozen=True, kw_only=True):
     """What the fit found."""
 
     activation_traffic: float
@@ -44,7 +44,7 @@ class Constants(Section, frozen=True, kw_only=True):
         check_positive(self)
 
 
-class GemmRate(Section, frozen=True, kw_only=True):
+class GemmRate(FittedTable, frozen=True, kw_only=True):
     """How fast large matrix products of 16 bits run on one kind of GPU."""
 
     flops: float
@@ -57,14 +57,14 @@ class GemmRate(Section, frozen=True, kw_only=True):
         check_positive(self)
 
 
-class Errors(Section, frozen=True, kw_only=True):
+class Errors(FittedTable, frozen=True, kw_only=True):
     """How far predicted and measured MFU are apart, relative, on models the fit had not seen."""
 
     median: float
     p90: float
 
 
-class TrainingProfile(Section, frozen=True, kw_only=True):
+class TrainingProfile(FittedTable, frozen=True, kw_only=True):
     """The file profiles/measured/training.toml."""
 
     name: str

@@ -8,8 +8,8 @@ from sim.costs.kernels import Kernels
 from sim.fidelity.cases import MAX_RUNNING
 from sim.fidelity.paper import load_paper
 from streamrl.hardware.profiles import load_model
-from streamrl.report.fidelity import Cell, PaperFigure
-from streamrl.runfile.config import ModelConfig
+from streamrl.report.fidelity import FigureCell, PaperFigure
+from streamrl.runfile.cluster_config import ModelConfig
 
 CONTEXT = 1500
 """Tokens of context a rollout at which the curve is read. The paper does not say; from 1,000 to 2,000 the
@@ -22,7 +22,7 @@ def decode_curve() -> PaperFigure:
     shard = Shard(load_model(ModelConfig(name="qwen2.5-7b")), Kernels("h800", "bfloat16"))
     curve = compose_decode(shard, max(paper.batch), longest=20_400, capacity=1e6)
     cells = [
-        Cell(label=f"batch {b}", paper=ms, ours=curve.step_time(b, b * CONTEXT) * 1e3)
+        FigureCell(label=f"batch {b}", paper=ms, ours=curve.step_time(b, b * CONTEXT) * 1e3)
         for b, ms in zip(paper.batch, paper.milliseconds, strict=True)
     ]
     return PaperFigure(

@@ -43,7 +43,7 @@ RECALL = 0.87
 """Of the paper's 7B ranker (Table 4)."""
 
 
-class Degrees(NamedTuple):
+class CaseDegrees(NamedTuple):
     """Parallelism of the trainer."""
 
     data: int
@@ -51,17 +51,17 @@ class Degrees(NamedTuple):
     pipeline: int
 
 
-TRAINING: dict[tuple[str, int], Degrees] = {
-    ("7B", 8): Degrees(4, 2, 1),
-    ("7B", 16): Degrees(8, 2, 1),
-    ("7B", 24): Degrees(12, 2, 1),
-    ("7B", 32): Degrees(16, 2, 1),
-    ("32B", 24): Degrees(3, 4, 2),
-    ("32B", 32): Degrees(2, 4, 4),
-    ("32B", 64): Degrees(4, 4, 4),
-    ("72B", 48): Degrees(3, 4, 4),
-    ("72B", 64): Degrees(4, 4, 4),
-    ("72B", 128): Degrees(8, 4, 4),
+TRAINING: dict[tuple[str, int], CaseDegrees] = {
+    ("7B", 8): CaseDegrees(4, 2, 1),
+    ("7B", 16): CaseDegrees(8, 2, 1),
+    ("7B", 24): CaseDegrees(12, 2, 1),
+    ("7B", 32): CaseDegrees(16, 2, 1),
+    ("32B", 24): CaseDegrees(3, 4, 2),
+    ("32B", 32): CaseDegrees(2, 4, 4),
+    ("32B", 64): CaseDegrees(4, 4, 4),
+    ("72B", 48): CaseDegrees(3, 4, 4),
+    ("72B", 64): CaseDegrees(4, 4, 4),
+    ("72B", 128): CaseDegrees(8, 4, 4),
 }
 
 SKEWNESS_AWARE = {

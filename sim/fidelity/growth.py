@@ -11,7 +11,7 @@ from streamrl.engine.messages import Resize, Stepped
 from streamrl.engine.pace import StepPace
 from streamrl.engine.systems import build_engine
 from streamrl.record.trace import Trace
-from streamrl.report.fidelity import Cell, PaperFigure
+from streamrl.report.fidelity import FigureCell, PaperFigure
 
 STEPS = 23
 NODES = 12  # of the pool: more than any reading asks for
@@ -39,7 +39,7 @@ def adjustment() -> PaperFigure:
     wanted = wanted_triggers()
     pairs = list(zip(wanted, outcome.triggers, strict=False))
     cells = [
-        Cell(label=f"node {number} is added after step", paper=step, ours=ours)
+        FigureCell(label=f"node {number} is added after step", paper=step, ours=ours)
         for number, (step, ours) in enumerate(pairs, start=1)
     ]
     first, paper = outcome.steps[0], load_paper().adjustment

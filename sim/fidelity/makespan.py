@@ -12,7 +12,7 @@ from sim.costs.costs import Costs
 from sim.costs.fill import fill_latency
 from sim.fidelity.cases import BATCH, MAX_RUNNING, SKEWNESS_AWARE, Case, make_case
 from sim.fidelity.paper import load_paper
-from streamrl.report.fidelity import Cell, PaperFigure
+from streamrl.report.fidelity import FigureCell, PaperFigure
 from streamrl.workload.workload import SimulatedWorkload
 
 SEEDS = range(5)
@@ -37,7 +37,7 @@ def dispatch() -> PaperFigure:
         for size, way in product(paper, WAYS)
     }
     cells = [
-        Cell(
+        FigureCell(
             label=f"{size} {way}",
             paper=paper[size][place],
             ours=took[size, way] / took[size, "random"],

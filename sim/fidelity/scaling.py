@@ -7,9 +7,9 @@ from typing import Any
 
 from sim.fidelity.cases import GPUS, Case, make_case
 from sim.fidelity.paper import load_paper
-from sim.planner.allocation import Search, search
+from sim.planner.allocation import Comparison, search
 from sim.planner.stages import Generation, Stages, Training
-from streamrl.report.fidelity import Cell, PaperFigure
+from streamrl.report.fidelity import FigureCell, PaperFigure
 
 NODE = 8
 SCALING_GPUS = 32
@@ -23,14 +23,16 @@ def scaling() -> PaperFigure:
         by_gpus = list(pool.map(_stages, [20_000] * len(paper.gpus), paper.gpus))
         by_length = list(pool.map(_stages, paper.tokens, [SCALING_GPUS] * len(paper.tokens)))
     cells = [
-        Cell(
+        FigureCell(
             label=f"{stage} on {num_gpus} GPUs", paper=value, ours=found[place] / by_gpus[0][place]
         )
         for place, stage, values in ((0, "generate", paper.generate), (1, "train", paper.train))
         for num_gpus, value, found in zip(paper.gpus, values, by_gpus, strict=True)
     ]
     cells += [
-        Cell(label=f"{stage} at {tokens}", paper=value, ours=found[place] / by_length[0][place])
+        FigureCell(
+            label=f"{stage} at {tokens}", paper=value, ours=found[place] / by_length[0][place]
+        )
         for place, stage, values in (
             (0, "generate", paper.generate_by_length),
             (1, "train", paper.train_by_length),
@@ -78,7 +80,7 @@ def divisions() -> PaperFigure:
         trainings = {entry.training.num_gpus: entry.training for entry in found.table}
         base = generations[splits.even.generate[0]].time
         cells.append(
-            Cell(
+            FigureCell(
                 label=f"{size} GPUs that generate",
                 paper=splits.chosen.generate[0],
                 ours=found.chosen.generation.num_gpus,
@@ -90,7 +92,9 @@ def divisions() -> PaperFigure:
             ("train", splits.chosen.train, trainings),
         )
         cells += [
-            Cell(label=f"{size} {stage} on {gpus}", paper=value, ours=by_gpus[gpus].time / base)
+            FigureCell(
+                label=f"{size} {stage} on {gpus}", paper=value, ours=by_gpus[gpus].time / base
+            )
             for stage, (gpus, value), by_gpus in stages
         ]
         notes.append(_division_note(size, found, fastest[size]))
@@ -106,15 +110,15 @@ def divisions() -> PaperFigure:
     )
 
 
-def _search(size: str, smallest: bool) -> Search:
+def _search(size: str, smallest: bool) -> Comparison:
     run = make_case(
         Case(size, "20K", "async"), changes={"cluster.pools.h800.nodes": GPUS[size] // NODE}
     )
     return search(run, Stages(run, smallest_tensor_parallel=smallest), unit=NODE)
 
 
-def _division_note(size: str, smallest: Search, fastest: Search) -> str:
-    def describe(found: Search) -> str:
+def _division_note(size: str, smallest: Comparison, fastest: Comparison) -> str:
+    def describe(found: Comparison) -> str:
         generation: Generation = found.chosen.generation
         training: Training = found.chosen.training
         return (

@@ -17,7 +17,7 @@ from sim.fidelity.cases import (
     take_all_times,
 )
 from sim.fidelity.paper import load_paper
-from streamrl.report.fidelity import Cell, PaperFigure
+from streamrl.report.fidelity import FigureCell, PaperFigure
 
 COLUMNS = ("verl", "colocated", "sync", "async")
 CELLS = [
@@ -38,7 +38,7 @@ def end_to_end() -> PaperFigure:
     """Figure 8: 27 cells of throughput."""
     ours = take_all_times(CELLS)
     cells = [
-        Cell(label=_label(case), paper=paper_throughput(case), ours=ours[case].throughput)
+        FigureCell(label=_label(case), paper=paper_throughput(case), ours=ours[case].throughput)
         for case in CELLS
     ]
     errors = [abs(cell.error) for cell in cells]
@@ -57,7 +57,7 @@ def ratios() -> PaperFigure:
     """Figure 8 again, as ratios over the colocated system: here constants that both share cancel."""
     ours = take_all_times(CELLS)
     cells = [
-        Cell(
+        FigureCell(
             label=f"{length} {size} {system}/colocated",
             paper=paper_throughput(Case(size, length, system))
             / paper_throughput(Case(size, length, "colocated")),
@@ -98,7 +98,7 @@ def verl() -> PaperFigure:
         ),
     )
     cells = [
-        Cell(
+        FigureCell(
             label=_label(case, "verl"), paper=_verl(case), ours=slower(ours[case], generate, train)
         )
         for case in ours
@@ -133,7 +133,7 @@ def ablation() -> PaperFigure:
     ours = take_all_times(Case("72B", "20K", name) for name in names)
     base = ours[Case("72B", "20K", "colocated")].throughput
     cells = [
-        Cell(label=name, paper=value, ours=ours[Case("72B", "20K", name)].throughput / base)
+        FigureCell(label=name, paper=value, ours=ours[Case("72B", "20K", name)].throughput / base)
         for name, value in zip(names, load_paper().ablation["72B"], strict=True)
     ]
     return PaperFigure(
@@ -158,7 +158,7 @@ def heterogeneous() -> PaperFigure:
         across, alone = (ours[case].throughput / COST[case.across] for case in pair)
         paper = load_paper().heterogeneous[length]
         cells.append(
-            Cell(
+            FigureCell(
                 label=f"{length} H20 + H800 over H800",
                 paper=paper[0] / paper[1],
                 ours=across / alone,

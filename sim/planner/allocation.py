@@ -41,7 +41,7 @@ class Allocation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search:
+class Comparison:
     """What was chosen, and everything that was compared."""
 
     chosen: Allocation
@@ -68,7 +68,7 @@ def allocate(run: Run, *, smallest_tensor_parallel: bool = False) -> Run:
 
 def search(
     run: Run, stages: Stages, *, objective: Objective | None = None, unit: int | None = None
-) -> Search:
+) -> Comparison:
     """Compare every division of a run's pools and choose one by Algorithm 1.
 
     Args:
@@ -101,8 +101,8 @@ def search(
             f"{run.trainer.pool!r} ({trainer.num_gpus} GPUs) fits both sides of the model"
         )
     if is_one_pool:
-        return Search(chosen=min(table, key=lambda a: (a.step_time, a.num_gpus)), table=table)
-    return Search(chosen=_balance(table), table=table)
+        return Comparison(chosen=min(table, key=lambda a: (a.step_time, a.num_gpus)), table=table)
+    return Comparison(chosen=_balance(table), table=table)
 
 
 def objective_of(run: Run) -> Objective:

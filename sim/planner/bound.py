@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 
 from sim.costs.costs import Costs
 from sim.costs.training import TrainingCosts
-from sim.planner.generation_time import GenerationTime, LeastTimes, Work, least_times
+from sim.planner.generation_time import DealtBatch, GenerationTime, LeastTimes, least_times
 from sim.planner.modes import Mode
 from sim.planner.sides import Degrees, Replicas
 from sim.planner.space import Candidate, Space
 from sim.planner.sync_time import sync_times
-from sim.planner.train_time import Batch, TrainTimes, train_times
+from sim.planner.train_time import FallingLengths, TrainTimes, train_times
 from streamrl.engine.systems import System, choose_system
 from streamrl.runfile.config import Run
 from streamrl.workload.workload import Draw
@@ -56,7 +56,7 @@ class Paced(NamedTuple):
     mode: Mode
 
 
-class Stages(NamedTuple):
+class StageSeconds(NamedTuple):
     """Seconds of the parts of every plan."""
 
     generation: Floats
@@ -75,8 +75,8 @@ class Estimates:
             ValueError: costs of the run's model or GPUs are missing.
         """
         self.space, run = space, space.run
-        works = [Work.of(batch) for batch in batches]
-        trains = [Batch(work.lengths) for work in works]
+        works = [DealtBatch.of(batch) for batch in batches]
+        trains = [FallingLengths(work.lengths) for work in works]
         self.tokens = float(np.mean([work.outputs.sum() for work in works]))
         """Output tokens of a step."""
         self._systems = [choose_system(mode.apply(run).policies) for mode in space.modes]
@@ -150,7 +150,7 @@ class Estimates:
 
     # Steps ----------------------------------------------------------------------------------------
 
-    def estimate(self) -> Stages:
+    def estimate(self) -> StageSeconds:
         """Give the seconds of every plan, generation bounded from below where no simulation has been asked."""
         return self._put_together(is_bound=False)
 
@@ -163,16 +163,18 @@ class Estimates:
         least = self._least[int(self.space.of_replicas[index])]
         return least._replace(work=least.work / self.space.candidate(index).replicas.replicas)
 
-    def _put_together(self, *, is_bound: bool) -> Stages:
-        columns = [np.zeros(len(self.space)) for _ in Stages._fields]
+    def _put_together(self, *, is_bound: bool) -> StageSeconds:
+        columns = [np.zeros(len(self.space)) for _ in StageSeconds._fields]
         for mode, system in enumerate(self._systems):
             places = np.nonzero(self.space.of_mode == mode)[0]
             found = self._stages(places, mode, system, is_bound=is_bound)
             for column, values in zip(columns, found, strict=True):
                 column[places] = values
-        return Stages(*columns)
+        return StageSeconds(*columns)
 
-    def _stages(self, places: Indices, mode: int, system: System, *, is_bound: bool) -> Stages:
+    def _stages(
+        self, places: Indices, mode: int, system: System, *, is_bound: bool
+    ) -> StageSeconds:
         trainer, trained = self.space.of_trainer[places], self._trained
         push, load = self._push[places], self._load[places]
         streams = system.streaming == "stream"
@@ -188,7 +190,7 @@ class Estimates:
             step = np.maximum(generation, training) + push + load
         else:
             step = np.maximum(generation + load, training)
-        return Stages(generation, training, push + load, step)
+        return StageSeconds(generation, training, push + load, step)
 
     def _generation(self, replicas: Indices, mode: int, *, is_bound: bool) -> Floats:
         """Give the seconds of generation: simulated where they were, else their bound."""
@@ -256,7 +258,7 @@ def _overlaps(system: System) -> bool:
     return is_ahead and system.weight_sync != "barrier"
 
 
-def _least_times(space: Space, works: list[Work]) -> list[list[LeastTimes]]:
+def _least_times(space: Space, works: list[DealtBatch]) -> list[list[LeastTimes]]:
     """Bound each way to generate, on every batch; its curve depends on pool and degrees alone."""
     by_shard: dict[tuple[str, int, int], list[LeastTimes]] = {}
     found = []
@@ -274,7 +276,7 @@ def _least_of(batches: list[LeastTimes]) -> LeastTimes:
     return LeastTimes(*(min(column) for column in zip(*batches, strict=True)))
 
 
-def _train(run: Run, trainer: Degrees, batches: list[Batch]) -> TrainTimes:
+def _train(run: Run, trainer: Degrees, batches: list[FallingLengths]) -> TrainTimes:
     run = trainer.apply(run)
     run = replace(run, rollout=replace(run.rollout, pool=trainer.pool))
     return train_times(run, TrainingCosts.load(run), batches)

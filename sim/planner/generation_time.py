@@ -74,14 +74,14 @@ def _is_below(x: Floats, y: Floats, first: int, middle: int, last: int) -> bool:
     )
 
 
-class Work(NamedTuple):
+class DealtBatch(NamedTuple):
     """A batch as replicas see it."""
 
     prompts: Floats
     outputs: Floats
 
     @classmethod
-    def of(cls, batch: Sequence[Draw]) -> Work:
+    def of(cls, batch: Sequence[Draw]) -> DealtBatch:
         """Take prompt and output tokens of every rollout."""
         pairs = [(draw.drawn.prompt_tokens, n) for draw in batch for n in draw.lengths]
         array = np.array(pairs, dtype=float)
@@ -102,7 +102,7 @@ class LeastTimes(NamedTuple):
     """Of all tokens at the batch that is best for them, times replicas."""
 
 
-def least_times(curve: DecodeCurve, kv_capacity: float, work: Work) -> LeastTimes:
+def least_times(curve: DecodeCurve, kv_capacity: float, work: DealtBatch) -> LeastTimes:
     """Bound the decode of a batch: every step costs a(b) + c(b) S, and prefill makes each first token.
 
     No step holds more than `kv_capacity` tokens of outputs, so all tokens take at least as many steps as that

@@ -7,8 +7,9 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from streamrl.engine.systems import SYSTEMS
-from streamrl.runfile.config import Run, SyncConfig
-from streamrl.runfile.plan_config import DispatchName, SyncMode, SystemName
+from streamrl.runfile.config import Run
+from streamrl.runfile.policies_config import DispatchName, SyncMode, SystemName
+from streamrl.runfile.sides_config import SyncConfig
 
 USUAL_SYSTEMS: tuple[SystemName, ...] = (
     *("colocated", "stream-sync", "one-step-async", "stream-async"),

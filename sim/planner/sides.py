@@ -14,7 +14,8 @@ from msgspec.structs import replace
 
 from streamrl.hardware.memory import kv_capacity, longest_sequence, num_models, trainer_memory
 from streamrl.hardware.profiles import load_gpu, load_model
-from streamrl.runfile.config import PoolConfig, Run
+from streamrl.runfile.cluster_config import PoolConfig
+from streamrl.runfile.config import Run
 from streamrl.runfile.pools import powers_of_two
 
 ROLLOUT_MEMORY = "rollout: a replica holds no longest rollout beside its weights"

@@ -39,7 +39,7 @@ class Sums(NamedTuple):
         )
 
 
-class Batch:
+class FallingLengths:
     """The rollouts of a step."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -70,7 +70,7 @@ class TrainTimes(NamedTuple):
     """Of gradient reduction and optimizer step."""
 
 
-def train_times(run: Run, costs: TrainingCosts, batches: Sequence[Batch]) -> TrainTimes:
+def train_times(run: Run, costs: TrainingCosts, batches: Sequence[FallingLengths]) -> TrainTimes:
     """Give what a trainer takes for a batch, the mean over several; `least` is the least of them."""
     factor = run.costs.training_factor
     whole, stream, last, least = (
@@ -86,11 +86,11 @@ def train_times(run: Run, costs: TrainingCosts, batches: Sequence[Batch]) -> Tra
     )
 
 
-def _whole(run: Run, costs: TrainingCosts, batch: Batch) -> float:
+def _whole(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
     return _command(run, costs, batch.all, is_continued=False)
 
 
-def _stream(run: Run, costs: TrainingCosts, batch: Batch) -> float:
+def _stream(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
     most = PASSES_PER_COMMAND * rollouts_that_fill(run)
     num_commands = max(1, ceil(batch.all.num_rollouts / most))
     part = batch.all.part(1 / num_commands)
@@ -98,11 +98,11 @@ def _stream(run: Run, costs: TrainingCosts, batch: Batch) -> float:
     return first + (num_commands - 1) * _command(run, costs, part, is_continued=True)
 
 
-def _last(run: Run, costs: TrainingCosts, batch: Batch) -> float:
+def _last(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
     return _command(run, costs, batch.longest(rollouts_that_fill(run)), is_continued=False)
 
 
-def _least(run: Run, costs: TrainingCosts, batch: Batch) -> float:
+def _least(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
     score, train = (_even(run, one, batch.all) for one in (costs.forward, costs.train))
     return costs.num_scored * score + costs.num_trained * costs.informative_share * train
 

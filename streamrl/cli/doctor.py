@@ -14,7 +14,7 @@ from streamrl.cli.shared import AsJson, Overrides, RunFile, print_json
 from streamrl.doctor import diagnosis, files
 from streamrl.doctor.changes import changed, say
 from streamrl.doctor.contradictions import mend_contradictions, mend_profiles
-from streamrl.doctor.examination import Report, render
+from streamrl.doctor.examination import Examination, render
 from streamrl.doctor.finding import TOPICS, Changes, Finding, Topic, is_error
 from streamrl.doctor.fix import passes
 from streamrl.doctor.memory import SideMemory, memory_of
@@ -41,7 +41,7 @@ def doctor(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = Fal
         raise typer.Exit(1)
 
 
-def examine(table: dict[str, Any], run_file: Path) -> Report:
+def examine(table: dict[str, Any], run_file: Path) -> Examination:
     """Examine the table of a run file, as far as what is wrong with it allows."""
     reading = read_leniently(table, run_file.parent)
     findings = list(reading.findings)
@@ -58,16 +58,16 @@ def examine(table: dict[str, Any], run_file: Path) -> Report:
     return _examine_run(profiles.run, run_file, findings)
 
 
-def _examine_run(run: Run, run_file: Path, before: list[Finding]) -> Report:
+def _examine_run(run: Run, run_file: Path, before: list[Finding]) -> Examination:
     """Examine what reads and agrees with itself; what errors keep from being looked at is looked at as mended."""
     static = diagnosis.examine(run)
     errors = [finding for finding in static if is_error(finding)]
     known = {finding.text for finding in before}
-    cures, mended = _mend(run, errors)
-    if cures:
+    fixes, mended = _mend(run, errors)
+    if fixes:
         static = [*errors, *diagnosis.examine(mended)]
-    assumed = {**_all_changes(before), **cures}
-    return Report(
+    assumed = {**_all_changes(before), **fixes}
+    return Examination(
         run_file=str(run_file),
         findings=[
             *before,
@@ -83,11 +83,11 @@ def _examine_run(run: Run, run_file: Path, before: list[Finding]) -> Report:
 
 def _mend(run: Run, errors: list[Finding]) -> tuple[Changes, Run]:
     """Give the fixes of all errors and the run with them; none where they do not go together."""
-    cures = _all_changes(errors)
-    mended = changed(run, cures)
+    fixes = _all_changes(errors)
+    mended = changed(run, fixes)
     if not passes(mended) or any(map(is_error, diagnosis.diagnose(mended))):
         return {}, run
-    return cures, mended
+    return fixes, mended
 
 
 def _on_this_machine(run: Run) -> Iterator[Finding]:
@@ -97,9 +97,9 @@ def _on_this_machine(run: Run) -> Iterator[Finding]:
         yield from find(run)
 
 
-def _give_up(run_file: Path, findings: list[Finding]) -> Report:
+def _give_up(run_file: Path, findings: list[Finding]) -> Examination:
     topics: list[Topic] = [topic for topic in TOPICS if topic != "run file"]
-    return Report(
+    return Examination(
         run_file=str(run_file), findings=findings, memory=[], not_examined=topics, assumed=""
     )
 

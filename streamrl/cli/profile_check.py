@@ -22,11 +22,11 @@ from streamrl.hardware.operators import OPERATORS
 from streamrl.hardware.profiles import PROFILES, Gpu, load_gpu, read_profile
 from streamrl.hardware.table_checks import check_table
 from streamrl.hardware.tables import read_table
-from streamrl.runfile.config import LengthsConfig
+from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.workload import load_source
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class FileVerdict(msgspec.Struct, frozen=True):
     """What was found in one file."""
 
     file: str
@@ -60,18 +60,18 @@ def check(
         raise ValueError(f"{len(bad)} of {len(verdicts)} profiles are wrong: {', '.join(bad)}")
 
 
-def check_all(folder: Path) -> Iterator[Verdict]:
+def check_all(folder: Path) -> Iterator[FileVerdict]:
     """Check file after file."""
     for pattern, read in _READERS:
         for path in sorted(folder.glob(pattern)):
             yield _check_file(path, path.relative_to(folder), read)
 
 
-def _check_file(path: Path, name: Path, read: Callable[[Path], list[str]]) -> Verdict:
+def _check_file(path: Path, name: Path, read: Callable[[Path], list[str]]) -> FileVerdict:
     try:
-        return Verdict(str(name), True, read(path))
+        return FileVerdict(str(name), True, read(path))
     except ValueError as error:
-        return Verdict(str(name), False, [str(error)])
+        return FileVerdict(str(name), False, [str(error)])
 
 
 def _check_gpu(path: Path) -> list[str]:
@@ -149,7 +149,7 @@ _READERS: list[tuple[str, Callable[[Path], list[str]]]] = [
 ]
 
 
-def _print(verdicts: list[Verdict]) -> None:
+def _print(verdicts: list[FileVerdict]) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     for verdict in verdicts:
         mark = "[green]ok[/]" if verdict.is_good else "[red]wrong[/]"

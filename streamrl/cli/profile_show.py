@@ -18,7 +18,7 @@ from streamrl.report.generation import (
     generation_notes,
     generation_table,
 )
-from streamrl.runfile.config import ModelConfig
+from streamrl.runfile.cluster_config import ModelConfig
 
 
 def show(

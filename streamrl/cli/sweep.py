@@ -11,7 +11,7 @@ from rich.console import Console
 from sim.study import run_sweep
 from streamrl.cli.shared import make_progress, print_json
 from streamrl.report.study_file import DEFAULT_METRICS, NUM_SEEDS, Study, is_study, load_study
-from streamrl.report.study_report import STUDY_CSV, Report, describe, text_table, write_study
+from streamrl.report.study_report import STUDY_CSV, StudyResult, describe, text_table, write_study
 from streamrl.runfile.grid import make_grid, parse_axis
 
 
@@ -79,7 +79,7 @@ def run_study(study: Study, output: Path | None, *, skips: bool, as_json: bool) 
         console.print(f"\nwritten to {output}: {names}", highlight=False)
 
 
-def simulate_study(study: Study, *, skips: bool = False) -> Report:
+def simulate_study(study: Study, *, skips: bool = False) -> StudyResult:
     """Give a study's rows, with a progress bar on a terminal."""
     grid = make_grid(study.run_file, study.overrides, study.axes, skips=skips)
     with make_progress() as progress:
@@ -89,4 +89,4 @@ def simulate_study(study: Study, *, skips: bool = False) -> Report:
             progress.update(task, completed=done, total=total, facts=what)
 
         grid, rows = run_sweep(grid, study.num_seeds, skips=skips, watch=watch)
-    return Report(study, grid, rows)
+    return StudyResult(study, grid, rows)

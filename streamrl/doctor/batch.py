@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import ceil, lcm
 
 from streamrl.doctor.finding import Changes, Finding, Level
-from streamrl.doctor.fix import Cure
+from streamrl.doctor.fix import Fix
 from streamrl.doctor.lengths import mean_lengths
 from streamrl.doctor.memory import rollouts_under_way
 from streamrl.engine.systems import rollouts_that_fill
@@ -160,12 +160,10 @@ def _fewer_replicas(run: Run) -> Iterator[Changes]:
     yield {"rollout.replicas": rollouts_under_way(run)}
 
 
-CURES = {
-    "uneven-ranks": Cure(
-        _even_ranks, "choose rollouts a step that divide by trainer.data_parallel"
-    ),
-    "partial-fill": Cure(_even_fills, "choose rollouts a step that divide by a fill"),
-    "tokens-per-pass": Cure(_passes_that_hold, "lower trainer.micro_batch"),
-    "pipeline-bubble": Cure(_micro_batches, "train on more rollouts a step, or in fewer stages"),
-    "idle-replicas": Cure(_fewer_replicas, "generate on fewer replicas"),
+FIXES = {
+    "uneven-ranks": Fix(_even_ranks, "choose rollouts a step that divide by trainer.data_parallel"),
+    "partial-fill": Fix(_even_fills, "choose rollouts a step that divide by a fill"),
+    "tokens-per-pass": Fix(_passes_that_hold, "lower trainer.micro_batch"),
+    "pipeline-bubble": Fix(_micro_batches, "train on more rollouts a step, or in fewer stages"),
+    "idle-replicas": Fix(_fewer_replicas, "generate on fewer replicas"),
 }

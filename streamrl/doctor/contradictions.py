@@ -14,7 +14,8 @@ import msgspec
 from streamrl.doctor.changes import changed, say, value_of
 from streamrl.doctor.finding import Changes, Finding
 from streamrl.hardware.profiles import load_gpu, load_model
-from streamrl.runfile.config import LinkConfig, Run
+from streamrl.runfile.cluster_config import LinkConfig
+from streamrl.runfile.config import Run
 from streamrl.runfile.reading import run_checks
 from streamrl.runfile.units import Bandwidth, Duration, Size
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from streamrl.doctor import batch, divisibility, idle, memory, room, staleness
 from streamrl.doctor.finding import Finding, Topic
-from streamrl.doctor.fix import Cure, treat
+from streamrl.doctor.fix import Fix, treat
 from streamrl.runfile.config import Run
 
 PARTS: tuple[tuple[Topic, Callable[[Run], Iterator[Finding]]], ...] = (
@@ -16,7 +16,7 @@ PARTS: tuple[tuple[Topic, Callable[[Run], Iterator[Finding]]], ...] = (
     ("batch", batch.find),
     ("staleness", staleness.find),
 )
-CURES = {**room.CURES, **divisibility.CURES, **batch.CURES, **staleness.CURES}
+FIXES = {**room.FIXES, **divisibility.FIXES, **batch.FIXES, **staleness.FIXES}
 
 
 def diagnose(run: Run) -> list[Finding]:
@@ -39,12 +39,12 @@ def examine(run: Run) -> list[Finding]:
 def _treated(run: Run, finding: Finding) -> Finding:
     if finding.level == "ok":
         return finding
-    return treat(run, finding, _cure_of(finding), diagnose)
+    return treat(run, finding, _fix_of(finding), diagnose)
 
 
-def _cure_of(finding: Finding) -> Cure:
+def _fix_of(finding: Finding) -> Fix:
     if finding.name.startswith("pool-"):
-        return idle.cure_of(finding.name.removeprefix("pool-"))
+        return idle.fix_of(finding.name.removeprefix("pool-"))
     if finding.name.endswith("-unexamined"):
-        return Cure(lambda run: iter(()), "mend the other findings first")
-    return CURES[finding.name]
+        return Fix(lambda run: iter(()), "mend the other findings first")
+    return FIXES[finding.name]

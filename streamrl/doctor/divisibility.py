@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from streamrl.doctor.finding import Changes, Finding, Level
-from streamrl.doctor.fix import Cure
+from streamrl.doctor.fix import Fix
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.config import Run
@@ -164,19 +164,19 @@ def _nearest(degree: int, most: int) -> list[int]:
     return sorted(others, key=lambda other: max(other / degree, degree / other))
 
 
-CURES = {
-    "rollout-heads": Cure(
+FIXES = {
+    "rollout-heads": Fix(
         _rollout_degrees, "choose a tensor_parallel that divides both heads and a node"
     ),
-    "rollout-kv-heads": Cure(_rollout_degrees, "nothing, where memory asks for as many GPUs"),
-    "trainer-heads": Cure(
+    "rollout-kv-heads": Fix(_rollout_degrees, "nothing, where memory asks for as many GPUs"),
+    "trainer-heads": Fix(
         _trainer_degrees, "choose a tensor_parallel that divides both heads and a node"
     ),
-    "trainer-layers": Cure(
+    "trainer-layers": Fix(
         _trainer_stages,
         "no other number of stages on these GPUs divides the layers and fits: let the back end deal them out "
         "unevenly, fewest to the first and the last stage",
     ),
-    "rollout-experts": Cure(_rollout_experts, "choose an expert_parallel that divides the experts"),
-    "trainer-experts": Cure(_trainer_experts, "choose an expert_parallel that divides the experts"),
+    "rollout-experts": Fix(_rollout_experts, "choose an expert_parallel that divides the experts"),
+    "trainer-experts": Fix(_trainer_experts, "choose an expert_parallel that divides the experts"),
 }

@@ -24,7 +24,7 @@ GB = 1e9
 Json: TypeAlias = dict[str, object]
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class Examination(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that was found in one run file."""
 
     run_file: str
@@ -45,7 +45,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return {**found, "errors": self.count("error"), "warnings": self.count("warning")}
 
 
-def render(report: Report) -> RenderableType:
+def render(report: Examination) -> RenderableType:
     """Lay a report out for a terminal: memory, then findings by topic, each with its fix below."""
     parts: list[RenderableType] = []
     if report.memory:
@@ -94,14 +94,14 @@ def _findings_table(findings: list[Finding]) -> Table:
     return table
 
 
-def _notes(report: Report) -> Iterator[Text]:
+def _notes(report: Examination) -> Iterator[Text]:
     if report.assumed:
         yield Text(f"What lies behind an error is looked at as if mended: {report.assumed}\n")
     if report.not_examined:
         yield Text(f"Not examined, for the errors below: {', '.join(report.not_examined)}\n")
 
 
-def _sum_up(report: Report) -> Text:
+def _sum_up(report: Examination) -> Text:
     errors, warnings = report.count("error"), report.count("warning")
     worst: Level = "error" if errors else "warning" if warnings else "ok"
     text = f"{_plural(errors, 'error')}, {_plural(warnings, 'warning')} in {report.run_file}"

@@ -19,7 +19,7 @@ MOST_TRIALS = 400
 """Candidates tried for one finding: a few milliseconds each, so that the command stays quick."""
 
 
-class Cure(NamedTuple):
+class Fix(NamedTuple):
     """What may mend a kind of finding."""
 
     candidates: Callable[[Run], Iterator[Changes]]
@@ -30,18 +30,18 @@ class Cure(NamedTuple):
     """Says in a few words what the changed run is like."""
 
 
-def treat(run: Run, finding: Finding, cure: Cure, examine: Examine) -> Finding:
+def treat(run: Run, finding: Finding, fix: Fix, examine: Examine) -> Finding:
     """Give a finding with the first candidate that makes it go and brings nothing new.
 
     A candidate that brings new warnings is taken only where all others fail; new errors never.
     """
-    mended = _first_that_works(run, finding, cure, examine)
+    mended = _first_that_works(run, finding, fix, examine)
     if mended is None:
-        return msgspec.structs.replace(finding, fix=cure.otherwise)
+        return msgspec.structs.replace(finding, fix=fix.otherwise)
     changes, after = mended
-    effect = cure.effect(after)
-    fix = say(changes) + (f": {effect}" if effect else "")
-    return msgspec.structs.replace(finding, fix=fix, changes=changes)
+    effect = fix.effect(after)
+    said = say(changes) + (f": {effect}" if effect else "")
+    return msgspec.structs.replace(finding, fix=said, changes=changes)
 
 
 def passes(run: Run) -> bool:
@@ -54,11 +54,11 @@ def passes(run: Run) -> bool:
 
 
 def _first_that_works(
-    run: Run, finding: Finding, cure: Cure, examine: Examine
+    run: Run, finding: Finding, fix: Fix, examine: Examine
 ) -> tuple[Changes, Run] | None:
     before = list(examine(run))
     second_best: tuple[Changes, Run] | None = None
-    for number, changes in enumerate(cure.candidates(run)):
+    for number, changes in enumerate(fix.candidates(run)):
         if number == MOST_TRIALS:
             break
         after = changed(run, changes)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from streamrl.doctor.finding import Changes, Finding
-from streamrl.doctor.fix import Cure
+from streamrl.doctor.fix import Fix
 from streamrl.hardware.profiles import price_of
-from streamrl.runfile.config import PoolConfig, Run
+from streamrl.runfile.cluster_config import PoolConfig
+from streamrl.runfile.config import Run
 from streamrl.runfile.plan_config import PlanConfig
 
 
@@ -36,7 +37,7 @@ def gpus_used(run: Run, pool: str) -> int:
     return max(needs, default=0) if run.shares_gpus else sum(needs)
 
 
-def cure_of(name: str) -> Cure:
+def fix_of(name: str) -> Fix:
     """Give what may mend idle GPUs in a pool."""
 
     def candidates(run: Run) -> Iterator[Changes]:
@@ -53,7 +54,7 @@ def cure_of(name: str) -> Cure:
         used, pool = gpus_used(run, name), run.cluster.pools[name]
         return f"{used} of {pool.num_gpus} GPUs used"
 
-    return Cure(candidates, f"rent fewer GPUs in cluster.pools.{name}, or use them", effect)
+    return Fix(candidates, f"rent fewer GPUs in cluster.pools.{name}, or use them", effect)
 
 
 def _fewer(name: str, pool: PoolConfig, used: int) -> Iterator[Changes]:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from streamrl.runfile.config import LengthsConfig, Run
+from streamrl.runfile.config import Run
+from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.workload import BLOCK, Recorded, load_source
 
 

@@ -15,7 +15,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.reading import convert_run
 from streamrl.runfile.section import Section
 
-Table = dict[str, Any]
+TomlTable = dict[str, Any]
 
 MOST_WRONG_KEYS = 50
 """Wrong keys after which reading gives up."""
@@ -23,7 +23,7 @@ _WRONG = re.compile(
     r"(?P<key>[^\s:]+?)(?P<kind> is no key| is missing| must be one of|:) ?(?P<rest>.*)"
 )
 _ONE_OF = re.compile(r"(?P<names>.*), got ")
-STAND_INS: Table = {
+STAND_INS: TomlTable = {
     "model": {"name": "qwen2.5-7b"},
     "rollout.replicas": 1,
     "rollout.max_tokens": 4096,
@@ -43,7 +43,7 @@ class Reading(NamedTuple):
     findings: list[Finding]
 
 
-def read_leniently(table: Table, base: Path) -> Reading:
+def read_leniently(table: TomlTable, base: Path) -> Reading:
     """Read a run file's table key by key, up to what it says of keys and types."""
     table = copy.deepcopy(table)
     findings: list[Finding] = []
@@ -61,12 +61,12 @@ def read_leniently(table: Table, base: Path) -> Reading:
 
 
 class _Mended(NamedTuple):
-    table: Table
+    table: TomlTable
     fix: str
     changes: Changes
 
 
-def _mend(table: Table, base: Path, message: str) -> _Mended | None:
+def _mend(table: TomlTable, base: Path, message: str) -> _Mended | None:
     """Give the first change after which the run file is read, or something else is wrong with it."""
     wrong = _WRONG.fullmatch(message)
     if wrong is None or not _is_there(table, _path(wrong["key"])[:-1]):
@@ -79,7 +79,7 @@ def _mend(table: Table, base: Path, message: str) -> _Mended | None:
     return None
 
 
-def _candidates(table: Table, wrong: re.Match[str]) -> Iterator[_Mended]:
+def _candidates(table: TomlTable, wrong: re.Match[str]) -> Iterator[_Mended]:
     key, kind, rest = wrong["key"], wrong["kind"], wrong["rest"]
     path = _path(key)
     if kind == " is missing":
@@ -122,7 +122,7 @@ def _values(value: object, kind: str, rest: str) -> Iterator[object]:
     yield [value]
 
 
-def _stand_in(table: Table, key: str) -> object:
+def _stand_in(table: TomlTable, key: str) -> object:
     """Give a value for a missing key, or None where none can be thought of."""
     if key.endswith(".pool"):
         return next(iter(table.get("cluster", {}).get("pools", {})), None)
@@ -138,7 +138,7 @@ def _close(name: str) -> list[str]:
     return difflib.get_close_matches(name, sorted(names), n=3)
 
 
-def _error_of(table: Table, base: Path) -> str | None:
+def _error_of(table: TomlTable, base: Path) -> str | None:
     try:
         convert_run(table, base)
     except ValueError as error:
@@ -169,11 +169,11 @@ def _say(key: str, value: object) -> str:
 # Tables -------------------------------------------------------------------------------------------
 
 
-def _set(table: Table, path: list[str], value: object, fix: str) -> _Mended:
+def _set(table: TomlTable, path: list[str], value: object, fix: str) -> _Mended:
     return _Mended(_put(table, path, value), fix, {".".join(path): value})
 
 
-def _is_there(table: Table, path: list[str]) -> bool:
+def _is_there(table: TomlTable, path: list[str]) -> bool:
     try:
         return isinstance(_look_up(table, path), dict | list)
     except (LookupError, TypeError, ValueError):
@@ -186,7 +186,7 @@ def _look_up(place: Any, path: list[str]) -> Any:
     return place
 
 
-def _put(table: Table, path: list[str], value: object) -> Table:
+def _put(table: TomlTable, path: list[str], value: object) -> TomlTable:
     changed = copy.deepcopy(table)
     *parents, last = path
     place: Any = changed
@@ -199,7 +199,7 @@ def _put(table: Table, path: list[str], value: object) -> Table:
     return changed
 
 
-def _remove(table: Table, path: list[str]) -> Table:
+def _remove(table: TomlTable, path: list[str]) -> TomlTable:
     changed = copy.deepcopy(table)
     *parents, last = path
     place = _look_up(changed, parents)

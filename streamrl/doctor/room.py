@@ -7,7 +7,7 @@ from itertools import product
 
 from streamrl.doctor.changes import changed
 from streamrl.doctor.finding import Changes
-from streamrl.doctor.fix import Cure
+from streamrl.doctor.fix import Fix
 from streamrl.doctor.lengths import mean_lengths
 from streamrl.doctor.memory import GB, held, replica_side, trainer_side
 from streamrl.hardware.memory import kv_capacity, longest_sequence, num_models
@@ -105,19 +105,19 @@ def _trainer_effect(run: Run) -> str:
     return f"{side.need / GB:.1f} of {side.capacity / GB:.0f} GB a GPU"
 
 
-CURES = {
-    "rollout-memory": Cure(
+FIXES = {
+    "rollout-memory": Fix(
         _wider_replicas,
         "no replica within a node of this pool holds the model: name a pool of GPUs with more memory",
         _replica_effect,
     ),
-    "max-running": Cure(_as_many_as_fit, "lower rollout.max_running or rollout.max_tokens"),
-    "trainer-memory": Cure(
+    "max-running": Fix(_as_many_as_fit, "lower rollout.max_running or rollout.max_tokens"),
+    "trainer-memory": Fix(
         _roomier_trainers,
         "no split of the model fits these GPUs: name GPUs with more memory",
         _trainer_effect,
     ),
-    "trainer-tight": Cure(
+    "trainer-tight": Fix(
         _roomier_trainers,
         "lower trainer.max_tokens_per_pass or split over more GPUs",
         _trainer_effect,

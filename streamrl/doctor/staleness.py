@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from streamrl.doctor.finding import Changes, Finding, Level
-from streamrl.doctor.fix import Cure
+from streamrl.doctor.fix import Fix
 from streamrl.engine.systems import System, choose_system
 from streamrl.runfile.config import Run
 
@@ -72,8 +72,8 @@ def _fresher(run: Run) -> Iterator[Changes]:
         yield {"policies.max_staleness": bound}
 
 
-CURES = {
-    "unbounded-staleness": Cure(_strict, "train on groups in the order of their draws"),
-    "uncorrected": Cure(_corrected, "choose a correction, or policies.max_staleness=0"),
-    "all-at-once": Cure(_fresher, "train for more steps"),
+FIXES = {
+    "unbounded-staleness": Fix(_strict, "train on groups in the order of their draws"),
+    "uncorrected": Fix(_corrected, "choose a correction, or policies.max_staleness=0"),
+    "all-at-once": Fix(_fresher, "train for more steps"),
 }

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from streamrl.engine.entities import Phase
-
-if TYPE_CHECKING:
-    from streamrl.engine.state import State
+from streamrl.engine.state import State
 
 
 def check(state: State) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from streamrl.engine.fleet import Fleet
+from streamrl.engine.fleet import Fleet
 
 
 class StepPace(NamedTuple):

@@ -17,12 +17,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, assert_never
+from typing import assert_never
 
 from streamrl.engine.batch import Batch
 from streamrl.engine.entities import Group, Phase, Rollout
 from streamrl.engine.fleet import Fleet
-from streamrl.engine.invariants import check
 from streamrl.engine.lines import WaitingGroups, WaitingRollouts
 from streamrl.engine.messages import (
     Abort,
@@ -65,9 +64,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.pace import Pace
 from streamrl.engine.recent import RecentLengths
-
-if TYPE_CHECKING:
-    from streamrl.runfile.config import Run
+from streamrl.runfile.config import Run
 
 
 @dataclass(slots=True)
@@ -256,10 +253,6 @@ class State:
                 self.next_wake = time
             case _:
                 assert_never(command)
-
-    def check(self) -> None:
-        """Raise `AssertionError` where the state contradicts itself."""
-        check(self)
 
     def _end_generate(self, event: Generated) -> None:
         rollout = self.rollouts[event.rollout]

@@ -11,8 +11,8 @@ fully-async     as rollouts arrive     max_staleness steps ahead     overlapped,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import assert_never
 
 from streamrl.engine.engine import Engine, Policy
 from streamrl.engine.latency import Latency
@@ -42,7 +42,16 @@ from streamrl.engine.policies.weight_sync import (
     LoadInFlight,
 )
 from streamrl.engine.state import State
-from streamrl.runfile.config import PoliciesConfig, Run
+from streamrl.runfile.config import Run
+from streamrl.runfile.policies_config import (
+    ConsumptionName,
+    DispatchName,
+    OrderName,
+    PoliciesConfig,
+    StreamingName,
+    SystemName,
+    WeightSyncName,
+)
 from streamrl.runfile.pools import most_replicas, replicas_per_node
 
 PASSES_PER_COMMAND = (
@@ -56,14 +65,14 @@ class System:
 
     max_staleness: int = 0
     waits_for_whole_batches: bool = False
-    dispatch: str = "least-loaded"
-    order: str = "fifo"
-    streaming: str = "stream"
-    consumption: str = "strict-fifo"
-    weight_sync: str = "drain-then-load"
+    dispatch: DispatchName = "least-loaded"
+    order: OrderName = "fifo"
+    streaming: StreamingName = "stream"
+    consumption: ConsumptionName = "strict-fifo"
+    weight_sync: WeightSyncName = "drain-then-load"
 
 
-SYSTEMS = {
+SYSTEMS: dict[SystemName, System] = {
     "colocated": System(streaming="whole-batch", weight_sync="barrier"),
     "disaggregated": System(streaming="whole-batch", weight_sync="barrier"),
     "stream-sync": System(),
@@ -75,17 +84,6 @@ SYSTEMS = {
     ),
     "stream-async": System(max_staleness=1),
     "fully-async": System(max_staleness=2, weight_sync="load-in-flight"),
-}
-
-NEED_LATENCY = ("skewness-aware",)  # dispatch that reckons with `policies.latency`
-ORDER: dict[str, Callable[[], Order]] = {"fifo": FirstInFirstOut, "longest-first": LongestFirst}
-CONSUMPTION: dict[str, Callable[[], Policy]] = {"strict-fifo": StrictFifo, "greedy": Greedy}
-WEIGHT_SYNC: dict[str, Callable[[], Policy]] = {
-    "barrier": Barrier,
-    "drain-then-load": DrainThenLoad,
-    "load-in-flight": LoadInFlight,
-    "abort-and-resume": AbortAndResume,
-    "between-batches": LoadBetweenBatches,
 }
 
 
@@ -110,11 +108,6 @@ def choose_system(policies: PoliciesConfig) -> System:
 def build_policies(run: Run) -> list[Policy]:
     """Make the policies of a run, in order of precedence."""
     system = choose_system(run.policies)
-    streaming: Policy
-    if system.streaming == "stream":
-        streaming = Stream(rollouts_that_fill(run), most_per_command(run))
-    else:
-        streaming = WholeBatch(most_per_command(run))
     return [
         VerifyOnArrival(),
         *([build_resize(run)] if run.policies.resize == "adjust" else []),
@@ -122,10 +115,10 @@ def build_policies(run: Run) -> list[Policy]:
         RetryThenDrop(run.policies.max_attempts),
         WindDown(),
         CheckpointEvery(run.execute.checkpoint_every),
-        CONSUMPTION[system.consumption](),
+        _consumption(system.consumption),
         BoundedAdmission(system.max_staleness, system.waits_for_whole_batches),
-        streaming,
-        WEIGHT_SYNC[system.weight_sync](),
+        _streaming(run, system.streaming),
+        _weight_sync(system.weight_sync),
         *([build_migration(run)] if run.policies.migration == "consolidate" else []),
         build_dispatch(run),
     ]
@@ -145,7 +138,7 @@ def build_dispatch(run: Run) -> Dispatch:
 
 def _choose_dispatch(run: Run) -> Dispatch:
     policies, system = run.policies, choose_system(run.policies)
-    order = ORDER[system.order]()
+    order = _order(system.order)
     together = policies.group_placement == "together"
     match system.dispatch:
         case "least-loaded" if policies.learns_from_siblings:
@@ -156,11 +149,59 @@ def _choose_dispatch(run: Run) -> Dispatch:
             return RoundRobin(order, together)
         case "random":
             return Random(order, together, run.seed)
-        case _:
+        case "skewness-aware":
             latency = _latency(policies, f"policies.dispatch {system.dispatch!r}")
             return SkewnessAware(
                 order, together, latency, policies.tail_share, policies.skew_objective
             )
+        case _:
+            assert_never(system.dispatch)
+
+
+def _order(name: OrderName) -> Order:
+    match name:
+        case "fifo":
+            return FirstInFirstOut()
+        case "longest-first":
+            return LongestFirst()
+        case _:
+            assert_never(name)
+
+
+def _streaming(run: Run, name: StreamingName) -> Policy:
+    match name:
+        case "stream":
+            return Stream(rollouts_that_fill(run), most_per_command(run))
+        case "whole-batch":
+            return WholeBatch(most_per_command(run))
+        case _:
+            assert_never(name)
+
+
+def _consumption(name: ConsumptionName) -> Policy:
+    match name:
+        case "strict-fifo":
+            return StrictFifo()
+        case "greedy":
+            return Greedy()
+        case _:
+            assert_never(name)
+
+
+def _weight_sync(name: WeightSyncName) -> Policy:
+    match name:
+        case "barrier":
+            return Barrier()
+        case "drain-then-load":
+            return DrainThenLoad()
+        case "load-in-flight":
+            return LoadInFlight()
+        case "abort-and-resume":
+            return AbortAndResume()
+        case "between-batches":
+            return LoadBetweenBatches()
+        case _:
+            assert_never(name)
 
 
 def build_migration(run: Run) -> MoveStragglers:
@@ -175,7 +216,7 @@ def build_migration(run: Run) -> MoveStragglers:
         raise ValueError(
             "policies.context_time is missing: a move pays for the context that is computed again or sent"
         )
-    order = ORDER[choose_system(policies).order]()
+    order = _order(choose_system(policies).order)
     return MoveStragglers(order, latency, policies.context_time, moves_caches(run))
 
 
@@ -199,7 +240,7 @@ def needs_latency(run: Run) -> bool:
     """Whether a policy of the run reckons with `policies.latency`."""
     policies = run.policies
     return (
-        choose_system(policies).dispatch in NEED_LATENCY
+        choose_system(policies).dispatch == "skewness-aware"
         or policies.resize == "adjust"
         or policies.migration == "consolidate"
     )

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from typing import Generic, Protocol, TypeVar
 
 from streamrl.engine.engine import Engine
 from streamrl.engine.messages import Command, Event
-from streamrl.record.trace import Trace
 
 
-class World(ABC):
+class Record(Protocol):
+    """What is told all that a world and its engine said to each other: a trace."""
+
+    def record(self, time: float, event: Event, commands: list[Command]) -> None:
+        """Take one event, at `time` seconds since the run's start, and the commands it led to."""
+        ...
+
+
+R = TypeVar("R", bound=Record)
+
+
+class World(ABC, Generic[R]):
     """Carries the engine's commands out and tells it what happened."""
 
-    def __init__(self, engine: Engine, trace: Trace) -> None:
+    def __init__(self, engine: Engine, trace: R) -> None:
         self.engine = engine
         self.trace = trace
         self._unheard: deque[Event] = deque()

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.profiles import load_gpu, load_model
-from streamrl.runfile.config import Run, TrainerConfig
+from streamrl.runfile.config import Run
+from streamrl.runfile.sides_config import TrainerConfig
 
 OPTIMIZER_BYTES = 12
 """Bytes a parameter: float32 master copy and two Adam moments (Rajbhandari et al. 2020, ZeRO)."""

@@ -14,7 +14,7 @@ import msgspec
 
 from streamrl.hardware.config_json import read_config_json
 from streamrl.hardware.model_shape import BYTES, ModelShape, check_positive
-from streamrl.runfile.config import ModelConfig, PoolConfig
+from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.units import Bandwidth, Duration, Size, read_quantity
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"

@@ -19,7 +19,7 @@ UNCERTAIN = ("moe",)
 """Operators whose traffic depends on what the router chose, which the table does not say."""
 
 
-class Finding(NamedTuple):
+class Violation(NamedTuple):
     """One thing that a table says against physics."""
 
     is_wrong: bool
@@ -27,12 +27,12 @@ class Finding(NamedTuple):
     text: str
 
 
-def check_table(table: Table, peak: Peak) -> list[Finding]:
+def check_table(table: Table, peak: Peak) -> list[Violation]:
     """Find cells that beat the datasheet, and work that gets faster as it grows."""
     return [*_too_fast(table, peak), *_falls(table)]
 
 
-def _too_fast(table: Table, peak: Peak) -> list[Finding]:
+def _too_fast(table: Table, peak: Peak) -> list[Violation]:
     operator = OPERATORS[table.facts.operator]
     if table.facts.operator in UNCERTAIN:
         return []
@@ -47,10 +47,10 @@ def _too_fast(table: Table, peak: Peak) -> list[Finding]:
         f"{count} of {size} cells beat the datasheet, row {_name(table, int(row))}, "
         f"column {table.columns[column]:g} by {ratio[row, column]:.2f}"
     )
-    return [Finding(count > MOST_TOO_FAST * size, text)]
+    return [Violation(count > MOST_TOO_FAST * size, text)]
 
 
-def _falls(table: Table) -> list[Finding]:
+def _falls(table: Table) -> list[Violation]:
     seconds = np.where(np.isnan(table.seconds), 0.0, table.seconds)
     most = np.maximum.accumulate(seconds, axis=1)[:, :-1]
     later = table.seconds[:, 1:]
@@ -65,7 +65,7 @@ def _falls(table: Table) -> list[Finding]:
         f"row {_name(table, int(row))}, column {table.columns[column + 1]:g} "
         f"{ratio[row, column]:.0%}"
     )
-    return [Finding(count > MOST_FALLS * size, text)]
+    return [Violation(count > MOST_FALLS * size, text)]
 
 
 def _name(table: Table, row: int) -> str:

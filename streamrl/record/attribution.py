@@ -70,7 +70,7 @@ class Attribution(NamedTuple):
     gpu_seconds: float
 
 
-class Change(NamedTuple):
+class CountChange(NamedTuple):
     """By how much the count of `what` changes at `time`."""
 
     time: float
@@ -202,52 +202,52 @@ def _coming_up(counts: dict[str, int]) -> str:
     return "failure" if counts["lost"] else "start-up"
 
 
-def _changes(trace: Trace, timeline: Timeline) -> Iterator[Change]:
+def _changes(trace: Trace, timeline: Timeline) -> Iterator[CountChange]:
     yield from _span_changes(timeline)
     yield from _run_changes(trace)
     yield from _rollout_changes(trace)
-    yield Change(timeline.end, "end", 1)
+    yield CountChange(timeline.end, "end", 1)
 
 
-def _span_changes(timeline: Timeline) -> Iterator[Change]:
+def _span_changes(timeline: Timeline) -> Iterator[CountChange]:
     for spans in timeline.replicas.values():
         for span in spans:
-            yield Change(span.start, f"replica {span.activity}", 1)
-            yield Change(span.end, f"replica {span.activity}", -1)
+            yield CountChange(span.start, f"replica {span.activity}", 1)
+            yield CountChange(span.end, f"replica {span.activity}", -1)
     for span in timeline.trainer:
-        yield Change(span.start, f"trainer {span.activity}", 1)
-        yield Change(span.end, f"trainer {span.activity}", -1)
+        yield CountChange(span.start, f"trainer {span.activity}", 1)
+        yield CountChange(span.end, f"trainer {span.activity}", -1)
     for span in timeline.link:
-        yield Change(span.start, "push", 1)
-        yield Change(span.end, "push", -1)
+        yield CountChange(span.start, "push", 1)
+        yield CountChange(span.end, "push", -1)
 
 
-def _run_changes(trace: Trace) -> Iterator[Change]:
+def _run_changes(trace: Trace) -> Iterator[CountChange]:
     """Which replicas there are, and whether there is anything to generate yet, or ever again."""
-    yield Change(0.0, "wanted", trace.run.rollout.replicas)
+    yield CountChange(0.0, "wanted", trace.run.rollout.replicas)
     wanted = trace.run.rollout.replicas
     for time, event, commands in trace.entries:
         match event:
             case PromptsDrawn():
-                yield Change(time, "has prompts", 1)
+                yield CountChange(time, "has prompts", 1)
                 if event.step == trace.run.algorithm.steps:
-                    yield Change(time, "has last prompts", 1)
+                    yield CountChange(time, "has last prompts", 1)
             case ReplicaLost() | Failed(StartReplica()):
-                yield Change(time, "replicas", -1)
-                yield Change(time, "lost", 1)
+                yield CountChange(time, "replicas", -1)
+                yield CountChange(time, "lost", 1)
             case ReplicaStopped() | Failed(StopReplica()):
-                yield Change(time, "replicas", -1)
+                yield CountChange(time, "replicas", -1)
             case _:
                 pass  # changes neither
         for command in commands:
             if isinstance(command, StartReplica):
-                yield Change(time, "replicas", 1)
+                yield CountChange(time, "replicas", 1)
             elif isinstance(command, Resize):
-                yield Change(time, "wanted", command.num_replicas - wanted)
+                yield CountChange(time, "wanted", command.num_replicas - wanted)
                 wanted = command.num_replicas
 
 
-def _rollout_changes(trace: Trace) -> Iterator[Change]:
+def _rollout_changes(trace: Trace) -> Iterator[CountChange]:
     """How many rollouts wait for a replica, and how many the coming step lacks."""
     rollouts = _Rollouts(trace.run.algorithm.prompts_per_step)
     for time, event, commands in trace.entries:
@@ -277,7 +277,7 @@ def _rollout_changes(trace: Trace) -> Iterator[Change]:
                 case _:
                     pass  # says nothing of rollouts
         for name, by in rollouts.changes():
-            yield Change(time, name, by)
+            yield CountChange(time, name, by)
 
 
 WAITING, GENERATING, UNVERIFIED, READY = range(4)

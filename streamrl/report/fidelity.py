@@ -12,7 +12,7 @@ from rich.table import Table
 PAPER_COLOUR, OUR_COLOUR = "#999999", "#0072B2"
 
 
-class Cell(msgspec.Struct, frozen=True, kw_only=True):
+class FigureCell(msgspec.Struct, frozen=True, kw_only=True):
     """One number of the paper and ours."""
 
     label: str
@@ -36,7 +36,7 @@ class PaperFigure(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     title: str
     unit: str
-    cells: list[Cell]
+    cells: list[FigureCell]
     target: str
     """What it must reach."""
     is_met: bool

@@ -16,13 +16,13 @@ from typing import Literal, get_args
 
 import msgspec
 
-from streamrl.report.study_table import Series, Spread, Table, label_of
+from streamrl.report.study_table import MetricSeries, MetricTable, Spread, label_of
 
 Kind = Literal["best", "knee", "crossover", "ratio"]
 NEAR = 0.02  # relative distance up to which two medians are called alike: what seeds do to a run
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a study looks for."""
 
     kind: Kind = "best"
@@ -30,7 +30,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Share by which a value may be worse than the best and still count as near it."""
 
 
-def find(finding: Finding, table: Table) -> list[str]:
+def find(finding: Question, table: MetricTable) -> list[str]:
     """Say what a table shows, in a few sentences.
 
     Raises:
@@ -39,7 +39,7 @@ def find(finding: Finding, table: Table) -> list[str]:
     return list(SENTENCES[finding.kind](table, finding.tolerance))
 
 
-def _best(table: Table, tolerance: float) -> Iterator[str]:
+def _best(table: MetricTable, tolerance: float) -> Iterator[str]:
     tops = []
     for series in table.series():
         values = {at: spread.median for at, spread in series.spreads.items()}
@@ -56,7 +56,7 @@ def _best(table: Table, tolerance: float) -> Iterator[str]:
         yield _rank(table, tops)
 
 
-def _rank(table: Table, tops: list[tuple[str, float]]) -> str:
+def _rank(table: MetricTable, tops: list[tuple[str, float]]) -> str:
     """Set the best of every series beside the best of all."""
     best = table.best(value for _, value in tops)
     (top, _), *others = sorted(tops, key=lambda each: abs(each[1] - best))
@@ -64,7 +64,7 @@ def _rank(table: Table, tops: list[tuple[str, float]]) -> str:
     return f"Best of all is {table.format(best)} with {top}; {'; '.join(parts)}."
 
 
-def _knee(table: Table, tolerance: float) -> Iterator[str]:
+def _knee(table: MetricTable, tolerance: float) -> Iterator[str]:
     """Name where each series leaves its best; those that never do share a sentence."""
     flat = []
     for series in table.series():
@@ -83,7 +83,7 @@ def _knee(table: Table, tolerance: float) -> Iterator[str]:
         yield f"{text}: {'; '.join(flat)}."
 
 
-def _crossover(table: Table, tolerance: float) -> Iterator[str]:
+def _crossover(table: MetricTable, tolerance: float) -> Iterator[str]:
     """Compare the series of the second axis, for each combination of the axes beyond it."""
     if len(table.axes) < 2:
         raise ValueError("finding 'crossover' needs two axes: what changes, and what is compared")
@@ -112,7 +112,7 @@ def _crossover(table: Table, tolerance: float) -> Iterator[str]:
         yield f"{text}{', with '.join(spans)}; they cross {' and '.join(crossings)}."
 
 
-def _ratio(table: Table, tolerance: float) -> Iterator[str]:
+def _ratio(table: MetricTable, tolerance: float) -> Iterator[str]:
     found = list(table.series())
     for series in found:
         values = {at: spread.median for at, spread in series.spreads.items()}
@@ -129,7 +129,7 @@ def _ratio(table: Table, tolerance: float) -> Iterator[str]:
         yield _against(table, series, found[0])
 
 
-def _against_first(table: Table, values: dict[int, float]) -> Iterator[str]:
+def _against_first(table: MetricTable, values: dict[int, float]) -> Iterator[str]:
     """Set every point beside the first."""
     base = values[min(values)]
     parts = []
@@ -139,7 +139,7 @@ def _against_first(table: Table, values: dict[int, float]) -> Iterator[str]:
     yield f"{_capital(table.name)}: {'; '.join(parts)}."
 
 
-def _against(table: Table, series: Series, base: Series) -> str:
+def _against(table: MetricTable, series: MetricSeries, base: MetricSeries) -> str:
     """Say what a series is to the first one, where that is least and where most."""
     pairs = {
         at: (spread.median, base.spreads[at].median)
@@ -164,14 +164,14 @@ def _against(table: Table, series: Series, base: Series) -> str:
     return f"{text} at {table.points[ats[0]]}, {sizes[ats[1]]:.2f} times at {table.points[ats[1]]}."
 
 
-def _size(table: Table, value: float, base: float) -> float:
+def _size(table: MetricTable, value: float, base: float) -> float:
     """Give what a value is to another: their ratio, of shares their difference."""
     if table.is_share:
         return value - base
     return value / base if base else 1.0
 
 
-SENTENCES: dict[Kind, Callable[[Table, float], Iterator[str]]] = {
+SENTENCES: dict[Kind, Callable[[MetricTable, float], Iterator[str]]] = {
     "best": _best,
     "knee": _knee,
     "crossover": _crossover,
@@ -183,7 +183,7 @@ assert set(SENTENCES) == set(get_args(Kind))
 # Words --------------------------------------------------------------------------------------------
 
 
-def _say(series: Series, text: str) -> str:
+def _say(series: MetricSeries, text: str) -> str:
     """Put the series before a sentence where there is more than one."""
     return f"{series.label}: {text}" if series.label else _capital(text)
 
@@ -192,15 +192,15 @@ def _capital(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _names(table: Table, ats: list[int]) -> str:
+def _names(table: MetricTable, ats: list[int]) -> str:
     return ", ".join(table.points[at] for at in ats)
 
 
-def _within(table: Table, tolerance: float) -> str:
+def _within(table: MetricTable, tolerance: float) -> str:
     return f"within {tolerance * 100:g} {'points' if table.is_share else '%'}"
 
 
-def _worst(table: Table, far: dict[int, float], best: float) -> str:
+def _worst(table: MetricTable, far: dict[int, float], best: float) -> str:
     """Say what is farthest from the best; nothing where nothing is far."""
     if not far:
         return ""
@@ -209,14 +209,14 @@ def _worst(table: Table, far: dict[int, float], best: float) -> str:
     return f"; at {table.points[worst]} it is {value}"
 
 
-def _times(table: Table, value: float, base: float, of: str = "") -> str:
+def _times(table: MetricTable, value: float, base: float, of: str = "") -> str:
     """Say how many times one value is another, but for shares and where that is no number."""
     if table.is_share or not base or not isfinite(value / base):
         return ""
     return f", {value / base:.2f} times {of or 'as much'}"
 
 
-def _where(table: Table, near: list[int], places: list[int]) -> str:
+def _where(table: MetricTable, near: list[int], places: list[int]) -> str:
     """Say which points lie together: from one on, up to one, or each by name."""
     if near == places[-len(near) :]:
         return (
@@ -227,7 +227,7 @@ def _where(table: Table, near: list[int], places: list[int]) -> str:
     return f"at {_names(table, near)}"
 
 
-def _span(table: Table, ats: list[int], places: list[int]) -> str:
+def _span(table: MetricTable, ats: list[int], places: list[int]) -> str:
     """Say from where to where a series wins."""
     if ats[0] == places[0]:
         return f"up to {table.points[ats[-1]]}"
@@ -240,19 +240,19 @@ def _span(table: Table, ats: list[int], places: list[int]) -> str:
 # Comparing series ---------------------------------------------------------------------------------
 
 
-def _beyond(series: Series) -> tuple[int, ...]:
+def _beyond(series: MetricSeries) -> tuple[int, ...]:
     return series.rest[1:]
 
 
-def _badness(table: Table, spread: Spread) -> float:
+def _badness(table: MetricTable, spread: Spread) -> float:
     return spread.median if table.is_less_better else -spread.median
 
 
-def _winner(table: Table, rivals: list[Series], at: int) -> Series:
+def _winner(table: MetricTable, rivals: list[MetricSeries], at: int) -> MetricSeries:
     return min(rivals, key=lambda rival: _badness(table, rival.spreads[at]))
 
 
-def _margins(table: Table, rivals: list[Series], ats: list[int]) -> str:
+def _margins(table: MetricTable, rivals: list[MetricSeries], ats: list[int]) -> str:
     """Say what the next best has, from where it is nearest to the best to where it is farthest."""
     found = []
     for at in ats:
@@ -267,7 +267,9 @@ def _margins(table: Table, rivals: list[Series], ats: list[int]) -> str:
     return f", the next is {text} off" if table.is_share else f", the next has {text} times as much"
 
 
-def _crossing(table: Table, ats: tuple[int, int], rivals: tuple[Series, Series]) -> str:
+def _crossing(
+    table: MetricTable, ats: tuple[int, int], rivals: tuple[MetricSeries, MetricSeries]
+) -> str:
     """Say where two series cross, on the straight line between two points of the first axis."""
     axis = table.axes[0]
     before, after = (rivals[0].spreads[at].median - rivals[1].spreads[at].median for at in ats)

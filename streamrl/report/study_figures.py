@@ -17,7 +17,7 @@ from matplotlib.ticker import NullLocator, PercentFormatter
 from numpy.typing import NDArray
 
 from streamrl.report.profile_figures import COLOURS
-from streamrl.report.study_table import SHARES, Series, Table, unit_of
+from streamrl.report.study_table import SHARES, MetricSeries, MetricTable, unit_of
 from streamrl.runfile.grid import Axis
 
 SIZE = (9.0, 5.2)  # inches above the text
@@ -33,7 +33,7 @@ GROUP = 0.8  # share of the room between two points that bars take
 
 
 def study_figure(
-    table: Table, title: str, sentences: Sequence[str], path: Path | None = None
+    table: MetricTable, title: str, sentences: Sequence[str], path: Path | None = None
 ) -> Figure:
     """Draw one metric of a study over sentences that say what it shows; write a .png or .svg file to a path."""
     lines = [line for sentence in sentences for line in textwrap.wrap(sentence, WIDTH)]
@@ -82,7 +82,7 @@ def tick_labels(axis: Axis) -> tuple[list[str], str]:
     return [value for value, _, _ in parts], units.pop()
 
 
-def _draw_lines(axes: Axes, table: Table, series: Sequence[Series]) -> None:
+def _draw_lines(axes: Axes, table: MetricTable, series: Sequence[MetricSeries]) -> None:
     places = places_of(table.axes[0])
     for one in series:
         at = list(one.spreads)
@@ -102,7 +102,7 @@ def _draw_lines(axes: Axes, table: Table, series: Sequence[Series]) -> None:
         )
 
 
-def _draw_bars(axes: Axes, table: Table, series: Sequence[Series]) -> None:
+def _draw_bars(axes: Axes, table: MetricTable, series: Sequence[MetricSeries]) -> None:
     width = GROUP / len(series)
     for index, one in enumerate(series):
         at = np.array(list(one.spreads), dtype=float)
@@ -124,20 +124,20 @@ def _draw_bars(axes: Axes, table: Table, series: Sequence[Series]) -> None:
             axes.bar_label(bars, [_literal(table.format(v)) for v in middle], padding=2, fontsize=9)
 
 
-def _bars(series: Series) -> NDArray[np.float64]:
+def _bars(series: MetricSeries) -> NDArray[np.float64]:
     """Give how far the least and the most of the seeds lie from their median."""
     spreads = series.spreads.values()
     below = [spread.median - spread.least for spread in spreads]
     return np.array([below, [spread.most - spread.median for spread in spreads]])
 
 
-def _style(series: Series) -> tuple[str, int]:
+def _style(series: MetricSeries) -> tuple[str, int]:
     """Give a series its colour by the second axis, and the number of its style by those beyond."""
     colour = COLOURS[series.rest[0] % len(COLOURS)] if series.rest else COLOURS[0]
     return colour, sum(series.rest[1:])
 
 
-def _dress(axes: Axes, table: Table, title: str) -> None:
+def _dress(axes: Axes, table: MetricTable, title: str) -> None:
     axis = table.axes[0]
     labels, unit = tick_labels(axis)
     if axis.drawn_as == "log":
@@ -161,7 +161,7 @@ def _dress(axes: Axes, table: Table, title: str) -> None:
         axes.set_ylim(bottom=0)
 
 
-def _name_series(figure: Figure, axes: Axes, table: Table, num_series: int) -> None:
+def _name_series(figure: Figure, axes: Axes, table: MetricTable, num_series: int) -> None:
     """Name the lines where there is room for it: beside the axes where there are many."""
     title = _literal(", ".join(axis.title for axis in table.axes[1:]))
     if num_series > MOST_INSIDE:

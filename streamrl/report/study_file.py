@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from streamrl.report.findings import Finding
+from streamrl.report.findings import Question
 from streamrl.report.study_table import check_metrics
 from streamrl.runfile.grid import Axis, Scale, parse_axis
 
@@ -52,7 +52,7 @@ class StudyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The first one is the x axis; the others make the series."""
     seeds: int = NUM_SEEDS
     metrics: list[str] = msgspec.field(default_factory=lambda: list(DEFAULT_METRICS))
-    finding: Finding = Finding()
+    finding: Question = Question()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Study:
     num_seeds: int = NUM_SEEDS
     metrics: tuple[str, ...] = DEFAULT_METRICS
     """Each has a figure and a finding; the first one's stands for the study."""
-    finding: Finding = field(default_factory=Finding)
+    finding: Question = field(default_factory=Question)
 
     def __post_init__(self) -> None:
         """Raise `ValueError` where it asks for nothing, or for metrics that there are not."""
@@ -128,7 +128,7 @@ def _say(error: str) -> str:
     match = UNKNOWN.fullmatch(error)
     if match is None:
         return error.replace("$.", "")
-    keys = [k for kind in (StudyFile, AxisEntry, Finding) for k in kind.__struct_fields__]
+    keys = [k for kind in (StudyFile, AxisEntry, Question) for k in kind.__struct_fields__]
     close = difflib.get_close_matches(match["key"], keys, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     return f"{match['key']} is no key of a study file{hint}"

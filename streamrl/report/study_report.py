@@ -14,7 +14,7 @@ from rich.table import Table as TextTable
 from streamrl.report.findings import find
 from streamrl.report.study_figures import study_figure
 from streamrl.report.study_file import Study
-from streamrl.report.study_table import Row, Table, label_of, make_table, name_of
+from streamrl.report.study_table import MetricTable, Row, label_of, make_table, name_of
 from streamrl.runfile.grid import Grid
 
 STUDY_CSV = "study.csv"
@@ -24,14 +24,14 @@ Json: TypeAlias = dict[str, object]
 
 
 @dataclass(frozen=True)
-class Report:
+class StudyResult:
     """A study and what came out of it."""
 
     study: Study
     grid: Grid
     rows: Sequence[Row]
 
-    def table(self, metric: str) -> Table:
+    def table(self, metric: str) -> MetricTable:
         """Give one metric over the grid."""
         return make_table(metric, self.grid.axes, self.rows)
 
@@ -54,7 +54,7 @@ class Report:
         return f"Simulated, {spread}{left_out}: {self.study.run_file.name}."
 
 
-def describe(report: Report) -> Json:
+def describe(report: StudyResult) -> Json:
     """Give a study as data: what was asked, what was found, and every combination's median, least and most."""
     study, grid = report.study, report.grid
     tables = {metric: report.table(metric) for metric in study.metrics}
@@ -82,7 +82,7 @@ def describe(report: Report) -> Json:
     }
 
 
-def write_study(report: Report, directory: Path) -> list[Path]:
+def write_study(report: StudyResult, directory: Path) -> list[Path]:
     """Write study.csv, study.json and a figure for each metric; give the figures' paths."""
     directory.mkdir(parents=True, exist_ok=True)
     write_rows(report, directory / STUDY_CSV)
@@ -98,7 +98,7 @@ def write_study(report: Report, directory: Path) -> list[Path]:
     return figures
 
 
-def write_rows(report: Report, path: Path) -> None:
+def write_rows(report: StudyResult, path: Path) -> None:
     """Write a row for each combination and seed: the swept keys, the seed, every figure."""
     keys = [key for axis in report.grid.axes for key in axis.keys]
     with path.open("w", newline="") as file:
@@ -110,7 +110,7 @@ def write_rows(report: Report, path: Path) -> None:
             writer.writerow([*(values[key] for key in keys), row.seed, *figures])
 
 
-def text_table(report: Report) -> TextTable:
+def text_table(report: StudyResult) -> TextTable:
     """Lay out the median of every metric, a line for each combination."""
     text = TextTable(box=None, pad_edge=False)
     for axis in report.grid.axes:

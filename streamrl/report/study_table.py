@@ -73,7 +73,7 @@ class Spread(NamedTuple):
     most: float
 
 
-class Series(NamedTuple):
+class MetricSeries(NamedTuple):
     """One line of a figure: the points of the first axis at one point of each other."""
 
     rest: tuple[int, ...]
@@ -83,7 +83,7 @@ class Series(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Table:
+class MetricTable:
     """One metric over a grid."""
 
     metric: str
@@ -105,12 +105,12 @@ class Table:
         """Name the points of the first axis."""
         return self.axes[0].point_labels
 
-    def series(self) -> Iterator[Series]:
+    def series(self) -> Iterator[MetricSeries]:
         """Give a series for every combination of the other axes that has any value."""
         for rest in product(*(range(len(axis.points)) for axis in self.axes[1:])):
             spreads = {place[0]: each for place, each in self.spreads.items() if place[1:] == rest}
             if spreads:
-                yield Series(rest, label_of(self.axes[1:], rest), spreads)
+                yield MetricSeries(rest, label_of(self.axes[1:], rest), spreads)
 
     @property
     def is_share(self) -> bool:
@@ -137,13 +137,13 @@ class Table:
         return format_figure(self.metric, value) if self.metric in RATIOS else f"{value:.3g}"
 
 
-def make_table(metric: str, axes: Sequence[Axis], rows: Iterable[Row]) -> Table:
+def make_table(metric: str, axes: Sequence[Axis], rows: Iterable[Row]) -> MetricTable:
     """Put the rows of a study together for one metric."""
     found: dict[tuple[int, ...], list[float]] = {}
     for row in rows:
         found.setdefault(row.place, []).append(row.figures[metric])
     spreads = {place: Spread(median(v), min(v), max(v)) for place, v in sorted(found.items())}
-    return Table(metric, tuple(axes), spreads)
+    return MetricTable(metric, tuple(axes), spreads)
 
 
 def label_of(axes: Sequence[Axis], place: Sequence[int]) -> str:

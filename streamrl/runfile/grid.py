@@ -77,7 +77,7 @@ class Axis:
         return [f"{key}={value}" for key, value in zip(self.keys, self.points[point], strict=True)]
 
 
-class Cell(NamedTuple):
+class GridCell(NamedTuple):
     """One combination."""
 
     place: tuple[int, ...]
@@ -97,7 +97,7 @@ class Grid:
     """Every combination of a study."""
 
     axes: tuple[Axis, ...]
-    cells: list[Cell] = field(default_factory=list)
+    cells: list[GridCell] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
 
     def name(self, place: tuple[int, ...]) -> str:
@@ -160,7 +160,9 @@ def make_grid(
     grid = Grid(tuple(axes))
     for place in product(*(range(len(axis.points)) for axis in axes)):
         try:
-            grid.cells.append(Cell(place, load_run(run_file, [*overrides, *_named(axes, place)])))
+            grid.cells.append(
+                GridCell(place, load_run(run_file, [*overrides, *_named(axes, place)]))
+            )
         except ValueError as error:
             grid.refused.append(Refused(place, str(error)))
             if not skips:

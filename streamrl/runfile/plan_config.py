@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from streamrl.runfile.policies_config import DispatchName, SyncMode, SystemName
 from streamrl.runfile.section import Section
 
-SystemName = Literal[
-    "colocated", "disaggregated", "stream-sync", "one-step-async", "stream-async", "fully-async"
-]
-DispatchName = Literal["least-loaded", "round-robin", "random", "skewness-aware"]
-SyncMode = Literal["full", "lora", "delta"]
 ObjectiveName = Literal["cost-per-million-tokens", "cost-per-step", "step-time", "pareto"]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from streamrl.runfile.config import Run, SyncConfig
+from streamrl.runfile.config import Run
+from streamrl.runfile.sides_config import SyncConfig
 
 
 def find_link(run: Run) -> int | None:

@@ -11,18 +11,19 @@ from collections.abc import Callable, Iterable
 from math import isfinite
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints, overload
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from streamrl.runfile.config import Run
 from streamrl.runfile.failures_config import check_failures
+from streamrl.runfile.paths import paths_of, with_paths
 from streamrl.runfile.plan_checks import check_plan
 from streamrl.runfile.policy_checks import check_policies
 from streamrl.runfile.pools import check_pools
 from streamrl.runfile.section import Section
 from streamrl.runfile.units import read_quantity
-from streamrl.workload.ranker import TAIL_SHARE
+from streamrl.runfile.workload_config import TAIL_SHARE
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>[^`]+)`(?: - at `\$(?P<path>.*)`)?")
 _MISSING = re.compile(r"Object missing required field `(?P<key>[^`]+)`(?: - at `\$(?P<path>.*)`)?")
@@ -280,27 +281,8 @@ def _read_value(text: str) -> object:
 
 def _resolve_paths(run: Run, base: Path) -> Run:
     """Let every path in the run file start at `base`."""
-    replace = msgspec.structs.replace
-    lengths = run.workload.lengths
-    if lengths is not None:
-        source = _from(base, lengths.source) if lengths.names_a_file else lengths.source
-        scores = _from(base, lengths.ranker_scores)
-        lengths = replace(lengths, source=source, ranker_scores=scores)
-    return replace(
-        run,
-        model=replace(run.model, path=_from(base, run.model.path)),
-        workload=replace(run.workload, prompts=_from(base, run.workload.prompts), lengths=lengths),
-        costs=replace(run.costs, profile=_from(base, run.costs.profile)),
-        execute=replace(run.execute, output=_from(base, run.execute.output)),
-    )
-
-
-@overload
-def _from(base: Path, path: str) -> str: ...
-@overload
-def _from(base: Path, path: None) -> None: ...
-def _from(base: Path, path: str | None) -> str | None:
-    return None if path is None else os.path.normpath(base / path)
+    resolved = {key: os.path.normpath(base / path) for key, path in paths_of(run).items()}
+    return with_paths(run, resolved)
 
 
 def _say(error: str, table: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.runfile.config import LengthsConfig
+from streamrl.runfile.workload_config import TAIL_SHARE, LengthsConfig
 from streamrl.workload.csv_rows import read_csv
 
 Lengths = npt.NDArray[np.int64]
@@ -29,7 +29,6 @@ Numbers = npt.NDArray[np.float64]
 Past = Callable[[int, Lengths, int], Lengths]
 """Gives [num_groups, n] earlier lengths of the prompts of a block, of which these lengths were drawn."""
 
-TAIL_SHARE = 0.2  # recall@20%, the figure that StreamRL (arXiv 2504.15930, Table 4) states first
 STREAM = 1  # keeps the noise's random numbers apart from those that draw lengths
 MOST_NOISE = 64.0  # standard deviations of a normal score: nothing is left of the length
 HALVINGS = 24  # of the interval that holds the noise: 4e-6 of it is far below what recall shows

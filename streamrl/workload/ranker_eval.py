@@ -37,14 +37,14 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     num_prompts: dict[str, int]
 
 
-class Sample(NamedTuple):
+class FamilySample(NamedTuple):
     """One rollout of each prompt of a family, and what a ranker says of it."""
 
     scores: Numbers
     lengths: Lengths
 
 
-class Table(NamedTuple):
+class ScoreFile(NamedTuple):
     """The rows of a CSV file."""
 
     path: Path
@@ -83,7 +83,7 @@ class Table(NamedTuple):
         return found or self.path.name.split(".")[0]
 
 
-def read_table(path: Path, model: str | None = None) -> Table:
+def read_table(path: Path, model: str | None = None) -> ScoreFile:
     """Read a file of scores or lengths; of one with several models only the rows of `model`.
 
     Raises:
@@ -104,10 +104,10 @@ def read_table(path: Path, model: str | None = None) -> Table:
         )
     if not rows:
         raise ValueError(f"{path} has no rows")
-    return Table(path, rows)
+    return ScoreFile(path, rows)
 
 
-def score_columns(scores: Table, chosen: Sequence[str], has_lengths_apart: bool) -> list[str]:
+def score_columns(scores: ScoreFile, chosen: Sequence[str], has_lengths_apart: bool) -> list[str]:
     """Give the columns that hold scores: those chosen, "score", or all where lengths are in another file."""
     if chosen:
         scores.must_have(*chosen)
@@ -118,7 +118,9 @@ def score_columns(scores: Table, chosen: Sequence[str], has_lengths_apart: bool)
     return [SCORE]
 
 
-def evaluate_scores(scores: Table, column: str, lengths: dict[str, list[int]] | None) -> Evaluation:
+def evaluate_scores(
+    scores: ScoreFile, column: str, lengths: dict[str, list[int]] | None
+) -> Evaluation:
     """Evaluate a column of scores, higher for longer, on the lengths beside it or on those by prompt.
 
     Prompts without a score or a length are left out.
@@ -137,7 +139,7 @@ def evaluate_scores(scores: Table, column: str, lengths: dict[str, list[int]] | 
     return _evaluate(column, {family: _samples(known) for family, known in pairs.items()})
 
 
-def evaluate_history(lengths: Table, num_past: int) -> Evaluation:
+def evaluate_history(lengths: ScoreFile, num_past: int) -> Evaluation:
     """Evaluate the mean of `num_past` other samples of the prompt, for each sample in turn.
 
     Raises:
@@ -161,12 +163,12 @@ def evaluate_history(lengths: Table, num_past: int) -> Evaluation:
             )
         known = np.array([found[:num] for found in by_prompt.values()], dtype=np.int64)
         samples[family] = [
-            Sample(_others(known, which, num_past), known[:, which]) for which in range(num)
+            FamilySample(_others(known, which, num_past), known[:, which]) for which in range(num)
         ]
     return _evaluate(f"{num_past} past sample{'s' * (num_past > 1)}", samples)
 
 
-def lengths_by_prompt(tables: Iterable[Table]) -> dict[str, list[int]]:
+def lengths_by_prompt(tables: Iterable[ScoreFile]) -> dict[str, list[int]]:
     """Give the lengths of every prompt's samples.
 
     Raises:
@@ -208,16 +210,17 @@ def _others(known: Lengths, which: int, num_past: int) -> Numbers:
     return means
 
 
-def _samples(known: list[tuple[float, list[int]]]) -> list[Sample]:
+def _samples(known: list[tuple[float, list[int]]]) -> list[FamilySample]:
     """Give as many samples of a family as every prompt of it has."""
     scores = np.array([score for score, _ in known])
     num = min(len(lengths) for _, lengths in known)
     return [
-        Sample(scores, np.array([lengths[which] for _, lengths in known])) for which in range(num)
+        FamilySample(scores, np.array([lengths[which] for _, lengths in known]))
+        for which in range(num)
     ]
 
 
-def _evaluate(ranker: str, families: dict[str, list[Sample]]) -> Evaluation:
+def _evaluate(ranker: str, families: dict[str, list[FamilySample]]) -> Evaluation:
     if not families:
         raise ValueError(f"ranker {ranker!r}: no prompt has both a score and a length")
     return Evaluation(

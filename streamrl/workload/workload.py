@@ -12,7 +12,8 @@ from streamrl.engine.messages import DrawnGroup, Generated, PromptsDrawn
 from streamrl.hardware.profiles import find_profile
 from streamrl.hardware.tables import Floats
 from streamrl.record.trace import read_trace
-from streamrl.runfile.config import LengthsConfig, Run
+from streamrl.runfile.config import Run
+from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.csv_rows import read_csv
 from streamrl.workload.drift import Drift
 from streamrl.workload.ranker import load_ranker

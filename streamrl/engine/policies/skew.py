@@ -6,8 +6,9 @@ fill the other replicas; how many replicas the tail gets is what makes generatio
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import assert_never
 
 from streamrl.engine.entities import Replica, Rollout
 from streamrl.engine.latency import Latency
@@ -15,13 +16,12 @@ from streamrl.engine.policies.dispatch import Dealt
 from streamrl.engine.policies.order import Order
 from streamrl.engine.recent import quantile
 from streamrl.engine.state import State
+from streamrl.runfile.policies_config import SkewObjective
 
 TAIL_QUANTILE, REGULAR_QUANTILE = 0.9, 0.5  # lengths that stand for each part, as in Algorithm 2
 
 DRAIN_POINTS = 32  # lengths at which a draining batch is looked at: 3 % of its rollouts apart
 LEAST_GAIN = 0.03  # of a split over even shares: `Latency`, which knows one context, errs by that
-
-Objective = Literal["max", "sum", "drain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class SkewnessAware(Dealt):
         keeps_groups: bool,
         latency: Latency,
         tail_share: float,
-        objective: Objective,
+        objective: SkewObjective,
     ) -> None:
         super().__init__(order, keeps_groups)
         self.latency = latency
@@ -83,21 +83,33 @@ class SkewnessAware(Dealt):
         tail, num_tail = _head(units, self.tail_share * len(expected))
         if not tail or len(replicas) < 2 or min(expected) == max(expected):
             return None
-        if self.objective == "drain":
-            num_replicas = self._best_drain(
-                sorted(expected[:num_tail]), sorted(expected[num_tail:]), len(replicas)
-            )
-        else:
-            lengths = state.recent.ordered if state.recent.is_full else sorted(expected)
-            long, middle = quantile(lengths, TAIL_QUANTILE), quantile(lengths, REGULAR_QUANTILE)
-            num_replicas = self._best_split(
-                (num_tail, long), (len(expected) - num_tail, middle), len(replicas)
-            )
+        num_replicas = self._num_of_tail(state, expected, num_tail, len(replicas))
         own = {replica.id: replica for replica in replicas[:num_replicas]}
         return Partition(_place(tail[-1]), own) if own else None
 
+    def _num_of_tail(
+        self, state: State, expected: list[int], num_tail: int, num_replicas: int
+    ) -> int:
+        """Return how many replicas the tail gets: the first `num_tail` of `expected` tokens, longest first."""
+        match self.objective:
+            case "drain":
+                tail, regular = sorted(expected[:num_tail]), sorted(expected[num_tail:])
+                return self._best_drain(tail, regular, num_replicas)
+            case "max" | "sum":
+                lengths = state.recent.ordered if state.recent.is_full else sorted(expected)
+                long, middle = quantile(lengths, TAIL_QUANTILE), quantile(lengths, REGULAR_QUANTILE)
+                regular_part = (len(expected) - num_tail, middle)
+                together = max if self.objective == "max" else sum
+                return self._best_split((num_tail, long), regular_part, num_replicas, together)
+            case _:
+                assert_never(self.objective)
+
     def _best_split(
-        self, tail: tuple[int, int], regular: tuple[int, int], num_replicas: int
+        self,
+        tail: tuple[int, int],
+        regular: tuple[int, int],
+        num_replicas: int,
+        together: Callable[[list[float]], float],
     ) -> int:
         """Give the replicas of the tail by Algorithm 2, from (rollouts, tokens of each) of both parts."""
 
@@ -105,7 +117,7 @@ class SkewnessAware(Dealt):
             parts = ((*tail, tail_replicas), (*regular, num_replicas - tail_replicas))
             in_rounds = [self.latency.time(*part) for part in parts]
             flowing = [_flowing_time(self.latency, *part) for part in parts]
-            return (max(in_rounds) if self.objective == "max" else sum(in_rounds)), max(flowing)
+            return together(in_rounds), max(flowing)
 
         return min(range(1, num_replicas), key=cost)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from streamrl.report.page.answer import chosen_of
 from streamrl.report.page.bars import Bar, bars_figure
 from streamrl.report.page.options import Option, is_aside
-from streamrl.report.page.parts import Cell, Picture, Section, Table
+from streamrl.report.page.parts import PageCell, PageSection, PageTable, Picture
 from streamrl.report.page.scatter import Point, front_of, scatter_figure
 from streamrl.report.page.sources import PlanMade, Sources
 from streamrl.report.page.words import (
@@ -33,7 +33,7 @@ WORK = (
 """Keys that say what is to be done, not how."""
 
 
-def compare_options(sources: Sources, options: list[Option]) -> Iterator[Section]:
+def compare_options(sources: Sources, options: list[Option]) -> Iterator[PageSection]:
     """Give the sections that compare options, where there are any."""
     if not options:
         return
@@ -42,11 +42,11 @@ def compare_options(sources: Sources, options: list[Option]) -> Iterator[Section
         yield _front(options)
 
 
-def _alternatives(sources: Sources, options: list[Option]) -> Section:
+def _alternatives(sources: Sources, options: list[Option]) -> PageSection:
     chosen = chosen_of(options)
     assert chosen is not None
     title = "Plan against alternatives" if sources.plans else "Ways to run, compared"
-    section = Section("alternatives", title if len(options) > 1 else "What it takes and costs")
+    section = PageSection("alternatives", title if len(options) > 1 else "What it takes and costs")
     for made in sources.plans:
         section.text += _why(made)
     section.text += _other_gpus(chosen, options)
@@ -57,7 +57,7 @@ def _alternatives(sources: Sources, options: list[Option]) -> Section:
     section.notes += _left_out(shown, drawn)
     rows = [_row(option, chosen) for option in shown]
     section.tables.append(
-        Table(
+        PageTable(
             "Dollars are per million output tokens trained on, with the band in which they may truly lie below.",
             (
                 "",
@@ -77,7 +77,7 @@ def _alternatives(sources: Sources, options: list[Option]) -> Section:
     return section
 
 
-def _row(option: Option, chosen: Option) -> list[Cell]:
+def _row(option: Option, chosen: Option) -> list[PageCell]:
     least, most = map(dollars, option.cost_range)
     against = option.cost_per_million_tokens / (chosen.cost_per_million_tokens or 1.0) - 1
     if option.behind is not None and chosen.kind == "plan":
@@ -85,14 +85,14 @@ def _row(option: Option, chosen: Option) -> list[Cell]:
     seeds = "executed" if option.band.is_timed else _seeds(option.band.num_seeds)
     band = f"{least} to {most}" if option.band.is_known else "band not known"
     return [
-        Cell(option.letter),
-        Cell(option.name, option.what),
-        Cell(dollars(option.cost_per_million_tokens), band),
-        Cell("" if option is chosen else change(against)),
-        Cell(seconds(option.step_time), f"{dollars(option.cost_per_step)} each"),
-        Cell(tokens_per_second(option.goodput)),
-        Cell(dollars(option.dollars_per_hour)),
-        Cell(f"{option.world}, {tiers_text(option.band.tiers)}", f"{seeds}; {option.source}"),
+        PageCell(option.letter),
+        PageCell(option.name, option.what),
+        PageCell(dollars(option.cost_per_million_tokens), band),
+        PageCell("" if option is chosen else change(against)),
+        PageCell(seconds(option.step_time), f"{dollars(option.cost_per_step)} each"),
+        PageCell(tokens_per_second(option.goodput)),
+        PageCell(dollars(option.dollars_per_hour)),
+        PageCell(f"{option.world}, {tiers_text(option.band.tiers)}", f"{seeds}; {option.source}"),
     ]
 
 
@@ -180,7 +180,7 @@ def _rate(value: float) -> str:
     return tokens_per_second(value).replace("tokens", "tok")
 
 
-def _front(options: list[Option]) -> Section:
+def _front(options: list[Option]) -> PageSection:
     chosen = chosen_of(options)
     points = [
         Point(o.letter, o.name, o.goodput, o.cost_per_million_tokens, o is chosen) for o in options
@@ -188,7 +188,7 @@ def _front(options: list[Option]) -> Section:
     front = front_of(points)
     letters = listing([point.letter for point in front])
     verb = "is" if len(front) == 1 else "are"
-    section = Section("front", "Speed against cost")
+    section = PageSection("front", "Speed against cost")
     section.text.append(
         f"{letters} {verb} on the Pareto front: no other option shown is both faster and cheaper."
     )
@@ -203,18 +203,18 @@ def _front(options: list[Option]) -> Section:
     return section
 
 
-def differences(options: list[Option]) -> Iterator[Section]:
+def differences(options: list[Option]) -> Iterator[PageSection]:
     """Give the table of run-file keys that differ."""
     keys = _differing(options)
     if not keys or len(options) < 2:
         return
-    section = Section("differences", "How the options differ")
+    section = PageSection("differences", "How the options differ")
     rows = [
-        [Cell(key), *(Cell(_value(option.config.get(key))) for option in options)]
+        [PageCell(key), *(PageCell(_value(option.config.get(key))) for option in options)]
         for key in keys[:MOST_KEYS]
     ]
     section.tables.append(
-        Table(
+        PageTable(
             "Keys of the run file that differ; default is what the system named by `policies.system` has.",
             ("key", *(o.letter for o in options)),
             rows,

@@ -10,12 +10,12 @@ from streamrl.report.page.answer import chosen_of
 from streamrl.report.page.assumptions import assumptions_of, sources_of_seconds, tiers_by_operation
 from streamrl.report.page.bands import bands_figure
 from streamrl.report.page.options import Option
-from streamrl.report.page.parts import Cell, Picture, Section, Table, cells
+from streamrl.report.page.parts import PageCell, PageSection, PageTable, Picture, cells
 from streamrl.report.page.shares import segments, shares_figure
 from streamrl.report.page.sources import RecordedRun, Sources
 from streamrl.report.page.steps import LEVELS, activities_of, step_figure, typical_step
 from streamrl.report.page.study_curves import curves_figure, line_class, metric_text
-from streamrl.report.page.study_json import Study
+from streamrl.report.page.study_json import RecordedStudy
 from streamrl.report.page.tornado import tornado_figure
 from streamrl.report.page.what_if import Sensitivity, of_plan, of_run
 from streamrl.report.page.words import (
@@ -33,10 +33,10 @@ MOST_STEPS = 3  # runs whose step is drawn; the figures are large
 MOST_REASONS = 6
 
 
-def idle_section(options: Sequence[Option]) -> Section:
+def idle_section(options: Sequence[Option]) -> PageSection:
     """Show where GPU-seconds went, for every option with a trace."""
     runs = [(f"{o.letter} · {o.name}", o.run) for o in options if o.run is not None]
-    section = Section("idle", "Idle by cause")
+    section = PageSection("idle", "Idle by cause")
     if not runs:
         section.notes.append(NO_TRACE)
         return section
@@ -52,14 +52,14 @@ def idle_section(options: Sequence[Option]) -> Section:
         )
     )
     rows = [
-        [Cell(name if kind == "busy" else f"idle: {name}", MEANINGS[kind][name])]
-        + [Cell(percent(getattr(m, kind).get(name, 0.0), 1)) for _, m in named]
+        [PageCell(name if kind == "busy" else f"idle: {name}", MEANINGS[kind][name])]
+        + [PageCell(percent(getattr(m, kind).get(name, 0.0), 1)) for _, m in named]
         for kind, names in (("busy", BUSY), ("idle", IDLE))
         for name in names
         if (kind, name) in found
     ]
     head = ("share of GPU-seconds", *(label.split()[0] for label, _ in runs))
-    section.tables.append(Table("", head, rows, numbers=range(1, len(head))))
+    section.tables.append(PageTable("", head, rows, numbers=range(1, len(head))))
     return section
 
 
@@ -70,9 +70,9 @@ NO_TRACE = (
 )
 
 
-def step_section(options: Sequence[Option]) -> Section:
+def step_section(options: Sequence[Option]) -> PageSection:
     """Draw one step of the first few options with a trace, at one scale."""
-    section = Section("step", "One step")
+    section = PageSection("step", "One step")
     found = [(o, o.run) for o in options if o.run is not None]
     if not found:
         section.notes.append(NO_TRACE)
@@ -114,9 +114,9 @@ def _legend(run: RecordedRun) -> list[tuple[str, str]]:
     return [*shades, *rest, ("lane", "idle")]
 
 
-def sensitivity_section(sources: Sources, options: Sequence[Option]) -> Section:
+def sensitivity_section(sources: Sources, options: Sequence[Option]) -> PageSection:
     """Draw a tornado for each plan, or for the chosen run."""
-    section = Section("sensitivity", "What would change the cost")
+    section = PageSection("sensitivity", "What would change the cost")
     found = [of_plan(m.plan, m.name, f"{m.name}/{m.path.name}") for m in sources.plans]
     chosen = chosen_of(list(options))
     if not found and chosen is not None and chosen.run is not None:
@@ -129,7 +129,7 @@ def sensitivity_section(sources: Sources, options: Sequence[Option]) -> Section:
     return section
 
 
-def _add_tornado(section: Section, found: Sensitivity, name: str) -> None:
+def _add_tornado(section: PageSection, found: Sensitivity, name: str) -> None:
     if found.swings:
         title = f"{found.of}, if one thing were {found.by} less or more"
         caption = f"{title[:1].upper()}{title[1:]}. Each change alone; from {found.source}."
@@ -149,7 +149,7 @@ def _add_tornado(section: Section, found: Sensitivity, name: str) -> None:
         ]
         head = ("if", "better then", "saves")
         section.tables.append(
-            Table("Changes under which another plan would be chosen.", head, rows)
+            PageTable("Changes under which another plan would be chosen.", head, rows)
         )
     if found.missing:
         section.notes.append(
@@ -158,9 +158,9 @@ def _add_tornado(section: Section, found: Sensitivity, name: str) -> None:
         )
 
 
-def uncertainty_section(options: Sequence[Option]) -> Section:
+def uncertainty_section(options: Sequence[Option]) -> PageSection:
     """Say how far the figures may be from the truth, and by which method."""
-    section = Section("uncertainty", "How sure this is")
+    section = PageSection("uncertainty", "How sure this is")
     chosen = chosen_of(list(options))
     if chosen is None:
         return section
@@ -180,15 +180,15 @@ def uncertainty_section(options: Sequence[Option]) -> Section:
         )
     rows = [
         [
-            Cell(tier, TIERS[tier]),
-            Cell(percent((chosen.band.tiers or {}).get(tier, 0.0))),
-            Cell(f"{least:g} to {most:g} times"),
-            Cell(band.REASONS[tier]),
+            PageCell(tier, TIERS[tier]),
+            PageCell(percent((chosen.band.tiers or {}).get(tier, 0.0))),
+            PageCell(f"{least:g} to {most:g} times"),
+            PageCell(band.REASONS[tier]),
         ]
         for tier, (least, most) in band.SECONDS_MAY_BE.items()
     ]
     head = ("tier", f"share in {chosen.letter}", "a second may truly be", "because")
-    section.tables.append(Table("", head, rows, numbers=(1,)))
+    section.tables.append(PageTable("", head, rows, numbers=(1,)))
     if chosen.band.num_seeds == 1 and chosen.world == "simulated":
         section.notes.append(
             "One seed was simulated, so the spread of seeds is unknown and not in the band."
@@ -204,12 +204,14 @@ def _unmeasured(option: Option) -> str:
     return f"{told} of the busy seconds of {option.letter} are unmeasured: they come from datasheets alone."
 
 
-def study_sections(studies: Sequence[Study]) -> Iterator[Section]:
+def study_sections(studies: Sequence[RecordedStudy]) -> Iterator[PageSection]:
     """Show each what-if study: what was asked, what was found, and its metrics."""
     for index, study in enumerate(studies):
         found = study.found
         is_named = "what if" in found.title.lower()
-        section = Section(f"study-{index}", found.title if is_named else f"What if: {found.title}")
+        section = PageSection(
+            f"study-{index}", found.title if is_named else f"What if: {found.title}"
+        )
         section.text += [text for text in (found.question,) if text]
         section.text += [text for text in dict.fromkeys(found.findings.values()) if text]
         names = list(study.series())
@@ -225,13 +227,13 @@ def study_sections(studies: Sequence[Study]) -> Iterator[Section]:
             section.pictures.append(Picture(drawing, caption, legend))
         rows = [
             [
-                Cell(row.label),
+                PageCell(row.label),
                 *(_spread_cell(metric, row.metrics[metric]) for metric in study.metrics),
             ]
             for row in found.rows
         ]
         head = ("combination", *map(name_of, study.metrics))
-        section.tables.append(Table("", head, rows, numbers=range(1, len(head))))
+        section.tables.append(PageTable("", head, rows, numbers=range(1, len(head))))
         if found.refused:
             reasons = list(dict.fromkeys(refused.reason for refused in found.refused))[
                 :MOST_REASONS
@@ -246,14 +248,14 @@ def study_sections(studies: Sequence[Study]) -> Iterator[Section]:
         yield section
 
 
-def _spread_cell(metric: str, spread: object) -> Cell:
+def _spread_cell(metric: str, spread: object) -> PageCell:
     least, middle, most = (
         metric_text(metric, getattr(spread, k)) for k in ("least", "median", "most")
     )
-    return Cell(middle, f"{least} to {most}" if least != most else "")
+    return PageCell(middle, f"{least} to {most}" if least != most else "")
 
 
-def assumption_sections(sources: Sources, options: Sequence[Option]) -> Iterator[Section]:
+def assumption_sections(sources: Sources, options: Sequence[Option]) -> Iterator[PageSection]:
     """List what is taken for granted, and every source of seconds."""
     chosen = chosen_of(list(options))
     if chosen is None:
@@ -263,10 +265,12 @@ def assumption_sections(sources: Sources, options: Sequence[Option]) -> Iterator
     run = made.run if made is not None else trace.run if trace is not None else None
     if run is None:
         return
-    section = Section("assumptions", f"Assumptions and sources ({chosen.letter}, {chosen.name})")
+    section = PageSection(
+        "assumptions", f"Assumptions and sources ({chosen.letter}, {chosen.name})"
+    )
     found = assumptions_of(run, trace, made.plan if made is not None else None)
     rows = [cells(each.what, each.value, each.source) for each in found]
-    section.tables.append(Table("", ("what", "value", "source"), rows))
+    section.tables.append(PageTable("", ("what", "value", "source"), rows))
     if trace is None:
         section.notes.append(
             "The sources of seconds are in a trace. " + NO_TRACE.partition(". ")[2]
@@ -274,10 +278,10 @@ def assumption_sections(sources: Sources, options: Sequence[Option]) -> Iterator
     elif trace.world == "simulated":
         tiers = [cells(name, text) for name, text in tiers_by_operation(trace)]
         section.tables.append(
-            Table("Simulated seconds by operation.", ("operation", "seconds are"), tiers)
+            PageTable("Simulated seconds by operation.", ("operation", "seconds are"), tiers)
         )
         named = [cells(source) for source in sources_of_seconds(trace)]
         section.tables.append(
-            Table("Measured, fitted or assumed by:", ("source of seconds",), named)
+            PageTable("Measured, fitted or assumed by:", ("source of seconds",), named)
         )
     yield section

@@ -23,7 +23,7 @@ from streamrl.report.page.details import (
     uncertainty_section,
 )
 from streamrl.report.page.options import Option, make_options
-from streamrl.report.page.parts import Page, Section
+from streamrl.report.page.parts import Page, PageSection
 from streamrl.report.page.sources import Sources, read_sources
 from streamrl.report.page.what_if import of_plan
 from streamrl.report.page.words import GLOSSARY, listing
@@ -92,7 +92,7 @@ def describe(report: Report) -> dict[str, object]:
     }
 
 
-def _sections(sources: Sources, options: list[Option]) -> Iterator[Section]:
+def _sections(sources: Sources, options: list[Option]) -> Iterator[PageSection]:
     yield from compare_options(sources, options)
     if options:
         yield idle_section(options)

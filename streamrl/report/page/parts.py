@@ -10,7 +10,7 @@ from streamrl.report.page.drawing import Drawing
 
 
 @dataclass(frozen=True)
-class Cell:
+class PageCell:
     """A table cell: what it says, and smaller below it a note."""
 
     text: str
@@ -18,12 +18,12 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Table:
+class PageTable:
     """Rows under a head; columns of numbers stand to the right."""
 
     caption: str
     head: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[PageCell]]
     numbers: Sequence[int] = ()
     """Columns that are numbers."""
     strong_row: int | None = None
@@ -41,14 +41,14 @@ class Picture:
 
 
 @dataclass
-class Section:
+class PageSection:
     """One part of the page."""
 
     name: str
     title: str
     text: list[str] = field(default_factory=list)
     pictures: list[Picture] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
+    tables: list[PageTable] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     is_pair: bool = False
     """Whether its pictures stand side by side where there is room."""
@@ -62,12 +62,12 @@ class Page:
     subtitle: str
     answer: str
     tiles: list[Tile]
-    sections: list[Section]
+    sections: list[PageSection]
     terms: dict[str, str]
     colours: dict[str, str]
     """Of activities and causes, in light."""
 
 
-def cells(*texts: str) -> list[Cell]:
+def cells(*texts: str) -> list[PageCell]:
     """Make a row of plain cells."""
-    return [Cell(text) for text in texts]
+    return [PageCell(text) for text in texts]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from streamrl.record.metrics import Metrics, measure
 from streamrl.record.trace import Trace, read_trace
-from streamrl.report.page.study_json import STUDY_CSV, Study, read_study
+from streamrl.report.page.study_json import STUDY_CSV, RecordedStudy, read_study
 from streamrl.report.plan import PLAN_JSON, PLAN_TOML, Plan, read_plan
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
@@ -43,7 +43,7 @@ class Sources:
 
     runs: list[RecordedRun]
     plans: list[PlanMade]
-    studies: list[Study]
+    studies: list[RecordedStudy]
 
 
 def read_sources(directories: Sequence[Path]) -> Sources:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from streamrl.report.page.drawing import Drawing, scale, shortened, ticks
-from streamrl.report.page.study_json import Combination, Study
+from streamrl.report.page.study_json import Combination, RecordedStudy
 from streamrl.report.page.words import dollars
 from streamrl.report.run_tables import RATIOS, format_figure, format_share
 from streamrl.report.study_table import name_of
@@ -16,7 +16,7 @@ NUM_COLOURS = 6  # lines that the style sheet can tell apart; more repeat with d
 MARGIN = 0.08
 
 
-def curves_figure(name: str, study: Study, metric: str) -> Drawing:
+def curves_figure(name: str, study: RecordedStudy, metric: str) -> Drawing:
     """Draw a metric, with a bar from the least to the most seed at every point."""
     axis, series = study.found.axes[0], study.series()
     spreads = [row.metrics[metric] for row in study.found.rows]
@@ -48,7 +48,7 @@ def curves_figure(name: str, study: Study, metric: str) -> Drawing:
 
 def _draw_line(
     drawing: Drawing,
-    study: Study,
+    study: RecordedStudy,
     metric: str,
     rows: list[Combination],
     index: int,

@@ -11,7 +11,7 @@ STUDY_CSV, STUDY_JSON = "study.csv", "study.json"
 TIERS = "tiers."
 
 
-class Spread(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedSpread(msgspec.Struct, frozen=True, kw_only=True):
     """A metric over the seeds of one combination."""
 
     median: float
@@ -19,7 +19,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     most: float
 
 
-class Axis(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedAxis(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that varies."""
 
     name: str
@@ -33,10 +33,10 @@ class Combination(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, str]
     """Of every swept key."""
     label: str
-    metrics: dict[str, Spread]
+    metrics: dict[str, RecordedSpread]
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedRefusal(msgspec.Struct, frozen=True, kw_only=True):
     """A combination that cannot run, and why."""
 
     values: dict[str, str]
@@ -50,14 +50,14 @@ class StudyJson(msgspec.Struct, frozen=True, kw_only=True):
     question: str = ""
     run: str = ""
     seeds: int = 1
-    axes: list[Axis]
+    axes: list[RecordedAxis]
     findings: dict[str, str]
     """A sentence or more for each metric."""
     rows: list[Combination]
-    refused: list[Refused] = []
+    refused: list[RecordedRefusal] = []
 
 
-class Study(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedStudy(msgspec.Struct, frozen=True, kw_only=True):
     """A what-if study."""
 
     name: str
@@ -96,7 +96,7 @@ def _starts(text: str, label: str) -> bool:
     return text == label or text.startswith(f"{label}, ")
 
 
-def read_study(path: Path, name: str) -> Study:
+def read_study(path: Path, name: str) -> RecordedStudy:
     """Read study.json beside a study.csv.
 
     Raises:
@@ -110,7 +110,7 @@ def read_study(path: Path, name: str) -> Study:
     except msgspec.MsgspecError as error:
         raise ValueError(f"{file}: not a study: {error}") from None
     _check(found, file)
-    return Study(name=name, path=file, found=found, tiers=_read_tiers(path))
+    return RecordedStudy(name=name, path=file, found=found, tiers=_read_tiers(path))
 
 
 def _read_tiers(path: Path) -> dict[str, float]:

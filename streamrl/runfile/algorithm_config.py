@@ -1,0 +1,50 @@
+"""The section `[algorithm]` of a run file: what is optimised, and in which portions."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from streamrl.runfile.section import Section
+
+
+class AlgorithmConfig(Section, frozen=True, kw_only=True):
+    """What is optimised, and in which portions."""
+
+    name: Literal["grpo", "dr-grpo", "rloo", "reinforce++", "ppo"] = "grpo"
+    steps: int
+    prompts_per_step: int
+    group_size: int = 1
+    """Rollouts of each prompt."""
+    learning_rate: float = 1e-6
+    correction: Literal["none", "token_tis", "seq_tis", "icepop", "decoupled"] = "token_tis"
+    """How sampling from an older policy is corrected for."""
+    clip: float = 0.2
+    kl_coefficient: float = 0.0
+    """Weight of the KL term against the initial policy; above 0 a reference model runs."""
+    loss_mean: Literal["token", "rollout"] = "token"
+    max_grad_norm: float = 1.0
+
+    @property
+    def trains_whole_groups(self) -> bool:
+        """Whether an advantage needs every rollout of its group."""
+        return self.name in ("grpo", "dr-grpo", "rloo")
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic of the actor's size is trained beside it."""
+        return self.name == "ppo"
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the initial policy runs beside the actor."""
+        return self.kl_coefficient > 0
+
+    @property
+    def needs_score(self) -> bool:
+        """Whether rollouts need forward passes before their gradient."""
+        return self.has_critic or self.has_reference or self.correction == "decoupled"
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """Rollouts of one optimizer step."""
+        return self.prompts_per_step * self.group_size

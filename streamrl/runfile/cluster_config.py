@@ -1,0 +1,58 @@
+"""The sections `[model]` and `[cluster]` of a run file: which model, on which GPUs, with what between them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from streamrl.runfile.section import Section
+from streamrl.runfile.units import Bandwidth, Duration
+
+
+class ModelConfig(Section, frozen=True, kw_only=True):
+    """Which model is post-trained: `name` of a profile, or `path` of a Hugging Face directory."""
+
+    name: str | None = None
+    """Name of a model in profiles/models, such as "qwen2.5-7b"."""
+    path: str | None = None
+    """A Hugging Face directory with config.json, tokenizer and weights."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Type of the weights that generate, of activations and of the KV cache."""
+
+
+class PoolConfig(Section, frozen=True, kw_only=True):
+    """Machines of one kind in one place."""
+
+    gpu: str
+    """Name of a GPU in profiles/gpus; "cpu" counts worker processes of this machine as GPUs."""
+    nodes: int = 1
+    gpus_per_node: int = 8
+    price: float | None = None
+    """Dollars per GPU-hour; the GPU's own figure where absent."""
+    transport: Literal["tcp", "rdma"] = "rdma"
+    """What its nodes speak to each other; over tcp weights reach a GPU through host memory."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all nodes."""
+        return self.nodes * self.gpus_per_node
+
+
+class LinkConfig(Section, frozen=True, kw_only=True):
+    """What connects two pools."""
+
+    between: tuple[str, str]
+    bandwidth: Bandwidth
+    """One direction, shared by everything that crosses: "80 Gbps", "400 GB/s"."""
+    latency: Duration = Duration(0.0)
+    """One way: "20 ms"."""
+    transport: Literal["tcp", "rdma"] = "tcp"
+    """Its efficiency and latency are in profiles/transports."""
+
+
+class ClusterConfig(Section, frozen=True, kw_only=True):
+    """The pools and the links between them; within a pool the GPU's own network counts."""
+
+    pools: dict[str, PoolConfig]
+    links: list[LinkConfig] = msgspec.field(default_factory=list)

@@ -1,0 +1,79 @@
+"""The section `[policies]` of a run file, and the names of all choices: each stands here and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from streamrl.runfile.section import Section
+
+SystemName = Literal[
+    "colocated", "disaggregated", "stream-sync", "one-step-async", "stream-async", "fully-async"
+]
+DispatchName = Literal["least-loaded", "round-robin", "random", "skewness-aware"]
+OrderName = Literal["fifo", "longest-first"]
+StreamingName = Literal["whole-batch", "stream"]
+ConsumptionName = Literal["strict-fifo", "greedy"]
+WeightSyncName = Literal[
+    "barrier", "drain-then-load", "load-in-flight", "abort-and-resume", "between-batches"
+]
+GroupPlacement = Literal["split", "together"]
+SkewObjective = Literal["max", "sum", "drain"]
+TailBatchingName = Literal["none", "defer"]
+MigrationName = Literal["none", "consolidate"]
+ResizeName = Literal["keep", "adjust"]
+SyncMode = Literal["full", "lora", "delta"]
+
+
+class PoliciesConfig(Section, frozen=True, kw_only=True):
+    """A system by name; each policy may be replaced by name."""
+
+    system: SystemName = "stream-async"
+    max_staleness: int | None = None
+    waits_for_whole_batches: bool | None = None
+    """Whether the prompts of a batch start only once the batch before is generated."""
+    dispatch: DispatchName | None = None
+    group_placement: GroupPlacement = "split"
+    """Whether the rollouts of a group may go to different replicas, or share one and their prompt's prefill."""
+    tail_share: float = 0.2
+    """Share of a step's rollouts that skewness-aware dispatch gives replicas of their own (the paper's alpha)."""
+    skew_objective: SkewObjective = "drain"
+    """What skewness-aware dispatch makes smallest. drain: the longer of both parts, side by side, as batches
+    shrink, and no split where it gains less than 3 %; max: the same by StreamRL's latency model, always split,
+    which on few replicas is slower than dealing at random; sum: of both parts, as its paper prints it."""
+    order: OrderName | None = None
+    streaming: StreamingName | None = None
+    consumption: ConsumptionName | None = None
+    weight_sync: WeightSyncName | None = None
+    """between-batches: each replica loads when its share of a batch is done, and then begins the next one's."""
+    tail_batching: TailBatchingName = "none"
+    """defer: of the prompts of every `tail_every` steps those expected to be longest make up the last one, so
+    that the others have no stragglers; needs a ranker, and changes the order of the data (RollPacker)."""
+    tail_every: int = 3
+    """Steps of which one takes the longest prompts, where `tail_batching` is defer."""
+    learns_from_siblings: bool = False
+    """Whether a rollout that waits is expected to be as long as its siblings were that finished; then replicas
+    get no more than they run, and one rollout of each group goes first. Pays where `max_running` is small."""
+    migration: MigrationName = "none"
+    """consolidate: near the end of a step, rollouts that share a batch move to replicas that stand idle."""
+    context_time: float | None = None
+    """Seconds for each token of context that a moved rollout computes again, or that is sent
+    (`rollout.migration_transfer`); filled in like `latency`."""
+    latency: tuple[tuple[int, float], ...] | None = None
+    """Seconds of a decode step by batch, such as [[1, 0.008], [256, 0.022]], for policies that reckon with
+    them; `simulate` and `execute` fill it in from the costs where it is absent."""
+    resize: ResizeName = "keep"
+    """adjust: more replicas while generation lags behind training by more than they gain (StreamRL's dynamic
+    adjustment); the pool of `rollout` must have GPUs left for them."""
+    resize_unit: int | None = None
+    """Replicas that are added at once; as many as fit a node where absent."""
+    max_replicas: int | None = None
+    """Most replicas that there may be; as many as the pool has GPUs for where absent."""
+    resize_window: int = 3
+    """Steps whose median time decides, so that one long batch does not."""
+    shrink_after: int | None = None
+    """Steps in a row for which generation, also with a unit less, would be the faster side, after which that
+    unit is given back; never where absent."""
+    max_attempts: int = 3
+    """Failures of one rollout after which its group is dropped."""
+    max_restarts: int = 4
+    """Lost replicas that are replaced before the run stops."""

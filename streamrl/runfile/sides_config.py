@@ -1,0 +1,102 @@
+"""The sections of a run file that say how the sides work: `[rollout]`, `[trainer]`, `[verifier]`, `[sync]`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from streamrl.runfile.policies_config import SyncMode
+from streamrl.runfile.section import Section
+from streamrl.runfile.units import Duration, Size
+
+
+class RolloutConfig(Section, frozen=True, kw_only=True):
+    """The generation side."""
+
+    pool: str
+    replicas: int
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+    """1, or tensor_parallel: then each GPU of a replica holds whole experts of a mixture."""
+    chunked_prefill: bool = True
+    """Simulated: whether prefill rides on decode steps, as in vLLM, or halts them."""
+    max_running: int = 256
+    """Most rollouts that a replica decodes at once; KV memory may allow fewer."""
+    max_tokens: int
+    """Most output tokens of a rollout."""
+    temperature: float = 1.0
+    memory_utilization: float = 0.9
+    """Share of GPU memory for weights and KV cache."""
+    backend: Literal["transformers"] = "transformers"
+    shares_prefixes: bool = True
+    """Whether the prompt of a group is prefilled and kept once for all of it, as vLLM and SGLang do;
+    `execute` with transformers does not: keys computed under old weights would be attended to by new ones."""
+    migration_transfer: Literal["recompute", "kv"] = "recompute"
+    """How a rollout that `policies.migration` moves gets its KV cache: computed again, or (simulated) sent
+    over the network, within a node over NVLink."""
+    start_time: Duration = Duration(0.0)
+    """Simulated seconds until a replica serves."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all replicas."""
+        return self.replicas * self.tensor_parallel
+
+
+class TrainerConfig(Section, frozen=True, kw_only=True):
+    """The training side."""
+
+    pool: str
+    data_parallel: int = 1
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    micro_batch: int = 4
+    """Rollouts that one data-parallel rank takes in one forward and backward pass."""
+    max_tokens_per_pass: int = 16384
+    """Tokens in one forward and backward pass of a rank, padding included; a longer rollout has one of its own."""
+    expert_parallel: int = 1
+    """Ranks that share out the experts of a mixture; they are data-parallel and tensor ranks too."""
+    zero: Literal[1, 3] = 1
+    """ZeRO stage: what data-parallel ranks split. 1: the optimizer; 3: weights and gradients too, gathered
+    for every pass (FSDP's full shard)."""
+    recompute: Literal["none", "full"] = "full"
+    """Simulated: full keeps the input of each layer and computes the layer again for its backward pass;
+    none keeps all activations but attention scores, which flash attention never keeps."""
+    offload: bool = False
+    """Simulated: actor, critic and reference take turns on the GPUs, and wait in host memory."""
+    efficiency: float | None = None
+    """Simulated: share of peak FLOP/s in forward and backward passes, where you have measured yours;
+    recomputation and collectives are then part of it. What the profiles give where absent."""
+    backend: Literal["torch"] = "torch"
+    start_time: Duration = Duration(0.0)
+    """Simulated seconds until the trainer is up."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the trainer."""
+        return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
+
+
+class VerifierConfig(Section, frozen=True, kw_only=True):
+    """Who computes rewards."""
+
+    workers: int = 1
+    time: Duration = Duration(0.0)
+    """Simulated seconds of one worker for one rollout."""
+
+
+class SyncConfig(Section, frozen=True, kw_only=True):
+    """What a simulated weight synchronisation sends, and how."""
+
+    mode: SyncMode = "full"
+    """full: all weights; lora: adapters alone; delta: indices and values of what the step changed."""
+    backend: Literal[
+        "broadcast-tree", "nccl-broadcast", "nccl-buckets", "checkpoint-engine", "nccl-reshard"
+    ] = "broadcast-tree"
+    """Who moves it, as measured in profiles/sync; broadcast-tree adds nothing to what the wires need."""
+    bucket_size: Size = Size(1e9)
+    """Most bytes that are sent in one piece; pieces follow each other through gather, link and broadcast."""
+    lora_rank: int = 32
+    """Rank of the adapters on every linear layer of attention and MLP."""
+    changed_share: float = 0.02
+    """Share of the values that one step changes in 16 bits: about 1 % at learning rates up to 3e-6 (PULSE,
+    arXiv 2602.03839), 2.1 to 2.6 % for a dense 72B (github.com/verl-project/verl issue 7060)."""

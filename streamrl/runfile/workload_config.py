@@ -1,0 +1,59 @@
+"""The section `[workload]` of a run file: prompts for a real run, output lengths for a simulated one."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from streamrl.runfile.section import Section
+
+TAIL_SHARE = 0.2
+"""Of recall@20%, the figure that StreamRL (arXiv 2504.15930, Table 4) states first; a ranker that knows nothing has it."""
+
+
+class LengthsConfig(Section, frozen=True, kw_only=True):
+    """Where simulated output lengths come from."""
+
+    kind: Literal["histogram", "empirical", "groups", "trace"]
+    """histogram: bins of `start,end,density`; empirical: one length a row; groups: lengths by prompt,
+    resampled whole; trace: what a recorded run generated, rollout by rollout."""
+    source: str
+    """A name in profiles/lengths, or the path of a CSV file (a trace: its JSONL file)."""
+    scale: float = 1.0
+    """Multiplies every length."""
+    scale_to: float | None = None
+    """What multiplies lengths in the last step, where they drift; in between the factor goes linearly."""
+    drift_steps: int | None = None
+    """The step that has `scale_to` first; the last of the run where absent."""
+    prompt_tokens: int = 400
+    """Tokens of a prompt where the source does not say."""
+    ranker: Literal["none", "oracle", "recall", "scores", "history"] = "none"
+    """What a rollout's expected length is: the mean of all (none), its true one (oracle), that with as much
+    noise as `ranker_recall` allows, with the errors of `ranker_scores`, or the mean of its prompt's past."""
+    ranker_recall: float = 0.87
+    """recall@20% of a ranker of kind recall; 0.87 is StreamRL's (arXiv 2504.15930, Table 4)."""
+    ranker_recall_to: float | None = None
+    """Its recall at the end of the drift, where it goes stale."""
+    ranker_correlation: float = 0.0
+    """Share of its noise that the rollouts of a group have in common."""
+    ranker_scores: str | None = None
+    """Held-out scores of a real ranker: a CSV file with columns score and output_tokens."""
+    ranker_history: int = 1
+    """Past samples of each prompt that a ranker of kind history knows."""
+
+    @property
+    def names_a_file(self) -> bool:
+        """Whether `source` is a path, not the name of a profile."""
+        return "/" in self.source or "." in self.source
+
+
+class WorkloadConfig(Section, frozen=True, kw_only=True):
+    """What is generated: prompts for a real run, lengths for a simulated one."""
+
+    prompts: str | None = None
+    """A JSONL file with a "prompt" on each line, and what its verifier needs."""
+    verifier: str | None = None
+    """Name of the scorer: "exact", "math-verify" or "reasoning-gym"."""
+    max_prompt_tokens: int = 2048
+    informative_share: float = 1.0
+    """Simulated share of rollouts with a non-zero advantage; without a KL term a trainer skips the others."""
+    lengths: LengthsConfig | None = None
