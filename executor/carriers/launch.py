@@ -9,8 +9,8 @@ from executor.carriers.placement import VARIABLE, device_of, trainer_slot
 from executor.record import RunDirectory
 from streamrl.runfile.config import Run
 
-REPLICA = "executor.rollout.replica:Replica"
-TRAINER = "executor.trainer.trainer:Trainer"
+REPLICA = "executor.rollout.replica_worker:ReplicaWorker"
+TRAINER = "executor.trainer.trainer_worker:TrainerWorker"
 KEPT_BYTES = 2**30
 """Freed host memory that a worker keeps for its next tensors. glibc hands tensors of more than about a megabyte
 back to the kernel and faults their pages in again every step: on a CPU that made decode steps of 64 rollouts

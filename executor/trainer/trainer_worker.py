@@ -1,4 +1,4 @@
-"""The trainer role: trains on rollouts as they arrive, makes and pushes weight versions.
+"""The worker of the trainer: trains on rollouts as they arrive, makes and pushes weight versions.
 
 Invariants:
 1. The gradient of a batch does not depend on how it was split over calls of `train`, nor on their
@@ -80,8 +80,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"tis_cap must be at least 1, got {self.tis_cap}")
 
 
-class Trainer:
-    """The trainer as its controller sees it; every method waits for the ones called before it."""
+class TrainerWorker:
+    """The trainer as a handle reaches it; every method waits for the ones called before it."""
 
     def __init__(self, config: TrainerSettings) -> None:
         self.config = config
@@ -165,7 +165,7 @@ class Accumulated:
 
 @dataclasses.dataclass
 class Learner:
-    """The trainer's blocking half; its methods are those of `Trainer`."""
+    """The trainer's blocking half; its methods are those of `TrainerWorker`."""
 
     config: TrainerSettings
     model: PreTrainedModel

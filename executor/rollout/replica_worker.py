@@ -1,4 +1,4 @@
-"""One replica: generates rollouts in order of priority and takes new weights while they run.
+"""The worker of a replica: generates rollouts in order of priority and takes new weights while they run.
 
 Generation is transformers' continuous batching (`executor.rollout.batching`); what it lacks is here: a
 priority queue, aborts that keep the partial tokens, and a policy version for every token.
@@ -61,7 +61,7 @@ class _Attempt:
     versions: list[tuple[int, int]] = field(default_factory=list)
 
 
-class Replica:
+class ReplicaWorker:
     """One inference engine in this process; call every method on one event loop.
 
     `logprobs` of a completion are those of the distribution each token was sampled from: of the
