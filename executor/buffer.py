@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from executor.prompts import PromptWorkload, Record
 from executor.samples import Completion, Request, Sample
-from executor.trainer.advantages import NO_BASELINE, advantages, batch_baseline
 from streamrl.engine.messages import DrawnGroup, Generate
 from streamrl.runfile.config import Run
 
@@ -35,13 +34,10 @@ class Book:
         self._workload = workload
         self._next_group = 0
         self.drafts: dict[int, Draft] = {}
-        self.baseline = NO_BASELINE
-        """Mean reward of the last step's batch; see `executor.trainer.advantages`."""
 
-    def begin_at(self, group: int, baseline: float) -> None:
-        """Let the next draw start at `group`, for a run that resumes after a step of this `baseline`."""
+    def begin_at(self, group: int) -> None:
+        """Let the next draw start at `group`, for a run that resumes."""
         self._next_group = group
-        self.baseline = baseline
 
     def draw(self, num_groups: int) -> tuple[DrawnGroup, ...]:
         """Open drafts for the next groups."""
@@ -81,16 +77,20 @@ class Book:
         """Give a rollout's output as text, special tokens left out."""
         return self._workload.decode(self.drafts[rollout].tokens)
 
-    def samples(self, rollouts: Iterable[int]) -> list[Sample]:
-        """Give rollouts as the trainer consumes them, with their advantages."""
-        return [self._sample(rollout) for rollout in rollouts]
+    def sample(self, rollout: int, advantage: float) -> Sample:
+        """Return a rollout as the trainer consumes it."""
+        draft = self.drafts[rollout]
+        return Sample(
+            rollout=rollout,
+            prompt=self._workload.tokens[draft.line],
+            tokens=draft.tokens,
+            logprobs=draft.logprobs,
+            advantage=advantage,
+        )
 
-    def end_step(self, groups: Sequence[int]) -> None:
-        """Take the baseline of the next step from the groups that this one was made of, and forget them."""
-        drafts = [self.drafts[rollout] for group in groups for rollout in self._rollouts(group)]
-        self.baseline = batch_baseline([draft.reward for draft in drafts])
-        for group in groups:
-            self.close_group(group)
+    def drafts_of(self, groups: Iterable[int]) -> list[Draft]:
+        """Return the rollouts of groups, in order."""
+        return [self.drafts[rollout] for group in groups for rollout in self._rollouts(group)]
 
     def close_group(self, group: int) -> None:
         """Forget the rollouts of a group."""
@@ -100,20 +100,3 @@ class Book:
     def _rollouts(self, group: int) -> range:
         size = self._run.algorithm.group_size
         return range(group * size, group * size + size)
-
-    def _sample(self, rollout: int) -> Sample:
-        draft = self.drafts[rollout]
-        return Sample(
-            rollout=rollout,
-            prompt=self._workload.tokens[draft.line],
-            tokens=draft.tokens,
-            logprobs=draft.logprobs,
-            advantage=self._advantage(rollout, draft),
-        )
-
-    def _advantage(self, rollout: int, draft: Draft) -> float:
-        algorithm = self._run.algorithm
-        if not algorithm.trains_whole_groups:
-            return advantages(algorithm.name, [draft.reward], self.baseline)[0]
-        rewards = [self.drafts[sibling].reward for sibling in draft.group]
-        return advantages(algorithm.name, rewards)[draft.group.index(rollout)]

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from executor.buffer import Draft
-from executor.trainer.advantages import NO_BASELINE
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import encode_run
 
@@ -29,8 +28,8 @@ class Checkpoint(NamedTuple):
     path: Path
     version: int
     groups_done: int
-    baseline: float = NO_BASELINE
-    """Mean reward of the batch that made `version`; see `executor.trainer.advantages`."""
+    baseline: float = 0.0
+    """Mean reward of the batch that made `version`, which `reinforce++` goes by."""
 
 
 class RunDirectory:

@@ -15,6 +15,7 @@ from executor.carriers.handles import Handle
 from executor.prompts import PromptWorkload
 from executor.samples import Sample
 from executor.trainer.advantages import advantages, batch_baseline
+from executor.trainer.estimator import AdvantageEstimator
 from executor.trainer.losses import Tokens, policy_losses
 from streamrl.engine.messages import (
     DrawnGroup,
@@ -90,13 +91,13 @@ def test_the_baseline_of_a_step_is_the_mean_reward_of_the_one_before_also_where_
         baseline = batch_baseline([rewards[rollout] for rollout in step])
 
 
-def rewarded(book: Book, rewards: list[float]) -> list[float]:
+def rewarded(estimator: AdvantageEstimator, book: Book, rewards: list[float]) -> list[float]:
     """Draw a batch of single rollouts, let it have these rewards, and return the advantages that train on it."""
     rollouts = [rollout for group in book.draw(len(rewards)) for rollout in group.rollouts]
     for rollout, reward in zip(rollouts, rewards, strict=True):
         book.drafts[rollout].reward = reward
-    found = [sample.advantage for sample in book.samples(rollouts)]
-    book.end_step(rollouts)
+    found = [sample.advantage for sample in estimator.samples(rollouts)]
+    estimator.end_step(rollouts)
     return found
 
 
@@ -120,12 +121,10 @@ def test_once_the_baseline_is_known_a_constant_added_to_all_rewards_leaves_the_g
     run = real_run(tmp_path, **ALONE)
     first, second = [1.0, 0.0, 0.5, 1.5], [0.25, 2.0, 0.0, 1.0]
     books = [Book(run, PromptWorkload(run, ScriptedTokenizer())) for _ in range(2)]
-    assert rewarded(books[0], first) == first
-    rewarded(books[1], [reward + 64.0 for reward in first])
-    found = [
-        rewarded(books[0], second),
-        rewarded(books[1], [reward + 64.0 for reward in second]),
-    ]
+    one, other = ((AdvantageEstimator(run.algorithm, book), book) for book in books)
+    assert rewarded(*one, first) == first
+    rewarded(*other, [reward + 64.0 for reward in first])
+    found = [rewarded(*one, second), rewarded(*other, [reward + 64.0 for reward in second])]
     assert found[0] == found[1] == [-0.5, 1.25, -0.75, 0.25]
     # by hand: -min(exp(logprob - behaviour), cap) * advantage
     expected = [0.5 * 2.718281828**0.25, -1.25, 0.75 * 2.718281828**-0.5, -0.25 * 2.718281828**0.25]

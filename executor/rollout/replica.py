@@ -1,0 +1,58 @@
+"""A replica on the controller's side: each method carries out one command and returns the event that it ends in."""
+
+from __future__ import annotations
+
+from executor.buffer import Book
+from executor.carriers.handles import Handle
+from executor.samples import Completion, Manifest
+from streamrl.engine.messages import (
+    Generate,
+    Generated,
+    LoadWeights,
+    ReplicaStarted,
+    StartReplica,
+    WeightsLoaded,
+)
+
+
+class Replica:
+    """A `ReplicaWorker` at the other end of a handle, and the buffer that its rollouts go to."""
+
+    def __init__(self, handle: Handle, book: Book) -> None:
+        self._handle = handle
+        self._book = book
+
+    async def start(self, command: StartReplica, manifest: Manifest | None) -> ReplicaStarted:
+        """Load the model, then the manifest's weights if there are any newer, and begin to serve."""
+        await self._handle.call("start", manifest, command.version, returns=type(None))
+        return ReplicaStarted(command.replica, command.version)
+
+    async def generate(self, command: Generate) -> Generated:
+        """Generate a rollout, and put what was made of it into the buffer."""
+        request = self._book.request(command)
+        completion = await self._handle.call("generate", request, returns=Completion)
+        if command.rollout in self._book.drafts:
+            num_tokens = self._book.add(completion)
+        else:  # dropped meanwhile
+            num_tokens = command.prefix + len(completion.tokens)
+        return Generated(
+            command.rollout,
+            num_tokens,
+            completion.finish,
+            completion.versions[0][0] if completion.versions else 0,
+            completion.run_time,
+            completion.prefill_time,
+        )
+
+    async def abort(self, rollout: int) -> None:
+        """End a rollout with what it has made so far; its `generate` returns then."""
+        await self._handle.call("abort", rollout, returns=type(None))
+
+    async def load(self, command: LoadWeights, manifest: Manifest) -> WeightsLoaded:
+        """Take new weights, once drained or in flight."""
+        load_time = await self._handle.call("load", manifest, command.drain, returns=float)
+        return WeightsLoaded(command.replica, command.version, load_time)
+
+    async def stop(self) -> None:
+        """End the worker; what was queued or running is lost."""
+        await self._handle.close()

@@ -1,0 +1,101 @@
+"""The trainer on the controller's side: each method carries out one command and returns the event that it ends in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from executor.buffer import Book
+from executor.carriers.handles import Handle
+from executor.record import RunDirectory
+from executor.samples import Manifest
+from executor.trainer.estimator import AdvantageEstimator
+from streamrl.engine.messages import (
+    CheckpointSaved,
+    SaveCheckpoint,
+    Score,
+    Scored,
+    StartTrainer,
+    Step,
+    Stepped,
+    Train,
+    Trained,
+    TrainerStarted,
+)
+
+Figures = dict[str, float]
+
+T = TypeVar("T")
+
+
+class Trainer:
+    """A `TrainerWorker` at the other end of a handle, what its samples are made of, and where its figures go."""
+
+    def __init__(
+        self,
+        book: Book,
+        estimator: AdvantageEstimator,
+        directory: RunDirectory,
+        now: Callable[[], float],
+    ) -> None:
+        self._book = book
+        self._estimator = estimator
+        self._directory = directory
+        self._now = now
+        self._handle: Handle | None = None
+
+    async def start(
+        self, command: StartTrainer, handle: Handle, checkpoint: Path | None
+    ) -> TrainerStarted:
+        """Come up behind `handle`, with the initial weights or those of a checkpoint."""
+        self._handle = handle
+        path = None if checkpoint is None else str(checkpoint)
+        return TrainerStarted(await self._call("start", path, returns=int))
+
+    async def score(self, command: Score) -> Scored:
+        """Run the forward passes that training needs first."""
+        await self._call("score", self._estimator.samples(command.rollouts), returns=Figures)
+        return Scored(command.rollouts)
+
+    async def train(self, command: Train) -> Trained:
+        """Run forward and backward passes."""
+        await self._call("train", self._estimator.samples(command.rollouts), returns=Figures)
+        return Trained(command.rollouts)
+
+    async def step(self, command: Step, groups: Sequence[int]) -> Stepped:
+        """Update the weights, and write down what the step was made of: `groups`, which it ends."""
+        figures = await self._call("step", command.version, returns=Figures)
+        trained = self._book.drafts_of(groups)
+        self._directory.write_step(
+            {
+                "step": command.version,
+                "time": self._now(),
+                "reward": sum(draft.reward for draft in trained) / len(trained),
+                "output_tokens": sum(len(draft.tokens) for draft in trained),
+                **figures,
+            }
+        )
+        self._estimator.end_step(groups)
+        return Stepped(command.version)
+
+    async def save(self, command: SaveCheckpoint) -> CheckpointSaved:
+        """Write a checkpoint, which is complete or not there."""
+        path = self._directory.checkpoint_path(command.version)
+        await self._call("save", str(path), returns=type(None))
+        baseline = self._estimator.baseline
+        self._directory.finish_checkpoint(command.version, command.groups_done, baseline)
+        return CheckpointSaved(command.version)
+
+    async def push(self, version: int, directory: Path) -> Manifest:
+        """Write the weights to a directory that replicas read, and return what they need to."""
+        return await self._call("push", version, str(directory), returns=Manifest)
+
+    async def stop(self) -> None:
+        """End the worker, where one has come up."""
+        if self._handle is not None:
+            await self._handle.close()
+
+    async def _call(self, method: str, *arguments: object, returns: type[T]) -> T:
+        assert self._handle is not None, "the engine trains only after TrainerStarted"
+        return await self._handle.call(method, *arguments, returns=returns)
