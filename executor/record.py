@@ -2,6 +2,7 @@
 
 run.json                 the run file as it was read
 trace.jsonl              every event and command; earlier parts of a resumed run: trace.1.jsonl …
+inputs/                  what it was read from, as far as reports and comparisons need it
 metrics.jsonl            a line for each step
 rollouts.jsonl           a line for each verified rollout
 checkpoints/v000050/     weights, optimizer, and where in the prompts the run was
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from executor.buffer import Draft
+from streamrl.record.inputs import keep_inputs
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import encode_run
 
@@ -54,6 +56,7 @@ class RunDirectory:
         self._checkpoints.mkdir(exist_ok=True)
         self._put_old_trace_aside()
         (self.path / "run.json").write_bytes(encode_run(run))
+        keep_inputs(run, self.path)
         self.trace_file = (self.path / "trace.jsonl").open("wb", buffering=0)
         self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1)
         self._rollouts = (self.path / "rollouts.jsonl").open("a", buffering=1)

@@ -12,6 +12,7 @@ from rich.console import Console
 from sim.world import simulate
 from streamrl.cli.shared import AsJson, open_trace, print_json, trace_file
 from streamrl.record.informative import recorded_workload
+from streamrl.record.inputs import with_kept_inputs
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace
 from streamrl.report.run_tables import compare as compare_metrics
@@ -61,7 +62,7 @@ def _open(path: Path, world: Literal["simulated", "real"], hint: str) -> Trace:
 
 def _simulate(trace: Trace, recorded: Path, num_steps: int) -> Trace:
     """Simulate what a trace file records: its lengths and advantages, for as many steps as it made."""
-    replace, run = msgspec.structs.replace, trace.run
+    replace, run = msgspec.structs.replace, with_kept_inputs(trace.run, recorded.parent)
     workload = recorded_workload(trace, recorded)
     algorithm = replace(run.algorithm, steps=num_steps)
     return simulate(replace(run, workload=workload, algorithm=algorithm))

@@ -262,13 +262,13 @@ def assumption_sections(sources: Sources, options: Sequence[Option]) -> Iterator
         return
     trace = chosen.run.trace if chosen.run is not None else None
     made = next((m for m in sources.plans if chosen.kind == "plan"), None)
-    run = made.run if made is not None else trace.run if trace is not None else None
-    if run is None:
+    told = made or chosen.run
+    if told is None:
         return
     section = PageSection(
         "assumptions", f"Assumptions and sources ({chosen.letter}, {chosen.name})"
     )
-    found = assumptions_of(run, trace, made.plan if made is not None else None)
+    found = assumptions_of(told.run, told.model, trace, made.plan if made is not None else None)
     rows = [cells(each.what, each.value, each.source) for each in found]
     section.tables.append(PageTable("", ("what", "value", "source"), rows))
     if trace is None:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
-from streamrl.hardware.profiles import load_model
 from streamrl.report.figures import ACTIVITY_COLOURS, BUSY_COLOURS, IDLE_COLOURS
 from streamrl.report.page.answer import answer_of, chosen_of, tiles_of
 from streamrl.report.page.comparison import compare_options, differences
@@ -105,8 +104,8 @@ def _sections(sources: Sources, options: list[Option]) -> Iterator[PageSection]:
 
 
 def _title(sources: Sources) -> str:
-    runs = [made.run for made in sources.plans] + [run.trace.run for run in sources.runs]
-    models = dict.fromkeys(load_model(run.model).name for run in runs)
+    of_plans = [made.model.name for made in sources.plans]
+    models = dict.fromkeys([*of_plans, *(run.model.name for run in sources.runs)])
     if not models:
         return listing([study.found.title for study in sources.studies])
     return f"What it costs to post-train {listing(list(models))}"
