@@ -11,13 +11,13 @@ from msgspec.structs import replace
 from streamrl.hardware.profiles import load_gpu
 from streamrl.record.attribution import BUSY, IDLE
 from streamrl.report.page.band import SECONDS_MAY_BE, Band
-from streamrl.report.page.drawing import scale, ticks
 from streamrl.report.page.page import make_page, read_report, render_html
-from streamrl.report.page.shares import WIDTH, shares_figure
 from streamrl.report.page.sources import read_sources
-from streamrl.report.page.steps import typical_step
-from streamrl.report.page.tornado import Swing, tornado_figure
 from streamrl.report.page.what_if import of_plan, of_run
+from streamrl.report.pictures.drawing import scale, ticks
+from streamrl.report.pictures.shares import WIDTH, shares_figure
+from streamrl.report.pictures.timeline import typical_step
+from streamrl.report.pictures.tornado import Swing, tornado_figure
 from streamrl.report.plan import read_plan, write_plan
 from tests.report_directories import write_planned, write_runs
 from tests.test_report import PREDICTED

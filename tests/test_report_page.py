@@ -14,8 +14,8 @@ import pytest
 from streamrl.record.attribution import IDLE
 from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
-from streamrl.report.page.scatter import Point, front_of, stairs
 from streamrl.report.page.sources import read_sources
+from streamrl.report.pictures.scatter import Point, front_of, stairs
 from streamrl.report.plan import read_plan
 from tests.report_directories import (
     simulate_plan,

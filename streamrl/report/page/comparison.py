@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from streamrl.report.page.answer import chosen_of
-from streamrl.report.page.bars import Bar, bars_figure
 from streamrl.report.page.options import Option, is_aside
 from streamrl.report.page.parts import PageCell, PageSection, PageTable, Picture
-from streamrl.report.page.scatter import Point, front_of, scatter_figure
 from streamrl.report.page.sources import PlanMade, Sources
-from streamrl.report.page.words import (
+from streamrl.report.pictures.bars import Bar, bars_figure
+from streamrl.report.pictures.scatter import Point, front_of, scatter_figure
+from streamrl.report.words import (
     change,
     dollars,
     listing,

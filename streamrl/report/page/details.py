@@ -8,17 +8,18 @@ from streamrl.record.attribution import BUSY, IDLE
 from streamrl.report.page import band
 from streamrl.report.page.answer import chosen_of
 from streamrl.report.page.assumptions import assumptions_of, sources_of_seconds, tiers_by_operation
-from streamrl.report.page.bands import bands_figure
 from streamrl.report.page.options import Option
 from streamrl.report.page.parts import PageCell, PageSection, PageTable, Picture, cells
-from streamrl.report.page.shares import segments, shares_figure
 from streamrl.report.page.sources import RecordedRun, Sources
-from streamrl.report.page.steps import LEVELS, activities_of, step_figure, typical_step
-from streamrl.report.page.study_curves import curves_figure, line_class, metric_text
 from streamrl.report.page.study_json import RecordedStudy
-from streamrl.report.page.tornado import tornado_figure
 from streamrl.report.page.what_if import Sensitivity, of_plan, of_run
-from streamrl.report.page.words import (
+from streamrl.report.pictures.bands import bands_figure
+from streamrl.report.pictures.shares import segments, shares_figure
+from streamrl.report.pictures.study import curves_figure, line_class, metric_text
+from streamrl.report.pictures.timeline import LEVELS, activities_of, step_figure, typical_step
+from streamrl.report.pictures.tornado import tornado_figure
+from streamrl.report.study_table import name_of
+from streamrl.report.words import (
     ACTIVITIES,
     CAUSES,
     TIERS,
@@ -27,7 +28,6 @@ from streamrl.report.page.words import (
     percent,
     tiers_text,
 )
-from streamrl.report.study_table import name_of
 
 MOST_STEPS = 3  # runs whose step is drawn; the figures are large
 MOST_REASONS = 6

@@ -26,7 +26,7 @@ from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.parts import Page, PageSection
 from streamrl.report.page.sources import Sources, read_sources
 from streamrl.report.page.what_if import of_plan
-from streamrl.report.page.words import GLOSSARY, listing
+from streamrl.report.words import GLOSSARY, listing
 
 
 class Report(NamedTuple):

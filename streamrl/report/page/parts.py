@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from streamrl.report.page.answer import Tile
-from streamrl.report.page.drawing import Drawing
+from streamrl.report.pictures.drawing import Drawing
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from streamrl.report.page.drawing import Drawing, scale, ticks
-from streamrl.report.page.words import change
+from streamrl.report.pictures.drawing import Drawing, scale, ticks
+from streamrl.report.words import change
 
 WIDTH = 900.0
 LEFT, RIGHT, TOP = 200.0, 20.0, 8.0

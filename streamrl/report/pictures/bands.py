@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from streamrl.report.page.drawing import Drawing, scale, ticks
 from streamrl.report.page.options import Option
-from streamrl.report.page.words import dollars
+from streamrl.report.pictures.drawing import Drawing, scale, ticks
+from streamrl.report.words import dollars
 
 WIDTH = 900.0
 LEFT, RIGHT, TOP, ROW = 190.0, 70.0, 6.0, 34.0

@@ -12,8 +12,8 @@ from streamrl.record.metrics import Metrics
 from streamrl.record.timeline import Span, Timeline, read_timeline
 from streamrl.record.trace import Trace
 from streamrl.report.figures import trained_on_replicas
-from streamrl.report.page.drawing import Drawing, scale, ticks
-from streamrl.report.page.words import percent, seconds
+from streamrl.report.pictures.drawing import Drawing, scale, ticks
+from streamrl.report.words import percent, seconds
 
 WIDTH = 900.0
 LEFT, TOP = 88.0, 6.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from streamrl.report.page.drawing import Drawing, scale, shortened
+from streamrl.report.pictures.drawing import Drawing, scale, shortened
 
 WIDTH = 460.0
 ROW = 44.0  # a line of text over a bar

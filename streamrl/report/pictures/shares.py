@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from streamrl.record.attribution import BUSY, IDLE
 from streamrl.record.metrics import Metrics
-from streamrl.report.page.drawing import Drawing, scale, shortened
-from streamrl.report.page.words import ACTIVITIES, CAUSES, percent
+from streamrl.report.pictures.drawing import Drawing, scale, shortened
+from streamrl.report.words import ACTIVITIES, CAUSES, percent
 
 WIDTH = 900.0
 ROW, BAR = 56.0, 26.0

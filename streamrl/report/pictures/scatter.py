@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from streamrl.report.page.drawing import Drawing, scale, ticks
-from streamrl.report.page.words import dollars
+from streamrl.report.pictures.drawing import Drawing, scale, ticks
+from streamrl.report.words import dollars
 
 WIDTH, HEIGHT = 900.0, 400.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 24.0, 28.0, 52.0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from streamrl.report.page.drawing import Drawing, scale, shortened, ticks
 from streamrl.report.page.study_json import Combination, RecordedStudy
-from streamrl.report.page.words import dollars
+from streamrl.report.pictures.drawing import Drawing, scale, shortened, ticks
 from streamrl.report.run_tables import RATIOS, format_figure, format_share
 from streamrl.report.study_table import name_of
+from streamrl.report.words import dollars
 
 WIDTH, HEIGHT = 900.0, 320.0
 LEFT, RIGHT, TOP, BOTTOM = 74.0, 20.0, 26.0, 56.0
