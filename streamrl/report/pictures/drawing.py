@@ -1,29 +1,67 @@
-"""A figure as shapes with classes: the template writes it as SVG, the style sheet gives it colours in light and dark."""
+"""A picture as shapes with classes: `svg` writes it into the report, `canvas` draws it with matplotlib, `style` colours both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, floor, log10
+from typing import Literal, TypeAlias
 
 SMALL, LARGE = 12, 14  # sizes of text, in units of a drawing
 WIDTH_OF_CHARACTER = 0.56  # of its size, on average in the fonts that browsers take for sans-serif
 
+Anchor: TypeAlias = Literal["start", "middle", "end"]
 
-@dataclass(frozen=True)
-class Shape:
-    """One SVG element."""
 
-    tag: str
-    attributes: dict[str, str]
-    text: str = ""
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """A box, from its upper left corner."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    css: str
     title: str = ""
     """What a pointer that rests on it is told."""
 
 
+@dataclass(frozen=True, slots=True)
+class Polyline:
+    """A line through points."""
+
+    points: tuple[tuple[float, float], ...]
+    css: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dot:
+    """A filled circle."""
+
+    x: float
+    y: float
+    radius: float
+    css: str
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One line of text whose baseline is at `y`, and whose start, middle or end is at `x`."""
+
+    x: float
+    y: float
+    text: str
+    css: str = ""
+    anchor: Anchor = "start"
+
+
+Shape: TypeAlias = Rectangle | Polyline | Dot | Text
+
+
 @dataclass
 class Drawing:
-    """An SVG figure; every length is in units of its width."""
+    """Shapes, later ones over earlier ones; y grows downwards, and a unit is a pixel of the page or a point of print."""
 
     name: str
     """Its id in the page."""
@@ -38,41 +76,94 @@ class Drawing:
         self, x: float, y: float, width: float, height: float, css: str, title: str = ""
     ) -> None:
         """Add a rectangle, from its upper left corner."""
-        box = {"x": x, "y": y, "width": max(width, 0.0), "height": height}
-        self._add("rect", css, box, title=title)
+        self.shapes.append(Rectangle(x, y, max(width, 0.0), height, css, title))
 
     def line(self, x1: float, y1: float, x2: float, y2: float, css: str) -> None:
         """Add a straight line."""
-        self._add("line", css, {"x1": x1, "y1": y1, "x2": x2, "y2": y2})
+        self.shapes.append(Polyline(((x1, y1), (x2, y2)), css))
 
     def polyline(self, points: Iterable[tuple[float, float]], css: str) -> None:
         """Add a line through points."""
-        text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self.shapes.append(Shape("polyline", {"class": css, "points": text}))
+        self.shapes.append(Polyline(tuple(points), css))
 
     def dot(self, x: float, y: float, radius: float, css: str, title: str = "") -> None:
         """Add a circle."""
-        self._add("circle", css, {"cx": x, "cy": y, "r": radius}, title=title)
+        self.shapes.append(Dot(x, y, radius, css, title))
 
-    def text(self, x: float, y: float, text: str, css: str = "", anchor: str = "start") -> None:
+    def text(self, x: float, y: float, text: str, css: str = "", anchor: Anchor = "start") -> None:
         """Add text whose baseline is at `y`, and whose start, middle or end is at `x`."""
-        attributes = {"class": f"t {css}".strip(), "text-anchor": anchor}
-        place = {"x": f"{x:.1f}", "y": f"{y:.1f}"}
-        self.shapes.append(Shape("text", {**place, **attributes}, text))
+        self.shapes.append(Text(x, y, text, css, anchor))
 
-    def _add(self, tag: str, css: str, numbers: dict[str, float], title: str = "") -> None:
-        attributes = {key: f"{value:.1f}" for key, value in numbers.items()}
-        self.shapes.append(Shape(tag, {"class": css, **attributes}, title=title))
+    def ticks_below(
+        self,
+        values: Iterable[float],
+        across: Callable[[float], float],
+        rows: tuple[float, float],
+        show: Callable[[float], str],
+        css: str = "grid",
+    ) -> None:
+        """Draw a line from the top to the bottom of `rows` at each value, and write it underneath."""
+        top, bottom = rows
+        for value in values:
+            self.line(across(value), top, across(value), bottom, css)
+            self.text(across(value), bottom + 18, show(value), "muted small", "middle")
+
+    def ticks_beside(
+        self,
+        values: Iterable[float],
+        up: Callable[[float], float],
+        columns: tuple[float, float],
+        show: Callable[[float], str],
+    ) -> None:
+        """Draw a line from the left to the right of `columns` at each value, and write it to its left."""
+        left, right = columns
+        for value in values:
+            self.line(left, up(value), right, up(value), "grid")
+            self.text(left - 8, up(value) + 4, show(value), "muted small", "end")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A drawing, what is said under its title, and what its colours mean."""
+
+    drawing: Drawing
+    caption: str
+    legend: Sequence[tuple[str, str]] = ()
+    """Classes of a swatch, and what it stands for; an entry without classes is a heading."""
+
+
+SWATCH = (16.0, 12.0)
+KEY_WIDTH = 28.0  # of the swatch of a line, so that its dashes can be told apart
+
+
+def swatch(css: str, x: float = 0.0, y: float = 0.0) -> tuple[float, list[Shape]]:
+    """Return the width and the shapes of a legend's sample of some classes, from its upper left corner.
+
+    `key …` is a line with a point, `dot …` a point, `… hatched` a hatched box, all else a box.
+    """
+    width, height = SWATCH
+    if not css:
+        return 0.0, []
+    if css.startswith("key "):
+        _, colour, *dashes = css.split()
+        ends = ((x, y + height / 2), (x + KEY_WIDTH, y + height / 2))
+        point = Dot(x + KEY_WIDTH / 2, y + height / 2, 3.5, f"point {colour}")
+        return KEY_WIDTH, [Polyline(ends, " ".join(["curve", colour, *dashes])), point]
+    if css.startswith("dot"):
+        return width, [Dot(x + width / 2, y + height / 2, 5.0, css)]
+    box = Rectangle(x, y, width, height, css.removesuffix(" hatched"))
+    hatch = Rectangle(x, y, width, height, "hatch")
+    return width, [box, hatch] if css.endswith(" hatched") else [box]
 
 
 def scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
-    """Give the function that puts values from `low` to `high` between two places."""
+    """Return the function that puts values from `low` to `high` between two places."""
     span = (high - low) or 1.0
     return lambda value: start + (value - low) / span * (end - start)
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Give round values between two, at most so many."""
+    """Return round values between two, at most so many."""
     span = high - low
     if span <= 0:
         return [low]
@@ -80,6 +171,11 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     step = next(size * n for n in (1, 2, 2.5, 5, 10, 20) if span / (size * n) <= most - 1)
     first = ceil(low / step - 1e-9)
     return [round(n * step, 12) for n in range(first, floor(high / step + 1e-9) + 1)]
+
+
+def width_of(text: str, size: float = SMALL) -> float:
+    """Return about how wide a text is."""
+    return len(text) * size * WIDTH_OF_CHARACTER
 
 
 def shortened(text: str, width: float, size: float = SMALL) -> str:
