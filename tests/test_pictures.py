@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +31,7 @@ from streamrl.report.study_table import Row, make_table
 from streamrl.runfile.grid import Axis, parse_axis
 from tests.report_directories import write_runs, write_study
 
+ROOT = Path(__file__).parent.parent
 PIXELS = DPI / POINTS  # of a unit
 
 
@@ -135,6 +138,14 @@ def test_a_figure_has_the_title_the_legend_and_the_whole_caption() -> None:
     assert max(edge.x1 for edge in edges) < figure.bbox.width
     for index, one in enumerate(edges):
         assert not any(one.overlaps(other) for other in edges[index + 1 :])
+
+
+def test_no_command_loads_matplotlib_before_it_draws() -> None:
+    program = "import streamrl.cli, sys; print(sorted({'matplotlib', 'pandas'} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout == "[]\n"
 
 
 # A study ------------------------------------------------------------------------------------------
