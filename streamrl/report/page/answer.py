@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from streamrl.report.page.options import Option
 from streamrl.report.page.sources import Sources
-from streamrl.report.page.words import CAUSES, change, dollars, percent, rounded, seconds
+from streamrl.report.words import CAUSES, change, dollars, percent, rounded, seconds
 
 SAME = 0.02  # relative difference of two costs that is called none: what seeds do to a run
 

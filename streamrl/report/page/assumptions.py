@@ -9,8 +9,8 @@ from typing import NamedTuple
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import PROFILES, load_gpu, price_of
 from streamrl.record.trace import Trace
-from streamrl.report.page.words import dollars, listing, percent, tiers_text
 from streamrl.report.plan import Plan
+from streamrl.report.words import dollars, listing, percent, tiers_text
 from streamrl.runfile.config import Run
 from streamrl.runfile.units import Bandwidth
 from streamrl.runfile.workload_config import LengthsConfig

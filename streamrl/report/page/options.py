@@ -12,8 +12,8 @@ from streamrl.hardware.profiles import price_of
 from streamrl.record.metrics import SECONDS_PER_HOUR, dollars_per_second
 from streamrl.report.page.band import Band
 from streamrl.report.page.sources import PlanMade, RecordedRun, Sources
-from streamrl.report.page.words import rent_text, sides_of, what_text
 from streamrl.report.plan import Choice
+from streamrl.report.words import rent_text, sides_of, what_text
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import encode_run
 
