@@ -116,16 +116,17 @@ LAYERS = {
         *("api", "cli"),
     ),
     "sim": (
-        *("costs", "failures", "rollout", "trainer", "transfer", "verifier", "world"),
+        *("costs", "surroundings", "replica", "trainer", "transfer", "verifier", "failures"),
+        "world",
         *("batch_time", "parallel", "study", "planner", "checkup", "fidelity"),
     ),
     "executor": (
-        *("samples", "prompts", "transfer", "rollout", "trainer", "buffer", "record", "carriers"),
-        *("verifier", "world", "execute", "checkup", "profiling"),
+        *("samples", "prompts", "buffer", "record", "carriers", "transfer", "rollout", "trainer"),
+        *("verifier", "world", "back_ends", "execute", "checkup", "profiling"),
     ),
 }
 """Rooms, and files beside them, from low to high: each imports only what stands before it."""
-MIRRORED = {"world", "rollout", "trainer", "transfer", "verifier"}
+MIRRORED = {"world", "replica", "trainer", "transfer", "verifier"}
 """Files that are there in simulated and in real time."""
 ROLES = {"Replica", "Trainer", "Transfer", "Verifier"}
 """Classes that are there in simulated and in real time; `Replica` is also what the engine knows of one."""
