@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from executor.prompts import PromptWorkload, Record
 from executor.samples import Completion, Request, Sample
-from executor.trainer.advantages import advantages
 from streamrl.engine.messages import DrawnGroup, Generate
 from streamrl.runfile.config import Run
 
@@ -78,29 +77,26 @@ class Book:
         """Give a rollout's output as text, special tokens left out."""
         return self._workload.decode(self.drafts[rollout].tokens)
 
-    def samples(self, rollouts: Iterable[int]) -> list[Sample]:
-        """Give rollouts as the trainer consumes them, with their advantages."""
-        return [self._sample(rollout) for rollout in rollouts]
-
-    def close_group(self, group: int) -> None:
-        """Forget the rollouts of a group."""
-        size = self._run.algorithm.group_size
-        for rollout in range(group * size, group * size + size):
-            self.drafts.pop(rollout, None)
-
-    def _sample(self, rollout: int) -> Sample:
+    def sample(self, rollout: int, advantage: float) -> Sample:
+        """Return a rollout as the trainer consumes it."""
         draft = self.drafts[rollout]
         return Sample(
             rollout=rollout,
             prompt=self._workload.tokens[draft.line],
             tokens=draft.tokens,
             logprobs=draft.logprobs,
-            advantage=self._advantage(rollout, draft),
+            advantage=advantage,
         )
 
-    def _advantage(self, rollout: int, draft: Draft) -> float:
-        algorithm = self._run.algorithm
-        if not algorithm.trains_whole_groups:
-            return advantages(algorithm.name, [draft.reward])[0]
-        rewards = [self.drafts[sibling].reward for sibling in draft.group]
-        return advantages(algorithm.name, rewards)[draft.group.index(rollout)]
+    def drafts_of(self, groups: Iterable[int]) -> list[Draft]:
+        """Return the rollouts of groups, in order."""
+        return [self.drafts[rollout] for group in groups for rollout in self._rollouts(group)]
+
+    def close_group(self, group: int) -> None:
+        """Forget the rollouts of a group."""
+        for rollout in self._rollouts(group):
+            self.drafts.pop(rollout, None)
+
+    def _rollouts(self, group: int) -> range:
+        size = self._run.algorithm.group_size
+        return range(group * size, group * size + size)

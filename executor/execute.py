@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from executor.back_ends import check_back_ends
+from executor.carriers.placement import claim_gpus
 from executor.verifier import SCORERS
 from streamrl.engine.messages import Event
 from streamrl.engine.state import State
@@ -44,27 +46,7 @@ def check_executable(run: Run) -> None:
             f"workload.verifier {run.workload.verifier!r} is none of {', '.join(SCORERS)}"
         )
     check_back_ends(run)
-
-
-def check_back_ends(run: Run) -> None:
-    """Raise `ValueError` where a run asks for what its back ends cannot do."""
-    if run.rollout.tensor_parallel > 1:
-        raise ValueError(
-            f"rollout.tensor_parallel must be 1 for backend {run.rollout.backend}, "
-            f"got {run.rollout.tensor_parallel}"
-        )
-    if run.rollout.migration_transfer == "kv":
-        raise ValueError(
-            f"rollout.migration_transfer must be 'recompute' for backend {run.rollout.backend}, which cannot "
-            f"send a KV cache, got 'kv'"
-        )
-    if run.trainer.num_gpus > 1:
-        raise ValueError(
-            f"trainer.data_parallel x tensor_parallel x pipeline_parallel must be 1 for backend "
-            f"{run.trainer.backend}, got {run.trainer.num_gpus}"
-        )
-    if run.algorithm.has_critic:
-        raise ValueError(f"algorithm.name {run.algorithm.name!r} has no critic for backend torch")
+    claim_gpus(run)
 
 
 def execute(run: Run, resume: bool = False, watch: Watch = lambda event, state, now: None) -> Trace:
@@ -87,7 +69,7 @@ async def _execute(run: Run, resume: bool, watch: Watch) -> Trace:
     from executor.world import RealWorld
 
     directory = RunDirectory(Path(run.execute.output))
-    directory.find_checkpoint(resume)
+    directory.find_checkpoint(run, resume)
     assert run.model.path is not None and run.workload.verifier is not None
     book = Book(run, PromptWorkload(run, load_tokenizer(run.model.path)))
     verifier = Verifier(run.workload.verifier, run.verifier.workers)
@@ -95,7 +77,7 @@ async def _execute(run: Run, resume: bool, watch: Watch) -> Trace:
     world = RealWorld(
         Trace(run, "real", facts(), directory.trace_file),
         build_engine(run),
-        Launcher(run, directory),
+        Launcher(run, directory, claim_gpus(run)),
         book,
         verifier,
         directory,

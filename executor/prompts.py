@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from streamrl.engine.messages import DrawnGroup
+from streamrl.engine.systems import choose_system
 from streamrl.runfile.config import Run
 from streamrl.workload.tail_batching import TailBatches
 from streamrl.workload.workload import Draw
@@ -33,8 +34,9 @@ class PromptWorkload:
         self._seed = run.seed
         self._order: dict[int, list[int]] = {}
         self._tails: TailBatches | None = None
+        if (policy := expecting_policy(run)) is not None:
+            self._check_expected(path, policy)
         if run.policies.tail_batching == "defer":
-            self._check_expected(path)
             every = run.policies.tail_every
             self._tails = TailBatches(run.algorithm.prompts_per_step, every, self._expect)
         for number, tokens in enumerate(self.tokens, start=1):
@@ -78,13 +80,28 @@ class PromptWorkload:
     def _expect(self, first: int, num: int) -> list[int]:
         return [self._expected(self._line(source)) for source in range(first, first + num)]
 
-    def _check_expected(self, path: Path) -> None:
+    def _check_expected(self, path: Path, policy: str) -> None:
         for number, record in enumerate(self.records, start=1):
             if EXPECTED not in record:
                 raise ValueError(
-                    f"policies.tail_batching 'defer' needs to know long prompts from short ones, but "
+                    f"{policy} needs to know long prompts from short ones, but "
                     f"{path}:{number} has no {EXPECTED!r}"
                 )
+
+
+def expecting_policy(run: Run) -> str | None:
+    """Return the key and value of a policy that works by `EXPECTED` alone; None where there is none.
+
+    Where all rollouts are expected to be alike such a policy does nothing, and the run is not what was planned.
+    """
+    policies, system = run.policies, choose_system(run.policies)
+    if policies.tail_batching == "defer":
+        return "policies.tail_batching 'defer'"
+    if system.dispatch == "skewness-aware":
+        return "policies.dispatch 'skewness-aware'"
+    if system.order == "longest-first" and not policies.learns_from_siblings:
+        return "policies.order 'longest-first'"
+    return None
 
 
 def read_prompts(path: Path) -> list[Record]:

@@ -2,6 +2,7 @@
 
 run.json                 the run file as it was read
 trace.jsonl              every event and command; earlier parts of a resumed run: trace.1.jsonl …
+inputs/                  what it was read from, as far as reports and comparisons need it
 metrics.jsonl            a line for each step
 rollouts.jsonl           a line for each verified rollout
 checkpoints/v000050/     weights, optimizer, and where in the prompts the run was
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from executor.buffer import Draft
+from streamrl.record.inputs import keep_inputs
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import encode_run
 
@@ -28,6 +30,8 @@ class Checkpoint(NamedTuple):
     path: Path
     version: int
     groups_done: int
+    baseline: float = 0.0
+    """Mean reward of the batch that made `version`, which `reinforce++` goes by."""
 
 
 class RunDirectory:
@@ -42,23 +46,28 @@ class RunDirectory:
         self._rollouts: IO[str]
 
     def open(self, run: Run, resume: bool) -> Checkpoint | None:
-        """Make or reopen the directory; give the checkpoint to resume from.
+        """Make or reopen the directory; return the checkpoint to resume from, or None to begin at version 0.
 
         Raises:
-            ValueError: a run is there already, or none to resume.
+            ValueError: see `find_checkpoint`; nothing is written then.
         """
-        checkpoint = self.find_checkpoint(resume)
+        checkpoint = self.find_checkpoint(run, resume)
         self.logs.mkdir(parents=True, exist_ok=True)
         self._checkpoints.mkdir(exist_ok=True)
         self._put_old_trace_aside()
         (self.path / "run.json").write_bytes(encode_run(run))
+        keep_inputs(run, self.path)
         self.trace_file = (self.path / "trace.jsonl").open("wb", buffering=0)
         self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1)
         self._rollouts = (self.path / "rollouts.jsonl").open("a", buffering=1)
         return checkpoint
 
-    def find_checkpoint(self, resume: bool) -> Checkpoint | None:
-        """Give the newest complete checkpoint; see `open` for the errors."""
+    def find_checkpoint(self, run: Run, resume: bool) -> Checkpoint | None:
+        """Return the checkpoint that `run` resumes from; None where it begins, or no checkpoint is complete.
+
+        Raises:
+            ValueError: a run is there already, none to resume, or one that has all its steps.
+        """
         has_run = (self.path / "trace.jsonl").exists()
         if has_run and not resume:
             raise ValueError(
@@ -67,19 +76,30 @@ class RunDirectory:
             )
         if resume and not has_run:
             raise ValueError(f"execute.output {str(self.path)!r} holds no run to resume")
-        saved = sorted(self._checkpoints.glob("v*/position.json")) if resume else []
+        checkpoint = self.newest_checkpoint() if resume else None
+        if checkpoint is not None and checkpoint.version >= run.algorithm.steps:
+            raise ValueError(
+                f"execute.output {str(self.path)!r} holds a run that has all its steps: "
+                f"algorithm.steps is {run.algorithm.steps}, its checkpoint is of step "
+                f"{checkpoint.version}; --set algorithm.steps={2 * checkpoint.version} goes on with it"
+            )
+        return checkpoint
+
+    def newest_checkpoint(self) -> Checkpoint | None:
+        """Return the newest complete checkpoint, None where there is none."""
+        saved = sorted(self._checkpoints.glob("v*/position.json"))
         if not saved:
             return None
         position = json.loads(saved[-1].read_text())
-        return Checkpoint(saved[-1].parent, position["version"], position["groups_done"])
+        return Checkpoint(saved[-1].parent, **position)
 
     def checkpoint_path(self, version: int) -> Path:
         """Give the directory of one checkpoint."""
         return self._checkpoints / f"v{version:06d}"
 
-    def finish_checkpoint(self, version: int, groups_done: int) -> None:
+    def finish_checkpoint(self, version: int, groups_done: int, baseline: float) -> None:
         """Mark a checkpoint complete and remove those that are not kept."""
-        position = {"version": version, "groups_done": groups_done}
+        position = {"version": version, "groups_done": groups_done, "baseline": baseline}
         path = self.checkpoint_path(version) / "position.json"
         path.with_suffix(".tmp").write_text(json.dumps(position))
         path.with_suffix(".tmp").rename(path)

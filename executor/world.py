@@ -12,50 +12,44 @@ from collections.abc import Callable
 from typing import assert_never
 
 from executor.buffer import Book
-from executor.carriers.handles import Handle, WorkerLostError
+from executor.carriers.handles import WorkerLostError
 from executor.carriers.launch import Launcher
 from executor.record import Checkpoint, RunDirectory
-from executor.samples import Completion, Manifest
-from executor.transfer.shared_memory import remove_version, shared_directory
+from executor.rollout.replica import Replica
+from executor.trainer.advantages import NO_BASELINE
+from executor.trainer.estimator import AdvantageEstimator
+from executor.trainer.trainer import Trainer
+from executor.transfer.transfer import Transfer
 from executor.verifier import Verifier
 from streamrl.engine.engine import Engine
 from streamrl.engine.messages import (
     Abort,
-    CheckpointSaved,
     Command,
     DrawPrompts,
     Drop,
     Event,
     Failed,
     Generate,
-    Generated,
     Interrupted,
     LoadWeights,
     PromptsDrawn,
     PushWeights,
     ReplicaLost,
-    ReplicaStarted,
     ReplicaStopped,
     Resize,
     RunStarted,
     SaveCheckpoint,
     Score,
-    Scored,
     StartReplica,
     StartTrainer,
     Step,
-    Stepped,
     Stop,
     StopReplica,
     Take,
     Train,
-    Trained,
-    TrainerStarted,
     Verified,
     Verify,
     WakeAt,
-    WeightsLoaded,
-    WeightsPushed,
     Woke,
 )
 from streamrl.engine.state import State
@@ -63,8 +57,6 @@ from streamrl.engine.world import World
 from streamrl.record.trace import Trace
 
 STOP_TIME = 10.0  # seconds that work under way gets to end once a run is interrupted
-
-Figures = dict[str, float]
 
 
 class RealWorld(World[Trace]):
@@ -85,14 +77,15 @@ class RealWorld(World[Trace]):
         self._run = trace.run
         self._launcher = launcher
         self._book = book
-        self._verifier = verifier
         self._directory = directory
         self._resume_from = resume_from
         self._watch = watch
-        self._weights = shared_directory("streamrl")
-        self._manifests: dict[int, Manifest] = {}
-        self._replicas: dict[int, Handle] = {}
-        self._trainer: Handle | None = None
+        self._replicas: dict[int, Replica] = {}
+        baseline = NO_BASELINE if resume_from is None else resume_from.baseline
+        estimator = AdvantageEstimator(trace.run.algorithm, book, baseline)
+        self._trainer = Trainer(book, estimator, directory, lambda: self.now)
+        self._transfer = Transfer(self._trainer.push)
+        self._verifier = verifier
         self._tasks: set[asyncio.Task[None]] = set()
         self._began_at = 0.0
         self._over = asyncio.Event()
@@ -109,13 +102,13 @@ class RealWorld(World[Trace]):
         Raises:
             RuntimeError: the run stopped before its last step; the message says why.
         """
-        version, groups_done = 0, 0
+        begun = RunStarted(0, 0)
         if self._resume_from is not None:
-            _, version, groups_done = self._resume_from
-        self._book.begin_at(groups_done)
+            begun = RunStarted(self._resume_from.version, self._resume_from.groups_done)
+        self._book.begin_at(begun.groups_done)
         self._began_at = time.monotonic()
         try:
-            self.emit(RunStarted(version, groups_done))
+            self.emit(begun)
             await self._over.wait()
         finally:
             await self._close()
@@ -155,92 +148,44 @@ class RealWorld(World[Trace]):
                 self.emit(event)
 
     async def _do(self, command: Command) -> Event | None:
+        """Hand a command to the role it is for, and return the event that it ends in, if any."""
         match command:
             case Generate():
-                return await self._generate(command)
+                return await self._replicas[command.replica].generate(command)
             case Verify():
                 return await self._verify(command)
-            case DrawPrompts(step, num_groups, oldest_version):
-                return PromptsDrawn(step, oldest_version, self._book.draw(num_groups))
             case Take() | Resize() | Stop():
                 return None
-            case Drop(group):
-                self._book.close_group(group)
+            case Drop():
+                self._book.close_group(command.group)
                 return None
-            case Score(rollouts):
-                await self._train("score", rollouts)
-                return Scored(rollouts)
-            case Train(rollouts):
-                await self._train("train", rollouts)
-                return Trained(rollouts)
+            case Score():
+                return await self._trainer.score(command)
+            case Train():
+                return await self._trainer.train(command)
             case Step():
-                return await self._step(command)
+                return await self._trainer.step(command, list(self.engine.state.batch.groups))
             case PushWeights():
-                return await self._push(command)
+                return await self._transfer.push(command)
             case LoadWeights():
                 return await self._load(command)
-            case Abort(rollout):
-                await self._replica_of(rollout).call("abort", rollout, returns=type(None))
+            case Abort():
+                await self._abort(command)
                 return None
+            case DrawPrompts():
+                return self._draw(command)
             case StartReplica():
                 return await self._start_replica(command)
             case StopReplica():
                 return await self._stop_replica(command)
             case StartTrainer():
-                return await self._start_trainer()
+                return await self._start_trainer(command)
             case SaveCheckpoint():
-                return await self._save(command)
-            case WakeAt(instant):
-                await asyncio.sleep(max(0.0, instant - self.now))
-                return Woke(instant)
+                return await self._trainer.save(command)
+            case WakeAt():
+                return await self._wake(command)
             case _:
                 assert_never(command)
-
-    # Replicas -------------------------------------------------------------------------------------
-
-    async def _start_replica(self, command: StartReplica) -> Event:
-        manifest = self._manifests.get(command.version)
-        handle = await self._launcher.replica(command.replica, self._initial_model())
-        self._replicas[command.replica] = handle
-        await handle.call("start", manifest, command.version, returns=type(None))
-        return ReplicaStarted(command.replica, command.version)
-
-    async def _stop_replica(self, command: StopReplica) -> Event:
-        await self._replicas[command.replica].close()
-        self._launcher.free(command.replica)
-        del self._replicas[command.replica]
-        return ReplicaStopped(command.replica)
-
-    async def _generate(self, command: Generate) -> Event:
-        handle = self._replicas[command.replica]
-        request = self._book.request(command)
-        completion = await handle.call("generate", request, returns=Completion)
-        if command.rollout not in self._book.drafts:  # dropped meanwhile
-            num_tokens = command.prefix + len(completion.tokens)
-        else:
-            num_tokens = self._book.add(completion)
-        return Generated(
-            command.rollout,
-            num_tokens,
-            completion.finish,
-            completion.versions[0][0] if completion.versions else 0,
-            completion.run_time,
-            completion.prefill_time,
-        )
-
-    async def _load(self, command: LoadWeights) -> Event:
-        handle = self._replicas[command.replica]
-        manifest = self._manifests[command.version]
-        load_time = await handle.call("load", manifest, command.drain, returns=float)
-        self._remove_old_weights()
-        return WeightsLoaded(command.replica, command.version, load_time)
-
-    def _replica_of(self, rollout: int) -> Handle:
-        replica = self.engine.state.rollouts[rollout].replica
-        assert replica is not None, f"rollout {rollout} runs nowhere"
-        return self._replicas[replica.id]
-
-    # Rewards --------------------------------------------------------------------------------------
 
     async def _verify(self, command: Verify) -> Event:
         rollout = command.rollout
@@ -249,69 +194,57 @@ class RealWorld(World[Trace]):
         self._directory.write_rollout(rollout, draft, text, {"time": self.now})
         return Verified(rollout, draft.reward)
 
-    # Training -------------------------------------------------------------------------------------
+    async def _load(self, command: LoadWeights) -> Event:
+        manifest = self._transfer.manifests[command.version]
+        loaded = await self._replicas[command.replica].load(command, manifest)
+        self._transfer.remove_before(self._oldest_wanted())
+        return loaded
 
-    async def _start_trainer(self) -> Event:
-        self._trainer = await self._launcher.trainer()
-        checkpoint = self._resume_from and str(self._resume_from.path)
-        return TrainerStarted(await self._trainer.call("start", checkpoint, returns=int))
+    async def _abort(self, command: Abort) -> None:
+        replica = self.engine.state.rollouts[command.rollout].replica
+        assert replica is not None, f"rollout {command.rollout} runs nowhere"
+        await self._replicas[replica.id].abort(command.rollout)
 
-    async def _train(self, method: str, rollouts: tuple[int, ...]) -> None:
-        samples = self._book.samples(rollouts)
-        await self._must_have_trainer().call(method, samples, returns=Figures)
+    def _draw(self, command: DrawPrompts) -> Event:
+        groups = self._book.draw(command.num_groups)
+        return PromptsDrawn(command.step, command.oldest_version, groups)
 
-    async def _step(self, command: Step) -> Event:
-        groups = list(self.engine.state.batch.groups.values())
-        trained = [rollout for group in groups for rollout in group.rollouts]
-        figures = await self._must_have_trainer().call("step", command.version, returns=Figures)
-        rewards = [rollout.reward for rollout in trained]
-        self._directory.write_step(
-            {
-                "step": command.version,
-                "time": self.now,
-                "reward": sum(rewards) / len(rewards),
-                "output_tokens": sum(rollout.tokens for rollout in trained),
-                **figures,
-            }
-        )
-        for group in groups:
-            self._book.close_group(group.id)
-        return Stepped(command.version)
+    async def _start_replica(self, command: StartReplica) -> Event:
+        manifest = self._transfer.manifests.get(command.version)
+        handle = await self._launcher.replica(command.replica, self._initial_model())
+        replica = Replica(handle, self._book)
+        self._replicas[command.replica] = replica
+        return await replica.start(command, manifest)
 
-    async def _push(self, command: PushWeights) -> Event:
-        manifest = await self._must_have_trainer().call(
-            "push", command.version, str(self._weights), returns=Manifest
-        )
-        self._manifests[command.version] = manifest
-        return WeightsPushed(command.version, manifest.num_bytes)
+    async def _stop_replica(self, command: StopReplica) -> Event:
+        await self._replicas[command.replica].stop()
+        self._launcher.free(command.replica)
+        del self._replicas[command.replica]
+        return ReplicaStopped(command.replica)
 
-    async def _save(self, command: SaveCheckpoint) -> Event:
-        path = self._directory.checkpoint_path(command.version)
-        await self._must_have_trainer().call("save", str(path), returns=type(None))
-        self._directory.finish_checkpoint(command.version, command.groups_done)
-        return CheckpointSaved(command.version)
+    async def _start_trainer(self, command: StartTrainer) -> Event:
+        handle = await self._launcher.trainer()
+        checkpoint = None if self._resume_from is None else self._resume_from.path
+        return await self._trainer.start(command, handle, checkpoint)
 
-    # Beginning and end ----------------------------------------------------------------------------
+    async def _wake(self, command: WakeAt) -> Event:
+        await asyncio.sleep(max(0.0, command.time - self.now))
+        return Woke(command.time)
 
     def _initial_model(self) -> str:
-        """Give the directory that a replica loads first; a manifest of newer weights comes on top."""
+        """Return the directory that a replica loads first; a manifest of newer weights comes on top."""
         if self._resume_from is not None:
             return str(self._resume_from.path)
         assert self._run.model.path is not None, "check_executable wants a path"
         return self._run.model.path
 
-    def _must_have_trainer(self) -> Handle:
-        assert self._trainer is not None, "the engine trains only after TrainerStarted"
-        return self._trainer
-
-    def _remove_old_weights(self) -> None:
-        """Remove versions that no replica loads now, and none that comes up could be asked to."""
+    def _oldest_wanted(self) -> int:
+        """Return the oldest version that a replica loads now, or one that comes up could be asked to."""
         state = self.engine.state
         loading = [r.loading for r in state.fleet.replicas.values() if r.loading is not None]
-        oldest = min([state.pushed_version, *loading])
-        for version in [version for version in self._manifests if version < oldest]:
-            del self._manifests[version]
-            remove_version(self._weights, version)
+        return min([state.pushed_version, *loading])
+
+    # What goes wrong, and the end -----------------------------------------------------------------
 
     def _emit_failure(self, command: Command, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}"
@@ -338,10 +271,7 @@ class RealWorld(World[Trace]):
     async def _close(self) -> None:
         for task in list(self._tasks):
             task.cancel()
-        handles = [*self._replicas.values(), *([self._trainer] if self._trainer else [])]
-        await asyncio.gather(*(handle.close() for handle in handles), return_exceptions=True)
+        replicas = (replica.stop() for replica in self._replicas.values())
+        await asyncio.gather(*replicas, self._trainer.stop(), return_exceptions=True)
         self._verifier.close()
-        for version in list(self._manifests):
-            remove_version(self._weights, version)
-        if self._weights.exists():
-            self._weights.rmdir()
+        self._transfer.stop()

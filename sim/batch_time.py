@@ -7,13 +7,16 @@ by itself: without SimPy's queue that takes a tenth of a step's simulation.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from math import inf
+from typing import Any, NamedTuple
 
+import simpy
 from msgspec.structs import replace
 
 from sim.costs.costs import Costs
-from sim.rollout import Replica
+from sim.replica import Replica
+from sim.surroundings import DrawnRollout, rollouts_of
 from streamrl.engine.messages import (
     Event,
     Generate,
@@ -26,9 +29,6 @@ from streamrl.engine.messages import (
 from streamrl.engine.systems import build_engine
 from streamrl.runfile.config import Run
 from streamrl.workload.workload import Draw
-
-if TYPE_CHECKING:
-    from sim.world import SimWorld
 
 
 class Finish(NamedTuple):
@@ -49,18 +49,15 @@ def generate_batch(run: Run, costs: Costs, batch: Sequence[Draw]) -> list[Finish
     shares: dict[int, list[Generate]] = defaultdict(list)
     for command in deal(run, batch):
         shares[command.replica].append(command)
-    jobs = {
-        rollout: (draw.drawn.group, draw.drawn.prompt_tokens, length)
-        for draw in batch
-        for rollout, length in zip(draw.drawn.rollouts, draw.lengths, strict=True)
-    }
+    rollouts = {rollout: one for draw in batch for rollout, one in rollouts_of(draw).items()}
     finishes: list[Finish] = []
     for replica_id, commands in shares.items():
-        alone = _Alone(run, costs)
-        replica = Replica(cast("SimWorld", alone), replica_id, 0)
+        alone = _Alone(run, costs, rollouts)
+        replica = Replica(alone, replica_id, 0)
         for command in commands:
-            replica.generate(command, *jobs[command.rollout])
-        finishes += alone.run()
+            replica.generate(command)
+        alone.env.work()
+        finishes += alone.finishes
     return sorted(finishes)
 
 
@@ -75,37 +72,48 @@ def deal(run: Run, batch: Sequence[Draw]) -> list[Generate]:
 
 
 class _Alone:
-    """All that a replica needs of a world and of SimPy's environment while nobody else is there.
+    """The surroundings of a replica while nobody else is there."""
 
-    What the replica's process waits for is then a number of seconds, or nothing that will ever come.
-    """
-
-    def __init__(self, run: Run, costs: Costs) -> None:
+    def __init__(self, run: Run, costs: Costs, rollouts: Mapping[int, DrawnRollout]) -> None:
+        self.env = _OneProcess()
         self.run_file = run
         self.costs = costs
-        self.env = self
-        self.now = 0.0
-        self._finishes: list[Finish] = []
-        self._process: Generator[float, Any, None] | None = None
-
-    def timeout(self, seconds: float) -> float:
-        return seconds
-
-    def event(self) -> float:
-        return float("inf")
-
-    def process(self, process: Generator[float, Any, None]) -> None:
-        self._process = process
+        self.rollouts = rollouts
+        self.finishes: list[Finish] = []
 
     def emit(self, event: Event) -> None:
         assert isinstance(event, Generated), f"{event} without a command for it"
-        self._finishes.append(Finish(self.now, event.tokens))
+        self.finishes.append(Finish(self.env.now, event.tokens))
 
-    def run(self) -> list[Finish]:
-        """Let the replica work until it is idle; give its rollouts' ends."""
-        assert self._process is not None, "a replica begins its process when it is made"
-        for seconds in self._process:
-            if seconds == float("inf"):
+
+class _OneProcess(simpy.Environment):
+    """Simulated time for one process: what it waits for is what comes next, so nothing is queued for it."""
+
+    now = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pause = simpy.Timeout(self, 0.0)
+        """Stands for whatever the process waits for."""
+        self._seconds = 0.0
+        """Until that comes; infinitely many where nobody is there who could bring it about."""
+        self._process: Generator[simpy.Event, Any, Any]
+
+    def timeout(self, delay: float = 0, value: Any = None) -> simpy.Timeout:
+        self._seconds = delay
+        return self._pause
+
+    def event(self) -> simpy.Event:
+        self._seconds = inf
+        return self._pause
+
+    def process(self, generator: Generator[simpy.Event, Any, Any]) -> simpy.Process:
+        self._process = generator
+        return super().process(generator)
+
+    def work(self) -> None:
+        """Go on until the process waits for ever."""
+        for _ in self._process:
+            if self._seconds == inf:
                 break
-            self.now += seconds
-        return self._finishes
+            self.now += self._seconds

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import simpy
 
+from sim.replica import Replica
+from sim.surroundings import Surroundings
 from streamrl.runfile.config import Run
-
-if TYPE_CHECKING:
-    from sim.rollout import Replica
-    from sim.world import SimWorld
 
 SECONDS_PER_DAY = 86_400.0
 STREAM = (
@@ -35,18 +33,19 @@ def time_to_failure(run: Run, replica: int) -> float:
 
 
 class Failures:
-    """Watches replicas, and ends each when its time has come."""
+    """Watches replicas, and has each lost when its time has come."""
 
-    def __init__(self, world: SimWorld) -> None:
-        self._world = world
+    def __init__(self, around: Surroundings, lose: Callable[[int, str], None]) -> None:
+        self._around = around
+        self._lose = lose
 
     def watch(self, replica: Replica) -> None:
         """Let a replica that begins to serve fail later, if it is still there then."""
-        seconds = time_to_failure(self._world.run_file, replica.id)
+        seconds = time_to_failure(self._around.run_file, replica.id)
         if seconds < inf:
-            self._world.env.process(self._fail(replica, seconds))
+            self._around.env.process(self._fail(replica, seconds))
 
     def _fail(self, replica: Replica, seconds: float) -> Generator[simpy.Event, Any, None]:
-        yield self._world.env.timeout(seconds)
-        if self._world.replicas.get(replica.id) is replica:
-            self._world.lose(replica.id, REASON)
+        yield self._around.env.timeout(seconds)
+        if not replica.has_stopped:
+            self._lose(replica.id, REASON)

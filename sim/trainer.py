@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, assert_never
+from collections.abc import Callable, Generator
+from math import inf
+from typing import Any
 
 import simpy
 
+from sim.surroundings import Surroundings
 from streamrl.engine.messages import (
     CheckpointSaved,
+    Event,
     SaveCheckpoint,
     Score,
     Scored,
@@ -20,68 +23,51 @@ from streamrl.engine.messages import (
     TrainerStarted,
 )
 
-if TYPE_CHECKING:
-    from sim.world import SimWorld
-
-Work = StartTrainer | Score | Train | Step | SaveCheckpoint
+Work = Generator[simpy.Event, Any, None]
 
 
 class Trainer:
-    """One process: take a command, work for its time, report."""
+    """One process: take the next work, do it, and again."""
 
-    def __init__(self, world: SimWorld) -> None:
-        self._world = world
-        self._inbox = simpy.Store(world.env)
-        world.env.process(self._run())
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+        self._inbox = simpy.Store(around.env)
+        self._passes_until = -inf
+        around.env.process(self._run())
 
-    def begin(self, command: Work) -> None:
-        """Queue a command."""
-        self._inbox.put(command)
+    def start(self, command: StartTrainer) -> None:
+        """Come up with the initial weights."""
+        self._inbox.put(self._work(self._around.run_file.trainer.start_time, TrainerStarted(0)))
 
-    def _run(self) -> Generator[simpy.Event, Any, None]:
-        env = self._world.env
-        passes_until = float("-inf")
+    def score(self, command: Score) -> None:
+        """Run the forward passes that training needs first."""
+        self._inbox.put(self._compute(self._around.costs.score_time, Scored(command.rollouts)))
+
+    def train(self, command: Train) -> None:
+        """Run forward and backward passes."""
+        self._inbox.put(self._compute(self._around.costs.train_time, Trained(command.rollouts)))
+
+    def step(self, command: Step) -> None:
+        """Reduce the gradient and update the weights."""
+        self._inbox.put(self._work(self._around.costs.optimizer_time, Stepped(command.version)))
+
+    def save(self, command: SaveCheckpoint) -> None:
+        """Write a checkpoint in no time: the host does it while the GPUs go on."""
+        self._inbox.put(self._work(0.0, CheckpointSaved(command.version)))
+
+    def _run(self) -> Work:
         while True:
-            command: Work = yield self._inbox.get()
-            is_pass = isinstance(command, Score | Train)
-            yield env.timeout(self._time_of(command, is_continued=env.now == passes_until))
-            if is_pass:
-                passes_until = env.now
-            self._world.emit(_result(command))
+            work: Work = yield self._inbox.get()
+            yield from work
 
-    def _time_of(self, command: Work, *, is_continued: bool) -> float:
-        """Give a command's seconds; passes that follow others without a break find the pipeline full."""
-        costs = self._world.costs
-        match command:
-            case StartTrainer():
-                return self._world.run_file.trainer.start_time
-            case Score(rollouts):
-                return costs.score_time(
-                    self._world.sequence_lengths(rollouts), is_continued=is_continued
-                )
-            case Train(rollouts):
-                return costs.train_time(
-                    self._world.sequence_lengths(rollouts), is_continued=is_continued
-                )
-            case Step():
-                return costs.optimizer_time
-            case SaveCheckpoint():
-                return 0.0  # written by the host while the GPUs go on
-            case _:
-                assert_never(command)
+    def _work(self, seconds: float, event: Event) -> Work:
+        yield self._around.env.timeout(seconds)
+        self._around.emit(event)
 
-
-def _result(command: Work) -> TrainerStarted | Scored | Trained | Stepped | CheckpointSaved:
-    match command:
-        case StartTrainer():
-            return TrainerStarted(0)
-        case Score(rollouts):
-            return Scored(rollouts)
-        case Train(rollouts):
-            return Trained(rollouts)
-        case Step(version):
-            return Stepped(version)
-        case SaveCheckpoint(version):
-            return CheckpointSaved(version)
-        case _:
-            assert_never(command)
+    def _compute(self, time_of: Callable[..., float], event: Scored | Trained) -> Work:
+        """Run passes over rollouts; those that follow others without a break find the pipeline full."""
+        rollouts = [self._around.rollouts[rollout] for rollout in event.rollouts]
+        lengths = [rollout.prompt_tokens + rollout.length for rollout in rollouts]
+        is_continued = self._around.env.now == self._passes_until
+        yield from self._work(time_of(lengths, is_continued=is_continued), event)
+        self._passes_until = self._around.env.now

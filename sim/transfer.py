@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import simpy
 
+from sim.surroundings import Surroundings
 from streamrl.engine.messages import PushWeights, WeightsPushed
-
-if TYPE_CHECKING:
-    from sim.world import SimWorld
 
 
 class Link:
@@ -30,21 +28,21 @@ class Link:
 class Transfer:
     """One process: prepare a push, send it over the wire, and see its last bucket arrive."""
 
-    def __init__(self, world: SimWorld) -> None:
-        self._world = world
-        self._link = Link(world.env)
-        self._inbox = simpy.Store(world.env)
-        world.env.process(self._run())
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+        self._link = Link(around.env)
+        self._inbox = simpy.Store(around.env)
+        around.env.process(self._run())
 
-    def begin(self, command: PushWeights) -> None:
-        """Queue a push."""
+    def push(self, command: PushWeights) -> None:
+        """Send a version to where replicas can load it, after those before it."""
         self._inbox.put(command)
 
     def _run(self) -> Generator[simpy.Event, Any, None]:
-        sync, env = self._world.costs.sync, self._world.env
+        sync, env = self._around.costs.sync, self._around.env
         while True:
             command: PushWeights = yield self._inbox.get()
             yield env.timeout(sync.fill_time)
             yield from self._link.carry(sync.wire_time)
             yield env.timeout(sync.drain_time)
-            self._world.emit(WeightsPushed(command.version, sync.wire_bytes))
+            self._around.emit(WeightsPushed(command.version, sync.wire_bytes))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import simpy
 
+from sim.surroundings import Surroundings
 from streamrl.engine.messages import Verified, Verify
-
-if TYPE_CHECKING:
-    from sim.world import SimWorld
 
 REWARD = 0.0  # a simulated rollout has no text to reward
 
@@ -18,23 +16,23 @@ REWARD = 0.0  # a simulated rollout has no text to reward
 class Verifier:
     """One process a worker, first come, first served."""
 
-    def __init__(self, world: SimWorld) -> None:
-        self._world = world
-        self._time = world.run_file.verifier.time
-        self._inbox = simpy.Store(world.env)
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+        self._time = around.run_file.verifier.time
+        self._inbox = simpy.Store(around.env)
         if self._time:
-            for _ in range(world.run_file.verifier.workers):
-                world.env.process(self._run())
+            for _ in range(around.run_file.verifier.workers):
+                around.env.process(self._run())
 
-    def begin(self, command: Verify) -> None:
-        """Queue a rollout; a verifier that takes no time answers at once."""
+    def verify(self, command: Verify) -> None:
+        """Reward a rollout after those before it; a verifier that takes no time answers at once."""
         if self._time:
             self._inbox.put(command)
         else:
-            self._world.emit(Verified(command.rollout, REWARD))
+            self._around.emit(Verified(command.rollout, REWARD))
 
     def _run(self) -> Generator[simpy.Event, Any, None]:
         while True:
             command: Verify = yield self._inbox.get()
-            yield self._world.env.timeout(self._time)
-            self._world.emit(Verified(command.rollout, REWARD))
+            yield self._around.env.timeout(self._time)
+            self._around.emit(Verified(command.rollout, REWARD))

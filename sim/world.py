@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple, assert_never
+from typing import Any, assert_never
 
 import simpy
 
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_policies
 from sim.failures import Failures
-from sim.rollout import Replica
+from sim.replica import Replica
+from sim.surroundings import DrawnRollout, rollouts_of
 from sim.trainer import Trainer
 from sim.transfer import Transfer
 from sim.verifier import Verifier
@@ -50,14 +51,6 @@ from streamrl.runfile.config import Run
 from streamrl.workload.workload import SimulatedWorkload, Workload
 
 
-class Sequence(NamedTuple):
-    """What the world knows of a rollout from the start."""
-
-    group: int
-    prompt_tokens: int
-    length: int
-
-
 class SimWorld(World[Trace]):
     """Carries commands out in simulated seconds."""
 
@@ -66,14 +59,14 @@ class SimWorld(World[Trace]):
         self.run_file = run
         self.costs = costs
         self.env = simpy.Environment()
+        self.rollouts: dict[int, DrawnRollout] = {}
         self.replicas: dict[int, Replica] = {}
         self._workload = workload
-        self._sequences: dict[int, Sequence] = {}
         self._next_group = 0
         self._trainer = Trainer(self)
         self._transfer = Transfer(self)
         self._verifier = Verifier(self)
-        self._failures = Failures(self)
+        self._failures = Failures(self, self.lose)
 
     @property
     def now(self) -> float:
@@ -111,37 +104,37 @@ class SimWorld(World[Trace]):
         """Hand a command to the resource it is for."""
         match command:
             case Generate():
-                sequence = self._sequences[command.rollout]
-                self.replicas[command.replica].generate(
-                    command, sequence.group, sequence.prompt_tokens, sequence.length
-                )
+                self.replicas[command.replica].generate(command)
             case Verify():
-                self._verifier.begin(command)
+                self._verifier.verify(command)
             case Take() | Drop() | Resize() | Stop():
                 pass
-            case Score() | Train() | Step() | SaveCheckpoint() | StartTrainer():
-                self._trainer.begin(command)
-            case DrawPrompts():
-                self._draw(command)
+            case Score():
+                self._trainer.score(command)
+            case Train():
+                self._trainer.train(command)
+            case Step():
+                self._trainer.step(command)
             case PushWeights():
-                self._transfer.begin(command)
+                self._transfer.push(command)
             case LoadWeights():
                 self.replicas[command.replica].load(command)
             case Abort():
-                self._abort(command.rollout)
+                self._abort(command)
+            case DrawPrompts():
+                self._draw(command)
             case StartReplica():
                 self.env.process(self._start_replica(command))
             case StopReplica():
                 self.env.process(self._stop_replica(command))
+            case StartTrainer():
+                self._trainer.start(command)
+            case SaveCheckpoint():
+                self._trainer.save(command)
             case WakeAt():
                 self.env.process(self._wake(command))
             case _:
                 assert_never(command)
-
-    def sequence_lengths(self, rollouts: tuple[int, ...]) -> list[int]:
-        """Give prompt and output tokens of rollouts, one number each."""
-        sequences = map(self._sequences.__getitem__, rollouts)
-        return [sequence.prompt_tokens + sequence.length for sequence in sequences]
 
     def lose(self, replica_id: int, reason: str) -> None:
         """Let a replica die, as a failure would."""
@@ -149,26 +142,24 @@ class SimWorld(World[Trace]):
         commands: list[Command] = [Generate(rollout, replica_id, 0) for rollout in replica.rollouts]
         if replica.loading is not None:
             commands.append(LoadWeights(replica_id, replica.loading, drain=False))
-        self.replicas.pop(replica_id).lose()
+        self.replicas.pop(replica_id).stop()
         self.emit(ReplicaLost(replica_id, reason))
         for command in commands:
             self.emit(Failed(command, reason))
+
+    def _abort(self, command: Abort) -> None:
+        replica = self.engine.state.rollouts[command.rollout].replica
+        assert replica is not None, f"rollout {command.rollout} runs nowhere"
+        if replica.id in self.replicas:  # on a lost one, its `Failed` is on its way
+            self.replicas[replica.id].abort(command.rollout)
 
     def _draw(self, command: DrawPrompts) -> None:
         draws = self._workload.draw(self._next_group, command.num_groups)
         self._next_group += command.num_groups
         for draw in draws:
-            drawn = draw.drawn
-            for rollout, length in zip(drawn.rollouts, draw.lengths, strict=True):
-                self._sequences[rollout] = Sequence(drawn.group, drawn.prompt_tokens, length)
+            self.rollouts.update(rollouts_of(draw))
         groups = tuple(draw.drawn for draw in draws)
         self.emit(PromptsDrawn(command.step, command.oldest_version, groups))
-
-    def _abort(self, rollout: int) -> None:
-        replica = self.engine.state.rollouts[rollout].replica
-        assert replica is not None, f"rollout {rollout} runs nowhere"
-        if replica.id in self.replicas:  # on a lost one, its `Failed` is on its way
-            self.replicas[replica.id].abort(rollout)
 
     def _start_replica(self, command: StartReplica) -> Generator[simpy.Event, Any, None]:
         yield self.env.timeout(self.run_file.rollout.start_time)
@@ -179,7 +170,7 @@ class SimWorld(World[Trace]):
 
     def _stop_replica(self, command: StopReplica) -> Generator[simpy.Event, Any, None]:
         yield self.env.timeout(0)  # what emitted the event that led here comes to rest first
-        self.replicas.pop(command.replica).lose()
+        self.replicas.pop(command.replica).stop()
         self.emit(ReplicaStopped(command.replica))
 
     def _wake(self, command: WakeAt) -> Generator[simpy.Event, Any, None]:

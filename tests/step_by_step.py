@@ -1,4 +1,4 @@
-"""A replica stepped token by token, written from its description alone: what `sim.rollout` must agree with."""
+"""A replica stepped token by token, written from its description alone: what `sim.replica` must agree with."""
 
 from __future__ import annotations
 

@@ -183,7 +183,11 @@ def test_moves_with_their_caches_replay_and_take_no_longer_than_computing_again(
 
 def test_a_backend_that_sends_no_cache_refuses_to(tmp_path: Path) -> None:
     tiny_model(50).save_pretrained(tmp_path / "model")
-    model = {"model__path": str(tmp_path / "model"), "trainer__tensor_parallel": 1}
-    check_executable(real_run(tmp_path, **model))
+    local = {
+        "model__path": str(tmp_path / "model"),
+        "trainer__tensor_parallel": 1,
+        "execute__device": "cpu",
+    }
+    check_executable(real_run(tmp_path, **local))
     with pytest.raises(ValueError, match=r"rollout.migration_transfer .*transformers.* got 'kv'"):
-        check_executable(real_run(tmp_path, rollout__migration_transfer="kv", **model))
+        check_executable(real_run(tmp_path, rollout__migration_transfer="kv", **local))

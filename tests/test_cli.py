@@ -50,13 +50,13 @@ def test_simulate_writes_the_same_trace_for_the_same_seed_and_views_of_it(tmp_pa
     assert (tmp_path / "a" / "timeline.png").stat().st_size > 10_000
 
 
-def test_replay_and_compare_read_what_simulate_wrote(tmp_path: Path) -> None:
+def test_replay_reads_what_simulate_wrote_and_compare_refuses_it(tmp_path: Path) -> None:
     streamrl("simulate", EXAMPLE, *SMALL, "-o", tmp_path)
     replayed = streamrl("replay", tmp_path, "--json")
     assert replayed.returncode == 0 and json.loads(replayed.stdout)["is_identical"] is True
     compared = streamrl("compare", tmp_path, "--json")
-    assert compared.returncode == 0, compared.stderr
-    assert abs(json.loads(compared.stdout)["step_time"]["error"]) < 1e-9
+    assert compared.returncode == 2 and "executed run" in compared.stderr
+    assert compared.stderr.count("\n") == 1 and compared.stdout == ""
 
 
 def test_replay_fails_where_a_decision_was_another(tmp_path: Path) -> None:

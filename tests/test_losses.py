@@ -155,6 +155,7 @@ def test_advantages_follow_their_formulas() -> None:
     grpo = [value / std for value in (0.4, -0.6, -0.6, 0.4, 0.4)]
     assert advantages("grpo", rewards) == pytest.approx(grpo, rel=1e-5)
     assert advantages("reinforce++", rewards) == rewards
+    assert advantages("reinforce++", rewards, 0.25) == [0.75, -0.25, -0.25, 0.75, 0.75]
 
 
 @settings(deadline=None)  # a busy machine is no failure

@@ -248,7 +248,8 @@ def test_a_profile_of_another_model_is_refused(model: Path, tmp_path: Path) -> N
 
 def replica_times(run: Run, lengths: list[int], prompt: int) -> list[float]:
     """Give the instants at which rollouts of these lengths end that one idle replica is given at once."""
-    from sim.rollout import Replica
+    from sim.replica import Replica
+    from sim.surroundings import DrawnRollout
 
     world = SimWorld(run, Costs.load(run), SimulatedWorkload(run))
     ended: dict[int, float] = {}
@@ -257,7 +258,8 @@ def replica_times(run: Run, lengths: list[int], prompt: int) -> list[float]:
     )
     replica = Replica(world, 0, 0)
     for rollout, length in enumerate(lengths):
-        replica.generate(Generate(rollout, 0, rollout), rollout // 2, prompt, length)
+        world.rollouts[rollout] = DrawnRollout(rollout // 2, prompt, length)
+        replica.generate(Generate(rollout, 0, rollout))
     world.env.run(until=1000)
     return [ended[rollout] for rollout in range(len(lengths))]
 

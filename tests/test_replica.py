@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from executor.rollout.replica import Replica, ReplicaSettings
+from executor.rollout.replica_worker import ReplicaSettings, ReplicaWorker
 from executor.samples import Completion, Manifest, Request
 from executor.transfer.shared_memory import write_buckets
 from tests.tiny_model import tiny_model
@@ -56,7 +56,7 @@ def reference(path: Path, weights: Weights | None = None) -> Any:
 
 def serve(
     path: Path,
-    scenario: Callable[[Replica], Coroutine[Any, Any, None]],
+    scenario: Callable[[ReplicaWorker], Coroutine[Any, Any, None]],
     manifest: Manifest | None = None,
     **settings: Any,
 ) -> None:
@@ -65,7 +65,7 @@ def serve(
     async def main() -> None:
         defaults = {"max_running": 4, "max_tokens": 400, "max_prompt_tokens": 16}
         limits = defaults | {"temperature": 1.0, "seed": 0} | settings
-        replica = Replica(ReplicaSettings(model=str(path), **limits))
+        replica = ReplicaWorker(ReplicaSettings(model=str(path), **limits))
         await replica.start(manifest, version=manifest.version if manifest else 3)
         try:
             await asyncio.wait_for(scenario(replica), timeout=60)
@@ -104,7 +104,7 @@ def test_logprobs_are_those_of_a_full_forward_pass(model_path: Path, temperature
     asked.append(request(7, 30, prefix=[4, 5, 6]))
     model = reference(model_path)
 
-    async def scenario(replica: Replica) -> None:
+    async def scenario(replica: ReplicaWorker) -> None:
         completions = await asyncio.gather(*map(replica.generate, asked))
         for ask, done in zip(asked, completions, strict=True):
             assert done.rollout == ask.rollout
@@ -123,7 +123,7 @@ def test_tokens_are_sampled_from_the_whole_vocabulary(model_path: Path) -> None:
     probabilities = torch.softmax(logits / 2.0, dim=-1)
     count = 2000
 
-    async def scenario(replica: Replica) -> None:
+    async def scenario(replica: ReplicaWorker) -> None:
         prompt = request(0, 1).prompt
         asked = [Request(rollout=n, prompt=prompt, priority=0, max_tokens=1) for n in range(count)]
         done = await asyncio.gather(*map(replica.generate, asked))
@@ -136,7 +136,7 @@ def test_tokens_are_sampled_from_the_whole_vocabulary(model_path: Path) -> None:
 
 
 def test_a_short_rollout_returns_before_its_long_sibling(model_path: Path) -> None:
-    async def scenario(replica: Replica) -> None:
+    async def scenario(replica: ReplicaWorker) -> None:
         long = asyncio.create_task(replica.generate(request(0, ENDLESS)))
         short = await replica.generate(request(1, 10))
         assert len(short.tokens) == 10 and not long.done()
@@ -149,7 +149,7 @@ def test_a_short_rollout_returns_before_its_long_sibling(model_path: Path) -> No
 def test_the_smallest_priority_starts_first_and_ties_by_rollout(model_path: Path) -> None:
     order, ended = [(4, 2), (3, 1), (2, 1), (1, 7), (5, 0)], []
 
-    async def scenario(replica: Replica) -> None:
+    async def scenario(replica: ReplicaWorker) -> None:
         async def generate(rollout: int, priority: int) -> None:
             await replica.generate(request(rollout, 5, priority))
             ended.append(rollout)
@@ -163,7 +163,7 @@ def test_the_smallest_priority_starts_first_and_ties_by_rollout(model_path: Path
 def test_an_abort_keeps_the_tokens_and_resuming_goes_on_after_them(model_path: Path) -> None:
     model = reference(model_path)
 
-    async def scenario(replica: Replica) -> None:
+    async def scenario(replica: ReplicaWorker) -> None:
         first = request(0, 400)
         running = asyncio.create_task(replica.generate(first))
         just_started = asyncio.create_task(replica.generate(request(8, 400, priority=1)))
@@ -185,7 +185,7 @@ def test_an_abort_keeps_the_tokens_and_resuming_goes_on_after_them(model_path: P
 
 
 def test_a_cancelled_generate_gives_its_place_to_the_next(model_path: Path) -> None:
-    async def scenario(replica: Replica) -> None:
+    async def scenario(replica: ReplicaWorker) -> None:
         first = asyncio.create_task(replica.generate(request(0, ENDLESS)))
         second = asyncio.create_task(replica.generate(request(1, 5)))
         await asyncio.sleep(0.05)
@@ -217,7 +217,7 @@ def test_a_load_in_flight_splits_the_tokens_exactly_where_the_weights_changed(
     manifest = write_buckets(new_weights.items(), tmp_path, version=4)
     old, new = reference(model_path), reference(model_path, new_weights)
 
-    async def scenario(replica: Replica) -> None:
+    async def scenario(replica: ReplicaWorker) -> None:
         asked = [request(rollout, 300) for rollout in range(3)]
         running = [asyncio.create_task(replica.generate(ask)) for ask in asked]
         await replica.generate(request(9, 10))
@@ -241,7 +241,7 @@ def test_a_drained_load_gives_every_rollout_one_version(
     manifest = write_buckets(new_weights.items(), tmp_path, version=4)
     models = {3: reference(model_path), 4: reference(model_path, new_weights)}
 
-    async def scenario(replica: Replica) -> None:
+    async def scenario(replica: ReplicaWorker) -> None:
         asked = [request(rollout, 40 + rollout) for rollout in range(6)]
         running = [asyncio.create_task(replica.generate(ask)) for ask in asked]
         await asyncio.sleep(0.02)
@@ -277,7 +277,7 @@ def test_bad_weights_are_refused_and_the_old_ones_go_on_serving(
     }
     model = reference(model_path)
 
-    async def scenario(replica: Replica) -> None:
+    async def scenario(replica: ReplicaWorker) -> None:
         for number, (message, weights) in enumerate(bad.items()):
             manifest = write_buckets(weights.items(), tmp_path, number, bucket_bytes=2**14)
             if message == "checksum":
@@ -299,7 +299,7 @@ def test_a_replica_starts_with_the_weights_of_its_manifest(
 
     model, ask = reference(model_path, new_weights), request(0, 20)
 
-    async def scenario(replica: Replica) -> None:
+    async def scenario(replica: ReplicaWorker) -> None:
         done = await replica.generate(ask)
         assert done.versions == [(8, 0)]
         assert_close(done.logprobs, full_forward(model, ask, done, 1.0))
@@ -316,7 +316,7 @@ def test_a_rollout_ends_at_the_end_of_sequence_token_and_includes_it(
     ends = list(range(0, VOCABULARY, 10))
     (path / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": ends}))
 
-    async def scenario(replica: Replica) -> None:
+    async def scenario(replica: ReplicaWorker) -> None:
         asked = [request(rollout, 6) for rollout in range(30)]
         done = await asyncio.gather(*map(replica.generate, asked))
         for completion in done:
@@ -338,7 +338,7 @@ def test_a_rollout_ends_at_the_end_of_sequence_token_and_includes_it(
     ],
 )
 def test_a_request_without_room_is_refused(model_path: Path, asked: Request, message: str) -> None:
-    async def scenario(replica: Replica) -> None:
+    async def scenario(replica: ReplicaWorker) -> None:
         with pytest.raises(ValueError, match=f"rollout 5.*{message}"):
             await replica.generate(asked)
         assert len((await replica.generate(request(5, 3))).tokens) == 3
@@ -356,7 +356,7 @@ def test_when_generation_dies_every_pending_rollout_raises(
     def die(*_: Any) -> None:
         raise error("broken")
 
-    async def scenario(replica: Replica) -> None:
+    async def scenario(replica: ReplicaWorker) -> None:
         tasks = [asyncio.create_task(replica.generate(request(n, 400))) for n in range(50)]
         await replica.generate(request(99, 5, priority=-1))
         replica._model.lm_head.register_forward_pre_hook(die)
@@ -370,7 +370,7 @@ def test_when_generation_dies_every_pending_rollout_raises(
 
 
 def test_a_stop_ends_every_pending_rollout_with_an_error(model_path: Path) -> None:
-    async def scenario(replica: Replica) -> None:
+    async def scenario(replica: ReplicaWorker) -> None:
         tasks = [asyncio.create_task(replica.generate(request(n, 400))) for n in range(50)]
         await replica.generate(request(99, 5, priority=-1))
         await replica.stop()
@@ -384,7 +384,7 @@ def test_a_stop_ends_every_pending_rollout_with_an_error(model_path: Path) -> No
 def test_the_same_seed_gives_the_same_tokens(model_path: Path) -> None:
     tokens: list[list[int]] = []
 
-    async def scenario(replica: Replica) -> None:
+    async def scenario(replica: ReplicaWorker) -> None:
         tokens.append((await replica.generate(request(0, 40))).tokens)
 
     for seed in (5, 5, 6):

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.costs.costs import Costs
-from sim.rollout import Replica
+from sim.replica import Replica
+from sim.surroundings import DrawnRollout
 from sim.trainer import Trainer
 from sim.transfer import Transfer
 from sim.verifier import Verifier
@@ -44,7 +45,8 @@ class Bench:
         self.env = simpy.Environment()
         self.events: list[tuple[float, Event]] = []
         self.jobs: dict[int, Job] = {}
-        self.replica = Replica(self, 0, 0)  # type: ignore[arg-type]
+        self.rollouts: dict[int, DrawnRollout] = {}
+        self.replica = Replica(self, 0, 0)
 
     def emit(self, event: Event) -> None:
         """Note an event; what was aborted is sent again at once."""
@@ -55,8 +57,8 @@ class Bench:
     def send(self, job: Job, prefix: int = 0) -> None:
         """Send a job to the replica."""
         self.jobs[job.rollout] = job
-        command = Generate(job.rollout, 0, job.priority, prefix)
-        self.replica.generate(command, job.group, job.prompt_tokens, job.length)
+        self.rollouts[job.rollout] = DrawnRollout(job.group, job.prompt_tokens, job.length)
+        self.replica.generate(Generate(job.rollout, 0, job.priority, prefix))
 
     def at(self, time: float, action: Callable[[], None]) -> None:
         """Do something at `time`."""
@@ -211,9 +213,9 @@ def test_a_rollout_that_is_aborted_while_it_waits_is_sent_again_and_keeps_its_pl
     ]
 
 
-def test_a_lost_replica_emits_nothing_more() -> None:
+def test_a_stopped_replica_emits_nothing_more() -> None:
     bench = Bench()
-    bench.at(0.1, bench.replica.lose)
+    bench.at(0.1, bench.replica.stop)
     assert not bench.run(equal_jobs(3)).events
 
 
@@ -269,16 +271,11 @@ def test_only_passes_that_follow_others_without_a_break_find_the_pipeline_full()
     run = small_run({"trainer.tensor_parallel": 1, "trainer.pipeline_parallel": 4})
     costs, lengths = Costs.load(run), [1000, 1000]
     bench = Bench(run, costs)
-    bench.sequence_lengths = lambda rollouts: lengths  # type: ignore[attr-defined]
-    trainer = Trainer(bench)  # type: ignore[arg-type]
-
-    def begin_late() -> Generator[simpy.Event, None, None]:
-        yield bench.env.timeout(1000.0)
-        trainer.begin(Train((4, 5)))
-
-    trainer.begin(Train((0, 1)))
-    trainer.begin(Train((2, 3)))
-    bench.env.process(begin_late())
+    bench.rollouts = {rollout: DrawnRollout(rollout, 400, 600) for rollout in range(6)}
+    trainer = Trainer(bench)
+    trainer.train(Train((0, 1)))
+    trainer.train(Train((2, 3)))
+    bench.at(1000.0, lambda: trainer.train(Train((4, 5))))
     bench.env.run()
     first, second, late = (time for time, _ in bench.events)
     fresh, continued = (costs.train_time(lengths, is_continued=c) for c in (False, True))
@@ -288,9 +285,9 @@ def test_only_passes_that_follow_others_without_a_break_find_the_pipeline_full()
 
 def test_a_push_takes_its_time_and_the_next_one_waits_for_it() -> None:
     bench = Bench()
-    transfer = Transfer(bench)  # type: ignore[arg-type]
-    transfer.begin(PushWeights(1))
-    transfer.begin(PushWeights(2))
+    transfer = Transfer(bench)
+    transfer.push(PushWeights(1))
+    transfer.push(PushWeights(2))
     bench.env.run()
     sync = COSTS.sync
     times = [time for time, _ in bench.events]
@@ -305,9 +302,9 @@ def test_a_push_takes_its_time_and_the_next_one_waits_for_it() -> None:
 def test_verifier_workers_share_rollouts_evenly(num: int, workers: int) -> None:
     run = small_run({"verifier.workers": workers, "verifier.time": "1500 ms"})
     bench = Bench(run)
-    verifier = Verifier(bench)  # type: ignore[arg-type]
+    verifier = Verifier(bench)
     for rollout in range(num):
-        verifier.begin(Verify(rollout))
+        verifier.verify(Verify(rollout))
     bench.env.run()
     assert len(bench.events) == num
     assert bench.events[-1][0] == pytest.approx(-(-num // workers) * 1.5)

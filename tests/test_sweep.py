@@ -12,6 +12,8 @@ import pytest
 from sim.study import run_sweep
 from sim.world import simulate
 from streamrl.record.metrics import measure
+from streamrl.report.page.study_json import read_study
+from streamrl.report.pictures.study_metric import study_picture
 from streamrl.report.study_file import Study, is_study, load_study
 from streamrl.report.study_report import StudyResult, describe, write_study
 from streamrl.runfile.grid import Axis, make_grid, parse_axis
@@ -163,9 +165,10 @@ def test_a_wrong_key_or_value_is_named(overrides: list[str], swept: list[str], w
 # What is simulated --------------------------------------------------------------------------------
 
 
-def small_study(*texts: str, num_seeds: int = 2) -> StudyResult:
+def small_study(*texts: str, num_seeds: int = 2, skips: bool = False) -> StudyResult:
     study = Study(run_file=RUN, title="t", overrides=SMALL, axes=axes(*texts), num_seeds=num_seeds)
-    grid, rows = run_sweep(make_grid(RUN, SMALL, study.axes), num_seeds)
+    grid = make_grid(RUN, SMALL, study.axes, skips=skips)
+    grid, rows = run_sweep(grid, num_seeds, skips=skips)
     return StudyResult(study, grid, rows)
 
 
@@ -200,6 +203,20 @@ def test_a_study_leaves_rows_findings_and_a_figure_for_each_metric(tmp_path: Pat
     assert found["least"] <= found["median"] <= found["most"]
     assert [path.name for path in figures] == ["step_time.png", "cost_per_million_tokens.png"]
     assert all(path.stat().st_size > 10_000 for path in figures)
+
+
+def test_the_report_draws_of_a_study_what_its_figures_show(tmp_path: Path) -> None:
+    sweeps = ("rollout.replicas=4,8,64", "sync.mode=full,lora")
+    report = small_study(*sweeps, skips=True)
+    assert report.grid.refused
+    write_study(report, tmp_path)
+    recorded = read_study(tmp_path / "study.csv", "study")
+    for metric in report.study.metrics:
+        assert recorded.table(metric).spreads == report.table(metric).spreads
+        drawn, again = (
+            study_picture("study", each.table(metric), "title", "") for each in (report, recorded)
+        )
+        assert drawn == again
 
 
 # The command --------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from executor.samples import Sample
 from executor.trainer import losses
-from executor.trainer.trainer import Trainer, TrainerSettings
+from executor.trainer.trainer_worker import TrainerSettings, TrainerWorker
 from executor.transfer.shared_memory import read_buckets
 from tests.tiny_model import tiny_model
 
@@ -97,21 +97,23 @@ def own_samples(path: str, samples: list[Sample]) -> list[Sample]:
 @contextlib.asynccontextmanager
 async def started(
     config: TrainerSettings, checkpoint: str | None = None, version: int = 0
-) -> AsyncIterator[Trainer]:
-    trainer = Trainer(config)
+) -> AsyncIterator[TrainerWorker]:
+    trainer = TrainerWorker(config)
     assert await trainer.start(checkpoint) == version
     yield trainer
     await trainer.stop()
 
 
-async def make_step(trainer: Trainer, version: int, parts: list[list[Sample]]) -> dict[str, float]:
+async def make_step(
+    trainer: TrainerWorker, version: int, parts: list[list[Sample]]
+) -> dict[str, float]:
     for part in parts:
         await trainer.score(part)
         await trainer.train(part)
     return await trainer.step(version)
 
 
-async def weights(trainer: Trainer, version: int, directory: Path) -> Weights:
+async def weights(trainer: TrainerWorker, version: int, directory: Path) -> Weights:
     return dict(read_buckets(await trainer.push(version, str(directory))))
 
 
@@ -258,7 +260,7 @@ def test_a_checkpoint_continues_with_an_identical_step(
 
 def test_steps_and_pushes_out_of_order_are_refused(model_path: str, tmp_path: Path) -> None:
     async def run() -> None:
-        trainer = Trainer(make_config(model_path))
+        trainer = TrainerWorker(make_config(model_path))
         with pytest.raises(RuntimeError, match="call start first"):
             await trainer.step(1)
         await trainer.start(None)
@@ -387,4 +389,4 @@ def test_a_config_out_of_range_is_refused_by_name(field: str, value: object) -> 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no Hugging Face model directory"):
-        asyncio.run(Trainer(make_config(str(tmp_path / "none"))).start(None))
+        asyncio.run(TrainerWorker(make_config(str(tmp_path / "none"))).start(None))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from executor.carriers.handles import Handle, InProcess, LocalProcess
+from executor.carriers.placement import VARIABLE, device_of, trainer_slot
 from executor.record import RunDirectory
 from streamrl.runfile.config import Run
 
-REPLICA = "executor.rollout.replica:Replica"
-TRAINER = "executor.trainer.trainer:Trainer"
+REPLICA = "executor.rollout.replica_worker:ReplicaWorker"
+TRAINER = "executor.trainer.trainer_worker:TrainerWorker"
 KEPT_BYTES = 2**30
 """Freed host memory that a worker keeps for its next tensors. glibc hands tensors of more than about a megabyte
 back to the kernel and faults their pages in again every step: on a CPU that made decode steps of 64 rollouts
@@ -15,20 +18,18 @@ two to three times slower."""
 
 
 class Launcher:
-    """Makes handles on roles; GPUs go to the first replicas, in order, then to the trainer, then to more replicas.
+    """Makes handles on roles, each on the GPU that its slot stands for; see `executor.carriers.placement`."""
 
-    A colocated trainer has the first replica's GPU.
-    """
-
-    def __init__(self, run: Run, directory: RunDirectory) -> None:
+    def __init__(self, run: Run, directory: RunDirectory, gpus: Sequence[str] = ()) -> None:
         self._run = run
         self._directory = directory
+        self._gpus = gpus
         self._slots: dict[int, int] = {}
 
     async def replica(self, replica_id: int, model: str) -> Handle:
         """Start the role of a replica on GPUs that no living replica has."""
         run = self._run
-        taken = {run.rollout.replicas, *self._slots.values()}  # the first of them is the trainer's
+        taken = set(self._slots.values()) | (set() if run.shares_gpus else {trainer_slot(run)})
         slot = next(n for n in range(len(taken) + 1) if n not in taken)
         self._slots[replica_id] = slot
         config: dict[str, object] = {
@@ -63,32 +64,29 @@ class Launcher:
             "seed": run.seed,
             **self._common(run.trainer.pool),
         }
-        slot = 0 if run.shares_gpus else run.rollout.replicas
-        return await self._start(TRAINER, config, "trainer", run.trainer.pool, slot)
+        return await self._start(TRAINER, config, "trainer", run.trainer.pool, trainer_slot(run))
 
     def _common(self, pool: str) -> dict[str, object]:
         return {
-            "device": self._device(pool),
+            "device": device_of(self._run, pool),
             "dtype": self._run.model.dtype,
             "num_threads": self._run.execute.threads,
         }
-
-    def _device(self, pool: str) -> str:
-        wanted = self._run.execute.device
-        if wanted != "auto":
-            return wanted
-        return "cpu" if self._run.cluster.pools[pool].gpu == "cpu" else "cuda"
 
     async def _start(
         self, role: str, config: dict[str, object], name: str, pool: str, slot: int
     ) -> Handle:
         if self._run.execute.launcher == "in-process":
             return InProcess(role, config)
-        environment = worker_environment(self._run.execute.threads)
-        if self._device(pool) == "cuda":
-            environment["CUDA_VISIBLE_DEVICES"] = str(slot)
         log = self._directory.logs / f"{name}.log"
-        return await LocalProcess.start(role, config, log, environment)
+        return await LocalProcess.start(role, config, log, self.environment(pool, slot))
+
+    def environment(self, pool: str, slot: int) -> dict[str, str]:
+        """Return what the process of a role finds in its environment beside what this one has."""
+        environment = worker_environment(self._run.execute.threads)
+        if device_of(self._run, pool) == "cuda":
+            environment[VARIABLE] = self._gpus[slot]
+        return environment
 
 
 def worker_environment(threads: int) -> dict[str, str]:

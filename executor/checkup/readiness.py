@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from executor.execute import check_back_ends
+from executor.back_ends import check_back_ends
+from executor.carriers.placement import find_gpus, gpus_needed, say_seen
 from streamrl.doctor.changes import changed, say, value_of
 from streamrl.doctor.finding import Changes, Finding, Level
 from streamrl.doctor.fix import passes
@@ -22,6 +23,11 @@ LIMITS: tuple[Changes, ...] = (
     {"algorithm.name": "grpo", "algorithm.group_size": 8},
     {"algorithm.name": "reinforce++"},
     {"model.dtype": "bfloat16"},
+    {"rollout.temperature": 1.0},
+    {"algorithm.learning_rate": 1e-6},
+    {"algorithm.max_grad_norm": 1.0},
+    {"sync.mode": "full"},
+    {"execute.device": "auto"},
 )
 """What mends a run that these back ends cannot execute."""
 
@@ -63,8 +69,6 @@ def _refusal(run: Run) -> str | None:
         check_back_ends(run)
     except ValueError as error:
         return str(error)
-    if run.model.dtype == "float16":
-        return "model.dtype must be 'bfloat16' or 'float32' for backend torch, got 'float16'"
     return None
 
 
@@ -76,7 +80,7 @@ def _find_gpus(run: Run) -> Iterator[Finding]:
         yield _finding("ok", "gpus", text)
         return
     there = visible_gpus()
-    text = f"execute puts {needed} processes on GPUs of this machine; torch sees {there}"
+    text = f"execute needs {needed} GPUs of this machine; {say_seen(there)}"
     if there >= needed:
         yield _finding("ok", "gpus", text)
         return
@@ -86,26 +90,9 @@ def _find_gpus(run: Run) -> Iterator[Finding]:
     yield _finding(level, "gpus", text, fix, changes)
 
 
-def gpus_needed(run: Run) -> int:
-    """Give the GPUs of this machine that `executor.carriers.launch` hands out: one a replica, one to the trainer."""
-    device, pools = run.execute.device, run.cluster.pools
-    if device != "auto" and not device.startswith("cuda"):
-        return 0
-    on_gpu = {
-        side: device != "auto" or pools[pool].gpu != "cpu"
-        for side, pool in (("rollout", run.rollout.pool), ("trainer", run.trainer.pool))
-    }
-    trainer = on_gpu["trainer"] and not run.shares_gpus
-    return run.rollout.replicas * on_gpu["rollout"] + trainer
-
-
 def visible_gpus() -> int:
-    """Give the GPUs that torch sees, none where it is not installed."""
-    try:
-        import torch
-    except ImportError:
-        return 0
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    """Return the GPUs that processes of this machine could be put on."""
+    return len(find_gpus())
 
 
 def _finding(

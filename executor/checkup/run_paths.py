@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from executor.prompts import EXPECTED, Record, read_prompts
+from executor.prompts import EXPECTED, Record, expecting_policy, read_prompts
 from executor.record import RunDirectory
 from executor.verifier import SCORERS
 from streamrl.doctor.changes import say
@@ -44,7 +44,7 @@ def _find_prompts(run: Run) -> Iterator[Finding]:
         fix = 'write a line {"prompt": "...", "answer": "..."} for each prompt'
         yield _finding("error", "prompts", str(error), fix)
         return
-    wanted = [*FIELDS[verifier], *([(EXPECTED,)] if run.policies.tail_batching == "defer" else [])]
+    wanted = [*FIELDS[verifier], *([(EXPECTED,)] if expecting_policy(run) else [])]
     lacking = [(fields, _lines_without(records, fields)) for fields in wanted]
     for fields, lines in lacking:
         if lines:
@@ -52,6 +52,8 @@ def _find_prompts(run: Run) -> Iterator[Finding]:
             shown = ", ".join(map(str, lines[:SHOWN])) + (", ..." if len(lines) > SHOWN else "")
             text = f"workload.prompts: {len(lines)} lines of {path} have no {names} (lines {shown})"
             fix = f"add it, or choose a workload.verifier that needs none ({verifier} does)"
+            if fields == (EXPECTED,):
+                fix = f"add it, or choose another policy ({expecting_policy(run)} goes by it)"
             yield _finding("error", "prompts", text, fix)
     if not any(lines for _, lines in lacking):
         text = f"workload.prompts: {len(records):,} prompts with what {verifier} scores by"
@@ -70,18 +72,25 @@ def _find_output(run: Run) -> Iterator[Finding]:
     """Find a run directory that is taken, with the step that it could go on from, or that cannot be made."""
     path = Path(run.execute.output)
     if (path / "trace.jsonl").exists():
-        saved = RunDirectory(path).find_checkpoint(resume=True)
-        where = "no checkpoint yet" if saved is None else f"a checkpoint of step {saved.version}"
-        free = _free_beside(path)
-        changes: Changes = {"execute.output": str(free)}
-        fix = f"streamrl execute --resume goes on with it; {say(changes)} begins another"
-        text = f"execute.output: {path} holds a run with {where}"
-        yield _finding("warning", "output", text, fix, changes)
+        yield _taken(run, path)
     elif (parent := _nearest_there(path)) and not _is_writable(parent):
         text = f"execute.output: {path} cannot be made, as {parent} is no directory to write to"
         yield _finding("error", "output", text, "set execute.output=runs/run")
     else:
         yield _finding("ok", "output", f"execute.output: {path} is free")
+
+
+def _taken(run: Run, path: Path) -> Finding:
+    """Say how far the run in the directory is, and how to go on with it."""
+    saved = RunDirectory(path).newest_checkpoint()
+    where = "no checkpoint yet" if saved is None else f"a checkpoint of step {saved.version}"
+    goes_on = "streamrl execute --resume goes on with it"
+    if saved is not None and saved.version >= run.algorithm.steps:
+        where += f", so algorithm.steps={run.algorithm.steps} leaves nothing to do"
+        goes_on += f" where --set algorithm.steps is above {saved.version}"
+    changes: Changes = {"execute.output": str(_free_beside(path))}
+    text = f"execute.output: {path} holds a run with {where}"
+    return _finding("warning", "output", text, f"{goes_on}; {say(changes)} begins another", changes)
 
 
 def _free_beside(path: Path) -> Path:

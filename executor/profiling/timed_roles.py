@@ -15,9 +15,9 @@ import msgspec
 import torch
 
 from executor.rollout.batching import BY_SEQUENCE
-from executor.rollout.replica import Replica, ReplicaSettings
+from executor.rollout.replica_worker import ReplicaSettings, ReplicaWorker
 from executor.samples import Manifest
-from executor.trainer.trainer import Learner, Trainer, TrainerSettings
+from executor.trainer.trainer_worker import Learner, TrainerSettings, TrainerWorker
 
 R = TypeVar("R")
 
@@ -56,7 +56,7 @@ class Stopwatch:
         return float(start.elapsed_time(end)) / 1000  # milliseconds
 
 
-class TimedReplica(Replica):
+class TimedReplica(ReplicaWorker):
     """A replica that records its forward passes."""
 
     def __init__(self, config: ReplicaSettings) -> None:
@@ -96,7 +96,7 @@ class TimedReplica(Replica):
             )
 
 
-class TimedTrainer(Trainer):
+class TimedTrainer(TrainerWorker):
     """A trainer that records how long the work of each call took, the way to it and back left out."""
 
     def __init__(self, config: TrainerSettings) -> None:

@@ -1,290 +1,58 @@
-"""One replica: generates rollouts in order of priority and takes new weights while they run.
-
-Generation is transformers' continuous batching (`executor.rollout.batching`); what it lacks is here: a
-priority queue, aborts that keep the partial tokens, and a policy version for every token.
-"""
+"""A replica on the controller's side: each method carries out one command and returns the event that it ends in."""
 
 from __future__ import annotations
 
-import asyncio
-import heapq
-import itertools
-import time
-from dataclasses import dataclass, field
-from typing import Any
-
-import msgspec
-import torch
-from transformers import AutoModelForCausalLM
-
-from executor.rollout.batching import Batching, RunningSequence, end_of_sequence
-from executor.samples import Completion, FinishReason, Manifest, Request
-from executor.transfer.shared_memory import read_buckets
-
-
-class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What one replica needs to start; the cache is sized for `max_running` longest rollouts."""
-
-    model: str
-    """Hugging Face directory."""
-    max_running: int
-    """Most rollouts generated at a time; the others wait in the replica's queue."""
-    max_tokens: int
-    """Most output tokens of a rollout."""
-    max_prompt_tokens: int
-    """A longer prompt is refused."""
-    temperature: float
-    """Divides the logits before sampling; there is no top-k or top-p truncation."""
-    seed: int
-    """Seeds torch once, at start; the order of arrivals decides the rest."""
-    device: str = "cpu"
-    dtype: str = "float32"
-    num_threads: int = 1
-    """CPU threads of torch in this process."""
-
-    def __post_init__(self) -> None:
-        for key in ("max_running", "max_tokens", "max_prompt_tokens", "num_threads"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
-        if self.temperature <= 0:
-            raise ValueError(f"temperature must be positive, got {self.temperature}")
-
-
-@dataclass(eq=False)
-class _Attempt:
-    """One call of `generate`."""
-
-    request: Request
-    completion: asyncio.Future[Completion]
-    run: str | None = None
-    started_at: float = 0.0
-    versions: list[tuple[int, int]] = field(default_factory=list)
+from executor.buffer import Book
+from executor.carriers.handles import Handle
+from executor.samples import Completion, Manifest
+from streamrl.engine.messages import (
+    Generate,
+    Generated,
+    LoadWeights,
+    ReplicaStarted,
+    StartReplica,
+    WeightsLoaded,
+)
 
 
 class Replica:
-    """One inference engine in this process; call every method on one event loop.
+    """A `ReplicaWorker` at the other end of a handle, and the buffer that its rollouts go to."""
 
-    `logprobs` of a completion are those of the distribution each token was sampled from: of the
-    softmax over logits divided by `temperature`, under the weights and the KV that sampled it.
-    """
+    def __init__(self, handle: Handle, book: Book) -> None:
+        self._handle = handle
+        self._book = book
 
-    def __init__(self, config: ReplicaSettings) -> None:
-        """Remember the config; `start` does the work."""
-        self.config = config
-        self._attempts: dict[int, _Attempt] = {}
-        self._running: set[_Attempt] = set()
-        self._queue: list[tuple[int, int, int, _Attempt]] = []
-        self._arrivals = itertools.count()
-        self._idle_since = 0.0
-        self._num_loads = 0
-        """Loads asked for and not done; nothing is admitted meanwhile."""
-        self._idle = asyncio.Event()
-        self._loading = asyncio.Lock()
+    async def start(self, command: StartReplica, manifest: Manifest | None) -> ReplicaStarted:
+        """Load the model, then the manifest's weights if there are any newer, and begin to serve."""
+        await self._handle.call("start", manifest, command.version, returns=type(None))
+        return ReplicaStarted(command.replica, command.version)
 
-    async def start(self, manifest: Manifest | None, version: int) -> None:
-        """Load the model, then the manifest's weights if given, and begin to serve as `version`."""
-        torch.set_num_threads(self.config.num_threads)
-        self._model = await asyncio.to_thread(_load_model, self.config)
-        if manifest is not None:
-            weights = await asyncio.to_thread(_read_weights, manifest, self._model)
-            await asyncio.to_thread(_copy_weights, weights)
-        self._eos = end_of_sequence(self._model)
-        self._version = version
-        self._batching = Batching(
-            self._model,
-            max_running=self.config.max_running,
-            max_length=self.config.max_prompt_tokens + self.config.max_tokens,
-            temperature=self.config.temperature,
-            seed=self.config.seed,
+    async def generate(self, command: Generate) -> Generated:
+        """Generate a rollout, and put what was made of it into the buffer."""
+        request = self._book.request(command)
+        completion = await self._handle.call("generate", request, returns=Completion)
+        if command.rollout in self._book.drafts:
+            num_tokens = self._book.add(completion)
+        else:  # dropped meanwhile
+            num_tokens = command.prefix + len(completion.tokens)
+        return Generated(
+            command.rollout,
+            num_tokens,
+            completion.finish,
+            completion.versions[0][0] if completion.versions else 0,
+            completion.run_time,
+            completion.prefill_time,
         )
-        await self._batching.start()
-
-    async def generate(self, request: Request) -> Completion:
-        """Return when this rollout is finished or aborted, whatever its siblings do.
-
-        `run_time` is from leaving the queue to the last token. `prefill_time` is from the start of
-        the first forward pass that held part of the prefix to the first token, so it counts whole
-        passes, shared with whatever else they computed; waiting for that first pass is not in it.
-        Raises `ValueError` for a request the cache has no room for, `RuntimeError` if generation
-        fails or stops.
-        """
-        self._check(request)
-        attempt = _Attempt(request, asyncio.get_running_loop().create_future())
-        self._attempts[request.rollout] = attempt
-        entry = (request.priority, request.rollout, next(self._arrivals), attempt)
-        heapq.heappush(self._queue, entry)
-        # Deferred, so that requests which arrive together are admitted by priority.
-        asyncio.get_running_loop().call_soon(self._admit)
-        try:
-            return await attempt.completion
-        except asyncio.CancelledError:
-            await self._withdraw(attempt)
-            raise
-        finally:
-            del self._attempts[request.rollout]
 
     async def abort(self, rollout: int) -> None:
-        """Make its `generate` return now with the tokens so far; nothing if it is not here."""
-        attempt = self._attempts.get(rollout)
-        if attempt is not None:
-            await self._withdraw(attempt)
+        """End a rollout with what it has made so far; its `generate` returns then."""
+        await self._handle.call("abort", rollout, returns=type(None))
 
-    async def load(self, manifest: Manifest, drain: bool) -> float:
-        """Serve the manifest's weights from the next token on, and return the seconds of the load.
-
-        Nothing is admitted from this call on until the weights are in place, so what is sent after
-        a load starts under what it brings. The seconds are those in which the replica stood still
-        for it. With `drain` the running rollouts end first. Without it, rollouts in flight wait only for the copy and go on with
-        the KV they have, which the old weights computed. Buckets are read and checked before any
-        parameter changes: a bad manifest raises `ValueError` and the old weights go on serving.
-        """
-        self._num_loads += 1
-        try:
-            async with self._loading:
-                began_at = time.perf_counter()
-                weights = await asyncio.to_thread(_read_weights, manifest, self._model)
-                if drain:
-                    await self._idle_now()
-                is_in_flight = bool(self._running)
-                still_at = time.perf_counter() if is_in_flight else max(began_at, self._idle_since)
-                await self._swap(weights, manifest.version)
-                return time.perf_counter() - still_at
-        finally:
-            self._num_loads -= 1
-            self._admit()
+    async def load(self, command: LoadWeights, manifest: Manifest) -> WeightsLoaded:
+        """Take new weights, once drained or in flight."""
+        load_time = await self._handle.call("load", manifest, command.drain, returns=float)
+        return WeightsLoaded(command.replica, command.version, load_time)
 
     async def stop(self) -> None:
-        """End generation; every pending `generate` raises `RuntimeError`."""
-        if hasattr(self, "_batching"):  # else `start` failed or was never called
-            await self._batching.stop()
-        self._admit()  # the queue sees the same error
-
-    def _check(self, request: Request) -> None:
-        limits = self.config
-        if request.max_tokens < 1 or not request.prompt:
-            raise ValueError(f"rollout {request.rollout}: prompt and max_tokens may not be empty")
-        for key, count, most in (
-            ("prompt", len(request.prompt), limits.max_prompt_tokens),
-            ("max_tokens", request.max_tokens, limits.max_tokens),
-            ("prefix", len(request.prefix), request.max_tokens - 1),
-        ):
-            if count > most:
-                raise ValueError(
-                    f"rollout {request.rollout}: {key} may have at most {most} tokens, got {count}"
-                )
-        if request.rollout in self._attempts:
-            raise ValueError(f"rollout {request.rollout} is already being generated")
-
-    def _admit(self) -> None:
-        if self._num_loads:
-            return
-        while self._queue and len(self._running) < self.config.max_running:
-            attempt = heapq.heappop(self._queue)[-1]
-            if not attempt.completion.done():
-                self._run(attempt)
-
-    def _run(self, attempt: _Attempt) -> None:
-        request = attempt.request
-        attempt.started_at = time.perf_counter()
-        attempt.versions = [(self._version, 0)]
-        try:
-            attempt.run = self._batching.submit(
-                request.prompt + request.prefix,
-                request.max_tokens - len(request.prefix),
-                lambda result: self._end(attempt, result),
-            )
-            self._running.add(attempt)
-        except RuntimeError as error:
-            attempt.completion.set_exception(error)
-
-    def _end(
-        self, attempt: _Attempt, result: RunningSequence | Exception, aborted: bool = False
-    ) -> None:
-        self._running.discard(attempt)
-        if not self._running:
-            self._idle_since = time.perf_counter()
-            self._idle.set()
-        if not attempt.completion.done():
-            if isinstance(result, RunningSequence):
-                attempt.completion.set_result(self._completion(attempt, result, aborted))
-            else:
-                attempt.completion.set_exception(result)
-        self._admit()
-
-    def _completion(self, attempt: _Attempt, run: RunningSequence, aborted: bool) -> Completion:
-        finish: FinishReason = "stop" if run.tokens and run.tokens[-1] in self._eos else "length"
-        ended_at = run.token_times[-1] if run.token_times else time.perf_counter()
-        first_at = run.token_times[0] if run.token_times else ended_at
-        return Completion(
-            rollout=attempt.request.rollout,
-            tokens=run.tokens,
-            logprobs=run.logprobs,
-            versions=[span for span in attempt.versions if span[1] < len(run.tokens)],
-            finish="aborted" if aborted else finish,
-            run_time=ended_at - attempt.started_at if attempt.run is not None else 0.0,
-            prefill_time=first_at - run.prefill_at if run.prefill_at is not None else 0.0,
-        )
-
-    async def _withdraw(self, attempt: _Attempt) -> None:
-        """End an attempt with what it has, wherever it is."""
-        if attempt.run is None:
-            self._end(attempt, RunningSequence([], [], None, []), aborted=True)
-            return
-        if attempt not in self._running:
-            return
-        async with self._batching.paused():
-            if attempt in self._running:
-                run = self._batching.read(attempt.run)
-                self._batching.cancel(attempt.run)
-                self._end(attempt, run, aborted=True)
-
-    async def _idle_now(self) -> None:
-        while self._running:
-            self._idle.clear()
-            await self._idle.wait()
-
-    async def _swap(self, weights: list[tuple[torch.Tensor, torch.Tensor]], version: int) -> None:
-        async with self._batching.paused():
-            await asyncio.to_thread(_copy_weights, weights)
-            self._version = version
-            for attempt in self._running:
-                assert attempt.run is not None
-                start = len(self._batching.read(attempt.run).tokens)
-                spans = [span for span in attempt.versions if span[1] < start]
-                attempt.versions = [*spans, (version, start)]
-
-
-def _load_model(config: ReplicaSettings) -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        config.model, dtype=getattr(torch, config.dtype), attn_implementation="sdpa"
-    )
-    return model.to(torch.device(config.device)).eval().requires_grad_(False)
-
-
-def _read_weights(manifest: Manifest, model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pair each tensor of the model with its new value, in host memory.
-
-    Raises `ValueError` for a bucket whose checksum does not match, and for a name that the model
-    does not have, that is missing, or whose shape differs. Tied tensors may come under any of
-    their names.
-    """
-    targets = model.state_dict(keep_vars=True)
-    pairs = []
-    for name, tensor in read_buckets(manifest):
-        if name not in targets:
-            raise ValueError(f"version {manifest.version}: the model has no tensor {name!r}")
-        if tensor.shape != targets[name].shape:
-            shapes = f"{list(tensor.shape)}, the model's is {list(targets[name].shape)}"
-            raise ValueError(f"version {manifest.version}: the shape of {name!r} is {shapes}")
-        pairs.append((targets[name], tensor))
-    given = {id(target) for target, _ in pairs}
-    for name, target in targets.items():
-        if id(target) not in given:
-            raise ValueError(f"version {manifest.version}: tensor {name!r} is missing")
-    return pairs
-
-
-@torch.no_grad()
-def _copy_weights(weights: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for target, tensor in weights:
-        target.copy_(tensor)
+        """End the worker; what was queued or running is lost."""
+        await self._handle.close()

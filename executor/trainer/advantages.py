@@ -1,23 +1,53 @@
-"""Advantages of one group of rollouts from their rewards."""
+"""Advantages of rollouts from their rewards.
+
+| estimator                | baseline of a reward                       | known once                     |
+|--------------------------|--------------------------------------------|--------------------------------|
+| grpo, dr-grpo, rloo      | mean of its group (rloo: of the others)    | the group is whole             |
+| reinforce++              | mean of the batch that the last step had   | that step is made              |
+
+REINFORCE++ (arXiv 2501.03262) takes the mean and the standard deviation of the batch itself, which is whole only
+after most of it was trained on. The mean of the batch before is known to the first rollout, the same for the whole
+step, and does not depend on what it is subtracted from, so the expected gradient is that of the rewards themselves:
+E[b * grad log p] = 0. It is not divided by a standard deviation: that of another batch may be 0 where this one's
+is not.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 
 STD_EPSILON = 1e-6
 """Keeps the division finite; far below any spread of rewards that carries signal."""
 
 
-def advantages(name: str, rewards: list[float]) -> list[float]:
-    """Return one advantage per reward of a group, by the estimator `name`.
+NO_BASELINE = 0.0
+"""Of the first step, which no batch comes before."""
 
-    Equal rewards, or a group of one, give exact zeros under a group baseline (all but
-    `reinforce++`): the trainer then skips the gradient. Raises ValueError on an unknown name.
+
+def advantages(name: str, rewards: list[float], baseline: float = NO_BASELINE) -> list[float]:
+    """Return one advantage per reward, by the estimator `name`.
+
+    Args:
+        name: grpo, dr-grpo or rloo, for the rewards of a whole group; or reinforce++, for any rewards of a step.
+        rewards: of verified rollouts.
+        baseline: what `batch_baseline` gave for the batch of the last step; only reinforce++ reads it.
+
+    Equal rewards of a group give exact zeros under a group's baseline, as does a reward that is the baseline: the
+    trainer then skips the gradient. Raises ValueError on an unknown name.
     """
-    if name not in ESTIMATORS:
-        raise ValueError(f"unknown advantages {name!r}; known are {', '.join(ESTIMATORS)}")
-    return ESTIMATORS[name](rewards)
+    if name == "reinforce++":
+        return [reward - baseline for reward in rewards]
+    if name not in OF_GROUPS:
+        known = ", ".join((*OF_GROUPS, "reinforce++"))
+        raise ValueError(f"unknown advantages {name!r}; known are {known}")
+    return OF_GROUPS[name](rewards)
+
+
+def batch_baseline(rewards: Sequence[float]) -> float:
+    """Return the mean of a batch's rewards, correctly rounded: of equal rewards that very reward."""
+    return statistics.mean(rewards)
 
 
 def _grpo(rewards: list[float]) -> list[float]:
@@ -41,14 +71,8 @@ def _rloo(rewards: list[float]) -> list[float]:
     return [scale * value for value in _dr_grpo(rewards)]
 
 
-def _reinforce_plus_plus(rewards: list[float]) -> list[float]:
-    """`r` itself: the baseline is the mean over the whole batch (REINFORCE++, arXiv 2501.03262)."""
-    return list(rewards)
-
-
-ESTIMATORS: dict[str, Callable[[list[float]], list[float]]] = {
+OF_GROUPS: dict[str, Callable[[list[float]], list[float]]] = {
     "grpo": _grpo,
     "dr-grpo": _dr_grpo,
     "rloo": _rloo,
-    "reinforce++": _reinforce_plus_plus,
 }

@@ -1,298 +1,101 @@
-"""The trainer role: trains on rollouts as they arrive, makes and pushes weight versions.
-
-Invariants:
-1. The gradient of a batch does not depend on how it was split over calls of `train`, nor on their
-   order: sums accumulate, and `step` divides by the tokens (or rollouts) of the whole batch.
-2. Versions rise by one: `step` makes only the next one, `push` writes only the current one.
-3. Work runs in one thread, in order of the calls; the event loop stays free.
-4. A checkpoint is complete or absent.
-"""
+"""The trainer on the controller's side: each method carries out one command and returns the event that it ends in."""
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
-import functools
-import shutil
-from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from executor.buffer import Book
+from executor.carriers.handles import Handle
+from executor.record import RunDirectory
+from executor.samples import Manifest
+from executor.trainer.estimator import AdvantageEstimator
+from streamrl.engine.messages import (
+    CheckpointSaved,
+    SaveCheckpoint,
+    Score,
+    Scored,
+    StartTrainer,
+    Step,
+    Stepped,
+    Train,
+    Trained,
+    TrainerStarted,
+)
 
-from executor.samples import Manifest, Sample
-from executor.trainer import losses
-from executor.transfer.shared_memory import cast_tensors, replaced_directory, write_buckets
+Figures = dict[str, float]
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-LOSS_MEANS = ("token", "rollout")
-CHOICES = {"correction": losses.CORRECTIONS, "loss_mean": LOSS_MEANS, "dtype": tuple(DTYPES)}
-ADAM_BETAS = (0.9, 0.999)
-"""AdamW's published values (arXiv 1711.05101)."""
-STATE_FILE = "trainer.pt"
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Files that a checkpoint does not copy from the model directory, as it does the tokenizer's."""
-
-R = TypeVar("R")
-
-
-class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How the trainer trains. A field out of range raises ValueError with its name and value."""
-
-    model: str
-    """Hugging Face directory of the initial weights."""
-    learning_rate: float
-    temperature: float
-    """That rollouts are sampled at; log-probabilities are taken at it."""
-    correction: str
-    """none | token_tis | seq_tis | icepop | decoupled, see `executor.trainer.losses`."""
-    clip: float = 0.2
-    """PPO clip range of the ratio, to both sides of 1."""
-    tis_cap: float = 2.0
-    """Largest importance weight; icepop masks outside [1/tis_cap, tis_cap]."""
-    kl_coefficient: float = 0.0
-    """Weight of k3 against the initial weights; above 0 the trainer holds a second model."""
-    loss_mean: str = "token"
-    """token: mean over all output tokens; rollout: mean over rollouts of their token means."""
-    max_grad_norm: float = 1.0
-    max_tokens_per_pass: int = 16384
-    """Padded tokens in one forward and backward; a longer rollout has a pass of its own."""
-    weight_decay: float = 0.0
-    seed: int = 0
-    """Of weights that the directory lacks; training itself draws nothing."""
-    device: str = "cpu"
-    dtype: str = "float32"
-    """Of compute and of pushed weights; the weights that AdamW updates are float32."""
-    num_threads: int = 1
-
-    def __post_init__(self) -> None:
-        for field, names in CHOICES.items():
-            if getattr(self, field) not in names:
-                raise ValueError(f"{field} must be one of {names}, got {getattr(self, field)!r}")
-        for field in ("temperature", "max_grad_norm", "max_tokens_per_pass", "num_threads"):
-            if not getattr(self, field) > 0:
-                raise ValueError(f"{field} must be above 0, got {getattr(self, field)}")
-        if not self.tis_cap >= 1:
-            raise ValueError(f"tis_cap must be at least 1, got {self.tis_cap}")
+T = TypeVar("T")
 
 
 class Trainer:
-    """The trainer as its controller sees it; every method waits for the ones called before it."""
+    """A `TrainerWorker` at the other end of a handle, what its samples are made of, and where its figures go."""
 
-    def __init__(self, config: TrainerSettings) -> None:
-        self.config = config
-        threads = (config.num_threads,)
-        self._thread = ThreadPoolExecutor(1, "trainer", torch.set_num_threads, threads)
-        self._learner: Learner | None = None
+    def __init__(
+        self,
+        book: Book,
+        estimator: AdvantageEstimator,
+        directory: RunDirectory,
+        now: Callable[[], float],
+    ) -> None:
+        self._book = book
+        self._estimator = estimator
+        self._directory = directory
+        self._now = now
+        self._handle: Handle | None = None
 
-    async def start(self, checkpoint: str | None) -> int:
-        """Load the initial weights (version 0) or a checkpoint, and return the version."""
-        load = functools.partial(_load_learner, self.config, checkpoint)
-        self._learner = await asyncio.get_running_loop().run_in_executor(self._thread, load)
-        return self._learner.version
+    async def start(
+        self, command: StartTrainer, handle: Handle, checkpoint: Path | None
+    ) -> TrainerStarted:
+        """Come up behind `handle`, with the initial weights or those of a checkpoint."""
+        self._handle = handle
+        path = None if checkpoint is None else str(checkpoint)
+        return TrainerStarted(await self._call("start", path, returns=int))
 
-    async def score(self, samples: list[Sample]) -> dict[str, float]:
-        """Take the log-probabilities that training on these samples needs, at the current weights.
+    async def score(self, command: Score) -> Scored:
+        """Run the forward passes that training needs first."""
+        await self._call("score", self._estimator.samples(command.rollouts), returns=Figures)
+        return Scored(command.rollouts)
 
-        They are kept by rollout until `train` takes them. Where the config needs none (neither
-        `decoupled` nor a KL penalty) this costs nothing and returns `scored_tokens` 0.
-        """
-        return await self._run(lambda learner: learner.score(samples))
+    async def train(self, command: Train) -> Trained:
+        """Run forward and backward passes."""
+        await self._call("train", self._estimator.samples(command.rollouts), returns=Figures)
+        return Trained(command.rollouts)
 
-    async def train(self, samples: list[Sample]) -> dict[str, float]:
-        """Add the gradient of these samples to the batch, and return `losses.diagnostics` of them.
+    async def step(self, command: Step, groups: Sequence[int]) -> Stepped:
+        """Update the weights, and write down what the step was made of: `groups`, which it ends."""
+        figures = await self._call("step", command.version, returns=Figures)
+        trained = self._book.drafts_of(groups)
+        self._directory.write_step(
+            {
+                "step": command.version,
+                "time": self._now(),
+                "reward": sum(draft.reward for draft in trained) / len(trained),
+                "output_tokens": sum(len(draft.tokens) for draft in trained),
+                **figures,
+            }
+        )
+        self._estimator.end_step(groups)
+        return Stepped(command.version)
 
-        Without a KL penalty, rollouts of advantage 0 are counted but not computed, since their
-        gradient is zero. ValueError on a malformed or unscored sample leaves the batch as it was.
-        After any other failure inside, `step` refuses the batch: start again from a checkpoint.
-        """
-        return await self._run(lambda learner: learner.train(samples))
+    async def save(self, command: SaveCheckpoint) -> CheckpointSaved:
+        """Write a checkpoint, which is complete or not there."""
+        path = self._directory.checkpoint_path(command.version)
+        await self._call("save", str(path), returns=type(None))
+        baseline = self._estimator.baseline
+        self._directory.finish_checkpoint(command.version, command.groups_done, baseline)
+        return CheckpointSaved(command.version)
 
-    async def step(self, version: int) -> dict[str, float]:
-        """Make `version` from the batch; returns grad_norm (unclipped), loss and diagnostics.
-
-        Raises ValueError where `version` is not the next one or nothing was trained on since the
-        last step, FloatingPointError on a gradient that is not finite; the weights then stay.
-        """
-        return await self._run(lambda learner: learner.step(version))
-
-    async def push(self, version: int, directory: str) -> Manifest:
-        """Write the weights as buckets to `directory`; whoever knows the readers removes old versions.
-
-        Raises ValueError where `version` is not the current one. A repeat writes the same bytes.
-        """
-        return await self._run(lambda learner: learner.push(version, Path(directory)))
-
-    async def save(self, path: str) -> None:
-        """Write a checkpoint of the last step to `path`, in place of what was there.
-
-        It is a Hugging Face directory, so a rollout engine loads it too. It holds no gradients: a
-        batch in progress is trained on anew after a restart.
-        """
-        await self._run(lambda learner: learner.save(Path(path)))
+    async def push(self, version: int, directory: Path) -> Manifest:
+        """Write the weights to a directory that replicas read, and return what they need to."""
+        return await self._call("push", version, str(directory), returns=Manifest)
 
     async def stop(self) -> None:
-        """Finish the work that was called for and free the model."""
-        await asyncio.to_thread(self._thread.shutdown)
-        self._learner = None
+        """End the worker, where one has come up."""
+        if self._handle is not None:
+            await self._handle.close()
 
-    async def _run(self, work: Callable[[Learner], R]) -> R:
-        if self._learner is None:
-            raise RuntimeError("the trainer has no weights: call start first")
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, work, self._learner)
-
-
-@dataclasses.dataclass
-class Accumulated:
-    """What was trained on since the last step; its gradient is in the parameters."""
-
-    num_tokens: int = 0
-    num_rollouts: int = 0
-    sums: Counter[str] = dataclasses.field(default_factory=Counter)
-    whole: bool = True
-    """False while a call of `train` is under way, and for good once one has failed."""
-
-    def summary(self) -> dict[str, float]:
-        """Return its counts, and how far the policy is from the one that sampled."""
-        counts = {"tokens": self.num_tokens, "rollouts": self.num_rollouts}
-        return counts | losses.diagnostics(self.sums)
-
-
-@dataclasses.dataclass
-class Learner:
-    """The trainer's blocking half; its methods are those of `Trainer`."""
-
-    config: TrainerSettings
-    model: PreTrainedModel
-    reference: PreTrainedModel | None
-    optimizer: torch.optim.Optimizer
-    version: int
-    batch: Accumulated = dataclasses.field(default_factory=Accumulated)
-    scores: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
-    """By rollout: `proximal` and `reference` log-probabilities of its output tokens."""
-
-    def score(self, samples: list[Sample]) -> dict[str, float]:
-        """Keep what `train` needs of these samples."""
-        losses.check_samples(samples)
-        models = self._models_to_score()
-        for some in losses.padded_passes(samples, self.config.max_tokens_per_pass):
-            lengths = [len(sample.tokens) for sample in some]
-            for name, model in models.items():
-                with torch.no_grad():
-                    parts = torch.split(self._logprobs(model, some), lengths)
-                for sample, part in zip(some, parts, strict=True):
-                    self.scores.setdefault(sample.rollout, {})[name] = part.clone()
-        return {"scored_tokens": sum(len(s.tokens) for s in samples) if models else 0}
-
-    def train(self, samples: list[Sample]) -> dict[str, float]:
-        """Add these samples to the batch and their gradient to the parameters."""
-        losses.check_samples(samples)
-        self._check_scored(samples)
-        computed = [s for s in samples if s.advantage != 0 or self.reference is not None]
-        whole, self.batch.whole = self.batch.whole, False
-        sums: Counter[str] = Counter()
-        for some in losses.padded_passes(computed, self.config.max_tokens_per_pass):
-            sums.update(self._backward(some))
-        for sample in samples:
-            self.scores.pop(sample.rollout, None)
-        added = Accumulated(sum(len(s.tokens) for s in samples), len(samples), sums)
-        self.batch.num_tokens += added.num_tokens
-        self.batch.num_rollouts += added.num_rollouts
-        self.batch.sums.update(sums)
-        self.batch.whole = whole
-        return added.summary()
-
-    def step(self, version: int) -> dict[str, float]:
-        """Turn the summed gradient into the batch's mean, clip it and update the weights."""
-        batch = self.batch
-        if version != self.version + 1:
-            raise ValueError(f"step must make version {self.version + 1}, got {version}")
-        if batch.num_tokens == 0 or not batch.whole:
-            reason = "nothing was trained on" if batch.whole else "a call of train failed"
-            raise ValueError(f"step to version {version} without a gradient: {reason}")
-        count = batch.num_tokens if self.config.loss_mean == "token" else batch.num_rollouts
-        grad_norm = losses.average_gradients(self.model, count, self.config.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
-        self.version, self.batch = version, Accumulated()
-        return {"grad_norm": grad_norm, "loss": batch.sums["loss"] / count, **batch.summary()}
-
-    def push(self, version: int, directory: Path) -> Manifest:
-        """Write the weights in the dtype that rollouts compute in."""
-        if version != self.version:
-            raise ValueError(f"push must write the current version {self.version}, got {version}")
-        tensors = cast_tensors(self.model.state_dict(), DTYPES[self.config.dtype])
-        return write_buckets(tensors, directory, version)
-
-    def save(self, path: Path) -> None:
-        """Write weights, optimizer and version, and the model's other files beside them."""
-        with replaced_directory(path) as partial:
-            for file in Path(self.config.model).iterdir():
-                if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
-                    shutil.copy(file, partial)
-            self.model.save_pretrained(partial)
-            state = {"optimizer": self.optimizer.state_dict(), "version": self.version}
-            torch.save(state, partial / STATE_FILE)
-
-    def _models_to_score(self) -> dict[str, PreTrainedModel]:
-        models = {"proximal": self.model} if self.config.correction == "decoupled" else {}
-        return models if self.reference is None else {**models, "reference": self.reference}
-
-    def _check_scored(self, samples: list[Sample]) -> None:
-        names = self._models_to_score()
-        for sample in samples:
-            scores = self.scores.get(sample.rollout, {})
-            if any(len(scores.get(name, ())) != len(sample.tokens) for name in names):
-                raise ValueError(f"rollout {sample.rollout}: score it before training on it")
-
-    def _backward(self, samples: list[Sample]) -> dict[str, float]:
-        """Add the gradient of the summed loss of one pass, and return the sums."""
-        config = self.config
-        scored = [self.scores.get(sample.rollout, {}) for sample in samples]
-        proximal = torch.cat([s["proximal"] for s in scored]) if "proximal" in scored[0] else None
-        logprobs = self._logprobs(self.model, samples)
-        tokens = losses.flatten_samples(samples, logprobs, proximal)
-        bounds = {"clip": config.clip, "cap": config.tis_cap}
-        per_token = losses.policy_losses(tokens, config.correction, **bounds)
-        if "reference" in scored[0]:
-            reference = torch.cat([s["reference"] for s in scored])
-            per_token = per_token + config.kl_coefficient * losses.k3(reference, logprobs)
-        shares = [1.0 if config.loss_mean == "token" else 1 / len(s.tokens) for s in samples]
-        loss = (per_token * torch.tensor(shares, device=config.device)[tokens.rollouts]).sum()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        return {"loss": loss.item(), **losses.diagnostic_sums(tokens, config.correction, **bounds)}
-
-    def _logprobs(self, model: PreTrainedModel, samples: list[Sample]) -> torch.Tensor:
-        dtype = DTYPES[self.config.dtype]
-        return losses.output_logprobs(model, samples, self.config.temperature, dtype)
-
-
-def _load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:
-    torch.manual_seed(config.seed)
-    model = _load_model(checkpoint or config.model, config.device)
-    reference = _load_model(config.model, config.device) if config.kl_coefficient > 0 else None
-    optimizer = torch.optim.AdamW(model.parameters(), betas=ADAM_BETAS, fused=True)
-    for parameter in model.parameters():
-        # Zeros, not None: a batch whose advantages are all 0 steps like any other zero gradient.
-        parameter.grad = torch.zeros_like(parameter)
-    version = 0
-    if checkpoint is not None:
-        state = torch.load(Path(checkpoint, STATE_FILE), config.device, weights_only=True)
-        optimizer.load_state_dict(state["optimizer"])
-        version = state["version"]
-    for group in optimizer.param_groups:
-        group.update(lr=config.learning_rate, weight_decay=config.weight_decay)
-    return Learner(config, model, reference, optimizer, version)
-
-
-def _load_model(directory: str, device: str) -> Any:
-    if not Path(directory, "config.json").is_file():
-        raise ValueError(f"no Hugging Face model directory (config.json) at {directory!r}")
-    load: Any = AutoModelForCausalLM.from_pretrained
-    # eval, so without dropout: a ratio must say how the weights differ, not which units are off.
-    return load(directory, dtype=torch.float32, local_files_only=True).to(device).eval()
+    async def _call(self, method: str, *arguments: object, returns: type[T]) -> T:
+        assert self._handle is not None, "the engine trains only after TrainerStarted"
+        return await self._handle.call(method, *arguments, returns=returns)

@@ -12,7 +12,7 @@ from sim.costs.colocation import PhaseChange
 from sim.costs.curves import DecodeCurve, PrefillCurve, compose_decode
 from sim.costs.inference import Shard
 from sim.costs.kernels import Kernels
-from sim.costs.machine import MeasuredPrefill, MeasuredTraining, with_profile
+from sim.costs.machine import MachineCosts, MeasuredPrefill, MeasuredTraining
 from sim.costs.sync import SyncCosts
 from sim.costs.training import TrainingCosts
 from streamrl.engine.systems import moves_caches
@@ -80,7 +80,7 @@ class Costs:
             },
         )
         if run.costs.profile is not None:
-            costs = with_profile(costs, run, Path(run.costs.profile))
+            costs = _with_machine(costs, MachineCosts.load(run, Path(run.costs.profile)))
         return _with_factors(costs, run.costs)
 
     def prefill_time(
@@ -125,6 +125,25 @@ class Costs:
         }
         sources = dict.fromkeys(s for found in self.provenance.values() for s in found.sources)
         return {**shares, "sources": list(sources)}
+
+
+def _with_machine(costs: Costs, machine: MachineCosts) -> Costs:
+    """Replace the seconds of every operation by those that were measured on a machine."""
+    return replace(
+        costs,
+        decode=machine.decode,
+        prefill=machine.prefill,
+        sync=machine.sync,
+        training=machine.training,
+        rides_along=True,
+        pads_context=machine.pads_context,
+        tokens_per_pass=machine.tokens_per_pass,
+        refill_passes=machine.refill_passes,
+        provenance={
+            **dict.fromkeys(costs.provenance, machine.provenance),
+            "decode": machine.decode.provenance,
+        },
+    )
 
 
 def _with_factors(costs: Costs, config: CostsConfig) -> Costs:

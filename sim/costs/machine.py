@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sim.costs.curves import DecodeCurve
 from sim.costs.sync import SyncCosts
@@ -21,9 +20,6 @@ from streamrl.hardware.machine_profile import MeasuredProfile, read_measured, sh
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
-
-if TYPE_CHECKING:
-    from sim.costs.costs import Costs
 
 
 @dataclass(frozen=True)
@@ -91,33 +87,44 @@ def padded_passes(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, in
     return passes
 
 
-def with_profile(costs: Costs, run: Run, path: Path) -> Costs:
-    """Replace the seconds of every operation by measured ones.
+@dataclass(frozen=True, kw_only=True)
+class MachineCosts:
+    """What the profile of a machine says of a run, in fields that `Costs` has too."""
 
-    Raises:
-        ValueError: the file is no profile, or one of another model, GPU, dtype, backend or parallelism.
-    """
-    profile = read_measured(path)
-    check_fits(profile, run, path)
-    prefill = fit_prefill(profile.prefill, profile.join)
-    decode = fit_decode(profile.decode, run.rollout.max_running)
-    measured = Provenance.of("measured", [_source(profile, path)])
-    notes = _extrapolations(profile, run)
-    generated = Provenance.of("measured", [*measured.sources, *notes])
-    return replace(
-        costs,
-        decode=DecodeCurve(
-            base=decode.base, per_context_token=decode.per_context_token, provenance=generated
-        ),
-        prefill=MeasuredPrefill(prefill, measured),
-        rides_along=True,
-        pads_context=profile.pads_context,
-        tokens_per_pass=profile.prefill_tokens + run.rollout.max_running,
-        refill_passes=profile.refill_passes,
-        sync=_sync(profile, costs.sync, measured),
-        training=_training(profile, run),
-        provenance={**dict.fromkeys(costs.provenance, measured), "decode": generated},
-    )
+    decode: DecodeCurve
+    prefill: MeasuredPrefill
+    sync: SyncCosts
+    training: MeasuredTraining
+    pads_context: bool
+    tokens_per_pass: float
+    refill_passes: int
+    provenance: Provenance
+    """Of every operation but `decode`, which has its own."""
+
+    @classmethod
+    def load(cls, run: Run, path: Path) -> MachineCosts:
+        """Read the seconds of every operation of a run from a profile.
+
+        Raises:
+            ValueError: the file is no profile, or one of another model, GPU, dtype, backend or parallelism.
+        """
+        profile = read_measured(path)
+        check_fits(profile, run, path)
+        measured = Provenance.of("measured", [_source(profile, path)])
+        generated = Provenance.of("measured", [*measured.sources, *_extrapolations(profile, run)])
+        fit = fit_decode(profile.decode, run.rollout.max_running)
+        return cls(
+            decode=DecodeCurve(
+                base=fit.base, per_context_token=fit.per_context_token, provenance=generated
+            ),
+            prefill=MeasuredPrefill(fit_prefill(profile.prefill, profile.join), measured),
+            sync=_sync(profile, measured),
+            training=_training(profile, run),
+            pads_context=profile.pads_context,
+            tokens_per_pass=profile.prefill_tokens + run.rollout.max_running,
+            refill_passes=profile.refill_passes,
+            provenance=measured,
+        )
 
 
 def check_fits(profile: MeasuredProfile, run: Run, path: Path) -> None:
@@ -165,10 +172,9 @@ def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
     return notes
 
 
-def _sync(profile: MeasuredProfile, sync: SyncCosts, measured: Provenance) -> SyncCosts:
+def _sync(profile: MeasuredProfile, measured: Provenance) -> SyncCosts:
     """A push leaves the trainer and is there; nothing of it waits for a wire."""
-    return replace(
-        sync,
+    return SyncCosts(
         wire_bytes=profile.push.bytes,
         fill_time=0.0,
         wire_time=profile.push.seconds[MEDIAN],

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import typer
 from rich.console import Console
 
 from sim.world import simulate
-from streamrl.cli.shared import AsJson, TracePath, open_trace, print_json, trace_file
+from streamrl.cli.shared import AsJson, open_trace, print_json, trace_file
 from streamrl.record.informative import recorded_workload
+from streamrl.record.inputs import with_kept_inputs
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace
 from streamrl.report.run_tables import compare as compare_metrics
 from streamrl.report.run_tables import comparison_table
 
+KINDS = {"real": "an executed run", "simulated": "a simulation"}
+
 
 def compare(
-    measured: TracePath,
+    measured: Annotated[Path, typer.Argument(help="An executed run: its directory or trace.")],
     predicted: Annotated[
         Path | None,
-        typer.Argument(help="A simulated trace; without it, the measured run is simulated now."),
+        typer.Argument(help="A simulation; without it, the measured run is simulated now."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -33,10 +36,10 @@ def compare(
 
     Example: streamrl compare runs/quickstart
     """
-    trace = open_trace(measured)
+    trace = _open(measured, "real", "streamrl execute RUN.toml makes an executed run")
     figures = measure(trace)
     if predicted is not None:
-        expected = measure(open_trace(predicted))
+        expected = measure(_open(predicted, "simulated", "what predicts must be simulated"))
     else:
         expected = measure(_simulate(trace, trace_file(measured), figures.num_steps))
     if as_json:
@@ -45,9 +48,21 @@ def compare(
         Console().print(comparison_table(expected, figures))
 
 
+def _open(path: Path, world: Literal["simulated", "real"], hint: str) -> Trace:
+    """Read a trace of one world; a run that is held against its own kind would show no error of a prediction."""
+    trace = open_trace(path)
+    if trace.world != world:
+        wanted, found = (KINDS[each] for each in (world, trace.world))
+        raise ValueError(
+            f"{path}: compare needs {wanted} here, got {found}: {hint}; "
+            f"streamrl report DIR DIR sets runs of any kind side by side"
+        )
+    return trace
+
+
 def _simulate(trace: Trace, recorded: Path, num_steps: int) -> Trace:
     """Simulate what a trace file records: its lengths and advantages, for as many steps as it made."""
-    replace, run = msgspec.structs.replace, trace.run
+    replace, run = msgspec.structs.replace, with_kept_inputs(trace.run, recorded.parent)
     workload = recorded_workload(trace, recorded)
     algorithm = replace(run.algorithm, steps=num_steps)
     return simulate(replace(run, workload=workload, algorithm=algorithm))

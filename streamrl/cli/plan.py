@@ -10,6 +10,7 @@ from rich.console import Console
 
 from sim.planner.planner import Planned, make_plan
 from streamrl.cli.shared import AsJson, Overrides, RunFile, make_progress, print_json
+from streamrl.record.inputs import keep_inputs
 from streamrl.report.plan import PLAN_JSON, PLAN_TOML, write_plan
 from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.runfile.config import Run
@@ -40,6 +41,7 @@ def plan(
     planned = _plan(run)
     output.mkdir(parents=True, exist_ok=True)
     write_plan(planned.plan, output)
+    keep_inputs(planned.run, output)
     notes = [f"Chosen by `streamrl plan {run_file.name}`:", *head_lines(planned.plan)]
     settings = planned.plan.allocation.settings
     write_run(planned.run, output / PLAN_TOML, notes, settings, run_file.parent)

@@ -20,6 +20,7 @@ from streamrl.cli.shared import (
     write_views,
 )
 from streamrl.cli.sweep import choose_study, run_study
+from streamrl.record.inputs import keep_inputs
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace
 from streamrl.report.run_tables import metrics_table
@@ -82,6 +83,7 @@ def simulate(
     metrics = measure(trace)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
+        keep_inputs(run, output)
         (output / TRACE_FILE).write_bytes(trace.encode())
         write_views(trace, output)
     if as_json:

@@ -36,13 +36,16 @@ Arguments: TypeAlias = dict[str, str | int | float]
 
 
 class TraceEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One trace event: X slice, b and e ends of an async slice, C counter, i instant, M metadata."""
+    """One trace event: X slice, b and e ends of an async slice, C counter, i instant, M metadata.
+
+    Every event says its thread: where `tid` is absent, Perfetto takes the thread numbered as the process is.
+    """
 
     ph: Literal["X", "b", "e", "C", "i", "M"]
     name: str
     pid: int
+    tid: int
     ts: float
-    tid: int = 0
     dur: float | None = None
     cat: str = ""
     id: int | None = None
@@ -124,18 +127,27 @@ def _rollouts(trace: Trace) -> Iterator[TraceEvent]:
             if event.rollout in staleness and event.finish != "aborted":
                 args["staleness"] = staleness[event.rollout]
             start = _microseconds(time - event.run_time)
-            name = f"rollouts of replica {replicas[event.rollout]}"
-            yield _rollout("b", name, attempt, start, args)
-            yield _rollout("e", name, attempt, _microseconds(time), None)
+            replica = replicas[event.rollout]
+            yield _rollout("b", replica, attempt, start, args)
+            yield _rollout("e", replica, attempt, _microseconds(time), None)
         for command in commands:
             if isinstance(command, Generate):
                 replicas[command.rollout] = command.replica
 
 
 def _rollout(
-    ph: Literal["b", "e"], name: str, attempt: int, ts: float, args: Arguments | None
+    ph: Literal["b", "e"], replica: int, attempt: int, ts: float, args: Arguments | None
 ) -> TraceEvent:
-    return TraceEvent(ph=ph, name=name, cat="rollout", pid=REPLICAS, id=attempt, ts=ts, args=args)
+    return TraceEvent(
+        ph=ph,
+        name=f"rollouts of replica {replica}",
+        cat="rollout",
+        pid=REPLICAS,
+        tid=replica,
+        id=attempt,
+        ts=ts,
+        args=args,
+    )
 
 
 def _staleness(trace: Trace) -> dict[int, int]:
@@ -184,11 +196,13 @@ def _versions(trace: Trace) -> Iterator[TraceEvent]:
 
 
 def _counter(name: str, pid: int, time: float, value: int) -> TraceEvent:
-    return TraceEvent(ph="C", name=name, pid=pid, ts=_microseconds(time), args={"value": value})
+    return TraceEvent(
+        ph="C", name=name, pid=pid, tid=0, ts=_microseconds(time), args={"value": value}
+    )
 
 
 def _instant(name: str, time: float) -> TraceEvent:
-    return TraceEvent(ph="i", name=name, pid=TRAINER, ts=_microseconds(time), s="g")
+    return TraceEvent(ph="i", name=name, pid=TRAINER, tid=0, ts=_microseconds(time), s="g")
 
 
 def _microseconds(seconds: float) -> float:

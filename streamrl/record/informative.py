@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean
 
 import msgspec
 
-from streamrl.engine.messages import PromptsDrawn, Train, Verified
+from streamrl.engine.messages import Drop, PromptsDrawn, RunStarted, Stepped, Train, Verified
 from streamrl.record.trace import Trace
 from streamrl.runfile.workload_config import LengthsConfig, WorkloadConfig
 
@@ -22,32 +24,57 @@ def recorded_workload(trace: Trace, file: Path) -> WorkloadConfig:
 
 
 def informative_share(trace: Trace) -> float:
-    """Give the share of trained rollouts with a non-zero advantage, 1 where none was trained on.
+    """Return the share of trained rollouts with a non-zero advantage, 1 where none was trained on.
 
-    An advantage under a group baseline is zero where all rewards of the group are equal, and one without a
-    baseline where the reward is zero.
+    An advantage under a group's baseline is zero where all rewards of the group are equal, and one under the
+    baseline of the batch before where the reward is just that: 0 in the first step of a run.
     """
+    informs = _in_group if trace.run.algorithm.trains_whole_groups else _beside_last_batch
+    found = list(informs(trace))
+    return sum(found) / len(found) if found else 1.0
+
+
+def _in_group(trace: Trace) -> Iterator[bool]:
+    """Yield of each trained rollout whether the rewards of its group differ."""
     rewards: dict[int, float] = {}
     siblings: dict[int, tuple[int, ...]] = {}
-    trained: list[int] = []
     for _, event, commands in trace.entries:
         match event:
             case Verified(rollout, reward):
                 rewards[rollout] = reward
             case PromptsDrawn():
                 siblings.update(
-                    (r, group.rollouts) for group in event.groups for r in group.rollouts
+                    (r, drawn.rollouts) for drawn in event.groups for r in drawn.rollouts
                 )
+            case _:
+                pass  # says nothing of rewards
+        for train in (command for command in commands if isinstance(command, Train)):
+            for rollout in train.rollouts:
+                yield len({rewards[other] for other in siblings[rollout]}) > 1
+
+
+def _beside_last_batch(trace: Trace) -> Iterator[bool]:
+    """Yield of each trained rollout whether its reward differs from the mean of the last step's batch."""
+    rewards: dict[int, float] = {}
+    groups: dict[int, tuple[int, ...]] = {}
+    batch: dict[int, None] = {}
+    baseline: float | None = 0.0
+    for _, event, commands in trace.entries:
+        match event:
+            case RunStarted(version) if version:
+                baseline = None  # known to the checkpoint that the run resumed from
+            case Verified(rollout, reward):
+                rewards[rollout] = reward
+            case PromptsDrawn():
+                groups.update((drawn.group, drawn.rollouts) for drawn in event.groups)
+            case Stepped():
+                baseline, batch = mean(rewards[rollout] for rollout in batch), {}
             case _:
                 pass  # says nothing of rewards
         for command in commands:
             if isinstance(command, Train):
-                trained.extend(command.rollouts)
-    has_baseline = trace.run.algorithm.trains_whole_groups
-    informative = sum(
-        len({rewards[other] for other in siblings[rollout]}) > 1
-        if has_baseline
-        else rewards[rollout] != 0
-        for rollout in trained
-    )
-    return informative / len(trained) if trained else 1.0
+                batch.update(dict.fromkeys(command.rollouts))
+                yield from (rewards[rollout] != baseline for rollout in command.rollouts)
+            elif isinstance(command, Drop):
+                for rollout in groups[command.group]:
+                    batch.pop(rollout, None)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from matplotlib.figure import Figure
 from rich.table import Table
 
 PAPER_COLOUR, OUR_COLOUR = "#999999", "#0072B2"
@@ -76,6 +75,8 @@ def figure_table(figure: PaperFigure) -> Table:
 
 def figure_picture(figure: PaperFigure, path: Path) -> None:
     """Draw paper and simulation side by side, to a .png or .svg file."""
+    from matplotlib.figure import Figure
+
     height = 1.2 + 0.28 * len(figure.cells)
     picture = Figure(figsize=(8.0, height), layout="constrained")
     axes = picture.subplots()

@@ -65,7 +65,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return cls(place=place, seed=seed, figures=figures)
 
 
-class Spread(NamedTuple):
+class Spread(msgspec.Struct, frozen=True):
     """A metric over the seeds of one combination."""
 
     median: float

@@ -6,13 +6,14 @@ import os
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import msgspec
 
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.overrides import override
+from streamrl.runfile.paths import paths_of, with_paths
 from streamrl.runfile.table_errors import find_errors
 from streamrl.runfile.units import read_quantity
 
@@ -35,10 +36,7 @@ def read_table(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
         raise ValueError(f"{path}: no such run file") from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # of TOML, of its encoding, of a number or nesting past all bounds
+    except (ValueError, RecursionError) as error:  # of TOML, text, huge numbers or deep nesting
         raise ValueError(f"{path}: not a TOML file: {error}") from None
     for change in overrides:
         override(table, change)
@@ -75,24 +73,5 @@ def _restore_quantity(kind: type, value: object) -> object:
 
 def _resolve_paths(run: Run, base: Path) -> Run:
     """Let every path in the run file start at `base`."""
-    replace = msgspec.structs.replace
-    lengths = run.workload.lengths
-    if lengths is not None:
-        source = _from(base, lengths.source) if lengths.names_a_file else lengths.source
-        scores = _from(base, lengths.ranker_scores)
-        lengths = replace(lengths, source=source, ranker_scores=scores)
-    return replace(
-        run,
-        model=replace(run.model, path=_from(base, run.model.path)),
-        workload=replace(run.workload, prompts=_from(base, run.workload.prompts), lengths=lengths),
-        costs=replace(run.costs, profile=_from(base, run.costs.profile)),
-        execute=replace(run.execute, output=_from(base, run.execute.output)),
-    )
-
-
-@overload
-def _from(base: Path, path: str) -> str: ...
-@overload
-def _from(base: Path, path: None) -> None: ...
-def _from(base: Path, path: str | None) -> str | None:
-    return None if path is None else os.path.normpath(base / path)
+    resolved = {key: os.path.normpath(base / path) for key, path in paths_of(run).items()}
+    return with_paths(run, resolved)

@@ -11,18 +11,11 @@ import msgspec
 import tomli_w
 
 from streamrl.runfile.config import ExecuteConfig, Run
+from streamrl.runfile.paths import paths_of
 from streamrl.runfile.section import Section
 from streamrl.runfile.units import Bandwidth, Duration, Size
 
 UNITS: dict[type, str] = {Bandwidth: "B/s", Duration: "s", Size: "B"}
-PATHS = (
-    ("model", "path"),
-    ("workload", "prompts"),
-    ("workload", "lengths", "ranker_scores"),
-    ("costs", "profile"),
-    ("execute", "output"),
-)
-"""Keys whose values are paths, relative to the run file."""
 
 
 def write_run(
@@ -48,12 +41,8 @@ def write_run(
     table = _table(run)
     for key in stated:
         _state(table, run, key)
-    lengths = run.workload.lengths
-    paths = (
-        [*PATHS, ("workload", "lengths", "source")] if lengths and lengths.names_a_file else PATHS
-    )
-    for keys in paths:
-        _turn(table, keys, path.parent)
+    for key in paths_of(run):
+        _turn(table, key, path.parent)
     head = "".join(f"# {note}\n" for note in notes)
     path.write_text(f"{head}\n{tomli_w.dumps(table)}")
 
@@ -93,8 +82,8 @@ def _value(value: Any) -> Any:
             return value
 
 
-def _turn(table: dict[str, Any], keys: tuple[str, ...], base: Path) -> None:
-    *parents, last = keys
+def _turn(table: dict[str, Any], key: str, base: Path) -> None:
+    *parents, last = key.split(".")
     for parent in parents:
         table = table.get(parent, {})
     if last in table:

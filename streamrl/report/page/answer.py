@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from streamrl.hardware.profiles import load_model
 from streamrl.report.page.options import Option
 from streamrl.report.page.sources import Sources
-from streamrl.report.page.words import CAUSES, change, dollars, percent, rounded, seconds
+from streamrl.report.words import CAUSES, change, dollars, percent, rounded, seconds
 
 SAME = 0.02  # relative difference of two costs that is called none: what seeds do to a run
 
@@ -35,7 +34,7 @@ def answer_of(sources: Sources, options: list[Option]) -> str:
     if chosen is None:
         return _of_study(sources)
     if chosen.kind == "plan":
-        model = load_model(sources.plans[0].run.model).name
+        model = sources.plans[0].model.name
         return (
             f"To post-train {model}, rent {chosen.rent}: a million tokens trained on then cost {_cost(chosen)}, and an "
             f"optimizer step takes {seconds(chosen.step_time)} at {dollars(chosen.dollars_per_hour)} an hour."
@@ -48,7 +47,7 @@ def answer_of(sources: Sources, options: list[Option]) -> str:
 
 def _of_one(option: Option) -> str:
     assert option.run is not None
-    model = load_model(option.run.trace.run.model).name
+    model = option.run.model.name
     idle = option.run.metrics.idle
     cause = max(idle, key=lambda name: idle[name], default="")
     waits = ""
@@ -61,7 +60,7 @@ def _of_one(option: Option) -> str:
 
 
 def _of_runs(chosen: Option, rivals: list[Option]) -> str:
-    model = load_model(chosen.run.trace.run.model).name if chosen.run else "the model"
+    model = chosen.run.model.name if chosen.run else "the model"
     second = min(rivals, key=lambda option: option.cost_per_million_tokens)
     behind = second.cost_per_million_tokens / (chosen.cost_per_million_tokens or 1.0) - 1
     if behind < SAME:

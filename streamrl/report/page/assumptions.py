@@ -6,10 +6,11 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from streamrl.hardware.profiles import PROFILES, load_gpu, load_model, price_of
+from streamrl.hardware.model_shape import ModelShape
+from streamrl.hardware.profiles import PROFILES, load_gpu, price_of
 from streamrl.record.trace import Trace
-from streamrl.report.page.words import dollars, listing, percent, tiers_text
 from streamrl.report.plan import Plan
+from streamrl.report.words import dollars, listing, percent, tiers_text
 from streamrl.runfile.config import Run
 from streamrl.runfile.units import Bandwidth
 from streamrl.runfile.workload_config import LengthsConfig
@@ -39,9 +40,11 @@ class Assumption(NamedTuple):
     source: str
 
 
-def assumptions_of(run: Run, trace: Trace | None, plan: Plan | None) -> Iterator[Assumption]:
-    """Give the assumptions behind a run file, and behind its trace and its plan where there are."""
-    yield from _of_work(run)
+def assumptions_of(
+    run: Run, model: ModelShape, trace: Trace | None, plan: Plan | None
+) -> Iterator[Assumption]:
+    """Yield the assumptions behind a run file, and behind its trace and its plan where there are."""
+    yield from _of_work(run, model)
     for name, pool in run.cluster.pools.items():
         yield from _of_pool(run, name)
         yield Assumption(f"GPUs of pool {name}", load_gpu(pool.gpu).name, load_gpu(pool.gpu).source)
@@ -62,8 +65,8 @@ def assumptions_of(run: Run, trace: Trace | None, plan: Plan | None) -> Iterator
         yield from _of_plan(run, plan)
 
 
-def _of_work(run: Run) -> Iterator[Assumption]:
-    model, algorithm = load_model(run.model), run.algorithm
+def _of_work(run: Run, model: ModelShape) -> Iterator[Assumption]:
+    algorithm = run.algorithm
     yield Assumption("model", f"{model.name} in {run.model.dtype}", model.source)
     batch = f"{algorithm.prompts_per_step:,} prompts"
     if algorithm.group_size > 1:

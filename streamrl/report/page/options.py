@@ -12,8 +12,8 @@ from streamrl.hardware.profiles import price_of
 from streamrl.record.metrics import SECONDS_PER_HOUR, dollars_per_second
 from streamrl.report.page.band import Band
 from streamrl.report.page.sources import PlanMade, RecordedRun, Sources
-from streamrl.report.page.words import rent_text, sides_of, what_text
 from streamrl.report.plan import Choice
+from streamrl.report.words import rent_text, sides_of, what_text
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import encode_run
 
@@ -86,9 +86,12 @@ def make_options(sources: Sources) -> list[Option]:
     return [replace(option, letter=_letter(index)) for index, option in enumerate(options)]
 
 
-def flatten(run: Run) -> dict[str, object]:
-    """Give every key of a run file with its value; a price that it leaves out is the GPU's own."""
-    found = dict(_leaves(msgspec.json.decode(encode_run(run)), ""))
+def flatten(run: Run, inputs: Mapping[str, str]) -> dict[str, object]:
+    """Return every key of a run file with its value, of files by the names in `inputs` as far as they were kept.
+
+    A price that the run file leaves out is the GPU's own.
+    """
+    found = {**dict(_leaves(msgspec.json.decode(encode_run(run)), "")), **inputs}
     for name, pool in run.cluster.pools.items():
         found[f"cluster.pools.{name}.price"] = price_of(pool)
     return found
@@ -152,7 +155,7 @@ def _of_choice(
         kind=kind,
         what=what_text(choice.rollout, choice.trainer, system),
         rent=rent_text(choice.rollout, choice.trainer, system),
-        config={**flatten(made.run), **choice.settings},
+        config={**flatten(made.run, made.inputs), **choice.settings},
         world="simulated",
         step_time=choice.median_step_time,
         goodput=per_second / cost * 1e6,
@@ -176,7 +179,7 @@ def _of_run(run: RecordedRun) -> Option:
         kind="run",
         what=what_text(*sides, system),
         rent=rent_text(*sides, system),
-        config=flatten(config),
+        config=flatten(config, run.inputs),
         world="executed" if metrics.world == "real" else "simulated",
         step_time=metrics.step_time,
         goodput=metrics.goodput,
@@ -193,7 +196,7 @@ def _place_of(options: list[Option], run: RecordedRun) -> int | None:
     """Find the option that a run is a run of."""
     if run.trace.world == "real":
         return None
-    found = flatten(run.trace.run)
+    found = flatten(run.run, run.inputs)
     for place, option in enumerate(options):
         if option.world == "simulated" and _is_same(option, found):
             return place
@@ -201,8 +204,9 @@ def _place_of(options: list[Option], run: RecordedRun) -> int | None:
 
 
 def _is_same(option: Option, found: Mapping[str, object]) -> bool:
-    """Whether a run does what an option does, in any seed."""
+    """Whether a simulation does what an option does, in any seed and whatever its prompts would be."""
     keys = {key: None for key in (*option.config, *found) if not is_aside(key)}
+    keys.pop("workload.prompts", None)
     return all(option.config.get(key) == found.get(key) for key in keys)
 
 

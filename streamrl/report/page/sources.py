@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
+from streamrl.hardware.model_shape import ModelShape
+from streamrl.hardware.profiles import load_model
+from streamrl.record.inputs import CONFIG, kept_names, with_kept_inputs
 from streamrl.record.metrics import Metrics, measure
 from streamrl.record.trace import Trace, read_trace
 from streamrl.report.page.study_json import STUDY_CSV, RecordedStudy, read_study
@@ -24,6 +29,14 @@ class RecordedRun:
     path: Path
     trace: Trace
     metrics: Metrics
+    model: ModelShape
+    inputs: Mapping[str, str]
+    """Names of the files that it was read from, by key of the run file; see `streamrl.record.inputs`."""
+
+    @property
+    def run(self) -> Run:
+        """The run file, as it was recorded."""
+        return self.trace.run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +48,9 @@ class PlanMade:
     plan: Plan
     run: Run
     """The run file with the allocation filled in."""
+    model: ModelShape
+    inputs: Mapping[str, str]
+    """As of a recorded run."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +97,23 @@ def _read_directory(directory: Path, name: str, sources: Sources) -> None:
             f"{directory} holds nothing to report: neither {TRACE_FILE} nor {PLAN_JSON} nor {STUDY_CSV}"
         )
     if plan.exists():
-        run = load_run(directory / PLAN_TOML)
-        sources.plans.append(PlanMade(name=name, path=plan, plan=read_plan(plan), run=run))
+        sources.plans.append(_read_plan(plan, name))
     if trace.exists():
         sources.runs.append(_read_run(trace, name))
     if study.exists():
         sources.studies.append(read_study(study, name))
+
+
+def _read_plan(path: Path, name: str) -> PlanMade:
+    run, directory = load_run(path.parent / PLAN_TOML), path.parent
+    return PlanMade(
+        name=name,
+        path=path,
+        plan=read_plan(path),
+        run=run,
+        model=_model_of(run, directory),
+        inputs=kept_names(run, directory),
+    )
 
 
 def _read_run(path: Path, name: str) -> RecordedRun:
@@ -95,4 +122,19 @@ def _read_run(path: Path, name: str) -> RecordedRun:
         metrics = measure(trace)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    return RecordedRun(name=name, path=path, trace=trace, metrics=metrics)
+    return RecordedRun(
+        name=name,
+        path=path,
+        trace=trace,
+        metrics=metrics,
+        model=_model_of(trace.run, path.parent),
+        inputs=kept_names(trace.run, path.parent),
+    )
+
+
+def _model_of(run: Run, directory: Path) -> ModelShape:
+    """Load the shape of the model, which says where it came from, not where it is kept."""
+    model = load_model(with_kept_inputs(run, directory).model)
+    if run.model.path is None:
+        return model
+    return msgspec.structs.replace(model, source=str(Path(run.model.path, CONFIG)))

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from streamrl.hardware.profiles import price_of
 from streamrl.record.metrics import gpus_by_side, pool_of
 from streamrl.record.trace import Trace
-from streamrl.report.page.tornado import Swing
-from streamrl.report.page.words import percent
+from streamrl.report.pictures.tornado import Swing
 from streamrl.report.plan import Change, Plan
+from streamrl.report.words import percent
 
 SHIFT = re.compile(r"(?P<what>.+) (?P<sign>[+-])(?P<share>\d+) ?%")
 BY = 0.2

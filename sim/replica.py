@@ -12,14 +12,12 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import ceil, sqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import simpy
 
+from sim.surroundings import Surroundings
 from streamrl.engine.messages import Finish, Generate, Generated, LoadWeights, WeightsLoaded
-
-if TYPE_CHECKING:
-    from sim.world import SimWorld
 
 ROUNDING = (
     1e-9  # share of a decode step by which an instant may miss a step's end in floating point
@@ -58,12 +56,15 @@ class Attempt:
 class Replica:
     """One process: load, admit and prefill, decode to the next change of the batch, and again."""
 
-    def __init__(self, world: SimWorld, replica_id: int, version: int) -> None:
-        self._world = world
-        self._env = world.env
-        self._costs = world.costs
-        self._max_running = world.run_file.rollout.max_running
-        self._shares_prefixes = world.run_file.rollout.shares_prefixes
+    def __init__(self, around: Surroundings, replica_id: int, version: int) -> None:
+        self._env = around.env
+        self._costs = around.costs
+        self._rollouts = around.rollouts
+        self._emit = around.emit
+        rollout = around.run_file.rollout
+        self._max_running = rollout.max_running
+        self._max_tokens = rollout.max_tokens
+        self._shares_prefixes = rollout.shares_prefixes
         self.id = replica_id
         self.version = version
         self._queue: list[tuple[int, int]] = []
@@ -81,7 +82,7 @@ class Replica:
         self._is_full = False
         self._freed_at = self._num_freed = 0
         """Decode step with which rollouts ended last, and how many did."""
-        self._is_lost = False
+        self.has_stopped = False
         self._aborted: list[int] = []
         self.num_preempted = 0
         self._load: LoadWeights | None = None
@@ -91,8 +92,9 @@ class Replica:
 
     # What the world asks for ----------------------------------------------------------------------
 
-    def generate(self, command: Generate, group: int, prompt_tokens: int, length: int) -> None:
-        """Queue a rollout of `length` output tokens."""
+    def generate(self, command: Generate) -> None:
+        """Queue a rollout."""
+        group, prompt_tokens, length = self._rollouts[command.rollout]
         prefix = group if self._shares_prefixes else command.rollout
         attempt = Attempt(
             command.rollout,
@@ -117,10 +119,10 @@ class Replica:
         self._load = command
         self._notice()
 
-    def lose(self) -> None:
-        """Die here and now; what was queued or running is lost."""
-        self._is_lost = True
-        self.process.interrupt("lost")
+    def stop(self) -> None:
+        """End here and now; what was queued or running is lost."""
+        self.has_stopped = True
+        self.process.interrupt("stopped")
 
     # The process ----------------------------------------------------------------------------------
 
@@ -140,13 +142,13 @@ class Replica:
                     self._idle = self._env.event()
                     yield self._idle
         except simpy.Interrupt:
-            return  # lost
+            return  # stopped
 
     def _load_weights(self, command: LoadWeights) -> Generator[simpy.Event, Any, None]:
         yield self._env.timeout(self._costs.load_time)
         self._load = None
         self.version = command.version
-        self._world.emit(WeightsLoaded(self.id, command.version, self._costs.load_time))
+        self._emit(WeightsLoaded(self.id, command.version, self._costs.load_time))
 
     def _admit(self) -> float | None:
         """Begin the pass that takes queued rollouts in; give its seconds, None where there is nothing to take."""
@@ -238,7 +240,7 @@ class Replica:
         try:
             yield self._env.timeout(self._time_of(steps))
         except simpy.Interrupt:
-            if self._is_lost:
+            if self.has_stopped:
                 raise
             elapsed = self._env.now - began_at
             steps = min(steps, self._steps_in(elapsed))
@@ -335,7 +337,7 @@ class Replica:
             self._leave(attempt)
             self._is_full = False
             self._free_place()
-            is_cut = attempt.length >= self._world.run_file.rollout.max_tokens
+            is_cut = attempt.length >= self._max_tokens
             self._end(attempt, "length" if is_cut else "stop")
 
     def _free_place(self) -> None:
@@ -357,7 +359,7 @@ class Replica:
 
     def _end(self, attempt: Attempt, finish: Finish) -> None:
         began_at = self._env.now if attempt.began_at is None else attempt.began_at
-        self._world.emit(
+        self._emit(
             Generated(
                 attempt.rollout,
                 attempt.done,

@@ -1,0 +1,83 @@
+"""What the built-in back ends can carry out of a run file; the rest is refused before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+from typing import NamedTuple
+
+from executor.carriers.placement import DEVICE
+from streamrl.runfile.config import Run
+
+
+class Limit(NamedTuple):
+    """A key, whether its value can be executed, and what it must be instead."""
+
+    key: str
+    value: object
+    is_met: bool
+    must: str
+    """Such as "1 for backend torch"."""
+    way_out: str = ""
+
+
+def check_back_ends(run: Run) -> None:
+    """Raise `ValueError` where a run asks for what its back ends cannot do, or would do less of than it says."""
+    for limit in _limits(run):
+        if not limit.is_met:
+            way_out = f": {limit.way_out}" if limit.way_out else ""
+            raise ValueError(f"{limit.key} must be {limit.must}, got {limit.value!r}{way_out}")
+
+
+def _limits(run: Run) -> Iterator[Limit]:
+    """Yield what back ends demand; `expert_parallel` is bound by these degrees, a ZeRO stage has one rank to split."""
+    rollout, trainer, algorithm = run.rollout, run.trainer, run.algorithm
+    yield Limit(
+        "rollout.tensor_parallel",
+        rollout.tensor_parallel,
+        rollout.tensor_parallel == 1,
+        f"1 for backend {rollout.backend}",
+    )
+    yield Limit(
+        "rollout.migration_transfer",
+        rollout.migration_transfer,
+        rollout.migration_transfer == "recompute",
+        f"'recompute' for backend {rollout.backend}, which cannot send a KV cache",
+    )
+    yield Limit(
+        "trainer.data_parallel x tensor_parallel x pipeline_parallel",
+        trainer.num_gpus,
+        trainer.num_gpus == 1,
+        f"1 for backend {trainer.backend}",
+    )
+    yield Limit(
+        "algorithm.name",
+        algorithm.name,
+        not algorithm.has_critic,
+        f"one without a critic for backend {trainer.backend}",
+    )
+    yield Limit(
+        "model.dtype",
+        run.model.dtype,
+        run.model.dtype != "float16",
+        f"'bfloat16' or 'float32' for backend {trainer.backend}",
+    )
+    for key, value in (
+        ("rollout.temperature", rollout.temperature),
+        ("algorithm.learning_rate", algorithm.learning_rate),
+        ("algorithm.max_grad_norm", algorithm.max_grad_norm),
+    ):
+        yield Limit(key, value, 0 < value < inf, "above 0")
+    yield Limit(
+        "sync.mode",
+        run.sync.mode,
+        run.sync.mode == "full",
+        "'full' to be executed, as only whole weights are pushed",
+        "--set sync.mode=full executes the run with full weights",
+    )
+    yield Limit(
+        "execute.device",
+        run.execute.device,
+        DEVICE.fullmatch(run.execute.device) is not None,
+        "auto, cpu, cuda or cuda:N",
+    )

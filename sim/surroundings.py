@@ -1,0 +1,59 @@
+"""What a simulated resource finds around it: the one thing that resources know of their world."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import simpy
+
+from sim.costs.costs import Costs
+from streamrl.engine.messages import Event
+from streamrl.runfile.config import Run
+from streamrl.workload.workload import Draw
+
+
+class Surroundings(Protocol):
+    """A clock to wait with, the run and its costs, the rollouts by id, and someone to tell what happened."""
+
+    @property
+    def env(self) -> simpy.Environment:
+        """Simulated time."""
+        ...
+
+    @property
+    def run_file(self) -> Run:
+        """The run file."""
+        ...
+
+    @property
+    def costs(self) -> Costs:
+        """Seconds, bytes and capacities of its hardware."""
+        ...
+
+    @property
+    def rollouts(self) -> Mapping[int, DrawnRollout]:
+        """Every rollout that was drawn, by id."""
+        ...
+
+    def emit(self, event: Event) -> None:
+        """Take note that something happened, at this instant."""
+        ...
+
+
+class DrawnRollout(NamedTuple):
+    """What only the world knows of a rollout, from the moment it is drawn."""
+
+    group: int
+    prompt_tokens: int
+    length: int
+    """Output tokens that it will have."""
+
+
+def rollouts_of(draw: Draw) -> dict[int, DrawnRollout]:
+    """Return the rollouts of a group by id."""
+    drawn = draw.drawn
+    return {
+        rollout: DrawnRollout(drawn.group, drawn.prompt_tokens, length)
+        for rollout, length in zip(drawn.rollouts, draw.lengths, strict=True)
+    }

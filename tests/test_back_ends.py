@@ -1,0 +1,77 @@
+"""What `execute` refuses because its back ends would do less than the run file says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor.checkup import readiness, run_paths
+from executor.execute import execute
+from executor.prompts import PromptWorkload
+from streamrl.runfile.reading import make_run
+from tests.patients import NOWHERE, bad, local_table
+from tests.scripted import ScriptedTokenizer
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"sync.mode": "delta", "model.dtype": "bfloat16"}, "sync.mode=full"),
+    ({"sync.mode": "lora"}, "sync.mode=full"),
+    ({"model.dtype": "float16"}, "model.dtype=bfloat16"),
+    ({"rollout.temperature": 0.0}, "rollout.temperature=1.0"),
+    ({"rollout.temperature": float("nan")}, "rollout.temperature=1.0"),
+    ({"algorithm.learning_rate": -1e-6}, "algorithm.learning_rate=1e-06"),
+    ({"algorithm.max_grad_norm": 0.0}, "algorithm.max_grad_norm=1.0"),
+    ({"algorithm.name": "ppo"}, "algorithm.name=grpo algorithm.group_size=8"),
+]
+
+
+@pytest.mark.parametrize(("changes", "fix"), REFUSED)
+def test_what_would_be_executed_as_less_than_it_says_is_refused_before_anything_is_written(
+    changes: dict[str, Any], fix: str, tmp_path: Path
+) -> None:
+    run = make_run(local_table(tmp_path, changes), NOWHERE.parent)
+    key, value = next(iter(changes.items()))
+    with pytest.raises(ValueError, match=rf"^{key} must be .*, got {value!r}") as refusal:
+        execute(run)
+    assert "\n" not in str(refusal.value) and not (tmp_path / "run").exists()
+    finding = bad(list(readiness.find(run)))["back-end"]
+    assert finding.level == "error" and finding.fix == f"set {fix}"
+
+
+@pytest.mark.parametrize("mode", ["delta", "lora"])
+def test_a_plan_that_asks_for_another_sync_says_how_to_execute_it_with_full_weights(
+    mode: str, tmp_path: Path
+) -> None:
+    changes = {"sync.mode": mode, "model.dtype": "bfloat16"}
+    with pytest.raises(ValueError, match=r"--set sync\.mode=full executes the run with full"):
+        execute(make_run(local_table(tmp_path, changes)))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{"dispatch": "skewness-aware"}, {"order": "longest-first"}, {"tail_batching": "defer"}],
+)
+def test_a_policy_that_goes_by_expected_lengths_needs_them_of_every_prompt(
+    policy: dict[str, str], tmp_path: Path
+) -> None:
+    changes = {f"policies.{key}": value for key, value in policy.items()}
+    table = local_table(tmp_path, {**changes, "workload.lengths.ranker": "oracle"})
+    run = make_run(table)
+    ((key, value),) = policy.items()
+    with pytest.raises(
+        ValueError, match=rf"policies\.{key} '{value}' .*:1 has no 'expected_tokens'"
+    ):
+        PromptWorkload(run, ScriptedTokenizer())
+    finding = bad(list(run_paths.find(run)))["prompts"]
+    assert finding.level == "error" and f"policies.{key}" in finding.fix
+    line = '{"prompt": "1+1=", "answer": "2", "expected_tokens": 5}\n'
+    (tmp_path / "prompts.jsonl").write_text(line * 3)
+    assert PromptWorkload(run, ScriptedTokenizer()).draw(0, 1)[0].drawn.expected_tokens == (5, 5)
+    assert "prompts" not in bad(list(run_paths.find(run)))
+
+
+def test_what_siblings_tell_needs_no_expected_lengths(tmp_path: Path) -> None:
+    changes = {"policies.order": "longest-first", "policies.learns_from_siblings": True}
+    run = make_run(local_table(tmp_path, changes))
+    assert len(PromptWorkload(run, ScriptedTokenizer()).draw(0, 2)) == 2

@@ -1,0 +1,42 @@
+"""`streamrl compare`: a prediction against what was measured, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sim.world import simulate
+from streamrl.cli.compare import compare
+from tests.runs import small_run
+
+
+def write_trace(directory: Path, world: str) -> Path:
+    """Write a simulation, or the same as if it had been executed; a KL term trains on every rollout."""
+    encoded = simulate(small_run({"algorithm.kl_coefficient": 0.1})).encode()
+    directory.mkdir()
+    marked = encoded.replace(b'"world":"simulated"', f'"world":"{world}"'.encode(), 1)
+    (directory / "trace.jsonl").write_bytes(marked)
+    return directory
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_an_executed_run_is_compared_with_its_simulation(
+    is_given: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    predicted = write_trace(tmp_path / "simulated", "simulated") if is_given else None
+    compare(write_trace(tmp_path / "run", "real"), predicted, as_json=True)
+    assert abs(json.loads(capsys.readouterr().out)["step_time"]["error"]) < 1e-9
+
+
+def test_a_simulation_is_not_compared_with_itself(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "what-if", "simulated")
+    with pytest.raises(ValueError, match=r"what-if: .*executed run.*streamrl execute"):
+        compare(path)
+
+
+def test_what_was_executed_predicts_nothing(tmp_path: Path) -> None:
+    measured, other = (write_trace(tmp_path / name, "real") for name in ("run", "other"))
+    with pytest.raises(ValueError, match=r"other: .*a simulation here, got an executed run"):
+        compare(measured, other)

@@ -1,0 +1,136 @@
+"""A directory of a run stands alone: moved, with nothing left where the run was made, it says the same."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sim.world import simulate
+from streamrl.cli.compare import compare
+from streamrl.cli.plan import plan
+from streamrl.cli.replay import replay
+from streamrl.cli.simulate import simulate as simulate_command
+from streamrl.hardware.machine_profile import write_measured
+from streamrl.record.inputs import keep_inputs, kept_names, with_kept_inputs
+from streamrl.record.trace import read_trace
+from streamrl.report.page.options import make_options
+from streamrl.report.page.page import make_page, read_report, render_markdown
+from streamrl.report.page.sources import read_sources
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import load_run
+from streamrl.runfile.writing import write_run
+from tests.measured_profile import make_profile, measured_run, model_directory
+from tests.report_directories import simulate_plan
+from tests.test_execute import execute
+from tests.test_plan import few
+
+LENGTHS = "output_tokens\n" + "\n".join(str(8 + 5 * n % 40) for n in range(60)) + "\n"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where runs are made, with a model, its profile, lengths and prompts; the working directory."""
+    path = tmp_path / "home"
+    path.mkdir()
+    monkeypatch.chdir(path)
+    model_directory(path / "small")
+    write_measured(make_profile(path / "small"), path / "profile.toml")
+    (path / "lengths.csv").write_text(LENGTHS)
+    (path / "prompts.jsonl").write_text('{"prompt": "p", "answer": "odd"}\n' * 7)
+    return path
+
+
+def local_run(**changes: object) -> Run:
+    """Return a run of relative paths."""
+    return measured_run(
+        Path("small"),
+        Path("profile.toml"),
+        workload__lengths__kind="empirical",
+        workload__lengths__source="./lengths.csv",
+        workload__prompts="prompts.jsonl",
+        workload__verifier="exact",
+        execute__output="run",
+        **changes,
+    )
+
+
+def moved(home: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Move a directory elsewhere and remove all that it was made from."""
+    away = home.parent / "away"
+    away.mkdir()
+    (home / name).rename(away / name)
+    monkeypatch.chdir(away)
+    shutil.rmtree(home)
+    return away / name
+
+
+def told(directory: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return what report, replay and compare say of an executed run."""
+    page = render_markdown(make_page(read_report([directory])))
+    capsys.readouterr()
+    replay([directory / "trace.jsonl"], as_json=True)
+    replayed = capsys.readouterr().out.partition("events")[2]
+    compare(directory, as_json=True)
+    return [page, replayed, capsys.readouterr().out]
+
+
+def test_an_executed_run_says_the_same_where_its_directory_is_moved(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    execute(local_run())
+    before = told(Path("run"), capsys)
+    assert "post-train small" in before[0] and '"is_identical":true' in before[1]
+    assert told(moved(home, "run", monkeypatch), capsys) == before
+
+
+def test_a_simulation_says_the_same_where_its_directory_is_moved(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(local_run(), Path("run.toml"))
+    simulate_command(Path("run.toml"), output=Path("what-if"), as_json=True)
+    recorded = Path("what-if/trace.jsonl").read_bytes()
+    assert recorded == simulate(load_run(Path("run.toml"))).encode()
+    before = render_markdown(make_page(read_report([Path("what-if")])))
+    directory = moved(home, "what-if", monkeypatch)
+    assert render_markdown(make_page(read_report([directory]))) == before
+    trace = read_trace(directory / "trace.jsonl")
+    assert simulate(with_kept_inputs(trace.run, directory)).entries == trace.entries
+
+
+def test_a_plan_and_its_simulation_are_one_option_where_their_directory_is_moved(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = {"kind": "empirical", "source": "./lengths.csv"}
+    prompts = {"prompts": "prompts.jsonl", "verifier": "exact"}
+    offer = few({"model": {"path": "small"}, "workload": {"lengths": lengths, **prompts}}, steps=2)
+    write_run(offer, Path("offer.toml"))
+    plan(Path("offer.toml"), ["plan.simulations=2", "plan.seeds=1"], Path("plan"), as_json=True)
+    simulate_plan(Path("plan"))
+    before = make_page(read_report([Path("plan")]))
+    directory = moved(home, "plan", monkeypatch)
+    assert [o.kind for o in make_options(read_sources([directory])) if o.run] == ["plan"]
+    assert make_page(read_report([directory])).answer == before.answer
+
+
+def test_what_was_kept_has_the_same_name_wherever_it_is_and_another_where_it_differs(
+    home: Path,
+) -> None:
+    run = local_run()
+    for directory in (Path("a"), Path("b")):
+        keep_inputs(run, directory)
+        keep_inputs(with_kept_inputs(run, directory), directory)  # from itself: nothing to copy
+    assert kept_names(run, Path("a")) == kept_names(run, Path("b"))
+    assert set(kept_names(run, Path("a"))) == {
+        *("model.path", "costs.profile", "workload.lengths.source")
+    }
+    Path("b/inputs/workload.lengths.source/lengths.csv").write_text(LENGTHS + "9\n")
+    names = [kept_names(run, Path(name))["workload.lengths.source"] for name in "ab"]
+    assert names[0] != names[1] and all(name.startswith("lengths.csv (") for name in names)
+
+
+def test_a_run_that_kept_nothing_is_read_where_it_was(home: Path) -> None:
+    run = local_run()
+    assert with_kept_inputs(run, Path("nowhere")) == run and not kept_names(run, Path("nowhere"))

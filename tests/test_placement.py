@@ -1,0 +1,136 @@
+"""Which GPU of this machine each role gets: those that this process was given, and no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor.carriers import placement
+from executor.carriers.launch import Launcher
+from executor.carriers.placement import claim_gpus, gpus_needed, trainer_slot, usable_gpus
+from executor.checkup import readiness
+from executor.execute import check_executable, execute
+from executor.record import RunDirectory
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import make_run
+from tests.patients import bad, local_table
+
+GPU, OTHER = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "GPU-2"
+MIG, SECOND = "MIG-c7384736-a75d-5afc-978f-d2f1294409fd", "MIG-b9a2"
+FAR = {"here": {"gpu": "h800", "gpus_per_node": 4}}
+
+
+def local_run(directory: Path, **changes: Any) -> Run:
+    """Return a run of one replica and a trainer; `__` stands for the dot of a key."""
+    keys = {key.replace("__", "."): value for key, value in changes.items()}
+    return make_run(local_table(directory, keys))
+
+
+@pytest.mark.parametrize(
+    ("inherited", "num_seen", "usable"),
+    [
+        (None, 2, ["0", "1"]),
+        (None, 0, []),
+        ("", 0, []),
+        ("-1", 0, []),
+        ("2", 1, ["2"]),
+        ("5, 3", 2, ["5", "3"]),
+        ("3,-1,5", 1, ["3"]),
+        ("3,,5", 1, ["3"]),
+        ("1,64", 1, ["1"]),  # the machine has no GPU 64
+        ("0,0", 0, []),  # CUDA shows none where one is named twice
+        (f"{GPU},{OTHER}", 2, [GPU, OTHER]),
+        (f"{MIG},{SECOND}", 1, [MIG, SECOND]),
+        (MIG, 0, []),
+        ("none", 0, []),
+    ],
+)
+def test_gpus_are_those_that_the_process_inherited(
+    inherited: str | None, num_seen: int, usable: list[str]
+) -> None:
+    assert usable_gpus(inherited, num_seen) == usable
+
+
+def test_each_role_sees_only_the_inherited_gpu_of_its_slot(tmp_path: Path) -> None:
+    run = local_run(tmp_path, execute__device="cuda")
+    launcher = Launcher(run, RunDirectory(tmp_path), ["7", GPU])
+    assert launcher.environment("here", 0)[placement.VARIABLE] == "7"
+    assert launcher.environment("here", trainer_slot(run))[placement.VARIABLE] == GPU
+    on_cpu = Launcher(local_run(tmp_path), RunDirectory(tmp_path))
+    assert placement.VARIABLE not in on_cpu.environment("here", 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [
+        ({}, 0),
+        ({"execute__device": "cuda"}, 2),
+        ({"execute__device": "cuda:2"}, 3),
+        ({"execute__device": "cuda", "execute__launcher": "in-process"}, 1),
+        ({"cluster__pools": FAR}, 2),
+        ({"cluster__pools": FAR, "execute__device": "cpu"}, 0),
+        ({"cluster__pools": FAR, "policies__system": "colocated"}, 1),
+        ({"cluster__pools": FAR, "rollout__replicas": 3}, 4),
+        ({"cluster__pools": FAR, "policies__resize": "adjust", "policies__resize_unit": 1}, 4),
+        (
+            {
+                "cluster__pools": FAR,
+                "policies__resize": "adjust",
+                "policies__resize_unit": 1,
+                "policies__max_replicas": 2,
+            },
+            3,
+        ),
+    ],
+)
+def test_a_run_needs_a_gpu_for_each_replica_that_there_may_be_and_one_for_its_trainer(
+    changes: dict[str, Any], needed: int, tmp_path: Path
+) -> None:
+    assert gpus_needed(local_run(tmp_path, **changes)) == needed
+
+
+def test_a_trainer_has_the_first_gpu_where_replicas_have_none(tmp_path: Path) -> None:
+    pools = {"here": {"gpu": "cpu"}, "there": {"gpu": "h800"}}
+    link = {"between": ["here", "there"], "bandwidth": "8 Gbps"}
+    changes: dict[str, Any] = {"cluster": {"pools": pools, "links": [link]}}
+    run = local_run(tmp_path, **changes, trainer={"pool": "there", "micro_batch": 2})
+    assert gpus_needed(run) == 1 and trainer_slot(run) == 0
+
+
+def test_fewer_gpus_than_needed_are_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "find_gpus", lambda: ["3"])
+    monkeypatch.setattr(readiness, "find_gpus", lambda: ["3"])
+    monkeypatch.setenv(placement.VARIABLE, "3")
+    run = local_run(tmp_path, execute__device="cuda")
+    words = (
+        r"execute\.device 'cuda' needs 2 GPUs .* sees 1 \(CUDA_VISIBLE_DEVICES='3'\).*device=cpu"
+    )
+    with pytest.raises(ValueError, match=words) as refusal:
+        execute(run)
+    assert "\n" not in str(refusal.value) and not (tmp_path / "run").exists()
+    finding = bad(list(readiness.find(run)))["gpus"]
+    assert finding.level == "error" and "CUDA_VISIBLE_DEVICES='3'" in finding.text
+
+
+def test_as_many_gpus_as_needed_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (placement, readiness):
+        monkeypatch.setattr(module, "find_gpus", lambda: ["3", GPU])
+    run = local_run(tmp_path, execute__device="cuda")
+    check_executable(run)
+    assert claim_gpus(run) == ["3", GPU]
+    assert "gpus" not in bad(list(readiness.find(run)))
+
+
+@pytest.mark.parametrize("device", ["banana", "gpu", "cuda:x", "CUDA", ""])
+def test_what_is_no_device_is_refused_before_anything_is_written(
+    device: str, tmp_path: Path
+) -> None:
+    run = local_run(tmp_path, execute__device=device)
+    with pytest.raises(ValueError, match=rf"^execute\.device must be auto, .*, got {device!r}"):
+        execute(run)
+    assert not (tmp_path / "run").exists()
+    assert bad(list(readiness.find(run)))["back-end"].fix == "set execute.device=auto"
