@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from streamrl.doctor.changes import toml
-from streamrl.doctor.contradictions import mend_contradictions
+from streamrl.doctor.contradictions import mend_contradictions, mend_profiles
 from streamrl.doctor.reading import read_leniently
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.overrides import override, read_value
 from streamrl.runfile.reading import convert_run
-from tests.patients import NOWHERE, full_table
+from tests.patients import NOWHERE, bad, doctor, full_table
 
 
 def fixes_of(changes: dict[str, Any]) -> list[str]:
@@ -68,6 +68,11 @@ def fixes_of(changes: dict[str, Any]) -> list[str]:
         ({"plan": {"systems": []}}, ["remove plan.systems"]),
         ({"model": {"name": "qwen2.5-7b", "path": "x"}}, ["remove model.name"]),
         ({"model": {}}, ["set model.name=qwen2.5-7b"]),
+        ({"algorithm.group_size": 10**12}, ["set algorithm.group_size=16384"]),
+        ({"algorithm.prompts_per_step": 10**12}, ["set algorithm.prompts_per_step=5000000"]),
+        ({"cluster.pools.far.nodes": 10**12}, ["set cluster.pools.far.nodes=50000"]),
+        ({"workload.lengths.ranker": "scores"}, ["set workload.lengths.ranker=none"]),
+        ({"workload.lengths.ranker": "history"}, ["set workload.lengths.ranker=none"]),
         ({"execute.device": "gpu"}, ["set execute.device=auto"]),
         ({"execute.device": "cuda0"}, ["set execute.device=cuda"]),
         ({"workload.verifier": "exactly"}, ["set workload.verifier=exact"]),
@@ -95,6 +100,27 @@ def test_what_cannot_be_mended_is_told_with_all_that_is_wrong_beside_it() -> Non
     assert [text for text in texts if text.startswith("cluster is missing")]
     assert [text for text in texts if text.startswith("sync.modus is no key")]
     assert table["rollout"] == {"replicas": "2"}, "the table that was read stays as it is"
+
+
+def test_a_link_of_pools_that_are_not_there_is_left_out() -> None:
+    table = full_table({"rollout.pool": "only", "trainer.pool": "only"})
+    table["cluster"]["pools"] = {"only": {"gpu": "h800"}}
+    reading = read_leniently(table, NOWHERE.parent)
+    assert reading.run is not None and not reading.findings
+    consistency = mend_contradictions(reading.run)
+    assert [finding.fix for finding in consistency.findings] == ["set cluster.links=[]"]
+
+
+def test_a_name_like_no_other_is_mended_with_a_usual_one() -> None:
+    run = convert_run(full_table({"model.name": "gpt", "cluster.pools.far.gpu": "mi300x"}))
+    fixes = [finding.fix for finding in mend_profiles(run).findings]
+    assert fixes == ["set cluster.pools.far.gpu=h800", "set model.name=qwen2.5-7b"]
+
+
+def test_what_only_a_simulation_refuses_is_found() -> None:
+    found = bad(doctor({"costs.backend": "foo"}).findings)["refused"]
+    assert "costs.backend: nothing of 'foo' was measured on h20" in found.text
+    assert "refused" not in bad(doctor({"model.name": "deepseek-v3"}).findings)
 
 
 def test_a_pool_with_a_dot_in_its_name_is_mended() -> None:

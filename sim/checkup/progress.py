@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import ceil, sqrt
+from pathlib import Path
 
 from sim.checkup.rehearsal import Rehearsal
 from sim.failures import SECONDS_PER_DAY
 from streamrl.doctor.changes import value_of
-from streamrl.doctor.finding import Changes, Finding, Level
+from streamrl.doctor.diagnosis import diagnose
+from streamrl.doctor.files import is_file
+from streamrl.doctor.finding import Changes, Finding, Level, is_error
 from streamrl.doctor.fix import Fix
+from streamrl.doctor.lengths import mean_lengths
 from streamrl.engine.systems import SYSTEMS, choose_system
 from streamrl.record.metrics import Metrics
 from streamrl.runfile.config import Run
@@ -25,7 +29,10 @@ MOST_TRIALS = 6
 
 
 def find(run: Run, rehearsal: Rehearsal, metrics: Metrics | None) -> Iterator[Finding]:
-    """Find that a run is stuck, goes in circles or stops, or will lose more replicas than it replaces."""
+    """Find that a run is refused, is stuck, goes in circles or stops, or will lose more replicas than it replaces."""
+    if rehearsal.refusal and _should_be_simulated(run):
+        text = f"simulate refuses it: {rehearsal.refusal}"
+        yield Finding(level="error", topic="run file", name="refused", text=text)
     what = f"a rehearsal of {rehearsal.steps} steps"
     if rehearsal.is_stand_in:
         what += " with a small model and tiny outputs"
@@ -38,6 +45,14 @@ def find(run: Run, rehearsal: Rehearsal, metrics: Metrics | None) -> Iterator[Fi
     if metrics is not None and not rehearsal.is_stand_in:
         yield from _find_losses(run, metrics)
         yield from _find_stale(run, metrics)
+
+
+def _should_be_simulated(run: Run) -> bool:
+    """Whether nothing else is found that keeps a run from being simulated: memory, lengths or files."""
+    lengths = run.workload.lengths
+    files = (run.costs.profile, lengths and lengths.ranker_scores)
+    has_files = all(is_file(Path(file)) for file in files if file)
+    return has_files and mean_lengths(run) is not None and not any(map(is_error, diagnose(run)))
 
 
 def expected_losses(run: Run, step_time: float) -> float:
@@ -105,6 +120,7 @@ def fixes(metrics: Metrics | None) -> dict[str, Fix]:
         "no-progress": Fix(_unstuck, "go back to the policies of a system as it is"),
         "stops-early": Fix(_more_restarts, "see why replicas are lost: more restarts do not help"),
         "restarts": _enough_restarts(0.0 if metrics is None else metrics.mean_step_time),
+        "refused": Fix(lambda run: iter(()), "change the key that it names"),
         "bound-broken": Fix(
             lambda run: iter(()), "this is a defect of the policies: please report it"
         ),

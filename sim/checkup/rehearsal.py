@@ -50,6 +50,8 @@ class Rehearsal(NamedTuple):
     """Whether a policy ended it before its last step."""
     is_stand_in: bool
     """Whether model, GPUs and lengths were small ones, as the run's own cannot be simulated."""
+    refusal: str = ""
+    """What a simulation of the run itself says; empty where it has nothing to say."""
 
 
 class CountingWorld(SimWorld):
@@ -78,12 +80,14 @@ class CountingWorld(SimWorld):
 
 def rehearse(run: Run) -> Rehearsal:
     """Simulate the first steps of a run, or of its stand-in where it is huge, has no lengths, or does not fit."""
+    refusal = ""
     try:
         if run.algorithm.rollouts_per_step <= MOST_ROLLOUTS:
             return perform(make_world(shortened(run)))
-    except ValueError:
-        pass  # it has no lengths, or does not fit: findings of their own
-    return perform(make_world(stand_in(shortened(run))), is_stand_in=True)
+    except ValueError as error:
+        refusal = str(error)
+    went = perform(make_world(stand_in(shortened(run))), is_stand_in=True)
+    return went._replace(refusal=refusal)
 
 
 def make_world(run: Run) -> CountingWorld:

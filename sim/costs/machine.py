@@ -20,6 +20,7 @@ from streamrl.hardware.machine_profile import MeasuredProfile, read_measured, sh
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
+from streamrl.runfile.errors import RunError
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,12 @@ class MachineCosts:
         """Read the seconds of every operation of a run from a profile.
 
         Raises:
-            ValueError: the file is no profile, or one of another model, GPU, dtype, backend or parallelism.
+            RunError: the file is no profile, or one of another model, GPU, dtype, backend or parallelism.
         """
-        profile = read_measured(path)
+        try:
+            profile = read_measured(path)
+        except ValueError as error:
+            raise RunError("costs.profile", str(path), text=f"costs.profile: {error}") from None
         check_fits(profile, run, path)
         measured = Provenance.of("measured", [_source(profile, path)])
         generated = Provenance.of("measured", [*measured.sources, *_extrapolations(profile, run)])
@@ -128,7 +132,7 @@ class MachineCosts:
 
 
 def check_fits(profile: MeasuredProfile, run: Run, path: Path) -> None:
-    """Raise `ValueError` where the profile is of something else than the run, with the run's key."""
+    """Raise `RunError` where the profile is of something else than the run, with the run's key."""
     shape = load_model(run.model)
     model_key = "model.name" if run.model.path is None else "model.path"
     pools, rollout, trainer = run.cluster.pools, run.rollout, run.trainer
@@ -142,16 +146,16 @@ def check_fits(profile: MeasuredProfile, run: Run, path: Path) -> None:
         ("trainer GPUs", trainer.num_gpus, 1),
     )
     if shape_digest(shape) != profile.model.digest:
-        raise ValueError(
+        text = (
             f"costs.profile: {path} was measured for {profile.model.name} "
             f"({profile.model.num_parameters} parameters), but {model_key} has the shape of "
             f"{shape.name} ({shape.num_parameters} parameters)"
         )
+        raise RunError("costs.profile", str(path), None, text, (model_key,))
     for key, value, measured in ours:
         if value != measured:
-            raise ValueError(
-                f"costs.profile: {path} was measured with {measured!r}, but {key} is {value!r}"
-            )
+            text = f"costs.profile: {path} was measured with {measured!r}, but {key} is {value!r}"
+            raise RunError("costs.profile", str(path), None, text)
 
 
 def _source(profile: MeasuredProfile, path: Path) -> str:

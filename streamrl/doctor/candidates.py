@@ -20,8 +20,10 @@ from streamrl.runfile.units import Bandwidth, Duration, Size
 
 EXAMPLES: dict[type, str] = {Bandwidth: "10 Gbps", Duration: "10 ms", Size: "1 GB"}
 """Proposed for quantities that cannot be; the bandwidth for a link that is missing too."""
-MODEL = "qwen2.5-7b"
-"""Stands in where no model is named."""
+MODEL, GPU = "qwen2.5-7b", "h800"
+"""Stand in where no model or GPU is named."""
+USUAL = (MODEL, GPU)
+"""Proposed where a name is like none that there is."""
 SMALL, LARGE = 64, 4096
 """Whole numbers up to the first are all tried, powers of two up to the second."""
 LIKE = 0.7
@@ -37,13 +39,17 @@ def candidates_for(run: Run, error: RunError) -> Iterator[Changes]:
     yield from ({error.key: value} for value in _values(run, error.key, error.allowed))
     for key in error.others:
         yield from ({key: value} for value in _values(run, key, None))
+    if error.key.startswith("cluster.links."):
+        index = int(split_key(error.key)[2])
+        yield {"cluster.links": [*run.cluster.links[:index], *run.cluster.links[index + 1 :]]}
 
 
 def closest_first(name: object, names: Iterable[object]) -> list[object]:
-    """Return names in their order, but those first that are like another one."""
+    """Return names in their order, but those first that are like another one, then usual ones."""
     by_text = {str(each): each for each in names}
     close = difflib.get_close_matches(str(name), list(by_text), n=3, cutoff=LIKE)
-    return [by_text[text] for text in dict.fromkeys([*close, *by_text])]
+    usual = [text for text in USUAL if text in by_text]
+    return [by_text[text] for text in dict.fromkeys([*close, *usual, *by_text])]
 
 
 def _values(run: Run, key: str, allowed: Allowed | None) -> Iterator[object]:

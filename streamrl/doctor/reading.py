@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, assert_never
 
-from streamrl.doctor.candidates import EXAMPLES, MODEL, closest_first
+from streamrl.doctor.candidates import EXAMPLES, GPU, MODEL, closest_first
 from streamrl.doctor.changes import toml
 from streamrl.doctor.finding import Changes, Finding
 from streamrl.runfile.config import Run
@@ -150,7 +150,7 @@ def _stand_in(key: str, pools: list[str]) -> object:
         case [*_, "between"]:
             return pools[:2]
         case [*_, "gpu"]:
-            return "h800"
+            return GPU
         case [*_, "bandwidth"]:
             return EXAMPLES[Bandwidth]
         case [section] if section in SECTIONS:

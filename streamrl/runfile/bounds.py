@@ -21,6 +21,8 @@ from streamrl.runfile.workload_config import TAIL_SHARE, LengthsConfig, Workload
 POSITIVE = Bounds(0, excludes_least=True)
 SHARE = Bounds(0, 1)
 POSITIVE_SHARE = Bounds(0, 1, excludes_least=True)
+MOST_PER_GROUP = 2**14
+"""Rollouts of one prompt; lengths of a thousand groups are drawn at once, which this keeps below 128 MiB."""
 COUNTS = (
     *(PoolConfig, RolloutConfig, TrainerConfig, AlgorithmConfig, WorkloadConfig),
     *(VerifierConfig, SyncConfig, ExecuteConfig),
@@ -31,6 +33,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     LinkConfig: {"bandwidth": POSITIVE},
     RolloutConfig: {"memory_utilization": POSITIVE_SHARE},
     TrainerConfig: {"efficiency": POSITIVE_SHARE},
+    AlgorithmConfig: {"group_size": Bounds(1, MOST_PER_GROUP)},
     WorkloadConfig: {"informative_share": SHARE},
     LengthsConfig: {
         "scale": POSITIVE,

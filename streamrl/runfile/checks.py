@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import ceil
+from typing import get_args
 
 from streamrl.runfile.bounds import POSITIVE, check_bounds
 from streamrl.runfile.config import DEVICE, Run
-from streamrl.runfile.errors import Bounds, OneOf, RunError
+from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
 from streamrl.runfile.plan_checks import check_plan
 from streamrl.runfile.policy_checks import POLICY_CHECKS
 from streamrl.runfile.pools import POOL_CHECKS
+from streamrl.runfile.workload_config import RankerName
+
+MOST_ROLLOUTS = 10**7
+"""Of one step; every rollout under way is held in memory."""
 
 
 def check_run(run: Run) -> None:
@@ -22,7 +27,7 @@ def check_run(run: Run) -> None:
 def _check_model(run: Run) -> None:
     model = run.model
     if (model.name is None) == (model.path is None):
-        found = "neither" if model.name is None else f"both {model.name!r} and {model.path!r}"
+        found = f"both {model.name!r} and {shown(model.path)}" if model.name else "neither"
         text = f"model needs exactly one of name and path, got {found}"
         raise RunError("model.name", model.name, text=text, others=("model.path",))
 
@@ -54,6 +59,19 @@ def _check_batch(run: Run) -> None:
         )
 
 
+def _check_step(run: Run) -> None:
+    algorithm = run.algorithm
+    if algorithm.rollouts_per_step > MOST_ROLLOUTS:
+        raise RunError(
+            "algorithm.prompts_per_step",
+            algorithm.prompts_per_step,
+            Bounds(1, MOST_ROLLOUTS // algorithm.group_size),
+            f"algorithm.prompts_per_step={algorithm.prompts_per_step} x group_size="
+            f"{algorithm.group_size} must be at most {MOST_ROLLOUTS} rollouts",
+            ("algorithm.group_size",),
+        )
+
+
 def _check_lengths(run: Run) -> None:
     lengths, most = run.workload.lengths, run.workload.max_prompt_tokens
     if lengths is not None and not 1 <= lengths.prompt_tokens <= most:
@@ -64,6 +82,25 @@ def _check_lengths(run: Run) -> None:
             f"workload.lengths.prompt_tokens must be between 1 and workload.max_prompt_tokens="
             f"{most}, got {lengths.prompt_tokens}",
             ("workload.max_prompt_tokens",),
+        )
+
+
+def _check_ranker(run: Run) -> None:
+    lengths = run.workload.lengths
+    if lengths is None:
+        return
+    if lengths.ranker == "scores" and lengths.ranker_scores is None:
+        text = "workload.lengths.ranker_scores is missing: ranker is 'scores'"
+        others = ("workload.lengths.ranker",)
+        raise RunError("workload.lengths.ranker_scores", None, str, text, others)
+    if lengths.ranker == "history" and lengths.kind != "groups":
+        raise RunError(
+            "workload.lengths.ranker",
+            lengths.ranker,
+            OneOf(name for name in get_args(RankerName) if name not in ("history", "scores")),
+            f"workload.lengths.ranker 'history' needs kind 'groups', which knows the samples "
+            f"of a prompt, got {lengths.kind!r}",
+            ("workload.lengths.kind",),
         )
 
 
@@ -111,7 +148,15 @@ def _check_device(run: Run) -> None:
 
 
 CHECKS: tuple[Callable[[Run], None], ...] = (
-    *(_check_model, check_bounds, *POOL_CHECKS, _check_group, _check_batch, _check_lengths),
-    *(_check_sync, _check_latency, *POLICY_CHECKS, check_plan, _check_device),
+    *(
+        _check_model,
+        check_bounds,
+        *POOL_CHECKS,
+        _check_group,
+        _check_batch,
+        _check_step,
+        _check_lengths,
+    ),
+    *(_check_ranker, _check_sync, _check_latency, *POLICY_CHECKS, check_plan, _check_device),
 )
 """Each raises `RunError`; later ones rely on earlier ones."""

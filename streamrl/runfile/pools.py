@@ -12,6 +12,8 @@ FACTORS = {
     "trainer": ("data_parallel", "tensor_parallel", "pipeline_parallel"),
 }
 """Keys of a side whose product is its GPUs."""
+MOST_GPUS = 10**5
+"""Of one pool; a simulation has a process for every replica, and no job is known to run on more."""
 MOST_DEGREE = 4096
 """Largest divisor that is looked for: no parallelism has a higher degree."""
 
@@ -40,6 +42,8 @@ def most_replicas(run: Run) -> int:
 
 def _check_names(run: Run) -> None:
     pools = OneOf(sorted(run.cluster.pools))
+    if not pools:
+        raise RunError("cluster.pools", {}, dict, "cluster.pools is empty, got {}: name a pool")
     for key, name in (("rollout.pool", run.rollout.pool), ("trainer.pool", run.trainer.pool)):
         if name not in pools:
             raise RunError(key, name, pools, f"{key} {name!r} is none of the pools {list(pools)}")
@@ -49,6 +53,16 @@ def _check_names(run: Run) -> None:
                 key = f"cluster.links.{index}.between"
                 text = f"{key} names {name!r}, which is none of the pools {list(pools)}"
                 raise RunError(key, link.between, pools, text)
+
+
+def _check_sizes(run: Run) -> None:
+    for name, pool in run.cluster.pools.items():
+        if pool.num_gpus > MOST_GPUS:
+            key = join_key(join_key("cluster.pools", name), "nodes")
+            most = max(1, MOST_GPUS // pool.gpus_per_node)
+            text = f"{key}={pool.nodes} x gpus_per_node={pool.gpus_per_node} must be at most {MOST_GPUS} GPUs"
+            others = (join_key(join_key("cluster.pools", name), "gpus_per_node"),)
+            raise RunError(key, pool.nodes, Bounds(1, most), text, others)
 
 
 def _check_rollout(run: Run) -> None:
@@ -176,7 +190,7 @@ def divisors(number: int) -> list[int]:
 
 
 POOL_CHECKS = (
-    *(_check_names, _check_rollout, _check_trainer, _check_shared),
+    *(_check_names, _check_sizes, _check_rollout, _check_trainer, _check_shared),
     *(_check_num_gpus, _check_link, _check_resize),
 )
 """Each raises `RunError`; later ones rely on earlier ones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import isfinite
 
 BITS_PER_BYTE = 8
 _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
@@ -19,9 +20,9 @@ class Bandwidth(float):
         """Read a bandwidth; a bare number is refused."""
         value, unit = _split(text, "a bandwidth such as '80 Gbps' or '400 GB/s'")
         if unit.endswith("bps") and unit[:-3] in _PREFIXES:
-            return cls(value * _PREFIXES[unit[:-3]] / BITS_PER_BYTE)
+            return cls(_finite(value * _PREFIXES[unit[:-3]] / BITS_PER_BYTE, text))
         if unit.endswith("B/s"):
-            return cls(value * _scale(unit[:-3], text))
+            return cls(_finite(value * _scale(unit[:-3], text), text))
         raise ValueError(f"{text!r} is no bandwidth: write '80 Gbps' or '400 GB/s'")
 
 
@@ -34,7 +35,7 @@ class Size(float):
         value, unit = _split(text, "a size such as '96 GB'")
         if not unit.endswith("B"):
             raise ValueError(f"{text!r} is no size: write '96 GB' or '80 GiB'")
-        return cls(value * _scale(unit[:-1], text))
+        return cls(_finite(value * _scale(unit[:-1], text), text))
 
 
 class Duration(float):
@@ -46,7 +47,7 @@ class Duration(float):
         value, unit = _split(text, "a duration such as '20 ms'")
         if unit not in _TIMES:
             raise ValueError(f"{text!r} is no duration: units are {', '.join(_TIMES)}")
-        return cls(value * _TIMES[unit])
+        return cls(_finite(value * _TIMES[unit], text))
 
 
 QUANTITIES: tuple[type[Bandwidth | Duration | Size], ...] = (Bandwidth, Duration, Size)
@@ -64,6 +65,12 @@ def _split(text: object, example: str) -> tuple[float, str]:
     if match is None:
         raise ValueError(f"{text!r} needs a unit: write {example}")
     return float(match[1]), match[2]
+
+
+def _finite(number: float, text: object) -> float:
+    if not isfinite(number):
+        raise ValueError(f"{text!r} is more than a number can hold")
+    return number
 
 
 def _scale(prefix: str, text: object) -> float:

@@ -147,7 +147,7 @@ def load_ranker(
     `population` draws lengths to calibrate on; `past` is None where lengths are not known by prompt.
 
     Raises:
-        ValueError: the ranker lacks what it needs.
+        ValueError: the scores cannot be read.
     """
     match config.ranker:
         case "none":
@@ -163,16 +163,11 @@ def load_ranker(
                 correlation=config.ranker_correlation,
             )
         case "scores":
-            if config.ranker_scores is None:
-                raise ValueError("workload.lengths.ranker_scores is missing: ranker is 'scores'")
+            assert config.ranker_scores is not None, "check_run wants a file with scores"
             scores, lengths = read_scores(Path(config.ranker_scores))
             return Resampled(population(), scores, lengths, seed)
         case "history":
-            if past is None:
-                raise ValueError(
-                    f"workload.lengths.ranker 'history' needs kind 'groups', which knows the samples "
-                    f"of a prompt, got {config.kind!r}"
-                )
+            assert past is not None, "check_run wants lengths by prompt"
             return History(past, config.ranker_history)
         case _:
             assert_never(config.ranker)

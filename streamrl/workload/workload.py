@@ -13,6 +13,7 @@ from streamrl.hardware.profiles import find_profile
 from streamrl.hardware.tables import Floats
 from streamrl.record.trace import read_trace
 from streamrl.runfile.config import Run
+from streamrl.runfile.errors import RunError
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.csv_rows import read_csv
 from streamrl.workload.drift import Drift
@@ -215,7 +216,7 @@ class Recorded:
             if all(rollout in tokens for rollout in ids):
                 self._lengths[group] = [tokens[rollout] for rollout in ids]
         if not self._lengths:
-            raise ValueError(f"workload.lengths.source: {path} records no finished group")
+            raise ValueError(f"{path} records no finished group")
 
     def block(self, block: int, group_size: int) -> tuple[Lengths, Lengths]:
         """Give the groups of one block; past the recorded ones it starts over."""
@@ -237,15 +238,25 @@ def load_source(config: LengthsConfig) -> Source | Recorded:
     """Read the distribution that `workload.lengths` names.
 
     Raises:
-        ValueError: naming the file and what is wrong with it.
+        RunError: naming the file and what is wrong with it.
     """
+    try:
+        return _read_source(config)
+    except ValueError as error:
+        text = f"workload.lengths.source: {error}"
+        raise RunError("workload.lengths.source", config.source, text=text) from None
+
+
+def _read_source(config: LengthsConfig) -> Source | Recorded:
     if config.kind == "trace":
         return Recorded(Path(config.source))
     if config.names_a_file:
         path = Path(config.source)
     else:
         path = find_profile("lengths", config.source, ".csv")
-    rows = _read_rows(path)
+    rows = read_csv(path)
+    if not rows:
+        raise ValueError(f"{path} has no rows")
     match config.kind:
         case "histogram":
             return Histogram(_read_bins(path, rows), config.prompt_tokens)
@@ -270,16 +281,6 @@ def _by_prompt(path: Path, rows: list[dict[str, str]]) -> list[list[int]]:
             )
         groups.setdefault(row["prompt_id"], []).append(length)
     return list(groups.values())
-
-
-def _read_rows(path: Path) -> list[dict[str, str]]:
-    try:
-        rows = read_csv(path)
-    except ValueError as error:
-        raise ValueError(f"workload.lengths.source: {error}") from None
-    if not rows:
-        raise ValueError(f"workload.lengths.source: {path} has no rows")
-    return rows
 
 
 def _read_bins(path: Path, rows: list[dict[str, str]]) -> list[dict[str, float]]:
