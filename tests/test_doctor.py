@@ -16,7 +16,8 @@ from streamrl.doctor.changes import changed
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.doctor.diagnosis import examine as examine_run
 from streamrl.doctor.lengths import mean_lengths
-from streamrl.runfile.reading import check_run, make_run
+from streamrl.runfile.checks import check_run
+from streamrl.runfile.reading import make_run
 from tests.patients import NOWHERE, bad, doctor, full_run, full_table, local_table
 
 ROOT = Path(__file__).parent.parent

@@ -237,8 +237,8 @@ def test_training_time_counts_what_the_trainer_works_and_generation_time_what_li
         ({"policies.max_replicas": 9}, "between rollout.replicas=2 and 8"),
         ({"policies.max_replicas": 1}, "between rollout.replicas=2 and 8"),
         ({"policies.resize": "adjust", "rollout.replicas": 8}, "adds 8 replicas at once"),
-        ({"policies.resize_window": 0}, "policies.resize_window must be 1 or more"),
-        ({"policies.shrink_after": 0}, "policies.shrink_after must be 1 or more"),
+        ({"policies.resize_window": 0}, "policies.resize_window must be at least 1"),
+        ({"policies.shrink_after": 0}, "policies.shrink_after must be at least 1"),
     ],
 )
 def test_what_cannot_be_resized_is_refused(changes: dict[str, Any], part: str) -> None:

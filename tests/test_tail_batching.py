@@ -151,7 +151,7 @@ def test_a_real_run_puts_its_long_prompts_off_and_trains_on_each_once(tmp_path: 
     [
         ({"workload__lengths__ranker": "none"}, r"tail_batching 'defer' .*lengths.ranker 'none'"),
         ({"algorithm__steps": 7}, r"algorithm.steps .*policies.tail_every=3.* got 7"),
-        ({"policies__tail_every": 1}, r"policies.tail_every must be 2 or more, got 1"),
+        ({"policies__tail_every": 1}, r"policies.tail_every must be at least 2, got 1"),
     ],
 )
 def test_a_run_that_cannot_put_off_what_it_should_is_refused(

@@ -17,7 +17,7 @@ from sim.costs.sync import SyncCosts
 from sim.costs.training import TrainingCosts
 from streamrl.engine.systems import moves_caches
 from streamrl.hardware.memory import check_memory, kv_capacity, longest_sequence
-from streamrl.hardware.profiles import load_model
+from streamrl.hardware.profiles import check_profiles, load_model
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import CostsConfig, Run
 
@@ -56,6 +56,7 @@ class Costs:
         Raises:
             ValueError: a profile is missing, or a side does not fit its memory.
         """
+        check_profiles(run)
         check_memory(run)
         decode, prefill = _compose_replica(run)
         training = TrainingCosts.load(run)

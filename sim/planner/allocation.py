@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from sim.planner.sides import sizes
 from sim.planner.stages import Generation, Stages, Training
 from streamrl.engine.systems import choose_system
+from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import check_run
 
 Objective = Literal["max", "overlap", "sum"]
 """Seconds of a step: of the slower stage; of generation and what training takes longer; of both stages."""

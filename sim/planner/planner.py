@@ -17,8 +17,8 @@ from sim.planner.space import Candidate
 from sim.planner.trial import Trial, metrics_of, run_all
 from streamrl.record.metrics import SECONDS_PER_HOUR
 from streamrl.report.plan import Change, Choice, Figure, Plan, Runner, Side, plan_text
+from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import check_run
 
 RUNNERS_UP = 8
 """Plans that are named beside the chosen one."""

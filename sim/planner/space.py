@@ -25,7 +25,7 @@ from sim.planner.sides import (
     sizes,
 )
 from sim.planner.stages import refuse_profile
-from streamrl.hardware.profiles import load_model, price_of
+from streamrl.hardware.profiles import check_profiles, load_model, price_of
 from streamrl.record.metrics import SECONDS_PER_HOUR
 from streamrl.runfile.config import Run
 from streamrl.runfile.plan_config import PlanConfig
@@ -118,6 +118,7 @@ class Space:
         Raises:
             ValueError: there are none; the constraint that rules out the last is named.
         """
+        check_profiles(run)
         refuse_profile(run)
         if run.policies.resize != "keep":
             raise ValueError(

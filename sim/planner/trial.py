@@ -18,8 +18,9 @@ from sim.planner.space import Candidate
 from sim.world import SimWorld
 from streamrl.record.metrics import Metrics, Speed, measure, measure_speed
 from streamrl.record.trace import Trace
+from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import check_run, decode_run, encode_run
+from streamrl.runfile.reading import decode_run, encode_run
 from streamrl.workload.workload import SimulatedWorkload
 
 Key = TypeVar("Key")

@@ -9,8 +9,8 @@ import msgspec
 
 from streamrl.doctor.changes import changed, say
 from streamrl.doctor.finding import Changes, Finding, is_error
+from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import check_run
 
 Examine = Callable[[Run], Iterable[Finding]]
 """What is found in a run, without fixes; raises nothing."""
