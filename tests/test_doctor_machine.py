@@ -19,6 +19,7 @@ from streamrl.doctor.changes import changed
 from streamrl.runfile.config import ExecuteConfig
 from streamrl.runfile.reading import make_run
 from streamrl.runfile.sides_config import RolloutConfig, TrainerConfig
+from streamrl.runfile.workload_config import VerifierName
 from tests.patients import NOWHERE, bad, full_run, local_table
 
 ROOT = Path(__file__).parent.parent
@@ -65,7 +66,7 @@ def test_a_run_that_can_be_executed_here_has_no_errors(tmp_path: Path) -> None:
         ({"model.dtype": "float16"}, "back-end", "model.dtype=bfloat16"),
         ({"execute.device": "cuda:7"}, "gpus", "execute.device=cpu"),
         ({"workload.verifier": "reasoning-gym"}, "prompts", "add it"),
-        ({"workload.verifier": "none"}, "prompts", "exact"),
+        ({"workload.verifier": "none"}, "wrong-key", "workload.verifier=exact"),
         ({"workload.prompts": "/nowhere.jsonl"}, "prompts", "prompt"),
         ({"rollout.max_tokens": 8192}, "positions", "rollout.max_tokens=2048"),
         ({"workload.lengths.source": "no.csv"}, "lengths", "file"),
@@ -124,7 +125,7 @@ def test_a_run_directory_that_is_taken_says_how_to_go_on(tmp_path: Path) -> None
 
 
 def test_the_fields_of_each_scorer_are_those_that_it_reads() -> None:
-    assert set(run_paths.FIELDS) == set(SCORERS)
+    assert set(run_paths.FIELDS) == set(SCORERS) == set(get_args(VerifierName))
     for name, needed in run_paths.FIELDS.items():
         record = {fields[-1]: "2" for fields in needed}
         if "task" in record:

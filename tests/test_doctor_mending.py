@@ -68,6 +68,9 @@ def fixes_of(changes: dict[str, Any]) -> list[str]:
         ({"plan": {"systems": []}}, ["remove plan.systems"]),
         ({"model": {"name": "qwen2.5-7b", "path": "x"}}, ["remove model.name"]),
         ({"model": {}}, ["set model.name=qwen2.5-7b"]),
+        ({"execute.device": "gpu"}, ["set execute.device=auto"]),
+        ({"execute.device": "cuda0"}, ["set execute.device=cuda"]),
+        ({"workload.verifier": "exactly"}, ["set workload.verifier=exact"]),
         (
             {"cluster.links": []},
             [

@@ -10,12 +10,10 @@ import os
 import re
 from itertools import takewhile
 
-from streamrl.runfile.config import Run
+from streamrl.runfile.config import DEVICE, Run
 from streamrl.runfile.pools import most_replicas
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
-DEVICE = re.compile(r"auto|cpu|cuda(?::(?P<index>\d+))?")
-"""What `execute.device` may be; cuda:N puts every role on one GPU."""
 NAME = re.compile(r"\d+|GPU-.+|MIG-.+")
 """An entry of CUDA_VISIBLE_DEVICES; whatever else hides itself and all that follow (CUDA C++ Programming Guide,
 section CUDA Environment Variables)."""

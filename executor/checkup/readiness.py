@@ -27,7 +27,6 @@ LIMITS: tuple[Changes, ...] = (
     {"algorithm.learning_rate": 1e-6},
     {"algorithm.max_grad_norm": 1.0},
     {"sync.mode": "full"},
-    {"execute.device": "auto"},
 )
 """What mends a run that these back ends cannot execute."""
 

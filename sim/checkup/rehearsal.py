@@ -17,7 +17,7 @@ from streamrl.runfile.cluster_config import ClusterConfig, LinkConfig, ModelConf
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.pools import most_replicas, replicas_per_node
 from streamrl.runfile.units import Bandwidth
-from streamrl.runfile.workload_config import LengthsConfig
+from streamrl.runfile.workload_config import LengthsConfig, RankerName
 from streamrl.workload.workload import SimulatedWorkload, Workload
 
 LEAST_STEPS = 3
@@ -171,7 +171,7 @@ def _stand_in_prompts(run: Run) -> int:
     return min(run.algorithm.prompts_per_step, max(least, MANY_ROLLOUTS // size, 1))
 
 
-def _stand_in_ranker(lengths: LengthsConfig) -> str:
+def _stand_in_ranker(lengths: LengthsConfig) -> RankerName:
     return "none" if lengths.ranker == "none" else "recall"
 
 

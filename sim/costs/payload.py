@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import assert_never
 
 from sim.costs.sync_profiles import load_delta
 from streamrl.hardware.memory import weight_bytes
@@ -33,6 +34,8 @@ class Payload:
             case "delta":
                 changed = model.num_parameters * sync.changed_share
                 return cls(round(changed * load_delta().bytes_per_value), num_tensors(model))
+            case _:
+                assert_never(sync.mode)
 
 
 def lora_parameters(model: ModelShape, rank: int) -> int:

@@ -11,7 +11,7 @@ shortest: generation, then training, or with streaming whatever of training is l
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 from msgspec.structs import replace
 
@@ -122,6 +122,8 @@ def step_time(generation: Generation, training: Training, objective: Objective) 
             return generation.time + training.time
         case "overlap":
             return _streamed_time(generation, training)
+        case _:
+            assert_never(objective)
 
 
 def _streamed_time(generation: Generation, training: Training) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,8 @@ def value_of(objective: ObjectiveName, speed: Speed) -> float:
             return speed.mean_step_time
         case "pareto":
             return speed.mean_step_time * mean_cost(speed)
+        case _:
+            assert_never(objective)
 
 
 def mean_cost(speed: Speed) -> float:
@@ -53,6 +56,8 @@ def values_of(
             return seconds
         case "pareto":
             return seconds * seconds * prices
+        case _:
+            assert_never(objective)
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:

@@ -24,7 +24,7 @@ MODEL = "qwen2.5-7b"
 """Stands in where no model is named."""
 SMALL, LARGE = 64, 4096
 """Whole numbers up to the first are all tried, powers of two up to the second."""
-LIKE = 0.6
+LIKE = 0.7
 """How like a name must be, by difflib's ratio, to come before the others."""
 
 

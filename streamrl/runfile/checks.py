@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import ceil
 
 from streamrl.runfile.bounds import POSITIVE, check_bounds
-from streamrl.runfile.config import Run
+from streamrl.runfile.config import DEVICE, Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError
 from streamrl.runfile.plan_checks import check_plan
 from streamrl.runfile.policy_checks import POLICY_CHECKS
@@ -103,8 +103,15 @@ def _check_latency(run: Run) -> None:
             raise RunError("policies.latency", points, list, text)
 
 
+def _check_device(run: Run) -> None:
+    device = run.execute.device
+    if not DEVICE.fullmatch(device):
+        text = f"execute.device must be auto, cpu, cuda or cuda:N, got {device!r}"
+        raise RunError("execute.device", device, OneOf(["auto", "cpu", "cuda"]), text)
+
+
 CHECKS: tuple[Callable[[Run], None], ...] = (
     *(_check_model, check_bounds, *POOL_CHECKS, _check_group, _check_batch, _check_lengths),
-    *(_check_sync, _check_latency, *POLICY_CHECKS, check_plan),
+    *(_check_sync, _check_latency, *POLICY_CHECKS, check_plan, _check_device),
 )
 """Each raises `RunError`; later ones rely on earlier ones."""

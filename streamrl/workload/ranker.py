@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from statistics import NormalDist
-from typing import Protocol
+from typing import Protocol, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -174,6 +174,8 @@ def load_ranker(
                     f"of a prompt, got {config.kind!r}"
                 )
             return History(past, config.ranker_history)
+        case _:
+            assert_never(config.ranker)
 
 
 def recall_at(scores: Numbers | Lengths, lengths: Lengths, share: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -246,19 +246,30 @@ def load_source(config: LengthsConfig) -> Source | Recorded:
     else:
         path = find_profile("lengths", config.source, ".csv")
     rows = _read_rows(path)
-    if config.kind == "histogram":
-        return Histogram(_read_bins(path, rows), config.prompt_tokens)
-    lengths = [int(_numbers(path, row, ("output_tokens",))["output_tokens"]) for row in rows]
-    if config.kind == "empirical":
-        return Groups([lengths], config.prompt_tokens)
+    match config.kind:
+        case "histogram":
+            return Histogram(_read_bins(path, rows), config.prompt_tokens)
+        case "empirical":
+            return Groups([_output_tokens(path, rows)], config.prompt_tokens)
+        case "groups":
+            return Groups(_by_prompt(path, rows), config.prompt_tokens)
+        case _:
+            assert_never(config.kind)
+
+
+def _output_tokens(path: Path, rows: list[dict[str, str]]) -> list[int]:
+    return [int(_numbers(path, row, ("output_tokens",))["output_tokens"]) for row in rows]
+
+
+def _by_prompt(path: Path, rows: list[dict[str, str]]) -> list[list[int]]:
     groups: dict[str, list[int]] = {}
-    for row, length in zip(rows, lengths, strict=True):
+    for row, length in zip(rows, _output_tokens(path, rows), strict=True):
         if row.get("prompt_id") is None:
             raise ValueError(
                 f"{path}: row {row} needs a prompt_id: it says which rows are siblings"
             )
         groups.setdefault(row["prompt_id"], []).append(length)
-    return Groups(list(groups.values()), config.prompt_tokens)
+    return list(groups.values())
 
 
 def _read_rows(path: Path) -> list[dict[str, str]]:

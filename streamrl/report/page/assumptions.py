@@ -13,7 +13,7 @@ from streamrl.report.plan import Plan
 from streamrl.report.words import dollars, listing, percent, tiers_text
 from streamrl.runfile.config import Run
 from streamrl.runfile.units import Bandwidth
-from streamrl.runfile.workload_config import LengthsConfig
+from streamrl.runfile.workload_config import LengthsConfig, LengthsKind
 
 OPERATIONS = {
     "prefill": "reading prompts (prefill)",
@@ -23,7 +23,7 @@ OPERATIONS = {
     "sync": "weight sync",
     "cache_transfer": "moving KV caches between replicas",
 }
-KINDS = {
+KINDS: dict[LengthsKind, str] = {
     "histogram": "drawn from the histogram",
     "empirical": "drawn from the lengths in",
     "groups": "prompts resampled from",
