@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from executor.verifier import SCORERS
+from executor.verifier.scorers import SCORERS
 from streamrl.engine.messages import Event
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_engine
@@ -83,7 +83,7 @@ async def _execute(run: Run, resume: bool, watch: Watch) -> Trace:
     from executor.carriers.launch import Launcher
     from executor.prompts import PromptWorkload, load_tokenizer
     from executor.record import RunDirectory
-    from executor.verifier import Verifier
+    from executor.verifier.scorers import Verifier
     from executor.world import RealWorld
 
     directory = RunDirectory(Path(run.execute.output))

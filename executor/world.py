@@ -17,7 +17,7 @@ from executor.carriers.launch import Launcher
 from executor.record import Checkpoint, RunDirectory
 from executor.samples import Completion, Manifest
 from executor.transfer.shared_memory import remove_version, shared_directory
-from executor.verifier import Verifier
+from executor.verifier.scorers import Verifier
 from streamrl.engine.engine import Engine
 from streamrl.engine.messages import (
     Abort,

@@ -15,7 +15,7 @@ from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLos
 from executor.prompts import PromptWorkload
 from executor.record import RunDirectory
 from executor.samples import Completion, Manifest, Request, Sample
-from executor.verifier import Verifier
+from executor.verifier.scorers import Verifier
 from executor.world import RealWorld
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_policies

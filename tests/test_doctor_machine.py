@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from executor.checkup import installed, readiness, run_paths
-from executor.verifier import SCORERS, score
+from executor.verifier.scorers import SCORERS, score
 from streamrl.cli.doctor import examine
 from streamrl.doctor import files
 from streamrl.doctor.changes import changed

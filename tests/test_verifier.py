@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from executor.verifier import Verifier, final_answer, score
+from executor.verifier.scorers import Verifier, final_answer, score
 
 
 @pytest.mark.parametrize(

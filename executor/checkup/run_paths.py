@@ -8,7 +8,7 @@ from pathlib import Path
 
 from executor.prompts import EXPECTED, Record, read_prompts
 from executor.record import RunDirectory
-from executor.verifier import SCORERS
+from executor.verifier.scorers import SCORERS
 from streamrl.doctor.changes import say
 from streamrl.doctor.finding import Changes, Finding, Level
 from streamrl.runfile.config import Run

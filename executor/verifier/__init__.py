@@ -1,0 +1,1 @@
+"""Rewards of finished rollouts: scorers by name, and the workers that run them."""
