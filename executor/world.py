@@ -17,7 +17,7 @@ from executor.carriers.launch import Launcher
 from executor.record import Checkpoint, RunDirectory
 from executor.samples import Completion, Manifest
 from executor.transfer.shared_memory import remove_version, shared_directory
-from executor.verifier.scorers import Verifier
+from executor.verifier.verifier import Verifier
 from streamrl.engine.engine import Engine
 from streamrl.engine.messages import (
     Abort,
@@ -115,6 +115,7 @@ class RealWorld(World):
         self._book.begin_at(groups_done)
         self._began_at = time.monotonic()
         try:
+            await self._verifier.start()  # its scorer loads while replicas do
             self.emit(RunStarted(version, groups_done))
             await self._over.wait()
         finally:
@@ -245,7 +246,7 @@ class RealWorld(World):
     async def _verify(self, command: Verify) -> Event:
         rollout = command.rollout
         draft, text = self._book.drafts[rollout], self._book.text(rollout)
-        draft.reward = await self._verifier.verify(text, self._book.record(rollout))
+        draft.reward, draft.fault = await self._verifier.verify(text, self._book.record(rollout))
         self._directory.write_rollout(rollout, draft, text, {"time": self.now})
         return Verified(rollout, draft.reward)
 
@@ -265,12 +266,14 @@ class RealWorld(World):
         trained = [rollout for group in groups for rollout in group.rollouts]
         figures = await self._must_have_trainer().call("step", command.version, returns=Figures)
         rewards = [rollout.reward for rollout in trained]
+        faults = [self._book.drafts[rollout.id].fault for rollout in trained]
         self._directory.write_step(
             {
                 "step": command.version,
                 "time": self.now,
                 "reward": sum(rewards) / len(rewards),
                 "output_tokens": sum(rollout.tokens for rollout in trained),
+                "unscored": len(faults) - faults.count(None),
                 **figures,
             }
         )

@@ -12,13 +12,14 @@ import pytest
 from packaging.requirements import Requirement
 
 from executor.checkup import installed, readiness, run_paths
-from executor.verifier.scorers import SCORERS, score
+from executor.verifier.scorers import SCORERS
 from streamrl.cli.doctor import examine
 from streamrl.doctor import files
 from streamrl.doctor.changes import changed
 from streamrl.runfile.config import ExecuteConfig, RolloutConfig, TrainerConfig
 from streamrl.runfile.reading import make_run
 from tests.patients import NOWHERE, bad, full_run, local_table
+from tests.verifying import score
 
 ROOT = Path(__file__).parent.parent
 

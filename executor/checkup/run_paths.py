@@ -18,7 +18,7 @@ FIELDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "math-verify": (("answer",),),
     "reasoning-gym": (("task",), ("entry", "answer")),
 }
-"""What each scorer of `executor.verifier` reads of a record: of every tuple one field."""
+"""What each scorer of `executor.verifier.scorers` reads of a record: of every tuple one field."""
 SHOWN = 3
 """Lines of a prompts file that a finding names."""
 

@@ -1,1 +1,1 @@
-"""Rewards of finished rollouts: scorers by name, and the workers that run them."""
+"""Rewards of finished rollouts, computed in processes from which what a model wrote reaches nothing."""

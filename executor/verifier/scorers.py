@@ -1,51 +1,39 @@
-"""Rewards of finished rollouts: scorers by name, in a pool of workers beside the event loop."""
+"""Scorers by name: what each reads of a completion and of its record, and how it comes to a reward."""
 
 from __future__ import annotations
 
-import asyncio
-import multiprocessing
 from collections.abc import Callable
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import cache
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from executor.prompts import Record
+if TYPE_CHECKING:
+    from executor.prompts import Record
 
-Scorer = Callable[[str, Record], float]
+Grade: TypeAlias = Callable[[str], float]
+"""The reward of one answer, 0 to 1. It may evaluate the answer: call it in a sandbox only."""
+Grader: TypeAlias = "Callable[[Record], Grade]"
+"""Grades the answers to one record. It sees nothing that a model wrote; raises where the record lacks something."""
 
 ANSWER_MARKERS = ("####", "#", "answer:", "Answer:")
 """What stands before the final answer where a completion shows its work."""
-IN_PROCESSES = ("math-verify",)
-"""Scorers that a completion can keep busy for ever: they stop themselves, by a signal to a main thread."""
 
 
-class Verifier:
-    """Scores completions, at most `workers` at a time."""
+class Scorer(NamedTuple):
+    """How completions are scored; only `load` imports what does it."""
 
-    def __init__(self, name: str, workers: int) -> None:
-        self._name = name
-        self._pool: Executor
-        if name in IN_PROCESSES:
-            self._pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
-        else:
-            self._pool = ThreadPoolExecutor(workers, thread_name_prefix="verifier")
-
-    async def verify(self, completion: str, record: Record) -> float:
-        """Give the reward of a completion's text, between 0 and 1."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, score, self._name, completion, record)
-
-    def close(self) -> None:
-        """Let what runs finish and end the workers."""
-        self._pool.shutdown(cancel_futures=True)
-
-
-def score(name: str, completion: str, record: Record) -> float:
-    """Give the reward of a completion's text by the scorer `name`."""
-    return _load(name)(completion, record)
+    read: Callable[[str], str]
+    """Return what of a completion is scored."""
+    expected: Callable[[Record], str | None]
+    """Return an answer to the record that is known to be right, None where the record knows none."""
+    load: Callable[[], Grader]
+    """Import what grades, and let it grade something of our own: sympy's first expression takes a tenth of a
+    second, which every worker that is forked before it would take anew."""
+    evaluates: bool
+    """Whether it may run an answer as code."""
 
 
 def final_answer(completion: str) -> str:
-    """Give what follows the last answer marker, or the last line where there is none."""
+    """Return what follows the last answer marker, or the last line where there is none."""
     for marker in ANSWER_MARKERS:
         if marker in completion:
             return completion.rpartition(marker)[2].strip()
@@ -53,40 +41,67 @@ def final_answer(completion: str) -> str:
     return lines[-1].strip() if lines else ""
 
 
-def score_exactly(completion: str, record: Record) -> float:
-    """Give 1 where the final answer is the record's "answer", else 0."""
-    return float(final_answer(completion) == str(record["answer"]).strip())
+def can_act(answer: str) -> bool:
+    """Whether an answer, were it evaluated, could do more than compute a value.
+
+    To reach anything it takes a name, and to do anything with it more than the name.
+    """
+    return any(map(str.isidentifier, answer)) and not answer.isalnum()
 
 
-def _load_math_verify() -> Scorer:
+def _whole(completion: str) -> str:
+    return completion
+
+
+def _answer_of(record: Record) -> str | None:
+    return str(record["answer"])
+
+
+def _answer_of_entry(record: Record) -> str | None:
+    answer = _entry(record)["answer"]
+    return None if answer is None else str(answer)
+
+
+def _entry(record: Record) -> Record:
+    return record.get("entry") or {"answer": record["answer"], "metadata": {}}
+
+
+def _load_exact() -> Grader:
+    def grade(record: Record) -> Grade:
+        expected = str(record["answer"]).strip()
+        return lambda answer: float(answer == expected)
+
+    return grade
+
+
+def _load_math_verify() -> Grader:
     from math_verify import parse, verify
 
-    def score_maths(completion: str, record: Record) -> float:
-        return float(verify(parse(str(record["answer"])), parse(completion)))
+    def grade(record: Record) -> Grade:
+        expected = str(record["answer"])
+        return lambda completion: float(verify(parse(expected), parse(completion)))
 
-    return score_maths
+    grade({"answer": "$x^2 + 1$"})("so $\\boxed{\\frac{x}{2}}$")  # see `Scorer.load`
+    return grade
 
 
-def _load_reasoning_gym() -> Scorer:
+def _load_reasoning_gym() -> Grader:
     from reasoning_gym import get_score_answer_fn
 
     scorer_of = cache(get_score_answer_fn)
 
-    def score_task(completion: str, record: Record) -> float:
-        entry = record.get("entry") or {"answer": record["answer"], "metadata": {}}
-        return float(scorer_of(record["task"])(answer=final_answer(completion), entry=entry))
+    def grade(record: Record) -> Grade:
+        task, entry = scorer_of(record["task"]), _entry(record)
+        return lambda answer: float(task(answer=answer, entry=entry))
 
-    return score_task
+    derivative = {"integrand": "2*x", "variable": "x"}
+    entry = {"answer": "x**2 + C", "metadata": derivative}
+    grade({"task": "simple_integration", "entry": entry})("x**2 + C")  # see `Scorer.load`
+    return grade
 
 
-SCORERS: dict[str, Callable[[], Scorer]] = {
-    "exact": lambda: score_exactly,
-    "math-verify": _load_math_verify,
-    "reasoning-gym": _load_reasoning_gym,
+SCORERS: dict[str, Scorer] = {
+    "exact": Scorer(final_answer, _answer_of, _load_exact, evaluates=False),
+    "math-verify": Scorer(_whole, _answer_of, _load_math_verify, evaluates=True),
+    "reasoning-gym": Scorer(final_answer, _answer_of_entry, _load_reasoning_gym, evaluates=True),
 }
-"""Loads a scorer by name."""
-
-
-@cache
-def _load(name: str) -> Scorer:
-    return SCORERS[name]()

@@ -90,6 +90,7 @@ def run_checks() -> tuple[Callable[[Run], None], ...]:
         _check_positive,
         check_pools,
         _check_algorithm,
+        _check_verifier,
         _check_lengths,
         _check_sync,
         _check_latency,
@@ -161,6 +162,13 @@ def _check_algorithm(run: Run) -> None:
             f"algorithm.prompts_per_step x group_size gives {algorithm.rollouts_per_step} rollouts, "
             f"fewer than trainer.data_parallel={run.trainer.data_parallel}"
         )
+
+
+def _check_verifier(run: Run) -> None:
+    limits = {"time_limit": run.verifier.time_limit, "memory_limit": run.verifier.memory_limit}
+    for key, limit in limits.items():
+        if not (isfinite(limit) and limit > 0):
+            raise ValueError(f"verifier.{key} must be above 0, got {limit:g}")
 
 
 def _check_lengths(run: Run) -> None:
