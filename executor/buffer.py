@@ -24,6 +24,8 @@ class Draft:
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Spans `(version, start)`: from token `start` on, the policy version that sampled."""
     reward: float = 0.0
+    fault: str | None = None
+    """What became of it where it could not be scored; see `Verdict`."""
 
 
 class Book:

@@ -13,7 +13,7 @@ from typing import Any
 
 from executor.back_ends import check_back_ends
 from executor.carriers.placement import claim_gpus
-from executor.verifier import SCORERS
+from executor.verifier.scorers import SCORERS
 from streamrl.engine.messages import Event
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_engine
@@ -65,14 +65,14 @@ async def _execute(run: Run, resume: bool, watch: Watch) -> Trace:
     from executor.carriers.launch import Launcher
     from executor.prompts import PromptWorkload, load_tokenizer
     from executor.record import RunDirectory
-    from executor.verifier import Verifier
+    from executor.verifier.verifier import Verifier
     from executor.world import RealWorld
 
     directory = RunDirectory(Path(run.execute.output))
     directory.find_checkpoint(run, resume)
     assert run.model.path is not None and run.workload.verifier is not None
     book = Book(run, PromptWorkload(run, load_tokenizer(run.model.path)))
-    verifier = Verifier(run.workload.verifier, run.verifier.workers)
+    verifier = Verifier(run.workload.verifier, run.verifier, directory.logs / "verifier.log")
     checkpoint = directory.open(run, resume)
     world = RealWorld(
         Trace(run, "real", facts(), directory.trace_file),

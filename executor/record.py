@@ -119,6 +119,7 @@ class RunDirectory:
             "num_tokens": len(draft.tokens),
             "versions": draft.versions,
             "reward": draft.reward,
+            **({} if draft.fault is None else {"verifier": draft.fault}),
             **facts,
         }
         self._rollouts.write(json.dumps(line) + "\n")

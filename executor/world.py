@@ -20,7 +20,7 @@ from executor.trainer.advantages import NO_BASELINE
 from executor.trainer.estimator import AdvantageEstimator
 from executor.trainer.trainer import Trainer
 from executor.transfer.transfer import Transfer
-from executor.verifier import Verifier
+from executor.verifier.verifier import Verifier
 from streamrl.engine.engine import Engine
 from streamrl.engine.messages import (
     Abort,
@@ -108,6 +108,7 @@ class RealWorld(World[Trace]):
         self._book.begin_at(begun.groups_done)
         self._began_at = time.monotonic()
         try:
+            await self._verifier.start()  # its scorer loads while replicas do
             self.emit(begun)
             await self._over.wait()
         finally:
@@ -190,7 +191,7 @@ class RealWorld(World[Trace]):
     async def _verify(self, command: Verify) -> Event:
         rollout = command.rollout
         draft, text = self._book.drafts[rollout], self._book.text(rollout)
-        draft.reward = await self._verifier.verify(text, self._book.record(rollout))
+        draft.reward, draft.fault = await self._verifier.verify(text, self._book.record(rollout))
         self._directory.write_rollout(rollout, draft, text, {"time": self.now})
         return Verified(rollout, draft.reward)
 

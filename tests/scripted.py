@@ -12,16 +12,17 @@ import msgspec
 
 from executor.buffer import Book
 from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
-from executor.prompts import PromptWorkload
+from executor.prompts import PromptWorkload, Record
 from executor.record import RunDirectory
 from executor.samples import Completion, Manifest, Request, Sample
-from executor.verifier import Verifier
+from executor.verifier.verifier import Verdict
 from executor.world import RealWorld
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_policies
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from tests.runs import CheckedEngine
+from tests.verifying import score
 
 REPLICA = "tests.scripted:ScriptedReplica"
 TRAINER = "tests.scripted:ScriptedTrainer"
@@ -170,6 +171,19 @@ class ScriptedTokenizer:
         return "odd" if sum(tokens) % 2 else "even"
 
 
+class ScriptedVerifier:
+    """Scores in this process: what scripted roles write is trusted."""
+
+    async def start(self) -> None:
+        pass
+
+    async def verify(self, completion: str, record: Record) -> Verdict:
+        return Verdict(score("exact", completion, record), None)
+
+    def close(self) -> None:
+        pass
+
+
 class ScriptedLauncher:
     """Starts scripted roles in this process, or in processes of their own; `lose` kills replicas."""
 
@@ -231,6 +245,7 @@ def make_world(
     launcher_options: dict[str, Any],
     resume: bool = False,
     launcher_class: type[ScriptedLauncher] = ScriptedLauncher,
+    verifier_class: type[ScriptedVerifier] = ScriptedVerifier,
     **kwargs: Any,
 ) -> RealWorld:
     """Put a real world of scripted roles together; call it inside the event loop."""
@@ -242,7 +257,7 @@ def make_world(
         CheckedEngine(State.start(run), build_policies(run)),
         launcher,  # type: ignore[arg-type]
         Book(run, PromptWorkload(run, ScriptedTokenizer())),
-        Verifier("exact", run.verifier.workers),
+        verifier_class(),  # type: ignore[arg-type]
         directory,
         checkpoint,
         **kwargs,

@@ -73,6 +73,7 @@ class Trainer:
                 "time": self._now(),
                 "reward": sum(draft.reward for draft in trained) / len(trained),
                 "output_tokens": sum(len(draft.tokens) for draft in trained),
+                "unscored": sum(draft.fault is not None for draft in trained),
                 **figures,
             }
         )
