@@ -61,7 +61,7 @@ def execute(run: Run, resume: bool = False, watch: Watch = lambda event, state, 
 
 
 async def _execute(run: Run, resume: bool, watch: Watch) -> Trace:
-    from executor.buffer import Book
+    from executor.buffer import RolloutBuffer
     from executor.carriers.launch import Launcher
     from executor.prompts import PromptWorkload, load_tokenizer
     from executor.record import RunDirectory
@@ -71,14 +71,14 @@ async def _execute(run: Run, resume: bool, watch: Watch) -> Trace:
     directory = RunDirectory(Path(run.execute.output))
     directory.find_checkpoint(run, resume)
     assert run.model.path is not None and run.workload.verifier is not None
-    book = Book(run, PromptWorkload(run, load_tokenizer(run.model.path)))
+    buffer = RolloutBuffer(run, PromptWorkload(run, load_tokenizer(run.model.path)))
     verifier = Verifier(run.workload.verifier, run.verifier, directory.logs / "verifier.log")
     checkpoint = directory.open(run, resume)
     world = RealWorld(
         Trace(run, "real", facts(), directory.trace_file),
         build_engine(run),
         Launcher(run, directory, claim_gpus(run)),
-        book,
+        buffer,
         verifier,
         directory,
         checkpoint,

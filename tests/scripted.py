@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from executor.buffer import Book
+from executor.buffer import RolloutBuffer
 from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
 from executor.prompts import PromptWorkload, Record
 from executor.record import RunDirectory
 from executor.samples import Completion, Manifest, Request, Sample
-from executor.verifier.verifier import Verdict
+from executor.verifier.verifier import Scoring
 from executor.world import RealWorld
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_policies
@@ -177,8 +177,8 @@ class ScriptedVerifier:
     async def start(self) -> None:
         pass
 
-    async def verify(self, completion: str, record: Record) -> Verdict:
-        return Verdict(score("exact", completion, record), None)
+    async def verify(self, completion: str, record: Record) -> Scoring:
+        return Scoring(score("exact", completion, record), None)
 
     def close(self) -> None:
         pass
@@ -256,7 +256,7 @@ def make_world(
         Trace(run, "real", {}, directory.trace_file),
         CheckedEngine(State.start(run), build_policies(run)),
         launcher,  # type: ignore[arg-type]
-        Book(run, PromptWorkload(run, ScriptedTokenizer())),
+        RolloutBuffer(run, PromptWorkload(run, ScriptedTokenizer())),
         verifier_class(),  # type: ignore[arg-type]
         directory,
         checkpoint,

@@ -14,7 +14,7 @@ from reasoning_gym import create_dataset
 from reasoning_gym.factory import DATASETS
 
 from executor.prompts import Record
-from executor.verifier.verifier import Verdict
+from executor.verifier.verifier import Scoring
 from tests.verifying import score, verdicts
 
 NOT_MADE = {"composite": "a mixture of other families, whose own names its records carry"}
@@ -35,9 +35,9 @@ LEAVE_A_FILE = "[open('{path}', 'w'), __import__('os').system('touch {path}'), {
 class Trial(NamedTuple):
     """What became of one family's answers."""
 
-    expected: Verdict
+    expected: Scoring
     """Of the answer that the family itself gives."""
-    hostile: Verdict
+    hostile: Scoring
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def trials(records: dict[str, Record], songs: list[int], file: Path) -> dict[str
 def test_nothing_that_a_model_wrote_is_evaluated_beside_the_engine(
     family: str, trials: dict[str, Trial], songs: list[int], file: Path
 ) -> None:
-    assert isinstance(trials[family].hostile, Verdict)
+    assert isinstance(trials[family].hostile, Scoring)
     assert songs == [] and not file.exists()
 
 
@@ -87,7 +87,7 @@ def test_a_sandbox_changes_no_reward(
 ) -> None:
     record = records[family]
     reward = score("reasoning-gym", f"#### {record['entry']['answer']}", record)
-    assert trials[family].expected == Verdict(reward, None)
+    assert trials[family].expected == Scoring(reward, None)
 
 
 def test_canaries_sing_where_an_answer_is_evaluated(

@@ -14,7 +14,7 @@ import pytest
 
 from executor.carriers.handles import LocalProcess
 from executor.prompts import Record
-from executor.verifier.verifier import Verdict
+from executor.verifier.verifier import Scoring
 from executor.world import RealWorld
 from streamrl.engine.messages import (
     Event,
@@ -230,9 +230,9 @@ class StumblingVerifier(ScriptedVerifier):
     def __init__(self) -> None:
         self._num_seen = 0
 
-    async def verify(self, completion: str, record: Record) -> Verdict:
+    async def verify(self, completion: str, record: Record) -> Scoring:
         self._num_seen += 1
-        return Verdict(0.0, "time limit") if self._num_seen % 2 else Verdict(1.0, None)
+        return Scoring(0.0, "time limit") if self._num_seen % 2 else Scoring(1.0, None)
 
 
 def test_a_completion_that_cannot_be_scored_is_trained_on_with_reward_0_and_counted(

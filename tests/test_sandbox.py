@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from executor.verifier import landlock, seccomp
-from executor.verifier.sandbox import Limits, Sandbox, find_gaps
-from executor.verifier.verifier import Verdict
+from executor.verifier.sandbox import Sandbox, SandboxLimits, find_gaps
+from executor.verifier.verifier import Scoring
 from tests.verifying import EVALUATED, WAS_STOPPED, WENT_THROUGH, attempt, verdicts
 
 sandboxed = pytest.mark.skipif(
@@ -89,7 +89,7 @@ HARMLESS = {
     "read a file of Python's": "import json\nopen(json.__file__).read(10)",
 }
 
-Outcomes = dict[str, Verdict | BaseException]
+Outcomes = dict[str, Scoring | BaseException]
 
 
 @pytest.fixture(scope="module")
@@ -118,19 +118,19 @@ def outcomes(tmp: Path) -> Iterator[Outcomes]:
 @sandboxed
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_answer_cannot(attack: str, outcomes: Outcomes) -> None:
-    assert outcomes[attack] == Verdict(WAS_STOPPED, None)
+    assert outcomes[attack] == Scoring(WAS_STOPPED, None)
 
 
 @pytest.mark.parametrize("attack", HARMLESS)
 def test_an_answer_is_evaluated_and_may(attack: str, outcomes: Outcomes) -> None:
-    assert outcomes[attack] == Verdict(WENT_THROUGH, None)
+    assert outcomes[attack] == Scoring(WENT_THROUGH, None)
 
 
 @pytest.mark.parametrize("attack", FAULTS)
 def test_an_answer_that_cannot_be_scored_has_reward_0_and_says_why(
     attack: str, outcomes: Outcomes
 ) -> None:
-    assert outcomes[attack] == Verdict(0.0, FAULTS[attack][1])
+    assert outcomes[attack] == Scoring(0.0, FAULTS[attack][1])
 
 
 @sandboxed
@@ -148,7 +148,7 @@ def test_where_the_kernel_offers_no_sandbox_limits_hold_all_the_same(
     assert len(find_gaps()) == 2
     child = os.fork()
     if child == 0:
-        Sandbox(Limits(time=2.5, memory=1e8), []).enter()
+        Sandbox(SandboxLimits(time=2.5, memory=1e8), []).enter()
         limits = {name: getattr(resource, f"RLIMIT_{name}") for name in ("CPU", "FSIZE", "CORE")}
         hard = {name: resource.getrlimit(limit)[1] for name, limit in limits.items()}
         with suppress(MemoryError):

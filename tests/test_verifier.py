@@ -14,8 +14,8 @@ import pytest
 
 from executor.verifier.process import ENVIRONMENT
 from executor.verifier.scorers import can_act, final_answer
-from executor.verifier.verifier import Verdict, Verifier
-from executor.verifier.worker import read_verdict
+from executor.verifier.verifier import Scoring, Verifier
+from executor.verifier.scoring_worker import read_verdict
 from tests.runs import small_run
 from tests.verifying import children, config, score, verdicts, wait_until_gone, work_time
 
@@ -46,7 +46,7 @@ def test_exact_wants_the_very_answer() -> None:
     assert score("exact", right, {"answer": "12"}) == 1.0
     assert score("exact", wrong, {"answer": "12"}) == 0.0
     found = verdicts("exact", [(text, {"answer": "12"}) for text in (right, wrong, right)])
-    assert found == [Verdict(1.0, None), Verdict(0.0, None), Verdict(1.0, None)]
+    assert found == [Scoring(1.0, None), Scoring(0.0, None), Scoring(1.0, None)]
 
 
 def test_reasoning_gym_scores_with_the_task_of_the_record() -> None:
@@ -60,7 +60,7 @@ def test_reasoning_gym_scores_with_the_task_of_the_record() -> None:
 def test_math_verify_knows_equal_values_in_other_forms() -> None:
     texts = ["so it is $\\boxed{\\frac{1}{2}}$", "it is $\\boxed{2}$"]
     found = verdicts("math-verify", [(text, {"answer": "0.5"}) for text in texts], time_limit=30)
-    assert found == [Verdict(1.0, None), Verdict(0.0, None)]
+    assert found == [Scoring(1.0, None), Scoring(0.0, None)]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_number_too_large_for_its_scorer_is_a_wrong_answer_and_holds_up_nobody
         {"task": "binary_matrix", "entry": {"answer": "0 1", "metadata": {}}},
     ]
 
-    async def go() -> tuple[list[Verdict], int]:
+    async def go() -> tuple[list[Scoring], int]:
         verifier, num_turns = Verifier("reasoning-gym", config(time_limit=1.0)), 0
         work = asyncio.gather(*(verifier.verify("9**9**9**9", record) for record in records))
         while not work.done():
@@ -122,7 +122,7 @@ def test_a_number_too_large_for_its_scorer_is_a_wrong_answer_and_holds_up_nobody
         return await work, num_turns
 
     found, num_turns = asyncio.run(asyncio.wait_for(go(), timeout=60))
-    assert found == [Verdict(0.0, "time limit")] * 2 and num_turns > 50
+    assert found == [Scoring(0.0, "time limit")] * 2 and num_turns > 50
 
 
 def test_what_is_wrong_with_every_completion_of_a_record_is_an_error_with_its_reason() -> None:
@@ -168,7 +168,7 @@ def use(do: Use) -> None:
     asyncio.run(asyncio.wait_for(go(), timeout=60))
 
 
-async def begin_to_hang(verifier: Verifier) -> tuple[asyncio.Task[Verdict], int, int]:
+async def begin_to_hang(verifier: Verifier) -> tuple[asyncio.Task[Scoring], int, int]:
     """Return a verification that takes long, with the ids of the fork server and of the worker."""
     server = (await verifier.start()).pid
     task = asyncio.create_task(verifier.verify(*TOWERS))
@@ -194,7 +194,7 @@ def test_a_worker_that_is_killed_is_replaced() -> None:
     async def do(verifier: Verifier) -> None:
         task, _, worker = await begin_to_hang(verifier)
         os.kill(worker, signal.SIGKILL)
-        assert await task == Verdict(0.0, "process ended")
+        assert await task == Scoring(0.0, "process ended")
         assert (await verifier.verify(*EASY)).reward == 1.0
 
     use(do)

@@ -12,7 +12,7 @@ from typing import Any
 
 from executor.prompts import Record
 from executor.verifier.scorers import SCORERS, Grader
-from executor.verifier.verifier import Verdict, Verifier
+from executor.verifier.verifier import Scoring, Verifier
 from streamrl.runfile.sides_config import VerifierConfig
 from streamrl.runfile.units import Duration, Size
 
@@ -48,10 +48,10 @@ def verdicts(
     completions: Iterable[tuple[str, Record]],
     log: Path = Path(os.devnull),
     **limits: Any,
-) -> list[Verdict | BaseException]:
+) -> list[Scoring | BaseException]:
     """Return what becomes of each completion, all of them given at once."""
 
-    async def go() -> list[Verdict | BaseException]:
+    async def go() -> list[Scoring | BaseException]:
         verifier = Verifier(scorer, config(**limits), log)
         try:
             work = [verifier.verify(*completion) for completion in completions]

@@ -24,9 +24,9 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from executor.verifier.sandbox import Limits, Sandbox, find_gaps
+from executor.verifier.sandbox import Sandbox, SandboxLimits, find_gaps
 from executor.verifier.scorers import SCORERS, Grade, Grader, Scorer, can_act
-from executor.verifier.worker import MOST_BYTES, Outcome, read_verdict, work
+from executor.verifier.scoring_worker import MOST_BYTES, ScoringOutcome, read_verdict, work
 
 if TYPE_CHECKING:
     from executor.prompts import Record
@@ -59,7 +59,7 @@ def main(options: Options) -> None:
     os.environ.clear()
     gc.collect()
     gc.freeze()  # or collecting in a worker would copy all of it
-    limits = Limits(*options["limits"])
+    limits = SandboxLimits(*options["limits"])
     connection = socket.socket(fileno=options["connection"])
     sandbox = Sandbox(limits, readable_roots())
     ForkServer(connection, grader, scorer.evaluates, limits, sandbox).serve()
@@ -115,7 +115,7 @@ class ForkServer:
         connection: socket.socket,
         grader: Grader,
         evaluates: bool,
-        limits: Limits,
+        limits: SandboxLimits,
         sandbox: Sandbox,
     ) -> None:
         self._connection = connection
@@ -154,7 +154,7 @@ class ForkServer:
             )  # loads what the record's task needs, once for all workers
         except Exception as error:
             detail = f"{type(error).__name__}: {error}"
-            self._answer(request["id"], Outcome(0.0, "record", detail))
+            self._answer(request["id"], ScoringOutcome(0.0, "record", detail))
             return
         worker = self._hand_over(line + b"\n")
         worker.request, worker.began_at = request["id"], time.monotonic()
@@ -189,14 +189,14 @@ class ForkServer:
         if self._workers.get(worker.pid) is not worker:
             return  # discarded since this was found to be readable
         data = os.read(worker.verdicts, MOST_BYTES)
-        outcome = read_verdict(data) if data else Outcome(0.0, "process ended")
+        outcome = read_verdict(data) if data else ScoringOutcome(0.0, "process ended")
         worker.work_time += time.monotonic() - worker.began_at
         is_old = worker.work_time > self._limits.time  # and would meet its limit of CPU time
         self._settle(worker, outcome)
         if worker.is_used_up or is_old or outcome.fault is not None:
             self._discard(worker)
 
-    def _settle(self, worker: Worker, outcome: Outcome) -> None:
+    def _settle(self, worker: Worker, outcome: ScoringOutcome) -> None:
         if worker.request is not None:
             self._answer(worker.request, outcome)
         worker.request = None
@@ -205,7 +205,7 @@ class ForkServer:
         latest = time.monotonic() - self._limits.time
         for worker in list(self._workers.values()):
             if not worker.is_idle and worker.began_at <= latest:
-                self._settle(worker, Outcome(0.0, "time limit"))
+                self._settle(worker, ScoringOutcome(0.0, "time limit"))
                 self._discard(worker)
 
     def _patience(self) -> float | None:
@@ -223,6 +223,6 @@ class ForkServer:
         os.close(worker.verdicts)
         os.close(worker.requests)
 
-    def _answer(self, request: int, outcome: Outcome) -> None:
+    def _answer(self, request: int, outcome: ScoringOutcome) -> None:
         line = json.dumps({"id": request, **outcome._asdict()})
         self._connection.sendall(line.encode() + b"\n")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from executor.verifier.sandbox import Limits
+from executor.verifier.sandbox import SandboxLimits
 
 if TYPE_CHECKING:
     from executor.prompts import Record
@@ -64,7 +64,7 @@ class ForkServerProcess:
         self.is_lost = False
 
     @classmethod
-    async def start(cls, scorer: str, limits: Limits, log: Path) -> ForkServerProcess:
+    async def start(cls, scorer: str, limits: SandboxLimits, log: Path) -> ForkServerProcess:
         """Start the process, in an empty directory; what it prints goes to `log`."""
         directory = Path(tempfile.mkdtemp(prefix="streamrl-verifier-"))
         ours, theirs = socket.socketpair()

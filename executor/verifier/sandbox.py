@@ -30,7 +30,7 @@ OPEN_FILES = 64  # a scorer that imports a module late has two or three open
 PR_SET_NO_NEW_PRIVS = 38
 
 
-class Limits(NamedTuple):
+class SandboxLimits(NamedTuple):
     """What one completion may take."""
 
     time: float
@@ -54,7 +54,7 @@ def find_gaps() -> list[str]:
 class Sandbox:
     """Holds processes to limits; prepared once, entered by each of them."""
 
-    def __init__(self, limits: Limits, roots: Iterable[Path]) -> None:
+    def __init__(self, limits: SandboxLimits, roots: Iterable[Path]) -> None:
         self._limits = limits
         self._filter = seccomp.program() if seccomp.is_available() else None
         self._rules = landlock.make_ruleset(roots) if landlock.is_available() else None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from executor.verifier.process import ForkServerProcess, Reply
-from executor.verifier.sandbox import Limits
+from executor.verifier.sandbox import SandboxLimits
 from executor.verifier.scorers import SCORERS
 from streamrl.runfile.sides_config import VerifierConfig
 
@@ -20,7 +20,7 @@ START_TIME = (
 )
 
 
-class Verdict(NamedTuple):
+class Scoring(NamedTuple):
     """What a completion gets."""
 
     reward: float
@@ -40,7 +40,7 @@ class Verifier:
     def __init__(self, scorer: str, config: VerifierConfig, log: Path = Path(os.devnull)) -> None:
         self._name = scorer
         self._scorer = SCORERS[scorer]
-        self._limits = Limits(config.time_limit, config.memory_limit)
+        self._limits = SandboxLimits(config.time_limit, config.memory_limit)
         self._log = log
         self._free = asyncio.Semaphore(config.workers)
         self._starting = asyncio.Lock()
@@ -53,7 +53,7 @@ class Verifier:
                 self._process = await ForkServerProcess.start(self._name, self._limits, self._log)
             return self._process
 
-    async def verify(self, completion: str, record: Record) -> Verdict:
+    async def verify(self, completion: str, record: Record) -> Scoring:
         """Return the reward of a completion's text.
 
         Raises:
@@ -63,7 +63,7 @@ class Verifier:
             reply = await self._grade(self._scorer.read(completion), record)
             if reply.fault is not None:
                 await self._check(record)
-            return Verdict(reply.reward, reply.fault)
+            return Scoring(reply.reward, reply.fault)
 
     def close(self) -> None:
         """End the processes at once, whatever they do."""

@@ -25,7 +25,7 @@ MOST_FILES = 1 << 16  # more than a fork server ever opens
 PR_SET_PDEATHSIG = 1
 
 
-class Outcome(NamedTuple):
+class ScoringOutcome(NamedTuple):
     """What came of grading one answer."""
 
     reward: float
@@ -47,18 +47,18 @@ def work(requests: int, verdicts: int, grader: Grader, sandbox: Sandbox) -> NoRe
         os._exit(0)
 
 
-def read_verdict(data: bytes) -> Outcome:
+def read_verdict(data: bytes) -> ScoringOutcome:
     """Return what a worker answered; a fault where that is no verdict."""
     kind, text = data[:1], data[1:]
     if kind == REWARD and len(text) == 8:
         (reward,) = struct.unpack("=d", text)
         if isfinite(reward) and 0 <= reward <= 1:
-            return Outcome(reward)
+            return ScoringOutcome(reward)
     if data == MEMORY:
-        return Outcome(0.0, "memory limit")
+        return ScoringOutcome(0.0, "memory limit")
     if kind == ERROR:
-        return Outcome(0.0, "error", text.decode(errors="replace"))
-    return Outcome(0.0, "no reward")
+        return ScoringOutcome(0.0, "error", text.decode(errors="replace"))
+    return ScoringOutcome(0.0, "no reward")
 
 
 def _prepare(sandbox: Sandbox, pipes: set[int]) -> bytes:
