@@ -13,7 +13,8 @@ from typer.core import TyperGroup
 
 from streamrl.cli.profile_check import check
 from streamrl.cli.profile_show import show
-from streamrl.cli.shared import AsJson, make_progress, print_json
+from streamrl.cli.progress import make_progress
+from streamrl.cli.shared import AsJson, print_json
 from streamrl.hardware.machine_profile import MeasuredProfile, write_measured
 
 MEASURE = "measure"
