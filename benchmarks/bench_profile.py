@@ -36,7 +36,7 @@ from executor.profiling.measurements import Limits
 from executor.profiling.profile_file import make_setup, profile_model
 from executor.profiling.profiler import num_points
 from sim.world import simulate
-from streamrl.cli.shared import make_progress
+from streamrl.cli.progress import make_progress
 from streamrl.hardware.machine_profile import write_measured
 from streamrl.record.informative import recorded_workload
 from streamrl.record.metrics import Metrics, measure

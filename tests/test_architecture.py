@@ -63,20 +63,27 @@ def imports_any(path: Path, modules: set[str]) -> list[str]:
 # Imports ------------------------------------------------------------------------------------------
 
 
+def is_front(path: Path) -> bool:
+    """Say whether people come in here: by the command line, or from a notebook or a script."""
+    return name_of(path).startswith(("streamrl/cli/", "streamrl/api.py"))
+
+
 @pytest.mark.parametrize(
     ("package", "others"),
     [("streamrl", {"sim", "executor"}), ("sim", {"executor"}), ("executor", {"sim"})],
 )
-def test_only_the_command_line_brings_the_worlds_together(package: str, others: set[str]) -> None:
+def test_only_command_line_and_api_bring_the_worlds_together(
+    package: str, others: set[str]
+) -> None:
     for path in sources(package):
-        if not name_of(path).startswith("streamrl/cli"):
+        if not is_front(path):
             assert imports_any(path, others) == [], name_of(path)
 
 
-def test_nothing_imports_the_command_line() -> None:
+def test_nothing_imports_the_command_line_or_the_api() -> None:
     for path in EVERYWHERE:
-        if not name_of(path).startswith("streamrl/cli"):
-            assert imports_any(path, {"streamrl.cli"}) == [], name_of(path)
+        others = {"streamrl.api"} if is_front(path) else {"streamrl.api", "streamrl.cli"}
+        assert imports_any(path, others) == [], name_of(path)
 
 
 def test_heavy_libraries_are_imported_in_the_executor_only() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
@@ -38,6 +39,22 @@ def test_a_notebook_holds_no_logic(path: Path) -> None:
     for source in code_cells(path):
         found = [type(n).__name__ for n in ast.walk(ast.parse(source)) if isinstance(n, LOGIC)]
         assert found == [], source
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_imports_nothing_of_the_project_but_its_api(path: Path) -> None:
+    modules = [name for source in code_cells(path) for name in imported(ast.parse(source))]
+    ours = [name for name in modules if name.split(".")[0] in ("streamrl", "sim", "executor")]
+    assert set(ours) == {"streamrl.api"}
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """Yield the module of every import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

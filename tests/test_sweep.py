@@ -250,6 +250,7 @@ STUDY = EXAMPLES / "studies" / "bandwidth.toml"
         ([RUN, "--sweep", "rollout.replicas=8", "--metric", "goodputt"], ["goodputt", "goodput"]),
         ([RUN, "--sweep", "rollout.replicas=8", "--seeds", "0"], ["--seeds", "0"]),
         ([RUN, "--seeds", "2"], ["--seeds", "--sweep"]),
+        ([RUN, "--seeds", "0"], ["--seeds", "--sweep"]),
         ([RUN, "--skip-infeasible"], ["--skip-infeasible", "--sweep"]),
         (["nowhere.toml", "--sweep", "rollout.replicas=8"], ["nowhere.toml"]),
         ([STUDY, "--sweep", "rollout.replicas=8"], ["rollout.replicas=8", "bandwidth.toml"]),

@@ -14,8 +14,8 @@ import pytest
 
 from executor.verifier.process import ENVIRONMENT
 from executor.verifier.scorers import can_act, final_answer
-from executor.verifier.verifier import Scoring, Verifier
 from executor.verifier.scoring_worker import read_verdict
+from executor.verifier.verifier import Scoring, Verifier
 from tests.runs import small_run
 from tests.verifying import children, config, score, verdicts, wait_until_gone, work_time
 

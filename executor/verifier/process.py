@@ -35,7 +35,7 @@ CLOSE_TIME = 0.5  # seconds that the process gets to end its workers before all 
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What came of one answer; see `Outcome`."""
+    """What came of one answer; see `ScoringOutcome`."""
 
     id: int
     reward: Annotated[float, msgspec.Meta(ge=0, le=1)]

@@ -81,7 +81,8 @@ class PrefillCurve:
     def __init__(self, shard: Shard, max_running: int, *, is_mixed: bool) -> None:
         """Compose passes of up to a chunk of tokens beside up to `max_running` decoding rollouts."""
         num_knots = 1 + int(np.log2(CHUNK + max_running) * KNOTS_PER_DOUBLING)
-        tokens = np.unique(np.geomspace(1, CHUNK + max_running, num_knots).round())
+        knots = np.geomspace(1, CHUNK + max_running, num_knots).round()
+        tokens = np.array(sorted(set(knots.tolist())))
         products = shard.products(tokens)
         overhead = shard.overhead(np.ones(1))
         contexts = np.geomspace(16, LONGEST_PROMPT, 27)

@@ -14,6 +14,7 @@ this place among all lengths, so expected lengths are as skewed as true ones.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from statistics import NormalDist
 from typing import Protocol, assert_never
@@ -37,7 +38,12 @@ NEIGHBOURS = 0.02
 keep how errors grow towards the tail."""
 
 _PLACES = (np.arange(4096) + 0.5) / 4096
-_NORMAL_SCORES = np.array([NormalDist().inv_cdf(place) for place in _PLACES])
+
+
+@cache
+def _normal_scores() -> Numbers:
+    """Return the standard normal quantile of every place."""
+    return np.array([NormalDist().inv_cdf(place) for place in _PLACES])
 
 
 class Ranker(Protocol):
@@ -95,7 +101,7 @@ class Noisy:
         own = np.sqrt(1 - self._correlation) * rng.standard_normal(lengths.shape)
         noise = (self.noise + age * (self.old_noise - self.noise))[:, None]
         scores = normal_scores(lengths, self._population) + noise * (shared + own)
-        places = np.interp(scores / np.sqrt(1 + noise**2), _NORMAL_SCORES, _PLACES)
+        places = np.interp(scores / np.sqrt(1 + noise**2), _normal_scores(), _PLACES)
         return length_at(places, self._population)
 
 
@@ -221,7 +227,7 @@ def length_at(places: Numbers, ordered: Lengths) -> Numbers:
 
 def normal_scores(lengths: Lengths, ordered: Lengths) -> Numbers:
     """Give each length's place among `ordered` as the normal quantile that has this place."""
-    scores: Numbers = np.interp(place(lengths, ordered), _PLACES, _NORMAL_SCORES)
+    scores: Numbers = np.interp(place(lengths, ordered), _PLACES, _normal_scores())
     return scores
 
 
