@@ -1,5 +1,6 @@
 # make demo   sets up and runs the main job: simulate, profile, execute, replay, compare
 # make test   sets up and runs the tests
+# make mutants   do the tests catch what they are there for? mutations of the code, one at a time
 # make lint   style and types
 # make bench  the simulator's speed, one JSON object a figure
 # make bench-start    CPU seconds of a command from the shell; AGAINST=DIR beside another checkout
@@ -17,7 +18,7 @@ READY := $(VENV)/.ready
 DEMO := build/demo
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test lint format bench bench-start bench-costs bench-fidelity bench-profile bench-plan clean
+.PHONY: demo test mutants lint format bench bench-start bench-costs bench-fidelity bench-profile bench-plan clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -41,6 +42,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants
 
 lint: $(READY)
 	$(BIN)/ruff check .

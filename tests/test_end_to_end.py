@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from streamrl.record.trace import read_trace, replay
-from tests.test_cli import streamrl
+from tests.command_line import streamrl
 from tests.tiny_model import tiny_model
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
 

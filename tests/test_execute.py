@@ -123,6 +123,9 @@ def test_aborted_rollouts_resume_from_their_prefix(tmp_path: Path) -> None:
     for event in ended:
         if event.finish != "aborted":
             assert event.tokens == len(tokens_of(event.rollout))
+    for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines():
+        starts = [start for _, start in json.loads(line)["versions"]]
+        assert starts[0] == 0 and starts == sorted(set(starts))
 
 
 @pytest.mark.parametrize(("max_attempts", "are_dropped"), [(1, True), (50, False)])

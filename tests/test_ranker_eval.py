@@ -19,8 +19,8 @@ from streamrl.workload.ranker_eval import (
     spearman,
 )
 from streamrl.workload.workload import SimulatedWorkload
+from tests.command_line import streamrl
 from tests.runs import small_run
-from tests.test_cli import streamrl
 
 SHARED = Path(__file__).parents[2] / "shared" / "data" / "workloads"
 

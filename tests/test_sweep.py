@@ -18,7 +18,7 @@ from streamrl.report.study_file import Study, is_study, load_study
 from streamrl.report.study_report import StudyResult, describe, write_study
 from streamrl.runfile.grid import Axis, make_grid, parse_axis
 from streamrl.runfile.reading import load_run
-from tests.test_cli import streamrl
+from tests.command_line import streamrl
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 RUN = EXAMPLES / "h20-h800.toml"
