@@ -52,7 +52,7 @@ class RolloutBuffer:
         return tuple(draw.drawn for draw in draws)
 
     def request(self, command: Generate) -> Request:
-        """Give what a replica needs to generate, or to go on with, a rollout."""
+        """Return what a replica needs to generate, or to go on with, a rollout."""
         buffered = self.rollouts[command.rollout]
         return Request(
             rollout=command.rollout,
@@ -63,7 +63,7 @@ class RolloutBuffer:
         )
 
     def add(self, completion: Completion) -> int:
-        """Enter what an attempt made; give the output tokens that the rollout has now."""
+        """Enter what an attempt made; return the output tokens that the rollout has now."""
         buffered = self.rollouts[completion.rollout]
         offset = len(buffered.tokens)
         buffered.versions.extend(
@@ -74,11 +74,11 @@ class RolloutBuffer:
         return len(buffered.tokens)
 
     def record(self, rollout: int) -> Record:
-        """Give the line of the prompts file that a rollout was made from."""
+        """Return the line of the prompts file that a rollout was made from."""
         return self._workload.records[self.rollouts[rollout].line]
 
     def text(self, rollout: int) -> str:
-        """Give a rollout's output as text, special tokens left out."""
+        """Return a rollout's output as text, special tokens left out."""
         return self._workload.decode(self.rollouts[rollout].tokens)
 
     def sample(self, rollout: int, advantage: float) -> Sample:

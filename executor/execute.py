@@ -50,7 +50,7 @@ def check_executable(run: Run) -> None:
 
 
 def execute(run: Run, resume: bool = False, watch: Watch = lambda event, state, now: None) -> Trace:
-    """Execute a run and give its trace; Ctrl-C winds it down.
+    """Execute a run and return its trace; Ctrl-C winds it down.
 
     Raises:
         ValueError: the run file cannot be executed, or its output directory is in use.
@@ -94,7 +94,7 @@ async def _execute(run: Run, resume: bool, watch: Watch) -> Trace:
 
 
 def facts() -> dict[str, str | float]:
-    """Give the host and the versions that a run's seconds belong to."""
+    """Return the host and the versions that a run's seconds belong to."""
     found: dict[str, Any] = {"host": platform.machine(), "python": platform.python_version()}
     for name in ("streamrl", *BACKENDS):
         try:

@@ -94,7 +94,7 @@ class RunDirectory:
         return Checkpoint(saved[-1].parent, **position)
 
     def checkpoint_path(self, version: int) -> Path:
-        """Give the directory of one checkpoint."""
+        """Return the directory of one checkpoint."""
         return self._checkpoints / f"v{version:06d}"
 
     def finish_checkpoint(self, version: int, groups_done: int, baseline: float) -> None:

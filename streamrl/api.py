@@ -10,9 +10,9 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sim.costs.efficiency import operator_efficiency, training_mfu
-    from sim.costs.replica_speed import study_generation
     from sim.planner.planner import make_plan as plan
+    from sim.studies.efficiency import operator_efficiency, training_mfu
+    from sim.studies.replica_speed import study_generation
     from sim.world import simulate
     from streamrl.hardware.profiles import load_model
     from streamrl.record.metrics import measure
@@ -42,12 +42,12 @@ PLACES = {
     "bubble_notes": "streamrl.report.bubbles:bubble_notes",
     "bubble_figure": "streamrl.report.figures:bubble_figure",
     "report": "streamrl.report.html:report_html",
-    "study_generation": "sim.costs.replica_speed:study_generation",
+    "study_generation": "sim.studies.replica_speed:study_generation",
     "generation_comparison": "streamrl.report.generation:comparison_table",
     "generation_notes": "streamrl.report.generation:generation_notes",
     "generation_figure": "streamrl.report.generation:generation_figure",
-    "operator_efficiency": "sim.costs.efficiency:operator_efficiency",
-    "training_mfu": "sim.costs.efficiency:training_mfu",
+    "operator_efficiency": "sim.studies.efficiency:operator_efficiency",
+    "training_mfu": "sim.studies.efficiency:training_mfu",
     "share_figure": "streamrl.report.profile_figures:share_figure",
 }
 """Where each name is, as module:name."""

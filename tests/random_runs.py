@@ -33,7 +33,7 @@ failures = st.frozensets(st.integers(0, 60), max_size=12)
 def runs(
     draw: st.DrawFn, consumption: str | None = "strict-fifo", only_system: str | None = None
 ) -> Run:
-    """Give runs of every system with any dispatch, order, migration, degree and number of replicas."""
+    """Return runs of every system with any dispatch, order, migration, degree and number of replicas."""
     system = only_system or draw(st.sampled_from(sorted(SYSTEMS)))
     consumed = consumption or draw(st.sampled_from(["strict-fifo", "greedy"]))
     changes: dict[str, Any] = {

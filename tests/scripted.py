@@ -155,7 +155,7 @@ class ScriptedTrainer:
 
 
 def tokens_of(rollout: int) -> list[int]:
-    """Give the output of a rollout: the same whoever generates it, and whenever."""
+    """Return the output of a rollout: the same whoever generates it, and whenever."""
     source = random.Random(rollout)
     return [source.randrange(3, VOCABULARY) for _ in range(source.randrange(2, 9))]
 
@@ -167,7 +167,7 @@ class ScriptedTokenizer:
         return [3 + ord(character) % (VOCABULARY - 3) for character in text]
 
     def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
-        """Give a text that scores 1 with answer "odd" or "even", by the sum of the tokens."""
+        """Return a text that scores 1 with answer "odd" or "even", by the sum of the tokens."""
         return "odd" if sum(tokens) % 2 else "even"
 
 

@@ -70,7 +70,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def children_of(pid: int) -> list[int]:
-    """Give the processes that a process has started and that still run."""
+    """Return the processes that a process has started and that still run."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -49,7 +49,7 @@ BOUNDS = {
 
 
 def real_run(directory: Path, **changes: Any) -> Run:
-    """Give a small run file with a prompts file beside it; `__` stands for the dot of a key."""
+    """Return a small run file with a prompts file beside it; `__` stands for the dot of a key."""
     from streamrl.runfile.reading import make_run
 
     prompts = directory / "prompts.jsonl"

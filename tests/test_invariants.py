@@ -135,7 +135,7 @@ class Life:
 
 
 def _lives(trace: Trace) -> list[Life]:
-    """Give every rollout that was generated, as a whole or in part."""
+    """Return every rollout that was generated, as a whole or in part."""
     lives: dict[int, Life] = {}
     for time, event, _ in trace.entries:
         if isinstance(event, PromptsDrawn):

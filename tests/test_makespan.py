@@ -39,7 +39,7 @@ class Given:
         self._lengths = lengths
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:
-        """Give groups of one rollout each."""
+        """Return groups of one rollout each."""
         groups = range(first_group, first_group + num_groups)
         return [
             Draw(DrawnGroup(g, (g,), 1, (self._lengths[g],)), (self._lengths[g],)) for g in groups
@@ -50,12 +50,12 @@ class FreePrefill:
     """Prefill that takes no time, and makes the first token."""
 
     def time(self, *amounts: float) -> float:
-        """Give 0 seconds."""
+        """Return 0 seconds."""
         return 0.0
 
 
 def ends_on_machines(lengths: list[int], num_places: int, order: str) -> list[tuple[float, int]]:
-    """Give when each job ends, and its length, on a replica whose decode step always takes one second."""
+    """Return when each job ends, and its length, on a replica whose decode step always takes one second."""
     run = small_run(
         {
             **SINGLE,
@@ -86,7 +86,7 @@ def ends_on_machines(lengths: list[int], num_places: int, order: str) -> list[tu
 
 
 def machines(lengths: list[int], num_places: int, order: str) -> float:
-    """Give the makespan on identical machines."""
+    """Return the makespan on identical machines."""
     return max(ends_on_machines(lengths, num_places, order))[0]
 
 
@@ -119,7 +119,7 @@ def test_grahams_bound_is_reached() -> None:
 
 
 def lower_bound(lengths: list[int], num_places: int) -> float:
-    """Give what no assignment undercuts: the longest rollout, and an even share of the work."""
+    """Return what no assignment undercuts: the longest rollout, and an even share of the work."""
     return max(max(lengths), sum(lengths) / num_places)
 
 
@@ -175,7 +175,7 @@ class Shape(NamedTuple):
 
 @cache
 def generation_times(shape: Shape, dispatch: str) -> list[float]:
-    """Give the seconds of a batch by seed, under a skew objective or at random in order of draw."""
+    """Return the seconds of a batch by seed, under a skew objective or at random in order of draw."""
     policies: dict[str, Any] = {"policies.dispatch": "random"}
     if dispatch != "random":
         skewed = {"policies.dispatch": "skewness-aware", "policies.skew_objective": dispatch}
@@ -198,7 +198,7 @@ def generation_times(shape: Shape, dispatch: str) -> list[float]:
 
 
 def over_random_fifo(objective: str, shape: Shape) -> float:
-    """Give the median over seeds of its makespan, as a share of random dispatch's in order of draw."""
+    """Return the median over seeds of its makespan, as a share of random dispatch's in order of draw."""
     both = (generation_times(shape, dispatch) for dispatch in (objective, "random"))
     return median(ours / theirs for ours, theirs in zip(*both, strict=True))
 

@@ -39,7 +39,7 @@ def test_there_are_notebooks() -> None:
 
 
 def with_a_small_run(path: Path, directory: Path) -> nbformat.NotebookNode:
-    """Give a notebook whose `RUN_FILE` is a smaller copy of the example that its first cell names."""
+    """Return a notebook whose `RUN_FILE` is a smaller copy of the example that its first cell names."""
     notebook = nbformat.read(path, as_version=4)
     first = next(n for n, cell in enumerate(notebook.cells) if cell.cell_type == "code")
     (example,) = re.findall(r'"([\w-]+\.toml)"', notebook.cells[first].source)

@@ -48,7 +48,7 @@ FEW_PLANS: dict[str, Any] = {
 
 
 def few(changes: dict[str, Any] | None = None, **plan: Any) -> Run:
-    """Give an offer with a few dozen plans, of 64 rollouts a step."""
+    """Return an offer with a few dozen plans, of 64 rollouts a step."""
     return offer({**FEW, **(changes or {})}, **{**FEW_PLANS, **plan})
 
 

@@ -33,7 +33,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def ranked(num: int, family: str = "", is_right: bool = True) -> str:
-    """Give rows of `num` rollouts that a ranker puts in the right order, or in the opposite one."""
+    """Return rows of `num` rollouts that a ranker puts in the right order, or in the opposite one."""
     rows = ((place if is_right else -place, 100 + place) for place in range(num))
     return "".join(f"{score},{tokens}{family and ',' + family}\n" for score, tokens in rows)
 

@@ -57,7 +57,7 @@ def _find_limits(run: Run) -> Iterator[Finding]:
 
 
 def _way_round(run: Run, message: str) -> Changes:
-    """Give the first change after which the back ends refuse something else, or nothing."""
+    """Return the first change after which the back ends refuse something else, or nothing."""
     for candidate in LIMITS:
         changes = {key: new for key, new in candidate.items() if value_of(run, key) != new}
         after = changed(run, changes)

@@ -26,7 +26,7 @@ class DecodeCurve:
     provenance: Provenance
 
     def step_time(self, num_running: int, context_tokens: float) -> float:
-        """Give the seconds of one decode step."""
+        """Return the seconds of one decode step."""
         return self.base[num_running] + self.per_context_token[num_running] * context_tokens
 
 
@@ -102,7 +102,7 @@ class PrefillCurve:
     def time(
         self, num_tokens: int, context_pairs: float, num_running: int, num_rollouts: int = 1
     ) -> float:
-        """Give the seconds that prefill adds.
+        """Return the seconds that prefill adds.
 
         Args:
             num_tokens: new tokens of context.

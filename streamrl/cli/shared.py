@@ -29,7 +29,7 @@ def print_json(value: object) -> None:
 
 
 def trace_file(path: Path) -> Path:
-    """Give a trace file, or the one in a run directory."""
+    """Return a trace file, or the one in a run directory."""
     return path / TRACE_FILE if path.is_dir() else path
 
 

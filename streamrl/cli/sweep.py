@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sim.study import run_sweep
+from sim.studies.study import run_sweep
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import print_json
 from streamrl.report.study_file import DEFAULT_METRICS, NUM_SEEDS, Study, is_study, load_study
@@ -74,7 +74,7 @@ def run_study(study: Study, output: Path | None, *, skips: bool, as_json: bool) 
 
 
 def simulate_study(study: Study, *, skips: bool = False) -> StudyResult:
-    """Give a study's rows, with a progress bar on a terminal."""
+    """Return a study's rows, with a progress bar on a terminal."""
     grid = make_grid(study.run_file, study.overrides, study.axes, skips=skips)
     with make_progress() as progress:
         task = progress.add_task("study", total=len(grid.cells), facts="")

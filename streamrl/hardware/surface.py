@@ -44,7 +44,7 @@ class Surface:
     def seconds(
         self, shape: Mapping[str, float], columns: Floats, peak: Peak
     ) -> tuple[Floats, Bools]:
-        """Give seconds at every column, and which of them lie in the measured range.
+        """Return seconds at every column, and which of them lie in the measured range.
 
         Args:
             shape: value of every axis of the rows.

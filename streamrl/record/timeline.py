@@ -63,7 +63,7 @@ class Timeline(NamedTuple):
     end: float
 
     def starts(self) -> dict[int, float]:
-        """Give the instant at which each replica was asked for."""
+        """Return the instant at which each replica was asked for."""
         return {replica: spans[0].start for replica, spans in self.replicas.items()}
 
 
