@@ -49,7 +49,7 @@ class ForkServerProcess:
     def __init__(
         self,
         process: subprocess.Popen[bytes],
-        directory: Path,
+        directory: tempfile.TemporaryDirectory[str],
         connection: socket.socket,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
@@ -66,7 +66,7 @@ class ForkServerProcess:
     @classmethod
     async def start(cls, scorer: str, limits: SandboxLimits, log: Path) -> ForkServerProcess:
         """Start the process, in an empty directory; what it prints goes to `log`."""
-        directory = Path(tempfile.mkdtemp(prefix="streamrl-verifier-"))
+        directory = tempfile.TemporaryDirectory(prefix="streamrl-verifier-")
         ours, theirs = socket.socketpair()
         options = {
             "path": [str(Path(entry).resolve()) for entry in sys.path],
@@ -82,7 +82,7 @@ class ForkServerProcess:
                 stdout=output,
                 stderr=output,
                 env=ENVIRONMENT,
-                cwd=directory,
+                cwd=directory.name,
                 start_new_session=True,  # Ctrl-C is the controller's to handle
             )
         return cls(process, directory, ours, *await asyncio.open_unix_connection(sock=ours))
@@ -124,8 +124,7 @@ class ForkServerProcess:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        with suppress(FileNotFoundError):  # it was not killed, and removed it
-            self._directory.rmdir()
+        self._directory.cleanup()  # the process does, unless it was killed
         self._listener.cancel()
         self._lose()
 
