@@ -107,7 +107,7 @@ class SimWorld(World[Trace]):
                 self.replicas[command.replica].generate(command)
             case Verify():
                 self._verifier.verify(command)
-            case Take() | Drop() | Resize() | Stop():
+            case Take() | Resize() | Stop() | Drop():
                 pass
             case Score():
                 self._trainer.score(command)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def parse(path: Path) -> ast.Module:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Give the full name of every module, or name in one, that `path` imports anywhere."""
+    """Yield the full name of every module, or name in one, that `path` imports anywhere."""
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -62,20 +63,27 @@ def imports_any(path: Path, modules: set[str]) -> list[str]:
 # Imports ------------------------------------------------------------------------------------------
 
 
+def is_front(path: Path) -> bool:
+    """Return whether people come in here: by the command line, or from a notebook or a script."""
+    return name_of(path).startswith(("streamrl/cli/", "streamrl/api.py"))
+
+
 @pytest.mark.parametrize(
     ("package", "others"),
     [("streamrl", {"sim", "executor"}), ("sim", {"executor"}), ("executor", {"sim"})],
 )
-def test_only_the_command_line_brings_the_worlds_together(package: str, others: set[str]) -> None:
+def test_only_command_line_and_api_bring_the_worlds_together(
+    package: str, others: set[str]
+) -> None:
     for path in sources(package):
-        if not name_of(path).startswith("streamrl/cli"):
+        if not is_front(path):
             assert imports_any(path, others) == [], name_of(path)
 
 
-def test_nothing_imports_the_command_line() -> None:
+def test_nothing_imports_the_command_line_or_the_api() -> None:
     for path in EVERYWHERE:
-        if not name_of(path).startswith("streamrl/cli"):
-            assert imports_any(path, {"streamrl.cli"}) == [], name_of(path)
+        others = {"streamrl.api"} if is_front(path) else {"streamrl.api", "streamrl.cli"}
+        assert imports_any(path, others) == [], name_of(path)
 
 
 def test_heavy_libraries_are_imported_in_the_executor_only() -> None:
@@ -118,7 +126,7 @@ LAYERS = {
     "sim": (
         *("costs", "surroundings", "replica", "trainer", "transfer", "verifier", "failures"),
         "world",
-        *("batch_time", "parallel", "study", "planner", "checkup", "fidelity"),
+        *("batch_time", "parallel", "studies", "planner", "checkup", "fidelity"),
     ),
     "executor": (
         *("samples", "prompts", "buffer", "record", "carriers", "transfer", "rollout", "trainer"),
@@ -126,10 +134,10 @@ LAYERS = {
     ),
 }
 """Rooms, and files beside them, from low to high: each imports only what stands before it."""
-MIRRORED = {"world", "replica", "trainer", "transfer", "verifier"}
+ROLES = {"replica": "Replica", "trainer": "Trainer", "transfer": "Transfer", "verifier": "Verifier"}
+"""Files and classes that are there in simulated and in real time; `Replica` is also what the engine knows of one."""
+MIRRORED = {"world", *ROLES}
 """Files that are there in simulated and in real time."""
-ROLES = {"Replica", "Trainer", "Transfer", "Verifier"}
-"""Classes that are there in simulated and in real time; `Replica` is also what the engine knows of one."""
 
 
 def room_of(name: str) -> tuple[str, str]:
@@ -156,6 +164,40 @@ def test_rooms_import_only_what_stands_below_them(package: str) -> None:
                 assert heights[room] < heights[own], f"{name_of(path)} imports {name}"
 
 
+def import_graph() -> dict[str, set[str]]:
+    """Return the files that each file imports: at its top, under TYPE_CHECKING, in functions."""
+    files = {dotted(path).removesuffix(".__init__"): path for path in EVERYWHERE}
+    graph: dict[str, set[str]] = {}
+    for file, path in files.items():
+        found = {name if name in files else name.rpartition(".")[0] for name in imports(path)}
+        graph[file] = found & files.keys()
+    return graph
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Return the files of one circle, the first again at its end; none where there is no circle."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    assert circle(import_graph()) == []
+
+
+def test_the_search_for_circles_finds_them(tmp_path: Path) -> None:
+    hidden = "if TYPE_CHECKING:\n    from a.b import C\ndef f():\n    import d\n"
+    (tmp_path / "hidden.py").write_text(hidden)
+    assert list(imports(tmp_path / "hidden.py")) == ["a.b.C", "d"]
+    graph = import_graph()
+    assert graph["sim.world"] > {"sim.replica", "streamrl.engine.messages"}
+    found = circle({**graph, "sim.surroundings": {"sim.world"}})
+    assert {"sim.world", "sim.surroundings"} <= {*found}
+
+
 def test_every_room_says_in_a_sentence_what_lives_there() -> None:
     rooms = {path.parent for path in EVERYWHERE}
     for room in rooms:
@@ -170,7 +212,7 @@ def test_no_two_classes_have_one_name() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(dotted(path))
     twice = {name: found for name, found in places.items() if len(found) > 1}
-    for name in ROLES:
+    for name in ROLES.values():
         twice.pop(name, None)
     assert twice == {}
 
@@ -184,6 +226,44 @@ def test_no_two_files_have_one_name() -> None:
     assert {stem: found for stem, found in places.items() if len(found) > 1} == {}
 
 
+# Two worlds, one story ----------------------------------------------------------------------------
+
+
+Functions = dict[str, ast.FunctionDef | ast.AsyncFunctionDef]
+
+
+def functions_of(path: Path, name: str) -> Functions:
+    """Return the methods of one class of a file, in order."""
+    (found,) = (n for n in parse(path).body if isinstance(n, ast.ClassDef) and n.name == name)
+    return {n.name: n for n in found.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def both(file: str, simulated: str, real: str) -> tuple[Functions, Functions]:
+    """Return the methods of a class in simulated time, and of its twin in real time: in the file of the same name."""
+    (twin,) = (path for path in sources("executor") if path.stem == file)
+    return functions_of(ROOT / "sim" / f"{file}.py", simulated), functions_of(twin, real)
+
+
+@pytest.mark.parametrize(("file", "role"), ROLES.items())
+def test_a_role_has_the_same_methods_in_the_same_order_in_both_worlds(file: str, role: str) -> None:
+    simulated, real = both(file, role, role)
+    public = [name for name in simulated if not name.startswith("_")]
+    assert public and public == [name for name in real if name in public]
+
+
+def test_both_worlds_hand_commands_over_in_the_same_order_by_the_same_names() -> None:
+    simulated, real = both("world", "SimWorld", "RealWorld")
+    shared = [name for name in simulated if name in real]
+    assert shared == [name for name in real if name in simulated]
+    assert cases(simulated["start"]) == cases(real["_do"])
+
+
+def cases(function: ast.AST) -> list[str]:
+    """Return the classes that a function matches, in order."""
+    found = (node for node in ast.walk(function) if isinstance(node, ast.MatchClass))
+    return [ast.unparse(n.cls) for n in sorted(found, key=lambda n: (n.lineno, n.col_offset))]
+
+
 # Control code -------------------------------------------------------------------------------------
 
 
@@ -193,7 +273,7 @@ def test_control_code_is_told_the_time_and_never_asks(path: Path) -> None:
 
 
 def is_set(node: ast.expr | None, names: set[str]) -> bool:
-    """Say whether an expression is a set, as far as its own file tells."""
+    """Return whether an expression is a set, as far as its own file tells."""
     match node:
         case ast.Set() | ast.SetComp():
             return True
@@ -248,7 +328,7 @@ def test_the_search_for_iterated_sets_finds_them() -> None:
 
 
 def foreign_changes(tree: ast.Module) -> list[str]:
-    """Give every assignment to, and changing call on, an attribute of anything but `self`."""
+    """Return every assignment to, and changing call on, an attribute of anything but `self`."""
     found: list[str] = []
     for node in ast.walk(tree):
         targets: list[ast.expr] = []

@@ -231,7 +231,7 @@ def texts_of(drawing: Drawing) -> list[str]:
 
 
 def pixels_of(figure: Figure) -> NDArray[np.float64]:
-    """Render a figure, and give its pixels from 0 to 255."""
+    """Render a figure, and return its pixels from 0 to 255."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas = FigureCanvasAgg(figure)

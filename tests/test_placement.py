@@ -43,6 +43,7 @@ def local_run(directory: Path, **changes: Any) -> Run:
         ("0,0", 0, []),  # CUDA shows none where one is named twice
         (f"{GPU},{OTHER}", 2, [GPU, OTHER]),
         (f"{MIG},{SECOND}", 1, [MIG, SECOND]),
+        (f"{MIG},0", 1, [MIG]),
         (MIG, 0, []),
         ("none", 0, []),
     ],

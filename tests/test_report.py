@@ -273,19 +273,19 @@ def test_a_hundred_thousand_chrome_events_take_seconds() -> None:
 
 
 def timeline_boxes(trace: Trace, steps: tuple[int, int]) -> list[Rectangle]:
-    """Give the boxes of a timeline's picture, in order."""
+    """Return the boxes of a timeline's picture, in order."""
     picture = timeline_picture("timeline", "run", trace, measure(trace), steps)
     return [shape for shape in picture.drawing.shapes if isinstance(shape, Rectangle)]
 
 
 def chrome_events(trace: Trace) -> list[dict[str, Any]]:
-    """Give the events of a Chrome trace as a reader of the file sees them."""
+    """Return the events of a Chrome trace as a reader of the file sees them."""
     events: list[dict[str, Any]] = json.loads(chrome_trace(trace))["traceEvents"]
     return events
 
 
 def render(table: Table) -> str:
-    """Give a table as a wide terminal without colours shows it."""
+    """Return a table as a wide terminal without colours shows it."""
     console = Console(width=160, no_color=True)
     with console.capture() as capture:
         console.print(table)

@@ -17,6 +17,7 @@ from streamrl.report.page.page import describe, make_page, read_report, render_h
 from streamrl.report.page.sources import read_sources
 from streamrl.report.pictures.scatter import Point, front_of, stairs
 from streamrl.report.plan import read_plan
+from tests.command_line import streamrl
 from tests.report_directories import (
     simulate_plan,
     write_planned,
@@ -24,7 +25,6 @@ from tests.report_directories import (
     write_study,
 )
 from tests.runs import small_run
-from tests.test_cli import streamrl
 
 VOID = {"meta", "link", "line", "br"}
 ASKS_FOR = re.compile(r"""(?:src|href|srcset|data)\s*=|url\(|@import|<script|<iframe|<object""")

@@ -58,7 +58,7 @@ FLAT = [[1, 1.0], [256, 1.0]]
 
 
 def adjusted(**changes: Any) -> Script:
-    """Give a run of four rollouts a step on two replicas that come and go in twos."""
+    """Return a run of four rollouts a step on two replicas that come and go in twos."""
     return singles(
         4,
         algorithm__steps=20,
@@ -81,7 +81,7 @@ class Steps:
         self._settle(s.begin())
 
     def play(self, generation_time: float, training_time: float) -> list[Command]:
-        """Let what was sent be generated, trained on and loaded; give what the step led to."""
+        """Let what was sent be generated, trained on and loaded; return what the step led to."""
         s = self.s
         ended_at = self.began_at + generation_time
         for rollout in list(s.state.rollouts):

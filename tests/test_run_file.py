@@ -20,7 +20,7 @@ def link(**changes: object) -> dict[str, Any]:
 
 
 def error_of(changes: dict[str, Any]) -> str:
-    """Give the one line that says what is wrong with a run file."""
+    """Return the one line that says what is wrong with a run file."""
     with pytest.raises(ValueError) as caught:
         Costs.load(make_run(make_table(changes)))
     message = str(caught.value)

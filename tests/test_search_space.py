@@ -33,7 +33,7 @@ OFFER: dict[str, Any] = {
 
 
 def offer(changes: dict[str, Any] | None = None, **plan: Any) -> Run:
-    """Give an offer of two nodes of H20 and three of H800; keywords go to `[plan]`."""
+    """Return an offer of two nodes of H20 and three of H800; keywords go to `[plan]`."""
     changes = copy.deepcopy({**OFFER, **(changes or {})})
     return make_run(make_table({**changes, "plan": plan}))
 

@@ -77,7 +77,7 @@ def test_shared_gpus_are_paid_for_once() -> None:
 
 
 def colocated(replicas: int, trainer_gpus: int, **changes: object) -> HandTrace:
-    """Give a trace of a run that trains on as many of the GPUs that generate, or more."""
+    """Return a trace of a run that trains on as many of the GPUs that generate, or more."""
     return HandTrace(
         replicas,
         policies__system="colocated",

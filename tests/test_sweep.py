@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sim.study import run_sweep
+from sim.studies.study import run_sweep
 from sim.world import simulate
 from streamrl.record.metrics import measure
 from streamrl.report.page.study_json import read_study
@@ -18,7 +18,7 @@ from streamrl.report.study_file import Study, is_study, load_study
 from streamrl.report.study_report import StudyResult, describe, write_study
 from streamrl.runfile.grid import Axis, make_grid, parse_axis
 from streamrl.runfile.reading import load_run
-from tests.test_cli import streamrl
+from tests.command_line import streamrl
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 RUN = EXAMPLES / "h20-h800.toml"
@@ -123,7 +123,7 @@ def test_an_impossible_combination_is_named_or_kept_apart_with_its_reason() -> N
 def test_what_only_costs_and_memory_refuse_is_found_before_anything_is_simulated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sim.study._measure", None)  # would be called by a simulation
+    monkeypatch.setattr("sim.studies.study._measure", None)  # would be called by a simulation
     grid = make_grid(RUN, SMALL, axes("model.name=qwen2.5-7b,qwen2.5-72b"))
     assert len(grid.cells) == 2
     with pytest.raises(ValueError, match=r"--sweep model.name=qwen2.5-72b: .*145.4 GB"):
@@ -250,6 +250,7 @@ STUDY = EXAMPLES / "studies" / "bandwidth.toml"
         ([RUN, "--sweep", "rollout.replicas=8", "--metric", "goodputt"], ["goodputt", "goodput"]),
         ([RUN, "--sweep", "rollout.replicas=8", "--seeds", "0"], ["--seeds", "0"]),
         ([RUN, "--seeds", "2"], ["--seeds", "--sweep"]),
+        ([RUN, "--seeds", "0"], ["--seeds", "--sweep"]),
         ([RUN, "--skip-infeasible"], ["--skip-infeasible", "--sweep"]),
         (["nowhere.toml", "--sweep", "rollout.replicas=8"], ["nowhere.toml"]),
         ([STUDY, "--sweep", "rollout.replicas=8"], ["rollout.replicas=8", "bandwidth.toml"]),

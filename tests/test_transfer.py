@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from executor.transfer.shared_memory import (
     shared_directory,
     write_buckets,
 )
+from executor.transfer.transfer import Transfer
+from streamrl.engine.messages import PushWeights, WeightsPushed
 
 
 def make_tensors() -> dict[str, torch.Tensor]:
@@ -158,3 +161,42 @@ def test_a_replaced_directory_is_the_old_or_the_new_one_whole(tmp_path: Path) ->
         (partial / "a").write_text("new")
     assert (target / "a").read_text() == "new"
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_pushed_version_can_be_loaded_until_newer_ones_alone_are_wanted() -> None:
+    async def write(version: int, directory: Path) -> Manifest:
+        return write_buckets([("a", torch.full((3,), float(version)))], directory, version)
+
+    async def go() -> None:
+        transfer = Transfer(write)
+        try:
+            events = [await transfer.push(PushWeights(version)) for version in (1, 2, 3)]
+            sizes = [manifest.num_bytes for manifest in transfer.manifests.values()]
+            assert events == [WeightsPushed(n, size) for n, size in enumerate(sizes, start=1)]
+            oldest = Path(transfer.manifests[1].buckets[0].path)
+            transfer.remove_before(2)
+            assert list(transfer.manifests) == [2, 3] and not oldest.exists()
+            (tensor,) = (tensor for _, tensor in read_buckets(transfer.manifests[2]))
+            assert torch.equal(tensor, torch.full((3,), 2.0))
+        finally:
+            transfer.stop()
+        assert not oldest.parent.parent.exists()
+
+    asyncio.run(go())
+
+
+def test_a_push_that_breaks_off_leaves_nothing_in_shared_memory() -> None:
+    found: list[Path] = []
+
+    async def break_off(version: int, directory: Path) -> Manifest:
+        found.append(directory)
+        (directory / "v000001").mkdir()
+        (directory / "v000001" / "bucket-00000.partial").write_bytes(b"half")
+        raise ConnectionError("the trainer died")
+
+    transfer = Transfer(break_off)
+    with pytest.raises(ConnectionError):
+        asyncio.run(transfer.push(PushWeights(1)))
+    assert found[0].exists()
+    transfer.stop()
+    assert not found[0].exists()

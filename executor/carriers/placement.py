@@ -57,8 +57,11 @@ def usable_gpus(inherited: str | None, num_seen: int) -> list[str]:
     if inherited is None:
         return [str(index) for index in range(num_seen)]
     names = list(takewhile(NAME.fullmatch, map(str.strip, inherited.split(","))))
-    if num_seen and names and names[0].startswith("MIG-"):
-        return names  # a process sees one of its MIG instances, but each worker can have another
+    instances = list(takewhile(lambda name: name.startswith("MIG-"), names))
+    if num_seen and instances:
+        return (
+            instances  # a process sees one of its MIG instances, but each worker can have another
+        )
     return names[:num_seen]
 
 

@@ -1,1 +1,1 @@
-"""The replica, and the inference engine that it generates with."""
+"""The replica: its controller side, its worker, and the inference engine that this generates with."""

@@ -1,1 +1,1 @@
-"""The trainer, its losses and its advantages."""
+"""The trainer: its controller side with advantages, its worker, and the losses that this computes."""

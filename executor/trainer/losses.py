@@ -88,7 +88,7 @@ def output_logprobs(
 
 @contextlib.contextmanager
 def _only_positions(head: torch.nn.Module, positions: torch.Tensor) -> Iterator[None]:
-    """Give the output layer only these positions of the flattened batch, as a batch of one.
+    """Yield the output layer only these positions of the flattened batch, as a batch of one.
 
     A hook, because what a model does to its logits after this layer (scaling, soft caps) must stay.
     """

@@ -22,7 +22,7 @@ class Payload:
 
     @classmethod
     def load(cls, run: Run) -> Payload:
-        """Give the payload of a run's `sync.mode`."""
+        """Return the payload of a run's `sync.mode`."""
         model, sync = load_model(run.model), run.sync
         match sync.mode:
             case "full":

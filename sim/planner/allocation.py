@@ -50,7 +50,7 @@ class Comparison:
 
 
 def allocate(run: Run, *, smallest_tensor_parallel: bool = False) -> Run:
-    """Give the run with the allocation that Algorithm 1 chooses for its pools.
+    """Return the run with the allocation that Algorithm 1 chooses for its pools.
 
     Pools shrink to the nodes that are used, except where replicas are added while the run goes on.
 
@@ -106,7 +106,7 @@ def search(
 
 
 def objective_of(run: Run) -> Objective:
-    """Give what a step of the run's system takes."""
+    """Return what a step of the run's system takes."""
     system = choose_system(run.policies)
     if system.max_staleness:
         return "max"
@@ -114,7 +114,7 @@ def objective_of(run: Run) -> Objective:
 
 
 def step_time(generation: Generation, training: Training, objective: Objective) -> float:
-    """Give the seconds of a step."""
+    """Return the seconds of a step."""
     match objective:
         case "max":
             return max(generation.time, training.time)
@@ -155,7 +155,7 @@ def _balance(table: list[Allocation]) -> Allocation:
 
 
 def without_surplus(run: Run) -> Run:
-    """Give the run with as many nodes in the pools of both sides as they use."""
+    """Return the run with as many nodes in the pools of both sides as they use."""
     pools = dict(run.cluster.pools)
     for name in {run.rollout.pool: 0, run.trainer.pool: 0}:
         sides = [side for side in (run.rollout, run.trainer) if side.pool == name]

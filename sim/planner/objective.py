@@ -39,7 +39,7 @@ def value_of(objective: ObjectiveName, speed: Speed) -> float:
 
 
 def mean_cost(speed: Speed) -> float:
-    """Give the dollars of a mean step."""
+    """Return the dollars of a mean step."""
     return speed.cost_per_step / speed.step_time * speed.mean_step_time
 
 
@@ -61,7 +61,7 @@ def values_of(
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Give the places of the points that no other is below in both coordinates, by rising first coordinate."""
+    """Return the places of the points that no other is below in both coordinates, by rising first coordinate."""
     order = sorted(range(len(points)), key=lambda place: points[place])
     kept: list[int] = []
     for place in order:
@@ -71,7 +71,7 @@ def front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def distance_to_front(seconds: Floats, dollars: Floats) -> Floats:
-    """Give by what factor each plan is away from the Pareto set: 1 on it, 1.1 where a tenth less would reach it."""
+    """Return by what factor each plan is away from the Pareto set: 1 on it, 1.1 where a tenth less would reach it."""
     order = np.lexsort((dollars, seconds))
     best = np.minimum.accumulate(dollars[order])
     is_front = np.concatenate(([True], best[1:] < best[:-1]))

@@ -18,7 +18,7 @@ from streamrl.runfile.units import BITS_PER_BYTE, Bandwidth, Duration, Size, rea
 
 
 def changed(run: Run, changes: Changes) -> Run:
-    """Give the run with dotted keys replaced, unchecked.
+    """Return the run with dotted keys replaced, unchecked.
 
     Raises:
         ValueError: a value is not of its key's type.
@@ -29,7 +29,7 @@ def changed(run: Run, changes: Changes) -> Run:
 
 
 def value_of(run: Run, key: str) -> Any:
-    """Give the value of a dotted key.
+    """Return the value of a dotted key.
 
     Raises:
         LookupError: the run file has no such key.

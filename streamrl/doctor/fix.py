@@ -31,7 +31,7 @@ class Fix(NamedTuple):
 
 
 def treat(run: Run, finding: Finding, fix: Fix, examine: Examine) -> Finding:
-    """Give a finding with the first candidate that makes it go and brings nothing new.
+    """Return a finding with the first candidate that makes it go and brings nothing new.
 
     A candidate that brings new warnings is taken only where all others fail; new errors never.
     """

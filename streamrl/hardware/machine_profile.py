@@ -184,7 +184,7 @@ def read_measured(path: Path) -> MeasuredProfile:
 
 
 def find_problems(profile: MeasuredProfile) -> Iterator[str]:
-    """Give what no measurement can be, each with table, row and key."""
+    """Yield what no measurement can be, each with table, row and key."""
     for key in ("source", "gpu", "dtype", "backend"):
         if not getattr(profile, key).strip():
             yield f"{key} is empty"

@@ -103,7 +103,7 @@ def num_models(run: Run) -> int:
 
 
 def model_state(model: ModelShape, trainer: TrainerConfig, dtype: str) -> ModelState:
-    """Give the bytes of one model on each GPU of the trainer.
+    """Return the bytes of one model on each GPU of the trainer.
 
     Tensor and pipeline ranks split weights and gradients, all ranks the optimizer (ZeRO 1); with ZeRO 3
     data-parallel ranks split weights and gradients too.

@@ -77,7 +77,7 @@ def load_gpu(name: str) -> Gpu:
 
 
 def price_of(pool: PoolConfig) -> float:
-    """Give the dollars of a pool's GPU for an hour: the pool's own price, else the GPU's."""
+    """Return the dollars of a pool's GPU for an hour: the pool's own price, else the GPU's."""
     return load_gpu(pool.gpu).price if pool.price is None else pool.price
 
 

@@ -53,7 +53,7 @@ class PaperFigure(msgspec.Struct, frozen=True, kw_only=True):
         return max(abs(cell.error) for cell in self.cells)
 
     def describe(self) -> dict[str, object]:
-        """Give a JSON object."""
+        """Return a JSON object."""
         cells = [{**msgspec.structs.asdict(cell), "error": cell.error} for cell in self.cells]
         fields = msgspec.structs.asdict(self)
         return {**fields, "cells": cells, "mape": self.mape, "max_error": self.max_error}
@@ -143,5 +143,5 @@ def fidelity_page(
 
 
 def slug(name: str) -> str:
-    """Give the file name of a figure: "Figure 8" is figure-8."""
+    """Return the file name of a figure: "Figure 8" is figure-8."""
     return name.lower().replace(" ", "-")

@@ -33,7 +33,7 @@ class StudyResult:
     rows: Sequence[Row]
 
     def table(self, metric: str) -> MetricTable:
-        """Give one metric over the grid."""
+        """Return one metric over the grid."""
         return make_table(metric, self.grid.axes, self.rows)
 
     def sentences(self, metric: str) -> list[str]:
@@ -56,7 +56,7 @@ class StudyResult:
 
 
 def describe(report: StudyResult) -> Json:
-    """Give a study as data: what was asked, what was found, and every combination's median, least and most."""
+    """Return a study as data: what was asked, what was found, and every combination's median, least and most."""
     study, grid = report.study, report.grid
     tables = {metric: report.table(metric) for metric in study.metrics}
     return {
@@ -94,7 +94,7 @@ def describe(report: StudyResult) -> Json:
 
 
 def write_study(report: StudyResult, directory: Path) -> list[Path]:
-    """Write study.csv, study.json and a figure for each metric; give the figures' paths."""
+    """Write study.csv, study.json and a figure for each metric; return the figures' paths."""
     directory.mkdir(parents=True, exist_ok=True)
     write_rows(report, directory / STUDY_CSV)
     data = msgspec.json.format(msgspec.json.encode(describe(report)), indent=1)

@@ -44,6 +44,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "ranker_correlation": SHARE,
         "ranker_history": Bounds(1),
     },
+    VerifierConfig: {"time_limit": POSITIVE, "memory_limit": POSITIVE},
     SyncConfig: {"bucket_size": POSITIVE, "changed_share": POSITIVE_SHARE},
     CostsConfig: {"generation_factor": POSITIVE, "training_factor": POSITIVE},
     PoliciesConfig: {

@@ -19,7 +19,7 @@ MOST_DEGREE = 4096
 
 
 def find_link(run: Run) -> int | None:
-    """Give the index of the link between the two sides, or None within one pool."""
+    """Return the index of the link between the two sides, or None within one pool."""
     wanted = {run.rollout.pool, run.trainer.pool}
     for index, link in enumerate(run.cluster.links):
         if set(link.between) == wanted and len(wanted) == 2:
@@ -28,12 +28,12 @@ def find_link(run: Run) -> int | None:
 
 
 def replicas_per_node(run: Run) -> int:
-    """Give the replicas that fill a node of the rollout pool."""
+    """Return the replicas that fill a node of the rollout pool."""
     return run.cluster.pools[run.rollout.pool].gpus_per_node // run.rollout.tensor_parallel
 
 
 def most_replicas(run: Run) -> int:
-    """Give the replicas that the rollout pool has GPUs for, beside the trainer where it is there too."""
+    """Return the replicas that the rollout pool has GPUs for, beside the trainer where it is there too."""
     num_gpus = run.cluster.pools[run.rollout.pool].num_gpus
     if run.trainer.pool == run.rollout.pool and not run.shares_gpus:
         num_gpus -= run.trainer.num_gpus
@@ -197,5 +197,5 @@ POOL_CHECKS = (
 
 
 def powers_of_two(most: int) -> list[int]:
-    """Give 1, 2, 4, ... up to `most`: the degrees that are tried where nobody says which."""
+    """Return 1, 2, 4, ... up to `most`: the degrees that are tried where nobody says which."""
     return [1 << bits for bits in range(most.bit_length())]

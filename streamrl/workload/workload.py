@@ -41,7 +41,7 @@ class Workload(Protocol):
     """Where groups come from, in simulated runs and in real ones."""
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:
-        """Give groups `first_group` and following; the same ids always give the same groups."""
+        """Return groups `first_group` and following; the same ids always give the same groups."""
         ...
 
 
@@ -51,7 +51,7 @@ class Source(Protocol):
     def sample(
         self, rng: np.random.Generator, num_groups: int, group_size: int
     ) -> tuple[Lengths, Lengths]:
-        """Give lengths [num_groups, group_size] and prompt tokens [num_groups]."""
+        """Return lengths [num_groups, group_size] and prompt tokens [num_groups]."""
         ...
 
 
@@ -78,11 +78,11 @@ class SimulatedWorkload:
             self._tails = TailBatches(run.algorithm.prompts_per_step, every, self._longest)
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:
-        """Give groups with their true lengths, capped at `rollout.max_tokens`."""
+        """Return groups with their true lengths, capped at `rollout.max_tokens`."""
         return [self._group(group) for group in range(first_group, first_group + num_groups)]
 
     def _longest(self, first: int, num: int) -> list[int]:
-        """Give the expected tokens of the longest rollout of groups of the data."""
+        """Return the expected tokens of the longest rollout of groups of the data."""
         found = []
         for group in range(first, first + num):
             block, offset = divmod(group, BLOCK)
@@ -105,7 +105,7 @@ class SimulatedWorkload:
         return Draw(DrawnGroup(group, rollouts, prompts[offset], expected), true)
 
     def _sample(self, block: int) -> tuple[list[list[int]], list[list[int]], list[int]]:
-        """Give lengths by group, expected ones where a ranker tells, and prompt tokens."""
+        """Return lengths by group, expected ones where a ranker tells, and prompt tokens."""
         if isinstance(self._source, Recorded):
             lengths, prompts = self._source.block(block, self._group_size)
         else:
@@ -149,7 +149,7 @@ class Histogram:
     def sample(
         self, rng: np.random.Generator, num_groups: int, group_size: int
     ) -> tuple[Lengths, Lengths]:
-        """Give lengths [num_groups, group_size] and prompt tokens [num_groups]."""
+        """Return lengths [num_groups, group_size] and prompt tokens [num_groups]."""
         u, v = rng.random((2, num_groups, group_size))
         bins = np.minimum(np.searchsorted(self._edges, u, side="right"), len(self._edges) - 1)
         lengths = np.rint(self._starts[bins] + v * self._widths[bins]).astype(np.int64)
@@ -166,7 +166,7 @@ class Groups:
     def sample(
         self, rng: np.random.Generator, num_groups: int, group_size: int
     ) -> tuple[Lengths, Lengths]:
-        """Give lengths [num_groups, group_size]; a group with too few samples repeats some."""
+        """Return lengths [num_groups, group_size]; a group with too few samples repeats some."""
         picks = rng.integers(0, len(self._groups), num_groups)
         lengths = [
             rng.choice(self._groups[pick], group_size, replace=len(self._groups[pick]) < group_size)
@@ -175,7 +175,7 @@ class Groups:
         return np.array(lengths), np.full(num_groups, self._prompt_tokens)
 
     def past(self, seed: list[int], lengths: Lengths, num_samples: int) -> Lengths:
-        """Give [num_groups, num_samples] samples of the prompts that `sample` drew `lengths` of, but others.
+        """Return [num_groups, num_samples] samples of the prompts that `sample` drew `lengths` of, but others.
 
         Raises:
             ValueError: a prompt has too few samples.
@@ -219,7 +219,7 @@ class Recorded:
             raise ValueError(f"{path} records no finished group")
 
     def block(self, block: int, group_size: int) -> tuple[Lengths, Lengths]:
-        """Give the groups of one block; past the recorded ones it starts over."""
+        """Return the groups of one block; past the recorded ones it starts over."""
         known = sorted(self._lengths)
         size = len(self._lengths[known[0]])
         if size != group_size:

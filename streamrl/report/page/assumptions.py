@@ -122,7 +122,7 @@ def _of_clock(trace: Trace) -> Iterator[Assumption]:
 
 
 def tiers_by_operation(trace: Trace) -> Iterator[tuple[str, str]]:
-    """Give each operation of a simulation with how its seconds are known."""
+    """Yield each operation of a simulation with how its seconds are known."""
     for operation, name in OPERATIONS.items():
         shares = trace.facts.get(operation)
         if isinstance(shares, Mapping):
@@ -130,7 +130,7 @@ def tiers_by_operation(trace: Trace) -> Iterator[tuple[str, str]]:
 
 
 def sources_of_seconds(trace: Trace) -> list[str]:
-    """Give every source that a simulation names for its seconds; of a profile what the file itself names."""
+    """Return every source that a simulation names for its seconds; of a profile what the file itself names."""
     sources = trace.facts.get("sources", [])
     return [_with_origin(str(source)) for source in sources] if isinstance(sources, list) else []
 

@@ -35,7 +35,7 @@ WORK = (
 
 
 def compare_options(sources: Sources, options: list[Option]) -> Iterator[PageSection]:
-    """Give the sections that compare options, where there are any."""
+    """Yield the sections that compare options, where there are any."""
     if not options:
         return
     yield _alternatives(sources, options)
@@ -192,7 +192,7 @@ def _front(options: list[Option]) -> PageSection:
 
 
 def differences(options: list[Option]) -> Iterator[PageSection]:
-    """Give the table of run-file keys that differ."""
+    """Yield the table of run-file keys that differ."""
     keys = _differing(options)
     if not keys or len(options) < 2:
         return

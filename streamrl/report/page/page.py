@@ -73,7 +73,7 @@ def render_markdown(page: Page) -> str:
 
 
 def describe(report: Report) -> dict[str, object]:
-    """Give the report's figures as data."""
+    """Return the report's figures as data."""
     sources, options = report
     chosen = chosen_of(options)
     return {

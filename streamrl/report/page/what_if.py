@@ -88,7 +88,7 @@ def of_run(trace: Trace, name: str, source: str) -> Sensitivity:
 
 
 def _dollars_by_pool(trace: Trace) -> Iterator[tuple[str, float]]:
-    """Give each pool with the dollars an hour of its allocated GPUs."""
+    """Yield each pool with the dollars an hour of its allocated GPUs."""
     run = trace.run
     found: dict[str, float] = {}
     for side, num_gpus in gpus_by_side(run).items():
