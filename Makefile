@@ -1,7 +1,9 @@
 # make demo   sets up and runs the main job: simulate, profile, execute, replay, compare
 # make test   sets up and runs the tests
+# make mutants   do the tests catch what they are there for? mutations of the code, one at a time
 # make lint   style and types
 # make bench  the simulator's speed, one JSON object a figure
+# make bench-start    CPU seconds of a command from the shell; AGAINST=DIR beside another checkout
 # make bench-costs    how far costs can be trusted: tables, decode curve, training, weight sync
 # make bench-fidelity how the paper's figures take to other readings, dispatch and adjustment; ten minutes
 # make bench-profile  how well a profile of this machine predicts runs on it; quarter of an hour
@@ -16,7 +18,7 @@ READY := $(VENV)/.ready
 DEMO := build/demo
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test lint format bench bench-costs bench-fidelity bench-profile bench-plan clean
+.PHONY: demo test mutants lint format bench bench-start bench-costs bench-fidelity bench-profile bench-plan clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -41,6 +43,9 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest
 
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -52,6 +57,9 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/bench_engine.py
+
+bench-start: $(READY)
+	$(BIN)/python benchmarks/bench_start.py $(if $(AGAINST),--against $(AGAINST))
 
 bench-costs: $(READY)
 	$(BIN)/python benchmarks/bench_costs.py

@@ -79,7 +79,7 @@ def validate_tables() -> RichTable:
 
 
 def _uses(gpu: str, table: Table) -> bool:
-    """Say whether a GPU's costs use a table without being asked to."""
+    """Return whether a GPU's costs use a table without being asked to."""
     facts = table.facts
     place = load_gpu(gpu).tables.get(facts.operator)
     path = table_path(place, facts.operator, facts.dtype) if place else None
@@ -87,7 +87,7 @@ def _uses(gpu: str, table: Table) -> bool:
 
 
 def held_out_errors(table: Table, seed: int = 0) -> Floats:
-    """Give the relative errors of all cells, each predicted by a table that lacks it and others."""
+    """Return the relative errors of all cells, each predicted by a table that lacks it and others."""
     num_folds = 20 if table.seconds.size < SPARSE else 5
     folds = np.random.default_rng(seed).integers(0, num_folds, table.seconds.shape)
     is_measured = ~np.isnan(table.seconds)

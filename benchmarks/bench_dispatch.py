@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def compare(seeds: range, max_running: int) -> dict[str, float]:
-    """Print every way beside the paper's figures; give the ratios and how far off they are."""
+    """Print every way beside the paper's figures; return the ratios and how far off they are."""
     print(f"\ngeneration as a share of random-FIFO's, at most {max_running} running on a replica")
     print("model  lengths  paper " + "".join(f"{way:>15}" for way in WAYS))
     figures: dict[str, float] = {}
@@ -111,7 +111,7 @@ def sweep(seeds: range) -> None:
 def makespan(
     setting: Setting, policies: dict[str, str], ranker: str, seeds: range, max_running: int
 ) -> float:
-    """Give the median seconds from the draw of a batch to its last token."""
+    """Return the median seconds from the draw of a batch to its last token."""
     return median(
         _makespan(make_batch(setting, policies, ranker, seed, max_running)) for seed in seeds
     )
@@ -120,7 +120,7 @@ def makespan(
 def make_batch(
     setting: Setting, policies: dict[str, str], ranker: str, seed: int, max_running: int
 ) -> Run:
-    """Give the run of one step; its trainer is there because a run has one."""
+    """Return the run of one step; its trainer is there because a run has one."""
     table: dict[str, Any] = {
         "seed": seed,
         "model": {"name": setting.model},

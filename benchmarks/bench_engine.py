@@ -58,13 +58,13 @@ def report(name: str, value: float, unit: str) -> None:
 
 
 def count_tokens(run: Run) -> int:
-    """Give the output tokens that a run simulates."""
+    """Return the output tokens that a run simulates."""
     events = (entry.event for entry in simulate_once(run)[0].trace.entries)
     return sum(event.tokens for event in events if isinstance(event, Generated))
 
 
 def best_times(runs: list[Run]) -> list[float]:
-    """Give the seconds of the fastest simulation of each run."""
+    """Return the seconds of the fastest simulation of each run."""
     best = [float("inf")] * len(runs)
     for _ in range(ROUNDS):
         for index, run in enumerate(runs):
@@ -74,7 +74,7 @@ def best_times(runs: list[Run]) -> list[float]:
 
 
 def simulate_once(run: Run) -> tuple[SimWorld, float]:
-    """Simulate with costs and lengths ready, and give the CPU seconds it took."""
+    """Simulate with costs and lengths ready, and return the CPU seconds it took."""
     world = SimWorld(run, Costs.load(run), SimulatedWorkload(run))
     gc.collect()
     began_at = time.process_time()

@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def cases() -> dict[str, Run]:
-    """Give the six cases, each with some thousand plans."""
+    """Return the six cases, each with some thousand plans."""
     found = {}
     for size in SIZES:
         found[f"{size}-one"] = opened(
@@ -90,7 +90,7 @@ def cases() -> dict[str, Run]:
 
 
 def opened(size: str, changes: dict[str, Any], **plan: Any) -> Run:
-    """Give the paper's run of a size as an offer to plan for."""
+    """Return the paper's run of a size as an offer to plan for."""
     run = make_case(Case(size, "20K", "async"), changes=changes)
     return replace(run, plan=replace(run.plan, steps=STEPS, **plan))
 
@@ -138,7 +138,7 @@ def compare(name: str, run: Run, *, full: bool, sample: int) -> Outcome:
 
 
 def simulate(search: Search, pool: Executor, indices: range | list[int]) -> dict[int, float]:
-    """Give the objective of plans, each from a simulation of its own."""
+    """Return the objective of plans, each from a simulation of its own."""
     trials = ((i, Trial(search.bases[0], search.space.candidate(i))) for i in indices)
     speeds = run_all(pool, speed_of, trials)
     return {i: value_of(search.space.run.plan.objective, speed) for i, speed in speeds.items()}

@@ -36,7 +36,7 @@ from executor.profiling.measurements import Limits
 from executor.profiling.profile_file import make_setup, profile_model
 from executor.profiling.profiler import num_points
 from sim.world import simulate
-from streamrl.cli.shared import make_progress
+from streamrl.cli.progress import make_progress
 from streamrl.hardware.machine_profile import write_measured
 from streamrl.record.informative import recorded_workload
 from streamrl.record.metrics import Metrics, measure
@@ -84,7 +84,7 @@ def main() -> None:
 def compare(
     data: Path, scratch: Path, rounds: int, kinds: list[str]
 ) -> tuple[dict[str, list[Outcome]], list[float]]:
-    """Profile, run each kind once, profile again, and so on; give outcomes, and seconds by each profile."""
+    """Profile, run each kind once, profile again, and so on; return outcomes, and seconds by each profile."""
     runs = make_runs(data, scratch)
     profiles = [scratch / f"profile-{number}.toml" for number in range(rounds + 1)]
     write_profile(data, runs["mixed"], profiles[0])
@@ -149,7 +149,7 @@ def make_runs(data: Path, scratch: Path) -> dict[str, Run]:
 
 
 def long_prompts() -> Iterator[dict[str, object]]:
-    """Give prompts of `LONG_PROMPT` symbols that mean nothing."""
+    """Yield prompts of `LONG_PROMPT` symbols that mean nothing."""
     symbols = random.Random(0)
     for _ in range(NUM_PROMPTS):
         text = "".join(symbols.choices("0123456789+-abcdefgh", k=LONG_PROMPT))
@@ -202,7 +202,7 @@ def show(outcomes: dict[str, list[Outcome]], by_profile: list[float]) -> None:
 
 
 def middle(ones: list[Outcome]) -> Outcome:
-    """Give the median of each figure."""
+    """Return the median of each figure."""
     return Outcome(median(one.measured for one in ones), median(one.predicted for one in ones))
 
 

@@ -71,7 +71,7 @@ def main() -> None:
 def compare(
     pool: ProcessPoolExecutor, name: str, changes: dict[str, Any]
 ) -> list[tuple[str, float, str]]:
-    """Print a reading's errors, and give them as figures."""
+    """Print a reading's errors, and return them as figures."""
     ours = simulate_all(pool, [*CELLS, SKEWED, *HETEROGENEOUS], changes)
     errors = [abs(ours[case] / paper_throughput(case) - 1) for case in CELLS]
     unlike = {system: ratio_error(ours, system) for system in ("sync", "async")}
@@ -120,14 +120,14 @@ def calibrate(pool: ProcessPoolExecutor) -> list[tuple[str, float, str]]:
 def simulate_all(
     pool: ProcessPoolExecutor, cases: list[Case], changes: dict[str, Any]
 ) -> dict[Case, float]:
-    """Give the samples a second of every case, median over seeds."""
+    """Return the samples a second of every case, median over seeds."""
     jobs = [Job(case, seed, applied(case, changes)) for case in cases for seed in SEEDS]
     found = dict(zip([job[:2] for job in jobs], pool.map(throughput, jobs), strict=True))
     return {case: median(found[case, seed] for seed in SEEDS) for case in cases}
 
 
 def applied(case: Case, changes: dict[str, Any]) -> dict[str, Any]:
-    """Give the changes that are about a case's system: weights reach it in its own way where it does not overlap."""
+    """Return the changes that are about a case's system: weights reach it in its own way where it does not overlap."""
     kept = dict(changes)
     if case.system != "async":
         kept = {key: value for key, value in kept.items() if not key.startswith("policies.")}
@@ -137,12 +137,12 @@ def applied(case: Case, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def throughput(job: Job) -> float:
-    """Give the samples a second of one run."""
+    """Return the samples a second of one run."""
     return BATCH / measure(simulate(make_case(*job))).step_time
 
 
 def ratio_error(ours: dict[Case, float], system: str) -> float:
-    """Give the median error of a system's speed-ups over the colocated one."""
+    """Return the median error of a system's speed-ups over the colocated one."""
     errors = []
     for case in CELLS:
         if case.system == system:

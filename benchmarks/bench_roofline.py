@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def default_tables() -> Iterator[Table]:
-    """Give the tables that some GPU profile names, each once."""
+    """Return the tables that some GPU profile names, each once."""
     paths: dict[Path, None] = {}
     for gpu in sorted((PROFILES / "gpus").glob("*.toml")):
         for operator, place in load_gpu(gpu.stem).tables.items():
@@ -58,7 +58,7 @@ def default_tables() -> Iterator[Table]:
 
 
 def ratios(table: Table) -> tuple[Floats, Floats]:
-    """Give measured over roofline seconds of every cell, and the measured seconds."""
+    """Return measured over roofline seconds of every cell, and the measured seconds."""
     gpu = load_gpu(table.facts.gpu)
     peak, roofline = peak_of(gpu, table.facts.dtype), gpu.roofline
     axes = {name: table.rows[:, i][:, None] for i, name in enumerate(table.keys)}
@@ -72,7 +72,7 @@ def ratios(table: Table) -> tuple[Floats, Floats]:
 
 
 def weighted_quantiles(values: Floats, weights: Floats, shares: tuple[float, ...]) -> list[float]:
-    """Give the values below which these shares of the weights lie."""
+    """Return the values below which these shares of the weights lie."""
     order = np.argsort(values)
     below = np.cumsum(weights[order]) / weights.sum()
     return [float(values[order][np.searchsorted(below, share)]) for share in shares]

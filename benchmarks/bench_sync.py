@@ -90,7 +90,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def predict(row: Row) -> float:
-    """Give the seconds of a row by the constants of profiles/sync."""
+    """Return the seconds of a row by the constants of profiles/sync."""
     if row.backend == "delta":
         delta = load_delta()
         return row.num_bytes / delta.compare_bandwidth + row.payload_bytes / delta.codec_bandwidth
@@ -111,12 +111,12 @@ def shard_time(row: Row) -> float:
 
 
 def error(row: Row) -> float:
-    """Give predicted over measured, less one."""
+    """Return predicted over measured, less one."""
     return predict(row) / row.seconds - 1
 
 
 def features(row: Row) -> np.ndarray:
-    """Give what a row's fitted constants are multiplied with."""
+    """Return what a row's fitted constants are multiplied with."""
     match row.backend:
         case "nccl-broadcast":
             return np.array([row.num_tensors, row.num_bytes])
@@ -132,7 +132,7 @@ def features(row: Row) -> np.ndarray:
 
 
 def physical_time(row: Row) -> float:
-    """Give the seconds of a row that are computed, not fitted."""
+    """Return the seconds of a row that are computed, not fitted."""
     if row.backend != "nccl-reshard":
         return 0.0
     backend = load_backend(row.backend)
@@ -151,7 +151,7 @@ def fit(rows: list[Row]) -> np.ndarray:
 
 
 def leave_one_out(rows: list[Row]) -> dict[str, float]:
-    """Give each row's error where it is predicted from the others, by name."""
+    """Return each row's error where it is predicted from the others, by name."""
     errors = {}
     for same in group(rows).values():
         if len(same) >= FEWEST_TO_LEAVE_ONE_OUT:
@@ -171,7 +171,7 @@ def group(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def describe(row: Row, left_out: dict[str, float]) -> str:
-    """Give the line of a row; the reason follows where it is missed, or not predicted at all."""
+    """Return the line of a row; the reason follows where it is missed, or not predicted at all."""
     line = f"{row.name:62}{row.use:>13}{row.seconds:10.3f}"
     if row.backend not in CONSTANTS:
         return f"{line}{'-':>10}{'-':>8}{'':9}  {row.note}"

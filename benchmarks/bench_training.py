@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def held_out(name: str, train: Sequence[Row], test: Sequence[Row]) -> list[tuple[str, float, str]]:
-    """Fit on some rows, print errors on others, and give their median."""
+    """Fit on some rows, print errors on others, and return their median."""
     constants = fit(train)
     errors = relative_errors(test, constants)
     print(f"\nfitted on {name}\n  {constants}")
@@ -97,12 +97,12 @@ def describe(shares: Sequence[float]) -> str:
 
 
 def mean_fits(shares: Sequence[float]) -> float:
-    """Give the share of rows that fit."""
+    """Return the share of rows that fit."""
     return float(np.mean(np.array(shares) <= 1))
 
 
 def predictions() -> list[tuple[str, float, str]]:
-    """Give the MFU that the shipped constants predict for Qwen2.5 models in PPO."""
+    """Return the MFU that the shipped constants predict for Qwen2.5 models in PPO."""
     figures = []
     for gpu in ("h800", "h20"):
         tier = load_training_profile().gemm[gpu].tier
@@ -114,7 +114,7 @@ def predictions() -> list[tuple[str, float, str]]:
 
 
 def ppo_mfu(run: Run) -> float:
-    """Give achieved over peak FLOP/s of a PPO step, linear FLOPs only: 16 a parameter and token.
+    """Return achieved over peak FLOP/s of a PPO step, linear FLOPs only: 16 a parameter and token.
 
     Actor and critic forward and backward take 6 each, a reference and a log-probability forward 2 each.
     """
@@ -129,7 +129,7 @@ def ppo_mfu(run: Run) -> float:
 def ppo_table(
     model: str, gpu: str, degrees: tuple[int, int, int], offload: bool
 ) -> dict[str, object]:
-    """Give a run file of PPO as StreamRL trains it."""
+    """Return a run file of PPO as StreamRL trains it."""
     data, tensor, pipeline = degrees
     return {
         "model": {"name": model},

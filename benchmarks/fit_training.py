@@ -168,7 +168,7 @@ def read_rows(path: Path = TABLE) -> list[Row]:
 
 @functools.cache
 def gpu_of(name: str) -> Gpu:
-    """Give the GPU; the 40 GB A100 is the 80 GB one with NVIDIA's figures for its memory."""
+    """Return the GPU; the 40 GB A100 is the 80 GB one with NVIDIA's figures for its memory."""
     if name != "a100-40":
         return load_gpu(name)
     return msgspec.structs.replace(
@@ -188,7 +188,7 @@ def gemm_flops(name: str) -> float:
 
 
 def ranks_of(row: Row, collective: float = 1.0) -> Ranks:
-    """Give the row's GPUs; a gated MLP of 8/3 has as many parameters as MPT's plain one of 4."""
+    """Return the row's GPUs; a gated MLP of 8/3 has as many parameters as MPT's plain one of 4."""
     shape = ModelShape(
         name=row.model,
         source=SOURCE,
@@ -221,7 +221,7 @@ def ranks_of(row: Row, collective: float = 1.0) -> Ranks:
 
 
 def step_time(row: Row, constants: Constants) -> float:
-    """Give the seconds of one optimizer step."""
+    """Return the seconds of one optimizer step."""
     ranks = ranks_of(row, constants.collective)
     _, train = ranks.fitted_passes(gemm_flops(row.gpu), constants)
     micro_time = row.micro_batch * train.rollout_time(row.sequence) + train.per_micro_batch
@@ -229,14 +229,14 @@ def step_time(row: Row, constants: Constants) -> float:
 
 
 def mfu(row: Row, seconds: float) -> float:
-    """Give the MFU of a step of that many seconds, counted as the published one."""
+    """Return the MFU of a step of that many seconds, counted as the published one."""
     per_token = 6 * row.parameters + 12 * row.layers * row.hidden * row.sequence
     tokens = row.accumulation * row.micro_batch * row.sequence
     return per_token * tokens / gpu_of(row.gpu).flops["bfloat16"] / seconds
 
 
 def memory_share(row: Row) -> float:
-    """Give the share of the GPU's memory that the memory model expects the row to take."""
+    """Return the share of the GPU's memory that the memory model expects the row to take."""
     ranks = ranks_of(row)
     state = model_state(ranks.model, ranks.trainer, ranks.dtype)
     tokens = row.micro_batch * row.sequence
@@ -266,7 +266,7 @@ def fit(rows: Sequence[Row]) -> Constants:
 
 
 def linear_terms(rows: Sequence[Row]) -> tuple[Floats, Floats]:
-    """Give (rows,) seconds at constants of 0, and (rows, constants) seconds that each adds at 1."""
+    """Return (rows,) seconds at constants of 0, and (rows, constants) seconds that each adds at 1."""
     ones = np.ones(len(NAMES))
     base = np.array([step_time(row, _constants(ones)) for row in rows])
     raised = [
@@ -277,7 +277,7 @@ def linear_terms(rows: Sequence[Row]) -> tuple[Floats, Floats]:
 
 
 def relative_errors(rows: Sequence[Row], constants: Constants) -> Floats:
-    """Give predicted over measured MFU, minus 1, of each row."""
+    """Return predicted over measured MFU, minus 1, of each row."""
     return np.array([mfu(row, step_time(row, constants)) / row.mfu - 1 for row in rows])
 
 
@@ -295,7 +295,7 @@ def _constants(values: Floats) -> Constants:
 
 
 def fit_profile(rows: Sequence[Row]) -> str:
-    """Fit to all rows, and to each half for the spread and the error; give training.toml."""
+    """Fit to all rows, and to each half for the spread and the error; return training.toml."""
     first, second = halves(rows)
     all_rows, *folds = (fit(some) for some in (rows, first, second))
     unseen = zip(folds, (second, first), strict=True)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from math import inf
 from typing import NamedTuple
 
-from executor.carriers.placement import DEVICE
 from streamrl.runfile.config import Run
 
 
@@ -74,10 +73,4 @@ def _limits(run: Run) -> Iterator[Limit]:
         run.sync.mode == "full",
         "'full' to be executed, as only whole weights are pushed",
         "--set sync.mode=full executes the run with full weights",
-    )
-    yield Limit(
-        "execute.device",
-        run.execute.device,
-        DEVICE.fullmatch(run.execute.device) is not None,
-        "auto, cpu, cuda or cuda:N",
     )

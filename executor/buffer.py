@@ -12,7 +12,7 @@ from streamrl.runfile.config import Run
 
 
 @dataclass(slots=True)
-class Draft:
+class BufferedRollout:
     """One rollout from its prompt to its reward."""
 
     group: tuple[int, ...]
@@ -24,78 +24,82 @@ class Draft:
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Spans `(version, start)`: from token `start` on, the policy version that sampled."""
     reward: float = 0.0
+    fault: str | None = None
+    """What became of it where it could not be scored; see `Scoring`."""
 
 
-class Book:
-    """Opens a draft for every drawn rollout, and closes it once it is trained on or dropped."""
+class RolloutBuffer:
+    """Opens a place for every drawn rollout, and closes it once it is trained on or dropped."""
 
     def __init__(self, run: Run, workload: PromptWorkload) -> None:
         self._run = run
         self._workload = workload
         self._next_group = 0
-        self.drafts: dict[int, Draft] = {}
+        self.rollouts: dict[int, BufferedRollout] = {}
 
     def begin_at(self, group: int) -> None:
         """Let the next draw start at `group`, for a run that resumes."""
         self._next_group = group
 
     def draw(self, num_groups: int) -> tuple[DrawnGroup, ...]:
-        """Open drafts for the next groups."""
+        """Open places for the next groups."""
         draws = self._workload.draw(self._next_group, num_groups)
         self._next_group += num_groups
         for draw in draws:
             line = self._workload.line(draw.drawn.group)
             for rollout in draw.drawn.rollouts:
-                self.drafts[rollout] = Draft(draw.drawn.rollouts, line)
+                self.rollouts[rollout] = BufferedRollout(draw.drawn.rollouts, line)
         return tuple(draw.drawn for draw in draws)
 
     def request(self, command: Generate) -> Request:
-        """Give what a replica needs to generate, or to go on with, a rollout."""
-        draft = self.drafts[command.rollout]
+        """Return what a replica needs to generate, or to go on with, a rollout."""
+        buffered = self.rollouts[command.rollout]
         return Request(
             rollout=command.rollout,
-            prompt=self._workload.tokens[draft.line],
+            prompt=self._workload.tokens[buffered.line],
             priority=command.priority,
             max_tokens=self._run.rollout.max_tokens,
-            prefix=draft.tokens[: command.prefix],
+            prefix=buffered.tokens[: command.prefix],
         )
 
     def add(self, completion: Completion) -> int:
-        """Enter what an attempt made; give the output tokens that the rollout has now."""
-        draft = self.drafts[completion.rollout]
-        offset = len(draft.tokens)
-        draft.versions.extend((version, offset + start) for version, start in completion.versions)
-        draft.tokens.extend(completion.tokens)
-        draft.logprobs.extend(completion.logprobs)
-        return len(draft.tokens)
+        """Enter what an attempt made; return the output tokens that the rollout has now."""
+        buffered = self.rollouts[completion.rollout]
+        offset = len(buffered.tokens)
+        buffered.versions.extend(
+            (version, offset + start) for version, start in completion.versions
+        )
+        buffered.tokens.extend(completion.tokens)
+        buffered.logprobs.extend(completion.logprobs)
+        return len(buffered.tokens)
 
     def record(self, rollout: int) -> Record:
-        """Give the line of the prompts file that a rollout was made from."""
-        return self._workload.records[self.drafts[rollout].line]
+        """Return the line of the prompts file that a rollout was made from."""
+        return self._workload.records[self.rollouts[rollout].line]
 
     def text(self, rollout: int) -> str:
-        """Give a rollout's output as text, special tokens left out."""
-        return self._workload.decode(self.drafts[rollout].tokens)
+        """Return a rollout's output as text, special tokens left out."""
+        return self._workload.decode(self.rollouts[rollout].tokens)
 
     def sample(self, rollout: int, advantage: float) -> Sample:
         """Return a rollout as the trainer consumes it."""
-        draft = self.drafts[rollout]
+        buffered = self.rollouts[rollout]
         return Sample(
             rollout=rollout,
-            prompt=self._workload.tokens[draft.line],
-            tokens=draft.tokens,
-            logprobs=draft.logprobs,
+            prompt=self._workload.tokens[buffered.line],
+            tokens=buffered.tokens,
+            logprobs=buffered.logprobs,
             advantage=advantage,
         )
 
-    def drafts_of(self, groups: Iterable[int]) -> list[Draft]:
+    def rollouts_of(self, groups: Iterable[int]) -> list[BufferedRollout]:
         """Return the rollouts of groups, in order."""
-        return [self.drafts[rollout] for group in groups for rollout in self._rollouts(group)]
+        return [self.rollouts[rollout] for group in groups for rollout in self._rollouts(group)]
 
     def close_group(self, group: int) -> None:
         """Forget the rollouts of a group."""
         for rollout in self._rollouts(group):
-            self.drafts.pop(rollout, None)
+            self.rollouts.pop(rollout, None)
 
     def _rollouts(self, group: int) -> range:
         size = self._run.algorithm.group_size

@@ -13,7 +13,7 @@ from typing import Any
 
 from executor.back_ends import check_back_ends
 from executor.carriers.placement import claim_gpus
-from executor.verifier import SCORERS
+from executor.verifier.scorers import SCORERS
 from streamrl.engine.messages import Event
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_engine
@@ -50,7 +50,7 @@ def check_executable(run: Run) -> None:
 
 
 def execute(run: Run, resume: bool = False, watch: Watch = lambda event, state, now: None) -> Trace:
-    """Execute a run and give its trace; Ctrl-C winds it down.
+    """Execute a run and return its trace; Ctrl-C winds it down.
 
     Raises:
         ValueError: the run file cannot be executed, or its output directory is in use.
@@ -61,24 +61,24 @@ def execute(run: Run, resume: bool = False, watch: Watch = lambda event, state, 
 
 
 async def _execute(run: Run, resume: bool, watch: Watch) -> Trace:
-    from executor.buffer import Book
+    from executor.buffer import RolloutBuffer
     from executor.carriers.launch import Launcher
     from executor.prompts import PromptWorkload, load_tokenizer
     from executor.record import RunDirectory
-    from executor.verifier import Verifier
+    from executor.verifier.verifier import Verifier
     from executor.world import RealWorld
 
     directory = RunDirectory(Path(run.execute.output))
     directory.find_checkpoint(run, resume)
     assert run.model.path is not None and run.workload.verifier is not None
-    book = Book(run, PromptWorkload(run, load_tokenizer(run.model.path)))
-    verifier = Verifier(run.workload.verifier, run.verifier.workers)
+    buffer = RolloutBuffer(run, PromptWorkload(run, load_tokenizer(run.model.path)))
+    verifier = Verifier(run.workload.verifier, run.verifier, directory.logs / "verifier.log")
     checkpoint = directory.open(run, resume)
     world = RealWorld(
         Trace(run, "real", facts(), directory.trace_file),
         build_engine(run),
         Launcher(run, directory, claim_gpus(run)),
-        book,
+        buffer,
         verifier,
         directory,
         checkpoint,
@@ -94,7 +94,7 @@ async def _execute(run: Run, resume: bool, watch: Watch) -> Trace:
 
 
 def facts() -> dict[str, str | float]:
-    """Give the host and the versions that a run's seconds belong to."""
+    """Return the host and the versions that a run's seconds belong to."""
     found: dict[str, Any] = {"host": platform.machine(), "python": platform.python_version()}
     for name in ("streamrl", *BACKENDS):
         try:

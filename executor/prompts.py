@@ -47,11 +47,11 @@ class PromptWorkload:
                 )
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:
-        """Give groups by id; their lengths are for generation to tell."""
+        """Return groups by id; their lengths are for generation to tell."""
         return [self._group(group) for group in range(first_group, first_group + num_groups)]
 
     def line(self, group: int) -> int:
-        """Give the index of the record that group `group` is made from."""
+        """Return the index of the record that group `group` is made from."""
         source = group if self._tails is None else self._tails.source(group)
         return self._line(source)
 
@@ -63,7 +63,7 @@ class PromptWorkload:
         return self._order[epoch][position]
 
     def decode(self, tokens: list[int]) -> str:
-        """Give tokens as text, special tokens left out."""
+        """Return tokens as text, special tokens left out."""
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _group(self, group: int) -> Draw:
@@ -74,7 +74,7 @@ class PromptWorkload:
         return Draw(DrawnGroup(group, rollouts, len(self.tokens[line]), expected), ())
 
     def _expected(self, line: int) -> int:
-        """Give the output tokens that a line says to expect; the most there may be where it does not."""
+        """Return the output tokens that a line says to expect; the most there may be where it does not."""
         return int(self.records[line].get(EXPECTED, self._max_tokens))
 
     def _expect(self, first: int, num: int) -> list[int]:

@@ -16,7 +16,7 @@ import shutil
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from executor.buffer import Draft
+from executor.buffer import BufferedRollout
 from streamrl.record.inputs import keep_inputs
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import encode_run
@@ -94,7 +94,7 @@ class RunDirectory:
         return Checkpoint(saved[-1].parent, **position)
 
     def checkpoint_path(self, version: int) -> Path:
-        """Give the directory of one checkpoint."""
+        """Return the directory of one checkpoint."""
         return self._checkpoints / f"v{version:06d}"
 
     def finish_checkpoint(self, version: int, groups_done: int, baseline: float) -> None:
@@ -110,15 +110,18 @@ class RunDirectory:
         """Add a line to metrics.jsonl."""
         self._metrics.write(json.dumps(figures) + "\n")
 
-    def write_rollout(self, rollout: int, draft: Draft, text: str, facts: dict[str, Any]) -> None:
+    def write_rollout(
+        self, rollout: int, buffered: BufferedRollout, text: str, facts: dict[str, Any]
+    ) -> None:
         """Add a line to rollouts.jsonl."""
         line = {
             "rollout": rollout,
-            "line": draft.line,
+            "line": buffered.line,
             "text": text,
-            "num_tokens": len(draft.tokens),
-            "versions": draft.versions,
-            "reward": draft.reward,
+            "num_tokens": len(buffered.tokens),
+            "versions": buffered.versions,
+            "reward": buffered.reward,
+            **({} if buffered.fault is None else {"verifier": buffered.fault}),
             **facts,
         }
         self._rollouts.write(json.dumps(line) + "\n")

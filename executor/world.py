@@ -1,6 +1,6 @@
 """The real world: replicas, trainer and verifier at work, and a clock that nobody can turn.
 
-The engine decides on counts; the book holds what is counted. Each command is one task here, and one
+The engine decides on counts; the buffer holds what is counted. Each command is one task here, and one
 place turns what goes wrong in it into `Failed`.
 """
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import assert_never
 
-from executor.buffer import Book
+from executor.buffer import RolloutBuffer
 from executor.carriers.handles import WorkerLostError
 from executor.carriers.launch import Launcher
 from executor.record import Checkpoint, RunDirectory
@@ -20,7 +20,7 @@ from executor.trainer.advantages import NO_BASELINE
 from executor.trainer.estimator import AdvantageEstimator
 from executor.trainer.trainer import Trainer
 from executor.transfer.transfer import Transfer
-from executor.verifier import Verifier
+from executor.verifier.verifier import Verifier
 from streamrl.engine.engine import Engine
 from streamrl.engine.messages import (
     Abort,
@@ -67,7 +67,7 @@ class RealWorld(World[Trace]):
         trace: Trace,
         engine: Engine,
         launcher: Launcher,
-        book: Book,
+        buffer: RolloutBuffer,
         verifier: Verifier,
         directory: RunDirectory,
         resume_from: Checkpoint | None = None,
@@ -76,14 +76,14 @@ class RealWorld(World[Trace]):
         super().__init__(engine, trace)
         self._run = trace.run
         self._launcher = launcher
-        self._book = book
+        self._buffer = buffer
         self._directory = directory
         self._resume_from = resume_from
         self._watch = watch
         self._replicas: dict[int, Replica] = {}
         baseline = NO_BASELINE if resume_from is None else resume_from.baseline
-        estimator = AdvantageEstimator(trace.run.algorithm, book, baseline)
-        self._trainer = Trainer(book, estimator, directory, lambda: self.now)
+        estimator = AdvantageEstimator(trace.run.algorithm, buffer, baseline)
+        self._trainer = Trainer(buffer, estimator, directory, lambda: self.now)
         self._transfer = Transfer(self._trainer.push)
         self._verifier = verifier
         self._tasks: set[asyncio.Task[None]] = set()
@@ -105,9 +105,10 @@ class RealWorld(World[Trace]):
         begun = RunStarted(0, 0)
         if self._resume_from is not None:
             begun = RunStarted(self._resume_from.version, self._resume_from.groups_done)
-        self._book.begin_at(begun.groups_done)
+        self._buffer.begin_at(begun.groups_done)
         self._began_at = time.monotonic()
         try:
+            await self._verifier.start()  # its scorer loads while replicas do
             self.emit(begun)
             await self._over.wait()
         finally:
@@ -157,7 +158,7 @@ class RealWorld(World[Trace]):
             case Take() | Resize() | Stop():
                 return None
             case Drop():
-                self._book.close_group(command.group)
+                self._buffer.close_group(command.group)
                 return None
             case Score():
                 return await self._trainer.score(command)
@@ -189,10 +190,12 @@ class RealWorld(World[Trace]):
 
     async def _verify(self, command: Verify) -> Event:
         rollout = command.rollout
-        draft, text = self._book.drafts[rollout], self._book.text(rollout)
-        draft.reward = await self._verifier.verify(text, self._book.record(rollout))
-        self._directory.write_rollout(rollout, draft, text, {"time": self.now})
-        return Verified(rollout, draft.reward)
+        buffered, text = self._buffer.rollouts[rollout], self._buffer.text(rollout)
+        buffered.reward, buffered.fault = await self._verifier.verify(
+            text, self._buffer.record(rollout)
+        )
+        self._directory.write_rollout(rollout, buffered, text, {"time": self.now})
+        return Verified(rollout, buffered.reward)
 
     async def _load(self, command: LoadWeights) -> Event:
         manifest = self._transfer.manifests[command.version]
@@ -206,13 +209,13 @@ class RealWorld(World[Trace]):
         await self._replicas[replica.id].abort(command.rollout)
 
     def _draw(self, command: DrawPrompts) -> Event:
-        groups = self._book.draw(command.num_groups)
+        groups = self._buffer.draw(command.num_groups)
         return PromptsDrawn(command.step, command.oldest_version, groups)
 
     async def _start_replica(self, command: StartReplica) -> Event:
         manifest = self._transfer.manifests.get(command.version)
         handle = await self._launcher.replica(command.replica, self._initial_model())
-        replica = Replica(handle, self._book)
+        replica = Replica(handle, self._buffer)
         self._replicas[command.replica] = replica
         return await replica.start(command, manifest)
 

@@ -41,7 +41,7 @@ class Finish(NamedTuple):
 
 
 def generate_batch(run: Run, costs: Costs, batch: Sequence[Draw]) -> list[Finish]:
-    """Give the end of every rollout of a batch, the first first.
+    """Return the end of every rollout of a batch, the first first.
 
     Raises:
         ValueError: a policy reckons with `policies.latency` and nobody has filled it in.
@@ -62,7 +62,7 @@ def generate_batch(run: Run, costs: Costs, batch: Sequence[Draw]) -> list[Finish
 
 
 def deal(run: Run, batch: Sequence[Draw]) -> list[Generate]:
-    """Give what the run's policies send to its replicas when a batch is drawn and all of them are idle."""
+    """Return what the run's policies send to its replicas when a batch is drawn and all of them are idle."""
     engine = build_engine(replace(run, algorithm=replace(run.algorithm, steps=1)))
     drawn = PromptsDrawn(1, 0, tuple(draw.drawn for draw in batch))
     replicas = (ReplicaStarted(replica_id, 0) for replica_id in range(run.rollout.replicas))

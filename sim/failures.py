@@ -21,7 +21,7 @@ REASON = "a GPU failed"
 
 
 def time_to_failure(run: Run, replica: int) -> float:
-    """Give the seconds that a replica serves before one of its GPUs fails: infinitely many at a rate of 0.
+    """Return the seconds that a replica serves before one of its GPUs fails: infinitely many at a rate of 0.
 
     Exponential with mean 1 / (rate x GPUs of the replica), from a stream of its own, so that replica 3 of
     a seed fails after the same time whatever the others do.

@@ -16,7 +16,7 @@ def answers(
     jobs: Iterable[Job],
     watch: Callable[[], None] = lambda: None,
 ) -> list[Answer]:
-    """Give the answer to each job; `watch` is called as each comes in."""
+    """Return the answer to each job; `watch` is called as each comes in."""
     futures = [pool.submit(work, job) for job in jobs]
     for _ in as_completed(futures):
         watch()

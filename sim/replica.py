@@ -151,7 +151,7 @@ class Replica:
         self._emit(WeightsLoaded(self.id, command.version, self._costs.load_time))
 
     def _admit(self) -> float | None:
-        """Begin the pass that takes queued rollouts in; give its seconds, None where there is nothing to take."""
+        """Begin the pass that takes queued rollouts in; return its seconds, None where there is nothing to take."""
         if self._load is not None or self._is_full or not self._queue:
             return None
         joined: list[Attempt] = []
@@ -192,7 +192,7 @@ class Replica:
         return transfer_time + step_time + self._prefill(joined, tokens, pairs, num_prefixes)
 
     def _receive(self, attempt: Attempt, fresh: int) -> float:
-        """Take a rollout in whose KV cache comes over the network; give the seconds of that.
+        """Take a rollout in whose KV cache comes over the network; return the seconds of that.
 
         The replica does nothing else meanwhile, as in a prefill: rollouts move to replicas that stand idle.
         """
@@ -202,7 +202,7 @@ class Replica:
         return attempt.prefill_time
 
     def _ride_along(self) -> float:
-        """Let what runs make a token in the pass that prefills, where the backend does; give its seconds."""
+        """Let what runs make a token in the pass that prefills, where the backend does; return its seconds."""
         num_running = len(self._running)
         if not self._costs.rides_along or not num_running:
             return 0.0
@@ -211,7 +211,7 @@ class Replica:
         return step_time
 
     def _num_stale_places(self) -> int:
-        """Give the places that were freed but stay empty, because the queue has not heard of them yet."""
+        """Return the places that were freed but stay empty, because the queue has not heard of them yet."""
         is_stale = self._step - self._freed_at < self._costs.refill_passes
         return self._num_freed if is_stale and self._running else 0
 
@@ -271,7 +271,7 @@ class Replica:
         return ceil(steps - ROUNDING)
 
     def _attended(self) -> int:
-        """Give the tokens that the next decode step attends to."""
+        """Return the tokens that the next decode step attends to."""
         if not self._costs.pads_context:
             return self._context
         by_length = self._by_length
@@ -318,7 +318,7 @@ class Replica:
             self._kv -= attempt.prompt_tokens
 
     def _next_finish(self) -> int:
-        """Give the decode step with which the next rollout finishes."""
+        """Return the decode step with which the next rollout finishes."""
         finishing = self._finishing
         while True:
             step, rollout = finishing[0]

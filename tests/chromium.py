@@ -24,7 +24,7 @@ CHUNK = 1 << 16
 
 
 def find_chromium() -> str | None:
-    """Give the path of a Chromium, where one is installed."""
+    """Return the path of a Chromium, where one is installed."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -85,33 +85,33 @@ class Browser:
             self.events.append(self._receive())
 
     def evaluate(self, expression: str) -> Any:
-        """Give the value of a JavaScript expression in the page."""
+        """Return the value of a JavaScript expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def complaints(self) -> list[str]:
-        """Give everything that the console would show since the page was opened."""
+        """Return everything that the console would show since the page was opened."""
         kinds = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
         return [json.dumps(event["params"]) for event in self.events if event["method"] in kinds]
 
     def requests(self) -> list[str]:
-        """Give the address of everything that the page asked for."""
+        """Return the address of everything that the page asked for."""
         sent = [e for e in self.events if e["method"] == "Network.requestWillBeSent"]
         return [event["params"]["request"]["url"] for event in sent]
 
     def print_pdf(self) -> bytes:
-        """Give the page as it would be printed on A4."""
+        """Return the page as it would be printed on A4."""
         paper = {"printBackground": True, "preferCSSPageSize": True}
         return base64.b64decode(self.call("Page.printToPDF", **paper)["data"])
 
     def screenshot(self) -> bytes:
-        """Give the whole page as PNG."""
+        """Return the whole page as PNG."""
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
         return base64.b64decode(shot["data"])
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Send a command and give its answer; events that come before it are kept."""
+        """Send a command and return its answer; events that come before it are kept."""
         self._last += 1
         message: dict[str, Any] = {"id": self._last, "method": method, "params": parameters}
         if self._session is not None:

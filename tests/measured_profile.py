@@ -58,7 +58,7 @@ def prefix_time(rollouts: int, tokens: int) -> float:
 
 
 def around(seconds: float) -> Seconds:
-    """Give quartiles about a median."""
+    """Return quartiles about a median."""
     return 0.9 * seconds, seconds, 1.2 * seconds
 
 
@@ -128,7 +128,7 @@ def _passes(prefixes: list[tuple[int, int]], factor: float) -> list[PassRow]:
 
 
 def measured_run(model: Path, profile: Path, **changes: Any) -> Run:
-    """Give a small run on two cores with a measured profile; `__` stands for the dot of a key."""
+    """Return a small run on two cores with a measured profile; `__` stands for the dot of a key."""
     table: dict[str, Any] = {
         "model": {"path": str(model), "dtype": "float32"},
         "cluster": {"pools": {"local": {"gpu": "cpu", "gpus_per_node": 2}}},

@@ -38,12 +38,12 @@ def doctor(changes: dict[str, Any]) -> Examination:
 
 
 def bad(findings: list[Finding]) -> dict[str, Finding]:
-    """Give errors and warnings by name."""
+    """Return errors and warnings by name."""
     return {finding.name: finding for finding in findings if finding.level != "ok"}
 
 
 def local_table(directory: Path, changes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Give a run file with a model directory and prompts that can be executed."""
+    """Return a run file with a model directory and prompts that can be executed."""
     model = directory / "model"
     model.mkdir(exist_ok=True)
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}

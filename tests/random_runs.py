@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, get_args
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from sim.costs.costs import Costs
@@ -23,9 +22,6 @@ from tests.runs import CheckedEngine, lose_replica_at, of, run_with_capacity, sm
 Losses = list[tuple[float, int]]
 """Seconds at which a replica dies, and which of those that are up then."""
 
-many_seeds = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 losses: st.SearchStrategy[Losses] = st.lists(
     st.tuples(st.floats(0.0, 20.0), st.integers(0, 3)), max_size=6
 )
@@ -37,7 +33,7 @@ failures = st.frozensets(st.integers(0, 60), max_size=12)
 def runs(
     draw: st.DrawFn, consumption: str | None = "strict-fifo", only_system: str | None = None
 ) -> Run:
-    """Give runs of every system with any dispatch, order, migration, degree and number of replicas."""
+    """Return runs of every system with any dispatch, order, migration, degree and number of replicas."""
     system = only_system or draw(st.sampled_from(sorted(SYSTEMS)))
     consumed = consumption or draw(st.sampled_from(["strict-fifo", "greedy"]))
     changes: dict[str, Any] = {

@@ -21,23 +21,37 @@ STUDY: dict[str, Any] = {
     "run": "run.toml",
     "seeds": 2,
     "axes": [
-        {"keys": ["workload.lengths.scale"], "name": "length", "labels": ["1", "1, twice"]},
-        {"keys": ["policies.system"], "name": "system", "labels": ["sync", "async"]},
+        {
+            "keys": ["workload.lengths.scale"],
+            "points": [["1"], ["2"]],
+            "name": "length",
+            "labels": ["1", "1, twice"],
+        },
+        {
+            "keys": ["policies.system"],
+            "points": [["stream-sync"], ["stream-async"]],
+            "name": "system",
+            "labels": ["sync", "async"],
+        },
     ],
     "findings": {"cost_per_million_tokens": "Async costs less throughout."},
     "rows": [
         {
-            "values": {"workload.lengths.scale": length, "policies.system": system},
+            "values": {
+                "workload.lengths.scale": str(at + 1),
+                "policies.system": f"stream-{system}",
+            },
             "label": f"{length}, {system}",
+            "place": [at, ("sync", "async").index(system)],
             "metrics": {
                 "cost_per_million_tokens": {"median": cost, "least": cost - 0.1, "most": cost + 0.1}
             },
         }
-        for length, system, cost in (
-            ("1", "sync", 2.0),
-            ("1", "async", 1.5),
-            ("1, twice", "sync", 3.0),
-            ("1, twice", "async", 2.5),
+        for at, length, system, cost in (
+            (0, "1", "sync", 2.0),
+            (0, "1", "async", 1.5),
+            (1, "1, twice", "sync", 3.0),
+            (1, "1, twice", "async", 2.5),
         )
     ],
     "refused": [{"values": {"workload.lengths.scale": "9"}, "reason": "9 does not fit"}],

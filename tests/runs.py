@@ -67,7 +67,7 @@ TABLE: dict[str, Any] = {
 
 
 def make_table(changes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Give the small run file as TOML would, with dotted keys replaced; colocated sides in one pool."""
+    """Return the small run file as TOML would, with dotted keys replaced; colocated sides in one pool."""
     table = copy.deepcopy(TABLE)
     for key, value in (changes or {}).items():
         *parents, last = key.split(".")
@@ -81,12 +81,12 @@ def make_table(changes: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def small_run(changes: dict[str, Any] | None = None) -> Run:
-    """Give the small run with dotted keys replaced."""
+    """Return the small run with dotted keys replaced."""
     return make_run(make_table(changes))
 
 
 def run_with_capacity(tokens: int, changes: dict[str, Any] | None = None) -> Run:
-    """Give a small run whose replicas hold the KV cache of about `tokens` tokens."""
+    """Return a small run whose replicas hold the KV cache of about `tokens` tokens."""
     run = small_run(changes)
     kv = load_model(run.model).kv_bytes_per_token(run.model.dtype)
     memory = load_gpu(run.cluster.pools[run.rollout.pool].gpu).memory
@@ -105,7 +105,7 @@ class CheckedEngine(Engine):
 
 
 def checked_world(run: Run) -> SimWorld:
-    """Give a simulated world whose engine checks itself."""
+    """Return a simulated world whose engine checks itself."""
     world = SimWorld(run, Costs.load(run), SimulatedWorkload(run))
     world.engine = CheckedEngine(State.start(run), build_policies(run))
     return world
@@ -148,7 +148,7 @@ class Script:
         return self.engine.state
 
     def tell(self, *events: Event) -> list[Command]:
-        """Give the commands that `events` lead to."""
+        """Return the commands that `events` lead to."""
         commands: list[Command] = []
         for event in events:
             self.now += 1.0
@@ -161,7 +161,7 @@ class Script:
         return commands
 
     def begin(self) -> list[Command]:
-        """Bring trainer and replicas up; give what the engine wants then."""
+        """Bring trainer and replicas up; return what the engine wants then."""
         started = self.tell(RunStarted(0, 0))
         replicas = [c for c in started if isinstance(c, StartReplica)]
         return self.tell(TrainerStarted(0), *(ReplicaStarted(c.replica, 0) for c in replicas))
@@ -204,12 +204,12 @@ class Script:
 
 
 def generated(rollout: int, tokens: int = 10, finish: str = "stop", version: int = 0) -> Generated:
-    """Give the event that ends a `Generate`."""
+    """Return the event that ends a `Generate`."""
     return Generated(rollout, tokens, finish, version, 1.0, 0.1)  # type: ignore[arg-type]
 
 
 def done(command: Command) -> Event:
-    """Give the event in which a command of the trainer or the link ends well."""
+    """Return the event in which a command of the trainer or the link ends well."""
     match command:
         case Score(rollouts):
             return Scored(rollouts)
@@ -227,7 +227,7 @@ def done(command: Command) -> Event:
 
 
 def of(kind: type, commands: list[Command]) -> list[Any]:
-    """Give the commands of one kind."""
+    """Return the commands of one kind."""
     return [command for command in commands if isinstance(command, kind)]
 
 
@@ -235,10 +235,10 @@ SINGLE = {"algorithm.name": "reinforce++", "algorithm.group_size": 1}
 
 
 def script(**changes: Any) -> Script:
-    """Give a script of the small run; `__` stands for the dot of a key."""
+    """Return a script of the small run; `__` stands for the dot of a key."""
     return Script(small_run({key.replace("__", "."): value for key, value in changes.items()}))
 
 
 def singles(num_prompts: int, **changes: Any) -> Script:
-    """Give a script whose groups have one rollout, so that ids of groups and rollouts agree."""
+    """Return a script whose groups have one rollout, so that ids of groups and rollouts agree."""
     return script(**SINGLE, algorithm__prompts_per_step=num_prompts, **changes)

@@ -10,18 +10,19 @@ from typing import Any
 
 import msgspec
 
-from executor.buffer import Book
+from executor.buffer import RolloutBuffer
 from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
-from executor.prompts import PromptWorkload
+from executor.prompts import PromptWorkload, Record
 from executor.record import RunDirectory
 from executor.samples import Completion, Manifest, Request, Sample
-from executor.verifier import Verifier
+from executor.verifier.verifier import Scoring
 from executor.world import RealWorld
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_policies
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from tests.runs import CheckedEngine
+from tests.verifying import score
 
 REPLICA = "tests.scripted:ScriptedReplica"
 TRAINER = "tests.scripted:ScriptedTrainer"
@@ -154,7 +155,7 @@ class ScriptedTrainer:
 
 
 def tokens_of(rollout: int) -> list[int]:
-    """Give the output of a rollout: the same whoever generates it, and whenever."""
+    """Return the output of a rollout: the same whoever generates it, and whenever."""
     source = random.Random(rollout)
     return [source.randrange(3, VOCABULARY) for _ in range(source.randrange(2, 9))]
 
@@ -166,8 +167,21 @@ class ScriptedTokenizer:
         return [3 + ord(character) % (VOCABULARY - 3) for character in text]
 
     def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
-        """Give a text that scores 1 with answer "odd" or "even", by the sum of the tokens."""
+        """Return a text that scores 1 with answer "odd" or "even", by the sum of the tokens."""
         return "odd" if sum(tokens) % 2 else "even"
+
+
+class ScriptedVerifier:
+    """Scores in this process: what scripted roles write is trusted."""
+
+    async def start(self) -> None:
+        pass
+
+    async def verify(self, completion: str, record: Record) -> Scoring:
+        return Scoring(score("exact", completion, record), None)
+
+    def close(self) -> None:
+        pass
 
 
 class ScriptedLauncher:
@@ -231,6 +245,7 @@ def make_world(
     launcher_options: dict[str, Any],
     resume: bool = False,
     launcher_class: type[ScriptedLauncher] = ScriptedLauncher,
+    verifier_class: type[ScriptedVerifier] = ScriptedVerifier,
     **kwargs: Any,
 ) -> RealWorld:
     """Put a real world of scripted roles together; call it inside the event loop."""
@@ -241,8 +256,8 @@ def make_world(
         Trace(run, "real", {}, directory.trace_file),
         CheckedEngine(State.start(run), build_policies(run)),
         launcher,  # type: ignore[arg-type]
-        Book(run, PromptWorkload(run, ScriptedTokenizer())),
-        Verifier("exact", run.verifier.workers),
+        RolloutBuffer(run, PromptWorkload(run, ScriptedTokenizer())),
+        verifier_class(),  # type: ignore[arg-type]
         directory,
         checkpoint,
         **kwargs,

@@ -47,7 +47,7 @@ FAR_APART = {
 
 
 def paper_run(changes: dict[str, Any] | None = None, **more: Any) -> Run:
-    """Give a run of PPO on four nodes of H800, on a quarter of the paper's batch."""
+    """Return a run of PPO on four nodes of H800, on a quarter of the paper's batch."""
     keys = {key.replace("__", "."): value for key, value in more.items()}
     return make_run(make_table({**PAPER, **(changes or {}), **keys}))
 

@@ -47,7 +47,7 @@ def parse(path: Path) -> ast.Module:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Give the full name of every module, or name in one, that `path` imports anywhere."""
+    """Yield the full name of every module, or name in one, that `path` imports anywhere."""
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -63,20 +63,27 @@ def imports_any(path: Path, modules: set[str]) -> list[str]:
 # Imports ------------------------------------------------------------------------------------------
 
 
+def is_front(path: Path) -> bool:
+    """Return whether people come in here: by the command line, or from a notebook or a script."""
+    return name_of(path).startswith(("streamrl/cli/", "streamrl/api.py"))
+
+
 @pytest.mark.parametrize(
     ("package", "others"),
     [("streamrl", {"sim", "executor"}), ("sim", {"executor"}), ("executor", {"sim"})],
 )
-def test_only_the_command_line_brings_the_worlds_together(package: str, others: set[str]) -> None:
+def test_only_command_line_and_api_bring_the_worlds_together(
+    package: str, others: set[str]
+) -> None:
     for path in sources(package):
-        if not name_of(path).startswith("streamrl/cli"):
+        if not is_front(path):
             assert imports_any(path, others) == [], name_of(path)
 
 
-def test_nothing_imports_the_command_line() -> None:
+def test_nothing_imports_the_command_line_or_the_api() -> None:
     for path in EVERYWHERE:
-        if not name_of(path).startswith("streamrl/cli"):
-            assert imports_any(path, {"streamrl.cli"}) == [], name_of(path)
+        others = {"streamrl.api"} if is_front(path) else {"streamrl.api", "streamrl.cli"}
+        assert imports_any(path, others) == [], name_of(path)
 
 
 def test_heavy_libraries_are_imported_in_the_executor_only() -> None:
@@ -119,7 +126,7 @@ LAYERS = {
     "sim": (
         *("costs", "surroundings", "replica", "trainer", "transfer", "verifier", "failures"),
         "world",
-        *("batch_time", "parallel", "study", "planner", "checkup", "fidelity"),
+        *("batch_time", "parallel", "studies", "planner", "checkup", "fidelity"),
     ),
     "executor": (
         *("samples", "prompts", "buffer", "record", "carriers", "transfer", "rollout", "trainer"),
@@ -266,7 +273,7 @@ def test_control_code_is_told_the_time_and_never_asks(path: Path) -> None:
 
 
 def is_set(node: ast.expr | None, names: set[str]) -> bool:
-    """Say whether an expression is a set, as far as its own file tells."""
+    """Return whether an expression is a set, as far as its own file tells."""
     match node:
         case ast.Set() | ast.SetComp():
             return True
@@ -321,7 +328,7 @@ def test_the_search_for_iterated_sets_finds_them() -> None:
 
 
 def foreign_changes(tree: ast.Module) -> list[str]:
-    """Give every assignment to, and changing call on, an attribute of anything but `self`."""
+    """Return every assignment to, and changing call on, an attribute of anything but `self`."""
     found: list[str] = []
     for node in ast.walk(tree):
         targets: list[ast.expr] = []

@@ -40,7 +40,7 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "h20-h800.toml"
 
 
 def gpu_seconds(hand: HandTrace) -> dict[str, float]:
-    """Give what each activity and cause got, in GPU-seconds to the microsecond, zeroes left out."""
+    """Return what each activity and cause got, in GPU-seconds to the microsecond, zeroes left out."""
     shares = attribute(hand.trace)
     both = {**shares.busy, **shares.idle}
     return {name: round(share * shares.gpu_seconds, 6) for name, share in both.items() if share}

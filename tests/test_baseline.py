@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from executor.buffer import Book
+from executor.buffer import RolloutBuffer
 from executor.carriers.handles import Handle
 from executor.prompts import PromptWorkload
 from executor.samples import Sample
@@ -91,11 +91,13 @@ def test_the_baseline_of_a_step_is_the_mean_reward_of_the_one_before_also_where_
         baseline = batch_baseline([rewards[rollout] for rollout in step])
 
 
-def rewarded(estimator: AdvantageEstimator, book: Book, rewards: list[float]) -> list[float]:
+def rewarded(
+    estimator: AdvantageEstimator, buffer: RolloutBuffer, rewards: list[float]
+) -> list[float]:
     """Draw a batch of single rollouts, let it have these rewards, and return the advantages that train on it."""
-    rollouts = [rollout for group in book.draw(len(rewards)) for rollout in group.rollouts]
+    rollouts = [rollout for group in buffer.draw(len(rewards)) for rollout in group.rollouts]
     for rollout, reward in zip(rollouts, rewards, strict=True):
-        book.drafts[rollout].reward = reward
+        buffer.rollouts[rollout].reward = reward
     found = [sample.advantage for sample in estimator.samples(rollouts)]
     estimator.end_step(rollouts)
     return found
@@ -120,8 +122,8 @@ def test_once_the_baseline_is_known_a_constant_added_to_all_rewards_leaves_the_g
 ) -> None:
     run = real_run(tmp_path, **ALONE)
     first, second = [1.0, 0.0, 0.5, 1.5], [0.25, 2.0, 0.0, 1.0]
-    books = [Book(run, PromptWorkload(run, ScriptedTokenizer())) for _ in range(2)]
-    one, other = ((AdvantageEstimator(run.algorithm, book), book) for book in books)
+    buffers = [RolloutBuffer(run, PromptWorkload(run, ScriptedTokenizer())) for _ in range(2)]
+    one, other = ((AdvantageEstimator(run.algorithm, buffer), buffer) for buffer in buffers)
     assert rewarded(*one, first) == first
     rewarded(*other, [reward + 64.0 for reward in first])
     found = [rewarded(*one, second), rewarded(*other, [reward + 64.0 for reward in second])]

@@ -29,7 +29,7 @@ AT_BOUNDARIES = {
 
 
 def begun(**changes: Any) -> tuple[Script, dict[int, list[int]]]:
-    """Two replicas with the first batch dealt and the second one drawn; give also what each replica has."""
+    """Two replicas with the first batch dealt and the second one drawn; return also what each replica has."""
     s = script(policies__weight_sync="between-batches", policies__dispatch="random", **changes)
     sent = of(Generate, s.draw(s.begin()))
     return s, {replica: [c.rollout for c in sent if c.replica == replica] for replica in (0, 1)}
@@ -69,7 +69,7 @@ def test_what_a_lost_replica_had_is_dealt_to_those_that_are_there() -> None:
 
 
 def by_replica(trace: Trace) -> dict[int, list[tuple[str, int]]]:
-    """Give what each replica was sent, loaded and finished: (what, step or version), in order."""
+    """Return what each replica was sent, loaded and finished: (what, step or version), in order."""
     steps: dict[int, int] = {}
     places: dict[int, int] = {}
     found: dict[int, list[tuple[str, int]]] = {}

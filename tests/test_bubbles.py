@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from matplotlib.patches import Rectangle
 from rich.console import Console
 
 from sim.world import simulate
@@ -20,6 +19,9 @@ from streamrl.record.timeline import Span, read_timeline
 from streamrl.record.trace import Trace
 from streamrl.report.bubbles import Bubbles, bubble_notes, bubble_table, causes, read_bubbles
 from streamrl.report.figures import bubble_figure
+from streamrl.report.pictures.drawing import Rectangle
+from streamrl.report.pictures.stacks import RIGHT, WIDTH
+from streamrl.report.pictures.waits import bubbles_picture
 from tests.runs import small_run
 
 
@@ -139,9 +141,12 @@ def test_the_table_has_a_column_a_run_and_a_row_a_cause() -> None:
 
 
 def test_the_figure_stacks_every_bubble_that_can_be_seen(tmp_path: Path) -> None:
-    figure = bubble_figure([BATCH, STREAM], tmp_path / "bubbles.png")
-    (axes,) = figure.axes
-    bars = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
-    assert sum(bar.get_height() for bar in bars) == pytest.approx(700 + 199)
+    shapes = bubbles_picture("bubbles", [BATCH, STREAM]).drawing.shapes
+    bars = [
+        shape.width for shape in shapes if isinstance(shape, Rectangle) and shape.css == "hatch"
+    ]
+    longest = WIDTH - RIGHT  # of 700 idle GPU-seconds
+    assert sum(bars) == pytest.approx(longest * (700 + 199) / 700)
     assert causes([BATCH, STREAM]) == ["sync", "skew", "pipeline"]
+    bubble_figure([BATCH, STREAM], tmp_path / "bubbles.png")
     assert (tmp_path / "bubbles.png").stat().st_size > 10_000

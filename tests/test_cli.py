@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from streamrl.runfile.writing import write_run
+from tests.command_line import streamrl
+from tests.test_plan import few
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "h20-h800.toml"
 SMALL = ["--set", "algorithm.prompts_per_step=64", "--set", "algorithm.steps=3"]
 
 
-def streamrl(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user would."""
-    command = [sys.executable, "-c", "from streamrl.cli import main; main()", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that `simulate -o` has written, for many to read."""
+    path = tmp_path_factory.mktemp("simulated")
+    done = streamrl("simulate", EXAMPLE, *SMALL, "-o", path)
+    assert done.returncode == 0 and "unmeasured" in done.stdout, done.stderr
+    return path
+
+
+@pytest.fixture
+def executed(simulated: Path, tmp_path: Path) -> Path:
+    """A copy of it that says that it was executed."""
+    path = shutil.copytree(simulated, tmp_path / "executed")
+    trace = path / "trace.jsonl"
+    trace.write_text(trace.read_text().replace('"world":"simulated"', '"world":"real"', 1))
+    return path
 
 
 def test_simulate_prints_the_figures_that_scripts_rely_on() -> None:
@@ -39,36 +56,42 @@ def test_simulate_prints_the_figures_that_scripts_rely_on() -> None:
     assert figures["tiers"]["composed"] > 0.5
 
 
-def test_simulate_writes_the_same_trace_for_the_same_seed_and_views_of_it(tmp_path: Path) -> None:
-    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+def test_simulate_writes_the_same_trace_for_the_same_seed_and_views_of_it(
+    simulated: Path, tmp_path: Path
+) -> None:
+    for name, seed in (("same", "0"), ("other", "1")):
         done = streamrl("simulate", EXAMPLE, *SMALL, "--set", f"seed={seed}", "-o", tmp_path / name)
         assert done.returncode == 0, done.stderr
-        assert "unmeasured" in done.stdout
-    first, same, other = ((tmp_path / name / "trace.jsonl").read_bytes() for name in "abc")
+    first = (simulated / "trace.jsonl").read_bytes()
+    same, other = ((tmp_path / name / "trace.jsonl").read_bytes() for name in ("same", "other"))
     assert first == same != other
-    assert json.loads((tmp_path / "a" / "chrome_trace.json").read_bytes())
-    assert (tmp_path / "a" / "timeline.png").stat().st_size > 10_000
+    assert json.loads((simulated / "chrome_trace.json").read_bytes())
+    assert (simulated / "timeline.png").stat().st_size > 10_000
 
 
-def test_replay_reads_what_simulate_wrote_and_compare_refuses_it(tmp_path: Path) -> None:
-    streamrl("simulate", EXAMPLE, *SMALL, "-o", tmp_path)
-    replayed = streamrl("replay", tmp_path, "--json")
+def test_replay_and_compare_read_what_was_recorded(simulated: Path, executed: Path) -> None:
+    replayed = streamrl("replay", simulated, "--json")
     assert replayed.returncode == 0 and json.loads(replayed.stdout)["is_identical"] is True
-    compared = streamrl("compare", tmp_path, "--json")
+    compared = streamrl("compare", executed, "--json")
+    assert compared.returncode == 0, compared.stderr
+    assert abs(json.loads(compared.stdout)["step_time"]["error"]) < 1e-9
+
+
+def test_compare_refuses_a_simulation_in_the_place_of_an_executed_run(simulated: Path) -> None:
+    compared = streamrl("compare", simulated, "--json")
     assert compared.returncode == 2 and "executed run" in compared.stderr
     assert compared.stderr.count("\n") == 1 and compared.stdout == ""
 
 
-def test_replay_fails_where_a_decision_was_another(tmp_path: Path) -> None:
-    streamrl("simulate", EXAMPLE, *SMALL, "-o", tmp_path)
-    trace = tmp_path / "trace.jsonl"
-    lines = trace.read_text().splitlines(keepends=True)
+def test_replay_fails_where_a_decision_was_another(simulated: Path, tmp_path: Path) -> None:
+    lines = (simulated / "trace.jsonl").read_text().splitlines(keepends=True)
     index = next(n for n, line in enumerate(lines) if '"type":"Train"' in line)
     lines[index] = lines[index].replace(
         '{"type":"Train","rollouts":[', '{"type":"Train","rollouts":[9999,'
     )
+    trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(lines))
-    done = streamrl("replay", tmp_path)
+    done = streamrl("replay", trace)
     assert done.returncode == 1 and f"entry': {index - 1}" in done.stdout
     assert done.stderr.count("\n") == 1
 
@@ -103,26 +126,61 @@ def test_wrong_input_gets_one_line_and_exit_status_2_and_writes_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_simulation_does_not_overwrite_an_executed_run(tmp_path: Path) -> None:
-    streamrl("simulate", EXAMPLE, *SMALL, "-o", tmp_path)
-    trace = tmp_path / "trace.jsonl"
-    real = trace.read_text().replace('"world":"simulated"', '"world":"real"', 1)
-    trace.write_text(real)
-    done = streamrl("simulate", EXAMPLE, *SMALL, "-o", tmp_path)
+def test_a_simulation_does_not_overwrite_an_executed_run(executed: Path) -> None:
+    real = (executed / "trace.jsonl").read_text()
+    done = streamrl("simulate", EXAMPLE, *SMALL, "-o", executed)
     assert done.returncode == 2 and "executed run" in done.stderr
-    assert trace.read_text() == real
+    assert (executed / "trace.jsonl").read_text() == real
 
 
-def test_a_corrupt_trace_is_refused_by_file_and_line(tmp_path: Path) -> None:
-    streamrl("simulate", EXAMPLE, *SMALL, "-o", tmp_path)
-    trace = tmp_path / "trace.jsonl"
-    lines = trace.read_text().splitlines(keepends=True)
+def test_a_corrupt_trace_is_refused_by_file_and_line(simulated: Path, tmp_path: Path) -> None:
+    lines = (simulated / "trace.jsonl").read_text().splitlines(keepends=True)
     lines[4] = lines[4][:20] + "\n"
+    trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(lines))
     done = streamrl("replay", trace)
     assert done.returncode == 2 and "trace.jsonl:5" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["simulate", "execute", "replay", "compare"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("simulate", "plan", "execute", "replay", "compare", "report", "validate", "doctor"),
+        *("profile", "profile show", "profile check", "profile measure", "ranker"),
+        "ranker eval",
+    ],
+)
 def test_help_has_an_example(command: str) -> None:
-    assert f"Example: streamrl {command}" in " ".join(streamrl(command, "--help").stdout.split())
+    done = streamrl(*command.split(), "--help")
+    assert done.returncode == 0
+    assert f"Example: streamrl {command.partition(' measure')[0]}" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["simulate", EXAMPLE, *SMALL], "step time"),
+        (["plan", "{offer}", "-o", "{out}", "--set", "plan.seeds=1"], "runner-up"),
+        (["replay", "{executed}"], "all decided identically"),
+        (["compare", "{executed}"], "predicted"),
+        (["report", "{executed}", "-o", "{out}.html"], "written to"),
+        (["validate", "--figure", "fig6"], "Figure 6"),
+        (["doctor", EXAMPLE], "no errors"),
+        (["profile", "show", "qwen2.5-7b"], "tokens"),
+        (["ranker", "eval", "{scores}"], "recall@20%"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_command_works_in_a_process_of_its_own(
+    arguments: list[str | Path], shown: str, executed: Path, tmp_path: Path
+) -> None:
+    """`execute` does so in `test_end_to_end`."""
+    offer, scores = tmp_path / "offer.toml", tmp_path / "scores.csv"
+    write_run(few(), offer)
+    scores.write_text("score,output_tokens\n1,10\n2,20\n")
+    names = {"executed": executed, "offer": offer, "scores": scores, "out": tmp_path / "out"}
+    given = [str(argument).format(**names) for argument in arguments]
+    command = [sys.executable, "-c", "from streamrl.cli import main; main()", *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert shown in done.stdout

@@ -30,7 +30,7 @@ WEIGHTS = 2.0 * QWEN.num_parameters
 
 
 def shared_run(**changes: Any) -> Run:
-    """Give a run whose GPUs, 8 H800 a node, generate and train in turn; `__` stands for the dot of a key."""
+    """Return a run whose GPUs, 8 H800 a node, generate and train in turn; `__` stands for the dot of a key."""
     keys = {key.replace("__", "."): value for key, value in changes.items()}
     return small_run(
         {

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,9 @@ from streamrl.doctor.changes import changed
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.doctor.diagnosis import examine as examine_run
 from streamrl.doctor.lengths import mean_lengths
-from streamrl.runfile.reading import check_run, make_run
+from streamrl.runfile.checks import check_run
+from streamrl.runfile.reading import make_run
+from tests.command_line import streamrl
 from tests.patients import NOWHERE, bad, doctor, full_run, full_table, local_table
 
 ROOT = Path(__file__).parent.parent
@@ -251,13 +251,6 @@ def test_fixes_of_errors_go_together() -> None:
 # The command --------------------------------------------------------------------------------------
 
 
-def run_doctor(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from streamrl.cli import main; main()", "doctor"]
-    return subprocess.run(
-        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=120
-    )
-
-
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_no_example_has_an_error(example: Path, tmp_path: Path) -> None:
     table = tomllib.loads(example.read_text())
@@ -275,21 +268,16 @@ def test_exit_status_is_0_without_errors_1_with_errors_and_2_where_nothing_can_b
     tmp_path: Path,
 ) -> None:
     example = ROOT / "examples" / "h20-h800.toml"
-    wrong = run_doctor(
-        example, "--set=trainer.tensor_parallel=8", "--set=trainer.data_parallel=2", "--json"
-    )
+    degrees = ["--set=trainer.tensor_parallel=8", "--set=trainer.data_parallel=2"]
+    wrong = streamrl("doctor", example, *degrees, "--json")
     assert wrong.returncode == 1 and wrong.stderr == ""
     figures = json.loads(wrong.stdout)
     assert figures["errors"] == 1 and figures["memory"][1]["parts"]["optimizer"] > 0
     heads = next(each for each in figures["findings"] if each["name"] == "trainer-heads")
     mended = [f"--set={key}={value}" for key, value in heads["changes"].items()]
-    sound = run_doctor(example, *mended)
+    sound = streamrl("doctor", example, *mended)
     assert sound.returncode == 0 and "no errors" in sound.stdout and "✓" in sound.stdout
     broken = tmp_path / "broken.toml"
     broken.write_text("[model\n")
-    done = run_doctor(broken)
+    done = streamrl("doctor", broken)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stdout == ""
-
-
-def test_help_has_an_example() -> None:
-    assert "Example: streamrl doctor" in " ".join(run_doctor("--help").stdout.split())

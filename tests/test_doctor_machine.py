@@ -12,14 +12,17 @@ import pytest
 from packaging.requirements import Requirement
 
 from executor.checkup import installed, readiness, run_paths
-from executor.verifier import SCORERS, score
+from executor.verifier import landlock, seccomp
+from executor.verifier.scorers import SCORERS
 from streamrl.cli.doctor import examine
 from streamrl.doctor import files
 from streamrl.doctor.changes import changed
 from streamrl.runfile.config import ExecuteConfig
 from streamrl.runfile.reading import make_run
 from streamrl.runfile.sides_config import RolloutConfig, TrainerConfig
+from streamrl.runfile.workload_config import VerifierName
 from tests.patients import NOWHERE, bad, full_run, local_table
+from tests.verifying import score
 
 ROOT = Path(__file__).parent.parent
 
@@ -65,7 +68,7 @@ def test_a_run_that_can_be_executed_here_has_no_errors(tmp_path: Path) -> None:
         ({"model.dtype": "float16"}, "back-end", "model.dtype=bfloat16"),
         ({"execute.device": "cuda:7"}, "gpus", "execute.device=cpu"),
         ({"workload.verifier": "reasoning-gym"}, "prompts", "add it"),
-        ({"workload.verifier": "none"}, "prompts", "exact"),
+        ({"workload.verifier": "none"}, "wrong-key", "workload.verifier=exact"),
         ({"workload.prompts": "/nowhere.jsonl"}, "prompts", "prompt"),
         ({"rollout.max_tokens": 8192}, "positions", "rollout.max_tokens=2048"),
         ({"workload.lengths.source": "no.csv"}, "lengths", "file"),
@@ -93,6 +96,24 @@ def test_missing_gpus_are_an_error_where_the_run_file_insists(
     assert bad(list(readiness.find(run)))["gpus"].level == level
     monkeypatch.setattr(readiness, "visible_gpus", lambda: 2)
     assert "gpus" not in bad(list(readiness.find(run)))
+
+
+@pytest.mark.parametrize("verifier", ["exact", "math-verify", "reasoning-gym"])
+def test_a_machine_without_a_sandbox_is_a_warning_where_answers_are_evaluated(
+    verifier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(local_table(tmp_path, {"workload.verifier": verifier}))
+    monkeypatch.setattr(seccomp, "is_available", lambda: True)
+    monkeypatch.setattr(landlock, "is_available", lambda: True)
+    assert "verifier" not in bad(list(readiness.find(run)))
+    for layer in (seccomp, landlock):
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "is_available", lambda: False)
+            found = bad(list(readiness.find(run)))
+        if verifier == "exact":
+            assert "verifier" not in found
+        else:
+            assert found["verifier"].level == "warning" and "Linux" in found["verifier"].fix
 
 
 @pytest.mark.parametrize("missing", ["tokenizer.json", "model.safetensors", "config.json"])
@@ -124,7 +145,7 @@ def test_a_run_directory_that_is_taken_says_how_to_go_on(tmp_path: Path) -> None
 
 
 def test_the_fields_of_each_scorer_are_those_that_it_reads() -> None:
-    assert set(run_paths.FIELDS) == set(SCORERS)
+    assert set(run_paths.FIELDS) == set(SCORERS) == set(get_args(VerifierName))
     for name, needed in run_paths.FIELDS.items():
         record = {fields[-1]: "2" for fields in needed}
         if "task" in record:

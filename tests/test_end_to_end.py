@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from streamrl.record.trace import read_trace, replay
-from tests.test_cli import streamrl
+from tests.command_line import streamrl
 from tests.tiny_model import tiny_model
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
 
@@ -70,7 +70,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def children_of(pid: int) -> list[int]:
-    """Give the processes that a process has started and that still run."""
+    """Return the processes that a process has started and that still run."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -13,6 +13,8 @@ from typing import Any, get_args
 import pytest
 
 from executor.carriers.handles import LocalProcess
+from executor.prompts import Record
+from executor.verifier.verifier import Scoring
 from executor.world import RealWorld
 from streamrl.engine.messages import (
     Event,
@@ -30,7 +32,7 @@ from streamrl.record.trace import Trace, read_trace, replay
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import WeightSyncName
 from tests.runs import make_table
-from tests.scripted import MortalHandle, ScriptedLauncher, make_world, tokens_of
+from tests.scripted import MortalHandle, ScriptedLauncher, ScriptedVerifier, make_world, tokens_of
 from tests.traces import (
     check_every_command_ends_once,
     check_every_rollout_is_accounted_for,
@@ -47,7 +49,7 @@ BOUNDS = {
 
 
 def real_run(directory: Path, **changes: Any) -> Run:
-    """Give a small run file with a prompts file beside it; `__` stands for the dot of a key."""
+    """Return a small run file with a prompts file beside it; `__` stands for the dot of a key."""
     from streamrl.runfile.reading import make_run
 
     prompts = directory / "prompts.jsonl"
@@ -121,6 +123,9 @@ def test_aborted_rollouts_resume_from_their_prefix(tmp_path: Path) -> None:
     for event in ended:
         if event.finish != "aborted":
             assert event.tokens == len(tokens_of(event.rollout))
+    for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines():
+        starts = [start for _, start in json.loads(line)["versions"]]
+        assert starts[0] == 0 and starts == sorted(set(starts))
 
 
 @pytest.mark.parametrize(("max_attempts", "are_dropped"), [(1, True), (50, False)])
@@ -220,6 +225,35 @@ def test_an_interrupted_run_leaves_a_readable_trace_and_drops_the_rest_with_a_re
     check_every_rollout_is_accounted_for(trace)
     assert set(measure(trace).dropped) <= {"Ctrl-C"}
     assert replay(trace) is None
+
+
+class StumblingVerifier(ScriptedVerifier):
+    """Finds every other completion too hard."""
+
+    def __init__(self) -> None:
+        self._num_seen = 0
+
+    async def verify(self, completion: str, record: Record) -> Scoring:
+        self._num_seen += 1
+        return Scoring(0.0, "time limit") if self._num_seen % 2 else Scoring(1.0, None)
+
+
+def test_a_completion_that_cannot_be_scored_is_trained_on_with_reward_0_and_counted(
+    tmp_path: Path,
+) -> None:
+    run = real_run(tmp_path)
+
+    async def go() -> Trace:
+        return await make_world(run, {}, verifier_class=StumblingVerifier).run()
+
+    trace = asyncio.run(asyncio.wait_for(go(), timeout=60))
+    assert not any(isinstance(entry.event, Failed) for entry in trace.entries)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").open()]
+    found = {(line["reward"], line.get("verifier")) for line in lines}
+    assert found == {(0.0, "time limit"), (1.0, None)}
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    shares = [step["unscored"] / run.algorithm.rollouts_per_step for step in steps]
+    assert shares == pytest.approx([1 - step["reward"] for step in steps])
 
 
 def test_an_error_outside_of_commands_ends_the_run_and_reaches_the_caller(tmp_path: Path) -> None:

@@ -103,5 +103,5 @@ def test_a_run_gives_up_after_as_many_restarts_as_it_may_have() -> None:
 
 @pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf")])
 def test_a_rate_that_is_none_is_refused_by_name_and_value(rate: float) -> None:
-    with pytest.raises(ValueError, match=rf"failures\.per_gpu_day must be 0 or more, got {rate}"):
+    with pytest.raises(ValueError, match=rf"failures\.per_gpu_day must be at least 0, got {rate}"):
         small_run({"failures.per_gpu_day": rate})

@@ -144,7 +144,7 @@ def test_the_papers_evaluation_is_met_as_far_as_its_page_says() -> None:
 
 
 def page_rows() -> list[str]:
-    """Give the rows of the first table of docs/fidelity.md, without the leading bar."""
+    """Return the rows of the first table of docs/fidelity.md, without the leading bar."""
     page = (Path(__file__).parents[1] / "docs" / "fidelity.md").read_text()
     table = page.split("|---|---|---|---|---|\n")[1].split("\n\n")[0]
     return [line.removeprefix("| ") for line in table.splitlines()]

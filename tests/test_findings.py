@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from streamrl.report.findings import Kind, Question, find
-from streamrl.report.study_table import METRICS, MetricTable, Row, make_table
+from streamrl.report.study_table import METRICS, MetricTable, Row, Spread, make_table
 from streamrl.runfile.grid import Axis, parse_axis
 
 X = parse_axis("rollout.replicas=1,2,4,8")
@@ -197,5 +197,5 @@ def test_the_median_over_seeds_is_what_is_spoken_of() -> None:
         for seed, value in enumerate(values)
     ]
     table = make_table("step_time", [parse_axis("rollout.replicas=1,2")], rows)
-    assert table.spreads[0,] == (11.0, 10.0, 90.0)
+    assert table.spreads[0,] == Spread(11.0, 10.0, 90.0)
     assert said("best", table)[0].startswith("The least step time is 11 s, at 1;")

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from sim.costs.replica_speed import study_generation
+from sim.studies.replica_speed import study_generation
 from streamrl.cli.main import app
 from streamrl.hardware.operators import Peak
 from streamrl.hardware.profiles import PROFILES, load_model

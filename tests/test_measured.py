@@ -247,7 +247,7 @@ def test_a_profile_of_another_model_is_refused(model: Path, tmp_path: Path) -> N
 
 
 def replica_times(run: Run, lengths: list[int], prompt: int) -> list[float]:
-    """Give the instants at which rollouts of these lengths end that one idle replica is given at once."""
+    """Return the instants at which rollouts of these lengths end that one idle replica is given at once."""
     from sim.replica import Replica
     from sim.surroundings import DrawnRollout
 

@@ -31,7 +31,7 @@ SEVEN = load_model(ModelConfig(name="qwen2.5-7b"))
 
 
 def large_run(gpus: int, **trainer: Any) -> Run:
-    """Give PPO of the 72B model on some H800, as StreamRL trains it."""
+    """Return PPO of the 72B model on some H800, as StreamRL trains it."""
     table = make_table({**PPO, "model.name": "qwen2.5-72b", "rollout.tensor_parallel": 4})
     table["cluster"]["pools"]["near"]["nodes"] = gpus // 8
     table["rollout"] |= {"replicas": 1, "max_tokens": 20000}

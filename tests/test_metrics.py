@@ -20,7 +20,7 @@ from tests.hand_traces import HandTrace
 
 
 def two_steps(warm_up_steps: int) -> Trace:
-    """Give a run of two steps, of 16 and 10 seconds, the second trained on a stale rollout."""
+    """Return a run of two steps, of 16 and 10 seconds, the second trained on a stale rollout."""
     hand = HandTrace(
         algorithm__steps=2, policies__system="stream-async", warm_up_steps=warm_up_steps
     )

@@ -27,7 +27,7 @@ STEEP = [[1, 0.01], [2, 0.5], [8, 2.0]]
 
 
 def begun(expected: list[int], **changes: Any) -> Script:
-    """Give a script whose two replicas generate rollouts of these expected lengths in turn."""
+    """Return a script whose two replicas generate rollouts of these expected lengths in turn."""
     chosen: dict[str, Any] = {
         "policies__latency": STEEP,
         "policies__context_time": 1e-6,

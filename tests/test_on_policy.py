@@ -59,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(run: Run, model: Path) -> tuple[Trace, dict[str, torch.Tensor]]:
-    """Run to the end; give the trace and the weights of the last version."""
+    """Run to the end; return the trace and the weights of the last version."""
 
     async def go() -> Trace:
         world = make_world(run, {"model": str(model)}, launcher_class=RealTrainerLauncher)

@@ -25,7 +25,7 @@ from streamrl.runfile.plan_config import ObjectiveName
 from streamrl.runfile.reading import load_run
 from streamrl.runfile.units import Bandwidth
 from streamrl.runfile.writing import write_run
-from tests.test_cli import streamrl
+from tests.command_line import streamrl
 from tests.test_search_space import offer
 
 FEW: dict[str, Any] = {
@@ -48,7 +48,7 @@ FEW_PLANS: dict[str, Any] = {
 
 
 def few(changes: dict[str, Any] | None = None, **plan: Any) -> Run:
-    """Give an offer with a few dozen plans, of 64 rollouts a step."""
+    """Return an offer with a few dozen plans, of 64 rollouts a step."""
     return offer({**FEW, **(changes or {})}, **{**FEW_PLANS, **plan})
 
 

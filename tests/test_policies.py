@@ -173,7 +173,7 @@ def test_a_whole_batch_waits_until_every_replica_has_the_newest_weights() -> Non
 
 
 def at_version_one(weight_sync: str) -> Script:
-    """Give a run that has made version 1 while replica 0 runs 4 and 6, replica 1 runs 5 and 7."""
+    """Return a run that has made version 1 while replica 0 runs 4 and 6, replica 1 runs 5 and 7."""
     s = script(policies__weight_sync=weight_sync)
     s.draw(s.begin())
     s.finish(0, 1, 2, 3)

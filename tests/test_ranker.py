@@ -27,7 +27,7 @@ def histogram(seed: int, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def drawn(**lengths: Any) -> tuple[list[int], list[int]]:
-    """Give true and expected lengths of a run of 2,048 rollouts."""
+    """Return true and expected lengths of a run of 2,048 rollouts."""
     changes = {f"workload.lengths.{key}": value for key, value in lengths.items()}
     run = small_run(
         {"workload.lengths.scale": 1.0, "rollout.max_tokens": 20000, **SINGLE, **changes}

@@ -19,8 +19,8 @@ from streamrl.workload.ranker_eval import (
     spearman,
 )
 from streamrl.workload.workload import SimulatedWorkload
+from tests.command_line import streamrl
 from tests.runs import small_run
-from tests.test_cli import streamrl
 
 SHARED = Path(__file__).parents[2] / "shared" / "data" / "workloads"
 
@@ -33,7 +33,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def ranked(num: int, family: str = "", is_right: bool = True) -> str:
-    """Give rows of `num` rollouts that a ranker puts in the right order, or in the opposite one."""
+    """Return rows of `num` rollouts that a ranker puts in the right order, or in the opposite one."""
     rows = ((place if is_right else -place, 100 + place) for place in range(num))
     return "".join(f"{score},{tokens}{family and ',' + family}\n" for score, tokens in rows)
 

@@ -11,17 +11,20 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from rich.console import Console
 from rich.table import Table
 
 from sim.world import simulate
 from streamrl.engine.messages import Generated, Stepped
-from streamrl.record.attribution import BUSY, IDLE
 from streamrl.record.chrome_trace import chrome_trace
 from streamrl.record.metrics import Metrics, measure
 from streamrl.record.trace import Trace
-from streamrl.report.figures import BUSY_COLOURS, IDLE_COLOURS, idle_figure, timeline_figure
+from streamrl.report.figures import idle_figure, timeline_figure
+from streamrl.report.pictures.drawing import Rectangle, Text
+from streamrl.report.pictures.steps import timeline_picture
+from streamrl.report.pictures.style import COLOURS
 from streamrl.report.run_tables import (
     compare,
     comparison_table,
@@ -153,15 +156,14 @@ def test_the_timeline_figure_shows_generation_training_and_idleness(
     trace: Trace, tmp_path: Path
 ) -> None:
     timeline_figure(trace, tmp_path / "timeline.png")
-    pixels = imread(tmp_path / "timeline.png")
-    assert pixels.shape[:2] == (800, 1400)
-    blue, vermillion, white = (0, 0x72, 0xB2), (0xD5, 0x5E, 0), (255, 255, 255)
-    for colour, least in ((blue, 1000), (vermillion, 1000), (white, 100_000)):
-        near = np.abs(pixels[..., :3] * 255 - colour).max(axis=-1) < 3
-        assert near.sum() > least
+    pixels = imread(tmp_path / "timeline.png")[..., :3] * 255
+    assert pixels.shape[1] == 1430
+    for name, least in (("c-generate", 1000), ("c-train", 1000), ("lane", 10_000)):
+        colour = 255 * np.array(to_rgb(COLOURS[name].light))
+        assert (np.abs(pixels - colour).max(axis=-1) < 3).sum() > least
 
 
-def test_an_emptying_replica_is_drawn_fainter(tmp_path: Path) -> None:
+def test_an_emptying_replica_is_drawn_fainter() -> None:
     hand = HandTrace(algorithm__prompts_per_step=4)
     hand.begin()
     hand.draw(0.0, 1, 4)
@@ -170,10 +172,21 @@ def test_an_emptying_replica_is_drawn_fainter(tmp_path: Path) -> None:
         hand.generated(10.0, rollout, run_time=10.0)
     hand.generated(20.0, 3, run_time=20.0)
     hand.train(20.0, 40.0, 1, 0, 1, 2, 3)
-    timeline_figure(hand.trace, tmp_path / "timeline.png")
-    red = imread(tmp_path / "timeline.png")[300, :, 0]
-    full, last, idle = (red[150 + int(1200 * x)] for x in (0.1, 0.35, 0.75))
-    assert full < last < idle == 1.0
+    full, last = [box for box in timeline_boxes(hand.trace, (1, 1)) if "c-generate" in box.css]
+    assert full.css == "c-generate level-5" and last.css == "c-generate level-2"
+    assert full.width == pytest.approx(last.width) and last.x == pytest.approx(full.x + full.width)
+    lane = next(box for box in timeline_boxes(hand.trace, (1, 1)) if box.css == "lane")
+    assert full.width / lane.width == pytest.approx(10 / 40, abs=0.01)
+
+
+def test_a_window_of_several_steps_marks_and_names_each() -> None:
+    trace = simulate_small("algorithm.steps=4", "policies.system=stream-sync")
+    picture = timeline_picture("timeline", "mine", trace, measure(trace), (2, 4))
+    ends = [shape for shape in picture.drawing.shapes if shape.css == "axis"]
+    assert len(ends) == 3
+    texts = [shape.text for shape in picture.drawing.shapes if isinstance(shape, Text)]
+    assert [text for text in texts if text.startswith("step ")] == ["step 2", "step 3", "step 4"]
+    assert picture.drawing.title.startswith("mine: steps 2 to 4 of 4, ")
 
 
 def test_figures_are_svg_where_the_path_says_so(trace: Trace, tmp_path: Path) -> None:
@@ -188,25 +201,11 @@ def test_a_window_outside_the_run_is_refused(trace: Trace, tmp_path: Path) -> No
         timeline_figure(trace, tmp_path / "timeline.png", steps=(3, 5))
 
 
-def test_more_replicas_than_fit_are_counted(tmp_path: Path) -> None:
+def test_more_replicas_than_fit_are_counted() -> None:
     many = simulate_small("algorithm.steps=1", "rollout.replicas=48", "cluster.pools.h20.nodes=6")
-    timeline_figure(many, tmp_path / "timeline.svg")
-    assert "first 40; 8 not shown" in (tmp_path / "timeline.svg").read_text()
-
-
-def test_the_idle_figure_fills_each_bar(tmp_path: Path) -> None:
-    idle_figure({"predicted": PREDICTED, "measured": MEASURED}, tmp_path / "idle.png")
-    pixels = imread(tmp_path / "idle.png")[..., :3] * 255
-    decode = (np.abs(pixels - (0, 0x72, 0xB2)).max(axis=-1) < 3).sum(axis=1)
-    predicted, measured = decode[:400].max(), decode[400:680].max()
-    assert measured / predicted == pytest.approx(0.4 / 0.5, abs=0.1)
-
-
-def test_every_activity_and_cause_has_a_colour_of_its_own() -> None:
-    assert set(BUSY_COLOURS) == set(BUSY)
-    assert set(IDLE_COLOURS) == set(IDLE)
-    colours = [*BUSY_COLOURS.values(), *IDLE_COLOURS.values()]
-    assert len(set(colours)) == len(colours)
+    picture = timeline_picture("timeline", "many", many, measure(many), (1, 1))
+    assert "16 of 48 replicas are not drawn." in picture.caption
+    assert sum(box.css == "lane" for box in timeline_boxes(many, (1, 1))) == 32 + 2
 
 
 def test_a_chrome_trace_has_a_slice_for_each_attempt(trace: Trace) -> None:
@@ -273,14 +272,20 @@ def test_a_hundred_thousand_chrome_events_take_seconds() -> None:
     assert len(json.loads(encoded)["traceEvents"]) > 100_000
 
 
+def timeline_boxes(trace: Trace, steps: tuple[int, int]) -> list[Rectangle]:
+    """Return the boxes of a timeline's picture, in order."""
+    picture = timeline_picture("timeline", "run", trace, measure(trace), steps)
+    return [shape for shape in picture.drawing.shapes if isinstance(shape, Rectangle)]
+
+
 def chrome_events(trace: Trace) -> list[dict[str, Any]]:
-    """Give the events of a Chrome trace as a reader of the file sees them."""
+    """Return the events of a Chrome trace as a reader of the file sees them."""
     events: list[dict[str, Any]] = json.loads(chrome_trace(trace))["traceEvents"]
     return events
 
 
 def render(table: Table) -> str:
-    """Give a table as a wide terminal without colours shows it."""
+    """Return a table as a wide terminal without colours shows it."""
     console = Console(width=160, no_color=True)
     with console.capture() as capture:
         console.print(table)

@@ -120,13 +120,13 @@ def test_the_page_prints_on_paper_without_cut_figures(browser: Browser, page: Pa
 
 
 def luminance(colour: str) -> float:
-    """Give the relative luminance of "rgb(r, g, b)" (WCAG 2.2)."""
+    """Return the relative luminance of "rgb(r, g, b)" (WCAG 2.2)."""
     parts = [float(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
     linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
     return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 def contrast(one: str, other: str) -> float:
-    """Give the contrast ratio of two colours (WCAG 2.2)."""
+    """Return the contrast ratio of two colours (WCAG 2.2)."""
     low, high = sorted((luminance(one), luminance(other)))
     return (high + 0.05) / (low + 0.05)

@@ -11,13 +11,14 @@ from msgspec.structs import replace
 from streamrl.hardware.profiles import load_gpu
 from streamrl.record.attribution import BUSY, IDLE
 from streamrl.report.page.band import SECONDS_MAY_BE, Band
-from streamrl.report.page.drawing import scale, ticks
 from streamrl.report.page.page import make_page, read_report, render_html
-from streamrl.report.page.shares import WIDTH, shares_figure
 from streamrl.report.page.sources import read_sources
-from streamrl.report.page.steps import typical_step
-from streamrl.report.page.tornado import Swing, tornado_figure
 from streamrl.report.page.what_if import of_plan, of_run
+from streamrl.report.pictures.drawing import Rectangle, Text, scale, ticks
+from streamrl.report.pictures.shares import shares_picture
+from streamrl.report.pictures.stacks import RIGHT, WIDTH
+from streamrl.report.pictures.steps import typical_step
+from streamrl.report.pictures.tornado import Swing, tornado_picture
 from streamrl.report.plan import read_plan, write_plan
 from tests.report_directories import write_planned, write_runs
 from tests.test_report import PREDICTED
@@ -107,37 +108,31 @@ def test_another_plan_that_would_be_chosen_is_named(tmp_path: Path) -> None:
 
 
 def test_busy_and_idle_fill_the_bar() -> None:
-    drawing = shares_figure("shares", [("run", PREDICTED)])
+    picture = shares_picture("shares", [("run", PREDICTED)])
     css = {f"c-{name}" for name in (*BUSY, *IDLE)}
-    widths = [
-        float(shape.attributes["width"])
-        for shape in drawing.shapes
-        if shape.attributes["class"] in css
-    ]
-    assert sum(widths) == pytest.approx(WIDTH, abs=0.5)
+    boxes = [shape for shape in picture.drawing.shapes if isinstance(shape, Rectangle)]
+    assert sum(box.width for box in boxes if box.css in css) == pytest.approx(WIDTH - RIGHT)
+    idle = sum(box.width for box in boxes if box.css == "hatch")
+    assert idle == pytest.approx((WIDTH - RIGHT) * sum(PREDICTED.idle.values()))
+    assert ("c-skew hatched", "idle: skew") in picture.legend and (
+        "c-decode",
+        "decode",
+    ) in picture.legend
 
 
 def test_bars_of_a_tornado_that_go_one_way_hide_nothing() -> None:
-    drawing = tornado_figure(
-        "t", "title", [Swing("lengths", 0.1, 0.2), Swing("price", -0.1, 0.1)], "20 %"
-    )
-    boxes = [
-        {key: float(shape.attributes[key]) for key in ("x", "y", "width", "height")}
-        for shape in drawing.shapes
-        if shape.tag == "rect"
-    ]
+    swings = [Swing("lengths", 0.1, 0.2), Swing("price", -0.1, 0.1)]
+    drawing = tornado_picture("t", "dollars", swings, "20 %", "plan.json").drawing
+    boxes = [shape for shape in drawing.shapes if isinstance(shape, Rectangle)]
     assert len(boxes) == 4
     for index, one in enumerate(boxes):
         for other in boxes[index + 1 :]:
             is_apart_across = (
-                one["x"] + one["width"] <= other["x"] + 0.1
-                or other["x"] + other["width"] <= one["x"] + 0.1
+                one.x + one.width <= other.x + 0.1 or other.x + other.width <= one.x + 0.1
             )
-            is_apart_down = (
-                one["y"] + one["height"] <= other["y"] or other["y"] + other["height"] <= one["y"]
-            )
+            is_apart_down = one.y + one.height <= other.y or other.y + other.height <= one.y
             assert is_apart_across or is_apart_down
-    texts = [shape.text for shape in drawing.shapes if shape.tag == "text"]
+    texts = [shape.text for shape in drawing.shapes if isinstance(shape, Text)]
     assert "less +10\N{NO-BREAK SPACE}%, more +20\N{NO-BREAK SPACE}%" in texts
 
 

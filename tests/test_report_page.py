@@ -14,9 +14,10 @@ import pytest
 from streamrl.record.attribution import IDLE
 from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
-from streamrl.report.page.scatter import Point, front_of, stairs
 from streamrl.report.page.sources import read_sources
+from streamrl.report.pictures.scatter import Point, front_of, stairs
 from streamrl.report.plan import read_plan
+from tests.command_line import streamrl
 from tests.report_directories import (
     simulate_plan,
     write_planned,
@@ -24,7 +25,6 @@ from tests.report_directories import (
     write_study,
 )
 from tests.runs import small_run
-from tests.test_cli import streamrl
 
 VOID = {"meta", "link", "line", "br"}
 ASKS_FOR = re.compile(r"""(?:src|href|srcset|data)\s*=|url\(|@import|<script|<iframe|<object""")
@@ -292,8 +292,21 @@ def test_a_study_alone_is_a_report_of_its_finding(tmp_path: Path) -> None:
     assert "9 does not fit" in text
     assert describe(report)["chosen"] is None
     (study,) = report.sources.studies
-    assert {name: len(rows) for name, rows in study.series().items()} == {"sync": 2, "async": 2}
-    assert [study.place(row) for row in study.found.rows] == [0, 0, 1, 1]
+    series = study.table("cost_per_million_tokens").series()
+    assert {s.label: [each.median for each in s.spreads.values()] for s in series} == {
+        "sync": [2.0, 3.0],
+        "async": [1.5, 2.5],
+    }
+
+
+@pytest.mark.parametrize("place", [[0], [0, 2], [-1, 0]])
+def test_a_study_with_a_row_beside_its_axes_is_refused(tmp_path: Path, place: list[int]) -> None:
+    file = write_study(tmp_path / "study") / "study.json"
+    found = json.loads(file.read_text())
+    found["rows"][0]["place"] = place
+    file.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match="row '1, sync' is at no point of the axes"):
+        read_report([tmp_path / "study"])
 
 
 def test_an_executed_run_is_timed_and_never_taken_for_a_simulation(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ FLAT = [[1, 1.0], [256, 1.0]]
 
 
 def adjusted(**changes: Any) -> Script:
-    """Give a run of four rollouts a step on two replicas that come and go in twos."""
+    """Return a run of four rollouts a step on two replicas that come and go in twos."""
     return singles(
         4,
         algorithm__steps=20,
@@ -81,7 +81,7 @@ class Steps:
         self._settle(s.begin())
 
     def play(self, generation_time: float, training_time: float) -> list[Command]:
-        """Let what was sent be generated, trained on and loaded; give what the step led to."""
+        """Let what was sent be generated, trained on and loaded; return what the step led to."""
         s = self.s
         ended_at = self.began_at + generation_time
         for rollout in list(s.state.rollouts):
@@ -237,8 +237,8 @@ def test_training_time_counts_what_the_trainer_works_and_generation_time_what_li
         ({"policies.max_replicas": 9}, "between rollout.replicas=2 and 8"),
         ({"policies.max_replicas": 1}, "between rollout.replicas=2 and 8"),
         ({"policies.resize": "adjust", "rollout.replicas": 8}, "adds 8 replicas at once"),
-        ({"policies.resize_window": 0}, "policies.resize_window must be 1 or more"),
-        ({"policies.shrink_after": 0}, "policies.shrink_after must be 1 or more"),
+        ({"policies.resize_window": 0}, "policies.resize_window must be at least 1"),
+        ({"policies.shrink_after": 0}, "policies.shrink_after must be at least 1"),
     ],
 )
 def test_what_cannot_be_resized_is_refused(changes: dict[str, Any], part: str) -> None:

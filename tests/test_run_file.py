@@ -20,7 +20,7 @@ def link(**changes: object) -> dict[str, Any]:
 
 
 def error_of(changes: dict[str, Any]) -> str:
-    """Give the one line that says what is wrong with a run file."""
+    """Return the one line that says what is wrong with a run file."""
     with pytest.raises(ValueError) as caught:
         Costs.load(make_run(make_table(changes)))
     message = str(caught.value)
@@ -34,8 +34,8 @@ def error_of(changes: dict[str, Any]) -> str:
         ({"rollout.replica": 3}, ["rollout.replica is no key", "did you mean replicas?"]),
         ({"cluster.pools.far.nodez": 1}, ["cluster.pools.far.nodez is no key", "nodes?"]),
         ({"polices": {}}, ["polices is no key", "policies?"]),
-        ({"rollout.replicas": "many"}, ["rollout.replicas", "int", "'many'"]),
-        ({"algorithm.steps": 1.5}, ["algorithm.steps", "int", "1.5"]),
+        ({"rollout.replicas": "many"}, ["rollout.replicas", "a whole number", "'many'"]),
+        ({"algorithm.steps": 1.5}, ["algorithm.steps", "a whole number", "1.5"]),
         ({"cluster.pools.far.nodes": "two"}, ["cluster.pools.far.nodes", "'two'"]),
         ({"policies.system": "async"}, ["policies.system", "'async'", "stream-async"]),
         ({"rollout.replicas": 0}, ["rollout.replicas", "at least 1", "0"]),
@@ -43,22 +43,27 @@ def error_of(changes: dict[str, Any]) -> str:
         ({"policies.max_staleness": -1}, ["policies.max_staleness", "-1"]),
         ({"seed": -1}, ["seed", "-1"]),
         ({"rollout.memory_utilization": 1.5}, ["rollout.memory_utilization", "1.5"]),
-        (link(bandwidth=80), ["cluster.links[0].bandwidth", "80 needs a unit", "'80 Gbps'"]),
-        (link(bandwidth="80"), ["cluster.links[0].bandwidth", "'80' needs a unit"]),
-        (link(bandwidth="80 Gb"), ["cluster.links[0].bandwidth", "'80 Gb'"]),
-        (link(bandwidth="0 Gbps"), ["cluster.links[0].bandwidth", "above 0"]),
-        (link(latency=3), ["cluster.links[0].latency", "3 needs a unit"]),
-        (link(between=["far", "moon"]), ["cluster.links[0].between", "'moon'"]),
+        (link(bandwidth=80), ["cluster.links.0.bandwidth", "80 needs a unit", "'80 Gbps'"]),
+        (link(bandwidth="80"), ["cluster.links.0.bandwidth", "'80' needs a unit"]),
+        (link(bandwidth="80 Gb"), ["cluster.links.0.bandwidth", "'80 Gb'"]),
+        (link(bandwidth="0 Gbps"), ["cluster.links.0.bandwidth", "above 0"]),
+        (link(latency=3), ["cluster.links.0.latency", "3 needs a unit"]),
+        (link(between=["far", "moon"]), ["cluster.links.0.between", "'moon'"]),
         ({"cluster.links": []}, ["cluster.links", "'far'", "'near'"]),
-        ({"cluster.links": [{"between": ["far", "near"]}]}, ["[0].bandwidth is missing"]),
+        (
+            {"cluster.links": [{"between": ["far", "near"]}]},
+            ["cluster.links.0.bandwidth is missing"],
+        ),
         ({"rollout.pool": "moon"}, ["rollout.pool 'moon'", "'far'"]),
         ({"rollout.tensor_parallel": 3}, ["rollout.tensor_parallel", "8 GPUs", "got 3"]),
         ({"rollout.replicas": 9}, ["'far' has 8 GPUs", "rollout.replicas=9", "need 9"]),
         ({"trainer.data_parallel": 3}, ["'near' has 8 GPUs", "data_parallel=3", "need 12"]),
         ({"trainer.pool": "far", "rollout.replicas": 5}, ["'far' has 8 GPUs", "need 9"]),
         ({"model": {}}, ["model", "name", "path"]),
-        ({"model.name": "qwen2.5-8b"}, ["'qwen2.5-8b'", "qwen2.5-7b"]),
-        ({"cluster.pools.far.gpu": "h21"}, ["'h21'", "h20"]),
+        ({"model.name": "qwen2.5-8b"}, ["model.name", "'qwen2.5-8b'", "qwen2.5-7b"]),
+        ({"cluster.pools.far.gpu": "h21"}, ["cluster.pools.far.gpu", "'h21'", "h20"]),
+        ({"cluster.pools.far.gpu": "../models/qwen2.5-7b"}, ["cluster.pools.far.gpu", "h20"]),
+        ({"workload.lengths.source": "codemath"}, ["workload.lengths.source", "streamrl-codemath"]),
         ({"model": {"path": "/nowhere"}}, ["model.path", "/nowhere/config.json"]),
         ({"algorithm.group_size": 1}, ["algorithm.group_size", "grpo", "got 1"]),
         ({"workload.lengths.prompt_tokens": 3000}, ["workload.lengths.prompt_tokens", "3000"]),
@@ -140,7 +145,7 @@ def test_set_reaches_the_entry_of_a_list_that_it_names(tmp_path: Path) -> None:
         ("rollout.replicas.x=3", "rollout.replicas: 32 is no table"),
         ("cluster.links.3.latency=1 s", "no entry '3' in a list of 1"),
         ("cluster.links.first.latency=1 s", "no entry 'first'"),
-        ("cluster.links.0=3", "inside an entry of this list"),
+        ("cluster.links.0=3", "cluster.links.0 must be a table, got 3"),
         ("nothing.at.all=1", "nothing is no key"),
     ],
 )

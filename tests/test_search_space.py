@@ -12,8 +12,9 @@ from sim.planner.modes import Mode
 from sim.planner.sides import DIVISIBILITY, HEADS, TRAINER_MEMORY
 from sim.planner.space import BUDGET, LINK, POOL_SIZE, SHARED, Candidate, Space
 from streamrl.record.metrics import SECONDS_PER_HOUR, dollars_per_second
+from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import check_run, make_run
+from streamrl.runfile.reading import make_run
 from tests.runs import make_table
 
 OFFER: dict[str, Any] = {
@@ -32,7 +33,7 @@ OFFER: dict[str, Any] = {
 
 
 def offer(changes: dict[str, Any] | None = None, **plan: Any) -> Run:
-    """Give an offer of two nodes of H20 and three of H800; keywords go to `[plan]`."""
+    """Return an offer of two nodes of H20 and three of H800; keywords go to `[plan]`."""
     changes = copy.deepcopy({**OFFER, **(changes or {})})
     return make_run(make_table({**changes, "plan": plan}))
 
@@ -167,6 +168,11 @@ def test_reasons_are_counted() -> None:
         ),
         ({"costs": {"profile": "here.toml"}}, {}, "costs.profile"),
         ({"policies.resize": "adjust"}, {}, "policies.resize 'adjust'"),
+        (
+            {"cluster.pools": {"h20": {"gpu": "h20"}, "h800": {"gpu": "h80"}}},
+            {},
+            r"cluster.pools.h800.gpu: no profile 'h80' in profiles/gpus; there is h800",
+        ),
     ],
 )
 def test_an_empty_space_says_which_constraint_emptied_it(
@@ -180,10 +186,10 @@ def test_an_empty_space_says_which_constraint_emptied_it(
     ("plan", "part"),
     [
         ({"systems": []}, "plan.systems is empty"),
-        ({"systems": ["sync"]}, r"plan.systems\[0\] must be one of colocated, .*got 'sync'"),
+        ({"systems": ["sync"]}, r"plan.systems.0 must be one of colocated, .*got 'sync'"),
         ({"rollout_pools": ["a100"]}, "plan.rollout_pools names 'a100'"),
-        ({"micro_batch": [0]}, "plan.micro_batch must be 1 or more, got 0"),
-        ({"budget_per_step": 0.0}, "plan.budget_per_step must be above 0 dollars"),
+        ({"micro_batch": [0]}, "plan.micro_batch must be at least 1, got 0"),
+        ({"budget_per_step": 0.0}, "plan.budget_per_step must be above 0"),
         ({"seeds": 0}, "plan.seeds must be at least 1"),
         ({"budget": 3.0}, "plan.budget is no key of a run file"),
     ],

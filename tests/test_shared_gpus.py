@@ -28,7 +28,8 @@ from streamrl.record.attribution import attribute
 from streamrl.record.metrics import dollars_per_second, gpus_by_side, measure
 from streamrl.record.timeline import read_timeline
 from streamrl.record.trace import replay
-from streamrl.report.figures import timeline_figure, trained_on_replicas
+from streamrl.report.figures import timeline_figure
+from streamrl.report.pictures.steps import trained_on_replicas
 from streamrl.runfile.reading import load_run
 from tests.hand_traces import HandTrace
 from tests.runs import small_run
@@ -76,7 +77,7 @@ def test_shared_gpus_are_paid_for_once() -> None:
 
 
 def colocated(replicas: int, trainer_gpus: int, **changes: object) -> HandTrace:
-    """Give a trace of a run that trains on as many of the GPUs that generate, or more."""
+    """Return a trace of a run that trains on as many of the GPUs that generate, or more."""
     return HandTrace(
         replicas,
         policies__system="colocated",

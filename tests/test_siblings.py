@@ -42,7 +42,7 @@ def group_of(expected: list[int]) -> Group:
 
 
 def begun(expected: list[tuple[int, ...]], **changes: Any) -> tuple[Script, list[Generate]]:
-    """Give a script of one replica, and what it was sent of groups of these expected lengths."""
+    """Return a script of one replica, and what it was sent of groups of these expected lengths."""
     chosen = {key.replace(".", "__"): value for key, value in LEARN.items()}
     chosen |= {"rollout__replicas": 1, "rollout__max_running": 2, "algorithm__name": "grpo"}
     size = {
@@ -215,7 +215,7 @@ def test_whole_runs_lose_nothing_and_replay(
 
 
 def generation_time(trace: Trace) -> float:
-    """Give the seconds from the first draw to the last token of a run of one step."""
+    """Return the seconds from the first draw to the last token of a run of one step."""
     drawn = next(e.time for e in trace.entries if isinstance(e.event, PromptsDrawn))
     return max(e.time for e in trace.entries if isinstance(e.event, Generated)) - drawn
 

@@ -38,7 +38,7 @@ STEEP = [[1, 0.01], [8, 0.05]]
 
 
 def sent(s: Script, expected: list[int]) -> dict[int, int]:
-    """Answer the first draw with rollouts of these expected lengths; give the replica of each."""
+    """Answer the first draw with rollouts of these expected lengths; return the replica of each."""
     draw = of(DrawPrompts, s.begin())[0]
     groups = tuple(DrawnGroup(g, (g,), 40, (tokens,)) for g, tokens in enumerate(expected))
     commands = s.tell(PromptsDrawn(draw.step, draw.oldest_version, groups))
@@ -46,7 +46,7 @@ def sent(s: Script, expected: list[int]) -> dict[int, int]:
 
 
 def skewed(num_prompts: int, **changes: Any) -> Script:
-    """Give a script of skewness-aware dispatch over groups of one rollout."""
+    """Return a script of skewness-aware dispatch over groups of one rollout."""
     chosen = {
         "policies__dispatch": "skewness-aware",
         "policies__skew_objective": "max",

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from sim.study import run_sweep
+from sim.studies.study import run_sweep
 from sim.world import simulate
 from streamrl.record.metrics import measure
+from streamrl.report.page.study_json import read_study
+from streamrl.report.pictures.study_metric import study_picture
 from streamrl.report.study_file import Study, is_study, load_study
 from streamrl.report.study_report import StudyResult, describe, write_study
 from streamrl.runfile.grid import Axis, make_grid, parse_axis
 from streamrl.runfile.reading import load_run
-from tests.test_cli import streamrl
+from tests.command_line import streamrl
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 RUN = EXAMPLES / "h20-h800.toml"
@@ -121,7 +123,7 @@ def test_an_impossible_combination_is_named_or_kept_apart_with_its_reason() -> N
 def test_what_only_costs_and_memory_refuse_is_found_before_anything_is_simulated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sim.study._measure", None)  # would be called by a simulation
+    monkeypatch.setattr("sim.studies.study._measure", None)  # would be called by a simulation
     grid = make_grid(RUN, SMALL, axes("model.name=qwen2.5-7b,qwen2.5-72b"))
     assert len(grid.cells) == 2
     with pytest.raises(ValueError, match=r"--sweep model.name=qwen2.5-72b: .*145.4 GB"):
@@ -163,9 +165,10 @@ def test_a_wrong_key_or_value_is_named(overrides: list[str], swept: list[str], w
 # What is simulated --------------------------------------------------------------------------------
 
 
-def small_study(*texts: str, num_seeds: int = 2) -> StudyResult:
+def small_study(*texts: str, num_seeds: int = 2, skips: bool = False) -> StudyResult:
     study = Study(run_file=RUN, title="t", overrides=SMALL, axes=axes(*texts), num_seeds=num_seeds)
-    grid, rows = run_sweep(make_grid(RUN, SMALL, study.axes), num_seeds)
+    grid = make_grid(RUN, SMALL, study.axes, skips=skips)
+    grid, rows = run_sweep(grid, num_seeds, skips=skips)
     return StudyResult(study, grid, rows)
 
 
@@ -202,6 +205,20 @@ def test_a_study_leaves_rows_findings_and_a_figure_for_each_metric(tmp_path: Pat
     assert all(path.stat().st_size > 10_000 for path in figures)
 
 
+def test_the_report_draws_of_a_study_what_its_figures_show(tmp_path: Path) -> None:
+    sweeps = ("rollout.replicas=4,8,64", "sync.mode=full,lora")
+    report = small_study(*sweeps, skips=True)
+    assert report.grid.refused
+    write_study(report, tmp_path)
+    recorded = read_study(tmp_path / "study.csv", "study")
+    for metric in report.study.metrics:
+        assert recorded.table(metric).spreads == report.table(metric).spreads
+        drawn, again = (
+            study_picture("study", each.table(metric), "title", "") for each in (report, recorded)
+        )
+        assert drawn == again
+
+
 # The command --------------------------------------------------------------------------------------
 
 
@@ -233,6 +250,7 @@ STUDY = EXAMPLES / "studies" / "bandwidth.toml"
         ([RUN, "--sweep", "rollout.replicas=8", "--metric", "goodputt"], ["goodputt", "goodput"]),
         ([RUN, "--sweep", "rollout.replicas=8", "--seeds", "0"], ["--seeds", "0"]),
         ([RUN, "--seeds", "2"], ["--seeds", "--sweep"]),
+        ([RUN, "--seeds", "0"], ["--seeds", "--sweep"]),
         ([RUN, "--skip-infeasible"], ["--skip-infeasible", "--sweep"]),
         (["nowhere.toml", "--sweep", "rollout.replicas=8"], ["nowhere.toml"]),
         ([STUDY, "--sweep", "rollout.replicas=8"], ["rollout.replicas=8", "bandwidth.toml"]),

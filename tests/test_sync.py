@@ -26,7 +26,7 @@ FITTED = [row for row in bench_sync.read_rows(bench_sync.ROWS) if row.use == "fi
 
 
 def sync(changes: dict[str, Any] | None = None, **link: object) -> SyncCosts:
-    """Give the costs of the small run: two replicas on one H20 node, 80 Gbps and 10 ms away."""
+    """Return the costs of the small run: two replicas on one H20 node, 80 Gbps and 10 ms away."""
     wire = {"between": ["far", "near"], "bandwidth": "80 Gbps", "latency": "10 ms", **link}
     return SyncCosts.load(small_run({"cluster.links": [wire], **(changes or {})}))
 

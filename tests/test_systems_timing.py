@@ -61,7 +61,7 @@ class Toy:
         return self.push + self.load
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:
-        """Give the same rollouts for every step; a token takes a second, and prefill makes the first."""
+        """Return the same rollouts for every step; a token takes a second, and prefill makes the first."""
         drawn = []
         for group in range(first_group, first_group + num_groups):
             length = 1 + int(self.generation[group % len(self.generation)])
@@ -73,7 +73,7 @@ class FreePrefill:
     """Prefill in no time."""
 
     def time(self, *numbers: float) -> float:
-        """Give nothing."""
+        """Return nothing."""
         return 0.0
 
 
@@ -128,7 +128,7 @@ def simulate(toy: Toy, system: str, **changes: Any) -> Trace:
 
 
 def step_time(toy: Toy, system: str, **changes: Any) -> float:
-    """Give the mean seconds of a step in the steady state, over an even number of steps."""
+    """Return the mean seconds of a step in the steady state, over an even number of steps."""
     trace = simulate(toy, system, **changes)
     stepped = [entry.time for entry in trace.entries if isinstance(entry.event, Stepped)]
     return (stepped[-1] - stepped[SETTLED - 1]) / (STEPS - SETTLED)

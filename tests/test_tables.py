@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -254,3 +255,16 @@ def test_experts_are_read_as_often_as_tokens_choose_them() -> None:
     count = OPERATORS["moe"].count
     assert count({**axes, "tokens": np.array([1.0])}, 2).memory == pytest.approx(2 * one_expert)
     assert count({**axes, "tokens": np.array([1e5])}, 2).memory == pytest.approx(64 * one_expert)
+
+
+def test_a_shape_that_was_measured_several_times_takes_its_median_of_what_is_there() -> None:
+    keys = {"heads": [32.0], "kv_heads": [8.0], "batch": [64.0]}
+    once = make_table("decode_attention", keys, {"context": [1024.0, 4096.0, 8192.0]})
+    hole = np.nan
+    seconds = np.array([[9.0, 8.0, hole], [1.0, hole, hole], [3.0, 2.0, 7.0]]) * 1e-3
+    table = replace(once, rows=once.rows.repeat(3, axis=0), seconds=seconds)
+    shape = {name: values[0] for name, values in keys.items()}
+    found, is_inside = Surface(table, PEAK).seconds(shape, once.columns, PEAK)
+    # of an even number the geometric mean of the middle two: what is interpolated are logarithms
+    assert found == pytest.approx([3e-3, 4e-3, 7e-3])
+    assert is_inside.all()

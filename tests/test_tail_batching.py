@@ -32,13 +32,13 @@ DEFER = {"policies.tail_batching": "defer", "workload.lengths.ranker": "oracle"}
 
 
 def tail_run(**changes: Any) -> Run:
-    """Give a small run of groups of one that puts its long prompts off."""
+    """Return a small run of groups of one that puts its long prompts off."""
     table = {**SINGLE, **DEFER, "algorithm.prompts_per_step": 8, "algorithm.steps": 6}
     return small_run({**table, **{key.replace("__", "."): v for key, v in changes.items()}})
 
 
 def lengths_by_step(run: Run, num_steps: int) -> list[list[int]]:
-    """Give the longest rollout of every group of each step, in draw order."""
+    """Return the longest rollout of every group of each step, in draw order."""
     workload, num = SimulatedWorkload(run), run.algorithm.prompts_per_step
     return [[max(d.lengths) for d in workload.draw(s * num, num)] for s in range(num_steps)]
 
@@ -151,7 +151,7 @@ def test_a_real_run_puts_its_long_prompts_off_and_trains_on_each_once(tmp_path: 
     [
         ({"workload__lengths__ranker": "none"}, r"tail_batching 'defer' .*lengths.ranker 'none'"),
         ({"algorithm__steps": 7}, r"algorithm.steps .*policies.tail_every=3.* got 7"),
-        ({"policies__tail_every": 1}, r"policies.tail_every must be 2 or more, got 1"),
+        ({"policies__tail_every": 1}, r"policies.tail_every must be at least 2, got 1"),
     ],
 )
 def test_a_run_that_cannot_put_off_what_it_should_is_refused(
@@ -201,7 +201,7 @@ def test_a_recorded_run_is_simulated_in_the_order_it_had(tmp_path: Path) -> None
 
 
 def batch_run(tail_batching: str, system: str, ranker: str) -> Run:
-    """Give a run whose steps take as long as their longest rollouts decode."""
+    """Return a run whose steps take as long as their longest rollouts decode."""
     return tail_run(
         policies__tail_batching=tail_batching,
         policies__system=system,

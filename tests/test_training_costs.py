@@ -27,7 +27,7 @@ FIT = load_training_profile()
 
 
 def train_run(changes: dict[str, Any] | None = None, **trainer: Any) -> Run:
-    """Give the small run on four nodes of H800, one GPU training alone unless told otherwise."""
+    """Return the small run on four nodes of H800, one GPU training alone unless told otherwise."""
     return small_run(
         {
             "cluster.pools.near": {"gpu": "h800", "nodes": 4},

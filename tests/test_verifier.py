@@ -1,12 +1,28 @@
-"""Rewards by name."""
+"""Rewards by name, and the verifier's processes: limits, faults, replacement, their end."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
-from executor.verifier import Verifier, final_answer, score
+from executor.verifier.process import ENVIRONMENT
+from executor.verifier.scorers import can_act, final_answer
+from executor.verifier.scoring_worker import read_verdict
+from executor.verifier.verifier import Scoring, Verifier
+from tests.runs import small_run
+from tests.verifying import children, config, score, verdicts, wait_until_gone, work_time
+
+ROOT = Path(__file__).parent.parent
+TOWERS = ("$9^{9^{9^{9}}}$", {"answer": "0.5"})
+"""What math-verify compares for five seconds."""
+EASY = ("0.5", {"answer": "0.5"})
 
 
 @pytest.mark.parametrize(
@@ -26,8 +42,11 @@ def test_the_final_answer_follows_the_last_marker_or_is_the_last_line(
 
 
 def test_exact_wants_the_very_answer() -> None:
-    assert score("exact", "#### 12", {"answer": "12"}) == 1.0
-    assert score("exact", "#### 120", {"answer": "12"}) == 0.0
+    right, wrong = "#### 12", "#### 120"
+    assert score("exact", right, {"answer": "12"}) == 1.0
+    assert score("exact", wrong, {"answer": "12"}) == 0.0
+    found = verdicts("exact", [(text, {"answer": "12"}) for text in (right, wrong, right)])
+    assert found == [Scoring(1.0, None), Scoring(0.0, None), Scoring(1.0, None)]
 
 
 def test_reasoning_gym_scores_with_the_task_of_the_record() -> None:
@@ -39,12 +58,197 @@ def test_reasoning_gym_scores_with_the_task_of_the_record() -> None:
 
 
 def test_math_verify_knows_equal_values_in_other_forms() -> None:
-    async def rewards() -> list[float]:
-        verifier = Verifier("math-verify", workers=1)
-        texts = ["so it is $\\boxed{\\frac{1}{2}}$", "it is $\\boxed{2}$"]
+    texts = ["so it is $\\boxed{\\frac{1}{2}}$", "it is $\\boxed{2}$"]
+    found = verdicts("math-verify", [(text, {"answer": "0.5"}) for text in texts], time_limit=30)
+    assert found == [Scoring(1.0, None), Scoring(0.0, None)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_able"),
+    [
+        *((text, False) for text in ("", "15", "-1.5", "9**9", "[[0, 1], [2, 3]]", "Yes")),
+        *(
+            (text, True)
+            for text in (
+                "f()",
+                "a.b",
+                "import os",
+                "[0 for x[0] in y]",
+                "\N{SMALL ROMAN NUMERAL ONE}(1)",
+                "_()",
+            )
+        ),
+    ],
+)
+def test_an_answer_can_act_only_if_it_names_something_and_is_more_than_a_name(
+    answer: str, is_able: bool
+) -> None:
+    assert can_act(answer) == is_able
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"R", b"R1.0", b"R" + b"\0" * 9, b"", b"Rjunk" * 100, b"M1", b"\xff"]
+    + [b"R" + data for data in (b"\0" * 6 + b"\xf8\x7f", b"\0" * 6 + b"\xf0\x7f", b"\xff" * 8)],
+)
+def test_what_is_no_reward_from_0_to_1_is_a_fault(data: bytes) -> None:
+    assert read_verdict(data)[:2] == (0.0, "no reward")
+
+
+@pytest.mark.parametrize("limit", ["time_limit=0 s", "memory_limit=0 MB", "time_limit=1e999 s"])
+def test_a_limit_must_be_above_0_and_finite(limit: str) -> None:
+    key, _, value = limit.partition("=")
+    with pytest.raises(ValueError, match=rf"verifier\.{key} must be above 0, got"):
+        small_run({f"verifier.{key}": value})
+
+
+# Faults -------------------------------------------------------------------------------------------
+
+
+def test_a_number_too_large_for_its_scorer_is_a_wrong_answer_and_holds_up_nobody() -> None:
+    metadata = {"numbers": [1, 1], "target": 2}
+    records = [
+        {"task": "countdown", "entry": {"answer": "1+1", "metadata": metadata}},
+        {"task": "binary_matrix", "entry": {"answer": "0 1", "metadata": {}}},
+    ]
+
+    async def go() -> tuple[list[Scoring], int]:
+        verifier, num_turns = Verifier("reasoning-gym", config(time_limit=1.0)), 0
+        work = asyncio.gather(*(verifier.verify("9**9**9**9", record) for record in records))
+        while not work.done():
+            await asyncio.sleep(0.01)
+            num_turns += 1
+        verifier.close()
+        return await work, num_turns
+
+    found, num_turns = asyncio.run(asyncio.wait_for(go(), timeout=60))
+    assert found == [Scoring(0.0, "time limit")] * 2 and num_turns > 50
+
+
+def test_what_is_wrong_with_every_completion_of_a_record_is_an_error_with_its_reason() -> None:
+    broken = [
+        ({"answer": "15"}, "KeyError: 'task'"),
+        ({"task": "no_such_task", "answer": "15"}, "no_such_task"),
+        ({"task": "chain_sum"}, "KeyError: 'answer'"),
+        ({"task": "futoshiki", "answer": "1"}, "KeyError: 'solution'"),
+    ]
+    found = verdicts("reasoning-gym", [("#### 15", record) for record, _ in broken])
+    for error, (_, reason) in zip(found, broken, strict=True):
+        assert isinstance(error, RuntimeError) and reason in str(error)
+
+
+def test_limits_under_which_no_answer_can_be_scored_are_an_error() -> None:
+    completion = ("$\\frac{1}{2}$", {"answer": "$\\frac{1}{2}$"})
+    (error,) = verdicts("math-verify", [completion], time_limit=0.001)
+    assert isinstance(error, RuntimeError) and "time limit" in str(error)
+
+
+def test_a_scorer_that_cannot_be_loaded_is_an_error_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    paths = [path for path in sys.path if "site-packages" not in path]
+    monkeypatch.setattr(sys, "path", paths)
+    (error,) = verdicts("math-verify", [("1", {"answer": "1"})])
+    assert isinstance(error, RuntimeError) and "No module named 'math_verify'" in str(error)
+
+
+Use = Callable[[Verifier], Awaitable[None]]
+
+
+def use(do: Use) -> None:
+    """Let a test have a verifier, and end it afterwards."""
+
+    async def go() -> None:
+        verifier = Verifier("math-verify", config(time_limit=600))
         try:
-            return [await verifier.verify(text, {"answer": "0.5"}) for text in texts]
+            await do(verifier)
         finally:
             verifier.close()
 
-    assert asyncio.run(rewards()) == [1.0, 0.0]
+    asyncio.run(asyncio.wait_for(go(), timeout=60))
+
+
+async def begin_to_hang(verifier: Verifier) -> tuple[asyncio.Task[Scoring], int, int]:
+    """Return a verification that takes long, with the ids of the fork server and of the worker."""
+    server = (await verifier.start()).pid
+    task = asyncio.create_task(verifier.verify(*TOWERS))
+    async with asyncio.timeout(30):
+        while not ((workers := children(server)) and work_time(workers[0]) > 0.1):
+            await asyncio.sleep(0.01)
+    return task, server, workers[0]
+
+
+def test_the_process_with_the_scorer_inherits_no_environment_and_no_ctrl_c() -> None:
+    async def do(verifier: Verifier) -> None:
+        assert (await verifier.verify(*EASY)).reward == 1.0
+        pid = (await verifier.start()).pid
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")[:-1]
+        names = {os.fsdecode(variable).partition("=")[0] for variable in variables}
+        assert names == set(ENVIRONMENT)
+        assert os.getsid(pid) == pid  # signals of a terminal go to its session
+
+    use(do)
+
+
+def test_a_worker_that_is_killed_is_replaced() -> None:
+    async def do(verifier: Verifier) -> None:
+        task, _, worker = await begin_to_hang(verifier)
+        os.kill(worker, signal.SIGKILL)
+        assert await task == Scoring(0.0, "process ended")
+        assert (await verifier.verify(*EASY)).reward == 1.0
+
+    use(do)
+
+
+def test_a_fork_server_that_is_killed_is_replaced_and_its_verifications_fail() -> None:
+    async def do(verifier: Verifier) -> None:
+        task, server, worker = await begin_to_hang(verifier)
+        os.kill(server, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="status -9"):
+            await task
+        wait_until_gone([worker], 2)  # by itself it would work on for five
+        assert (await verifier.verify(*EASY)).reward == 1.0
+
+    use(do)
+
+
+def test_closing_does_not_wait_for_a_scorer_that_hangs_and_leaves_no_process() -> None:
+    async def do(verifier: Verifier) -> None:
+        task, *processes = await begin_to_hang(verifier)
+        verifier.close()
+        wait_until_gone(processes, 0)
+        with pytest.raises(RuntimeError, match="ended"):
+            await task
+
+    use(do)
+
+
+CONTROLLER = """
+import asyncio, os, sys
+from executor.verifier.verifier import Verifier
+from tests.test_verifier import begin_to_hang
+from tests.verifying import config
+
+async def main():
+    task, *processes = await begin_to_hang(Verifier("math-verify", config(600)))
+    print(*processes, os.readlink(f"/proc/{processes[0]}/cwd"), "math_verify" in sys.modules, flush=True)
+    await task
+
+asyncio.run(main())
+"""
+
+
+def test_a_controller_imports_no_scorer_and_its_workers_die_with_it() -> None:
+    controller = subprocess.Popen(
+        [sys.executable, "-c", CONTROLLER],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert controller.stdout is not None
+    *processes, directory, imported = controller.stdout.readline().split()
+    assert imported == "False" and len(processes) == 2
+    controller.kill()
+    controller.communicate()
+    wait_until_gone(map(int, processes), 2)
+    assert not Path(directory).exists()

@@ -19,7 +19,7 @@ from tests.runs import small_run
 
 
 def run_of(**lengths: Any) -> Run:
-    """Give a run of groups of 2 whose lengths nothing caps."""
+    """Return a run of groups of 2 whose lengths nothing caps."""
     return small_run(
         {
             "rollout.max_tokens": 30000,
@@ -50,7 +50,7 @@ def test_scale_multiplies_every_length_and_max_tokens_caps_it() -> None:
 
 
 def drifted(steps: int, **lengths: Any) -> list[float]:
-    """Give by how much the first length of each step has grown over that of a run that does not drift."""
+    """Return by how much the first length of each step has grown over that of a run that does not drift."""
 
     def firsts(**lengths: Any) -> list[int]:
         run = run_of(**lengths)

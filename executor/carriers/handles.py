@@ -38,11 +38,11 @@ class Handle(ABC):
 
     @abstractmethod
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
-        """Run a method of the role and give its result, as `returns`."""
+        """Run a method of the role and return its result, as `returns`."""
 
     @abstractmethod
     def stream(self, method: str, *arguments: object, returns: type[T]) -> AsyncIterator[T]:
-        """Run a method of the role that yields, and give its items as they come."""
+        """Run a method of the role that yields, and return its items as they come."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -123,7 +123,7 @@ class LocalProcess(Handle):
         return msgspec.convert(_value(await queue.get()), returns)
 
     async def stream(self, method: str, *arguments: object, returns: type[T]) -> AsyncIterator[T]:
-        """Send the call now, give items as they arrive."""
+        """Send the call now, yield items as they arrive."""
         queue = self._send(method, arguments, is_stream=True)
         while True:
             answer = await queue.get()

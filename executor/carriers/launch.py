@@ -90,7 +90,7 @@ class Launcher:
 
 
 def worker_environment(threads: int) -> dict[str, str]:
-    """Give what a worker process finds in its environment beside what this one has."""
+    """Return what a worker process finds in its environment beside what this one has."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES),

@@ -10,12 +10,10 @@ import os
 import re
 from itertools import takewhile
 
-from streamrl.runfile.config import Run
+from streamrl.runfile.config import DEVICE, Run
 from streamrl.runfile.pools import most_replicas
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
-DEVICE = re.compile(r"auto|cpu|cuda(?::(?P<index>\d+))?")
-"""What `execute.device` may be; cuda:N puts every role on one GPU."""
 NAME = re.compile(r"\d+|GPU-.+|MIG-.+")
 """An entry of CUDA_VISIBLE_DEVICES; whatever else hides itself and all that follow (CUDA C++ Programming Guide,
 section CUDA Environment Variables)."""
@@ -59,8 +57,11 @@ def usable_gpus(inherited: str | None, num_seen: int) -> list[str]:
     if inherited is None:
         return [str(index) for index in range(num_seen)]
     names = list(takewhile(NAME.fullmatch, map(str.strip, inherited.split(","))))
-    if num_seen and names and names[0].startswith("MIG-"):
-        return names  # a process sees one of its MIG instances, but each worker can have another
+    instances = list(takewhile(lambda name: name.startswith("MIG-"), names))
+    if num_seen and instances:
+        return (
+            instances  # a process sees one of its MIG instances, but each worker can have another
+        )
     return names[:num_seen]
 
 

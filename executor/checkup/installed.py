@@ -19,7 +19,7 @@ SHOWN = {"torch", "transformers", "safetensors"}
 
 
 def requirements(run: Run) -> list[Requirement]:
-    """Give what the run's back ends and launcher need, as the metadata of this package has it.
+    """Return what the run's back ends and launcher need, as the metadata of this package has it.
 
     Raises:
         PackageNotFoundError: this package is not installed.
@@ -57,7 +57,7 @@ def find(run: Run) -> Iterator[Finding]:
 
 
 def installed_version(name: str) -> str | None:
-    """Give the version of an installed distribution without importing it."""
+    """Return the version of an installed distribution without importing it."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -76,7 +76,7 @@ def _complaints(requirement: Requirement, wanted_by: str) -> Iterator[tuple[str,
 
 
 def _needs_of(name: str, others: list[str]) -> list[Requirement]:
-    """Give what an installed package needs of `others`: vLLM and transformers disagree now and then."""
+    """Return what an installed package needs of `others`: vLLM and transformers disagree now and then."""
     try:
         found = map(Requirement, importlib.metadata.requires(name) or [])
     except importlib.metadata.PackageNotFoundError:

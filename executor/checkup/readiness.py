@@ -1,4 +1,4 @@
-"""Could this machine execute a run file? What back ends cannot do, and GPUs; torch is asked only for GPUs."""
+"""Could this machine execute a run file? What back ends cannot do, GPUs, and a sandbox for scorers; torch is asked only for GPUs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from executor.back_ends import check_back_ends
 from executor.carriers.placement import find_gpus, gpus_needed, say_seen
+from executor.verifier.sandbox import find_gaps
+from executor.verifier.scorers import SCORERS
 from streamrl.doctor.changes import changed, say, value_of
 from streamrl.doctor.finding import Changes, Finding, Level
 from streamrl.doctor.fix import passes
@@ -27,7 +29,6 @@ LIMITS: tuple[Changes, ...] = (
     {"algorithm.learning_rate": 1e-6},
     {"algorithm.max_grad_norm": 1.0},
     {"sync.mode": "full"},
-    {"execute.device": "auto"},
 )
 """What mends a run that these back ends cannot execute."""
 
@@ -40,6 +41,7 @@ def find(run: Run) -> Iterator[Finding]:
         return
     yield from _find_limits(run)
     yield from _find_gpus(run)
+    yield from _find_sandbox(run)
 
 
 def _find_limits(run: Run) -> Iterator[Finding]:
@@ -55,7 +57,7 @@ def _find_limits(run: Run) -> Iterator[Finding]:
 
 
 def _way_round(run: Run, message: str) -> Changes:
-    """Give the first change after which the back ends refuse something else, or nothing."""
+    """Return the first change after which the back ends refuse something else, or nothing."""
     for candidate in LIMITS:
         changes = {key: new for key, new in candidate.items() if value_of(run, key) != new}
         after = changed(run, changes)
@@ -88,6 +90,23 @@ def _find_gpus(run: Run) -> Iterator[Finding]:
     changes: Changes = {"execute.device": "cpu"}
     fix = f"{say(changes)}, or execute it where the GPUs are"
     yield _finding(level, "gpus", text, fix, changes)
+
+
+def _find_sandbox(run: Run) -> Iterator[Finding]:
+    """Find that a scorer evaluates what the model writes, and that this machine keeps too little from it."""
+    scorer = run.workload.verifier
+    if scorer not in SCORERS or not SCORERS[scorer].evaluates:
+        return
+    what = f"workload.verifier {scorer} may evaluate what the model writes"
+    gaps = find_gaps()
+    for gap in gaps:
+        fix = (
+            "execute it on Linux 5.13 or newer, x86-64 or arm64, where containers do not forbid it"
+        )
+        yield _finding("warning", "verifier", f"{what}, and here is {gap}", fix)
+    if not gaps:
+        text = f"{what}: without network, other processes, files to write or files of yours to read"
+        yield _finding("ok", "verifier", text)
 
 
 def visible_gpus() -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from executor.prompts import EXPECTED, Record, expecting_policy, read_prompts
 from executor.record import RunDirectory
-from executor.verifier import SCORERS
+from executor.verifier.scorers import SCORERS
 from streamrl.doctor.changes import say
 from streamrl.doctor.finding import Changes, Finding, Level
 from streamrl.runfile.config import Run
@@ -18,7 +18,7 @@ FIELDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "math-verify": (("answer",),),
     "reasoning-gym": (("task",), ("entry", "answer")),
 }
-"""What each scorer of `executor.verifier` reads of a record: of every tuple one field."""
+"""What each scorer of `executor.verifier.scorers` reads of a record: of every tuple one field."""
 SHOWN = 3
 """Lines of a prompts file that a finding names."""
 

@@ -96,6 +96,6 @@ def _prefixes(limits: Limits, lengths: list[int]) -> list[tuple[int, int]]:
 
 
 def _spread(first: int, last: int, count: int) -> list[int]:
-    """Give `count` numbers at equal distances from `first` to `last`."""
+    """Return `count` numbers at equal distances from `first` to `last`."""
     steps = max(1, count - 1)
     return sorted({first + (last - first) * index // steps for index in range(count)})

@@ -59,7 +59,7 @@ def make_setup(
 
 
 def profile_model(setup: Setup, gpu: str, watch: Watch) -> MeasuredProfile:
-    """Measure a model here and give its profile; `watch` is told of `num_points` points."""
+    """Measure a model here and return its profile; `watch` is told of `num_points` points."""
     return to_profile(setup, gpu, measure(setup, watch))
 
 
@@ -110,7 +110,7 @@ def to_profile(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
 
 
 def quartiles(seconds: Sequence[float]) -> Seconds:
-    """Give lower quartile, median and upper quartile."""
+    """Return lower quartile, median and upper quartile."""
     low, median, high = np.percentile(seconds, QUARTILES).tolist()
     return low, median, high
 
@@ -150,7 +150,7 @@ def _host(setup: Setup) -> Host:
 
 
 def _cpu_name() -> str:
-    """Give the processor's name where Linux tells it, else the architecture."""
+    """Return the processor's name where Linux tells it, else the architecture."""
     facts_file = Path("/proc/cpuinfo")
     if facts_file.is_file():
         for line in facts_file.read_text().splitlines():

@@ -89,7 +89,7 @@ def measure(setup: Setup, watch: Watch) -> Readings:
 
 
 def num_points(plan: Measurements) -> int:
-    """Give how often `watch` will be called."""
+    """Return how often `watch` will be called."""
     replica = len(plan.decode) + len(plan.prefill) + len(plan.join) + 1
     trainer = len(plan.passes) + len(plan.calls) + 1
     return plan.repeats * (replica + trainer + len(plan.passes))

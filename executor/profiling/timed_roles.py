@@ -41,7 +41,7 @@ class Stopwatch:
         self._is_cuda = torch.device(device).type == "cuda"
 
     def mark(self) -> Any:
-        """Give this instant."""
+        """Return this instant."""
         if not self._is_cuda:
             return time.perf_counter()
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -49,7 +49,7 @@ class Stopwatch:
         return event
 
     def between(self, start: Any, end: Any) -> float:
-        """Give the seconds from one mark to a later one."""
+        """Return the seconds from one mark to a later one."""
         if not self._is_cuda:
             return float(end - start)
         end.synchronize()
@@ -70,11 +70,11 @@ class TimedReplica(ReplicaWorker):
         self._model.register_forward_pre_hook(self._mark, with_kwargs=True)
 
     async def pads_context(self) -> bool:
-        """Say whether decode steps pad every rollout to the longest: our attention does, flash kernels do not."""
+        """Return whether decode steps pad every rollout to the longest: our attention does, flash kernels do not."""
         return bool(self._model.config._attn_implementation == BY_SEQUENCE)
 
     async def passes(self) -> list[TimedPass]:
-        """Give the passes since the last call; the last one has no end, so it is left out."""
+        """Return the passes since the last call; the last one has no end, so it is left out."""
         marks, self._marks = self._marks, []
         return list(self._passes(marks))
 
@@ -105,7 +105,7 @@ class TimedTrainer(TrainerWorker):
         self._seconds: list[float] = []
 
     async def seconds(self) -> list[float]:
-        """Give the seconds of each call since the last time, in order."""
+        """Return the seconds of each call since the last time, in order."""
         seconds, self._seconds = self._seconds, []
         return seconds
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from executor.buffer import Book
+from executor.buffer import RolloutBuffer
 from executor.carriers.handles import Handle
 from executor.samples import Completion, Manifest
 from streamrl.engine.messages import (
@@ -18,9 +18,9 @@ from streamrl.engine.messages import (
 class Replica:
     """A `ReplicaWorker` at the other end of a handle, and the buffer that its rollouts go to."""
 
-    def __init__(self, handle: Handle, book: Book) -> None:
+    def __init__(self, handle: Handle, buffer: RolloutBuffer) -> None:
         self._handle = handle
-        self._book = book
+        self._buffer = buffer
 
     async def start(self, command: StartReplica, manifest: Manifest | None) -> ReplicaStarted:
         """Load the model, then the manifest's weights if there are any newer, and begin to serve."""
@@ -29,10 +29,10 @@ class Replica:
 
     async def generate(self, command: Generate) -> Generated:
         """Generate a rollout, and put what was made of it into the buffer."""
-        request = self._book.request(command)
+        request = self._buffer.request(command)
         completion = await self._handle.call("generate", request, returns=Completion)
-        if command.rollout in self._book.drafts:
-            num_tokens = self._book.add(completion)
+        if command.rollout in self._buffer.rollouts:
+            num_tokens = self._buffer.add(completion)
         else:  # dropped meanwhile
             num_tokens = command.prefix + len(completion.tokens)
         return Generated(

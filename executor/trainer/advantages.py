@@ -16,7 +16,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import assert_never
+
+from streamrl.runfile.algorithm_config import AlgorithmName
 
 STD_EPSILON = 1e-6
 """Keeps the division finite; far below any spread of rewards that carries signal."""
@@ -26,7 +29,9 @@ NO_BASELINE = 0.0
 """Of the first step, which no batch comes before."""
 
 
-def advantages(name: str, rewards: list[float], baseline: float = NO_BASELINE) -> list[float]:
+def advantages(
+    name: AlgorithmName, rewards: list[float], baseline: float = NO_BASELINE
+) -> list[float]:
     """Return one advantage per reward, by the estimator `name`.
 
     Args:
@@ -35,14 +40,23 @@ def advantages(name: str, rewards: list[float], baseline: float = NO_BASELINE) -
         baseline: what `batch_baseline` gave for the batch of the last step; only reinforce++ reads it.
 
     Equal rewards of a group give exact zeros under a group's baseline, as does a reward that is the baseline: the
-    trainer then skips the gradient. Raises ValueError on an unknown name.
+    trainer then skips the gradient. Raises ValueError for ppo, whose advantages need a critic.
     """
-    if name == "reinforce++":
-        return [reward - baseline for reward in rewards]
-    if name not in OF_GROUPS:
-        known = ", ".join((*OF_GROUPS, "reinforce++"))
-        raise ValueError(f"unknown advantages {name!r}; known are {known}")
-    return OF_GROUPS[name](rewards)
+    match name:
+        case "grpo":
+            return _grpo(rewards)
+        case "dr-grpo":
+            return _dr_grpo(rewards)
+        case "rloo":
+            return _rloo(rewards)
+        case "reinforce++":
+            return [reward - baseline for reward in rewards]
+        case "ppo":
+            raise ValueError(
+                "algorithm.name 'ppo' needs a critic: rewards alone give no advantages"
+            )
+        case _:
+            assert_never(name)
 
 
 def batch_baseline(rewards: Sequence[float]) -> float:
@@ -69,10 +83,3 @@ def _rloo(rewards: list[float]) -> list[float]:
     """`r - mean of the others`, which is `n/(n-1) * (r - mean)` (RLOO, arXiv 2402.14740)."""
     scale = len(rewards) / max(1, len(rewards) - 1)
     return [scale * value for value in _dr_grpo(rewards)]
-
-
-OF_GROUPS: dict[str, Callable[[list[float]], list[float]]] = {
-    "grpo": _grpo,
-    "dr-grpo": _dr_grpo,
-    "rloo": _rloo,
-}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from executor.buffer import Book
+from executor.buffer import RolloutBuffer
 from executor.samples import Sample
 from executor.trainer.advantages import NO_BASELINE, advantages, batch_baseline
 from streamrl.runfile.algorithm_config import AlgorithmConfig
@@ -14,27 +14,29 @@ class AdvantageEstimator:
     """Makes samples of rollouts by the run's algorithm, and carries the baseline from one step to the next."""
 
     def __init__(
-        self, algorithm: AlgorithmConfig, book: Book, baseline: float = NO_BASELINE
+        self, algorithm: AlgorithmConfig, buffer: RolloutBuffer, baseline: float = NO_BASELINE
     ) -> None:
         self._algorithm = algorithm
-        self._book = book
+        self._buffer = buffer
         self.baseline = baseline
         """Mean reward of the last step's batch; see `executor.trainer.advantages`."""
 
     def samples(self, rollouts: Iterable[int]) -> list[Sample]:
         """Return rollouts as the trainer consumes them, with their advantages."""
-        return [self._book.sample(rollout, self._advantage(rollout)) for rollout in rollouts]
+        return [self._buffer.sample(rollout, self._advantage(rollout)) for rollout in rollouts]
 
     def end_step(self, groups: Sequence[int]) -> None:
         """Take the baseline of the next step from the groups that this one was made of, and forget them."""
-        self.baseline = batch_baseline([draft.reward for draft in self._book.drafts_of(groups)])
+        self.baseline = batch_baseline(
+            [buffered.reward for buffered in self._buffer.rollouts_of(groups)]
+        )
         for group in groups:
-            self._book.close_group(group)
+            self._buffer.close_group(group)
 
     def _advantage(self, rollout: int) -> float:
-        name, drafts = self._algorithm.name, self._book.drafts
+        name, rollouts = self._algorithm.name, self._buffer.rollouts
         if not self._algorithm.trains_whole_groups:
-            return advantages(name, [drafts[rollout].reward], self.baseline)[0]
-        group = drafts[rollout].group
-        rewards = [drafts[sibling].reward for sibling in group]
+            return advantages(name, [rollouts[rollout].reward], self.baseline)[0]
+        group = rollouts[rollout].group
+        rewards = [rollouts[sibling].reward for sibling in group]
         return advantages(name, rewards)[group.index(rollout)]

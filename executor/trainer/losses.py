@@ -23,13 +23,14 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, assert_never, get_args
 
 import torch
 
 from executor.samples import Sample
+from streamrl.runfile.algorithm_config import CorrectionName
 
-CORRECTIONS = ("none", "token_tis", "seq_tis", "icepop", "decoupled")
+CORRECTIONS: tuple[CorrectionName, ...] = get_args(CorrectionName)
 MAX_LOG_RATIO = 20.0
 """Ratios end at e^20: above any cap, and its square still sums in float64 without overflow."""
 PADDING = 0
@@ -87,7 +88,7 @@ def output_logprobs(
 
 @contextlib.contextmanager
 def _only_positions(head: torch.nn.Module, positions: torch.Tensor) -> Iterator[None]:
-    """Give the output layer only these positions of the flattened batch, as a batch of one.
+    """Yield the output layer only these positions of the flattened batch, as a batch of one.
 
     A hook, because what a model does to its logits after this layer (scaling, soft caps) must stay.
     """
@@ -147,7 +148,9 @@ def flatten_samples(
     )
 
 
-def policy_losses(tokens: Tokens, correction: str, *, clip: float, cap: float) -> torch.Tensor:
+def policy_losses(
+    tokens: Tokens, correction: CorrectionName, *, clip: float, cap: float
+) -> torch.Tensor:
     """Return the loss of every token, [n], by the formula and table of this module."""
     weights = correction_weights(tokens, correction, cap)
     ratios = _ratios(tokens.logprobs, proximal_logprobs(tokens, correction))
@@ -155,10 +158,10 @@ def policy_losses(tokens: Tokens, correction: str, *, clip: float, cap: float) -
     return -weights * torch.minimum(ratios * tokens.advantages, clipped * tokens.advantages)
 
 
-def proximal_logprobs(tokens: Tokens, correction: str) -> torch.Tensor:
+def proximal_logprobs(tokens: Tokens, correction: CorrectionName) -> torch.Tensor:
     """Return the log-probabilities, [n], of the policy that the PPO clip keeps near.
 
-    Raises ValueError where `decoupled` has no score pass, and on an unknown correction.
+    Raises ValueError where `decoupled` has no score pass.
     """
     match correction:
         case "none":
@@ -169,15 +172,22 @@ def proximal_logprobs(tokens: Tokens, correction: str) -> torch.Tensor:
             if tokens.proximal is None:
                 raise ValueError("decoupled needs the log-probabilities of a score pass")
             return tokens.proximal
-    raise ValueError(f"unknown correction {correction!r}; known are {', '.join(CORRECTIONS)}")
+        case _:
+            assert_never(correction)
 
 
-def correction_weights(tokens: Tokens, correction: str, cap: float) -> torch.Tensor:
+def correction_weights(tokens: Tokens, correction: CorrectionName, cap: float) -> torch.Tensor:
     """Return the importance weight w of every token, [n], without gradient."""
     ratios = _raw_weights(tokens, correction)
-    if correction == "icepop":
-        return torch.where((ratios >= 1 / cap) & (ratios <= cap), ratios, 0.0)
-    return ratios.clamp(max=cap) if correction != "none" else ratios
+    match correction:
+        case "none":
+            return ratios
+        case "icepop":
+            return torch.where((ratios >= 1 / cap) & (ratios <= cap), ratios, 0.0)
+        case "token_tis" | "seq_tis" | "decoupled":
+            return ratios.clamp(max=cap)
+        case _:
+            assert_never(correction)
 
 
 def k1(logprobs: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
@@ -199,7 +209,7 @@ def k3(logprobs: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
 
 
 def diagnostic_sums(
-    tokens: Tokens, correction: str, *, clip: float, cap: float
+    tokens: Tokens, correction: CorrectionName, *, clip: float, cap: float
 ) -> dict[str, float]:
     """Return sums that add up over micro-batches, for `diagnostics` to turn into means."""
     with torch.no_grad():
@@ -266,7 +276,7 @@ def _ratios(logprobs: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     return (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _raw_weights(tokens: Tokens, correction: str) -> torch.Tensor:
+def _raw_weights(tokens: Tokens, correction: CorrectionName) -> torch.Tensor:
     """Return the importance weights before any cap or mask."""
     log_ratio = (proximal_logprobs(tokens, correction) - tokens.behaviour).detach()
     if correction == "seq_tis":
@@ -276,7 +286,7 @@ def _raw_weights(tokens: Tokens, correction: str) -> torch.Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _clip_binds(tokens: Tokens, correction: str, clip: float) -> torch.Tensor:
+def _clip_binds(tokens: Tokens, correction: CorrectionName, clip: float) -> torch.Tensor:
     ratios = _ratios(tokens.logprobs, proximal_logprobs(tokens, correction))
     above = (ratios > 1 + clip) & (tokens.advantages > 0)
     below = (ratios < 1 - clip) & (tokens.advantages < 0)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from executor.buffer import Book
+from executor.buffer import RolloutBuffer
 from executor.carriers.handles import Handle
 from executor.record import RunDirectory
 from executor.samples import Manifest
@@ -34,12 +34,12 @@ class Trainer:
 
     def __init__(
         self,
-        book: Book,
+        buffer: RolloutBuffer,
         estimator: AdvantageEstimator,
         directory: RunDirectory,
         now: Callable[[], float],
     ) -> None:
-        self._book = book
+        self._buffer = buffer
         self._estimator = estimator
         self._directory = directory
         self._now = now
@@ -66,13 +66,14 @@ class Trainer:
     async def step(self, command: Step, groups: Sequence[int]) -> Stepped:
         """Update the weights, and write down what the step was made of: `groups`, which it ends."""
         figures = await self._call("step", command.version, returns=Figures)
-        trained = self._book.drafts_of(groups)
+        trained = self._buffer.rollouts_of(groups)
         self._directory.write_step(
             {
                 "step": command.version,
                 "time": self._now(),
-                "reward": sum(draft.reward for draft in trained) / len(trained),
-                "output_tokens": sum(len(draft.tokens) for draft in trained),
+                "reward": sum(buffered.reward for buffered in trained) / len(trained),
+                "output_tokens": sum(len(buffered.tokens) for buffered in trained),
+                "unscored": sum(buffered.fault is not None for buffered in trained),
                 **figures,
             }
         )

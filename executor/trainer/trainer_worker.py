@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import torch
@@ -27,10 +27,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from executor.samples import Manifest, Sample
 from executor.trainer import losses
 from executor.transfer.shared_memory import cast_tensors, replaced_directory, write_buckets
+from streamrl.runfile.algorithm_config import CorrectionName, LossMean
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-LOSS_MEANS = ("token", "rollout")
-CHOICES = {"correction": losses.CORRECTIONS, "loss_mean": LOSS_MEANS, "dtype": tuple(DTYPES)}
+CHOICES = {
+    "correction": losses.CORRECTIONS,
+    "loss_mean": get_args(LossMean),
+    "dtype": tuple(DTYPES),
+}
 ADAM_BETAS = (0.9, 0.999)
 """AdamW's published values (arXiv 1711.05101)."""
 STATE_FILE = "trainer.pt"
@@ -48,15 +52,15 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: float
     temperature: float
     """That rollouts are sampled at; log-probabilities are taken at it."""
-    correction: str
-    """none | token_tis | seq_tis | icepop | decoupled, see `executor.trainer.losses`."""
+    correction: CorrectionName
+    """See the table of `executor.trainer.losses`."""
     clip: float = 0.2
     """PPO clip range of the ratio, to both sides of 1."""
     tis_cap: float = 2.0
     """Largest importance weight; icepop masks outside [1/tis_cap, tis_cap]."""
     kl_coefficient: float = 0.0
     """Weight of k3 against the initial weights; above 0 the trainer holds a second model."""
-    loss_mean: str = "token"
+    loss_mean: LossMean = "token"
     """token: mean over all output tokens; rollout: mean over rollouts of their token means."""
     max_grad_norm: float = 1.0
     max_tokens_per_pass: int = 16384

@@ -107,7 +107,7 @@ def cast_tensors(
 
 @contextlib.contextmanager
 def replaced_directory(path: Path) -> Iterator[Path]:
-    """Give you an empty directory that takes the place of `path` when you are done with it.
+    """Yield you an empty directory that takes the place of `path` when you are done with it.
 
     `path` is at every moment a complete directory, old or new, or absent; it stays as it was where
     you raise. One writer at a time.

@@ -24,7 +24,7 @@ class Checkup(NamedTuple):
 
 
 def examine(run: Run) -> list[Finding]:
-    """Give what a rehearsal shows, with fixes that were rehearsed too."""
+    """Return what a rehearsal shows, with fixes that were rehearsed too."""
     findings, metrics = check_up(run)
     fixes = {**progress.fixes(metrics), **link_use.FIXES}
     return [
@@ -34,7 +34,7 @@ def examine(run: Run) -> list[Finding]:
 
 
 def check_up(run: Run) -> Checkup:
-    """Rehearse a run and give what that shows, without fixes."""
+    """Rehearse a run and return what that shows, without fixes."""
     rehearsal = rehearse(run)
     metrics = _measure(rehearsal)
     found = list(progress.find(run, rehearsal, metrics))

@@ -41,7 +41,7 @@ def find(run: Run, rehearsal: Rehearsal, metrics: Metrics | None) -> Iterator[Fi
 
 
 def expected_losses(run: Run, step_time: float) -> float:
-    """Give the replicas that a whole run loses on average."""
+    """Return the replicas that a whole run loses on average."""
     days = run.algorithm.steps * step_time / SECONDS_PER_DAY
     return run.failures.per_gpu_day * run.rollout.num_gpus * days
 
@@ -100,7 +100,7 @@ def _enough_restarts(step_time: float) -> Fix:
 
 
 def fixes(metrics: Metrics | None) -> dict[str, Fix]:
-    """Give what may mend each kind of finding."""
+    """Return what may mend each kind of finding."""
     return {
         "no-progress": Fix(_unstuck, "go back to the policies of a system as it is"),
         "stops-early": Fix(_more_restarts, "see why replicas are lost: more restarts do not help"),

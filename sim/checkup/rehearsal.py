@@ -17,7 +17,7 @@ from streamrl.runfile.cluster_config import ClusterConfig, LinkConfig, ModelConf
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.pools import most_replicas, replicas_per_node
 from streamrl.runfile.units import Bandwidth
-from streamrl.runfile.workload_config import LengthsConfig
+from streamrl.runfile.workload_config import LengthsConfig, RankerName
 from streamrl.workload.workload import SimulatedWorkload, Workload
 
 LEAST_STEPS = 3
@@ -112,7 +112,7 @@ def perform(world: CountingWorld, *, is_stand_in: bool = False) -> Rehearsal:
 
 
 def shortened(run: Run) -> Run:
-    """Give the run with as few steps as show a whole turn of its policies."""
+    """Return the run with as few steps as show a whole turn of its policies."""
     ahead = min(choose_system(run.policies).max_staleness, MOST_AHEAD)
     steps = max(LEAST_STEPS, ahead + 2)
     if steps * run.algorithm.rollouts_per_step > MANY_ROLLOUTS:
@@ -129,7 +129,7 @@ def shortened(run: Run) -> Run:
 
 
 def stand_in(run: Run) -> Run:
-    """Give a run of the same policies and counts with a small model, tiny outputs and GPUs that hold them."""
+    """Return a run of the same policies and counts with a small model, tiny outputs and GPUs that hold them."""
     trainer = replace(
         run.trainer, pool="trainer", tensor_parallel=1, pipeline_parallel=1, expert_parallel=1
     )
@@ -165,13 +165,13 @@ def stand_in(run: Run) -> Run:
 
 
 def _stand_in_prompts(run: Run) -> int:
-    """Give as many prompts as make a quick rehearsal, so many that every data-parallel rank has a rollout."""
+    """Return as many prompts as make a quick rehearsal, so many that every data-parallel rank has a rollout."""
     size = run.algorithm.group_size
     least = -(-run.trainer.data_parallel // size)
     return min(run.algorithm.prompts_per_step, max(least, MANY_ROLLOUTS // size, 1))
 
 
-def _stand_in_ranker(lengths: LengthsConfig) -> str:
+def _stand_in_ranker(lengths: LengthsConfig) -> RankerName:
     return "none" if lengths.ranker == "none" else "recall"
 
 

@@ -28,7 +28,7 @@ class CacheTransfer:
 
     @classmethod
     def load(cls, run: Run) -> CacheTransfer:
-        """Give what the pool of the replicas allows."""
+        """Return what the pool of the replicas allows."""
         side = SyncSide.load(run, run.rollout.pool, run.rollout.num_gpus)
         num_bytes = load_model(run.model).shard_kv_bytes_per_token(
             run.model.dtype, run.rollout.tensor_parallel
@@ -36,12 +36,12 @@ class CacheTransfer:
         return cls(num_bytes / _bandwidth(side), Provenance.of("roofline", _sources(side)))
 
     def time(self, context: int) -> float:
-        """Give the seconds of a rollout that has `context` tokens of prompt and output."""
+        """Return the seconds of a rollout that has `context` tokens of prompt and output."""
         return context * self.token_time
 
 
 def _bandwidth(side: SyncSide) -> float:
-    """Give the bytes a second from a GPU of one replica to one of another."""
+    """Return the bytes a second from a GPU of one replica to one of another."""
     if side.pool.nodes == 1:
         return side.gpu.nvlink
     if side.network.is_through_host:

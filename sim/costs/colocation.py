@@ -78,7 +78,7 @@ class PhaseChange:
         return self.reshard_time + self.offload_time + self.onload_time
 
     def sync_costs(self) -> SyncCosts:
-        """Give the change as a push and a load, which is how it stands in a trace.
+        """Return the change as a push and a load, which is how it stands in a trace.
 
         The push after step s has the onload that comes between generating and training in step s + 1: no
         GPU does anything else meanwhile, so a step takes as long, and those seconds are called sync too.
@@ -137,7 +137,7 @@ def _room_beside_generator(run: Run) -> float:
 
 
 def _wire(run: Run, side: SyncSide) -> tuple[float, tuple[str, ...]]:
-    """Give the bytes a second that a GPU is sent in a reshard, and the profiles that say so.
+    """Return the bytes a second that a GPU is sent in a reshard, and the profiles that say so.
 
     The ranks that hold one copy of the weights between them send each other what they lack (as the
     3D-HybridEngine does: Sheng et al. 2025, HybridFlow, arXiv 2409.19256, section 5); where the trainer

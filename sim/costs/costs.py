@@ -17,7 +17,7 @@ from sim.costs.sync import SyncCosts
 from sim.costs.training import TrainingCosts
 from streamrl.engine.systems import moves_caches
 from streamrl.hardware.memory import check_memory, kv_capacity, longest_sequence
-from streamrl.hardware.profiles import load_model
+from streamrl.hardware.profiles import check_profiles, load_model
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import CostsConfig, Run
 
@@ -56,6 +56,7 @@ class Costs:
         Raises:
             ValueError: a profile is missing, or a side does not fit its memory.
         """
+        check_profiles(run)
         check_memory(run)
         decode, prefill = _compose_replica(run)
         training = TrainingCosts.load(run)
@@ -85,7 +86,7 @@ class Costs:
     def prefill_time(
         self, num_tokens: int, context_pairs: float, num_running: int, num_rollouts: int = 1
     ) -> float:
-        """Give the seconds that prefill adds to what `num_running` decoding rollouts take.
+        """Return the seconds that prefill adds to what `num_running` decoding rollouts take.
 
         The new tokens of `num_rollouts` rollouts attend to `context_pairs` tokens in all.
         """
@@ -103,7 +104,7 @@ class Costs:
         return self.training.optimizer_time / self.training_factor
 
     def score_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
-        """Give the seconds of the forward passes that these rollouts (prompt + output tokens) need first.
+        """Return the seconds of the forward passes that these rollouts (prompt + output tokens) need first.
 
         `is_continued` says that the trainer comes from other passes without a break.
         """
@@ -111,7 +112,7 @@ class Costs:
         return seconds / self.training_factor
 
     def train_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
-        """Give the seconds of forward and backward passes over rollouts (prompt + output tokens)."""
+        """Return the seconds of forward and backward passes over rollouts (prompt + output tokens)."""
         seconds = self.training.train_time(lengths, is_continued=is_continued)
         return seconds / self.training_factor
 

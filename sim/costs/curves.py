@@ -26,7 +26,7 @@ class DecodeCurve:
     provenance: Provenance
 
     def step_time(self, num_running: int, context_tokens: float) -> float:
-        """Give the seconds of one decode step."""
+        """Return the seconds of one decode step."""
         return self.base[num_running] + self.per_context_token[num_running] * context_tokens
 
 
@@ -81,7 +81,8 @@ class PrefillCurve:
     def __init__(self, shard: Shard, max_running: int, *, is_mixed: bool) -> None:
         """Compose passes of up to a chunk of tokens beside up to `max_running` decoding rollouts."""
         num_knots = 1 + int(np.log2(CHUNK + max_running) * KNOTS_PER_DOUBLING)
-        tokens = np.unique(np.geomspace(1, CHUNK + max_running, num_knots).round())
+        knots = np.geomspace(1, CHUNK + max_running, num_knots).round()
+        tokens = np.array(sorted(set(knots.tolist())))
         products = shard.products(tokens)
         overhead = shard.overhead(np.ones(1))
         contexts = np.geomspace(16, LONGEST_PROMPT, 27)
@@ -101,7 +102,7 @@ class PrefillCurve:
     def time(
         self, num_tokens: int, context_pairs: float, num_running: int, num_rollouts: int = 1
     ) -> float:
-        """Give the seconds that prefill adds.
+        """Return the seconds that prefill adds.
 
         Args:
             num_tokens: new tokens of context.

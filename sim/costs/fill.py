@@ -11,7 +11,7 @@ from streamrl.runfile.config import Run
 
 
 def fill_policies(run: Run, costs: Costs) -> Run:
-    """Give the run with the seconds that its policies ask for; those that it states stay."""
+    """Return the run with the seconds that its policies ask for; those that it states stay."""
     if not needs_latency(run):
         return run
     run = fill_latency(run, costs)
@@ -23,7 +23,7 @@ def fill_policies(run: Run, costs: Costs) -> Run:
 
 
 def _context_time(run: Run, costs: Costs) -> float:
-    """Give the seconds of each token of context that moves: its transfer, or prefill at the longest context."""
+    """Return the seconds of each token of context that moves: its transfer, or prefill at the longest context."""
     if moves_caches(run):
         return costs.cache_transfer.token_time
     context = longest_sequence(run)
@@ -31,7 +31,7 @@ def _context_time(run: Run, costs: Costs) -> float:
 
 
 def fill_latency(run: Run, costs: Costs) -> Run:
-    """Give the run with `policies.latency` filled in from the decode curve, where it is absent.
+    """Return the run with `policies.latency` filled in from the decode curve, where it is absent.
 
     Read at half the longest rollout's context, the middle of its life, up to the batch that memory holds.
     """

@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-import msgspec
 import numpy as np
 
 from sim.costs.kernels import MEASURED, Estimate, Kernels, total, unmeasured
 from streamrl.hardware.model_shape import BYTES, ModelShape, check_positive
 from streamrl.hardware.operators import HEAD_DIM
+from streamrl.hardware.profile_table import ProfileTable
 from streamrl.hardware.profiles import read_profile
 from streamrl.hardware.tables import Floats
 from streamrl.runfile.units import Duration
@@ -31,7 +31,7 @@ NORM_BYTES, MLP_BYTES, SAMPLE_BYTES = 16, 6, 16
 sampling reads and writes the logits in float32 twice."""
 
 
-class Overheads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Overheads(ProfileTable, frozen=True, kw_only=True):
     """What a decode step takes beside its operators."""
 
     layer: Duration

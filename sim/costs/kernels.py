@@ -60,7 +60,7 @@ class Estimate:
 
 
 def unmeasured(seconds: Floats, source: str) -> Estimate:
-    """Give seconds that no measurement stands behind."""
+    """Return seconds that no measurement stands behind."""
     return Estimate(seconds, seconds, (source,))
 
 
@@ -98,7 +98,7 @@ class Kernels:
         return DTYPE_OF_ATTENTION if BYTES[self.dtype] <= BYTES[DTYPE_OF_ATTENTION] else self.dtype
 
     def time(self, operator: str, columns: Floats, **shape: float) -> Estimate:
-        """Give an operator's seconds for every value of its last axis.
+        """Return an operator's seconds for every value of its last axis.
 
         Args:
             operator: a name in `streamrl.hardware.operators.OPERATORS`.
@@ -113,7 +113,7 @@ class Kernels:
         return Estimate(seconds, np.where(is_inside, 0.0, seconds), (surface.table.origin,))
 
     def traffic(self, num_bytes: Floats) -> Estimate:
-        """Give the seconds in which the GPU's memory moves bytes, by its roofline."""
+        """Return the seconds in which the GPU's memory moves bytes, by its roofline."""
         bandwidth = self.gpu.memory_bandwidth * self.gpu.roofline.bandwidth_efficiency
         return unmeasured(num_bytes / bandwidth, f"roofline of {self.gpu.name}: memory traffic")
 
@@ -144,7 +144,7 @@ _COLUMN = {
 
 
 def peak_of(gpu: Gpu, dtype: str) -> Peak:
-    """Give a GPU's datasheet for one dtype.
+    """Return a GPU's datasheet for one dtype.
 
     Raises:
         ValueError: the hardware has no units for that dtype.
@@ -176,7 +176,7 @@ def _surface(place: str, operator: str, dtype: str) -> Surface | None:
 
 
 def _tables_of(gpu_name: str, backend: str) -> dict[str, str]:
-    """Give the operators of a GPU that were measured with a backend."""
+    """Return the operators of a GPU that were measured with a backend."""
     paths = sorted((MEASURED / gpu_name).glob("*.csv"))
     found = {path.name.split(".")[0] for path in paths if path.name.split(".")[1] == backend}
     if not found:

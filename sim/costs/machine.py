@@ -32,7 +32,7 @@ class MeasuredPrefill:
     def time(
         self, num_tokens: int, context_pairs: float, num_running: int, num_rollouts: int
     ) -> float:
-        """Give the seconds beside what `num_running` decoding rollouts take; alone, those of the whole pass."""
+        """Return the seconds beside what `num_running` decoding rollouts take; alone, those of the whole pass."""
         added = self.fit.beside(num_rollouts, num_tokens, context_pairs)
         return added if num_running else added + self.fit.alone
 
@@ -53,7 +53,7 @@ class MeasuredTraining:
     max_tokens_per_pass: int
 
     def train_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
-        """Give the seconds of forward and backward passes over rollouts (prompt + output tokens).
+        """Return the seconds of forward and backward passes over rollouts (prompt + output tokens).
 
         `is_continued` makes no difference: a trainer of one GPU has no pipeline to fill.
         """
@@ -61,7 +61,7 @@ class MeasuredTraining:
         return self._call_time(lengths) + computed
 
     def score_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
-        """Give the seconds of the forward passes that rollouts (prompt + output tokens) need first."""
+        """Return the seconds of the forward passes that rollouts (prompt + output tokens) need first."""
         return self._call_time(lengths) + self.num_scored * self._passes_time(self.score, lengths)
 
     def _call_time(self, lengths: Sequence[int]) -> float:
@@ -76,7 +76,7 @@ class MeasuredTraining:
 
 
 def padded_passes(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
-    """Give (rollouts, longest) of each pass: by falling length, as many as fill `max_tokens` when padded."""
+    """Return (rollouts, longest) of each pass: by falling length, as many as fill `max_tokens` when padded."""
     passes: list[tuple[int, int]] = []
     for length in sorted(lengths, reverse=True):
         count, longest = passes[-1] if passes else (0, 0)

@@ -34,7 +34,7 @@ class Pass:
     per_micro_batch: float = 0.0
 
     def rollout_time(self, length: int) -> float:
-        """Give the seconds of a rollout of `length` tokens, its share of the micro-batch left out."""
+        """Return the seconds of a rollout of `length` tokens, its share of the micro-batch left out."""
         return self.per_token * length + self.per_pair * length * length / 2
 
 
@@ -64,7 +64,7 @@ class Ranks:
     # Passes ---------------------------------------------------------------------------------------
 
     def assumed_passes(self, efficiency: float) -> tuple[Pass, Pass]:
-        """Give a forward pass, and one with its backward pass, at a share of peak FLOP/s."""
+        """Return a forward pass, and one with its backward pass, at a share of peak FLOP/s."""
         achieved = self.gpu.flops[self.dtype] * efficiency * self.num_gpus
         per_token = self.model.forward_flops(1, 0) / achieved
         per_pair = self.model.forward_flops(0, 1) / achieved
@@ -75,7 +75,7 @@ class Ranks:
         )
 
     def fitted_passes(self, gemm_flops: float, constants: Constants) -> tuple[Pass, Pass]:
-        """Give a forward pass, and one with its backward pass, from the fit of measured training.
+        """Return a forward pass, and one with its backward pass, from the fit of measured training.
 
         Full recomputation adds one forward pass of the layers and its collectives; the output head is not
         computed again.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import assert_never
 
 from sim.costs.sync_profiles import load_delta
 from streamrl.hardware.memory import weight_bytes
@@ -21,7 +22,7 @@ class Payload:
 
     @classmethod
     def load(cls, run: Run) -> Payload:
-        """Give the payload of a run's `sync.mode`."""
+        """Return the payload of a run's `sync.mode`."""
         model, sync = load_model(run.model), run.sync
         match sync.mode:
             case "full":
@@ -33,6 +34,8 @@ class Payload:
             case "delta":
                 changed = model.num_parameters * sync.changed_share
                 return cls(round(changed * load_delta().bytes_per_value), num_tensors(model))
+            case _:
+                assert_never(sync.mode)
 
 
 def lora_parameters(model: ModelShape, rank: int) -> int:

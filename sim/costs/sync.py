@@ -268,6 +268,6 @@ class _Route:
 
 
 def link_leg(link: LinkConfig) -> Leg:
-    """Give what a link carries by its transport."""
+    """Return what a link carries by its transport."""
     transport = load_transport(link.transport)
     return Leg(link.bandwidth * transport.efficiency, transport.message_latency)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import datetime
 from functools import cache
 
-import msgspec
-
 from streamrl.hardware.model_shape import check_positive
+from streamrl.hardware.profile_table import ProfileTable
 from streamrl.hardware.profiles import find_profile, read_profile
 from streamrl.runfile.units import Bandwidth, Duration
 
 
-class Transport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Transport(ProfileTable, frozen=True, kw_only=True):
     """How bytes cross a network."""
 
     name: str
@@ -29,7 +28,7 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         check_positive(self, ("message_latency",))
 
 
-class SyncBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SyncBackend(ProfileTable, frozen=True, kw_only=True):
     """One library's way of moving weights: what it adds to the time that bytes need on the wire."""
 
     name: str
@@ -56,7 +55,7 @@ class SyncBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.setup_time + num_tensors * self.tensor_time + offload
 
 
-class Delta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Delta(ProfileTable, frozen=True, kw_only=True):
     """What it costs to find and pack the values that a step changed."""
 
     name: str

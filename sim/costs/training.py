@@ -97,18 +97,18 @@ class TrainingCosts:
         )
 
     def train_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
-        """Give the seconds of forward and backward passes over rollouts (prompt + output tokens)."""
+        """Return the seconds of forward and backward passes over rollouts (prompt + output tokens)."""
         passes = self.pass_time(self.train, lengths, is_continued=is_continued)
         computed = self.informative_share * passes
         return self.num_trained * (self.switches.train_time + computed)
 
     def score_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
-        """Give the seconds of the forward passes that rollouts (prompt + output tokens) need first."""
+        """Return the seconds of the forward passes that rollouts (prompt + output tokens) need first."""
         passes = self.pass_time(self.forward, lengths, is_continued=is_continued)
         return self.num_scored * (self.switches.score_time + passes)
 
     def pass_time(self, one: Pass, lengths: Sequence[int], *, is_continued: bool = False) -> float:
-        """Give the seconds of one pass: the fullest data-parallel rank, and the pipeline's bubble.
+        """Return the seconds of one pass: the fullest data-parallel rank, and the pipeline's bubble.
 
         p stages and m micro-batches idle for (p-1)/(m+p-1) of the time (Huang et al. 2019, GPipe). A pass
         that continues the one before finds the pipeline full, and ranks that need not wait for each other:
@@ -125,7 +125,7 @@ class TrainingCosts:
         return (max(even, *times) + gathered) * (1 + bubble)
 
     def num_micro_batches(self, lengths: Sequence[int]) -> int:
-        """Give a rank's micro-batches, each of `micro_batch` rollouts and `max_tokens_per_pass` at most."""
+        """Return a rank's micro-batches, each of `micro_batch` rollouts and `max_tokens_per_pass` at most."""
         trainer = self._trainer
         room = max(trainer.max_tokens_per_pass, max(lengths))
         by_count = -(-len(lengths) // (trainer.data_parallel * trainer.micro_batch))
@@ -134,7 +134,7 @@ class TrainingCosts:
 
 
 def ranks_of(run: Run) -> Ranks:
-    """Give the trainer's GPUs and how they share the model."""
+    """Return the trainer's GPUs and how they share the model."""
     pool = run.cluster.pools[run.trainer.pool]
     return Ranks(
         model=load_model(run.model),
@@ -146,7 +146,7 @@ def ranks_of(run: Run) -> Ranks:
 
 
 def _choose_passes(run: Run, ranks: Ranks) -> tuple[Ranks, tuple[Pass, Pass], Tier, str]:
-    """Give the best known passes, and their tier and source; collectives cost what that source says."""
+    """Return the best known passes, and their tier and source; collectives cost what that source says."""
     efficiency, name = run.trainer.efficiency, run.cluster.pools[run.trainer.pool].gpu
     if efficiency is not None:
         source = f"run file: trainer.efficiency={efficiency} of peak FLOP/s"

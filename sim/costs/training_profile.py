@@ -20,17 +20,14 @@ from pathlib import Path
 import msgspec
 
 from streamrl.hardware.model_shape import check_positive
+from streamrl.hardware.profile_table import ProfileTable
 from streamrl.hardware.profiles import PROFILES
 from streamrl.hardware.tiers import Tier
 
 PATH = PROFILES / "measured" / "training.toml"
 
 
-class FittedTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of the profile; unknown keys are refused."""
-
-
-class Constants(FittedTable, frozen=True, kw_only=True):
+class Constants(ProfileTable, frozen=True, kw_only=True):
     """What the fit found."""
 
     activation_traffic: float
@@ -44,7 +41,7 @@ class Constants(FittedTable, frozen=True, kw_only=True):
         check_positive(self)
 
 
-class GemmRate(FittedTable, frozen=True, kw_only=True):
+class GemmRate(ProfileTable, frozen=True, kw_only=True):
     """How fast large matrix products of 16 bits run on one kind of GPU."""
 
     flops: float
@@ -57,14 +54,14 @@ class GemmRate(FittedTable, frozen=True, kw_only=True):
         check_positive(self)
 
 
-class Errors(FittedTable, frozen=True, kw_only=True):
+class Errors(ProfileTable, frozen=True, kw_only=True):
     """How far predicted and measured MFU are apart, relative, on models the fit had not seen."""
 
     median: float
     p90: float
 
 
-class TrainingProfile(FittedTable, frozen=True, kw_only=True):
+class TrainingProfile(ProfileTable, frozen=True, kw_only=True):
     """The file profiles/measured/training.toml."""
 
     name: str

@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
 
 
 def wanted_triggers() -> list[int]:
-    """Give the steps after which the paper adds a node."""
+    """Return the steps after which the paper adds a node."""
     gpus = load_paper().adjustment.gpus
     return [step for step in range(1, STEPS) if gpus[step] > gpus[step - 1]]
 

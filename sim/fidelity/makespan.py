@@ -61,7 +61,7 @@ def dispatch() -> PaperFigure:
 
 
 def makespan(size: str, way: str, seed: int) -> float:
-    """Give the seconds in which one batch is generated on the generation GPUs of Figure 8."""
+    """Return the seconds in which one batch is generated on the generation GPUs of Figure 8."""
     run = make_case(Case(size, "20K", "sync"), seed, WAYS[way])
     costs = Costs.load(run)
     run = fill_latency(run, costs)

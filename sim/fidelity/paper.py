@@ -5,37 +5,32 @@ from __future__ import annotations
 import datetime
 from functools import lru_cache
 
-import msgspec
-
+from streamrl.hardware.profile_table import ProfileTable
 from streamrl.hardware.profiles import find_profile, read_profile
 
 
-class PaperTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of the file; unknown keys are refused."""
-
-
-class Split(PaperTable, frozen=True, kw_only=True):
+class Split(ProfileTable, frozen=True, kw_only=True):
     """GPUs of each side, and the seconds of its stage over those of generation on half of all GPUs."""
 
     generate: tuple[int, float]
     train: tuple[int, float]
 
 
-class Splits(PaperTable, frozen=True, kw_only=True):
+class Splits(ProfileTable, frozen=True, kw_only=True):
     """Figure 10."""
 
     even: Split
     chosen: Split
 
 
-class Adjustment(PaperTable, frozen=True, kw_only=True):
+class Adjustment(ProfileTable, frozen=True, kw_only=True):
     """Figure 11, one entry a step."""
 
     delta: list[float]
     gpus: list[int]
 
 
-class Scaling(PaperTable, frozen=True, kw_only=True):
+class Scaling(ProfileTable, frozen=True, kw_only=True):
     """Figure 2."""
 
     gpus: list[int]
@@ -46,14 +41,14 @@ class Scaling(PaperTable, frozen=True, kw_only=True):
     train_by_length: list[float]
 
 
-class Decode(PaperTable, frozen=True, kw_only=True):
+class Decode(ProfileTable, frozen=True, kw_only=True):
     """Figure 6, right."""
 
     batch: list[int]
     milliseconds: list[float]
 
 
-class Paper(PaperTable, frozen=True, kw_only=True):
+class Paper(ProfileTable, frozen=True, kw_only=True):
     """All figures that a simulation is compared with."""
 
     name: str

@@ -54,7 +54,7 @@ def scaling() -> PaperFigure:
 
 
 def _stages(longest: int, num_gpus: int) -> tuple[float, float]:
-    """Give the seconds of generation and training of 7B on these GPUs, outputs up to `longest` tokens."""
+    """Return the seconds of generation and training of 7B on these GPUs, outputs up to `longest` tokens."""
     changes = {
         "workload.lengths.scale": longest / 20_000,
         "rollout.max_tokens": longest,

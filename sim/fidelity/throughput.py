@@ -190,7 +190,7 @@ def heterogeneous() -> PaperFigure:
 
 
 def slower(times: Times, generate: float, train: float) -> float:
-    """Give the samples a second at these speeds; phases follow each other, so seconds add up."""
+    """Return the samples a second at these speeds; phases follow each other, so seconds add up."""
     rest = times.step_time - times.generation_time
     return BATCH / (times.generation_time / generate + rest / train)
 
@@ -251,7 +251,7 @@ def _label(case: Case, system: str | None = None) -> str:
 
 
 def paper_throughput(case: Case) -> float:
-    """Give the paper's samples a second."""
+    """Return the paper's samples a second."""
     return load_paper().throughput[f"{case.length} {case.size}"][COLUMNS.index(case.system)]
 
 

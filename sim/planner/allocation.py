@@ -11,15 +11,15 @@ shortest: generation, then training, or with streaming whatever of training is l
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 from msgspec.structs import replace
 
 from sim.planner.sides import sizes
 from sim.planner.stages import Generation, Stages, Training
 from streamrl.engine.systems import choose_system
+from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import check_run
 
 Objective = Literal["max", "overlap", "sum"]
 """Seconds of a step: of the slower stage; of generation and what training takes longer; of both stages."""
@@ -50,7 +50,7 @@ class Comparison:
 
 
 def allocate(run: Run, *, smallest_tensor_parallel: bool = False) -> Run:
-    """Give the run with the allocation that Algorithm 1 chooses for its pools.
+    """Return the run with the allocation that Algorithm 1 chooses for its pools.
 
     Pools shrink to the nodes that are used, except where replicas are added while the run goes on.
 
@@ -106,7 +106,7 @@ def search(
 
 
 def objective_of(run: Run) -> Objective:
-    """Give what a step of the run's system takes."""
+    """Return what a step of the run's system takes."""
     system = choose_system(run.policies)
     if system.max_staleness:
         return "max"
@@ -114,7 +114,7 @@ def objective_of(run: Run) -> Objective:
 
 
 def step_time(generation: Generation, training: Training, objective: Objective) -> float:
-    """Give the seconds of a step."""
+    """Return the seconds of a step."""
     match objective:
         case "max":
             return max(generation.time, training.time)
@@ -122,6 +122,8 @@ def step_time(generation: Generation, training: Training, objective: Objective) 
             return generation.time + training.time
         case "overlap":
             return _streamed_time(generation, training)
+        case _:
+            assert_never(objective)
 
 
 def _streamed_time(generation: Generation, training: Training) -> float:
@@ -153,7 +155,7 @@ def _balance(table: list[Allocation]) -> Allocation:
 
 
 def without_surplus(run: Run) -> Run:
-    """Give the run with as many nodes in the pools of both sides as they use."""
+    """Return the run with as many nodes in the pools of both sides as they use."""
     pools = dict(run.cluster.pools)
     for name in {run.rollout.pool: 0, run.trainer.pool: 0}:
         sides = [side for side in (run.rollout, run.trainer) if side.pool == name]

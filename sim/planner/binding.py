@@ -59,7 +59,7 @@ def _of_generation(estimates: Estimates, index: int, run: Run) -> str:
 
 
 def _of_training(estimates: Estimates, index: int) -> str:
-    """Say whether the trainer computes all the time, or its ranks wait for bubbles, host memory and each other."""
+    """Return whether the trainer computes all the time, or its ranks wait for bubbles, host memory and each other."""
     least, whole = estimates.training_parts(index)
     if least >= ARITHMETIC * whole:
         return "FLOP/s of the trainer's GPUs"

@@ -94,7 +94,7 @@ class Estimates:
     # Generation -----------------------------------------------------------------------------------
 
     def asked(self, indices: Iterable[int], num_batches: int) -> list[Asked]:
-        """Give the generation times that some plans lack, in their order."""
+        """Return the generation times that some plans lack, in their order."""
         space = self.space
         wanted = dict.fromkeys(
             Asked(int(space.of_replicas[i]), space.modes[space.of_mode[i]].dispatch)
@@ -108,7 +108,7 @@ class Estimates:
         ]
 
     def like(self, asked: Asked) -> Candidate:
-        """Give a plan whose replicas take the asked time."""
+        """Return a plan whose replicas take the asked time."""
         space = self.space
         is_like = np.array([mode.dispatch == asked.dispatch for mode in space.modes])
         like = is_like[space.of_mode] & (space.of_replicas == asked.replicas)
@@ -131,7 +131,7 @@ class Estimates:
         self._paces = dict(other._paces)
 
     def training_parts(self, index: int) -> tuple[float, float]:
-        """Give a plan's seconds of arithmetic in training, and of all that its trainer does."""
+        """Return a plan's seconds of arithmetic in training, and of all that its trainer does."""
         trainer = self.space.of_trainer[index]
         system = self._systems[self.space.of_mode[index]]
         part = self._trained["stream" if system.streaming == "stream" else "whole"]
@@ -139,7 +139,7 @@ class Estimates:
         return float(self._trained["least"][trainer]), float(whole)
 
     def shifted(self, run: Run) -> Estimates:
-        """Give estimates for other prices or links, with the same workload and the same plans."""
+        """Return estimates for other prices or links, with the same workload and the same plans."""
         other = copy(self)
         other._take_offer(run)
         return other
@@ -151,15 +151,15 @@ class Estimates:
     # Steps ----------------------------------------------------------------------------------------
 
     def estimate(self) -> StageSeconds:
-        """Give the seconds of every plan, generation bounded from below where no simulation has been asked."""
+        """Return the seconds of every plan, generation bounded from below where no simulation has been asked."""
         return self._put_together(is_bound=False)
 
     def bound(self) -> Floats:
-        """Give the seconds that a steady step of each plan does not go below."""
+        """Return the seconds that a steady step of each plan does not go below."""
         return self._put_together(is_bound=True).step
 
     def least(self, index: int) -> LeastTimes:
-        """Give the bounds of a plan's generation: the longest rollout's, and that of all work for one replica."""
+        """Return the bounds of a plan's generation: the longest rollout's, and that of all work for one replica."""
         least = self._least[int(self.space.of_replicas[index])]
         return least._replace(work=least.work / self.space.candidate(index).replicas.replicas)
 
@@ -193,7 +193,7 @@ class Estimates:
         return StageSeconds(generation, training, push + load, step)
 
     def _generation(self, replicas: Indices, mode: int, *, is_bound: bool) -> Floats:
-        """Give the seconds of generation: simulated where they were, else their bound."""
+        """Return the seconds of generation: simulated where they were, else their bound."""
         table = np.array([self._bound_of(each, mode) for each in range(len(self._least))])
         if not is_bound and self._overlaps[mode]:
             table *= self._paces_of(mode)
@@ -211,7 +211,7 @@ class Estimates:
         return max(least.longest / num_batches, least.work / num_replicas)
 
     def _paces_of(self, mode: int) -> Floats:
-        """Give by how much each replicas miss their bound in a mode in which steps overlap.
+        """Return by how much each replicas miss their bound in a mode in which steps overlap.
 
         What simulations of the same degree say counts first; replicas of which none is known are taken to be as
         good as any, so that one of them is tried.
@@ -233,7 +233,7 @@ class Estimates:
     def _stream_ends(
         self, places: Indices, mode: int, generation: Floats, training: Floats, *, is_bound: bool
     ) -> Floats:
-        """Give when a trainer is done that works on rollouts as they are finished."""
+        """Return when a trainer is done that works on rollouts as they are finished."""
         trainer, trained = self.space.of_trainer[places], self._trained
         optimizer = trained["optimizer"][trainer]
         ends: Floats = np.maximum(generation + optimizer, training)

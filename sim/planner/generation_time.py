@@ -30,7 +30,7 @@ class GenerationTime(NamedTuple):
         return float(self.seconds.mean())
 
     def stream_end(self, train_time: Floats) -> Floats:
-        """Give when trainers are done that work on rollouts as they finish, each `train_time` for all of them.
+        """Return when trainers are done that work on rollouts as they finish, each `train_time` for all of them.
 
         A server that is never idle while work waits is done at the latest of: an arrival, and all work from
         then on.
@@ -57,7 +57,7 @@ def _envelope_of(finishes: Sequence[Finish]) -> tuple[Floats, Floats]:
 
 
 def _envelope(instants: Floats, left: Floats) -> list[int]:
-    """Give the places where `instants + left * x` is the largest of all for some x >= 0: an upper hull."""
+    """Return the places where `instants + left * x` is the largest of all for some x >= 0: an upper hull."""
     hull: list[int] = []
     for place in range(len(instants) - 1, -1, -1):  # by rising share left, falling instant
         while len(hull) > 1 and _is_below(instants, left, hull[-2], hull[-1], place):
@@ -120,7 +120,7 @@ def least_times(curve: DecodeCurve, kv_capacity: float, work: DealtBatch) -> Lea
 
 
 def _convex_below(values: Floats, place: float) -> float:
-    """Give the convex function below values at 1, 2, ..., and 0 at 0, at a place between them."""
+    """Return the convex function below values at 1, 2, ..., and 0 at 0, at a place between them."""
     places = np.arange(len(values) + 1.0)
     points = np.concatenate(([0.0], values))
     hull = [0]

@@ -26,7 +26,7 @@ class Mode(NamedTuple):
     sync_mode: SyncMode
 
     def apply(self, run: Run) -> Run:
-        """Give the run in this mode; what it replaces of its own system by name stays with that system."""
+        """Return the run in this mode; what it replaces of its own system by name stays with that system."""
         policies = replace(run.policies, system=self.system, latency=None, context_time=None)
         if self.system != run.policies.system:
             policies = replace(
@@ -41,7 +41,7 @@ class Mode(NamedTuple):
 
 
 def find_modes(run: Run) -> list[Mode]:
-    """Give every mode, those of one system beside each other."""
+    """Return every mode, those of one system beside each other."""
     plan, own = run.plan, run.policies
     systems = plan.systems or list(dict.fromkeys((own.system, *USUAL_SYSTEMS)))
     return [
@@ -55,7 +55,7 @@ def find_modes(run: Run) -> list[Mode]:
 
 
 def _bounds(run: Run, system: SystemName) -> list[int | None]:
-    """Give the bounds of staleness that a system may have; None is its own."""
+    """Return the bounds of staleness that a system may have; None is its own."""
     own = run.policies.max_staleness if system == run.policies.system else None
     generates_ahead = SYSTEMS[system].max_staleness > 0
     if run.plan.max_staleness is None or not generates_ahead:

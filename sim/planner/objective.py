@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,10 +34,12 @@ def value_of(objective: ObjectiveName, speed: Speed) -> float:
             return speed.mean_step_time
         case "pareto":
             return speed.mean_step_time * mean_cost(speed)
+        case _:
+            assert_never(objective)
 
 
 def mean_cost(speed: Speed) -> float:
-    """Give the dollars of a mean step."""
+    """Return the dollars of a mean step."""
     return speed.cost_per_step / speed.step_time * speed.mean_step_time
 
 
@@ -53,10 +56,12 @@ def values_of(
             return seconds
         case "pareto":
             return seconds * seconds * prices
+        case _:
+            assert_never(objective)
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Give the places of the points that no other is below in both coordinates, by rising first coordinate."""
+    """Return the places of the points that no other is below in both coordinates, by rising first coordinate."""
     order = sorted(range(len(points)), key=lambda place: points[place])
     kept: list[int] = []
     for place in order:
@@ -66,7 +71,7 @@ def front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def distance_to_front(seconds: Floats, dollars: Floats) -> Floats:
-    """Give by what factor each plan is away from the Pareto set: 1 on it, 1.1 where a tenth less would reach it."""
+    """Return by what factor each plan is away from the Pareto set: 1 on it, 1.1 where a tenth less would reach it."""
     order = np.lexsort((dollars, seconds))
     best = np.minimum.accumulate(dollars[order])
     is_front = np.concatenate(([True], best[1:] < best[:-1]))

@@ -17,8 +17,8 @@ from sim.planner.space import Candidate
 from sim.planner.trial import Trial, metrics_of, run_all
 from streamrl.record.metrics import SECONDS_PER_HOUR
 from streamrl.report.plan import Change, Choice, Figure, Plan, Runner, Side, plan_text
+from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import check_run
 
 RUNNERS_UP = 8
 """Plans that are named beside the chosen one."""
@@ -92,7 +92,7 @@ class _Progress:
         self._done = 0
 
     def on(self, what: str) -> Callable[[], None]:
-        """Give what is to be called after each simulation."""
+        """Return what is to be called after each simulation."""
 
         def tell() -> None:
             self._done += 1
@@ -102,7 +102,7 @@ class _Progress:
 
 
 def _bounds(search: Search) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Give the objective that no steady step of each plan goes below."""
+    """Return the objective that no steady step of each plan goes below."""
     estimates, objective = search.estimates, search.space.run.plan.objective
     bounds = estimates.bound()
     return values_of(objective, bounds, search.space.prices, estimates.tokens)
@@ -148,7 +148,7 @@ def _side(run: Run, candidate: Candidate, section: str) -> Side:
 
 
 def settings_of(candidate: Candidate) -> dict[str, str | int | bool]:
-    """Give the keys of the run file that a plan sets."""
+    """Return the keys of the run file that a plan sets."""
     mode = candidate.mode
     found: dict[str, str | int | bool | None] = {
         **{f"rollout.{key}": value for key, value in candidate.replicas._asdict().items()},
@@ -162,7 +162,7 @@ def settings_of(candidate: Candidate) -> dict[str, str | int | bool]:
 
 
 def _pareto(search: Search) -> list[Choice]:
-    """Give the simulated plans that none beats in seconds and dollars of a step, the fastest first."""
+    """Return the simulated plans that none beats in seconds and dollars of a step, the fastest first."""
     if search.space.run.plan.objective != "pareto":
         return []
     indices = search.ranking()
@@ -186,6 +186,6 @@ def _change(search: Search, chosen: int, verdict: Verdict) -> Change:
 
 
 def describe(run: Run, candidate: Candidate) -> str:
-    """Give a plan in a line."""
+    """Return a plan in a line."""
     rollout, trainer = (_side(run, candidate, name) for name in ("rollout", "trainer"))
     return plan_text(rollout, trainer, settings_of(candidate))

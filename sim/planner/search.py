@@ -66,7 +66,7 @@ class Search:
     # Values ---------------------------------------------------------------------------------------
 
     def value(self, index: int, num_seeds: int | None = None) -> float:
-        """Give the objective of a simulated plan: the median over its seeds, or the first of them."""
+        """Return the objective of a simulated plan: the median over its seeds, or the first of them."""
         objective = self.space.run.plan.objective
         return median(value_of(objective, speed) for speed in self.speeds[index][:num_seeds])
 
@@ -90,14 +90,14 @@ class Search:
         return budget is None or median(map(mean_cost, self.speeds[index])) <= budget
 
     def ranking(self) -> list[int]:
-        """Give the simulated plans within budget, the best first."""
+        """Return the simulated plans within budget, the best first."""
         kept = [index for index in self.speeds if self.is_affordable(index)]
         return sorted(kept, key=lambda index: (self.value(index), index))
 
     # Rounds ---------------------------------------------------------------------------------------
 
     def run(self, pool: Executor, watch: Callable[[], None]) -> list[int]:
-        """Simulate until no other plan is likely to be better; give the simulated plans, the best first.
+        """Simulate until no other plan is likely to be better; return the simulated plans, the best first.
 
         `watch` is called after every simulation, of which there are at most `num_simulations`.
 
@@ -121,7 +121,7 @@ class Search:
         ]
 
     def next_round(self, pool: Executor, most: int) -> list[int]:
-        """Give the plans to simulate next, none where no other is likely to be better."""
+        """Return the plans to simulate next, none where no other is likely to be better."""
         count = min(ROUND, most)
         self._refine(pool, lambda order, scores: _within(order, scores, NEAR), FIRST_LOOK)
         self._refine(pool, lambda order, scores: _within(order, scores, NEARER))
@@ -192,7 +192,7 @@ class Search:
 
 
 def _best(scores: Floats) -> list[int]:
-    """Give the places of the least scores, the least first."""
+    """Return the places of the least scores, the least first."""
     count = min(LOOKED_AT, len(scores))
     places = np.argpartition(scores, count - 1)[:count]
     order: list[int] = places[np.argsort(scores[places], kind="stable")].tolist()
@@ -200,12 +200,12 @@ def _best(scores: Floats) -> list[int]:
 
 
 def _within(order: list[int], scores: Floats, reach: float) -> list[int]:
-    """Give the plans whose score is near the best."""
+    """Return the plans whose score is near the best."""
     return [index for index in order if scores[index] <= reach * scores[order[0]]]
 
 
 def _measured_batches(base: bytes) -> range:
-    """Give the batches that a trial's steps after the warm-up train on."""
+    """Return the batches that a trial's steps after the warm-up train on."""
     run, _ = open_trial(base)
     return range(min(run.warm_up_steps, run.algorithm.steps - 1), run.algorithm.steps)
 

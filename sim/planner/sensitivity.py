@@ -62,7 +62,7 @@ class _Look(NamedTuple):
 
 
 def shifts(run: Run) -> Iterator[Shift]:
-    """Give the worlds to plan for: each of lengths, training speed, bandwidth and prices 20 % less and more."""
+    """Yield the worlds to plan for: each of lengths, training speed, bandwidth and prices 20 % less and more."""
     for factor, name in ((1 - SHARE, f"-{SHARE:.0%}"), (1 + SHARE, f"+{SHARE:.0%}")):
         if run.workload.lengths is not None:
             yield Shift(f"lengths {name}", _with_lengths(run, factor))

@@ -40,7 +40,7 @@ class Replicas(NamedTuple):
         return self.replicas * self.tensor_parallel
 
     def apply(self, run: Run) -> Run:
-        """Give the run with these replicas."""
+        """Return the run with these replicas."""
         return replace(run, rollout=replace(run.rollout, **self._asdict()))
 
 
@@ -62,7 +62,7 @@ class Degrees(NamedTuple):
         return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
 
     def apply(self, run: Run) -> Run:
-        """Give the run with this trainer."""
+        """Return the run with this trainer."""
         return replace(run, trainer=replace(run.trainer, **self._asdict()))
 
 
@@ -80,7 +80,7 @@ class TrainerRange:
 def fitting_replicas(
     run: Run, pool: str, num_gpus: int, degrees: Iterable[int] | None, cut: Counter[str]
 ) -> Iterator[Replicas]:
-    """Give the ways to generate on `num_gpus` of a pool, the smallest tensor parallelism first.
+    """Yield the ways to generate on `num_gpus` of a pool, the smallest tensor parallelism first.
 
     A mixture whose run deals experts out goes on doing so.
     """
@@ -111,7 +111,7 @@ def holds_rollouts(run: Run, least: int = 1) -> bool:
 def fitting_trainers(
     run: Run, pool: str, num_gpus: int, among: TrainerRange, cut: Counter[str]
 ) -> Iterator[Degrees]:
-    """Give every trainer that fits on `num_gpus` of a pool.
+    """Yield every trainer that fits on `num_gpus` of a pool.
 
     Offloading is tried only where models do not fit beside each other: it moves bytes for nothing else.
     """
@@ -134,7 +134,7 @@ def fitting_trainers(
 
 
 def _fit(run: Run, degrees: Degrees, cut: Counter[str]) -> Degrees | None:
-    """Give the trainer, offloading where it must; None where it does not fit even then."""
+    """Return the trainer, offloading where it must; None where it does not fit even then."""
     if degrees.data_parallel > run.algorithm.rollouts_per_step:
         cut[RANKS] += 1
         return None
@@ -163,6 +163,6 @@ def _trainer_bytes(run: Run) -> float:
 
 
 def sizes(pool: PoolConfig, unit: int | None) -> range:
-    """Give the numbers of GPUs that a side may have in a pool: whole nodes, or GPUs of a single one."""
+    """Return the numbers of GPUs that a side may have in a pool: whole nodes, or GPUs of a single one."""
     step = unit or (pool.gpus_per_node if pool.nodes > 1 else 1)
     return range(step, pool.num_gpus + 1, step)

@@ -25,7 +25,7 @@ from sim.planner.sides import (
     sizes,
 )
 from sim.planner.stages import refuse_profile
-from streamrl.hardware.profiles import load_model, price_of
+from streamrl.hardware.profiles import check_profiles, load_model, price_of
 from streamrl.record.metrics import SECONDS_PER_HOUR
 from streamrl.runfile.config import Run
 from streamrl.runfile.plan_config import PlanConfig
@@ -49,7 +49,7 @@ class Candidate(NamedTuple):
     mode: Mode
 
     def apply(self, run: Run) -> Run:
-        """Give the run file of the plan, with the nodes that it rents."""
+        """Return the run file of the plan, with the nodes that it rents."""
         run = self.mode.apply(self.trainer.apply(self.replicas.apply(run)))
         return _with_nodes_used(replace(run, plan=PlanConfig()))
 
@@ -80,7 +80,7 @@ class Space:
         return len(self.of_mode)
 
     def candidate(self, index: int) -> Candidate:
-        """Give a plan by its index."""
+        """Return a plan by its index."""
         return Candidate(
             self.replicas[self.of_replicas[index]],
             self.trainers[self.of_trainer[index]],
@@ -88,7 +88,7 @@ class Space:
         )
 
     def find(self, candidate: Candidate) -> int | None:
-        """Give the index of a plan, whether or not its trainer offloads here; None where it does not fit."""
+        """Return the index of a plan, whether or not its trainer offloads here; None where it does not fit."""
         for trainer in (candidate.trainer._replace(offload=is_on) for is_on in (False, True)):
             try:
                 wanted = (
@@ -105,7 +105,7 @@ class Space:
         return None
 
     def priced(self, run: Run) -> Space:
-        """Give the same plans with the prices of another offer."""
+        """Return the same plans with the prices of another offer."""
         pairs = _Pairs(run, self.replicas, self.trainers)
         is_shared = np.array([mode.system == "colocated" for mode in self.modes])[self.of_mode]
         prices = pairs.prices(is_shared, self.of_replicas, self.of_trainer)
@@ -118,6 +118,7 @@ class Space:
         Raises:
             ValueError: there are none; the constraint that rules out the last is named.
         """
+        check_profiles(run)
         refuse_profile(run)
         if run.policies.resize != "keep":
             raise ValueError(
@@ -172,7 +173,7 @@ class Space:
 
 
 def price_per_second(run: Run, pool: str) -> float:
-    """Give the dollars of a pool's GPU for a second."""
+    """Return the dollars of a pool's GPU for a second."""
     return price_of(run.cluster.pools[pool]) / SECONDS_PER_HOUR
 
 
@@ -180,7 +181,7 @@ def price_per_second(run: Run, pool: str) -> float:
 
 
 def find_replicas(run: Run, cut: Counter[str]) -> list[Replicas]:
-    """Give every way to generate.
+    """Return every way to generate.
 
     Raises:
         ValueError: there is none.
@@ -205,7 +206,7 @@ def find_replicas(run: Run, cut: Counter[str]) -> list[Replicas]:
 
 
 def find_trainers(run: Run, cut: Counter[str]) -> list[Degrees]:
-    """Give every way to train.
+    """Return every way to train.
 
     Raises:
         ValueError: there is none.
@@ -283,7 +284,7 @@ class _Pairs:
         return is_open
 
     def prices(self, is_shared: Mask, first: Indices, second: Indices) -> Floats:
-        """Give the dollars a second of plans."""
+        """Return the dollars a second of plans."""
         generate, train = self._prices[0][first], self._prices[1][second]
         found: Floats = np.where(is_shared, np.maximum(generate, train), generate + train)
         return found
@@ -325,7 +326,7 @@ def _why(cut: Counter[str]) -> str:
 
 
 def _with_nodes_used(run: Run) -> Run:
-    """Give the run with the pools of both sides alone, and as many nodes as they use."""
+    """Return the run with the pools of both sides alone, and as many nodes as they use."""
     needs: Counter[str] = Counter()
     for side in (run.rollout, run.trainer):
         taken = needs[side.pool]

@@ -53,7 +53,7 @@ class Generation:
     """When each rollout of the first batch was finished, the first first."""
 
     def apply(self, run: Run) -> Run:
-        """Give the run with these replicas."""
+        """Return the run with these replicas."""
         return _with_replicas(run, self.replicas, self.tensor_parallel)
 
 
@@ -70,7 +70,7 @@ class Training:
     """Seconds of everything that the trainer does for a step."""
 
     def apply(self, run: Run) -> Run:
-        """Give the run with these degrees."""
+        """Return the run with these degrees."""
         trainer = replace(
             run.trainer,
             data_parallel=self.data_parallel,
@@ -108,14 +108,14 @@ class Stages:
         self._costs: dict[int, tuple[Run, Costs]] = {}
 
     def generation(self, num_gpus: int) -> Generation | None:
-        """Give the fastest replicas on `num_gpus`; None where the model fits no replica there."""
+        """Return the fastest replicas on `num_gpus`; None where the model fits no replica there."""
         if num_gpus not in self._generations:
             found = [self._generate(choice) for choice in self._choices(num_gpus)]
             self._generations[num_gpus] = min(found, key=lambda g: g.time, default=None)
         return self._generations[num_gpus]
 
     def training(self, num_gpus: int) -> Training | None:
-        """Give the fastest trainer on `num_gpus`; None where none fits."""
+        """Return the fastest trainer on `num_gpus`; None where none fits."""
         if num_gpus not in self._trainings:
             found = list(self._fitting_trainings(num_gpus))
             self._trainings[num_gpus] = min(found, key=lambda t: t.time, default=None)
@@ -125,14 +125,14 @@ class Stages:
 
     @cached_property
     def _batches(self) -> list[list[Draw]]:
-        """Give the first batches of the run."""
+        """Return the first batches of the run."""
         size = self._run.algorithm.prompts_per_step
         workload = SimulatedWorkload(self._run)
         most = max(self._num_batches, TRAINED_BATCHES)
         return [workload.draw(first, size) for first in range(0, most * size, size)]
 
     def _choices(self, num_gpus: int) -> list[Replicas]:
-        """Give the replicas to try."""
+        """Return the replicas to try."""
         run, pool = self._run, self._run.rollout.pool
         least = FEWEST_LONGEST if self._smallest else 1
         fitting = [
@@ -155,7 +155,7 @@ class Stages:
         )
 
     def _replica(self, choice: Replicas) -> tuple[Run, Costs]:
-        """Give a run with replicas of a degree, and its costs; the trainer is any that fits."""
+        """Return a run with replicas of a degree, and its costs; the trainer is any that fits."""
         degree = choice.tensor_parallel
         if degree not in self._costs:
             run = choice._replace(replicas=1).apply(self._any_trainer)
@@ -185,7 +185,7 @@ class Stages:
         ]
 
     def _fitting_trainings(self, num_gpus: int) -> Iterator[Training]:
-        """Give every trainer that fits, with the run's own micro-batch and ZeRO stage."""
+        """Yield every trainer that fits, with the run's own micro-batch and ZeRO stage."""
         config = self._run.trainer
         among = TrainerRange(
             expert_parallel=(config.expert_parallel,),
@@ -223,7 +223,7 @@ def _passes_time(run: Run, costs: TrainingCosts, batch: list[int]) -> float:
 
 
 def _with_replicas(run: Run, replicas: int, degree: int) -> Run:
-    """Give the run with other replicas; those of a mixture that deals experts out go on doing so."""
+    """Return the run with other replicas; those of a mixture that deals experts out go on doing so."""
     rollout = replace(
         run.rollout,
         replicas=replicas,

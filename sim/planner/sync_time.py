@@ -18,7 +18,7 @@ Indices = NDArray[np.intp]
 
 
 def sync_times(space: Space) -> tuple[Floats, Floats]:
-    """Give seconds of push and of load of every plan; colocated ones change their phase instead."""
+    """Return seconds of push and of load of every plan; colocated ones change their phase instead."""
     is_shared = np.array([mode.system == "colocated" for mode in space.modes])[space.of_mode]
     names = {name: i for i, name in enumerate(dict.fromkeys(m.sync_mode for m in space.modes))}
     sent = np.array([names[mode.sync_mode] for mode in space.modes])[space.of_mode]

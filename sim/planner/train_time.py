@@ -30,7 +30,7 @@ class Sums(NamedTuple):
     longest: int
 
     def part(self, share: float) -> Sums:
-        """Give a command with a share of the rollouts, long and short ones alike."""
+        """Return a command with a share of the rollouts, long and short ones alike."""
         return Sums(
             max(1, round(self.num_rollouts * share)),
             self.tokens * share,
@@ -50,7 +50,7 @@ class FallingLengths:
         """Every rollout."""
 
     def longest(self, count: int) -> Sums:
-        """Give the longest rollouts."""
+        """Return the longest rollouts."""
         last = min(count, len(self._tokens)) - 1
         return Sums(last + 1, float(self._tokens[last]), float(self._squares[last]), self._longest)
 
@@ -71,7 +71,7 @@ class TrainTimes(NamedTuple):
 
 
 def train_times(run: Run, costs: TrainingCosts, batches: Sequence[FallingLengths]) -> TrainTimes:
-    """Give what a trainer takes for a batch, the mean over several; `least` is the least of them."""
+    """Return what a trainer takes for a batch, the mean over several; `least` is the least of them."""
     factor = run.costs.training_factor
     whole, stream, last, least = (
         np.array([one(run, costs, batch) for batch in batches]) / factor

@@ -18,8 +18,9 @@ from sim.planner.space import Candidate
 from sim.world import SimWorld
 from streamrl.record.metrics import Metrics, Speed, measure, measure_speed
 from streamrl.record.trace import Trace
+from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import check_run, decode_run, encode_run
+from streamrl.runfile.reading import decode_run, encode_run
 from streamrl.workload.workload import SimulatedWorkload
 
 Key = TypeVar("Key")
@@ -37,7 +38,7 @@ class Trial(NamedTuple):
 
 
 def shortened(run: Run, seed: int) -> bytes:
-    """Give a run file as trials take it, with at most `plan.steps` steps, drifting as the whole run would."""
+    """Return a run file as trials take it, with at most `plan.steps` steps, drifting as the whole run would."""
     algorithm, lengths = run.algorithm, run.workload.lengths
     steps = min(run.plan.steps, algorithm.steps)
     workload = run.workload
@@ -59,7 +60,7 @@ def metrics_of(trial: Trial) -> Metrics:
 
 
 def trace_of(trial: Trial) -> Trace:
-    """Give the trace of a plan's simulation.
+    """Return the trace of a plan's simulation.
 
     Raises:
         ValueError: the plan is no valid run file.
@@ -94,7 +95,7 @@ def run_all(
     trials: Iterable[tuple[Key, Trial]],
     watch: Callable[[], None] = lambda: None,
 ) -> dict[Key, Answer]:
-    """Give the answer to each trial, in the order of the trials; `watch` is called as each comes in."""
+    """Return the answer to each trial, in the order of the trials; `watch` is called as each comes in."""
     pairs = list(trials)
     found = answers(pool, work, [trial for _, trial in pairs], watch)
     return {key: answer for (key, _), answer in zip(pairs, found, strict=True)}

@@ -82,7 +82,7 @@ def _examine_run(run: Run, run_file: Path, before: list[Finding]) -> Examination
 
 
 def _mend(run: Run, errors: list[Finding]) -> tuple[Changes, Run]:
-    """Give the fixes of all errors and the run with them; none where they do not go together."""
+    """Return the fixes of all errors and the run with them; none where they do not go together."""
     fixes = _all_changes(errors)
     mended = changed(run, fixes)
     if not passes(mended) or any(map(is_error, diagnosis.diagnose(mended))):

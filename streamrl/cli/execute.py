@@ -10,7 +10,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from streamrl.cli.shared import AsJson, Overrides, RunFile, make_progress, print_json, write_views
+from streamrl.cli.progress import make_progress
+from streamrl.cli.shared import AsJson, Overrides, RunFile, print_json
+from streamrl.cli.views import write_views
 from streamrl.engine.messages import Event, Generated, Stepped, Verified
 from streamrl.engine.state import State
 from streamrl.engine.systems import needs_latency

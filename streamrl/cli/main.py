@@ -3,46 +3,96 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated, ClassVar
 
 import typer
 
-from streamrl.cli.compare import compare
-from streamrl.cli.doctor import doctor
-from streamrl.cli.execute import execute
-from streamrl.cli.plan import plan
-from streamrl.cli.profile import profile
-from streamrl.cli.ranker import ranker
-from streamrl.cli.replay import replay
-from streamrl.cli.report import report
-from streamrl.cli.simulate import simulate
-from streamrl.cli.validate import validate
+from streamrl import __version__
+from streamrl.cli.lazy import CommandTable, LazyGroup
 
 WRONG_INPUT = 2
 FAILED = 1
 
+
+class Commands(LazyGroup):
+    """All commands, in the order of their use."""
+
+    table: ClassVar[CommandTable] = {
+        "simulate": (
+            "streamrl.cli.simulate:simulate",
+            "Simulate a run file and say what a step takes, costs, and where GPUs stand idle.",
+        ),
+        "plan": (
+            "streamrl.cli.plan:plan",
+            "Choose GPUs, parallelism and mode for a run: its pools are the offer, `nodes` the most that may be rented.",
+        ),
+        "execute": (
+            "streamrl.cli.execute:execute",
+            "Run a run file on real processes, and leave trace, metrics, rollouts and checkpoints.",
+        ),
+        "replay": (
+            "streamrl.cli.replay:replay",
+            "Feed recorded events to a fresh engine; every decision must be the recorded one.",
+        ),
+        "compare": (
+            "streamrl.cli.compare:compare",
+            "Compare a run with its simulation: step time, throughput, and idle time by cause.",
+        ),
+        "report": (
+            "streamrl.cli.report:report",
+            "Write one self-contained HTML page: the answer, alternatives, idle time, sensitivity, and how sure it is.",
+        ),
+        "validate": (
+            "streamrl.cli.validate:validate",
+            "Simulate the paper's evaluation, and print its numbers, ours and the error.",
+        ),
+        "doctor": (
+            "streamrl.cli.doctor:doctor",
+            "Examine a run file before any GPU is taken: memory, divisibility, batches, staleness, link, versions, files.",
+        ),
+        "profile": (
+            "streamrl.cli.profile:profile",
+            "Measure what operations take, and look at what was measured.",
+        ),
+        "ranker": (
+            "streamrl.cli.ranker:ranker",
+            "Expected output lengths, and how good they are.",
+        ),
+    }
+
+
 app = typer.Typer(
+    cls=Commands,
     help="Plan, simulate and run disaggregated RL post-training of LLMs.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
-app.command()(simulate)
-app.command()(plan)
-app.command()(execute)
-app.command()(replay)
-app.command()(compare)
-app.command()(report)
-app.command()(validate)
-app.command()(doctor)
-app.add_typer(profile)
-app.add_typer(ranker)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"streamrl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Show the version and exit.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Options of `streamrl` itself."""
 
 
 def main() -> None:
     """Run a command; say in one line what was wrong with its input, or why it failed."""
     try:
-        app()
+        app(prog_name="streamrl")
     except ValueError as error:
         _say(error)
         sys.exit(WRONG_INPUT)

@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 
 from sim.planner.planner import Planned, make_plan
-from streamrl.cli.shared import AsJson, Overrides, RunFile, make_progress, print_json
+from streamrl.cli.progress import make_progress
+from streamrl.cli.shared import AsJson, Overrides, RunFile, print_json
 from streamrl.record.inputs import keep_inputs
 from streamrl.report.plan import PLAN_JSON, PLAN_TOML, write_plan
 from streamrl.report.plan_report import head_lines, plan_report

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, ClassVar
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from typer.core import TyperGroup
 
-from streamrl.cli.profile_check import check
-from streamrl.cli.profile_show import show
-from streamrl.cli.shared import AsJson, make_progress, print_json
-from streamrl.hardware.machine_profile import MeasuredProfile, write_measured
+from streamrl.cli.lazy import CommandTable, LazyGroup
 
 MEASURE = "measure"
-DIRECTORY = Path("runs/profiles")
 
 
-class _MeasureByDefault(TyperGroup):
+class ProfileCommands(LazyGroup):
     """A group whose command is `measure` where the first argument names none."""
+
+    table: ClassVar[CommandTable] = {
+        "show": (
+            "streamrl.cli.profile_show:show",
+            "Show the decode curve of a model: seconds, tokens per dollar, MBU and MFU, tier and sources.",
+        ),
+        "check": (
+            "streamrl.cli.profile_check:check",
+            "Read every profile and say what is wrong with it: schema, units, sources, and physics.",
+        ),
+        MEASURE: (
+            "streamrl.cli.profile_measure:measure",
+            "Measure a model on this machine: decode, prefill, training, optimizer, push and load.",
+        ),
+    }
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # click's, or typer's copy of it
         """Put `measure` before what is no command of this group."""
@@ -32,97 +38,8 @@ class _MeasureByDefault(TyperGroup):
 
 profile = typer.Typer(
     name="profile",
-    cls=_MeasureByDefault,
+    cls=ProfileCommands,
     no_args_is_help=True,
     help="Measure what operations take, and look at what was measured.\n\n"
     "Example: streamrl profile build/quickstart/model",
 )
-
-
-profile.command()(show)
-profile.command()(check)
-
-
-@profile.command(MEASURE)
-def measure(
-    model: Annotated[Path, typer.Argument(metavar="MODELDIR", help="A Hugging Face directory.")],
-    gpu: Annotated[
-        str, typer.Option(help="What this machine computes on: a name in profiles/gpus.")
-    ] = "cpu",
-    backend: Annotated[str, typer.Option(help="Who generates: transformers.")] = "transformers",
-    dtype: Annotated[
-        str | None, typer.Option(help="Of weights: float32 on a CPU, else bfloat16, where absent.")
-    ] = None,
-    max_running: Annotated[int, typer.Option(help="Largest batch to decode.")] = 64,
-    max_context: Annotated[int, typer.Option(help="Longest prompt and output together.")] = 512,
-    max_tokens_per_pass: Annotated[int, typer.Option(help="Of the trainer.")] = 2048,
-    threads: Annotated[int, typer.Option(help="CPU threads of each worker process.")] = 1,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file to write.")
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Few points, to see that it runs.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Measure a model on this machine: decode, prefill, training, optimizer, push and load.
-
-    A run file whose `costs.profile` names the result is simulated with it.
-
-    Example: streamrl profile build/quickstart/model --max-context 176 -o runs/profiles/quickstart.toml
-    """
-    if backend != "transformers":
-        raise ValueError(f"--backend {backend!r} is unknown; there is transformers")
-    _need_executor()
-    from executor.profiling.measurements import Limits
-    from executor.profiling.profile_file import make_setup, profile_model
-    from executor.profiling.profiler import num_points
-
-    setup = make_setup(
-        model,
-        gpu=gpu,
-        dtype=dtype or ("float32" if gpu == "cpu" else "bfloat16"),
-        threads=threads,
-        limits=Limits(
-            max_running=max_running,
-            max_context=max_context,
-            max_tokens_per_pass=max_tokens_per_pass,
-        ),
-        is_quick=quick,
-    )
-    path = output or DIRECTORY / f"{model.resolve().name}.{gpu}.toml"
-    with make_progress() as progress:
-        task = progress.add_task("measure", total=num_points(setup.plan), facts="starting")
-        found = profile_model(setup, gpu, lambda what: progress.update(task, advance=1, facts=what))
-    write_measured(found, path)
-    if as_json:
-        print_json({"path": str(path), "profile": found})
-    else:
-        Console().print(_summary(found))
-        Console().print(f"profile: {path}", soft_wrap=True)
-
-
-def _need_executor() -> None:
-    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"{', '.join(missing)} not installed: pip install 'streamrl[executor]'")
-
-
-def _summary(found: MeasuredProfile) -> Table:
-    """Show the largest point of each table, with its spread."""
-    table = Table("operation", "point", "median", "quartiles")
-    decode = max(found.decode, key=lambda row: (row.running, row.context))
-    prefill = max(found.prefill, key=lambda row: row.rollouts * row.tokens)
-    train = max(found.train, key=lambda row: row.rollouts * row.tokens)
-    rows: list[tuple[str, str, Any]] = [
-        ("decode step", f"{decode.running} rollouts of {decode.context:.0f} tokens", decode),
-        ("prefill", f"{prefill.rollouts} x {prefill.tokens} tokens", prefill),
-        ("train", f"{train.rollouts} x {train.tokens} tokens", train),
-        ("optimizer step", "", found.optimizer),
-        ("push", f"{found.push.bytes / 1e6:.1f} MB", found.push),
-        ("load", f"{found.load.bytes / 1e6:.1f} MB", found.load),
-    ]
-    for name, point, row in rows:
-        low, median, high = (f"{seconds * 1e3:.2f} ms" for seconds in row.seconds)
-        table.add_row(name, point, median, f"{low} to {high}")
-    return table

@@ -9,7 +9,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from sim.costs.replica_speed import study_generation
+from sim.studies.replica_speed import study_generation
 from streamrl.cli.shared import AsJson, print_json
 from streamrl.hardware.profiles import load_model
 from streamrl.report.generation import (
@@ -91,7 +91,7 @@ def check_degrees(tensor_parallel: int, expert_parallel: int) -> None:
 
 
 def describe(curve: msgspec.Struct) -> dict[str, object]:
-    """Give a curve as a JSON object that says in a word whether it is unmeasured."""
+    """Return a curve as a JSON object that says in a word whether it is unmeasured."""
     found: dict[str, object] = msgspec.to_builtins(curve)
     provenance = found["provenance"]
     assert isinstance(provenance, dict)

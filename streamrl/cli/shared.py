@@ -1,4 +1,4 @@
-"""What the commands share: arguments, JSON on standard output, progress on a terminal."""
+"""What the commands share: arguments, JSON on standard output, traces by file or directory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from streamrl.record.chrome_trace import chrome_trace
 from streamrl.record.trace import Trace, read_trace
-from streamrl.report.figures import timeline_figure
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")]
 TracePath = Annotated[Path, typer.Argument(help="A trace file, or a run directory.")]
@@ -33,30 +29,10 @@ def print_json(value: object) -> None:
 
 
 def trace_file(path: Path) -> Path:
-    """Give a trace file, or the one in a run directory."""
+    """Return a trace file, or the one in a run directory."""
     return path / TRACE_FILE if path.is_dir() else path
 
 
 def open_trace(path: Path) -> Trace:
     """Read a trace file, or the one in a run directory."""
     return read_trace(trace_file(path))
-
-
-def make_progress() -> Progress:
-    """Make a progress bar that shows on a terminal and is silent in a pipe."""
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=12),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[facts]}"),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
-
-
-def write_views(trace: Trace, directory: Path) -> None:
-    """Write what people look at: a timeline, and a trace for Chrome's and Perfetto's viewer."""
-    (directory / "chrome_trace.json").write_bytes(chrome_trace(trace))
-    timeline_figure(trace, directory / "timeline.png")

@@ -9,21 +9,13 @@ import typer
 from rich.console import Console
 
 from sim.world import simulate as simulate_run
-from streamrl.cli.shared import (
-    TRACE_FILE,
-    AsJson,
-    Overrides,
-    RunFile,
-    make_progress,
-    open_trace,
-    print_json,
-    write_views,
-)
-from streamrl.cli.sweep import choose_study, run_study
+from streamrl.cli.progress import make_progress
+from streamrl.cli.shared import TRACE_FILE, AsJson, Overrides, RunFile, open_trace, print_json
 from streamrl.record.inputs import keep_inputs
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace
 from streamrl.report.run_tables import metrics_table
+from streamrl.report.study_file import is_study
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
 
@@ -68,28 +60,30 @@ def simulate(
 
     Example: streamrl simulate examples/h20-h800.toml --sweep policies.system=stream-sync,stream-async
     """
-    study = choose_study(run_file, sweep or (), overrides or (), seeds, metric or ())
-    if study is not None:
-        if output is not None:
-            refuse_real_run(output)
-        run_study(study, output, skips=skip_infeasible, as_json=as_json)
-        return
-    if skip_infeasible:
-        raise ValueError("--skip-infeasible is for studies: say what varies with --sweep key=v1,v2")
-    run = load_run(run_file, overrides or ())
     if output is not None:
         refuse_real_run(output)
-    trace = _simulate(run)
+    if sweep or is_study(run_file):
+        from streamrl.cli.sweep import make_study, run_study
+
+        study = make_study(run_file, sweep or (), overrides or (), seeds, metric or ())
+        run_study(study, output, skips=skip_infeasible, as_json=as_json)
+        return
+    _refuse_options_of_studies(seeds is not None, bool(metric), skip_infeasible)
+    trace = _simulate(load_run(run_file, overrides or ()))
     metrics = measure(trace)
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        keep_inputs(run, output)
-        (output / TRACE_FILE).write_bytes(trace.encode())
-        write_views(trace, output)
+        _write(trace, output)
     if as_json:
         print_json(metrics)
     else:
         Console().print(metrics_table(metrics))
+
+
+def _refuse_options_of_studies(has_seeds: bool, has_metrics: bool, skips: bool) -> None:
+    options = {"--seeds": has_seeds, "--metric": has_metrics, "--skip-infeasible": skips}
+    for option, is_given in options.items():
+        if is_given:
+            raise ValueError(f"{option} is for studies: say what varies with --sweep key=v1,v2")
 
 
 def refuse_real_run(output: Path) -> None:
@@ -102,3 +96,12 @@ def _simulate(run: Run) -> Trace:
     with make_progress() as progress:
         task = progress.add_task("step", total=run.algorithm.steps, facts="")
         return simulate_run(run, lambda version: progress.update(task, completed=version))
+
+
+def _write(trace: Trace, output: Path) -> None:
+    from streamrl.cli.views import write_views
+
+    output.mkdir(parents=True, exist_ok=True)
+    keep_inputs(trace.run, output)
+    (output / TRACE_FILE).write_bytes(trace.encode())
+    write_views(trace, output)

@@ -8,49 +8,43 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sim.study import run_sweep
-from streamrl.cli.shared import make_progress, print_json
+from sim.studies.study import run_sweep
+from streamrl.cli.progress import make_progress
+from streamrl.cli.shared import print_json
 from streamrl.report.study_file import DEFAULT_METRICS, NUM_SEEDS, Study, is_study, load_study
 from streamrl.report.study_report import STUDY_CSV, StudyResult, describe, text_table, write_study
 from streamrl.runfile.grid import make_grid, parse_axis
 
 
-def choose_study(
+def make_study(
     run_file: Path,
     sweeps: Sequence[str],
     overrides: Sequence[str],
     num_seeds: int | None,
     metrics: Sequence[str],
-) -> Study | None:
-    """Give the study that the command line asks for, or None where it asks for one run.
+) -> Study:
+    """Return the study that the command line asks for: a file's, or one of `sweeps` over a run file.
 
     Raises:
-        ValueError: an option of a study where there is none, or a sweep of a study file.
+        ValueError: a sweep of a study file, or a study that asks for what there is not.
     """
-    if is_study(run_file):
-        if sweeps:
-            raise ValueError(
-                f"--sweep {sweeps[0]}: {run_file} is a study and has sweeps of its own"
-            )
-        study = load_study(run_file)
-        return replace(
-            study,
-            overrides=(*study.overrides, *overrides),
-            num_seeds=study.num_seeds if num_seeds is None else num_seeds,
-            metrics=tuple(metrics) or study.metrics,
+    if not is_study(run_file):
+        return Study(
+            run_file=run_file,
+            title=f"{run_file.stem}: what if?",
+            overrides=tuple(overrides),
+            axes=tuple(parse_axis(text) for text in sweeps),
+            num_seeds=NUM_SEEDS if num_seeds is None else num_seeds,
+            metrics=tuple(metrics) or DEFAULT_METRICS,
         )
-    if not sweeps:
-        for option, value in (("--seeds", num_seeds), ("--metric", metrics)):
-            if value:
-                raise ValueError(f"{option} is for studies: say what varies with --sweep key=v1,v2")
-        return None
-    return Study(
-        run_file=run_file,
-        title=f"{run_file.stem}: what if?",
-        overrides=tuple(overrides),
-        axes=tuple(parse_axis(text) for text in sweeps),
-        num_seeds=NUM_SEEDS if num_seeds is None else num_seeds,
-        metrics=tuple(metrics) or DEFAULT_METRICS,
+    if sweeps:
+        raise ValueError(f"--sweep {sweeps[0]}: {run_file} is a study and has sweeps of its own")
+    study = load_study(run_file)
+    return replace(
+        study,
+        overrides=(*study.overrides, *overrides),
+        num_seeds=study.num_seeds if num_seeds is None else num_seeds,
+        metrics=tuple(metrics) or study.metrics,
     )
 
 
@@ -80,7 +74,7 @@ def run_study(study: Study, output: Path | None, *, skips: bool, as_json: bool) 
 
 
 def simulate_study(study: Study, *, skips: bool = False) -> StudyResult:
-    """Give a study's rows, with a progress bar on a terminal."""
+    """Return a study's rows, with a progress bar on a terminal."""
     grid = make_grid(study.run_file, study.overrides, study.axes, skips=skips)
     with make_progress() as progress:
         task = progress.add_task("study", total=len(grid.cells), facts="")

@@ -14,7 +14,8 @@ from sim.fidelity.growth import adjustment
 from sim.fidelity.makespan import dispatch
 from sim.fidelity.scaling import divisions, scaling
 from sim.fidelity.throughput import ablation, end_to_end, heterogeneous, ratios, verl
-from streamrl.cli.shared import AsJson, make_progress, print_json
+from streamrl.cli.progress import make_progress
+from streamrl.cli.shared import AsJson, print_json
 from streamrl.report.fidelity import PaperFigure, fidelity_page, figure_picture, figure_table, slug
 
 PAPERS = ("streamrl",)

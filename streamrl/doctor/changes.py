@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
+import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, get_type_hints
 
 import msgspec
 
 from streamrl.doctor.finding import Changes
 from streamrl.runfile.config import Run
+from streamrl.runfile.keys import join_key, split_key
+from streamrl.runfile.overrides import read_value
 from streamrl.runfile.section import Section
 from streamrl.runfile.units import BITS_PER_BYTE, Bandwidth, Duration, Size, read_quantity
 
 
 def changed(run: Run, changes: Changes) -> Run:
-    """Give the run with dotted keys replaced, unchecked.
+    """Return the run with dotted keys replaced, unchecked.
 
     Raises:
         ValueError: a value is not of its key's type.
     """
     for key, value in changes.items():
-        run = _put(run, key.split("."), value)
+        run = _put(run, split_key(key), value)
     return run
 
 
 def value_of(run: Run, key: str) -> Any:
-    """Give the value of a dotted key.
+    """Return the value of a dotted key.
 
     Raises:
         LookupError: the run file has no such key.
     """
-    place: Any = run
-    for part in key.split("."):
-        if isinstance(place, Section) and part not in place.__struct_fields__:
-            raise KeyError(key)
-        place = _enter(place, part)
+    return place_of(run, split_key(key))
+
+
+def place_of(place: Any, names: Iterable[str]) -> Any:
+    """Return what is at the end of a path through sections, tables and lists; `LookupError` where there is none."""
+    for name in names:
+        place = _enter(place, name)
     return place
 
 
@@ -52,7 +57,7 @@ def toml(value: object) -> str:
     """Write a value as `--set` reads it; a plain word needs no quotes."""
     if isinstance(value, str):
         is_word = bool(value) and all(c.isalnum() or c in "-_./" for c in value)
-        return value if is_word and value not in ("true", "false") else json.dumps(value)
+        return value if is_word and read_value(value) == value else _inline(value)
     return _inline(value)
 
 
@@ -62,7 +67,8 @@ def _inline(value: object) -> str:
             found = {key: getattr(value, key) for key in value.__struct_fields__}
             return _inline(found)
         case Mapping():
-            return "{" + ", ".join(f"{key} = {_inline(each)}" for key, each in value.items()) + "}"
+            pairs = (f"{join_key('', key)} = {_inline(each)}" for key, each in value.items())
+            return "{" + ", ".join(pairs) + "}"
         case list() | tuple():
             return "[" + ", ".join(map(_inline, value)) + "]"
         case Bandwidth():
@@ -71,17 +77,21 @@ def _inline(value: object) -> str:
             return f'"{value * 1e3:g} ms"'
         case Size():
             return f'"{value / 1e9:g} GB"'
+        case float():
+            return repr(value)
+        case datetime.date() | datetime.time():
+            return value.isoformat()
         case _:
-            return json.dumps(value)
+            return json.dumps(value, ensure_ascii=False)
 
 
 def _enter(place: Any, part: str) -> Any:
     match place:
         case dict():
             return place[part]
-        case list() if part.isdigit():
+        case list() if part.isdecimal():
             return place[int(part)]
-        case Section():
+        case Section() if part in place.__struct_fields__:
             return getattr(place, part)
         case _:
             raise KeyError(part)

@@ -20,7 +20,7 @@ FIXES = {**room.FIXES, **divisibility.FIXES, **batch.FIXES, **staleness.FIXES}
 
 
 def diagnose(run: Run) -> list[Finding]:
-    """Give all findings of a run without fixes; what cannot be examined is an error that says why."""
+    """Return all findings of a run without fixes; what cannot be examined is an error that says why."""
     found: list[Finding] = []
     for topic, find in PARTS:
         try:
@@ -32,7 +32,7 @@ def diagnose(run: Run) -> list[Finding]:
 
 
 def examine(run: Run) -> list[Finding]:
-    """Give all findings of a run, with fixes that were tried."""
+    """Return all findings of a run, with fixes that were tried."""
     return [_treated(run, finding) for finding in diagnose(run)]
 
 

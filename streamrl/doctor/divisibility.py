@@ -62,7 +62,7 @@ def _find_heads(model: ModelShape, side: str, degree: int) -> Iterator[Finding]:
 
 
 def _mlp_width(model: ModelShape) -> int:
-    """Give the channels that tensor ranks split: of plain MLPs, else of one expert."""
+    """Return the channels that tensor ranks split: of plain MLPs, else of one expert."""
     if model.num_dense_layers or model.experts is None:
         return model.intermediate_size
     return model.experts.intermediate_size
@@ -159,7 +159,7 @@ def _trainer_experts(run: Run) -> Iterator[Changes]:
 
 
 def _nearest(degree: int, most: int) -> list[int]:
-    """Give other degrees up to `most`: those by the least factor away first, of equals the smaller."""
+    """Return other degrees up to `most`: those by the least factor away first, of equals the smaller."""
     others = [other for other in range(1, most + 1) if other != degree]
     return sorted(others, key=lambda other: max(other / degree, degree / other))
 

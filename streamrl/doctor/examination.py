@@ -36,11 +36,11 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
     """Changes that were made so that the rest could be looked at, as `--set` takes them; empty where none were."""
 
     def count(self, level: Level) -> int:
-        """Give the number of findings of a level."""
+        """Return the number of findings of a level."""
         return sum(finding.level == level for finding in self.findings)
 
     def as_json(self) -> Json:
-        """Give the report as plain data; bytes are bytes."""
+        """Return the report as plain data; bytes are bytes."""
         found: Json = msgspec.to_builtins(self, enc_hook=lambda value: toml(value).strip('"'))
         return {**found, "errors": self.count("error"), "warnings": self.count("warning")}
 

@@ -9,8 +9,8 @@ import msgspec
 
 from streamrl.doctor.changes import changed, say
 from streamrl.doctor.finding import Changes, Finding, is_error
+from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import check_run
 
 Examine = Callable[[Run], Iterable[Finding]]
 """What is found in a run, without fixes; raises nothing."""
@@ -31,7 +31,7 @@ class Fix(NamedTuple):
 
 
 def treat(run: Run, finding: Finding, fix: Fix, examine: Examine) -> Finding:
-    """Give a finding with the first candidate that makes it go and brings nothing new.
+    """Return a finding with the first candidate that makes it go and brings nothing new.
 
     A candidate that brings new warnings is taken only where all others fail; new errors never.
     """

@@ -31,14 +31,14 @@ def find(run: Run) -> Iterator[Finding]:
 
 
 def gpus_used(run: Run, pool: str) -> int:
-    """Give the GPUs of a pool that a side uses, those that both share once."""
+    """Return the GPUs of a pool that a side uses, those that both share once."""
     sides = [(run.rollout.pool, run.rollout.num_gpus), (run.trainer.pool, run.trainer.num_gpus)]
     needs = [count for name, count in sides if name == pool]
     return max(needs, default=0) if run.shares_gpus else sum(needs)
 
 
 def fix_of(name: str) -> Fix:
-    """Give what may mend idle GPUs in a pool."""
+    """Return what may mend idle GPUs in a pool."""
 
     def candidates(run: Run) -> Iterator[Changes]:
         pool, used = run.cluster.pools[name], gpus_used(run, name)

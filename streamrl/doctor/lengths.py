@@ -25,7 +25,7 @@ class MeanLengths(NamedTuple):
 
 
 def mean_lengths(run: Run) -> MeanLengths | None:
-    """Give the mean over the first groups of a run, without drift; None where the run file names no lengths.
+    """Return the mean over the first groups of a run, without drift; None where the run file names no lengths.
 
     Lengths that cannot be read are None too: that is a finding on files.
     """

@@ -40,7 +40,7 @@ class SideMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def memory_of(run: Run) -> list[SideMemory]:
-    """Give the memory of both sides, also where it does not fit: then with the cache of one longest rollout.
+    """Return the memory of both sides, also where it does not fit: then with the cache of one longest rollout.
 
     Raises:
         ValueError: a profile is missing, or the model cannot be split as the run file says.
@@ -60,7 +60,7 @@ def _gpu(run: Run, pool: str) -> Gpu:
 
 
 def replica_side(run: Run) -> SideMemory:
-    """Give the memory of a GPU that generates: weights, and the cache that fills what is left."""
+    """Return the memory of a GPU that generates: weights, and the cache that fills what is left."""
     rollout, dtype = run.rollout, run.model.dtype
     model, gpu = load_model(run.model), _gpu(run, rollout.pool)
     weights = model.shard_parameters(rollout.tensor_parallel, rollout.expert_parallel)
@@ -79,7 +79,7 @@ def replica_side(run: Run) -> SideMemory:
 
 
 def trainer_side(run: Run) -> SideMemory:
-    """Give the memory of the fullest GPU that trains."""
+    """Return the memory of the fullest GPU that trains."""
     gpu = _gpu(run, run.trainer.pool)
     return SideMemory(
         side="trainer",
@@ -144,7 +144,7 @@ def _find_room(run: Run) -> Iterator[Finding]:
 
 
 def rollouts_under_way(run: Run) -> int:
-    """Give the most rollouts that admission lets be generated at once."""
+    """Return the most rollouts that admission lets be generated at once."""
     ahead = 1 + choose_system(run.policies).max_staleness
     return min(ahead, run.algorithm.steps) * run.algorithm.rollouts_per_step
 

@@ -75,7 +75,7 @@ class Batch:
         self.trainable = deque(r for r in self.trainable if r.group is not group)
 
     def clear(self) -> list[Group]:
-        """Begin the next batch; give the groups of this one."""
+        """Begin the next batch; return the groups of this one."""
         groups = list(self.groups.values())
         self.groups = {}
         self.num_in_gradient = 0

@@ -76,7 +76,7 @@ class Group:
         return group
 
     def learn(self, tokens: int) -> list[Rollout]:
-        """Blend the length of a rollout that finished into what is expected of its siblings; give these.
+        """Blend the length of a rollout that finished into what is expected of its siblings; return these.
 
         With n lengths known the mean of these and of what was expected at first, which counts as
         `PRIOR_SAMPLES`: an estimate moves towards a new length by the share that the length then has.

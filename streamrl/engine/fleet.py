@@ -59,11 +59,11 @@ class Fleet:
         return sum(self.num_serving.values())
 
     def newest_idle(self) -> Replica | None:
-        """Give the replica that started last among those with nothing on their hands, or None."""
+        """Return the replica that started last among those with nothing on their hands, or None."""
         return self.idle[max(self.idle)] if self.idle else None
 
     def least_loaded(self, oldest_version: int) -> Replica | None:
-        """Give the replica that promises `oldest_version` or newer and has the fewest rollouts, least id first."""
+        """Return the replica that promises `oldest_version` or newer and has the fewest rollouts, least id first."""
         best: tuple[int, int] | None = None
         for version, loads in self._loads.items():
             if version < oldest_version:
@@ -75,7 +75,7 @@ class Fleet:
         return None if best is None else self.replicas[best[1]]
 
     def most_loaded(self) -> Replica | None:
-        """Give the replica with the most rollouts, least id first."""
+        """Return the replica with the most rollouts, least id first."""
         if not self._knows_most:
             self._knows_most = True
             self._sweep_most()
@@ -85,7 +85,7 @@ class Fleet:
         return self.replicas[most[0][1]] if most else None
 
     def next_in_turn(self, oldest_version: int) -> Replica | None:
-        """Give the replica that promises `oldest_version` or newer and follows the last one used."""
+        """Return the replica that promises `oldest_version` or newer and follows the last one used."""
         if all(version < oldest_version for version in self._loads):
             return None
         for offset in range(1, self.num_started + 1):
@@ -95,14 +95,14 @@ class Fleet:
         return None
 
     def fresh(self, oldest_version: int) -> list[Replica]:
-        """Give every replica that promises `oldest_version` or newer, by id."""
+        """Return every replica that promises `oldest_version` or newer, by id."""
         if all(version < oldest_version for version in self._loads):
             return []
         found = [r for r in self.replicas.values() if r.promises(oldest_version)]
         return sorted(found, key=_by_id)
 
     def serving(self) -> list[Replica]:
-        """Give every replica that serves, by id."""
+        """Return every replica that serves, by id."""
         return sorted((r for r in self.replicas.values() if r.is_serving), key=_by_id)
 
     def start(self, replica_id: int, version: int) -> None:

@@ -21,7 +21,7 @@ class Latency:
         self.most_running = self._batches[-1]
 
     def step_time(self, batch: float) -> float:
-        """Give the seconds of one decode step of `batch` rollouts."""
+        """Return the seconds of one decode step of `batch` rollouts."""
         right = bisect_right(self._batches, batch)
         if right == 0:
             return self._seconds[0]
@@ -32,14 +32,14 @@ class Latency:
         return self._seconds[right - 1] + share * (self._seconds[right] - self._seconds[right - 1])
 
     def replica_time(self, num_rollouts: float, tokens: float) -> float:
-        """Give the seconds in which one replica generates rollouts of `tokens` each, in full batches."""
+        """Return the seconds in which one replica generates rollouts of `tokens` each, in full batches."""
         if num_rollouts <= 0:
             return 0.0
         batch = min(num_rollouts, self.most_running)
         return self.step_time(batch) * tokens * ceil(num_rollouts / batch)
 
     def time(self, num_rollouts: float, tokens: float, num_replicas: int) -> float:
-        """Give the seconds in which replicas that share rollouts evenly generate them.
+        """Return the seconds in which replicas that share rollouts evenly generate them.
 
         Raises:
             ValueError: there are rollouts and no replica.

@@ -41,7 +41,7 @@ class WaitingRollouts:
                 self.add(sibling)
 
     def first(self) -> Rollout | None:
-        """Give the first rollout that still waits."""
+        """Return the first rollout that still waits."""
         heap = self.heap
         while heap:
             place, _, rollout = heap[0]
@@ -52,7 +52,7 @@ class WaitingRollouts:
         return None
 
     def of_step(self, step: int) -> list[Rollout]:
-        """Give every rollout of `step` that still waits, first in line first."""
+        """Return every rollout of `step` that still waits, first in line first."""
         found = {
             entry[2].id: entry[2]
             for entry in sorted(self.heap)
@@ -63,7 +63,7 @@ class WaitingRollouts:
         return list(found.values())
 
     def _place(self, rollout: Rollout) -> Place:
-        """Give the place of a rollout by what is known now."""
+        """Return the place of a rollout by what is known now."""
         group = rollout.group
         tells = not group.num_known and rollout is group.rollouts[0]
         return (group.step, not tells, -rollout.expected_tokens, rollout.id)
@@ -83,7 +83,7 @@ class WaitingGroups:
         self._groups.append(group)
 
     def first(self) -> Group | None:
-        """Give the first group that no step has taken and that was not dropped."""
+        """Return the first group that no step has taken and that was not dropped."""
         while self._groups:
             if self._groups[0].is_free:
                 return self._groups[0]

@@ -36,7 +36,7 @@ class RecentLengths:
         insort(self.ordered, tokens)
 
     def expected_rest(self, done: float) -> float:
-        """Give the tokens that a rollout of `done` tokens has ahead: the median of those that got further.
+        """Return the tokens that a rollout of `done` tokens has ahead: the median of those that got further.
 
         0 where none did: nothing says that it will go on.
         """
@@ -47,5 +47,5 @@ class RecentLengths:
 
 
 def quantile(ordered: Sequence[int], share: float) -> int:
-    """Give the length that `share` of the lengths, shortest first, do not exceed."""
+    """Return the length that `share` of the lengths, shortest first, do not exceed."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

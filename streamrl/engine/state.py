@@ -290,7 +290,7 @@ class State:
             self.batch.add_ready(rollout)
 
     def _still_wanted(self, rollouts: tuple[int, ...]) -> list[Rollout]:
-        """Give back what the trainer had in hand, less what was dropped meanwhile."""
+        """Return back what the trainer had in hand, less what was dropped meanwhile."""
         held = [self.rollouts[rollout] for rollout in rollouts]
         for rollout in held:
             if rollout.group.is_dropped:

@@ -88,7 +88,7 @@ SYSTEMS: dict[SystemName, System] = {
 
 
 def choose_system(policies: PoliciesConfig) -> System:
-    """Give the preset that `policies` names, with what it replaces by name."""
+    """Return the preset that `policies` names, with what it replaces by name."""
     changes = {
         key: getattr(policies, key)
         for key in (
@@ -260,14 +260,14 @@ def _latency(policies: PoliciesConfig, wanted_by: str) -> Latency:
 
 
 def most_per_command(run: Run) -> int:
-    """Give the rollouts that the trainer is at most told to work on at once."""
+    """Return the rollouts that the trainer is at most told to work on at once."""
     if choose_system(run.policies).streaming == "stream":
         return PASSES_PER_COMMAND * rollouts_that_fill(run)
     return run.algorithm.rollouts_per_step
 
 
 def rollouts_that_fill(run: Run) -> int:
-    """Give the rollouts that keep every data-parallel rank busy for one micro-batch."""
+    """Return the rollouts that keep every data-parallel rank busy for one micro-batch."""
     return run.trainer.data_parallel * run.trainer.micro_batch
 
 

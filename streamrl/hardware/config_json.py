@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from streamrl.hardware.model_shape import Experts, LatentAttention, ModelShape
+from streamrl.runfile.errors import RunError, shown
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "deepseek_v3")
 """The `model_type`s that are known; keys and defaults are those of their config classes in transformers."""
@@ -15,19 +16,23 @@ def read_config_json(path: Path) -> ModelShape:
     """Read a model's shape from the config.json of a Hugging Face directory.
 
     Raises:
-        ValueError: the file cannot be read, is of a type not in `MODEL_TYPES`, lacks a key, or has a value
+        RunError: the file cannot be read, is of a type not in `MODEL_TYPES`, lacks a key, or has a value
             that no model of the type can have; with file, key and value.
     """
     try:
         table = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"model.path: {path} cannot be read: {error}") from None
+        raise _wrong(path, f"{path} cannot be read: {error}") from None
     if not isinstance(table, dict):
-        raise ValueError(f"model.path: {path} must hold a JSON object, got {table!r:.40}")
+        raise _wrong(path, f"{path} must hold a JSON object, got {shown(table)}")
     try:
         return _read_shape(table, path)
     except ValueError as error:
-        raise ValueError(f"model.path: {path}: {error}") from None
+        raise _wrong(path, f"{path}: {error}") from None
+
+
+def _wrong(path: Path, text: str) -> RunError:
+    return RunError("model.path", str(path.parent), text=f"model.path: {text}")
 
 
 def _read_shape(table: dict[str, object], path: Path) -> ModelShape:

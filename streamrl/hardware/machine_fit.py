@@ -36,7 +36,7 @@ class DecodeFit:
     """Most measured tokens of a rollout."""
 
     def step_time(self, num_running: int, context_tokens: float) -> float:
-        """Give the seconds of one decode step."""
+        """Return the seconds of one decode step."""
         return self.base[num_running] + self.per_context_token[num_running] * context_tokens
 
 
@@ -50,11 +50,11 @@ class PassFit:
     per_pair: float
 
     def time(self, num_rollouts: float, num_tokens: float, num_pairs: float) -> float:
-        """Give the seconds of a pass."""
+        """Return the seconds of a pass."""
         return self.alone + self.beside(num_rollouts, num_tokens, num_pairs)
 
     def beside(self, num_rollouts: float, num_tokens: float, num_pairs: float) -> float:
-        """Give the seconds that it adds to a pass that is made anyway."""
+        """Return the seconds that it adds to a pass that is made anyway."""
         return (
             self.per_rollout * num_rollouts
             + self.per_token * num_tokens
@@ -63,7 +63,7 @@ class PassFit:
 
 
 def fit_decode(rows: Sequence[DecodeRow], max_running: int) -> DecodeFit:
-    """Fit a line in the context at every measured batch, and give it for all batches up to `max_running`."""
+    """Fit a line in the context at every measured batch, and return it for all batches up to `max_running`."""
     measured = sorted({row.running for row in rows})
     lines = [_decode_line([row for row in rows if row.running == b]) for b in measured]
     batches = np.arange(1, max_running + 1)
@@ -106,7 +106,7 @@ def fit_line(places: Sequence[float], seconds: Sequence[float]) -> tuple[float, 
 
 
 def fit_positive(terms: Floats, values: Floats, weights: Floats) -> list[float]:
-    """Give the factors, none below 0, that bring weighted `terms` closest to `values`.
+    """Return the factors, none below 0, that bring weighted `terms` closest to `values`.
 
     Terms whose factor would be negative leave the fit one by one, the most negative share first: with the
     four terms of a pass this finds what an active-set method finds, in as many lines.

@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 
 from streamrl.hardware.model_shape import ModelShape
+from streamrl.hardware.profile_table import ProfileTable
 
 DIGEST_LENGTH = 16  # hex digits: chance never makes two shapes alike
 
@@ -34,11 +35,7 @@ Seconds = tuple[float, float, float]
 """Lower quartile, median and upper quartile."""
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of the file; unknown keys are refused."""
-
-
-class MeasuredModel(Part, frozen=True, kw_only=True):
+class MeasuredModel(ProfileTable, frozen=True, kw_only=True):
     """Which model was measured."""
 
     name: str
@@ -47,7 +44,7 @@ class MeasuredModel(Part, frozen=True, kw_only=True):
     """Of the shape, see `shape_digest`: two directories with one shape take the same seconds."""
 
 
-class Host(Part, frozen=True, kw_only=True):
+class Host(ProfileTable, frozen=True, kw_only=True):
     """Where it ran."""
 
     cpu: str
@@ -58,7 +55,7 @@ class Host(Part, frozen=True, kw_only=True):
     """What the device calls itself; the CPU's name where there is no GPU."""
 
 
-class DecodeRow(Part, frozen=True, kw_only=True):
+class DecodeRow(ProfileTable, frozen=True, kw_only=True):
     """One point of the decode step."""
 
     running: int
@@ -67,7 +64,7 @@ class DecodeRow(Part, frozen=True, kw_only=True):
     seconds: Seconds
 
 
-class PrefillRow(Part, frozen=True, kw_only=True):
+class PrefillRow(ProfileTable, frozen=True, kw_only=True):
     """One forward pass of prefixes alone."""
 
     rollouts: int
@@ -76,7 +73,7 @@ class PrefillRow(Part, frozen=True, kw_only=True):
     seconds: Seconds
 
 
-class JoinRow(Part, frozen=True, kw_only=True):
+class JoinRow(ProfileTable, frozen=True, kw_only=True):
     """One forward pass that computed prefixes while other rollouts decoded."""
 
     rollouts: int
@@ -92,7 +89,7 @@ class JoinRow(Part, frozen=True, kw_only=True):
     """Of the whole pass."""
 
 
-class PassRow(Part, frozen=True, kw_only=True):
+class PassRow(ProfileTable, frozen=True, kw_only=True):
     """One pass of the trainer."""
 
     rollouts: int
@@ -101,7 +98,7 @@ class PassRow(Part, frozen=True, kw_only=True):
     seconds: Seconds
 
 
-class CallRow(Part, frozen=True, kw_only=True):
+class CallRow(ProfileTable, frozen=True, kw_only=True):
     """What one call of the trainer takes beside its passes."""
 
     tokens: int
@@ -109,20 +106,20 @@ class CallRow(Part, frozen=True, kw_only=True):
     seconds: Seconds
 
 
-class Once(Part, frozen=True, kw_only=True):
+class Once(ProfileTable, frozen=True, kw_only=True):
     """An operation whose size is the model's."""
 
     seconds: Seconds
 
 
-class Moved(Part, frozen=True, kw_only=True):
+class Moved(ProfileTable, frozen=True, kw_only=True):
     """An operation that moves the weights."""
 
     bytes: int
     seconds: Seconds
 
 
-class MeasuredProfile(Part, frozen=True, kw_only=True):
+class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     """A whole profile."""
 
     source: str
@@ -187,7 +184,7 @@ def read_measured(path: Path) -> MeasuredProfile:
 
 
 def find_problems(profile: MeasuredProfile) -> Iterator[str]:
-    """Give what no measurement can be, each with table, row and key."""
+    """Yield what no measurement can be, each with table, row and key."""
     for key in ("source", "gpu", "dtype", "backend"):
         if not getattr(profile, key).strip():
             yield f"{key} is empty"
@@ -206,7 +203,7 @@ def find_problems(profile: MeasuredProfile) -> Iterator[str]:
         yield from _row_problems(name, getattr(profile, name))
 
 
-def _row_problems(where: str, row: Part) -> Iterator[str]:
+def _row_problems(where: str, row: ProfileTable) -> Iterator[str]:
     for key in row.__struct_fields__:
         value = getattr(row, key)
         if isinstance(value, tuple):

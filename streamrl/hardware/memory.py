@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.config import Run
+from streamrl.runfile.errors import Bounds, OneOf, RunError
 from streamrl.runfile.sides_config import TrainerConfig
 
 OPTIMIZER_BYTES = 12
@@ -39,7 +40,7 @@ def kv_capacity(run: Run) -> int:
     """Tokens whose keys and values a replica can hold.
 
     Raises:
-        ValueError: the weights alone, or one rollout of the longest kind, do not fit.
+        RunError: the weights alone, or one rollout of the longest kind, do not fit.
     """
     model, gpu = load_model(run.model), load_gpu(run.cluster.pools[run.rollout.pool].gpu)
     gpus, dtype = run.rollout.tensor_parallel, run.model.dtype
@@ -48,11 +49,15 @@ def kv_capacity(run: Run) -> int:
     capacity = int(max(0.0, usable - weights) // model.shard_kv_bytes_per_token(dtype, gpus))
     longest = longest_sequence(run)
     if capacity < longest:
-        raise ValueError(
+        raise RunError(
+            "rollout.tensor_parallel",
+            gpus,
+            None,
             f"rollout.tensor_parallel={gpus}: {model.name} needs {gpus * weights / 1e9:.1f} GB of "
             f"weights and {longest} tokens of KV cache, but {gpus} x {gpu.name} at "
             f"memory_utilization {run.rollout.memory_utilization} hold {gpus * usable / 1e9:.1f} GB, "
-            f"which leaves {capacity} tokens"
+            f"which leaves {capacity} tokens",
+            ("rollout.memory_utilization", "rollout.max_tokens"),
         )
     return capacity
 
@@ -98,7 +103,7 @@ def num_models(run: Run) -> int:
 
 
 def model_state(model: ModelShape, trainer: TrainerConfig, dtype: str) -> ModelState:
-    """Give the bytes of one model on each GPU of the trainer.
+    """Return the bytes of one model on each GPU of the trainer.
 
     Tensor and pipeline ranks split weights and gradients, all ranks the optimizer (ZeRO 1); with ZeRO 3
     data-parallel ranks split weights and gradients too.
@@ -120,17 +125,23 @@ def shard_parameters(model: ModelShape, trainer: TrainerConfig) -> float:
     """Parameters that one GPU of the trainer computes with, on average over pipeline stages.
 
     Raises:
-        ValueError: the model has fewer layers than there are pipeline stages, or cannot be split.
+        RunError: the model has fewer layers than there are pipeline stages, or cannot be split.
     """
     if trainer.pipeline_parallel > model.num_layers:
-        raise ValueError(
+        raise RunError(
+            "trainer.pipeline_parallel",
+            trainer.pipeline_parallel,
+            Bounds(1, model.num_layers),
             f"trainer.pipeline_parallel must be at most the {model.num_layers} layers of "
-            f"{model.name}, got {trainer.pipeline_parallel}"
+            f"{model.name}, got {trainer.pipeline_parallel}",
         )
     if trainer.expert_parallel > 1 and model.experts is None:
-        raise ValueError(
+        raise RunError(
+            "trainer.expert_parallel",
+            trainer.expert_parallel,
+            OneOf([1]),
             f"trainer.expert_parallel must be 1: {model.name} has no experts, "
-            f"got {trainer.expert_parallel}"
+            f"got {trainer.expert_parallel}",
         )
     shard = model.shard_parameters(trainer.tensor_parallel, trainer.expert_parallel)
     return shard / trainer.pipeline_parallel
@@ -189,7 +200,7 @@ def trainer_memory(run: Run) -> dict[str, float]:
     """Bytes on the fullest GPU of the trainer, by what takes them, at its fullest moment.
 
     Raises:
-        ValueError: the model cannot be split as the run file says.
+        RunError: the model cannot be split as the run file says.
     """
     model, trainer, dtype = load_model(run.model), run.trainer, run.model.dtype
     state = model_state(model, trainer, dtype)
@@ -212,7 +223,7 @@ def trainer_memory(run: Run) -> dict[str, float]:
 
 
 def check_memory(run: Run) -> None:
-    """Raise `ValueError` where a side does not fit its GPUs, with the numbers."""
+    """Raise `RunError` where a side does not fit its GPUs, with the numbers."""
     kv_capacity(run)
     gpu = load_gpu(run.cluster.pools[run.trainer.pool].gpu)
     items = trainer_memory(run)
@@ -220,11 +231,15 @@ def check_memory(run: Run) -> None:
     if need > gpu.memory:
         trainer = run.trainer
         listed = " + ".join(f"{size / 1e9:.1f} of {name}" for name, size in items.items())
-        raise ValueError(
+        raise RunError(
+            "trainer.tensor_parallel",
+            trainer.tensor_parallel,
+            None,
             f"trainer: {need / 1e9:.1f} GB a GPU ({listed}) with data_parallel="
             f"{trainer.data_parallel}, tensor_parallel={trainer.tensor_parallel}, "
             f"pipeline_parallel={trainer.pipeline_parallel}, but {gpu.name} has "
-            f"{gpu.memory / 1e9:.0f} GB{_way_out(run)}"
+            f"{gpu.memory / 1e9:.0f} GB{_way_out(run)}",
+            ("trainer.pipeline_parallel", "trainer.data_parallel"),
         )
 
 

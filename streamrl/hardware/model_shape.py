@@ -6,11 +6,13 @@ import math
 
 import msgspec
 
+from streamrl.hardware.profile_table import ProfileTable
+
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 """Bytes of one value by dtype."""
 
 
-class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Experts(ProfileTable, frozen=True, kw_only=True):
     """The mixture of experts that stands in for the MLP of every layer but the first few."""
 
     num_experts: int
@@ -33,7 +35,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             )
 
 
-class LatentAttention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LatentAttention(ProfileTable, frozen=True, kw_only=True):
     """Multi-head latent attention: a token's context is one short vector (DeepSeek-V2, section 2.1)."""
 
     q_lora_rank: int | None = None
@@ -62,7 +64,7 @@ class LatentAttention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return query + latent + keys_values + num_heads * self.v_head_dim * hidden_size
 
 
-class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ModelShape(ProfileTable, frozen=True, kw_only=True):
     """The shape of a decoder-only transformer: gated MLPs, RMS norms, one output head."""
 
     name: str

@@ -52,7 +52,7 @@ class Operator:
     is_collective: bool = False
 
     def roofline(self, peak: Peak) -> Callable[[Axes], Floats]:
-        """Give seconds at the peak: the longest of arithmetic, memory traffic and wire."""
+        """Return seconds at the peak: the longest of arithmetic, memory traffic and wire."""
 
         def seconds(axes: Axes) -> Floats:
             work = self.count(axes, peak.width)

@@ -14,7 +14,11 @@ import msgspec
 
 from streamrl.hardware.config_json import read_config_json
 from streamrl.hardware.model_shape import BYTES, ModelShape, check_positive
+from streamrl.hardware.profile_table import ProfileTable
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
+from streamrl.runfile.config import Run
+from streamrl.runfile.errors import OneOf, RunError, shown
+from streamrl.runfile.keys import join_key
 from streamrl.runfile.units import Bandwidth, Duration, Size, read_quantity
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
@@ -22,7 +26,7 @@ PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 _Profile = TypeVar("_Profile")
 
 
-class Roofline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Roofline(ProfileTable, frozen=True, kw_only=True):
     """Assumed efficiencies, shares of the datasheet's peak; used where nothing is measured."""
 
     compute_efficiency: float
@@ -38,7 +42,7 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ValueError(f"{key} must be a share of the peak, at most 1, got {share}")
 
 
-class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Gpu(ProfileTable, frozen=True, kw_only=True):
     """One kind of GPU."""
 
     name: str
@@ -55,7 +59,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     flops: dict[str, float]
     """Dense peak FLOP/s by dtype; a dtype is absent where the hardware has no units for it."""
     roofline: Roofline
-    tables: dict[str, str] = {}
+    tables: dict[str, str] = msgspec.field(default_factory=dict)
     """Which measured table stands for each operator, as "GPU/BACKEND"; the roofline where none does."""
 
     def __post_init__(self) -> None:
@@ -73,7 +77,7 @@ def load_gpu(name: str) -> Gpu:
 
 
 def price_of(pool: PoolConfig) -> float:
-    """Give the dollars of a pool's GPU for an hour: the pool's own price, else the GPU's."""
+    """Return the dollars of a pool's GPU for an hour: the pool's own price, else the GPU's."""
     return load_gpu(pool.gpu).price if pool.price is None else pool.price
 
 
@@ -95,16 +99,46 @@ def _read_model(path: Path) -> ModelShape:
     return read_profile(path, ModelShape)
 
 
+def check_profiles(run: Run) -> None:
+    """Raise `RunError`, with the closest names, where a run names a GPU, model or lengths that have no profile."""
+    for name, pool in run.cluster.pools.items():
+        _check_name(join_key(join_key("cluster.pools", name), "gpu"), "gpus", pool.gpu, ".toml")
+    if run.model.name is not None:
+        _check_name("model.name", "models", run.model.name, ".toml")
+    lengths = run.workload.lengths
+    if lengths is not None and lengths.kind != "trace" and not lengths.names_a_file:
+        _check_name("workload.lengths.source", "lengths", lengths.source, ".csv")
+
+
+def _check_name(key: str, folder: str, name: str, ending: str) -> None:
+    if name not in _names(PROFILES / folder, ending):
+        text = f"{key}: {_no_profile(folder, name, ending)}"
+        raise RunError(key, name, OneOf(_close_names(folder, name, ending)), text)
+
+
 def find_profile(folder: str, name: str, ending: str) -> Path:
-    """Give the file of a profile by name; `ValueError` with the closest names where there is none."""
-    path = PROFILES / folder / f"{name}{ending}"
-    if not path.is_file():
-        names = sorted(file.stem for file in (PROFILES / folder).glob(f"*{ending}"))
-        wanted = name.lower()
-        like = [known for known in names if wanted in known]
-        close = like or difflib.get_close_matches(wanted, names, n=3) or names
-        raise ValueError(f"no profile {name!r} in profiles/{folder}; there is {', '.join(close)}")
-    return path
+    """Return the file of a profile by name; `ValueError` with the closest names where there is none."""
+    if name not in _names(PROFILES / folder, ending):
+        raise ValueError(_no_profile(folder, name, ending))
+    return PROFILES / folder / f"{name}{ending}"
+
+
+def _no_profile(folder: str, name: str, ending: str) -> str:
+    close = _close_names(folder, name, ending)
+    return f"no profile {shown(name)} in profiles/{folder}; there is {', '.join(close)}"
+
+
+def _close_names(folder: str, name: str, ending: str) -> list[str]:
+    """Return the names that are like a name, or all."""
+    names, wanted = _names(PROFILES / folder, ending), name.lower()
+    like = [known for known in names if wanted in known]
+    return like or difflib.get_close_matches(wanted, names, n=3) or names
+
+
+@functools.cache
+def _names(folder: Path, ending: str) -> list[str]:
+    """Return the names of all profiles of a kind."""
+    return sorted(file.name.removesuffix(ending) for file in folder.glob(f"*{ending}"))
 
 
 def read_profile(path: Path, kind: type[_Profile]) -> _Profile:

@@ -44,7 +44,7 @@ class Surface:
     def seconds(
         self, shape: Mapping[str, float], columns: Floats, peak: Peak
     ) -> tuple[Floats, Bools]:
-        """Give seconds at every column, and which of them lie in the measured range.
+        """Return seconds at every column, and which of them lie in the measured range.
 
         Args:
             shape: value of every axis of the rows.
@@ -86,11 +86,24 @@ def _grow(points: Floats, ratios: Floats, columns: Floats) -> _Node:
     """Sort rows into a tree, one axis a level; rows at one point become their median."""
     if not points.shape[1]:
         is_measured = ~np.isnan(ratios).all(axis=0)
-        return _Leaf(columns[is_measured], np.nanmedian(ratios[:, is_measured], axis=0))
+        return _Leaf(columns[is_measured], _medians(ratios[:, is_measured]))
     values = points[:, 0].round(9)
-    levels = np.unique(values)
+    levels = sorted(set(values.tolist()))
     children = [_grow(points[values == v, 1:], ratios[values == v], columns) for v in levels]
-    return _Branch(levels.tolist(), children)
+    return _Branch(levels, children)
+
+
+def _medians(ratios: Floats) -> Floats:
+    """Return the median of each column over its measured rows, of which it has one at least.
+
+    Tables have a row or two for a shape, which `np.nanmedian` takes a hundred times as long for.
+    """
+    ordered = np.sort(ratios, axis=0)  # NaN last
+    num_measured = (~np.isnan(ratios)).sum(axis=0)
+    places = np.arange(ratios.shape[1])
+    low, high = ordered[(num_measured - 1) // 2, places], ordered[num_measured // 2, places]
+    medians: Floats = (low + high) / 2
+    return medians
 
 
 def _descend(node: _Node, point: list[float], columns: Floats) -> tuple[Floats, Bools]:

@@ -17,11 +17,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from streamrl.hardware.profile_table import ProfileTable
+
 Floats: TypeAlias = NDArray[np.float64]
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Facts(ProfileTable, frozen=True, kw_only=True):
     """What the comment lines of a table say."""
 
     operator: str

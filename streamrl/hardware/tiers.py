@@ -27,7 +27,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
         return cls(shares={tier: 1.0}, sources=tuple(sources))
 
     def adjusted(self, source: str) -> Provenance:
-        """Give what it is after a factor of the run file: what was measured is then composed."""
+        """Return what it is after a factor of the run file: what was measured is then composed."""
         shares: dict[Tier, float] = {}
         for tier, share in self.shares.items():
             known: Tier = "composed" if tier == "measured" else tier

@@ -117,14 +117,14 @@ Shares: TypeAlias = Iterator[tuple[str, int]]
 
 
 def _separate_shares(counts: dict[str, int], run: Run, is_on_policy: bool) -> Shares:
-    """Give what the GPUs of the replicas do, and those of the trainer."""
+    """Return what the GPUs of the replicas do, and those of the trainer."""
     for activity, replicas in _replica_shares(counts, is_on_policy):
         yield activity, replicas * run.rollout.tensor_parallel
     yield _trainer_activity(counts), run.trainer.num_gpus
 
 
 def _shared_shares(counts: dict[str, int], run: Run, is_on_policy: bool) -> Shares:
-    """Give what the GPUs do that are both the replicas' and the trainer's."""
+    """Return what the GPUs do that are both the replicas' and the trainer's."""
     generating = counts["replica generate"] * run.rollout.tensor_parallel
     work = _trainer_work(counts)
     if work in ("score", "train"):
@@ -140,7 +140,7 @@ def _shared_shares(counts: dict[str, int], run: Run, is_on_policy: bool) -> Shar
 
 
 def _replica_shares(counts: dict[str, int], is_on_policy: bool) -> Iterator[tuple[str, int]]:
-    """Give how many replicas do, or wait for, what."""
+    """Yield how many replicas do, or wait for, what."""
     missing = max(0, counts["wanted"] - counts["replicas"])
     yield _coming_up(counts), missing + counts["replica start-up"]
     yield "generate", counts["replica generate"]
@@ -328,7 +328,7 @@ class _Rollouts:
             self.forget(group)
 
     def changes(self) -> Iterator[tuple[str, int]]:
-        """Give by how much the counts changed since the last call.
+        """Yield by how much the counts changed since the last call.
 
         A step that takes groups only once they are complete lacks whatever is under way.
         """
@@ -353,5 +353,5 @@ def _prefill_seconds(trace: Trace, timeline: Timeline, window: tuple[float, floa
 
 
 def _within(window: tuple[float, float], start: float, end: float) -> float:
-    """Give the seconds from `start` to `end` that lie in `window`."""
+    """Return the seconds from `start` to `end` that lie in `window`."""
     return max(0.0, min(end, window[1]) - max(start, window[0]))

@@ -151,7 +151,7 @@ def _rollout(
 
 
 def _staleness(trace: Trace) -> dict[int, int]:
-    """Give how many versions each trained rollout was behind."""
+    """Return how many versions each trained rollout was behind."""
     born: dict[int, int] = {}
     staleness: dict[int, int] = {}
     version = 0
@@ -206,5 +206,5 @@ def _instant(name: str, time: float) -> TraceEvent:
 
 
 def _microseconds(seconds: float) -> float:
-    """Give microseconds to the nanosecond, which is as fine as viewers go."""
+    """Return microseconds to the nanosecond, which is as fine as viewers go."""
     return round(max(seconds, 0.0) * MICROSECONDS, 3)

@@ -14,7 +14,7 @@ from streamrl.runfile.workload_config import LengthsConfig, WorkloadConfig
 
 
 def recorded_workload(trace: Trace, file: Path) -> WorkloadConfig:
-    """Give the workload that a run had: the lengths in its trace file, and the share of its advantages."""
+    """Return the workload that a run had: the lengths in its trace file, and the share of its advantages."""
     workload: WorkloadConfig = msgspec.structs.replace(
         trace.run.workload,
         lengths=LengthsConfig(kind="trace", source=str(file)),

@@ -149,7 +149,7 @@ def _measure_speed(trace: Trace) -> tuple[Speed, Flow]:
 
 
 def _typical_time(run: Run, step_times: list[float]) -> float:
-    """Give the seconds of a median step.
+    """Return the seconds of a median step.
 
     Where one step in a cycle takes the longest rollouts of all, the median step would not be what steps take:
     any cycle of steps has one, so their means are alike.
@@ -162,7 +162,7 @@ def _typical_time(run: Run, step_times: list[float]) -> float:
 
 
 def gpus_by_side(run: Run) -> dict[str, int]:
-    """Give the allocated GPUs: those of each side, and those that both share."""
+    """Return the allocated GPUs: those of each side, and those that both share."""
     rollout, trainer = run.rollout.num_gpus, run.trainer.num_gpus
     if not run.shares_gpus:
         return {"rollout": rollout, "trainer": trainer}
@@ -172,12 +172,12 @@ def gpus_by_side(run: Run) -> dict[str, int]:
 
 
 def pool_of(run: Run, side: str) -> str:
-    """Give the pool of a side that `gpus_by_side` names."""
+    """Return the pool of a side that `gpus_by_side` names."""
     return run.trainer.pool if side == "trainer" else run.rollout.pool
 
 
 def dollars_per_second(run: Run, num_replicas: float | None = None) -> float:
-    """Give what the allocated GPUs cost a second, shared ones once, with as many replicas as there were."""
+    """Return what the allocated GPUs cost a second, shared ones once, with as many replicas as there were."""
     more = 0.0 if num_replicas is None else num_replicas - run.rollout.replicas
     total = 0.0
     for side, num_gpus in gpus_by_side(run).items():
@@ -188,7 +188,7 @@ def dollars_per_second(run: Run, num_replicas: float | None = None) -> float:
 
 
 def mean_replicas(trace: Trace, start: float, end: float) -> float:
-    """Give the replicas that were paid for on average between two instants: asked for, and not ended yet."""
+    """Return the replicas that were paid for on average between two instants: asked for, and not ended yet."""
     wanted, there = trace.run.rollout.replicas, 0
     seconds, before = 0.0, start
     for time, event, commands in trace.entries:

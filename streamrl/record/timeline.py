@@ -63,7 +63,7 @@ class Timeline(NamedTuple):
     end: float
 
     def starts(self) -> dict[int, float]:
-        """Give the instant at which each replica was asked for."""
+        """Return the instant at which each replica was asked for."""
         return {replica: spans[0].start for replica, spans in self.replicas.items()}
 
 
@@ -197,7 +197,8 @@ def _union(spans: Iterable[Span]) -> list[Span]:
     merged: list[Span] = []
     for span in sorted(spans):
         if merged and span.start <= merged[-1].end:
-            merged[-1] = merged[-1]._replace(end=max(merged[-1].end, span.end), label="")
+            start, end = merged[-1].start, max(merged[-1].end, span.end)
+            merged[-1] = Span(start, end, span.activity)
         else:
             merged.append(span)
     return merged

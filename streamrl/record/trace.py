@@ -76,7 +76,7 @@ class Trace:
             self._file.write(_ENCODER.encode(entry) + b"\n")
 
     def encode(self) -> bytes:
-        """Give the whole trace as JSON lines."""
+        """Return the whole trace as JSON lines."""
         return self._encode_header() + _ENCODER.encode_lines(self.entries)
 
     def _encode_header(self) -> bytes:
@@ -109,7 +109,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def replay(trace: Trace) -> Divergence | None:
-    """Feed the recorded events to a fresh engine; give the first decision that differs, if any."""
+    """Feed the recorded events to a fresh engine; return the first decision that differs, if any."""
     engine = build_engine(trace.run)
     for index, (time, event, recorded) in enumerate(trace.entries):
         decided = engine.handle(event, time)

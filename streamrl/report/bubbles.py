@@ -88,7 +88,7 @@ def bubble_table(runs: Sequence[Bubbles]) -> Table:
 
 
 def causes(runs: Sequence[Bubbles], least: float = 0.0) -> list[str]:
-    """Give the causes that any of the runs waited for during more than a share of its GPU-seconds."""
+    """Return the causes that any of the runs waited for during more than a share of its GPU-seconds."""
     return [
         cause
         for cause in IDLE

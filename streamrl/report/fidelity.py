@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from matplotlib.figure import Figure
 from rich.table import Table
 
 PAPER_COLOUR, OUR_COLOUR = "#999999", "#0072B2"
@@ -54,7 +53,7 @@ class PaperFigure(msgspec.Struct, frozen=True, kw_only=True):
         return max(abs(cell.error) for cell in self.cells)
 
     def describe(self) -> dict[str, object]:
-        """Give a JSON object."""
+        """Return a JSON object."""
         cells = [{**msgspec.structs.asdict(cell), "error": cell.error} for cell in self.cells]
         fields = msgspec.structs.asdict(self)
         return {**fields, "cells": cells, "mape": self.mape, "max_error": self.max_error}
@@ -76,6 +75,8 @@ def figure_table(figure: PaperFigure) -> Table:
 
 def figure_picture(figure: PaperFigure, path: Path) -> None:
     """Draw paper and simulation side by side, to a .png or .svg file."""
+    from matplotlib.figure import Figure
+
     height = 1.2 + 0.28 * len(figure.cells)
     picture = Figure(figsize=(8.0, height), layout="constrained")
     axes = picture.subplots()
@@ -142,5 +143,5 @@ def fidelity_page(
 
 
 def slug(name: str) -> str:
-    """Give the file name of a figure: "Figure 8" is figure-8."""
+    """Return the file name of a figure: "Figure 8" is figure-8."""
     return name.lower().replace(" ", "-")

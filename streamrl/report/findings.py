@@ -165,7 +165,7 @@ def _against(table: MetricTable, series: MetricSeries, base: MetricSeries) -> st
 
 
 def _size(table: MetricTable, value: float, base: float) -> float:
-    """Give what a value is to another: their ratio, of shares their difference."""
+    """Return what a value is to another: their ratio, of shares their difference."""
     if table.is_share:
         return value - base
     return value / base if base else 1.0

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
 from rich.table import Table
 
 from streamrl.hardware.tiers import Provenance
 from streamrl.report.profile_figures import COLOURS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 UNMEASURED_SHARE = 0.5
 """Share of unmeasured seconds from which a figure as a whole is called unmeasured."""
@@ -149,6 +151,8 @@ def generation_notes(curves: Sequence[GenerationCurve]) -> list[str]:
 
 def generation_figure(curves: Sequence[GenerationCurve], path: Path | None = None) -> Figure:
     """Draw step time and tokens per dollar over the batch; write a .png or .svg file where a path is given."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(11.0, 4.6), layout="constrained")
     speed, value = figure.subplots(1, 2)
     for curve, colour in zip(curves, COLOURS * len(curves), strict=False):
@@ -171,6 +175,8 @@ def generation_figure(curves: Sequence[GenerationCurve], path: Path | None = Non
 
 
 def _finish(axes: Axes, label: str, title: str) -> None:
+    from matplotlib.ticker import NullFormatter
+
     axes.set(xscale="log", yscale="log", xlabel="rollouts in the batch", ylabel=label)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")

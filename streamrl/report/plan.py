@@ -64,7 +64,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """Give it in a line."""
+        """Return it in a line."""
         return plan_text(self.rollout, self.trainer, self.settings)
 
 
@@ -154,7 +154,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def plan_text(rollout: Side, trainer: Side, settings: dict[str, str | int | bool]) -> str:
-    """Give a plan in a line: who generates, who trains, in which mode."""
+    """Return a plan in a line: who generates, who trains, in which mode."""
     gpus = f"{_side_text(rollout)} generate, {_side_text(trainer)} train"
     if settings["policies.system"] == "colocated":
         gpus = f"{_side_text(rollout)} generate and train ({_degrees_text(trainer)})"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""Okabe and Ito's palette, which the colour-blind can tell apart."""
+from streamrl.report.pictures.style import SERIES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLOURS = tuple(colour.light for colour in SERIES)
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +35,9 @@ def share_figure(
     series: Sequence[Series], *, over: str, share: str, title: str, path: Path | None = None
 ) -> Figure:
     """Draw shares of something over a logarithmic axis; write a .png or .svg file where a path is given."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
     figure = Figure(figsize=(8.0, 4.2), layout="constrained")
     axes = figure.subplots()
     for line, colour in zip(series, COLOURS * len(series), strict=False):

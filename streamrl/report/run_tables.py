@@ -73,7 +73,7 @@ def comparison_table(predicted: Metrics, measured: Metrics) -> Table:
 
 
 def compare(predicted: Metrics, measured: Metrics) -> dict[str, object]:
-    """Give the same comparison as data.
+    """Return the same comparison as data.
 
     `error` is (predicted - measured) / measured for times, rates and dollars, and predicted - measured,
     in percentage points, for shares.

@@ -86,7 +86,7 @@ class Study:
 
 
 def is_study(path: Path) -> bool:
-    """Say whether a file is a study, not a run file; what cannot be read is none."""
+    """Return whether a file is a study, not a run file; what cannot be read is none."""
     try:
         return isinstance(tomllib.loads(path.read_text()).get(KEY), str)
     except (OSError, ValueError):

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
+from msgspec.structs import asdict
 from rich.table import Table as TextTable
 
+from streamrl.report.figures import study_figure
 from streamrl.report.findings import find
-from streamrl.report.study_figures import study_figure
 from streamrl.report.study_file import Study
 from streamrl.report.study_table import MetricTable, Row, label_of, make_table, name_of
 from streamrl.runfile.grid import Grid
@@ -32,7 +33,7 @@ class StudyResult:
     rows: Sequence[Row]
 
     def table(self, metric: str) -> MetricTable:
-        """Give one metric over the grid."""
+        """Return one metric over the grid."""
         return make_table(metric, self.grid.axes, self.rows)
 
     def sentences(self, metric: str) -> list[str]:
@@ -55,7 +56,7 @@ class StudyResult:
 
 
 def describe(report: StudyResult) -> Json:
-    """Give a study as data: what was asked, what was found, and every combination's median, least and most."""
+    """Return a study as data: what was asked, what was found, and every combination's median, least and most."""
     study, grid = report.study, report.grid
     tables = {metric: report.table(metric) for metric in study.metrics}
     return {
@@ -64,14 +65,24 @@ def describe(report: StudyResult) -> Json:
         "run": str(study.run_file),
         "set": study.overrides,
         "seeds": study.num_seeds,
-        "axes": [{"keys": a.keys, "name": a.title, "labels": a.point_labels} for a in grid.axes],
+        "axes": [
+            {
+                "keys": axis.keys,
+                "points": axis.points,
+                "name": axis.title,
+                "labels": axis.point_labels,
+                "scale": axis.scale,
+            }
+            for axis in grid.axes
+        ],
         "finding": report.finding(study.metrics[0]),
         "findings": {metric: report.finding(metric) for metric in study.metrics},
         "rows": [
             {
                 "values": grid.values(cell.place),
                 "label": label_of(grid.axes, cell.place),
-                "metrics": {m: tables[m].spreads[cell.place]._asdict() for m in study.metrics},
+                "place": cell.place,
+                "metrics": {m: asdict(tables[m].spreads[cell.place]) for m in study.metrics},
             }
             for cell in grid.cells
         ],
@@ -83,7 +94,7 @@ def describe(report: StudyResult) -> Json:
 
 
 def write_study(report: StudyResult, directory: Path) -> list[Path]:
-    """Write study.csv, study.json and a figure for each metric; give the figures' paths."""
+    """Write study.csv, study.json and a figure for each metric; return the figures' paths."""
     directory.mkdir(parents=True, exist_ok=True)
     write_rows(report, directory / STUDY_CSV)
     data = msgspec.json.format(msgspec.json.encode(describe(report)), indent=1)

@@ -65,7 +65,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return cls(place=place, seed=seed, figures=figures)
 
 
-class Spread(NamedTuple):
+class Spread(msgspec.Struct, frozen=True):
     """A metric over the seeds of one combination."""
 
     median: float
@@ -106,7 +106,7 @@ class MetricTable:
         return self.axes[0].point_labels
 
     def series(self) -> Iterator[MetricSeries]:
-        """Give a series for every combination of the other axes that has any value."""
+        """Yield a series for every combination of the other axes that has any value."""
         for rest in product(*(range(len(axis.points)) for axis in self.axes[1:])):
             spreads = {place[0]: each for place, each in self.spreads.items() if place[1:] == rest}
             if spreads:
@@ -127,7 +127,7 @@ class MetricTable:
         return abs(value - best) <= tolerance * (1.0 if self.is_share else abs(best))
 
     def best(self, values: Iterable[float]) -> float:
-        """Give the best of some values of the metric."""
+        """Return the best of some values of the metric."""
         return min(values) if self.is_less_better else max(values)
 
     def format(self, value: float) -> str:
@@ -160,7 +160,7 @@ def name_of(metric: str) -> str:
 
 
 def unit_of(metric: str) -> str:
-    """Give the unit of a metric's values; nothing where they are numbers."""
+    """Return the unit of a metric's values; nothing where they are numbers."""
     return "share of GPU-seconds" if metric in SHARES else UNITS.get(metric, "")
 
 

@@ -6,22 +6,26 @@ from typing import Literal
 
 from streamrl.runfile.section import Section
 
+AlgorithmName = Literal["grpo", "dr-grpo", "rloo", "reinforce++", "ppo"]
+CorrectionName = Literal["none", "token_tis", "seq_tis", "icepop", "decoupled"]
+LossMean = Literal["token", "rollout"]
+
 
 class AlgorithmConfig(Section, frozen=True, kw_only=True):
     """What is optimised, and in which portions."""
 
-    name: Literal["grpo", "dr-grpo", "rloo", "reinforce++", "ppo"] = "grpo"
+    name: AlgorithmName = "grpo"
     steps: int
     prompts_per_step: int
     group_size: int = 1
     """Rollouts of each prompt."""
     learning_rate: float = 1e-6
-    correction: Literal["none", "token_tis", "seq_tis", "icepop", "decoupled"] = "token_tis"
+    correction: CorrectionName = "token_tis"
     """How sampling from an older policy is corrected for."""
     clip: float = 0.2
     kl_coefficient: float = 0.0
     """Weight of the KL term against the initial policy; above 0 a reference model runs."""
-    loss_mean: Literal["token", "rollout"] = "token"
+    loss_mean: LossMean = "token"
     max_grad_norm: float = 1.0
 
     @property

@@ -6,6 +6,7 @@ where anything is wrong. Paths in a run file are relative to the file.
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from streamrl.runfile.algorithm_config import AlgorithmConfig
@@ -16,6 +17,9 @@ from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.section import Section
 from streamrl.runfile.sides_config import RolloutConfig, SyncConfig, TrainerConfig, VerifierConfig
 from streamrl.runfile.workload_config import WorkloadConfig
+
+DEVICE = re.compile(r"auto|cpu|cuda(?::(?P<index>\d+))?")
+"""What `execute.device` may be; cuda:N puts every role on one GPU."""
 
 
 class CostsConfig(Section, frozen=True, kw_only=True):
@@ -45,7 +49,7 @@ class ExecuteConfig(Section, frozen=True, kw_only=True):
     threads: int = 1
     """CPU threads of each worker process."""
     device: str = "auto"
-    """"cpu", "cuda", or "auto": a GPU where there is one."""
+    """"cpu", "cuda", "cuda:1" (every role on that GPU), or "auto": a GPU where the pool has any."""
 
 
 class Run(Section, frozen=True, kw_only=True):

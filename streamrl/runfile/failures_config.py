@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import isfinite
-
 from streamrl.runfile.section import Section
 
 
@@ -19,10 +17,3 @@ class FailuresConfig(Section, frozen=True, kw_only=True):
     per_gpu_day: float = 0.0
     """Failures of one GPU in 24 hours of serving, on average; instants are exponential and seeded. Llama 3
     saw 0.0005: 419 in 54 days on 16,384 H100 (arXiv 2407.21783, section 3.3.4)."""
-
-
-def check_failures(failures: FailuresConfig) -> None:
-    """Raise `ValueError` where the rate is none."""
-    rate = failures.per_gpu_day
-    if not (isfinite(rate) and rate >= 0):
-        raise ValueError(f"failures.per_gpu_day must be 0 or more, got {rate}")

@@ -41,7 +41,7 @@ class Axis:
 
     @property
     def places(self) -> list[float]:
-        """Give the values of its first key in base units; none where they are no rising numbers."""
+        """Return the values of its first key in base units; none where they are no rising numbers."""
         found = [number for point in self.points for number in _numbers(point[0])]
         is_rising = all(a < b for a, b in pairwise(found))
         return found if len(found) == len(self.points) and is_rising else []
@@ -53,7 +53,7 @@ class Axis:
 
     @property
     def drawn_as(self) -> Scale:
-        """Give the scale that `auto` comes to."""
+        """Return the scale that `auto` comes to."""
         places = self.places
         if not places or (self.scale == "log" and places[0] <= 0):
             return "even"
@@ -73,7 +73,7 @@ class Axis:
         return self.labels or tuple(" / ".join(map(plain, point)) for point in self.points)
 
     def overrides(self, point: int) -> list[str]:
-        """Give what `--set` would be told for a point."""
+        """Return what `--set` would be told for a point."""
         return [f"{key}={value}" for key, value in zip(self.keys, self.points[point], strict=True)]
 
 
@@ -105,7 +105,7 @@ class Grid:
         return ", ".join(_named(self.axes, place))
 
     def values(self, place: tuple[int, ...]) -> dict[str, str]:
-        """Give the value of every swept key at a combination."""
+        """Return the value of every swept key at a combination."""
         found: dict[str, str] = {}
         for axis, point in zip(self.axes, place, strict=True):
             found.update(zip(axis.keys, map(plain, axis.points[point]), strict=True))
@@ -173,7 +173,7 @@ def make_grid(
 
 
 def plain(value: str) -> str:
-    """Give a value without the quotes around it."""
+    """Return a value without the quotes around it."""
     quoted = len(value) > 1 and value[0] == value[-1] and value[0] in QUOTES
     return value[1:-1] if quoted else value
 
@@ -190,7 +190,7 @@ def _is_number(text: str) -> bool:
 
 
 def _numbers(text: str) -> list[float]:
-    """Give the number that a value is, in base units; none where it is none."""
+    """Return the number that a value is, in base units; none where it is none."""
     if _is_number(text):
         return [float(text)]
     for kind in (Bandwidth, Duration, Size):

@@ -1,10 +1,9 @@
-"""Raises `ValueError` where `[plan]` asks for what cannot be."""
+"""Raises `RunError` where a list of `[plan]` asks for what cannot be."""
 
 from __future__ import annotations
 
-from math import isfinite
-
 from streamrl.runfile.config import Run
+from streamrl.runfile.errors import Bounds, OneOf, RunError
 
 LISTS = (
     *("rollout_pools", "trainer_pools", "rollout_gpus", "trainer_gpus"),
@@ -17,30 +16,20 @@ LEAST = {"max_staleness": 0}
 
 
 def check_plan(run: Run) -> None:
-    """Raise `ValueError` where a list is empty, a pool unknown, or a number out of bounds."""
-    plan = run.plan
-    for key in ("simulations", "finalists", "seeds", "steps", "unit"):
-        value = getattr(plan, key)
-        if value is not None and value < 1:
-            raise ValueError(f"plan.{key} must be at least 1, got {value}")
-    for key in ("budget_per_hour", "budget_per_step"):
-        value = getattr(plan, key)
-        if value is not None and not (isfinite(value) and value > 0):
-            raise ValueError(f"plan.{key} must be above 0 dollars, got {value}")
-    for key in LISTS:
-        _check_list(key, getattr(plan, key), run)
+    """Raise `RunError` where a list is empty, or names an unknown pool or a number out of bounds."""
+    for name in LISTS:
+        _check_list(name, getattr(run.plan, name), run)
 
 
-def _check_list(key: str, entries: list[int] | list[str] | None, run: Run) -> None:
-    if entries is None:
-        return
-    if not entries:
-        raise ValueError(f"plan.{key} is empty: leave it out, or name what is open")
-    for entry in entries:
-        if key.endswith("_pools") and entry not in run.cluster.pools:
-            raise ValueError(
-                f"plan.{key} names {entry!r}, which is none of the pools {sorted(run.cluster.pools)}"
-            )
-        least = LEAST.get(key, 1)
-        if isinstance(entry, int) and entry < least:
-            raise ValueError(f"plan.{key} must be {least} or more, got {entry}")
+def _check_list(name: str, entries: list[int] | list[str] | None, run: Run) -> None:
+    key = f"plan.{name}"
+    if entries is not None and not entries:
+        text = f"{key} is empty, got []: leave it out, or name what is open"
+        raise RunError(key, entries, list, text)
+    bounds = Bounds(LEAST.get(name, 1))
+    for entry in entries or []:
+        if name.endswith("_pools") and entry not in run.cluster.pools:
+            text = f"{key} names {entry!r}, which is none of the pools {sorted(run.cluster.pools)}"
+            raise RunError(key, entries, OneOf(sorted(run.cluster.pools)), text)
+        if isinstance(entry, int) and not bounds.hold(entry):
+            raise RunError(key, entries, bounds, f"{key} must be {bounds}, got {entry}")

@@ -1,54 +1,72 @@
-"""Policies that a run file cannot ask for together; raises `ValueError` naming key and value."""
+"""Policies that a run file cannot ask for together; raises `RunError`."""
 
 from __future__ import annotations
 
 from streamrl.runfile.config import Run
-
-
-def check_policies(run: Run) -> None:
-    """Raise `ValueError` where a policy lacks what it works with."""
-    if run.policies.tail_batching != "none":
-        _check_tail_batching(run)
-    if run.policies.learns_from_siblings:
-        _check_learning(run)
+from streamrl.runfile.errors import Bounds, OneOf, RunError
 
 
 def _check_tail_batching(run: Run) -> None:
     """Refuse to put off long prompts where nobody knows which these are, or past the end of the run."""
+    if run.policies.tail_batching == "none":
+        return
     steps, every = run.algorithm.steps, run.policies.tail_every
     if run.workload.lengths is not None and run.workload.lengths.ranker == "none":
-        raise ValueError(
+        raise RunError(
+            "policies.tail_batching",
+            run.policies.tail_batching,
+            OneOf(["none"]),
             "policies.tail_batching 'defer' needs a ranker that tells long prompts from short ones, "
-            "got workload.lengths.ranker 'none'"
+            "got workload.lengths.ranker 'none'",
+            ("workload.lengths.ranker",),
         )
     if steps % every:
-        raise ValueError(
+        whole = steps - steps % every
+        raise RunError(
+            "algorithm.steps",
+            steps,
+            OneOf(n for n in (whole, whole + every) if n),
             f"algorithm.steps must be a multiple of policies.tail_every={every} where "
             f"policies.tail_batching is 'defer', or the longest prompts of the last steps are left out, "
-            f"got {steps}"
+            f"got {steps}",
+            ("policies.tail_every", "policies.tail_batching"),
         )
 
 
 def _check_learning(run: Run) -> None:
     """Refuse to learn what comes too late: rollouts must be sent one by one, the longest first."""
-    policies = run.policies
+    policies, others = run.policies, ("policies.learns_from_siblings",)
+    if not policies.learns_from_siblings:
+        return
     for key, value, only in (
-        ("dispatch", policies.dispatch or "least-loaded", "least-loaded"),
-        ("order", policies.order or "fifo", "longest-first"),
-        ("group_placement", policies.group_placement, "split"),
+        ("policies.dispatch", policies.dispatch or "least-loaded", "least-loaded"),
+        ("policies.order", policies.order or "fifo", "longest-first"),
+        ("policies.group_placement", policies.group_placement, "split"),
     ):
         if value != only:
-            raise ValueError(
-                f"policies.{key} must be {only!r} where policies.learns_from_siblings is true, "
-                f"got {value!r}"
+            text = (
+                f"{key} must be {only!r} where policies.learns_from_siblings is true, got {value!r}"
             )
+            raise RunError(key, value, OneOf([only]), text, others)
     if policies.weight_sync == "between-batches":
-        raise ValueError(
+        raise RunError(
+            "policies.weight_sync",
+            policies.weight_sync,
+            None,
             "policies.weight_sync 'between-batches' deals whole batches at once, which leaves nothing to learn: "
-            "choose another, or policies.learns_from_siblings = false"
+            "choose another, or policies.learns_from_siblings = false",
+            others,
         )
     if run.algorithm.group_size < 2:
-        raise ValueError(
+        raise RunError(
+            "algorithm.group_size",
+            run.algorithm.group_size,
+            Bounds(2),
             f"policies.learns_from_siblings needs an algorithm.group_size of 2 or more, "
-            f"got {run.algorithm.group_size}"
+            f"got {run.algorithm.group_size}",
+            others,
         )
+
+
+POLICY_CHECKS = (_check_tail_batching, _check_learning)
+"""Each raises `RunError` where a policy lacks what it works with."""

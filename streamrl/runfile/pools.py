@@ -1,13 +1,23 @@
-"""Who has which GPUs of a run, and what lies between the two sides; raises `ValueError` where that cannot be."""
+"""Who has which GPUs of a run, and what lies between the two sides; raises `RunError` where that cannot be."""
 
 from __future__ import annotations
 
 from streamrl.runfile.config import Run
+from streamrl.runfile.errors import Bounds, OneOf, RunError
+from streamrl.runfile.keys import join_key
 from streamrl.runfile.sides_config import SyncConfig
+
+FACTORS = {
+    "rollout": ("replicas", "tensor_parallel"),
+    "trainer": ("data_parallel", "tensor_parallel", "pipeline_parallel"),
+}
+"""Keys of a side whose product is its GPUs."""
+MOST_DEGREE = 4096
+"""Largest divisor that is looked for: no parallelism has a higher degree."""
 
 
 def find_link(run: Run) -> int | None:
-    """Give the index of the link between the two sides, or None within one pool."""
+    """Return the index of the link between the two sides, or None within one pool."""
     wanted = {run.rollout.pool, run.trainer.pool}
     for index, link in enumerate(run.cluster.links):
         if set(link.between) == wanted and len(wanted) == 2:
@@ -16,76 +26,79 @@ def find_link(run: Run) -> int | None:
 
 
 def replicas_per_node(run: Run) -> int:
-    """Give the replicas that fill a node of the rollout pool."""
+    """Return the replicas that fill a node of the rollout pool."""
     return run.cluster.pools[run.rollout.pool].gpus_per_node // run.rollout.tensor_parallel
 
 
 def most_replicas(run: Run) -> int:
-    """Give the replicas that the rollout pool has GPUs for, beside the trainer where it is there too."""
+    """Return the replicas that the rollout pool has GPUs for, beside the trainer where it is there too."""
     num_gpus = run.cluster.pools[run.rollout.pool].num_gpus
     if run.trainer.pool == run.rollout.pool and not run.shares_gpus:
         num_gpus -= run.trainer.num_gpus
     return num_gpus // run.rollout.tensor_parallel
 
 
-def check_pools(run: Run) -> None:
-    """Raise `ValueError` where a side names no pool, or asks for GPUs or links that are not there."""
-    pools = run.cluster.pools
-    for side, pool_name in (("rollout", run.rollout.pool), ("trainer", run.trainer.pool)):
-        if pool_name not in pools:
-            raise ValueError(f"{side}.pool {pool_name!r} is none of the pools {sorted(pools)}")
+def _check_names(run: Run) -> None:
+    pools = OneOf(sorted(run.cluster.pools))
+    for key, name in (("rollout.pool", run.rollout.pool), ("trainer.pool", run.trainer.pool)):
+        if name not in pools:
+            raise RunError(key, name, pools, f"{key} {name!r} is none of the pools {list(pools)}")
     for index, link in enumerate(run.cluster.links):
-        for pool_name in link.between:
-            if pool_name not in pools:
-                raise ValueError(
-                    f"cluster.links[{index}].between names {pool_name!r}, which is no pool"
-                )
-        if link.bandwidth <= 0:
-            raise ValueError(
-                f"cluster.links[{index}].bandwidth must be above 0, got {link.bandwidth}"
-            )
-    per_node = pools[run.rollout.pool].gpus_per_node
-    degree = run.rollout.tensor_parallel
-    if degree > per_node or per_node % degree:
-        raise ValueError(
-            f"rollout.tensor_parallel must divide the {per_node} GPUs of a node, got {degree}"
+        for name in link.between:
+            if name not in pools:
+                key = f"cluster.links.{index}.between"
+                text = f"{key} names {name!r}, which is none of the pools {list(pools)}"
+                raise RunError(key, link.between, pools, text)
+
+
+def _check_rollout(run: Run) -> None:
+    degree, experts = run.rollout.tensor_parallel, run.rollout.expert_parallel
+    _check_tensor_parallel("rollout", run.rollout.pool, degree, run)
+    if experts not in (1, degree):
+        raise RunError(
+            "rollout.expert_parallel",
+            experts,
+            OneOf([1, degree]),
+            f"rollout.expert_parallel must be 1 or tensor_parallel {degree}, got {experts}",
+            ("rollout.tensor_parallel",),
         )
-    if run.rollout.expert_parallel not in (1, degree):
-        raise ValueError(
-            f"rollout.expert_parallel must be 1 or tensor_parallel {degree}, "
-            f"got {run.rollout.expert_parallel}"
-        )
-    _check_trainer(run)
-    if run.shares_gpus:
-        _check_shared(run)
-    _check_num_gpus(run)
-    _check_resize(run)
 
 
 def _check_trainer(run: Run) -> None:
     trainer = run.trainer
-    per_node = run.cluster.pools[trainer.pool].gpus_per_node
-    if per_node % trainer.tensor_parallel:
-        raise ValueError(
-            f"trainer.tensor_parallel must divide the {per_node} GPUs of a node, "
-            f"got {trainer.tensor_parallel}"
-        )
+    _check_tensor_parallel("trainer", trainer.pool, trainer.tensor_parallel, run)
     ranks = trainer.data_parallel * trainer.tensor_parallel
     if ranks % trainer.expert_parallel:
-        raise ValueError(
+        raise RunError(
+            "trainer.expert_parallel",
+            trainer.expert_parallel,
+            OneOf(divisors(ranks)),
             f"trainer.expert_parallel must divide data_parallel x tensor_parallel = {ranks}, "
-            f"got {trainer.expert_parallel}"
+            f"got {trainer.expert_parallel}",
+            ("trainer.data_parallel", "trainer.tensor_parallel"),
         )
-    if trainer.efficiency is not None and not 0 < trainer.efficiency <= 1:
-        raise ValueError(f"trainer.efficiency must be in (0, 1], got {trainer.efficiency}")
+
+
+def _check_tensor_parallel(side: str, pool: str, degree: int, run: Run) -> None:
+    per_node = run.cluster.pools[pool].gpus_per_node
+    if per_node % degree:
+        key = f"{side}.tensor_parallel"
+        text = f"{key} must divide the {per_node} GPUs of a node, got {degree}"
+        raise RunError(key, degree, OneOf(divisors(per_node)), text)
 
 
 def _check_shared(run: Run) -> None:
     """Generation and training that take turns on one set of GPUs cannot overlap, or send over a wire."""
+    if not run.shares_gpus:
+        return
     if run.rollout.pool != run.trainer.pool:
-        raise ValueError(
+        raise RunError(
+            "trainer.pool",
+            run.trainer.pool,
+            OneOf([run.rollout.pool]),
             f"policies.system 'colocated' shares GPUs, so trainer.pool must be rollout.pool "
-            f"{run.rollout.pool!r}, got {run.trainer.pool!r}"
+            f"{run.rollout.pool!r}, got {run.trainer.pool!r}",
+            ("policies.system", "rollout.pool"),
         )
     policies, sync = run.policies, run.sync
     for key, value, only in (
@@ -98,35 +111,38 @@ def _check_shared(run: Run) -> None:
         ("sync.backend", sync.backend, SyncConfig().backend),
     ):
         if value is not None and value != only:
-            raise ValueError(
-                f"{key} must be {only!r} where policies.system is 'colocated', got {value!r}"
-            )
+            text = f"{key} must be {only!r} where policies.system is 'colocated', got {value!r}"
+            raise RunError(key, value, OneOf([only]), text, ("policies.system",))
 
 
 def _check_num_gpus(run: Run) -> None:
-    rollout, trainer = run.rollout, run.trainer
     for name, pool in run.cluster.pools.items():
-        needs, users = [0], []
-        if rollout.pool == name:
-            needs.append(rollout.num_gpus)
-            users.append(
-                f"rollout.replicas={rollout.replicas} x tensor_parallel={rollout.tensor_parallel}"
-            )
-        if trainer.pool == name:
-            needs.append(trainer.num_gpus)
-            users.append(
-                f"trainer.data_parallel={trainer.data_parallel} x tensor_parallel="
-                f"{trainer.tensor_parallel} x pipeline_parallel={trainer.pipeline_parallel}"
-            )
-        need = max(needs) if run.shares_gpus else sum(needs)
+        users = [side for side in FACTORS if getattr(run, side).pool == name]
+        needs = [getattr(run, side).num_gpus for side in users]
+        need = max(needs, default=0) if run.shares_gpus else sum(needs)
         if need > pool.num_gpus:
-            raise ValueError(
-                f"pool {name!r} has {pool.num_gpus} GPUs, but {' and '.join(users)} need {need}"
-            )
-    if run.rollout.pool != run.trainer.pool and find_link(run) is None:
-        raise ValueError(
-            f"cluster.links has no link between {run.rollout.pool!r} and {run.trainer.pool!r}"
-        )
+            products = " and ".join(_product(run, side) for side in users)
+            text = f"pool {name!r} has {pool.num_gpus} GPUs, but {products} need {need}"
+            first = FACTORS[users[0]][0]
+            keys = [f"{side}.{FACTORS[side][0]}" for side in users]
+            keys += [f"{side}.{factor}" for side in users for factor in FACTORS[side][1:]]
+            keys += [join_key(join_key("cluster.pools", name), "nodes")]
+            value = getattr(getattr(run, users[0]), first)
+            raise RunError(keys[0], value, None, text, tuple(keys[1:]))
+
+
+def _product(run: Run, side: str) -> str:
+    """Say what a side's GPUs are: "rollout.replicas=9 x tensor_parallel=1"."""
+    section = getattr(run, side)
+    factors = (f"{factor}={getattr(section, factor)}" for factor in FACTORS[side])
+    return f"{side}.{' x '.join(factors)}"
+
+
+def _check_link(run: Run) -> None:
+    ends = (run.rollout.pool, run.trainer.pool)
+    if ends[0] != ends[1] and find_link(run) is None:
+        text = f"cluster.links has no link between {ends[0]!r} and {ends[1]!r}"
+        raise RunError("cluster.links", run.cluster.links, None, text)
 
 
 def _check_resize(run: Run) -> None:
@@ -134,22 +150,38 @@ def _check_resize(run: Run) -> None:
     policies, room = run.policies, most_replicas(run)
     least, most = run.rollout.replicas, policies.max_replicas or room
     if not least <= most <= room:
-        raise ValueError(
+        raise RunError(
+            "policies.max_replicas",
+            most,
+            Bounds(least, room),
             f"policies.max_replicas must be between rollout.replicas={least} and {room}, for which pool "
-            f"{run.rollout.pool!r} has GPUs, got {most}"
+            f"{run.rollout.pool!r} has GPUs, got {most}",
+            ("rollout.replicas",),
         )
-    if policies.resize == "keep":
-        return
-    if run.shares_gpus:
-        raise ValueError("policies.resize must be 'keep' where policies.system is 'colocated'")
     unit = policies.resize_unit or replicas_per_node(run)
-    if least + unit > most and policies.shrink_after is None:
-        raise ValueError(
+    if policies.resize == "adjust" and least + unit > most and policies.shrink_after is None:
+        raise RunError(
+            "policies.resize",
+            policies.resize,
+            OneOf(["keep"]),
             f"policies.resize 'adjust' adds {unit} replicas at once, but there may be {most} in pool "
-            f"{run.rollout.pool!r} and rollout.replicas is {least}"
+            f"{run.rollout.pool!r} and rollout.replicas is {least}",
+            ("rollout.replicas", "policies.resize_unit", "policies.shrink_after"),
         )
+
+
+def divisors(number: int) -> list[int]:
+    """Return what divides a number of GPUs, up to the largest degree that is ever proposed."""
+    return [n for n in range(1, min(number, MOST_DEGREE) + 1) if number % n == 0]
+
+
+POOL_CHECKS = (
+    *(_check_names, _check_rollout, _check_trainer, _check_shared),
+    *(_check_num_gpus, _check_link, _check_resize),
+)
+"""Each raises `RunError`; later ones rely on earlier ones."""
 
 
 def powers_of_two(most: int) -> list[int]:
-    """Give 1, 2, 4, ... up to `most`: the degrees that are tried where nobody says which."""
+    """Return 1, 2, 4, ... up to `most`: the degrees that are tried where nobody says which."""
     return [1 << bits for bits in range(most.bit_length())]

@@ -82,6 +82,10 @@ class VerifierConfig(Section, frozen=True, kw_only=True):
     workers: int = 1
     time: Duration = Duration(0.0)
     """Simulated seconds of one worker for one rollout."""
+    time_limit: Duration = Duration(10.0)
+    """Executed: seconds after which a completion that its scorer still works on gets reward 0."""
+    memory_limit: Size = Size(1e9)
+    """Executed: most memory that scoring one completion may take, beside the scorer itself."""
 
 
 class SyncConfig(Section, frozen=True, kw_only=True):

@@ -49,9 +49,12 @@ class Duration(float):
         return cls(value * _TIMES[unit])
 
 
+QUANTITIES: tuple[type[Bandwidth | Duration | Size], ...] = (Bandwidth, Duration, Size)
+
+
 def read_quantity(kind: type, value: object) -> object:
     """Read a quantity of any kind; what msgspec calls for types that are not its own."""
-    if kind in (Bandwidth, Size, Duration):
+    if kind in QUANTITIES:
         return kind.parse(value)
     raise NotImplementedError(f"no reader for {kind}")
 

@@ -6,6 +6,10 @@ from typing import Literal
 
 from streamrl.runfile.section import Section
 
+LengthsKind = Literal["histogram", "empirical", "groups", "trace"]
+RankerName = Literal["none", "oracle", "recall", "scores", "history"]
+VerifierName = Literal["exact", "math-verify", "reasoning-gym"]
+
 TAIL_SHARE = 0.2
 """Of recall@20%, the figure that StreamRL (arXiv 2504.15930, Table 4) states first; a ranker that knows nothing has it."""
 
@@ -13,7 +17,7 @@ TAIL_SHARE = 0.2
 class LengthsConfig(Section, frozen=True, kw_only=True):
     """Where simulated output lengths come from."""
 
-    kind: Literal["histogram", "empirical", "groups", "trace"]
+    kind: LengthsKind
     """histogram: bins of `start,end,density`; empirical: one length a row; groups: lengths by prompt,
     resampled whole; trace: what a recorded run generated, rollout by rollout."""
     source: str
@@ -26,7 +30,7 @@ class LengthsConfig(Section, frozen=True, kw_only=True):
     """The step that has `scale_to` first; the last of the run where absent."""
     prompt_tokens: int = 400
     """Tokens of a prompt where the source does not say."""
-    ranker: Literal["none", "oracle", "recall", "scores", "history"] = "none"
+    ranker: RankerName = "none"
     """What a rollout's expected length is: the mean of all (none), its true one (oracle), that with as much
     noise as `ranker_recall` allows, with the errors of `ranker_scores`, or the mean of its prompt's past."""
     ranker_recall: float = 0.87
@@ -51,8 +55,8 @@ class WorkloadConfig(Section, frozen=True, kw_only=True):
 
     prompts: str | None = None
     """A JSONL file with a "prompt" on each line, and what its verifier needs."""
-    verifier: str | None = None
-    """Name of the scorer: "exact", "math-verify" or "reasoning-gym"."""
+    verifier: VerifierName | None = None
+    """Name of the scorer: whether the final answer is the same text, the same in mathematics, or right by the task's own rules."""
     max_prompt_tokens: int = 2048
     informative_share: float = 1.0
     """Simulated share of rollouts with a non-zero advantage; without a KL term a trainer skips the others."""

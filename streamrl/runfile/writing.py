@@ -48,7 +48,7 @@ def write_run(
 
 
 def _table(section: Section) -> dict[str, Any]:
-    """Give a section as TOML has it."""
+    """Return a section as TOML has it."""
     found = {}
     for field in msgspec.structs.fields(section):
         value = getattr(section, field.name)

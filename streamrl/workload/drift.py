@@ -20,7 +20,7 @@ class Drift:
         self._prompts_per_step = run.algorithm.prompts_per_step
 
     def at(self, groups: Floats, first: float, last: float | None) -> Floats:
-        """Give a figure for each of `groups`: `first` in the first step, `last` from the end of the drift on.
+        """Return a figure for each of `groups`: `first` in the first step, `last` from the end of the drift on.
 
         A group belongs to the step that it is drawn for where none before it is dropped. Where `last` is
         absent nothing drifts.

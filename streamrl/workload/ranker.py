@@ -14,9 +14,10 @@ this place among all lengths, so expected lengths are as skewed as true ones.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from statistics import NormalDist
-from typing import Protocol
+from typing import Protocol, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -37,14 +38,19 @@ NEIGHBOURS = 0.02
 keep how errors grow towards the tail."""
 
 _PLACES = (np.arange(4096) + 0.5) / 4096
-_NORMAL_SCORES = np.array([NormalDist().inv_cdf(place) for place in _PLACES])
+
+
+@cache
+def _normal_scores() -> Numbers:
+    """Return the standard normal quantile of every place."""
+    return np.array([NormalDist().inv_cdf(place) for place in _PLACES])
 
 
 class Ranker(Protocol):
     """Says what to expect of rollouts."""
 
     def expect(self, block: int, lengths: Lengths, age: Numbers) -> Numbers | Lengths:
-        """Give the expected lengths of a block of groups with true `lengths` [num_groups, group_size].
+        """Return the expected lengths of a block of groups with true `lengths` [num_groups, group_size].
 
         `age` [num_groups] goes from 0, in the step that the ranker was trained in, to 1.
         """
@@ -55,7 +61,7 @@ class Oracle:
     """Knows true lengths."""
 
     def expect(self, block: int, lengths: Lengths, age: Numbers) -> Lengths:
-        """Give `lengths`."""
+        """Return `lengths`."""
         return lengths
 
 
@@ -89,13 +95,13 @@ class Noisy:
             self.old_noise = calibrate(scores, z, self._population, recall_to)
 
     def expect(self, block: int, lengths: Lengths, age: Numbers) -> Numbers:
-        """Give expected lengths, noisier with `age`."""
+        """Return expected lengths, noisier with `age`."""
         rng = np.random.default_rng([self._seed, STREAM, block])
         shared = np.sqrt(self._correlation) * rng.standard_normal((len(lengths), 1))
         own = np.sqrt(1 - self._correlation) * rng.standard_normal(lengths.shape)
         noise = (self.noise + age * (self.old_noise - self.noise))[:, None]
         scores = normal_scores(lengths, self._population) + noise * (shared + own)
-        places = np.interp(scores / np.sqrt(1 + noise**2), _NORMAL_SCORES, _PLACES)
+        places = np.interp(scores / np.sqrt(1 + noise**2), _normal_scores(), _PLACES)
         return length_at(places, self._population)
 
 
@@ -116,7 +122,7 @@ class Resampled:
         """Places by score of the ranker's rollouts, shortest rollout first."""
 
     def expect(self, block: int, lengths: Lengths, age: Numbers) -> Numbers:
-        """Give expected lengths."""
+        """Return expected lengths."""
         rng = np.random.default_rng([self._seed, STREAM, block])
         size = len(self._places)
         reach = max(1.0, NEIGHBOURS * size)
@@ -134,7 +140,7 @@ class History:
         self._num_samples = num_samples
 
     def expect(self, block: int, lengths: Lengths, age: Numbers) -> Numbers:
-        """Give expected lengths, the same for all rollouts of a group."""
+        """Return expected lengths, the same for all rollouts of a group."""
         means = self._past(block, lengths, self._num_samples).mean(axis=1, keepdims=True)
         return np.broadcast_to(means, lengths.shape)
 
@@ -174,10 +180,12 @@ def load_ranker(
                     f"of a prompt, got {config.kind!r}"
                 )
             return History(past, config.ranker_history)
+        case _:
+            assert_never(config.ranker)
 
 
 def recall_at(scores: Numbers | Lengths, lengths: Lengths, share: float) -> float:
-    """Give the share of the longest `share` that is among the highest `share` by score.
+    """Return the share of the longest `share` that is among the highest `share` by score.
 
     Lengths that tie with the shortest of the longest, such as those cut at a limit, count as found.
     """
@@ -190,7 +198,7 @@ def recall_at(scores: Numbers | Lengths, lengths: Lengths, share: float) -> floa
 
 
 def calibrate(scores: Numbers, noise: Numbers, lengths: Lengths, recall: float) -> float:
-    """Give what to multiply `noise` with so that noisy scores have `recall` of the longest 20 %.
+    """Return what to multiply `noise` with so that noisy scores have `recall` of the longest 20 %.
 
     More noise finds fewer, so halving the interval finds it; see `recall_at`.
     """
@@ -205,21 +213,21 @@ def calibrate(scores: Numbers, noise: Numbers, lengths: Lengths, recall: float) 
 
 
 def place(values: Numbers | Lengths, ordered: Numbers | Lengths) -> Numbers:
-    """Give the share of `ordered` values below each value, half of those equal to it counted."""
+    """Return the share of `ordered` values below each value, half of those equal to it counted."""
     below = np.searchsorted(ordered, values, side="left")
     upto = np.searchsorted(ordered, values, side="right")
     return (below + upto) / (2 * len(ordered))
 
 
 def length_at(places: Numbers, ordered: Lengths) -> Numbers:
-    """Give the length that has each place among `ordered` lengths: the inverse of `place`."""
+    """Return the length that has each place among `ordered` lengths: the inverse of `place`."""
     lengths: Numbers = np.interp(places * len(ordered) - 0.5, np.arange(len(ordered)), ordered)
     return lengths
 
 
 def normal_scores(lengths: Lengths, ordered: Lengths) -> Numbers:
-    """Give each length's place among `ordered` as the normal quantile that has this place."""
-    scores: Numbers = np.interp(place(lengths, ordered), _PLACES, _NORMAL_SCORES)
+    """Return each length's place among `ordered` as the normal quantile that has this place."""
+    scores: Numbers = np.interp(place(lengths, ordered), _PLACES, _normal_scores())
     return scores
 
 

@@ -66,7 +66,7 @@ class ScoreFile(NamedTuple):
                 raise ValueError(f"{self.path}: no column {column!r}{hint}")
 
     def number(self, index: int, column: str) -> float | None:
-        """Give a number, or None where the field is empty; rows are counted from 1."""
+        """Return a number, or None where the field is empty; rows are counted from 1."""
         text = self.rows[index][column]
         try:
             value = float(text) if text else None
@@ -77,7 +77,7 @@ class ScoreFile(NamedTuple):
         return value
 
     def family(self, index: int) -> str:
-        """Give the task family of a row: the file's name where no column says it."""
+        """Return the task family of a row: the file's name where no column says it."""
         row = self.rows[index]
         found = next((row[column] for column in FAMILY if row.get(column)), None)
         return found or self.path.name.split(".")[0]
@@ -108,7 +108,7 @@ def read_table(path: Path, model: str | None = None) -> ScoreFile:
 
 
 def score_columns(scores: ScoreFile, chosen: Sequence[str], has_lengths_apart: bool) -> list[str]:
-    """Give the columns that hold scores: those chosen, "score", or all where lengths are in another file."""
+    """Return the columns that hold scores: those chosen, "score", or all where lengths are in another file."""
     if chosen:
         scores.must_have(*chosen)
         return list(chosen)
@@ -169,7 +169,7 @@ def evaluate_history(lengths: ScoreFile, num_past: int) -> Evaluation:
 
 
 def lengths_by_prompt(tables: Iterable[ScoreFile]) -> dict[str, list[int]]:
-    """Give the lengths of every prompt's samples.
+    """Return the lengths of every prompt's samples.
 
     Raises:
         ValueError: a file lacks a column, or two files have the same prompt.
@@ -190,7 +190,7 @@ def lengths_by_prompt(tables: Iterable[ScoreFile]) -> dict[str, list[int]]:
 
 
 def spearman(scores: Numbers | Lengths, lengths: Numbers | Lengths) -> float:
-    """Give the correlation of ranks, of ties their mean rank; 0 where either is all the same."""
+    """Return the correlation of ranks, of ties their mean rank; 0 where either is all the same."""
     first, second = _mean_ranks(scores), _mean_ranks(lengths)
     if np.ptp(first) == 0 or np.ptp(second) == 0:
         return 0.0
@@ -204,14 +204,14 @@ def _mean_ranks(values: Numbers | Lengths) -> Numbers:
 
 
 def _others(known: Lengths, which: int, num_past: int) -> Numbers:
-    """Give the mean of the samples that follow sample `which`, starting over at the last."""
+    """Return the mean of the samples that follow sample `which`, starting over at the last."""
     num = known.shape[1]
     means: Numbers = known[:, [(which + 1 + past) % num for past in range(num_past)]].mean(axis=1)
     return means
 
 
 def _samples(known: list[tuple[float, list[int]]]) -> list[FamilySample]:
-    """Give as many samples of a family as every prompt of it has."""
+    """Return as many samples of a family as every prompt of it has."""
     scores = np.array([score for score, _ in known])
     num = min(len(lengths) for _, lengths in known)
     return [

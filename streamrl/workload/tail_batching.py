@@ -33,7 +33,7 @@ class TailBatches:
         self._cycles: dict[int, list[int]] = {}
 
     def source(self, group: int) -> int:
-        """Give the place in the data of the group that is drawn as number `group`."""
+        """Return the place in the data of the group that is drawn as number `group`."""
         cycle, place = divmod(group, self._size)
         if cycle not in self._cycles:
             self._cycles[cycle] = self._order(cycle * self._size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,7 @@ class Workload(Protocol):
     """Where groups come from, in simulated runs and in real ones."""
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:
-        """Give groups `first_group` and following; the same ids always give the same groups."""
+        """Return groups `first_group` and following; the same ids always give the same groups."""
         ...
 
 
@@ -50,7 +50,7 @@ class Source(Protocol):
     def sample(
         self, rng: np.random.Generator, num_groups: int, group_size: int
     ) -> tuple[Lengths, Lengths]:
-        """Give lengths [num_groups, group_size] and prompt tokens [num_groups]."""
+        """Return lengths [num_groups, group_size] and prompt tokens [num_groups]."""
         ...
 
 
@@ -77,11 +77,11 @@ class SimulatedWorkload:
             self._tails = TailBatches(run.algorithm.prompts_per_step, every, self._longest)
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:
-        """Give groups with their true lengths, capped at `rollout.max_tokens`."""
+        """Return groups with their true lengths, capped at `rollout.max_tokens`."""
         return [self._group(group) for group in range(first_group, first_group + num_groups)]
 
     def _longest(self, first: int, num: int) -> list[int]:
-        """Give the expected tokens of the longest rollout of groups of the data."""
+        """Return the expected tokens of the longest rollout of groups of the data."""
         found = []
         for group in range(first, first + num):
             block, offset = divmod(group, BLOCK)
@@ -104,7 +104,7 @@ class SimulatedWorkload:
         return Draw(DrawnGroup(group, rollouts, prompts[offset], expected), true)
 
     def _sample(self, block: int) -> tuple[list[list[int]], list[list[int]], list[int]]:
-        """Give lengths by group, expected ones where a ranker tells, and prompt tokens."""
+        """Return lengths by group, expected ones where a ranker tells, and prompt tokens."""
         if isinstance(self._source, Recorded):
             lengths, prompts = self._source.block(block, self._group_size)
         else:
@@ -148,7 +148,7 @@ class Histogram:
     def sample(
         self, rng: np.random.Generator, num_groups: int, group_size: int
     ) -> tuple[Lengths, Lengths]:
-        """Give lengths [num_groups, group_size] and prompt tokens [num_groups]."""
+        """Return lengths [num_groups, group_size] and prompt tokens [num_groups]."""
         u, v = rng.random((2, num_groups, group_size))
         bins = np.minimum(np.searchsorted(self._edges, u, side="right"), len(self._edges) - 1)
         lengths = np.rint(self._starts[bins] + v * self._widths[bins]).astype(np.int64)
@@ -165,7 +165,7 @@ class Groups:
     def sample(
         self, rng: np.random.Generator, num_groups: int, group_size: int
     ) -> tuple[Lengths, Lengths]:
-        """Give lengths [num_groups, group_size]; a group with too few samples repeats some."""
+        """Return lengths [num_groups, group_size]; a group with too few samples repeats some."""
         picks = rng.integers(0, len(self._groups), num_groups)
         lengths = [
             rng.choice(self._groups[pick], group_size, replace=len(self._groups[pick]) < group_size)
@@ -174,7 +174,7 @@ class Groups:
         return np.array(lengths), np.full(num_groups, self._prompt_tokens)
 
     def past(self, seed: list[int], lengths: Lengths, num_samples: int) -> Lengths:
-        """Give [num_groups, num_samples] samples of the prompts that `sample` drew `lengths` of, but others.
+        """Return [num_groups, num_samples] samples of the prompts that `sample` drew `lengths` of, but others.
 
         Raises:
             ValueError: a prompt has too few samples.
@@ -218,7 +218,7 @@ class Recorded:
             raise ValueError(f"workload.lengths.source: {path} records no finished group")
 
     def block(self, block: int, group_size: int) -> tuple[Lengths, Lengths]:
-        """Give the groups of one block; past the recorded ones it starts over."""
+        """Return the groups of one block; past the recorded ones it starts over."""
         known = sorted(self._lengths)
         size = len(self._lengths[known[0]])
         if size != group_size:
@@ -246,19 +246,30 @@ def load_source(config: LengthsConfig) -> Source | Recorded:
     else:
         path = find_profile("lengths", config.source, ".csv")
     rows = _read_rows(path)
-    if config.kind == "histogram":
-        return Histogram(_read_bins(path, rows), config.prompt_tokens)
-    lengths = [int(_numbers(path, row, ("output_tokens",))["output_tokens"]) for row in rows]
-    if config.kind == "empirical":
-        return Groups([lengths], config.prompt_tokens)
+    match config.kind:
+        case "histogram":
+            return Histogram(_read_bins(path, rows), config.prompt_tokens)
+        case "empirical":
+            return Groups([_output_tokens(path, rows)], config.prompt_tokens)
+        case "groups":
+            return Groups(_by_prompt(path, rows), config.prompt_tokens)
+        case _:
+            assert_never(config.kind)
+
+
+def _output_tokens(path: Path, rows: list[dict[str, str]]) -> list[int]:
+    return [int(_numbers(path, row, ("output_tokens",))["output_tokens"]) for row in rows]
+
+
+def _by_prompt(path: Path, rows: list[dict[str, str]]) -> list[list[int]]:
     groups: dict[str, list[int]] = {}
-    for row, length in zip(rows, lengths, strict=True):
+    for row, length in zip(rows, _output_tokens(path, rows), strict=True):
         if row.get("prompt_id") is None:
             raise ValueError(
                 f"{path}: row {row} needs a prompt_id: it says which rows are siblings"
             )
         groups.setdefault(row["prompt_id"], []).append(length)
-    return Groups(list(groups.values()), config.prompt_tokens)
+    return list(groups.values())
 
 
 def _read_rows(path: Path) -> list[dict[str, str]]:

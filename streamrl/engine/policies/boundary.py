@@ -59,7 +59,7 @@ class BatchByBatch(Dispatch):
                 yield self.send(rollout, replica)
 
     def _is_dealt(self, state: State) -> bool:
-        """Say whether the first rollout in line has a replica, and that is still there."""
+        """Return whether the first rollout in line has a replica, and that is still there."""
         first = state.waiting.first()
         if first is None:
             return True

@@ -43,11 +43,11 @@ class Dispatch:
             yield self.send(rollout, replica)
 
     def send(self, rollout: Rollout, replica: Replica) -> Generate:
-        """Give the command that lets `replica` take `rollout` up, from where it was left."""
+        """Return the command that lets `replica` take `rollout` up, from where it was left."""
         return Generate(rollout.id, replica.id, self.order.priority(rollout), prefix=rollout.tokens)
 
     def choose(self, state: State, rollout: Rollout) -> Replica | None:
-        """Give a replica that promises a version fresh enough for `rollout`, or None while there is none."""
+        """Return a replica that promises a version fresh enough for `rollout`, or None while there is none."""
         raise NotImplementedError
 
 
@@ -55,7 +55,7 @@ class LeastLoaded(Dispatch):
     """Send a rollout to the replica that has the fewest."""
 
     def choose(self, state: State, rollout: Rollout) -> Replica | None:
-        """Give the least loaded replica that is fresh enough."""
+        """Return the least loaded replica that is fresh enough."""
         return state.fleet.least_loaded(rollout.group.oldest_version)
 
 
@@ -70,7 +70,7 @@ class JustInTime(LeastLoaded):
         self.most = max_running + AHEAD
 
     def choose(self, state: State, rollout: Rollout) -> Replica | None:
-        """Give the least loaded replica that is fresh enough, if it has room."""
+        """Return the least loaded replica that is fresh enough, if it has room."""
         replica = super().choose(state, rollout)
         return None if replica is None or len(replica.rollouts) >= self.most else replica
 
@@ -79,7 +79,7 @@ class RoundRobin(Dispatch):
     """Send rollouts to the replicas in turn, whatever they have."""
 
     def choose(self, state: State, rollout: Rollout) -> Replica | None:
-        """Give the next replica by id that is fresh enough."""
+        """Return the next replica by id that is fresh enough."""
         return state.fleet.next_in_turn(rollout.group.oldest_version)
 
 
@@ -92,7 +92,7 @@ class Dealt(Dispatch):
         """Replica of each rollout that was dealt and not yet sent; siblings follow the first of them."""
 
     def choose(self, state: State, rollout: Rollout) -> Replica | None:
-        """Give the replica that `rollout` was dealt to, dealing first where it was not."""
+        """Return the replica that `rollout` was dealt to, dealing first where it was not."""
         oldest = rollout.group.oldest_version
         if rollout.id not in self.places:
             replicas = state.fleet.fresh(oldest)
@@ -132,7 +132,7 @@ class Random(Dealt):
 
 
 def mix(seed: int, number: int) -> int:
-    """Give 64 bits that look random, the same for the same two numbers (SplitMix64, Steele et al. 2014)."""
+    """Return 64 bits that look random, the same for the same two numbers (SplitMix64, Steele et al. 2014)."""
     bits = (seed * 0xD1342543DE82EF95 + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
     bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -140,7 +140,7 @@ def mix(seed: int, number: int) -> int:
 
 
 def _beside_siblings(rollout: Rollout) -> Replica | None:
-    """Give the replica of a sibling, where it is fresh enough."""
+    """Return the replica of a sibling, where it is fresh enough."""
     for sibling in rollout.group.rollouts:
         if sibling.replica is not None:
             is_fresh = sibling.replica.promises(rollout.group.oldest_version)
@@ -149,7 +149,7 @@ def _beside_siblings(rollout: Rollout) -> Replica | None:
 
 
 def in_units(rollouts: list[Rollout], keeps_groups: bool) -> list[list[Rollout]]:
-    """Give what is placed as one: groups, or single rollouts."""
+    """Return what is placed as one: groups, or single rollouts."""
     if not keeps_groups:
         return [[rollout] for rollout in rollouts]
     units: dict[int, list[Rollout]] = {}

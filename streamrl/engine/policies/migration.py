@@ -95,7 +95,7 @@ class MoveStragglers:
         return self.moves_caches and is_same and rollout.tokens > 0
 
     def _choose(self, state: State, source: Replica) -> Rollout | None:
-        """Give the rollout that has most ahead of those that gain by a move, ties by expected length."""
+        """Return the rollout that has most ahead of those that gain by a move, ties by expected length."""
         best: tuple[float, int, int] | None = None
         batch = len(source.rollouts)
         saved = self.latency.step_time(batch) - self.latency.step_time(1)
@@ -115,7 +115,7 @@ class MoveStragglers:
 
 
 def _rest(state: State, rollout: Rollout, done: float) -> float:
-    """Give the tokens a rollout has ahead: as its siblings say, as those that got as far did, or its ranker."""
+    """Return the tokens a rollout has ahead: as its siblings say, as those that got as far did, or its ranker."""
     if rollout.group.num_known and rollout.expected_tokens > done:
         return rollout.expected_tokens - done
     if state.recent.is_full:

@@ -21,7 +21,7 @@ class FirstInFirstOut:
     """Start rollouts in the order their prompts were drawn."""
 
     def priority(self, rollout: Rollout) -> int:
-        """Give the id: ids follow draw order."""
+        """Return the id: ids follow draw order."""
         return rollout.id
 
 
@@ -33,5 +33,5 @@ class LongestFirst:
     """
 
     def priority(self, rollout: Rollout) -> int:
-        """Give the step, then the expected length from long to short."""
+        """Return the step, then the expected length from long to short."""
         return rollout.group.step * MOST_TOKENS - rollout.expected_tokens

@@ -91,14 +91,14 @@ class AdjustReplicas:
             yield Resize(wanted - self.unit)
 
     def is_worth_growing(self, state: State, steps: list[StepPace]) -> bool:
-        """Say whether generation lags by at least what one more unit takes off it."""
+        """Return whether generation lags by at least what one more unit takes off it."""
         generation_time = median(step.generation_time for step in steps)
         left = self._ratio(state, self.unit)
         lag = median(step.lag for step in steps)
         return lag > 0 and lag >= generation_time * (1 - left)
 
     def _is_worth_shrinking(self, state: State, steps: list[StepPace]) -> bool:
-        """Say whether generation was the faster side for long enough, and stays it with a unit less."""
+        """Return whether generation was the faster side for long enough, and stays it with a unit less."""
         if self.shrink_after is None or len(steps) < self.shrink_after:
             return False
         more = self._ratio(state, -self.unit)
@@ -107,14 +107,14 @@ class AdjustReplicas:
         )
 
     def _ratio(self, state: State, by: int) -> float:
-        """Give generation time with `by` more replicas, as a share of what it is."""
+        """Return generation time with `by` more replicas, as a share of what it is."""
         num_rollouts, wanted = state.rollouts_per_step, state.fleet.num_wanted
         now = self.latency.time(num_rollouts, 1.0, wanted)
         return self.latency.time(num_rollouts, 1.0, wanted + by) / now
 
 
 def _latest_with(steps: list[StepPace], num_replicas: int) -> list[StepPace]:
-    """Give the last steps in a row that began with `num_replicas`."""
+    """Return the last steps in a row that began with `num_replicas`."""
     found = []
     for step in reversed(steps):
         if step.num_replicas != num_replicas:

@@ -111,7 +111,7 @@ class SkewnessAware(Dealt):
         num_replicas: int,
         together: Callable[[list[float]], float],
     ) -> int:
-        """Give the replicas of the tail by Algorithm 2, from (rollouts, tokens of each) of both parts."""
+        """Return the replicas of the tail by Algorithm 2, from (rollouts, tokens of each) of both parts."""
 
         def cost(tail_replicas: int) -> tuple[float, float]:
             parts = ((*tail, tail_replicas), (*regular, num_replicas - tail_replicas))
@@ -122,7 +122,7 @@ class SkewnessAware(Dealt):
         return min(range(1, num_replicas), key=cost)
 
     def _best_drain(self, tail: list[int], regular: list[int], num_replicas: int) -> int:
-        """Give the replicas of the tail, 0 for none of its own, as batches shrink while they drain."""
+        """Return the replicas of the tail, 0 for none of its own, as batches shrink while they drain."""
 
         def cost(tail_replicas: int) -> float:
             if not tail_replicas:
@@ -137,7 +137,7 @@ class SkewnessAware(Dealt):
 
 
 def drain_time(latency: Latency, lengths: list[int], num_replicas: int) -> float:
-    """Give the seconds in which replicas that share `lengths`, shortest first, generate them longest first.
+    """Return the seconds in which replicas that share `lengths`, shortest first, generate them longest first.
 
     A batch shrinks as rollouts end, and each step takes what the rest of it takes. Where more rollouts
     wait than run, places are refilled, and the work in full batches may take longer than any rollout.
@@ -155,7 +155,7 @@ def drain_time(latency: Latency, lengths: list[int], num_replicas: int) -> float
 
 
 def _flowing_time(latency: Latency, num_rollouts: int, tokens: int, num_replicas: int) -> float:
-    """Give the seconds of a part that refills its batches as rollouts finish, not round by round.
+    """Return the seconds of a part that refills its batches as rollouts finish, not round by round.
 
     Whole rounds make many splits equal; this tells which of them has room to spare.
     """
@@ -170,7 +170,7 @@ def _place(unit: list[Rollout]) -> tuple[int, int]:
 
 
 def _head(units: list[list[Rollout]], most: float) -> tuple[list[list[Rollout]], int]:
-    """Give the first units that together hold at most `most` rollouts, and how many these hold."""
+    """Return the first units that together hold at most `most` rollouts, and how many these hold."""
     head, count = [], 0
     for unit in units:
         if count + len(unit) > most:

@@ -26,7 +26,7 @@ class Stream:
         """Rollouts in one command, so that the trainer can turn to what arrives meanwhile."""
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Give the trainer's next work when it is free."""
+        """Return the trainer's next work when it is free."""
         if state.trainer_command is not None or not state.trainer_is_ready or state.is_stopping:
             return ()
         if state.batch.num_in_gradient == state.rollouts_per_step:
@@ -40,7 +40,7 @@ class Stream:
         return ()
 
     def _is_worth_it(self, state: State, line: deque[Rollout], num_ahead: int) -> bool:
-        """Say whether `line` fills the GPUs, or is all that the step still lacks."""
+        """Return whether `line` fills the GPUs, or is all that the step still lacks."""
         if not line:
             return False
         return len(line) >= min(self.fill, state.rollouts_per_step - num_ahead)
@@ -54,7 +54,7 @@ class WholeBatch:
         """Rollouts in one command."""
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Give the trainer's next work when it is free and the batch is whole."""
+        """Return the trainer's next work when it is free and the batch is whole."""
         num_ready = (
             len(state.batch.unscored) + len(state.batch.trainable) + state.batch.num_in_gradient
         )

@@ -92,7 +92,7 @@ class LoadBetweenBatches:
 
 
 def _is_behind(state: State) -> bool:
-    """Say whether any replica lacks a version that it could be given."""
+    """Return whether any replica lacks a version that it could be given."""
     is_behind = bool(state.fleet.outdated) or state.version > state.pushed_version
     return is_behind and not state.is_stopping
 

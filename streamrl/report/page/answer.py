@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from streamrl.report.page.options import Option
 from streamrl.report.page.sources import Sources
-from streamrl.report.page.words import CAUSES, change, dollars, percent, rounded, seconds
+from streamrl.report.words import CAUSES, change, dollars, percent, rounded, seconds
 
 SAME = 0.02  # relative difference of two costs that is called none: what seeds do to a run
 
@@ -20,7 +20,7 @@ class Tile(NamedTuple):
 
 
 def chosen_of(options: list[Option]) -> Option | None:
-    """Give the option that a report is about: the first plan, else the run with the cheapest tokens."""
+    """Return the option that a report is about: the first plan, else the run with the cheapest tokens."""
     plans = [option for option in options if option.kind == "plan"]
     if plans:
         return plans[0]
@@ -85,7 +85,7 @@ def _cost(option: Option) -> str:
 
 
 def tiles_of(option: Option) -> list[Tile]:
-    """Give the key figures of the option that a report is about."""
+    """Return the key figures of the option that a report is about."""
     least, most = map(dollars, option.cost_range)
     slow, fast = map(rounded, option.goodput_range)
     tiles = [

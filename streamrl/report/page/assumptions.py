@@ -9,11 +9,11 @@ from typing import NamedTuple
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import PROFILES, load_gpu, price_of
 from streamrl.record.trace import Trace
-from streamrl.report.page.words import dollars, listing, percent, tiers_text
 from streamrl.report.plan import Plan
+from streamrl.report.words import dollars, listing, percent, tiers_text
 from streamrl.runfile.config import Run
 from streamrl.runfile.units import Bandwidth
-from streamrl.runfile.workload_config import LengthsConfig
+from streamrl.runfile.workload_config import LengthsConfig, LengthsKind
 
 OPERATIONS = {
     "prefill": "reading prompts (prefill)",
@@ -23,7 +23,7 @@ OPERATIONS = {
     "sync": "weight sync",
     "cache_transfer": "moving KV caches between replicas",
 }
-KINDS = {
+KINDS: dict[LengthsKind, str] = {
     "histogram": "drawn from the histogram",
     "empirical": "drawn from the lengths in",
     "groups": "prompts resampled from",
@@ -122,7 +122,7 @@ def _of_clock(trace: Trace) -> Iterator[Assumption]:
 
 
 def tiers_by_operation(trace: Trace) -> Iterator[tuple[str, str]]:
-    """Give each operation of a simulation with how its seconds are known."""
+    """Yield each operation of a simulation with how its seconds are known."""
     for operation, name in OPERATIONS.items():
         shares = trace.facts.get(operation)
         if isinstance(shares, Mapping):
@@ -130,7 +130,7 @@ def tiers_by_operation(trace: Trace) -> Iterator[tuple[str, str]]:
 
 
 def sources_of_seconds(trace: Trace) -> list[str]:
-    """Give every source that a simulation names for its seconds; of a profile what the file itself names."""
+    """Return every source that a simulation names for its seconds; of a profile what the file itself names."""
     sources = trace.facts.get("sources", [])
     return [_with_origin(str(source)) for source in sources] if isinstance(sources, list) else []
 

@@ -52,7 +52,7 @@ class Band:
 
     @property
     def factors(self) -> tuple[float, float]:
-        """Give the least and the most of the figure, relative to it; no width where that is not known."""
+        """Return the least and the most of the figure, relative to it; no width where that is not known."""
         if not self.is_known:
             return 1.0, 1.0
         least, most = self.of_tiers
@@ -60,7 +60,7 @@ class Band:
 
     @property
     def of_tiers(self) -> tuple[float, float]:
-        """Give what the tiers alone allow; nothing where they are not recorded."""
+        """Return what the tiers alone allow; nothing where they are not recorded."""
         if self.is_timed or self.tiers is None:
             return 1.0, 1.0
         shares = [(tier, self.tiers.get(tier, 0.0)) for tier in SECONDS_MAY_BE]

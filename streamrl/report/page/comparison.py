@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from streamrl.report.page.answer import chosen_of
-from streamrl.report.page.bars import Bar, bars_figure
 from streamrl.report.page.options import Option, is_aside
-from streamrl.report.page.parts import PageCell, PageSection, PageTable, Picture
-from streamrl.report.page.scatter import Point, front_of, scatter_figure
+from streamrl.report.page.parts import PageCell, PageSection, PageTable
 from streamrl.report.page.sources import PlanMade, Sources
-from streamrl.report.page.words import (
+from streamrl.report.pictures.bars import Bar, bars_picture
+from streamrl.report.pictures.drawing import Picture
+from streamrl.report.pictures.scatter import Point, front_of, scatter_picture
+from streamrl.report.words import (
     change,
     dollars,
     listing,
@@ -34,7 +35,7 @@ WORK = (
 
 
 def compare_options(sources: Sources, options: list[Option]) -> Iterator[PageSection]:
-    """Give the sections that compare options, where there are any."""
+    """Yield the sections that compare options, where there are any."""
     if not options:
         return
     yield _alternatives(sources, options)
@@ -165,14 +166,8 @@ def _bars(options: Sequence[Option], chosen: Option) -> list[Picture]:
         costs.append(Bar(label, option.rent, cost, *option.cost_range, option is chosen))
         speeds.append(Bar(label, option.rent, speed, *option.goodput_range, option is chosen))
     return [
-        Picture(
-            bars_figure("cost", "Dollars per million tokens trained on", costs, dollars, "Less"),
-            "Dollars per million tokens trained on: less is better. The line over a bar's end is its band.",
-        ),
-        Picture(
-            bars_figure("speed", "Tokens trained on per second", speeds, _rate, "More"),
-            "Output tokens trained on per second: more is better. The line is the band.",
-        ),
+        bars_picture("cost", "Dollars per million tokens trained on", costs, dollars, "Less"),
+        bars_picture("speed", "Output tokens trained on per second", speeds, _rate, "More"),
     ]
 
 
@@ -192,19 +187,12 @@ def _front(options: list[Option]) -> PageSection:
     section.text.append(
         f"{letters} {verb} on the Pareto front: no other option shown is both faster and cheaper."
     )
-    section.pictures.append(
-        Picture(
-            scatter_figure("pareto", points),
-            "Each letter is an option of the table above, at its simulated or executed figures. The line joins "
-            "those that none beats in both.",
-            (("dot chosen", "chosen"), ("dot on-front", "on the front"), ("dot", "beaten in both")),
-        )
-    )
+    section.pictures.append(scatter_picture("pareto", points))
     return section
 
 
 def differences(options: list[Option]) -> Iterator[PageSection]:
-    """Give the table of run-file keys that differ."""
+    """Yield the table of run-file keys that differ."""
     keys = _differing(options)
     if not keys or len(options) < 2:
         return

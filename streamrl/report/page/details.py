@@ -8,17 +8,19 @@ from streamrl.record.attribution import BUSY, IDLE
 from streamrl.report.page import band
 from streamrl.report.page.answer import chosen_of
 from streamrl.report.page.assumptions import assumptions_of, sources_of_seconds, tiers_by_operation
-from streamrl.report.page.bands import bands_figure
 from streamrl.report.page.options import Option
-from streamrl.report.page.parts import PageCell, PageSection, PageTable, Picture, cells
-from streamrl.report.page.shares import segments, shares_figure
+from streamrl.report.page.parts import PageCell, PageSection, PageTable, cells
 from streamrl.report.page.sources import RecordedRun, Sources
-from streamrl.report.page.steps import LEVELS, activities_of, step_figure, typical_step
-from streamrl.report.page.study_curves import curves_figure, line_class, metric_text
 from streamrl.report.page.study_json import RecordedStudy
-from streamrl.report.page.tornado import tornado_figure
 from streamrl.report.page.what_if import Sensitivity, of_plan, of_run
-from streamrl.report.page.words import (
+from streamrl.report.pictures.bands import Range, bands_picture
+from streamrl.report.pictures.drawing import Picture
+from streamrl.report.pictures.shares import segments, shares_picture
+from streamrl.report.pictures.steps import timeline_picture, typical_step
+from streamrl.report.pictures.study_metric import study_picture
+from streamrl.report.pictures.tornado import tornado_picture
+from streamrl.report.study_table import MetricTable, Spread, name_of
+from streamrl.report.words import (
     ACTIVITIES,
     CAUSES,
     TIERS,
@@ -27,7 +29,6 @@ from streamrl.report.page.words import (
     percent,
     tiers_text,
 )
-from streamrl.report.study_table import name_of
 
 MOST_STEPS = 3  # runs whose step is drawn; the figures are large
 MOST_REASONS = 6
@@ -42,15 +43,7 @@ def idle_section(options: Sequence[Option]) -> PageSection:
         return section
     named = [(label, run.metrics) for label, run in runs]
     found = {(kind, name) for _, m in named for kind, name, _ in segments(m)}
-    busy = [(f"c-{name}", name) for name in BUSY if ("busy", name) in found]
-    idle = [(f"c-{name} hatched", f"idle: {name}") for name in IDLE if ("idle", name) in found]
-    section.pictures.append(
-        Picture(
-            shares_figure("shares", named),
-            "Share of all GPU-seconds of the whole run, from the trace. Busy is solid, idle is hatched.",
-            [*busy, *idle],
-        )
-    )
+    section.pictures.append(shares_picture("shares", named))
     rows = [
         [PageCell(name if kind == "busy" else f"idle: {name}", MEANINGS[kind][name])]
         + [PageCell(percent(getattr(m, kind).get(name, 0.0), 1)) for _, m in named]
@@ -88,12 +81,7 @@ def step_section(options: Sequence[Option]) -> PageSection:
     if len(shown) > 1:
         section.text.append("All are drawn to one scale.")
     for option, run in shown:
-        label = f"{option.letter} · {option.name}"
-        name = f"step-{option.letter}"
-        drawing = step_figure(name, label, run.trace, run.metrics, longest)
-        section.pictures.append(
-            Picture(drawing, f"{drawing.title}. {drawing.description}", _legend(run))
-        )
+        section.pictures.append(_step_picture(option, run, longest))
     if len(found) > len(shown):
         rest = listing([option.letter for option, _ in found[MOST_STEPS:]])
         section.notes.append(f"Steps of {rest} are not drawn.")
@@ -101,17 +89,17 @@ def step_section(options: Sequence[Option]) -> PageSection:
 
 
 def _step_time(run: RecordedRun) -> float:
-    step = typical_step(run.metrics, run.trace.run.warm_up_steps)
-    return run.metrics.step_times[step - 1]
+    return run.metrics.step_times[_typical_step(run) - 1]
 
 
-def _legend(run: RecordedRun) -> list[tuple[str, str]]:
-    shades = [
-        (f"c-generate level-{LEVELS}", "generate, many rollouts"),
-        ("c-generate level-1", "few"),
-    ]
-    rest = [(f"c-{name}", name) for name in activities_of(run.trace)]
-    return [*shades, *rest, ("lane", "idle")]
+def _step_picture(option: Option, run: RecordedRun, longest: float) -> Picture:
+    step = _typical_step(run)
+    name, label = f"step-{option.letter}", f"{option.letter} · {option.name}"
+    return timeline_picture(name, label, run.trace, run.metrics, (step, step), longest)
+
+
+def _typical_step(run: RecordedRun) -> int:
+    return typical_step(run.metrics, run.trace.run.warm_up_steps)
 
 
 def sensitivity_section(sources: Sources, options: Sequence[Option]) -> PageSection:
@@ -131,11 +119,8 @@ def sensitivity_section(sources: Sources, options: Sequence[Option]) -> PageSect
 
 def _add_tornado(section: PageSection, found: Sensitivity, name: str) -> None:
     if found.swings:
-        title = f"{found.of}, if one thing were {found.by} less or more"
-        caption = f"{title[:1].upper()}{title[1:]}. Each change alone; from {found.source}."
-        legend = (("less", f"{found.by} less"), ("more", f"{found.by} more"))
         section.pictures.append(
-            Picture(tornado_figure(name, title, found.swings, found.by), caption, legend)
+            tornado_picture(name, found.of, found.swings, found.by, found.source)
         )
     others = [c for c in found.changes if c.is_other or not c.still_fits]
     if found.changes and not others:
@@ -172,12 +157,7 @@ def uncertainty_section(options: Sequence[Option]) -> PageSection:
             f"The seconds of {chosen.name} were taken from a clock; one run says nothing of how the next would differ."
         )
     if chosen.band.is_wide:
-        section.pictures.append(
-            Picture(
-                bands_figure("bands", chosen),
-                f"Dollars per million tokens of {chosen.letter}, and how far each source of doubt may move them.",
-            )
-        )
+        section.pictures.append(_bands(chosen))
     rows = [
         [
             PageCell(tier, TIERS[tier]),
@@ -194,6 +174,22 @@ def uncertainty_section(options: Sequence[Option]) -> PageSection:
             "One seed was simulated, so the spread of seeds is unknown and not in the band."
         )
     return section
+
+
+def _bands(option: Option) -> Picture:
+    """Draw what seeds alone, tiers alone, and both may do to the cost."""
+    cost, found = option.cost_per_million_tokens, option.band
+    seeds = "its one seed" if found.num_seeds == 1 else f"{found.num_seeds} seeds"
+    ranges = [
+        Range(label, cost * least, cost * most, label == "together")
+        for label, (least, most) in (
+            (seeds, found.seeds),
+            ("seconds by tier", found.of_tiers),
+            ("together", found.factors),
+        )
+    ]
+    title = f"Dollars per million tokens of {option.letter} · {option.name}"
+    return bands_picture("bands", title, cost, ranges)
 
 
 def _unmeasured(option: Option) -> str:
@@ -214,22 +210,12 @@ def study_sections(studies: Sequence[RecordedStudy]) -> Iterator[PageSection]:
         )
         section.text += [text for text in (found.question,) if text]
         section.text += [text for text in dict.fromkeys(found.findings.values()) if text]
-        names = list(study.series())
-        legend = [(f"key {line_class(i)}", name) for i, name in enumerate(names) if name]
-        seeds = (
-            "one seed"
-            if found.seeds == 1
-            else f"median of {found.seeds} seeds, bars from the least to the most"
-        )
-        for metric in study.metrics:
-            drawing = curves_figure(f"study-{index}-{metric}", study, metric)
-            caption = f"{name_of(metric)[:1].upper()}{name_of(metric)[1:]}: simulated, {seeds}; from {study.name}/{study.path.name}."
-            section.pictures.append(Picture(drawing, caption, legend))
+        tables = {metric: study.table(metric) for metric in study.metrics}
+        for metric, table in tables.items():
+            name, title = f"study-{index}-{metric}", f"{table.name[:1].upper()}{table.name[1:]}"
+            section.pictures.append(study_picture(name, table, title, _study_caption(study)))
         rows = [
-            [
-                PageCell(row.label),
-                *(_spread_cell(metric, row.metrics[metric]) for metric in study.metrics),
-            ]
+            [PageCell(row.label), *(_spread_cell(t, row.metrics[m]) for m, t in tables.items())]
             for row in found.rows
         ]
         head = ("combination", *map(name_of, study.metrics))
@@ -248,11 +234,17 @@ def study_sections(studies: Sequence[RecordedStudy]) -> Iterator[PageSection]:
         yield section
 
 
-def _spread_cell(metric: str, spread: object) -> PageCell:
-    least, middle, most = (
-        metric_text(metric, getattr(spread, k)) for k in ("least", "median", "most")
+def _study_caption(study: RecordedStudy) -> str:
+    seeds = study.found.seeds
+    spread = (
+        "one seed" if seeds == 1 else f"median of {seeds} seeds, bars from the least to the most"
     )
-    return PageCell(middle, f"{least} to {most}" if least != most else "")
+    return f"Simulated, {spread}; from {study.name}/{study.path.name}."
+
+
+def _spread_cell(table: MetricTable, spread: Spread) -> PageCell:
+    least, most = table.format(spread.least), table.format(spread.most)
+    return PageCell(table.format(spread.median), f"{least} to {most}" if least != most else "")
 
 
 def assumption_sections(sources: Sources, options: Sequence[Option]) -> Iterator[PageSection]:

@@ -12,8 +12,8 @@ from streamrl.hardware.profiles import price_of
 from streamrl.record.metrics import SECONDS_PER_HOUR, dollars_per_second
 from streamrl.report.page.band import Band
 from streamrl.report.page.sources import PlanMade, RecordedRun, Sources
-from streamrl.report.page.words import rent_text, sides_of, what_text
 from streamrl.report.plan import Choice
+from streamrl.report.words import rent_text, sides_of, what_text
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import encode_run
 
@@ -57,19 +57,19 @@ class Option:
 
     @property
     def cost_range(self) -> tuple[float, float]:
-        """Give the band of dollars per million tokens."""
+        """Return the band of dollars per million tokens."""
         least, most = self.band.factors
         return self.cost_per_million_tokens * least, self.cost_per_million_tokens * most
 
     @property
     def goodput_range(self) -> tuple[float, float]:
-        """Give the band of tokens trained on a second: more seconds are fewer tokens."""
+        """Return the band of tokens trained on a second: more seconds are fewer tokens."""
         least, most = self.band.factors
         return self.goodput / most, self.goodput / least
 
 
 def make_options(sources: Sources) -> list[Option]:
-    """Give all ways to run: each plan and what it was chosen before, then the recorded runs.
+    """Return all ways to run: each plan and what it was chosen before, then the recorded runs.
 
     A run of a plan's very allocation is that plan, and lends it its trace; runs that differ in nothing but
     their seed are one option.
@@ -106,7 +106,7 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
 
 
 def _letter(index: int) -> str:
-    """Give A to Z, then AA, AB and so on."""
+    """Return A to Z, then AA, AB and so on."""
     first, second = divmod(index, len(LETTERS))
     return (LETTERS[first - 1] if first else "") + LETTERS[second]
 
@@ -130,7 +130,7 @@ def _of_plan(made: PlanMade, is_only: bool) -> Iterator[Option]:
 
 
 def _tiers_of(choice: Choice) -> Mapping[str, float] | None:
-    """Give the tiers of a choice, where the plan has kept them."""
+    """Return the tiers of a choice, where the plan has kept them."""
     tiers: Mapping[str, float] | None = getattr(choice, "tiers", None)
     return tiers
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
-from streamrl.report.figures import ACTIVITY_COLOURS, BUSY_COLOURS, IDLE_COLOURS
 from streamrl.report.page.answer import answer_of, chosen_of, tiles_of
 from streamrl.report.page.comparison import compare_options, differences
 from streamrl.report.page.details import (
@@ -25,7 +24,10 @@ from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.parts import Page, PageSection
 from streamrl.report.page.sources import Sources, read_sources
 from streamrl.report.page.what_if import of_plan
-from streamrl.report.page.words import GLOSSARY, listing
+from streamrl.report.pictures.drawing import swatch
+from streamrl.report.pictures.style import COLOURS, rules
+from streamrl.report.pictures.svg import element
+from streamrl.report.words import GLOSSARY, listing
 
 
 class Report(NamedTuple):
@@ -56,7 +58,6 @@ def make_page(report: Report) -> Page:
         tiles=tiles_of(chosen) if chosen is not None else [],
         sections=list(_sections(sources, options)),
         terms=GLOSSARY,
-        colours={**ACTIVITY_COLOURS, **BUSY_COLOURS, **IDLE_COLOURS},
     )
 
 
@@ -72,7 +73,7 @@ def render_markdown(page: Page) -> str:
 
 
 def describe(report: Report) -> dict[str, object]:
-    """Give the report's figures as data."""
+    """Return the report's figures as data."""
     sources, options = report
     chosen = chosen_of(options)
     return {
@@ -155,5 +156,5 @@ def _code(text: str) -> Markup:
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(Markup.escape(text))))
 
 
-_ENVIRONMENT.filters["cell"] = _table_text
-_ENVIRONMENT.filters["code"] = _code
+_ENVIRONMENT.filters |= {"cell": _table_text, "code": _code, "element": element, "swatch": swatch}
+_ENVIRONMENT.globals |= {"colours": COLOURS, "rules": rules()}

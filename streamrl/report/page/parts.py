@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from streamrl.report.page.answer import Tile
-from streamrl.report.page.drawing import Drawing
+from streamrl.report.pictures.drawing import Picture
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,6 @@ class PageTable:
     """Columns that are numbers."""
     strong_row: int | None = None
     """The row of the chosen option."""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A figure with its caption, and what its colours mean."""
-
-    drawing: Drawing
-    caption: str
-    legend: Sequence[tuple[str, str]] = ()
-    """Classes of a swatch, and what it stands for."""
 
 
 @dataclass
@@ -64,8 +54,6 @@ class Page:
     tiles: list[Tile]
     sections: list[PageSection]
     terms: dict[str, str]
-    colours: dict[str, str]
-    """Of activities and causes, in light."""
 
 
 def cells(*texts: str) -> list[PageCell]:

@@ -7,24 +7,11 @@ from pathlib import Path
 
 import msgspec
 
+from streamrl.report.study_table import MetricTable, Spread
+from streamrl.runfile.grid import Axis
+
 STUDY_CSV, STUDY_JSON = "study.csv", "study.json"
 TIERS = "tiers."
-
-
-class RecordedSpread(msgspec.Struct, frozen=True, kw_only=True):
-    """A metric over the seeds of one combination."""
-
-    median: float
-    least: float
-    most: float
-
-
-class RecordedAxis(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that varies."""
-
-    name: str
-    labels: list[str]
-    keys: list[str] = []
 
 
 class Combination(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +20,9 @@ class Combination(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, str]
     """Of every swept key."""
     label: str
-    metrics: dict[str, RecordedSpread]
+    place: tuple[int, ...]
+    """Its point on every axis."""
+    metrics: dict[str, Spread]
 
 
 class RecordedRefusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +39,7 @@ class StudyJson(msgspec.Struct, frozen=True, kw_only=True):
     question: str = ""
     run: str = ""
     seeds: int = 1
-    axes: list[RecordedAxis]
+    axes: list[Axis]
     findings: dict[str, str]
     """A sentence or more for each metric."""
     rows: list[Combination]
@@ -68,32 +57,13 @@ class RecordedStudy(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def metrics(self) -> list[str]:
-        """Give the metrics that it is about, the first one first."""
+        """Return the metrics that it is about, the first one first."""
         return list(self.found.findings)
 
-    def series(self) -> dict[str, list[Combination]]:
-        """Give the combinations by the labels of all axes but the first, in the order of the rows."""
-        found: dict[str, list[Combination]] = {}
-        for row in self.found.rows:
-            found.setdefault(self._rest(row), []).append(row)
-        return found
-
-    def place(self, row: Combination) -> int:
-        """Give a combination's point on the first axis."""
-        labels = self.found.axes[0].labels
-        return max(
-            (i for i, label in enumerate(labels) if _starts(row.label, label)),
-            key=lambda i: len(labels[i]),
-        )
-
-    def _rest(self, row: Combination) -> str:
-        label = self.found.axes[0].labels[self.place(row)]
-        return row.label[len(label) :].removeprefix(", ")
-
-
-def _starts(text: str, label: str) -> bool:
-    """Whether a combination's label begins with that of a point of the first axis, and not a longer one."""
-    return text == label or text.startswith(f"{label}, ")
+    def table(self, metric: str) -> MetricTable:
+        """Return one metric over the grid."""
+        spreads = {row.place: row.metrics[metric] for row in self.found.rows}
+        return MetricTable(metric, tuple(self.found.axes), spreads)
 
 
 def read_study(path: Path, name: str) -> RecordedStudy:
@@ -130,9 +100,17 @@ def _read_tiers(path: Path) -> dict[str, float]:
 def _check(found: StudyJson, file: Path) -> None:
     if not found.axes or not found.rows:
         raise ValueError(f"{file}: a study has an axis and a row at least")
+    for axis in found.axes:
+        if len(axis.point_labels) != len(axis.points):
+            raise ValueError(f"{file}: {axis.title!r} has not one label for each of its points")
+    sizes = [len(axis.points) for axis in found.axes]
     for row in found.rows:
-        if not any(_starts(row.label, label) for label in found.axes[0].labels):
-            raise ValueError(f"{file}: row {row.label!r} is at no point of {found.axes[0].name!r}")
+        if len(row.place) != len(sizes) or not all(map(_is_point, row.place, sizes)):
+            raise ValueError(f"{file}: row {row.label!r} is at no point of the axes: {row.place}")
         for metric in found.findings:
             if metric not in row.metrics:
                 raise ValueError(f"{file}: row {row.label!r} lacks {metric}")
+
+
+def _is_point(at: int, size: int) -> bool:
+    return 0 <= at < size

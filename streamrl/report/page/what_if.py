@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from streamrl.hardware.profiles import price_of
 from streamrl.record.metrics import gpus_by_side, pool_of
 from streamrl.record.trace import Trace
-from streamrl.report.page.tornado import Swing
-from streamrl.report.page.words import percent
+from streamrl.report.pictures.tornado import Swing
 from streamrl.report.plan import Change, Plan
+from streamrl.report.words import percent
 
 SHIFT = re.compile(r"(?P<what>.+) (?P<sign>[+-])(?P<share>\d+) ?%")
 BY = 0.2
@@ -88,7 +88,7 @@ def of_run(trace: Trace, name: str, source: str) -> Sensitivity:
 
 
 def _dollars_by_pool(trace: Trace) -> Iterator[tuple[str, float]]:
-    """Give each pool with the dollars an hour of its allocated GPUs."""
+    """Yield each pool with the dollars an hour of its allocated GPUs."""
     run = trace.run
     found: dict[str, float] = {}
     for side, num_gpus in gpus_by_side(run).items():

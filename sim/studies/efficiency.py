@@ -26,7 +26,7 @@ def operator_efficiency(
     backend: str | None = None,
     **shape: float,
 ) -> Series:
-    """Give the share of the datasheet's speed that an operator reaches: peak seconds over its seconds.
+    """Return the share of the datasheet's speed that an operator reaches: peak seconds over its seconds.
 
     Args:
         gpu: a name in profiles/gpus.
@@ -52,7 +52,7 @@ def operator_efficiency(
 
 
 def training_mfu(run: Run, lengths: Sequence[int], rollouts: int = 256) -> Series:
-    """Give the MFU of training on batches of equal rollouts, one for each length.
+    """Return the MFU of training on batches of equal rollouts, one for each length.
 
     Counted are the FLOPs that a forward and a backward pass need; recomputing activations is not among them.
     """

@@ -28,7 +28,7 @@ def run_sweep(
     skips: bool = False,
     watch: Watch = lambda what, done, total: None,
 ) -> tuple[Grid, list[Row]]:
-    """Give the grid without what cannot be simulated, and a row for each combination and seed.
+    """Return the grid without what cannot be simulated, and a row for each combination and seed.
 
     Raises:
         ValueError: the first combination whose costs, memory or workload allow no simulation, unless `skips`;
@@ -65,7 +65,7 @@ def _simulate(pool: Executor, grid: Grid, num_seeds: int, watch: Watch) -> list[
 
 
 def _counted(watch: Watch, what: str, total: int) -> Callable[[], None]:
-    """Give what is to be called after each of `total` jobs."""
+    """Return what is to be called after each of `total` jobs."""
     done = count(1)
     return lambda: watch(what, next(done), total)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from streamrl.report.page.drawing import Drawing, scale, ticks
-from streamrl.report.page.words import change
+from streamrl.report.pictures.drawing import Drawing, Picture, scale, ticks
+from streamrl.report.words import change
 
 WIDTH = 900.0
 LEFT, RIGHT, TOP = 200.0, 20.0, 8.0
@@ -32,25 +32,27 @@ class Swing:
         return max(abs(self.less or 0.0), abs(self.more or 0.0))
 
 
-def tornado_figure(name: str, title: str, swings: Sequence[Swing], by: str) -> Drawing:
-    """Draw a row for each swing, of things that are less and more `by` so much."""
+def tornado_picture(name: str, of: str, swings: Sequence[Swing], by: str, source: str) -> Picture:
+    """Draw a row for each swing: what a figure would be `of` things that are less and more `by` so much."""
     ordered = sorted(swings, key=lambda swing: -swing.width)
     told = "; ".join(
         f"{s.what}: {by} less gives {_told(s.less)}, {by} more {_told(s.more)}" for s in ordered
     )
     height = TOP + ROW * len(ordered) + 30
-    drawing = Drawing(name, title, told, WIDTH, height)
+    drawing = Drawing(
+        name, f"{of[:1].upper()}{of[1:]}, if one thing were {by} less or more", told, WIDTH, height
+    )
     reach = max([swing.width for swing in ordered] + [0.01]) * ROOM
     across = scale(-reach, reach, LEFT, WIDTH - RIGHT)
     bottom = TOP + ROW * len(ordered)
-    for tick in ticks(-reach, reach, 7):
-        drawing.line(across(tick), TOP, across(tick), bottom, "grid")
-        label = change(tick) if tick else "as planned"
-        drawing.text(across(tick), bottom + 18, label, "muted small", "middle")
+    drawing.ticks_below(
+        ticks(-reach, reach, 7), across, (TOP, bottom), lambda x: change(x) if x else "as planned"
+    )
     for row, swing in enumerate(ordered):
         _draw(drawing, swing, TOP + row * ROW + (ROW - BAR) / 2, across, by)
     drawing.line(across(0.0), TOP, across(0.0), bottom, "axis")
-    return drawing
+    legend = (("less", f"{by} less"), ("more", f"{by} more"))
+    return Picture(drawing, f"Each change alone; from {source}.", legend)
 
 
 def _draw(

@@ -117,7 +117,7 @@ def tiers_text(tiers: Mapping[str, float] | None) -> str:
 
 
 def sides_of(run: Run) -> tuple[Side, Side]:
-    """Give who generates and who trains in a run file, as a plan says it."""
+    """Return who generates and who trains in a run file, as a plan says it."""
     sides = []
     for section, keys in (
         (run.rollout, ("replicas", "tensor_parallel", "expert_parallel")),
@@ -130,7 +130,7 @@ def sides_of(run: Run) -> tuple[Side, Side]:
 
 
 def gpus_text(side: Side) -> str:
-    """Give the GPUs of a side: "8 H20", with the pool where its name says more."""
+    """Return the GPUs of a side: "8 H20", with the pool where its name says more."""
     name = "CPU workers" if side.gpu == "cpu" else side.gpu.upper()
     place = "" if side.pool in (side.gpu, "local") else f" in {side.pool}"
     return f"{side.num_gpus}{NBSP}{name}{place}"

@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from streamrl.report.page.drawing import Drawing, scale, ticks
-from streamrl.report.page.words import dollars
+from streamrl.report.pictures.drawing import Anchor, Drawing, Picture, scale, ticks
+from streamrl.report.words import dollars
 
 WIDTH, HEIGHT = 900.0, 400.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 24.0, 28.0, 52.0
 NEAR = 20.0  # units between two points whose letters would overlap
 MARGIN = 0.08  # of the range, around the outermost points
+CAPTION = "Each letter is an option, at its simulated or executed figures. The line joins those that none beats in both."
+LEGEND = (("dot chosen", "chosen"), ("dot on-front", "on the front"), ("dot", "beaten in both"))
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Point:
 
 
 def front_of(points: Sequence[Point]) -> list[Point]:
-    """Give the points that none beats in both speed and cost, the fastest first."""
+    """Return the points that none beats in both speed and cost, the fastest first."""
     kept: list[Point] = []
     for point in sorted(points, key=lambda point: (-point.speed, point.cost)):
         if not kept or point.cost < kept[-1].cost:
@@ -37,7 +39,7 @@ def front_of(points: Sequence[Point]) -> list[Point]:
     return kept
 
 
-def scatter_figure(name: str, points: Sequence[Point]) -> Drawing:
+def scatter_picture(name: str, points: Sequence[Point]) -> Picture:
     """Draw every option at its speed and cost."""
     front = front_of(points)
     told = "; ".join(
@@ -50,7 +52,7 @@ def scatter_figure(name: str, points: Sequence[Point]) -> Drawing:
     drawing.polyline(stairs(corners), "front")
     for cluster in _clusters(points, across, up):
         _draw_cluster(drawing, cluster, {p.letter for p in front}, across, up)
-    return drawing
+    return Picture(drawing, CAPTION, LEGEND)
 
 
 def _axes(
@@ -60,12 +62,8 @@ def _axes(
     across = scale(*_range(speeds), LEFT, WIDTH - RIGHT)
     up = scale(*_range(costs), HEIGHT - BOTTOM, TOP)
     floor = HEIGHT - BOTTOM
-    for speed in ticks(*_range(speeds)):
-        drawing.line(across(speed), TOP, across(speed), floor, "grid")
-        drawing.text(across(speed), floor + 18, f"{speed:,.0f}", "muted small", "middle")
-    for cost in ticks(*_range(costs)):
-        drawing.line(LEFT, up(cost), WIDTH - RIGHT, up(cost), "grid")
-        drawing.text(LEFT - 8, up(cost) + 4, dollars(cost), "muted small", "end")
+    drawing.ticks_below(ticks(*_range(speeds)), across, (TOP, floor), "{:,.0f}".format)
+    drawing.ticks_beside(ticks(*_range(costs)), up, (LEFT, WIDTH - RIGHT), dollars)
     label = "tokens trained on per second → (better: right and low)"
     drawing.text(WIDTH - RIGHT, HEIGHT - 10, label, "small", "end")
     drawing.text(0, 14, "↑ dollars per million tokens", "small")
@@ -79,7 +77,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def stairs(corners: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Give the border of what the front beats, from the fastest point on: as dear as it down to the next one's speed."""
+    """Return the border of what the front beats, from the fastest point on: as dear as it down to the next one's speed."""
     path = corners[:1]
     for (_, y1), (x2, y2) in pairwise(corners):
         path += [(x2, y1), (x2, y2)]
@@ -118,6 +116,7 @@ def _draw_cluster(
         drawing.dot(across(point.speed), up(point.cost), 6, css, told)
     first = max(cluster, key=lambda point: across(point.speed))
     is_right = across(first.speed) > WIDTH - RIGHT - 90
-    shift, anchor = (-11, "end") if is_right else (11, "start")
+    anchor: Anchor = "end" if is_right else "start"
     letters = " ".join(point.letter for point in cluster)
-    drawing.text(across(first.speed) + shift, up(first.cost) - 8, letters, "strong", anchor)
+    x = across(first.speed) + (-11 if is_right else 11)
+    drawing.text(x, up(first.cost) - 8, letters, "strong", anchor)

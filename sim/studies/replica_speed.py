@@ -82,7 +82,7 @@ def _point(
 
 
 def _ridge(shard: Shard) -> float:
-    """Give the batch at which products without attention take as long to compute as their weights to read."""
+    """Return the batch at which products without attention take as long to compute as their weights to read."""
     gpu, dtype = shard.kernels.gpu, shard.kernels.dtype
     batch = np.unique(np.geomspace(1, 65536, 400).round())
     work = [shard.step_work(int(b), 0) for b in batch]

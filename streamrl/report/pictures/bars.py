@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from streamrl.report.page.drawing import Drawing, scale, shortened
+from streamrl.report.pictures.drawing import Drawing, Picture, scale, shortened
 
 WIDTH = 460.0
 ROW = 44.0  # a line of text over a bar
@@ -25,9 +25,9 @@ class Bar:
     is_chosen: bool
 
 
-def bars_figure(
+def bars_picture(
     name: str, title: str, bars: Sequence[Bar], show: Callable[[float], str], better: str
-) -> Drawing:
+) -> Picture:
     """Draw a bar a row, the whole range of its band as a line over its end."""
     told = "; ".join(f"{bar.label}: {show(bar.value)}" for bar in bars)
     drawing = Drawing(name, title, f"{better} is better. {told}.", WIDTH)
@@ -36,7 +36,7 @@ def bars_figure(
     for row, bar in enumerate(bars):
         _draw(drawing, row * ROW + 14, bar, across, show)
     drawing.height = len(bars) * ROW
-    return drawing
+    return Picture(drawing, f"{better} is better. The line over a bar's end is its band.")
 
 
 def _draw(

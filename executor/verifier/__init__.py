@@ -1,0 +1,1 @@
+"""Rewards of finished rollouts, computed in processes from which what a model wrote reaches nothing."""

@@ -1,0 +1,228 @@
+"""The process that holds the scorer, and forks a worker where an answer needs one of its own.
+
+Started with an empty environment, it loads the scorer once. Of its controller it gets a line of JSON for each
+answer, `{"id", "answer", "record"}`, and gives one back, `{"id", "reward", "fault", "detail"}`. It never looks
+at an answer itself. A worker that was given an answer which could run code is not used again: what that may have
+changed there would meet the next rollout.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
+
+from executor.verifier.sandbox import Sandbox, SandboxLimits, find_gaps
+from executor.verifier.scorers import SCORERS, Grade, Grader, Scorer, can_act
+from executor.verifier.scoring_worker import MOST_BYTES, ScoringOutcome, read_verdict, work
+
+if TYPE_CHECKING:
+    from executor.prompts import Record
+
+OWN = ("__main__", "executor", "streamrl")
+"""Packages of which a worker needs no more files."""
+LIBRARIES = ("/usr", "/lib", "/lib64", f"{sys.base_prefix}/lib")
+"""Where Python's modules find what they are linked with."""
+
+
+class Options(TypedDict):
+    """What the process is told at its start."""
+
+    path: list[str]
+    """`sys.path` of its controller."""
+    connection: int
+    """File descriptor of the socket to it."""
+    scorer: str
+    limits: tuple[float, float]
+    """Seconds and bytes; see `Limits`."""
+
+
+def main(options: Options) -> None:
+    """Serve until the controller hangs up."""
+    os.umask(0o077)
+    for gap in find_gaps():
+        print(f"what the scorer evaluates is not kept from everything: {gap}", file=sys.stderr)
+    scorer = SCORERS[options["scorer"]]
+    grader = load(scorer)
+    os.environ.clear()
+    gc.collect()
+    gc.freeze()  # or collecting in a worker would copy all of it
+    limits = SandboxLimits(*options["limits"])
+    connection = socket.socket(fileno=options["connection"])
+    sandbox = Sandbox(limits, readable_roots())
+    ForkServer(connection, grader, scorer.evaluates, limits, sandbox).serve()
+    Path.cwd().rmdir()  # made for this process
+
+
+def load(scorer: Scorer) -> Grader:
+    """Import what a scorer needs; where that fails, return one that says so for every record."""
+    try:
+        return scorer.load()
+    except Exception as error:
+        failure = error
+
+    def refuse(record: Record) -> Grade:
+        raise failure
+
+    return refuse
+
+
+def readable_roots() -> Iterable[Path]:
+    """Return the directories that the modules imported so far came from, and those of shared libraries."""
+    tops = [module for name, module in sys.modules.items() if "." not in name and name not in OWN]
+    files = [Path(file) for module in tops if (file := getattr(module, "__file__", None))]
+    roots = {file.parent.parent if file.stem == "__init__" else file.parent for file in files}
+    return sorted(root for root in {*roots, *map(Path, LIBRARIES)} if root.is_dir())
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker, as the process that forked it knows it."""
+
+    pid: int
+    requests: int
+    verdicts: int
+    request: int | None = None
+    """What it grades; None while it is idle."""
+    began_at: float = 0.0
+    work_time: float = 0.0
+    """Seconds that it has been grading."""
+    is_used_up: bool = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it waits for a request."""
+        return self.request is None
+
+
+class ForkServer:
+    """Gives each request to a worker, and each worker its time."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        grader: Grader,
+        evaluates: bool,
+        limits: SandboxLimits,
+        sandbox: Sandbox,
+    ) -> None:
+        self._connection = connection
+        self._grader = grader
+        self._evaluates = evaluates
+        self._limits = limits
+        self._sandbox = sandbox
+        self._workers: dict[int, Worker] = {}
+        self._unread = b""
+        self._is_over = False
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(connection, selectors.EVENT_READ, self._receive)
+
+    def serve(self) -> None:
+        """Answer requests until the controller hangs up, then leave no worker behind."""
+        while not self._is_over:
+            for key, _ in self._selector.select(self._patience()):
+                handle: Callable[[], None] = key.data
+                handle()
+            self._end_overdue()
+        for worker in list(self._workers.values()):
+            self._discard(worker)
+
+    def _receive(self) -> None:
+        data = self._connection.recv(1 << 20)
+        self._is_over = not data
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            self._begin(line)
+
+    def _begin(self, line: bytes) -> None:
+        request = json.loads(line)
+        try:
+            self._grader(
+                request["record"]
+            )  # loads what the record's task needs, once for all workers
+        except Exception as error:
+            detail = f"{type(error).__name__}: {error}"
+            self._answer(request["id"], ScoringOutcome(0.0, "record", detail))
+            return
+        worker = self._hand_over(line + b"\n")
+        worker.request, worker.began_at = request["id"], time.monotonic()
+        worker.is_used_up = self._evaluates and can_act(request["answer"])
+
+    def _hand_over(self, line: bytes) -> Worker:
+        """Send a request to a worker that is idle, or to a new one."""
+        idle = (worker for worker in self._workers.values() if worker.is_idle)
+        worker = next(idle, None) or self._fork()
+        try:
+            os.write(worker.requests, line)  # all of it: the pipe blocks
+        except BrokenPipeError:  # somebody killed it meanwhile
+            self._discard(worker)
+            return self._hand_over(line)
+        return worker
+
+    def _fork(self) -> Worker:
+        requests, to_worker = os.pipe()
+        verdicts, from_worker = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            work(requests, from_worker, self._grader, self._sandbox)
+        os.close(requests)
+        os.close(from_worker)
+        worker = Worker(pid, to_worker, verdicts)
+        self._workers[pid] = worker
+        self._selector.register(verdicts, selectors.EVENT_READ, partial(self._end, worker))
+        return worker
+
+    def _end(self, worker: Worker) -> None:
+        """Pass on what a worker answered; keep it if it can go on."""
+        if self._workers.get(worker.pid) is not worker:
+            return  # discarded since this was found to be readable
+        data = os.read(worker.verdicts, MOST_BYTES)
+        outcome = read_verdict(data) if data else ScoringOutcome(0.0, "process ended")
+        worker.work_time += time.monotonic() - worker.began_at
+        is_old = worker.work_time > self._limits.time  # and would meet its limit of CPU time
+        self._settle(worker, outcome)
+        if worker.is_used_up or is_old or outcome.fault is not None:
+            self._discard(worker)
+
+    def _settle(self, worker: Worker, outcome: ScoringOutcome) -> None:
+        if worker.request is not None:
+            self._answer(worker.request, outcome)
+        worker.request = None
+
+    def _end_overdue(self) -> None:
+        latest = time.monotonic() - self._limits.time
+        for worker in list(self._workers.values()):
+            if not worker.is_idle and worker.began_at <= latest:
+                self._settle(worker, ScoringOutcome(0.0, "time limit"))
+                self._discard(worker)
+
+    def _patience(self) -> float | None:
+        """Return the seconds until the first worker is overdue, None where all are idle."""
+        first = min((w.began_at for w in self._workers.values() if not w.is_idle), default=inf)
+        return None if first == inf else max(0.0, first + self._limits.time - time.monotonic())
+
+    def _discard(self, worker: Worker) -> None:
+        del self._workers[worker.pid]
+        self._selector.unregister(worker.verdicts)
+        os.kill(worker.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # the rule where seccomp is at work: it started nobody
+            os.killpg(worker.pid, signal.SIGKILL)
+        os.waitpid(worker.pid, 0)
+        os.close(worker.verdicts)
+        os.close(worker.requests)
+
+    def _answer(self, request: int, outcome: ScoringOutcome) -> None:
+        line = json.dumps({"id": request, **outcome._asdict()})
+        self._connection.sendall(line.encode() + b"\n")

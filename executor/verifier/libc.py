@@ -1,0 +1,26 @@
+"""What Linux offers and Python has no name for, by the C library; errors become `OSError`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+_LIBRARY = ctypes.CDLL(None, use_errno=True)
+
+
+def prctl(option: int, *arguments: object) -> int:
+    """Change how the kernel treats this process, by number and arguments of its manual page."""
+    padding = (0,) * (4 - len(arguments))
+    return _checked("prctl", _LIBRARY.prctl(option, *arguments, *padding))
+
+
+def syscall(number: int, *arguments: object) -> int:
+    """Make a system call that the C library has no function for."""
+    return _checked(f"system call {number}", _LIBRARY.syscall(number, *arguments))
+
+
+def _checked(name: str, result: int) -> int:
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{name}: {os.strerror(error)}")
+    return result

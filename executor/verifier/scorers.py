@@ -1,0 +1,107 @@
+"""Scorers by name: what each reads of a completion and of its record, and how it comes to a reward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from executor.prompts import Record
+
+Grade: TypeAlias = Callable[[str], float]
+"""The reward of one answer, 0 to 1. It may evaluate the answer: call it in a sandbox only."""
+Grader: TypeAlias = "Callable[[Record], Grade]"
+"""Grades the answers to one record. It sees nothing that a model wrote; raises where the record lacks something."""
+
+ANSWER_MARKERS = ("####", "#", "answer:", "Answer:")
+"""What stands before the final answer where a completion shows its work."""
+
+
+class Scorer(NamedTuple):
+    """How completions are scored; only `load` imports what does it."""
+
+    read: Callable[[str], str]
+    """Return what of a completion is scored."""
+    expected: Callable[[Record], str | None]
+    """Return an answer to the record that is known to be right, None where the record knows none."""
+    load: Callable[[], Grader]
+    """Import what grades, and let it grade something of our own: sympy's first expression takes a tenth of a
+    second, which every worker that is forked before it would take anew."""
+    evaluates: bool
+    """Whether it may run an answer as code."""
+
+
+def final_answer(completion: str) -> str:
+    """Return what follows the last answer marker, or the last line where there is none."""
+    for marker in ANSWER_MARKERS:
+        if marker in completion:
+            return completion.rpartition(marker)[2].strip()
+    lines = completion.strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+def can_act(answer: str) -> bool:
+    """Whether an answer, were it evaluated, could do more than compute a value.
+
+    To reach anything it takes a name, and to do anything with it more than the name.
+    """
+    return any(map(str.isidentifier, answer)) and not answer.isalnum()
+
+
+def _whole(completion: str) -> str:
+    return completion
+
+
+def _answer_of(record: Record) -> str | None:
+    return str(record["answer"])
+
+
+def _answer_of_entry(record: Record) -> str | None:
+    answer = _entry(record)["answer"]
+    return None if answer is None else str(answer)
+
+
+def _entry(record: Record) -> Record:
+    return record.get("entry") or {"answer": record["answer"], "metadata": {}}
+
+
+def _load_exact() -> Grader:
+    def grade(record: Record) -> Grade:
+        expected = str(record["answer"]).strip()
+        return lambda answer: float(answer == expected)
+
+    return grade
+
+
+def _load_math_verify() -> Grader:
+    from math_verify import parse, verify
+
+    def grade(record: Record) -> Grade:
+        expected = str(record["answer"])
+        return lambda completion: float(verify(parse(expected), parse(completion)))
+
+    grade({"answer": "$x^2 + 1$"})("so $\\boxed{\\frac{x}{2}}$")  # see `Scorer.load`
+    return grade
+
+
+def _load_reasoning_gym() -> Grader:
+    from reasoning_gym import get_score_answer_fn
+
+    scorer_of = cache(get_score_answer_fn)
+
+    def grade(record: Record) -> Grade:
+        task, entry = scorer_of(record["task"]), _entry(record)
+        return lambda answer: float(task(answer=answer, entry=entry))
+
+    derivative = {"integrand": "2*x", "variable": "x"}
+    entry = {"answer": "x**2 + C", "metadata": derivative}
+    grade({"task": "simple_integration", "entry": entry})("x**2 + C")  # see `Scorer.load`
+    return grade
+
+
+SCORERS: dict[str, Scorer] = {
+    "exact": Scorer(final_answer, _answer_of, _load_exact, evaluates=False),
+    "math-verify": Scorer(_whole, _answer_of, _load_math_verify, evaluates=True),
+    "reasoning-gym": Scorer(final_answer, _answer_of_entry, _load_reasoning_gym, evaluates=True),
+}

@@ -1,0 +1,90 @@
+"""The names for notebooks and scripts: `from streamrl.api import load_run, simulate`.
+
+Each is imported when it is first asked for, so that a script loads what it uses. Beside `streamrl.cli` this is
+the only place that knows the core, simulation and execution alike, and nothing of theirs imports it.
+"""
+
+from __future__ import annotations
+
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sim.planner.planner import make_plan as plan
+    from sim.studies.efficiency import operator_efficiency, training_mfu
+    from sim.studies.replica_speed import study_generation
+    from sim.world import simulate
+    from streamrl.hardware.profiles import load_model
+    from streamrl.record.metrics import measure
+    from streamrl.record.trace import read_trace
+    from streamrl.report.bubbles import bubble_notes, bubble_table, read_bubbles
+    from streamrl.report.figures import bubble_figure, timeline_figure
+    from streamrl.report.generation import comparison_table as generation_comparison
+    from streamrl.report.generation import generation_figure, generation_notes
+    from streamrl.report.html import report_html as report
+    from streamrl.report.plan_report import plan_report
+    from streamrl.report.profile_figures import share_figure
+    from streamrl.report.run_tables import metrics_table
+    from streamrl.runfile.reading import load_run
+
+PLACES = {
+    "load_run": "streamrl.runfile.reading:load_run",
+    "load_model": "streamrl.hardware.profiles:load_model",
+    "plan": "sim.planner.planner:make_plan",
+    "plan_report": "streamrl.report.plan_report:plan_report",
+    "simulate": "sim.world:simulate",
+    "read_trace": "streamrl.record.trace:read_trace",
+    "timeline_figure": "streamrl.report.figures:timeline_figure",
+    "measure": "streamrl.record.metrics:measure",
+    "metrics_table": "streamrl.report.run_tables:metrics_table",
+    "read_bubbles": "streamrl.report.bubbles:read_bubbles",
+    "bubble_table": "streamrl.report.bubbles:bubble_table",
+    "bubble_notes": "streamrl.report.bubbles:bubble_notes",
+    "bubble_figure": "streamrl.report.figures:bubble_figure",
+    "report": "streamrl.report.html:report_html",
+    "study_generation": "sim.studies.replica_speed:study_generation",
+    "generation_comparison": "streamrl.report.generation:comparison_table",
+    "generation_notes": "streamrl.report.generation:generation_notes",
+    "generation_figure": "streamrl.report.generation:generation_figure",
+    "operator_efficiency": "sim.studies.efficiency:operator_efficiency",
+    "training_mfu": "sim.studies.efficiency:training_mfu",
+    "share_figure": "streamrl.report.profile_figures:share_figure",
+}
+"""Where each name is, as module:name."""
+
+__all__ = [
+    "bubble_figure",
+    "bubble_notes",
+    "bubble_table",
+    "generation_comparison",
+    "generation_figure",
+    "generation_notes",
+    "load_model",
+    "load_run",
+    "measure",
+    "metrics_table",
+    "operator_efficiency",
+    "plan",
+    "plan_report",
+    "read_bubbles",
+    "read_trace",
+    "report",
+    "share_figure",
+    "simulate",
+    "study_generation",
+    "timeline_figure",
+    "training_mfu",
+]
+
+if not TYPE_CHECKING:  # which knows the names from above, and that there are no others
+
+    def __getattr__(name: str) -> object:
+        """Import a name; Python asks here once, for it stays."""
+        if name not in PLACES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = resolve_name(PLACES[name])
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        """Return what there is, imported or not."""
+        return sorted({*globals(), *PLACES})

@@ -1,0 +1,100 @@
+"""Numbers of a run file that must lie within bounds whatever other keys say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import get_type_hints
+
+from streamrl.runfile.algorithm_config import AlgorithmConfig
+from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
+from streamrl.runfile.config import CostsConfig, ExecuteConfig, Run
+from streamrl.runfile.errors import Bounds, RunError
+from streamrl.runfile.failures_config import FailuresConfig
+from streamrl.runfile.keys import join_key
+from streamrl.runfile.plan_config import PlanConfig
+from streamrl.runfile.policies_config import PoliciesConfig
+from streamrl.runfile.section import Section
+from streamrl.runfile.sides_config import RolloutConfig, SyncConfig, TrainerConfig, VerifierConfig
+from streamrl.runfile.workload_config import TAIL_SHARE, LengthsConfig, WorkloadConfig
+
+POSITIVE = Bounds(0, excludes_least=True)
+SHARE = Bounds(0, 1)
+POSITIVE_SHARE = Bounds(0, 1, excludes_least=True)
+COUNTS = (
+    *(PoolConfig, RolloutConfig, TrainerConfig, AlgorithmConfig, WorkloadConfig),
+    *(VerifierConfig, SyncConfig, ExecuteConfig),
+)
+"""Sections whose whole numbers are all at least 1."""
+BOUNDS: dict[type[Section], dict[str, Bounds]] = {
+    Run: {"seed": Bounds(0), "warm_up_steps": Bounds(0)},
+    LinkConfig: {"bandwidth": POSITIVE},
+    RolloutConfig: {"memory_utilization": POSITIVE_SHARE},
+    TrainerConfig: {"efficiency": POSITIVE_SHARE},
+    WorkloadConfig: {"informative_share": SHARE},
+    LengthsConfig: {
+        "scale": POSITIVE,
+        "scale_to": POSITIVE,
+        "drift_steps": Bounds(2),
+        "ranker_recall": Bounds(TAIL_SHARE, 1),
+        "ranker_recall_to": Bounds(TAIL_SHARE, 1),
+        "ranker_correlation": SHARE,
+        "ranker_history": Bounds(1),
+    },
+    VerifierConfig: {"time_limit": POSITIVE, "memory_limit": POSITIVE},
+    SyncConfig: {"bucket_size": POSITIVE, "changed_share": POSITIVE_SHARE},
+    CostsConfig: {"generation_factor": POSITIVE, "training_factor": POSITIVE},
+    PoliciesConfig: {
+        "max_staleness": Bounds(0),
+        "tail_share": SHARE,
+        "tail_every": Bounds(2),
+        "resize_unit": Bounds(1),
+        "max_replicas": Bounds(1),
+        "resize_window": Bounds(1),
+        "shrink_after": Bounds(1),
+        "max_attempts": Bounds(1),
+        "max_restarts": Bounds(0),
+    },
+    PlanConfig: {
+        "budget_per_hour": POSITIVE,
+        "budget_per_step": POSITIVE,
+        "unit": Bounds(1),
+        "simulations": Bounds(1),
+        "finalists": Bounds(1),
+        "seeds": Bounds(1),
+        "steps": Bounds(1),
+    },
+    FailuresConfig: {"per_gpu_day": Bounds(0)},
+}
+
+
+def check_bounds(run: Run) -> None:
+    """Raise `RunError` where a number is out of bounds, or not finite."""
+    for key, section in _sections(run):
+        for name, bounds in _bounds_of(type(section)).items():
+            value = getattr(section, name)
+            if value is not None and not bounds.hold(value):
+                raise RunError(join_key(key, name), value, bounds)
+
+
+def _sections(place: object, key: str = "") -> Iterator[tuple[str, Section]]:
+    """Yield a section and all that are in it, in tables and lists too, with their keys."""
+    match place:
+        case Section():
+            yield key, place
+            for name in place.__struct_fields__:
+                yield from _sections(getattr(place, name), join_key(key, name))
+        case dict():
+            for name, entry in place.items():
+                yield from _sections(entry, join_key(key, name))
+        case list():
+            for index, entry in enumerate(place):
+                yield from _sections(entry, join_key(key, index))
+
+
+@cache
+def _bounds_of(kind: type[Section]) -> dict[str, Bounds]:
+    """Return the bounds of a section's keys."""
+    hints = get_type_hints(kind) if kind in COUNTS else {}
+    counts = {name: Bounds(1) for name, hint in hints.items() if hint is int}
+    return {**counts, **BOUNDS.get(kind, {})}

@@ -1,0 +1,101 @@
+"""What is wrong with a run file: a line for people, and the same as data for what mends it."""
+
+from __future__ import annotations
+
+from math import inf, isfinite
+from typing import Literal, NamedTuple, TypeAlias
+
+from streamrl.runfile.units import Bandwidth, Duration, Size
+
+MOST_SHOWN = 80
+"""Characters of a value that an error quotes."""
+
+
+class OneOf(tuple[object, ...]):
+    """Values of which one is right; of a list, what each entry may be."""
+
+    def __str__(self) -> str:
+        return repr(self[0]) if len(self) == 1 else f"one of {', '.join(map(str, self))}"
+
+
+class Bounds(NamedTuple):
+    """Finite numbers from `least` to `most`."""
+
+    least: float
+    most: float = inf
+    excludes_least: bool = False
+
+    def hold(self, number: float) -> bool:
+        """Whether a number lies within."""
+        is_above = number > self.least if self.excludes_least else number >= self.least
+        return isfinite(number) and is_above and number <= self.most
+
+    def __str__(self) -> str:
+        if self.most == inf:
+            return f"{'above' if self.excludes_least else 'at least'} {self.least}"
+        return f"in {'(' if self.excludes_least else '['}{self.least}, {self.most}]"
+
+
+Allowed: TypeAlias = OneOf | Bounds | type
+"""What a value may be; of a type (bool, int, float, str, list, dict, or a quantity) any value."""
+Problem = Literal["unknown key", "missing key", "wrong value"]
+
+TYPES: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "a table",
+    Bandwidth: "a bandwidth such as '80 Gbps'",
+    Duration: "a duration such as '20 ms'",
+    Size: "a size such as '96 GB'",
+}
+
+
+class RunError(ValueError):
+    """One thing that is wrong with a run file: its text is one line with key, value and what would be right."""
+
+    def __init__(
+        self,
+        key: str,
+        value: object,
+        allowed: Allowed | None = None,
+        text: str = "",
+        others: tuple[str, ...] = (),
+        problem: Problem = "wrong value",
+    ) -> None:
+        """Say what is wrong.
+
+        Args:
+            key: the dotted key, as `--set` takes it.
+            value: what it has, as the run file or the run has it; None where it is missing.
+            allowed: what it may be, and for an unknown key the keys that may have been meant; None where
+                that depends on other keys.
+            text: the line, where "KEY must be ALLOWED, got VALUE" does not say it.
+            others: further keys, of which a change may help as well, the likeliest first.
+            problem: what kind of error it is.
+        """
+        super().__init__(
+            key, value, allowed, text, others, problem
+        )  # so that pickle makes it again
+        self.key = key
+        self.value = value
+        self.allowed = allowed
+        self.others = others
+        self.problem = problem
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text or f"{self.key} must be {say(self.allowed)}, got {shown(self.value)}"
+
+
+def say(allowed: Allowed | None) -> str:
+    """Return what a value may be in words: "at least 1", "a whole number"."""
+    return TYPES[allowed] if isinstance(allowed, type) else str(allowed)
+
+
+def shown(value: object) -> str:
+    """Return a value as an error quotes it: on one line, and not all of a long one."""
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."

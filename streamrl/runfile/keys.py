@@ -1,0 +1,29 @@
+"""Dotted keys of a run file, as errors name them and `--set` takes them: `cluster.links.0.latency`."""
+
+from __future__ import annotations
+
+import json
+import re
+
+_PART = re.compile(r'"(?:[^"\\]|\\.)*"|[^."]+')
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def join_key(parent: str, name: str | int) -> str:
+    """Return the key of an entry of a table or list; as in TOML a name with a dot or a space is quoted."""
+    part = str(name)
+    if not _BARE.fullmatch(part):
+        part = json.dumps(part, ensure_ascii=not part.isprintable())
+    return f"{parent}.{part}" if parent else part
+
+
+def split_key(key: str) -> list[str]:
+    """Return the names that a dotted key is made of.
+
+    Raises:
+        ValueError: the key is empty, or has an empty name or an open quote.
+    """
+    parts = _PART.findall(key)
+    if not parts or ".".join(parts) != key:
+        raise ValueError(f"{key!r} is no dotted key")
+    return [json.loads(part) if part.startswith('"') else part for part in parts]

@@ -1,0 +1,119 @@
+"""What the doctor makes of run files that `load_run` refuses: fixes come from the data of errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from streamrl.doctor.changes import toml
+from streamrl.doctor.contradictions import mend_contradictions
+from streamrl.doctor.reading import read_leniently
+from streamrl.runfile.checks import check_run
+from streamrl.runfile.overrides import override, read_value
+from streamrl.runfile.reading import convert_run
+from tests.patients import NOWHERE, full_table
+
+
+def fixes_of(changes: dict[str, Any]) -> list[str]:
+    """Return the fixes of a run file, after which it is one."""
+    reading = read_leniently(full_table(changes), NOWHERE.parent)
+    assert reading.run is not None
+    consistency = mend_contradictions(reading.run)
+    assert consistency.run is not None
+    check_run(consistency.run)
+    return [finding.fix for finding in [*reading.findings, *consistency.findings]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fixes"),
+    [
+        # keys and types
+        ({"rollout.replicas": "2"}, ["set rollout.replicas=2"]),
+        ({"rollout.replicas": 2.2}, ["set rollout.replicas=2"]),
+        ({"rollout.replicas": float("nan")}, ["set rollout.replicas=1, or what yours needs"]),
+        ({"policies.max_staleness": 0.5}, ["set policies.max_staleness=0"]),
+        ({"policies.learns_from_siblings": "no"}, ["set policies.learns_from_siblings=false"]),
+        ({"workload.lengths.kind": "histogramm"}, ["set workload.lengths.kind=histogram"]),
+        ({"rollout.start_time": 3}, ['set rollout.start_time="3 ms"']),
+        ({"plan": {"micro_batch": 4}}, ["set plan.micro_batch=[4]"]),
+        ({"plan": {"zero": [1, 2]}}, ["set plan.zero.1=1"]),
+        ({"trainer.max_staleness": 1}, ["rename trainer.max_staleness to policies.max_staleness"]),
+        (
+            {"rollout": 3},
+            ['set rollout={pool = "far", replicas = 1, max_tokens = 4096}, or what yours needs'],
+        ),
+        # bounds
+        ({"workload.lengths.scale": 0}, ["set workload.lengths.scale=1.0"]),
+        ({"rollout.memory_utilization": 1.5}, ["set rollout.memory_utilization=1"]),
+        ({"trainer.max_tokens_per_pass": 0}, ["set trainer.max_tokens_per_pass=16384"]),
+        ({"seed": -1, "policies.tail_every": 1}, ["set seed=0", "set policies.tail_every=3"]),
+        # contradictions
+        (
+            {"trainer.pipeline_parallel": 8, "trainer.tensor_parallel": 1},
+            ["set trainer.pipeline_parallel=4"],
+        ),
+        ({"trainer.expert_parallel": 3}, ["set trainer.expert_parallel=4"]),
+        (
+            {
+                "policies.tail_batching": "defer",
+                "workload.lengths.ranker": "oracle",
+                "algorithm.steps": 100,
+            },
+            ["set algorithm.steps=99"],
+        ),
+        ({"policies.tail_batching": "defer"}, ["set policies.tail_batching=none"]),
+        ({"plan": {"rollout_pools": ["far", "moon"]}}, ['set plan.rollout_pools=["far", "near"]']),
+        ({"plan": {"max_staleness": [1, -1]}}, ["set plan.max_staleness=[1]"]),
+        ({"plan": {"systems": []}}, ["remove plan.systems"]),
+        ({"model": {"name": "qwen2.5-7b", "path": "x"}}, ["remove model.name"]),
+        ({"model": {}}, ["set model.name=qwen2.5-7b"]),
+        ({"execute.device": "gpu"}, ["set execute.device=auto"]),
+        ({"execute.device": "cuda0"}, ["set execute.device=cuda"]),
+        ({"workload.verifier": "exactly"}, ["set workload.verifier=exact"]),
+        (
+            {"cluster.links": []},
+            [
+                'set cluster.links=[{between = ["far", "near"], bandwidth = "10 Gbps", '
+                'latency = "0 ms", transport = "tcp"}]'
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_a_wrong_run_file_gets_one_fix_for_each_error(
+    changes: dict[str, Any], fixes: list[str]
+) -> None:
+    assert fixes_of(changes) == fixes
+
+
+def test_what_cannot_be_mended_is_told_with_all_that_is_wrong_beside_it() -> None:
+    table = {"rollout": {"replicas": "2"}, "trainer": {"pool": "near"}, "sync": {"modus": "full"}}
+    reading = read_leniently(table, NOWHERE.parent)
+    assert reading.run is None
+    texts = [finding.text for finding in reading.findings]
+    assert [text for text in texts if text.startswith("cluster is missing")]
+    assert [text for text in texts if text.startswith("sync.modus is no key")]
+    assert table["rollout"] == {"replicas": "2"}, "the table that was read stays as it is"
+
+
+def test_a_pool_with_a_dot_in_its_name_is_mended() -> None:
+    table = full_table({"rollout.pool": "dc1.far"})
+    table["cluster"]["pools"]["dc1.far"] = {"gpu": "h20", "nodes": "2"}
+    table["cluster"]["links"][0]["between"] = ["dc1.far", "near"]
+    reading = read_leniently(table, NOWHERE.parent)
+    assert [finding.fix for finding in reading.findings] == ['set cluster.pools."dc1.far".nodes=2']
+    override(table, 'cluster.pools."dc1.far".nodes=2')
+    assert reading.run == convert_run(table, NOWHERE.parent)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(1, -1, 0.5, 1e-30, 1e300, float("inf"), True, "word", "two words", "1", "true", "1e3"),
+        *("2024-01-01", "", "a\nb", 'quoted "x"', "ä", ["a", 1.5], [], {"a b": ["x"], "c": 1}),
+    ],
+    ids=str,
+)
+def test_a_value_is_written_as_set_reads_it(value: object) -> None:
+    assert read_value(toml(value)) == value

@@ -1,0 +1,91 @@
+"""Completions that attack their scorer, and what a verifier makes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from executor.prompts import Record
+from executor.verifier.scorers import SCORERS, Grader
+from executor.verifier.verifier import Scoring, Verifier
+from streamrl.runfile.sides_config import VerifierConfig
+from streamrl.runfile.units import Duration, Size
+
+EVALUATED: Record = {"task": "string_insertion", "entry": {"answer": "ABC", "metadata": {}}}
+"""A record whose scorer evaluates answers: a Python list of the right letters has reward 0.1."""
+WENT_THROUGH, WAS_STOPPED = 0.1, 0.0
+"""Rewards of an `attempt`."""
+
+
+def attempt(code: str) -> str:
+    """Return an answer to `EVALUATED` that has a reward if `code` runs to its end."""
+    return f"[exec({code!r}, {{}}), *'ABC'][1:]"
+
+
+@cache
+def load(scorer: str) -> Grader:
+    """Load a scorer into this process: for trusted answers."""
+    return SCORERS[scorer].load()
+
+
+def score(scorer: str, completion: str, record: Record) -> float:
+    return load(scorer)(record)(SCORERS[scorer].read(completion))
+
+
+def config(time_limit: float = 1.0, memory_limit: float = 3e8, workers: int = 2) -> VerifierConfig:
+    return VerifierConfig(
+        workers=workers, time_limit=Duration(time_limit), memory_limit=Size(memory_limit)
+    )
+
+
+def verdicts(
+    scorer: str,
+    completions: Iterable[tuple[str, Record]],
+    log: Path = Path(os.devnull),
+    **limits: Any,
+) -> list[Scoring | BaseException]:
+    """Return what becomes of each completion, all of them given at once."""
+
+    async def go() -> list[Scoring | BaseException]:
+        verifier = Verifier(scorer, config(**limits), log)
+        try:
+            work = [verifier.verify(*completion) for completion in completions]
+            return await asyncio.gather(*work, return_exceptions=True)
+        finally:
+            verifier.close()
+
+    return asyncio.run(asyncio.wait_for(go(), timeout=120))
+
+
+def work_time(pid: int) -> float:
+    """Return the seconds that a process has computed."""
+    return sum(map(int, _stat(pid)[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_until_gone(pids: Iterable[int], seconds: float) -> None:
+    """Wait until processes have ended, whether or not somebody asked what of."""
+    until = time.monotonic() + seconds
+    for pid in pids:
+        while Path(f"/proc/{pid}").exists() and _stat(pid)[0] != "Z":
+            assert time.monotonic() < until, f"process {pid} lives on"
+            time.sleep(0.01)
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what the kernel tells of a process, from its state on; see proc(5)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def children(pid: int) -> list[int]:
+    """Return the ids of a process's children; of one that has ended, none."""
+    try:
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
+    except FileNotFoundError:
+        return []
