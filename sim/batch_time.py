@@ -49,7 +49,7 @@ def generate_batch(run: Run, costs: Costs, batch: Sequence[Draw]) -> list[Finish
     shares: dict[int, list[Generate]] = defaultdict(list)
     for command in deal(run, batch):
         shares[command.replica].append(command)
-    rollouts = {rollout: one for draw in batch for rollout, one in rollouts_of(draw).items()}
+    rollouts = rollouts_of(batch)
     finishes: list[Finish] = []
     for replica_id, commands in shares.items():
         alone = _Alone(run, costs, rollouts)

@@ -94,15 +94,15 @@ class Replica:
 
     def generate(self, command: Generate) -> None:
         """Queue a rollout."""
-        group, prompt_tokens, length = self._rollouts[command.rollout]
-        prefix = group if self._shares_prefixes else command.rollout
+        drawn = self._rollouts[command.rollout]
+        prefix = drawn.group if self._shares_prefixes else command.rollout
         attempt = Attempt(
             command.rollout,
             prefix,
             command.priority,
-            prompt_tokens,
+            drawn.prompt_tokens,
             command.prefix,
-            length,
+            drawn.length,
             command.brings_cache,
         )
         self._enqueue(attempt)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
+import msgspec
 import simpy
 
 from sim.costs.costs import Costs
@@ -41,7 +42,7 @@ class Surroundings(Protocol):
         ...
 
 
-class DrawnRollout(NamedTuple):
+class DrawnRollout(msgspec.Struct, frozen=True, gc=False):
     """What only the world knows of a rollout, from the moment it is drawn."""
 
     group: int
@@ -50,10 +51,10 @@ class DrawnRollout(NamedTuple):
     """Output tokens that it will have."""
 
 
-def rollouts_of(draw: Draw) -> dict[int, DrawnRollout]:
-    """Return the rollouts of a group by id."""
-    drawn = draw.drawn
+def rollouts_of(draws: Iterable[Draw]) -> dict[int, DrawnRollout]:
+    """Return the rollouts of groups by id."""
     return {
-        rollout: DrawnRollout(drawn.group, drawn.prompt_tokens, length)
-        for rollout, length in zip(drawn.rollouts, draw.lengths, strict=True)
+        rollout: DrawnRollout(draw.drawn.group, draw.drawn.prompt_tokens, length)
+        for draw in draws
+        for rollout, length in zip(draw.drawn.rollouts, draw.lengths, strict=True)
     }

@@ -156,8 +156,7 @@ class SimWorld(World[Trace]):
     def _draw(self, command: DrawPrompts) -> None:
         draws = self._workload.draw(self._next_group, command.num_groups)
         self._next_group += command.num_groups
-        for draw in draws:
-            self.rollouts.update(rollouts_of(draw))
+        self.rollouts.update(rollouts_of(draws))
         groups = tuple(draw.drawn for draw in draws)
         self.emit(PromptsDrawn(command.step, command.oldest_version, groups))
 
