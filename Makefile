@@ -1,4 +1,4 @@
-# make demo   sets up and runs the main job: simulate, profile, execute, replay, compare
+# make demo   sets up and runs the main job: plan, simulate, report, profile, execute, replay, compare
 # make test   sets up and runs the tests
 # make mutants   do the tests catch what they are there for? mutations of the code, one at a time
 # make lint   style and types

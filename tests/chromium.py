@@ -105,11 +105,6 @@ class Browser:
         paper = {"printBackground": True, "preferCSSPageSize": True}
         return base64.b64decode(self.call("Page.printToPDF", **paper)["data"])
 
-    def screenshot(self) -> bytes:
-        """Return the whole page as PNG."""
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        return base64.b64decode(shot["data"])
-
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send a command and return its answer; events that come before it are kept."""
         self._last += 1

@@ -63,6 +63,24 @@ def test_math_verify_knows_equal_values_in_other_forms() -> None:
     assert found == [Scoring(1.0, None), Scoring(0.0, None)]
 
 
+def test_an_answer_too_long_for_any_pipe_is_wrong_and_holds_up_nobody() -> None:
+    texts = ["9" * 10_000_000, "15"]
+    found = verdicts("exact", [(text, {"answer": "15"}) for text in texts])
+    assert found == [Scoring(0.0, "too long"), Scoring(1.0, None)]
+
+
+def test_code_that_is_spelled_in_numbers_changes_no_other_rollouts_reward() -> None:
+    task = "sys.modules['reasoning_gym.games.countdown']"
+    code = f'exec("import sys; m = {task}; m.sorted = lambda x: 0; m.np.isclose = lambda *a, **k: True")'
+    payload = "'" + "".join(f"\\{ord(character):03o}" for character in code) + "'!"
+    metadata = {"numbers": [1, 2, 3], "target": 7}
+    record = {"task": "countdown", "entry": {"answer": "1+2*3", "metadata": metadata}}
+    found = verdicts(
+        "reasoning-gym", [(text, record) for text in ("1+1+1", payload, "1+1+1")], workers=1
+    )
+    assert found[0] == found[2] and found[0].reward < 1
+
+
 @pytest.mark.parametrize(
     ("answer", "is_able"),
     [
@@ -76,6 +94,7 @@ def test_math_verify_knows_equal_values_in_other_forms() -> None:
                 "[0 for x[0] in y]",
                 "\N{SMALL ROMAN NUMERAL ONE}(1)",
                 "_()",
+                "'\\145\\170\\151\\164'!",
             )
         ),
     ],
@@ -98,7 +117,7 @@ def test_what_is_no_reward_from_0_to_1_is_a_fault(data: bytes) -> None:
 @pytest.mark.parametrize("limit", ["time_limit=0 s", "memory_limit=0 MB", "time_limit=1e999 s"])
 def test_a_limit_must_be_above_0_and_finite(limit: str) -> None:
     key, _, value = limit.partition("=")
-    with pytest.raises(ValueError, match=rf"verifier\.{key} must be above 0, got"):
+    with pytest.raises(ValueError, match=rf"verifier\.{key}"):
         small_run({f"verifier.{key}": value})
 
 

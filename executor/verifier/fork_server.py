@@ -8,6 +8,7 @@ changed there would meet the next rollout.
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
@@ -35,6 +36,9 @@ OWN = ("__main__", "executor", "streamrl")
 """Packages of which a worker needs no more files."""
 LIBRARIES = ("/usr", "/lib", "/lib64", f"{sys.base_prefix}/lib")
 """Where Python's modules find what they are linked with."""
+PIPE_BYTES = 1 << 20
+"""Of a request: what any user may make a pipe hold (fs.pipe-max-size)."""
+MOST_DETAIL = 1000  # characters of what an error says
 
 
 class Options(TypedDict):
@@ -46,7 +50,7 @@ class Options(TypedDict):
     """File descriptor of the socket to it."""
     scorer: str
     limits: tuple[float, float]
-    """Seconds and bytes; see `Limits`."""
+    """Seconds and bytes; see `SandboxLimits`."""
 
 
 def main(options: Options) -> None:
@@ -153,7 +157,11 @@ class ForkServer:
                 request["record"]
             )  # loads what the record's task needs, once for all workers
         except Exception as error:
-            detail = f"{type(error).__name__}: {error}"
+            detail = f"{type(error).__name__}: {error}"[:MOST_DETAIL]
+            self._answer(request["id"], ScoringOutcome(0.0, "record", detail))
+            return
+        if len(line) >= PIPE_BYTES:
+            detail = f"it and its answer have {len(line)} bytes, more than {PIPE_BYTES}"
             self._answer(request["id"], ScoringOutcome(0.0, "record", detail))
             return
         worker = self._hand_over(line + b"\n")
@@ -165,7 +173,9 @@ class ForkServer:
         idle = (worker for worker in self._workers.values() if worker.is_idle)
         worker = next(idle, None) or self._fork()
         try:
-            os.write(worker.requests, line)  # all of it: the pipe blocks
+            os.write(
+                worker.requests, line
+            )  # all of it: an idle worker's pipe is empty, and wide enough
         except BrokenPipeError:  # somebody killed it meanwhile
             self._discard(worker)
             return self._hand_over(line)
@@ -173,6 +183,8 @@ class ForkServer:
 
     def _fork(self) -> Worker:
         requests, to_worker = os.pipe()
+        if sys.platform == "linux":
+            fcntl.fcntl(to_worker, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         verdicts, from_worker = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -224,5 +236,6 @@ class ForkServer:
         os.close(worker.requests)
 
     def _answer(self, request: int, outcome: ScoringOutcome) -> None:
-        line = json.dumps({"id": request, **outcome._asdict()})
-        self._connection.sendall(line.encode() + b"\n")
+        told = {"id": request, **outcome._asdict()}
+        text = told["detail"].encode(errors="replace").decode()
+        self._connection.sendall(json.dumps({**told, "detail": text}).encode() + b"\n")

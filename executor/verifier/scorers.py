@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -32,6 +33,10 @@ class Scorer(NamedTuple):
     """Whether it may run an answer as code."""
 
 
+_ARITHMETIC = re.compile(r"[0-9.,:;+\-*/%^=<>(){}\[\]$ \t\n]*")
+"""Numbers and what stands between them."""
+
+
 def final_answer(completion: str) -> str:
     """Return what follows the last answer marker, or the last line where there is none."""
     for marker in ANSWER_MARKERS:
@@ -42,11 +47,12 @@ def final_answer(completion: str) -> str:
 
 
 def can_act(answer: str) -> bool:
-    """Whether an answer, were it evaluated, could do more than compute a value.
+    """Return whether an answer, were it evaluated, could do more than compute a value.
 
-    To reach anything it takes a name, and to do anything with it more than the name.
+    To reach anything it takes a name, and more than the name to do anything with it. Quotes and backslashes
+    are kept out as well, since text that is evaluated may be evaluated again, and spells any name in numbers.
     """
-    return any(map(str.isidentifier, answer)) and not answer.isalnum()
+    return not (_ARITHMETIC.fullmatch(answer) or answer.isalnum())
 
 
 def _whole(completion: str) -> str:

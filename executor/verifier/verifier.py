@@ -19,6 +19,9 @@ START_TIME = (
     120.0  # seconds for an answer beyond its time limit: a scorer loads slowly from a cold disk
 )
 
+MOST_CHARACTERS = 150_000
+"""Of an answer: some 40,000 tokens, which as JSON fill a pipe of 1 MiB at most, so that nobody waits to write one."""
+
 
 class Scoring(NamedTuple):
     """What a completion gets."""
@@ -59,8 +62,11 @@ class Verifier:
         Raises:
             RuntimeError: no completion of this record can be scored, or the process was lost.
         """
+        answer = self._scorer.read(completion)
+        if len(answer) > MOST_CHARACTERS:
+            return Scoring(0.0, "too long")
         async with self._free:
-            reply = await self._grade(self._scorer.read(completion), record)
+            reply = await self._grade(answer, record)
             if reply.fault is not None:
                 await self._check(record)
             return Scoring(reply.reward, reply.fault)

@@ -52,7 +52,7 @@ def find(run: Run, costs: Costs, metrics: Metrics | None) -> Iterator[Finding]:
 def is_exposed(run: Run) -> bool:
     """Whether nothing is generated while weights are on their way: a barrier, or no step ahead to work on."""
     system = choose_system(run.policies)
-    return system.weight_sync == "barrier" or system.max_staleness == 0
+    return system.halts_for_sync or system.max_staleness == 0
 
 
 def _way(run: Run) -> str:

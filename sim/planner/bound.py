@@ -186,7 +186,7 @@ class Estimates:
             if streams:
                 ends = self._stream_ends(places, mode, generation, training, is_bound=is_bound)
             step = ends + push + load
-        elif system.weight_sync == "barrier":
+        elif system.halts_for_sync:
             step = np.maximum(generation, training) + push + load
         else:
             step = np.maximum(generation + load, training)
@@ -255,7 +255,7 @@ def _degree(replicas: Replicas) -> tuple[str, int]:
 def _overlaps(system: System) -> bool:
     """Whether replicas begin a batch before the one before is generated."""
     is_ahead = system.max_staleness > 0 and not system.waits_for_whole_batches
-    return is_ahead and system.weight_sync != "barrier"
+    return is_ahead and not system.halts_for_sync
 
 
 def _least_times(space: Space, works: list[DealtBatch]) -> list[list[LeastTimes]]:

@@ -11,7 +11,6 @@ import typer
 from streamrl.record.trace import Trace, read_trace
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")]
-TracePath = Annotated[Path, typer.Argument(help="A trace file, or a run directory.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(

@@ -71,6 +71,17 @@ class System:
     consumption: ConsumptionName = "strict-fifo"
     weight_sync: WeightSyncName = "drain-then-load"
 
+    @property
+    def halts_for_sync(self) -> bool:
+        """Whether both sides wait while weights travel."""
+        match self.weight_sync:
+            case "barrier":
+                return True
+            case "drain-then-load" | "load-in-flight" | "abort-and-resume" | "between-batches":
+                return False
+            case _:
+                assert_never(self.weight_sync)
+
 
 SYSTEMS: dict[SystemName, System] = {
     "colocated": System(streaming="whole-batch", weight_sync="barrier"),

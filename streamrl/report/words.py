@@ -9,15 +9,6 @@ from streamrl.runfile.config import Run
 
 NBSP = "\N{NO-BREAK SPACE}"
 CENTS_MATTER = 0.1  # dollars from which two digits behind the point are enough
-MODES = {
-    "colocated": "taking turns on the same GPUs",
-    "disaggregated": "batch after batch",
-    "stream-sync": "in step, training while rollouts arrive",
-    "one-step-async": "one batch ahead",
-    "stream-async": "one step ahead, training while rollouts arrive",
-    "fully-async": "several steps ahead, training while rollouts arrive",
-}
-"""What the systems do, in words that need no glossary."""
 CAUSES = {
     "start-up": "a replica or the trainer is coming up",
     "failure": "a lost replica is being replaced",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, assert_never
 
 from streamrl.runfile.section import Section
 
@@ -31,12 +31,24 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     @property
     def trains_whole_groups(self) -> bool:
         """Whether an advantage needs every rollout of its group."""
-        return self.name in ("grpo", "dr-grpo", "rloo")
+        match self.name:
+            case "grpo" | "dr-grpo" | "rloo":
+                return True
+            case "reinforce++" | "ppo":
+                return False
+            case _:
+                assert_never(self.name)
 
     @property
     def has_critic(self) -> bool:
         """Whether a critic of the actor's size is trained beside it."""
-        return self.name == "ppo"
+        match self.name:
+            case "ppo":
+                return True
+            case "grpo" | "dr-grpo" | "rloo" | "reinforce++":
+                return False
+            case _:
+                assert_never(self.name)
 
     @property
     def has_reference(self) -> bool:

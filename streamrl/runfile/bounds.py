@@ -33,7 +33,13 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     LinkConfig: {"bandwidth": POSITIVE},
     RolloutConfig: {"memory_utilization": POSITIVE_SHARE},
     TrainerConfig: {"efficiency": POSITIVE_SHARE},
-    AlgorithmConfig: {"group_size": Bounds(1, MOST_PER_GROUP)},
+    AlgorithmConfig: {
+        "group_size": Bounds(1, MOST_PER_GROUP),
+        "learning_rate": Bounds(0),
+        "clip": POSITIVE,
+        "kl_coefficient": Bounds(0),
+        "max_grad_norm": POSITIVE,
+    },
     WorkloadConfig: {"informative_share": SHARE},
     LengthsConfig: {
         "scale": POSITIVE,

@@ -18,14 +18,14 @@ from streamrl.runfile.table_errors import find_errors
 from streamrl.runfile.units import read_quantity
 
 
-def load_run(path: Path, overrides: Iterable[str] = ()) -> Run:
+def load_run(path: Path | str, overrides: Iterable[str] = ()) -> Run:
     """Read the run file at `path` with `key=value` overrides applied.
 
     Raises:
         RunError: one line that names the key, its value and what would be right.
         ValueError: there is no such file, or it is not TOML.
     """
-    return make_run(read_table(path, overrides), path.parent)
+    return make_run(read_table(Path(path), overrides), Path(path).parent)
 
 
 def read_table(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:

@@ -18,7 +18,7 @@ class LengthsConfig(Section, frozen=True, kw_only=True):
     """Where simulated output lengths come from."""
 
     kind: LengthsKind
-    """histogram: bins of `start,end,density`; empirical: one length a row; groups: lengths by prompt,
+    """histogram: bins of `start,end,density`; empirical: one length a row (column output_tokens); groups: lengths by prompt,
     resampled whole; trace: what a recorded run generated, rollout by rollout."""
     source: str
     """A name in profiles/lengths, or the path of a CSV file (a trace: its JSONL file)."""
