@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sim.planner.planner import make_plan
 from sim.world import simulate
 from streamrl.report.plan import PLAN_TOML, write_plan
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
 from streamrl.runfile.writing import write_run
 from tests.runs import small_run
-from tests.test_plan import few
+from tests.test_plan import few, planned
 
 STUDY: dict[str, Any] = {
     "title": "How long may outputs be?",
@@ -73,9 +72,9 @@ def write_runs(parent: Path, **changes: dict[str, Any]) -> list[Path]:
 def write_planned(directory: Path, **plan: Any) -> Path:
     """Plan a small offer into a directory; its own seed is one of two."""
     directory.mkdir(parents=True)
-    planned = make_plan(few(**{"seeds": 2, "finalists": 2, "simulations": 6, **plan}))
-    write_plan(planned.plan, directory)
-    write_run(planned.run, directory / PLAN_TOML, ["a plan"], planned.plan.allocation.settings)
+    found = planned(few(**{"seeds": 2, "finalists": 2, "simulations": 6, **plan}))
+    write_plan(found.plan, directory)
+    write_run(found.run, directory / PLAN_TOML, ["a plan"], found.plan.allocation.settings)
     return directory
 
 
