@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from streamrl.cli.doctor import examine
 from streamrl.doctor.changes import toml
 from streamrl.doctor.contradictions import mend_contradictions, mend_profiles
 from streamrl.doctor.reading import read_leniently
@@ -35,6 +36,8 @@ def fixes_of(changes: dict[str, Any]) -> list[str]:
         ({"policies.max_staleness": 0.5}, ["set policies.max_staleness=0"]),
         ({"policies.learns_from_siblings": "no"}, ["set policies.learns_from_siblings=false"]),
         ({"workload.lengths.kind": "histogramm"}, ["set workload.lengths.kind=histogram"]),
+        ({"algorithm.correction": "tis"}, ["set algorithm.correction=token_tis"]),
+        ({"rollout.pool": "dc1.far"}, ["set rollout.pool=far"]),
         ({"rollout.start_time": 3}, ['set rollout.start_time="3 ms"']),
         ({"plan": {"micro_batch": 4}}, ["set plan.micro_batch=[4]"]),
         ({"plan": {"zero": [1, 2]}}, ["set plan.zero.1=1"]),
@@ -73,6 +76,8 @@ def fixes_of(changes: dict[str, Any]) -> list[str]:
         ({"cluster.pools.far.nodes": 10**12}, ["set cluster.pools.far.nodes=50000"]),
         ({"workload.lengths.ranker": "scores"}, ["set workload.lengths.ranker=none"]),
         ({"workload.lengths.ranker": "history"}, ["set workload.lengths.ranker=none"]),
+        ({"execute.output": "x" * 300}, ["set execute.output=runs/run"]),
+        ({"costs.profile": "a\0b"}, ["remove costs.profile"]),
         ({"execute.device": "gpu"}, ["set execute.device=auto"]),
         ({"execute.device": "cuda0"}, ["set execute.device=cuda"]),
         ({"workload.verifier": "exactly"}, ["set workload.verifier=exact"]),
@@ -131,6 +136,13 @@ def test_a_pool_with_a_dot_in_its_name_is_mended() -> None:
     assert [finding.fix for finding in reading.findings] == ['set cluster.pools."dc1.far".nodes=2']
     override(table, 'cluster.pools."dc1.far".nodes=2')
     assert reading.run == convert_run(table, NOWHERE.parent)
+
+
+def test_an_idle_pool_with_a_dot_in_its_name_is_given_back() -> None:
+    table = full_table({})
+    table["cluster"]["pools"]["dc1.spare"] = {"gpu": "h20"}
+    finding = bad(examine(table, NOWHERE).findings)["pool-dc1.spare"]
+    assert finding.fix.startswith('remove cluster.pools."dc1.spare"')
 
 
 @pytest.mark.parametrize(

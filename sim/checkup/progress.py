@@ -10,7 +10,6 @@ from sim.checkup.rehearsal import Rehearsal
 from sim.failures import SECONDS_PER_DAY
 from streamrl.doctor.changes import value_of
 from streamrl.doctor.diagnosis import diagnose
-from streamrl.doctor.files import is_file
 from streamrl.doctor.finding import Changes, Finding, Level, is_error
 from streamrl.doctor.fix import Fix
 from streamrl.doctor.lengths import mean_lengths
@@ -51,7 +50,7 @@ def _should_be_simulated(run: Run) -> bool:
     """Whether nothing else is found that keeps a run from being simulated: memory, lengths or files."""
     lengths = run.workload.lengths
     files = (run.costs.profile, lengths and lengths.ranker_scores)
-    has_files = all(is_file(Path(file)) for file in files if file)
+    has_files = all(Path(file).is_file() for file in files if file)
     return has_files and mean_lengths(run) is not None and not any(map(is_error, diagnose(run)))
 
 

@@ -21,6 +21,7 @@ from streamrl.hardware.profiles import load_model
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.keys import pool_key
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,8 @@ def check_fits(profile: MeasuredProfile, run: Run, path: Path) -> None:
     model_key = "model.name" if run.model.path is None else "model.path"
     pools, rollout, trainer = run.cluster.pools, run.rollout, run.trainer
     ours = (
-        (f"cluster.pools.{rollout.pool}.gpu", pools[rollout.pool].gpu, profile.gpu),
-        (f"cluster.pools.{trainer.pool}.gpu", pools[trainer.pool].gpu, profile.gpu),
+        (pool_key(rollout.pool, "gpu"), pools[rollout.pool].gpu, profile.gpu),
+        (pool_key(trainer.pool, "gpu"), pools[trainer.pool].gpu, profile.gpu),
         ("model.dtype", run.model.dtype, profile.dtype),
         ("rollout.backend", rollout.backend, profile.backend),
         ("rollout.tensor_parallel", rollout.tensor_parallel, profile.tensor_parallel),

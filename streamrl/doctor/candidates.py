@@ -22,8 +22,8 @@ EXAMPLES: dict[type, str] = {Bandwidth: "10 Gbps", Duration: "10 ms", Size: "1 G
 """Proposed for quantities that cannot be; the bandwidth for a link that is missing too."""
 MODEL, GPU = "qwen2.5-7b", "h800"
 """Stand in where no model or GPU is named."""
-USUAL = (MODEL, GPU)
-"""Proposed where a name is like none that there is."""
+USUAL = {"name": MODEL, "gpu": GPU}
+"""Proposed first for these keys where a name is like none that there is."""
 SMALL, LARGE = 64, 4096
 """Whole numbers up to the first are all tried, powers of two up to the second."""
 LIKE = 0.7
@@ -44,12 +44,13 @@ def candidates_for(run: Run, error: RunError) -> Iterator[Changes]:
         yield {"cluster.links": [*run.cluster.links[:index], *run.cluster.links[index + 1 :]]}
 
 
-def closest_first(name: object, names: Iterable[object]) -> list[object]:
-    """Return names in their order, but those first that are like another one, then usual ones."""
-    by_text = {str(each): each for each in names}
-    close = difflib.get_close_matches(str(name), list(by_text), n=3, cutoff=LIKE)
-    usual = [text for text in USUAL if text in by_text]
-    return [by_text[text] for text in dict.fromkeys([*close, *usual, *by_text])]
+def closest_first(name: object, names: Iterable[object], usual: str = "") -> list[object]:
+    """Return names in their order, but those first that are like another one, or part of it, then a usual one."""
+    wanted, by_text = str(name), {str(each): each for each in names}
+    close = difflib.get_close_matches(wanted, list(by_text), n=3, cutoff=LIKE)
+    parts = [text for text in by_text if wanted and text and (wanted in text or text in wanted)]
+    first = [*close, *parts, *([usual] if usual in by_text else [])]
+    return [by_text[text] for text in dict.fromkeys([*first, *by_text])]
 
 
 def _values(run: Run, key: str, allowed: Allowed | None) -> Iterator[object]:
@@ -65,21 +66,21 @@ def _values(run: Run, key: str, allowed: Allowed | None) -> Iterator[object]:
         case _ if isinstance(now, tuple | list):
             yield from _lists(list(now), allowed)
         case OneOf():
-            yield from _nearest(now, allowed)
+            yield from _nearest(now, allowed, USUAL.get(last, ""))
         case Bounds() if isinstance(now, int | float):
             yield from _within(now, allowed, _default(section, last))
         case _:
             names = [*run.cluster.pools] if last == "pool" else _names(kind)
-            yield from _of_type(now, names, key)
-    if NoneType in get_args(kind) and now is not None:
-        yield None
+            yield from _of_type(now, names, _default(section, last))
+    if NoneType in get_args(kind):
+        yield None if now is not None else USUAL.get(last)
 
 
-def _nearest(now: object, allowed: OneOf) -> Sequence[object]:
+def _nearest(now: object, allowed: OneOf, usual: str) -> Sequence[object]:
     numbers = [each for each in allowed if isinstance(each, int | float)]
     if isinstance(now, int | float) and numbers:
         return _by_distance(numbers, now)
-    return closest_first(now, allowed)
+    return closest_first(now, allowed, usual)
 
 
 def _within(now: float, bounds: Bounds, default: object) -> Iterator[object]:
@@ -95,7 +96,7 @@ def _within(now: float, bounds: Bounds, default: object) -> Iterator[object]:
     yield from (number for number in _numbers(now) if bounds.hold(number))
 
 
-def _of_type(now: object, names: Sequence[object], key: str) -> Iterator[object]:
+def _of_type(now: object, names: Sequence[object], default: object) -> Iterator[object]:
     """Yield other values of a type."""
     if isinstance(now, bool):
         yield not now
@@ -105,8 +106,8 @@ def _of_type(now: object, names: Sequence[object], key: str) -> Iterator[object]
         yield from _numbers(now)
     elif names:
         yield from (name for name in closest_first(now, names) if name != now)
-    elif key == "model.name" and now is None:
-        yield MODEL
+    elif isinstance(default, str):
+        yield default
 
 
 def _lists(entries: list[object], allowed: Allowed | None) -> Iterator[list[object]]:

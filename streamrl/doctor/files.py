@@ -117,17 +117,9 @@ def _find_lengths(run: Run) -> Iterator[Finding]:
 
 
 def _there(key: str, path: Path, otherwise: str) -> Finding:
-    if is_file(path):
+    if path.is_file():
         return _finding("ok", key, f"{key}: {path}")
     return _finding("error", key, f"{key}: {path} is no file", otherwise)
-
-
-def is_file(path: Path) -> bool:
-    """Whether there is such a file; of a name longer than any may be there is none."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from streamrl.doctor.fix import Fix
 from streamrl.hardware.profiles import price_of
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.keys import join_key, pool_key
 from streamrl.runfile.plan_config import PlanConfig
 
 
@@ -43,7 +44,7 @@ def fix_of(name: str) -> Fix:
     def candidates(run: Run) -> Iterator[Changes]:
         pool, used = run.cluster.pools[name], gpus_used(run, name)
         if not used:
-            yield {f"cluster.pools.{name}": None}
+            yield {join_key("cluster.pools", name): None}
             return
         yield from _fewer(name, pool, used)
         yield from _more_replicas(run, name)
@@ -60,9 +61,9 @@ def fix_of(name: str) -> Fix:
 def _fewer(name: str, pool: PoolConfig, used: int) -> Iterator[Changes]:
     """Yield fewer nodes, or smaller ones where only one is there."""
     if used % pool.gpus_per_node == 0:
-        yield {f"cluster.pools.{name}.nodes": used // pool.gpus_per_node}
+        yield {pool_key(name, "nodes"): used // pool.gpus_per_node}
     if pool.nodes == 1:
-        yield {f"cluster.pools.{name}.gpus_per_node": used}
+        yield {pool_key(name, "gpus_per_node"): used}
 
 
 def _more_replicas(run: Run, name: str) -> Iterator[Changes]:

@@ -13,6 +13,7 @@ from streamrl.doctor.memory import GB, held, replica_side, trainer_side
 from streamrl.hardware.memory import kv_capacity, longest_sequence, num_models
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.config import Run
+from streamrl.runfile.keys import pool_key
 from streamrl.runfile.pools import powers_of_two
 
 MOST_GROWTH = 6
@@ -80,7 +81,7 @@ def _layouts(run: Run, num_gpus: int) -> Iterator[dict[str, object]]:
             "trainer.data_parallel": (num_gpus // tensor // pipeline, trainer.data_parallel),
             "trainer.tensor_parallel": (tensor, trainer.tensor_parallel),
             "trainer.pipeline_parallel": (pipeline, trainer.pipeline_parallel),
-            f"cluster.pools.{trainer.pool}.nodes": (max(nodes, pool.nodes), pool.nodes),
+            pool_key(trainer.pool, "nodes"): (max(nodes, pool.nodes), pool.nodes),
         }
         yield {key: new for key, (new, old) in layout.items() if new != old}
 

@@ -18,7 +18,7 @@ from streamrl.hardware.profile_table import ProfileTable
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import OneOf, RunError, shown
-from streamrl.runfile.keys import join_key
+from streamrl.runfile.keys import pool_key
 from streamrl.runfile.units import Bandwidth, Duration, Size, read_quantity
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
@@ -102,7 +102,7 @@ def _read_model(path: Path) -> ModelShape:
 def check_profiles(run: Run) -> None:
     """Raise `RunError`, with the closest names, where a run names a GPU, model or lengths that have no profile."""
     for name, pool in run.cluster.pools.items():
-        _check_name(join_key(join_key("cluster.pools", name), "gpu"), "gpus", pool.gpu, ".toml")
+        _check_name(pool_key(name, "gpu"), "gpus", pool.gpu, ".toml")
     if run.model.name is not None:
         _check_name("model.name", "models", run.model.name, ".toml")
     lengths = run.workload.lengths

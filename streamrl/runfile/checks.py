@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from math import ceil
 from typing import get_args
@@ -9,6 +10,7 @@ from typing import get_args
 from streamrl.runfile.bounds import POSITIVE, check_bounds
 from streamrl.runfile.config import DEVICE, Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
+from streamrl.runfile.paths import paths_of
 from streamrl.runfile.plan_checks import check_plan
 from streamrl.runfile.policy_checks import POLICY_CHECKS
 from streamrl.runfile.pools import POOL_CHECKS
@@ -16,6 +18,9 @@ from streamrl.runfile.workload_config import RankerName
 
 MOST_ROLLOUTS = 10**7
 """Of one step; every rollout under way is held in memory."""
+
+LONGEST_PATH, LONGEST_NAME = 4095, 255
+"""Bytes, on Linux (linux/limits.h)."""
 
 
 def check_run(run: Run) -> None:
@@ -140,6 +145,14 @@ def _check_latency(run: Run) -> None:
             raise RunError("policies.latency", points, list, text)
 
 
+def _check_paths(run: Run) -> None:
+    for key, path in paths_of(run).items():
+        names = os.fsencode(path).split(b"/")
+        is_long = len(os.fsencode(path)) > LONGEST_PATH or max(map(len, names)) > LONGEST_NAME
+        if is_long or "\0" in path:
+            raise RunError(key, path, None, f"{key} is no path that can be: {shown(path)}")
+
+
 def _check_device(run: Run) -> None:
     device = run.execute.device
     if not DEVICE.fullmatch(device):
@@ -157,6 +170,14 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
         _check_step,
         _check_lengths,
     ),
-    *(_check_ranker, _check_sync, _check_latency, *POLICY_CHECKS, check_plan, _check_device),
+    *(
+        _check_ranker,
+        _check_sync,
+        _check_latency,
+        *POLICY_CHECKS,
+        check_plan,
+        _check_paths,
+        _check_device,
+    ),
 )
 """Each raises `RunError`; later ones rely on earlier ones."""

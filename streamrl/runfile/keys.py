@@ -17,6 +17,11 @@ def join_key(parent: str, name: str | int) -> str:
     return f"{parent}.{part}" if parent else part
 
 
+def pool_key(pool: str, name: str) -> str:
+    """Return the key of one thing that a pool says."""
+    return join_key(join_key("cluster.pools", pool), name)
+
+
 def split_key(key: str) -> list[str]:
     """Return the names that a dotted key is made of.
 

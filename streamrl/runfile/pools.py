@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError
-from streamrl.runfile.keys import join_key
+from streamrl.runfile.keys import pool_key
 from streamrl.runfile.sides_config import SyncConfig
 
 FACTORS = {
@@ -58,10 +58,10 @@ def _check_names(run: Run) -> None:
 def _check_sizes(run: Run) -> None:
     for name, pool in run.cluster.pools.items():
         if pool.num_gpus > MOST_GPUS:
-            key = join_key(join_key("cluster.pools", name), "nodes")
+            key = pool_key(name, "nodes")
             most = max(1, MOST_GPUS // pool.gpus_per_node)
             text = f"{key}={pool.nodes} x gpus_per_node={pool.gpus_per_node} must be at most {MOST_GPUS} GPUs"
-            others = (join_key(join_key("cluster.pools", name), "gpus_per_node"),)
+            others = (pool_key(name, "gpus_per_node"),)
             raise RunError(key, pool.nodes, Bounds(1, most), text, others)
 
 
@@ -140,7 +140,7 @@ def _check_num_gpus(run: Run) -> None:
             first = FACTORS[users[0]][0]
             keys = [f"{side}.{FACTORS[side][0]}" for side in users]
             keys += [f"{side}.{factor}" for side in users for factor in FACTORS[side][1:]]
-            keys += [join_key(join_key("cluster.pools", name), "nodes")]
+            keys += [pool_key(name, "nodes")]
             value = getattr(getattr(run, users[0]), first)
             raise RunError(keys[0], value, None, text, tuple(keys[1:]))
 
