@@ -12,6 +12,7 @@ from executor.execute import check_executable
 from sim.costs.cache_transfer import CacheTransfer
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_policies
+from sim.surroundings import DrawnRollout
 from streamrl.engine.messages import (
     Abort,
     Generate,
@@ -77,7 +78,8 @@ def test_a_policy_pays_for_the_transfer_and_not_for_prefill() -> None:
 @pytest.mark.parametrize("done", [1, 7, 29])
 def test_a_cache_that_arrives_costs_its_transfer_and_then_every_token_is_decoded(done: int) -> None:
     bench = Bench()
-    bench.replica.generate(Generate(5, 0, 5, done, brings_cache=True), 5, 40, 30)
+    bench.rollouts[5] = DrawnRollout(5, 40, 30)
+    bench.replica.generate(Generate(5, 0, 5, done, brings_cache=True))
     bench.env.run()
     (end,) = bench.ends
     decode = sum(COSTS.decode.step_time(1, 40 + tokens) for tokens in range(done, 30))
@@ -90,7 +92,8 @@ def test_a_cache_that_arrives_costs_its_transfer_and_then_every_token_is_decoded
 
 def test_a_rollout_that_is_sent_again_without_its_cache_is_computed_again() -> None:
     bench = Bench()
-    bench.replica.generate(Generate(5, 0, 5, 7), 5, 40, 30)
+    bench.rollouts[5] = DrawnRollout(5, 40, 30)
+    bench.replica.generate(Generate(5, 0, 5, 7))
     bench.env.run()
     decode = sum(COSTS.decode.step_time(1, 40 + tokens) for tokens in range(8, 30))
     prefill = COSTS.prefill_time(47, 47 * 47 / 2, 0)
@@ -99,8 +102,10 @@ def test_a_rollout_that_is_sent_again_without_its_cache_is_computed_again() -> N
 
 def test_a_cache_that_was_given_up_for_room_is_computed_again() -> None:
     bench = Bench(costs=replace(COSTS, kv_capacity=100))
-    bench.replica.generate(Generate(0, 0, 0, 0), 0, 20, 60)
-    bench.replica.generate(Generate(1, 0, 1, 5, brings_cache=True), 1, 20, 40)
+    bench.rollouts[0] = DrawnRollout(0, 20, 60)
+    bench.replica.generate(Generate(0, 0, 0, 0))
+    bench.rollouts[1] = DrawnRollout(1, 20, 40)
+    bench.replica.generate(Generate(1, 0, 1, 5, brings_cache=True))
     bench.env.run()
     assert bench.replica.num_preempted == 1
     assert [end.tokens for end in bench.ends] == [60, 40]
