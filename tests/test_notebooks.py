@@ -42,7 +42,7 @@ def with_a_small_run(path: Path, directory: Path) -> nbformat.NotebookNode:
     """Return a notebook whose `RUN_FILE` is a smaller copy of the example that its first cell names."""
     notebook = nbformat.read(path, as_version=4)
     first = next(n for n, cell in enumerate(notebook.cells) if cell.cell_type == "code")
-    (example,) = re.findall(r'"([\w-]+\.toml)"', notebook.cells[first].source)
+    (example,) = re.findall(r'([\w-]+\.toml)"', notebook.cells[first].source)
     small = directory / example
     write_run(load_run(EXAMPLES / example, SHORT.get(path.stem, [])), small)
     cell = nbformat.v4.new_code_cell(f"RUN_FILE = type(RUN_FILE)({str(small)!r})")
