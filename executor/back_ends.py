@@ -61,12 +61,8 @@ def _limits(run: Run) -> Iterator[Limit]:
         run.model.dtype != "float16",
         f"'bfloat16' or 'float32' for backend {trainer.backend}",
     )
-    for key, value in (
-        ("rollout.temperature", rollout.temperature),
-        ("algorithm.learning_rate", algorithm.learning_rate),
-        ("algorithm.max_grad_norm", algorithm.max_grad_norm),
-    ):
-        yield Limit(key, value, 0 < value < inf, "above 0")
+    temperature = rollout.temperature
+    yield Limit("rollout.temperature", temperature, 0 < temperature < inf, "above 0")
     yield Limit(
         "sync.mode",
         run.sync.mode,

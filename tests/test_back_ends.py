@@ -20,8 +20,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model.dtype": "float16"}, "model.dtype=bfloat16"),
     ({"rollout.temperature": 0.0}, "rollout.temperature=1.0"),
     ({"rollout.temperature": float("nan")}, "rollout.temperature=1.0"),
-    ({"algorithm.learning_rate": -1e-6}, "algorithm.learning_rate=1e-06"),
-    ({"algorithm.max_grad_norm": 0.0}, "algorithm.max_grad_norm=1.0"),
     ({"algorithm.name": "ppo"}, "algorithm.name=grpo algorithm.group_size=8"),
 ]
 

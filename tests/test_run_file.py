@@ -42,6 +42,8 @@ def error_of(changes: dict[str, Any]) -> str:
         ({"execute.checkpoint_every": 0}, ["execute.checkpoint_every", "at least 1"]),
         ({"policies.max_staleness": -1}, ["policies.max_staleness", "-1"]),
         ({"seed": -1}, ["seed", "-1"]),
+        ({"algorithm.learning_rate": -1e-6}, ["algorithm.learning_rate", "at least 0", "-1e-06"]),
+        ({"algorithm.max_grad_norm": 0.0}, ["algorithm.max_grad_norm", "above 0", "0.0"]),
         ({"rollout.memory_utilization": 1.5}, ["rollout.memory_utilization", "1.5"]),
         (link(bandwidth=80), ["cluster.links.0.bandwidth", "80 needs a unit", "'80 Gbps'"]),
         (link(bandwidth="80"), ["cluster.links.0.bandwidth", "'80' needs a unit"]),
