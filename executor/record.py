@@ -90,8 +90,11 @@ class RunDirectory:
         saved = sorted(self._checkpoints.glob("v*/position.json"))
         if not saved:
             return None
-        position = json.loads(saved[-1].read_text())
-        return Checkpoint(saved[-1].parent, **position)
+        return _read_checkpoint(saved[-1].parent)
+
+    def checkpoint(self, version: int) -> Checkpoint:
+        """Return a complete checkpoint."""
+        return _read_checkpoint(self.checkpoint_path(version))
 
     def checkpoint_path(self, version: int) -> Path:
         """Return the directory of one checkpoint."""
@@ -109,6 +112,10 @@ class RunDirectory:
     def write_step(self, figures: dict[str, float]) -> None:
         """Add a line to metrics.jsonl."""
         self._metrics.write(json.dumps(figures) + "\n")
+
+    def roll_back(self, version: int, time: float) -> None:
+        """Add a line to metrics.jsonl: the steps after `version` are taken back, and will be made again."""
+        self.write_step({"rolled_back_to": version, "time": time})
 
     def write_rollout(
         self, rollout: int, buffered: BufferedRollout, text: str, facts: dict[str, Any]
@@ -136,3 +143,8 @@ class RunDirectory:
         if trace.exists():
             number = 1 + len(list(self.path.glob("trace.*.jsonl")))
             trace.rename(self.path / f"trace.{number}.jsonl")
+
+
+def _read_checkpoint(path: Path) -> Checkpoint:
+    position = json.loads((path / "position.json").read_text())
+    return Checkpoint(path, **position)

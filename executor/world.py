@@ -16,7 +16,6 @@ from executor.carriers.handles import WorkerLostError
 from executor.carriers.launch import Launcher
 from executor.record import Checkpoint, RunDirectory
 from executor.rollout.replica import Replica
-from executor.trainer.advantages import NO_BASELINE
 from executor.trainer.estimator import AdvantageEstimator
 from executor.trainer.trainer import Trainer
 from executor.transfer.transfer import Transfer
@@ -40,6 +39,7 @@ from streamrl.engine.messages import (
     RunStarted,
     SaveCheckpoint,
     Score,
+    Skip,
     StartReplica,
     StartTrainer,
     Step,
@@ -47,6 +47,7 @@ from streamrl.engine.messages import (
     StopReplica,
     Take,
     Train,
+    TrainerLost,
     Verified,
     Verify,
     WakeAt,
@@ -81,11 +82,11 @@ class RealWorld(World[Trace]):
         self._resume_from = resume_from
         self._watch = watch
         self._replicas: dict[int, Replica] = {}
-        baseline = NO_BASELINE if resume_from is None else resume_from.baseline
-        estimator = AdvantageEstimator(trace.run.algorithm, buffer, baseline)
+        estimator = AdvantageEstimator(trace.run.algorithm, buffer)
         self._trainer = Trainer(buffer, estimator, directory, lambda: self.now)
         self._transfer = Transfer(self._trainer.push)
         self._verifier = verifier
+        self._has_trainer = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._began_at = 0.0
         self._over = asyncio.Event()
@@ -115,9 +116,9 @@ class RealWorld(World[Trace]):
             await self._close()
         if self._error is not None:
             raise self._error
-        state = self.engine.state
-        if not state.has_all_steps:
-            raise RuntimeError(state.stop_reason or f"the run is stuck at {self.now:.1f} s")
+        if not self.engine.has_all_steps:
+            reason = self.engine.stop_reason
+            raise RuntimeError(reason or f"the run is stuck at {self.now:.1f} s: {self.engine}")
         return self.trace
 
     def interrupt(self, reason: str) -> None:
@@ -129,11 +130,13 @@ class RealWorld(World[Trace]):
         """Let the engine handle `event`; notice when that ends the run."""
         super().emit(event)
         self._watch(event, self.engine.state, self.now)
-        if self.engine.state.is_finished:
+        if self.engine.is_finished:
             self._over.set()
 
     def start(self, command: Command) -> None:
         """Begin `command` as a task; tasks begin in the order of these calls."""
+        if isinstance(command, LoadWeights | StartReplica):
+            self._transfer.hold(command.version)
         task = asyncio.get_running_loop().create_task(self._carry_out(command))
         self._tasks.add(task)
         task.add_done_callback(self._end_task)
@@ -147,6 +150,9 @@ class RealWorld(World[Trace]):
         else:
             if event is not None:
                 self.emit(event)
+        finally:
+            if isinstance(command, LoadWeights | StartReplica):
+                self._transfer.release(command.version)
 
     async def _do(self, command: Command) -> Event | None:
         """Hand a command to the role it is for, and return the event that it ends in, if any."""
@@ -155,7 +161,7 @@ class RealWorld(World[Trace]):
                 return await self._replicas[command.replica].generate(command)
             case Verify():
                 return await self._verify(command)
-            case Take() | Resize() | Stop():
+            case Take() | Skip() | Resize() | Stop():
                 return None
             case Drop():
                 self._buffer.close_group(command.group)
@@ -165,7 +171,7 @@ class RealWorld(World[Trace]):
             case Train():
                 return await self._trainer.train(command)
             case Step():
-                return await self._trainer.step(command, list(self.engine.state.batch.groups))
+                return await self._trainer.step(command)
             case PushWeights():
                 return await self._transfer.push(command)
             case LoadWeights():
@@ -199,14 +205,11 @@ class RealWorld(World[Trace]):
 
     async def _load(self, command: LoadWeights) -> Event:
         manifest = self._transfer.manifests[command.version]
-        loaded = await self._replicas[command.replica].load(command, manifest)
-        self._transfer.remove_before(self._oldest_wanted())
-        return loaded
+        return await self._replicas[command.replica].load(command, manifest)
 
     async def _abort(self, command: Abort) -> None:
-        replica = self.engine.state.rollouts[command.rollout].replica
-        assert replica is not None, f"rollout {command.rollout} runs nowhere"
-        await self._replicas[replica.id].abort(command.rollout)
+        if command.replica in self._replicas:  # of a lost one the `Failed` is on its way
+            await self._replicas[command.replica].abort(command.rollout)
 
     def _draw(self, command: DrawPrompts) -> Event:
         groups = self._buffer.draw(command.num_groups)
@@ -226,8 +229,9 @@ class RealWorld(World[Trace]):
         return ReplicaStopped(command.replica)
 
     async def _start_trainer(self, command: StartTrainer) -> Event:
+        checkpoint = self._directory.checkpoint(command.version) if command.version else None
         handle = await self._launcher.trainer()
-        checkpoint = None if self._resume_from is None else self._resume_from.path
+        self._has_trainer = True
         return await self._trainer.start(command, handle, checkpoint)
 
     async def _wake(self, command: WakeAt) -> Event:
@@ -241,27 +245,35 @@ class RealWorld(World[Trace]):
         assert self._run.model.path is not None, "check_executable wants a path"
         return self._run.model.path
 
-    def _oldest_wanted(self) -> int:
-        """Return the oldest version that a replica loads now, or one that comes up could be asked to."""
-        state = self.engine.state
-        loading = [r.loading for r in state.fleet.replicas.values() if r.loading is not None]
-        return min([state.pushed_version, *loading])
-
     # What goes wrong, and the end -----------------------------------------------------------------
 
     def _emit_failure(self, command: Command, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}"
-        if isinstance(error, WorkerLostError) and isinstance(command, Generate | LoadWeights):
-            self._lose(command.replica, reason)
+        if isinstance(error, WorkerLostError):
+            match command:
+                case Generate() | LoadWeights():
+                    self._lose_replica(command.replica, reason)
+                case StartTrainer() | Score() | Train() | Step() | SaveCheckpoint() | PushWeights():
+                    self._lose_trainer(command.trainer, reason)
+                case _:
+                    pass  # is carried out elsewhere
         if isinstance(command, StartReplica):
             self._launcher.free(command.replica)
-        if not isinstance(command, Abort | Take | Drop | Resize | Stop):
+        if not isinstance(command, Abort | Take | Skip | Drop | Resize | Stop):
             self.emit(Failed(command, reason))
 
-    def _lose(self, replica_id: int, reason: str) -> None:
-        if replica_id in self.engine.state.fleet.replicas:
+    def _lose_replica(self, replica_id: int, reason: str) -> None:
+        """Report a replica's loss with the first of its commands that fail of it."""
+        if self._replicas.pop(replica_id, None) is not None:
             self._launcher.free(replica_id)
             self.emit(ReplicaLost(replica_id, reason))
+
+    def _lose_trainer(self, trainer_id: int, reason: str) -> None:
+        """Report a trainer's loss with the first of its commands that fail of it."""
+        if self._has_trainer:
+            self._has_trainer = False
+            self.emit(TrainerLost(trainer_id, reason))
+            self._directory.roll_back(self.engine.version, self.now)
 
     def _end_task(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -27,6 +27,7 @@ from streamrl.engine.messages import (
     TrainerStarted,
 )
 from streamrl.engine.systems import build_engine
+from streamrl.engine.trainer_side import LEADER
 from streamrl.runfile.config import Run
 from streamrl.workload.workload import Draw
 
@@ -66,7 +67,7 @@ def deal(run: Run, batch: Sequence[Draw]) -> list[Generate]:
     engine = build_engine(replace(run, algorithm=replace(run.algorithm, steps=1)))
     drawn = PromptsDrawn(1, 0, tuple(draw.drawn for draw in batch))
     replicas = (ReplicaStarted(replica_id, 0) for replica_id in range(run.rollout.replicas))
-    events: Iterable[Event] = (RunStarted(0, 0), TrainerStarted(0), *replicas, drawn)
+    events: Iterable[Event] = (RunStarted(0, 0), TrainerStarted(LEADER, 0), *replicas, drawn)
     commands = [command for event in events for command in engine.handle(event, 0.0)]
     return [command for command in commands if isinstance(command, Generate)]
 

@@ -1,4 +1,4 @@
-"""Simulated failures: when a replica's GPUs give out."""
+"""Simulated failures: when the GPUs of a replica or a trainer give out."""
 
 from __future__ import annotations
 
@@ -11,41 +11,63 @@ import simpy
 
 from sim.replica import Replica
 from sim.surroundings import Surroundings
+from sim.trainer import Trainer
 from streamrl.runfile.config import Run
 
 SECONDS_PER_DAY = 86_400.0
-STREAM = (
-    0xFA11  # keeps draws of failures apart from those of lengths and prompts, whatever the seed
-)
+STREAM, TRAINER_STREAM = 0xFA11, 0xFA12
+"""Keep draws of failures apart from those of lengths and prompts, whatever the seed."""
 REASON = "a GPU failed"
 
 
-def time_to_failure(run: Run, replica: int) -> float:
-    """Return the seconds that a replica serves before one of its GPUs fails: infinitely many at a rate of 0.
+def time_to_failure(run: Run, num_gpus: int, *stream: int) -> float:
+    """Return the seconds that `num_gpus` work before one of them fails: infinitely many at a rate of 0.
 
-    Exponential with mean 1 / (rate x GPUs of the replica), from a stream of its own, so that replica 3 of
-    a seed fails after the same time whatever the others do.
+    Exponential with mean 1 / (rate x GPUs), from a stream of its own, so that replica 3 of a seed fails after the
+    same time whatever the others do.
     """
-    rate = run.failures.per_gpu_day * run.rollout.tensor_parallel / SECONDS_PER_DAY
+    rate = run.failures.per_gpu_day * num_gpus / SECONDS_PER_DAY
     if not rate:
         return inf
-    return float(np.random.default_rng([run.seed, STREAM, replica]).exponential(1 / rate))
+    return float(np.random.default_rng([run.seed, *stream]).exponential(1 / rate))
 
 
 class Failures:
-    """Watches replicas, and has each lost when its time has come."""
+    """Watches replicas and trainers, and has each lost when its time has come."""
 
-    def __init__(self, around: Surroundings, lose: Callable[[int, str], None]) -> None:
+    def __init__(
+        self,
+        around: Surroundings,
+        lose_replica: Callable[[int, str], None],
+        lose_trainer: Callable[[int, str], None],
+    ) -> None:
         self._around = around
-        self._lose = lose
+        self._lose_replica = lose_replica
+        self._lose_trainer = lose_trainer
+        self._num_started: dict[int, int] = {}
+        """How often each trainer was started."""
 
     def watch(self, replica: Replica) -> None:
         """Let a replica that begins to serve fail later, if it is still there then."""
-        seconds = time_to_failure(self._around.run_file, replica.id)
+        run = self._around.run_file
+        seconds = time_to_failure(run, run.rollout.tensor_parallel, STREAM, replica.id)
         if seconds < inf:
-            self._around.env.process(self._fail(replica, seconds))
+            self._around.env.process(self._fail(replica, seconds, self._lose_replica))
 
-    def _fail(self, replica: Replica, seconds: float) -> Generator[simpy.Event, Any, None]:
+    def watch_trainer(self, trainer: Trainer) -> None:
+        """Let a trainer that is started fail later, where trainers do."""
+        run = self._around.run_file
+        if not run.failures.trainers:
+            return
+        count = self._num_started[trainer.id] = self._num_started.get(trainer.id, 0) + 1
+        num_gpus = run.trainers[trainer.id].num_gpus
+        seconds = time_to_failure(run, num_gpus, TRAINER_STREAM, trainer.id, count)
+        if seconds < inf:
+            self._around.env.process(self._fail(trainer, seconds, self._lose_trainer))
+
+    def _fail(
+        self, who: Replica | Trainer, seconds: float, lose: Callable[[int, str], None]
+    ) -> Generator[simpy.Event, Any, None]:
         yield self._around.env.timeout(seconds)
-        if not replica.has_stopped:
-            self._lose(replica.id, REASON)
+        if not who.has_stopped:
+            lose(who.id, REASON)

@@ -17,7 +17,14 @@ from typing import Any
 import simpy
 
 from sim.surroundings import Surroundings
-from streamrl.engine.messages import Finish, Generate, Generated, LoadWeights, WeightsLoaded
+from streamrl.engine.messages import (
+    Command,
+    Finish,
+    Generate,
+    Generated,
+    LoadWeights,
+    WeightsLoaded,
+)
 
 ROUNDING = (
     1e-9  # share of a decode step by which an instant may miss a step's end in floating point
@@ -119,10 +126,13 @@ class Replica:
         self._load = command
         self._notice()
 
-    def stop(self) -> None:
-        """End here and now; what was queued or running is lost."""
+    def stop(self) -> list[Command]:
+        """End here and now; return what was asked for and is lost."""
         self.has_stopped = True
         self.process.interrupt("stopped")
+        attempts = sorted([*self._queued, *self._running])
+        lost: list[Command] = [Generate(rollout, self.id, 0) for rollout in attempts]
+        return lost if self._load is None else [*lost, self._load]
 
     # The process ----------------------------------------------------------------------------------
 

@@ -1,16 +1,17 @@
-"""The simulated trainer: one command at a time, each for as long as its tokens cost."""
+"""A simulated trainer: one command at a time, each for as long as its tokens cost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
 import simpy
 
 from sim.surroundings import Surroundings
 from streamrl.engine.messages import (
     CheckpointSaved,
+    Command,
     Event,
     SaveCheckpoint,
     Score,
@@ -26,42 +27,83 @@ from streamrl.engine.messages import (
 Work = Generator[simpy.Event, Any, None]
 
 
+class TrainerCosts(Protocol):
+    """Seconds of what a trainer does."""
+
+    @property
+    def optimizer_time(self) -> float:
+        """Seconds of gradient reduction and optimizer step."""
+        ...
+
+    def score_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
+        """Return the seconds of the forward passes that rollouts of these tokens need first."""
+        ...
+
+    def train_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
+        """Return the seconds of forward and backward passes over rollouts of these tokens."""
+        ...
+
+
 class Trainer:
     """One process: take the next work, do it, and again."""
 
-    def __init__(self, around: Surroundings) -> None:
+    def __init__(self, around: Surroundings, trainer_id: int, costs: TrainerCosts) -> None:
         self._around = around
+        self._costs = costs
+        self._start_time = around.run_file.trainers[trainer_id].start_time
         self._inbox = simpy.Store(around.env)
         self._passes_until = -inf
-        around.env.process(self._run())
+        self._work_in_hand: Command | None = None
+        self.id = trainer_id
+        self.has_stopped = False
+        self._process = around.env.process(self._run())
 
     def start(self, command: StartTrainer) -> None:
-        """Come up with the initial weights."""
-        self._inbox.put(self._work(self._around.run_file.trainer.start_time, TrainerStarted(0)))
+        """Come up with the weights of a version."""
+        started = TrainerStarted(command.trainer, command.version)
+        self._take(command, self._work(self._start_time, started))
 
     def score(self, command: Score) -> None:
         """Run the forward passes that training needs first."""
-        self._inbox.put(self._compute(self._around.costs.score_time, Scored(command.rollouts)))
+        scored = Scored(command.rollouts, command.trainer)
+        self._take(command, self._compute(self._costs.score_time, scored))
 
     def train(self, command: Train) -> None:
         """Run forward and backward passes."""
-        self._inbox.put(self._compute(self._around.costs.train_time, Trained(command.rollouts)))
+        trained = Trained(command.rollouts, command.trainer)
+        self._take(command, self._compute(self._costs.train_time, trained))
 
     def step(self, command: Step) -> None:
         """Reduce the gradient and update the weights."""
-        self._inbox.put(self._work(self._around.costs.optimizer_time, Stepped(command.version)))
+        stepped = Stepped(command.version, command.trainer)
+        self._take(command, self._work(self._costs.optimizer_time, stepped))
 
     def save(self, command: SaveCheckpoint) -> None:
         """Write a checkpoint in no time: the host does it while the GPUs go on."""
-        self._inbox.put(self._work(0.0, CheckpointSaved(command.version)))
+        self._take(command, self._work(0.0, CheckpointSaved(command.version, command.trainer)))
+
+    def stop(self) -> list[Command]:
+        """End here and now; return what was asked for and is lost."""
+        self.has_stopped = True
+        self._process.interrupt("stopped")
+        return [] if self._work_in_hand is None else [self._work_in_hand]
+
+    def _take(self, command: Command, work: Work) -> None:
+        """Begin with a command; the engine gives one at a time."""
+        self._work_in_hand = command
+        self._inbox.put(work)
 
     def _run(self) -> Work:
-        while True:
-            work: Work = yield self._inbox.get()
-            yield from work
+        try:
+            while True:
+                work: Work = yield self._inbox.get()
+                yield from work
+        except simpy.Interrupt:
+            return  # stopped
 
     def _work(self, seconds: float, event: Event) -> Work:
         yield self._around.env.timeout(seconds)
+        self._work_in_hand = None
         self._around.emit(event)
 
     def _compute(self, time_of: Callable[..., float], event: Scored | Trained) -> Work:

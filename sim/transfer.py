@@ -8,7 +8,7 @@ from typing import Any
 import simpy
 
 from sim.surroundings import Surroundings
-from streamrl.engine.messages import PushWeights, WeightsPushed
+from streamrl.engine.messages import Command, PushWeights, WeightsPushed
 
 
 class Link:
@@ -32,17 +32,33 @@ class Transfer:
         self._around = around
         self._link = Link(around.env)
         self._inbox = simpy.Store(around.env)
-        around.env.process(self._run())
+        self._under_way: PushWeights | None = None
+        self._process = around.env.process(self._run())
 
     def push(self, command: PushWeights) -> None:
         """Send a version to where replicas can load it, after those before it."""
+        self._under_way = command
         self._inbox.put(command)
 
+    def break_off(self) -> list[Command]:
+        """End what is under way, as its sender is gone; return what is lost."""
+        if self._under_way is None:
+            return []
+        lost, self._under_way = self._under_way, None
+        self._process.interrupt("sender lost")
+        return [lost]
+
     def _run(self) -> Generator[simpy.Event, Any, None]:
-        sync, env = self._around.costs.sync, self._around.env
         while True:
-            command: PushWeights = yield self._inbox.get()
-            yield env.timeout(sync.fill_time)
-            yield from self._link.carry(sync.wire_time)
-            yield env.timeout(sync.drain_time)
-            self._around.emit(WeightsPushed(command.version, sync.wire_bytes))
+            try:
+                yield from self._send((yield self._inbox.get()))
+            except simpy.Interrupt:
+                pass  # broken off: the next one
+
+    def _send(self, command: PushWeights) -> Generator[simpy.Event, Any, None]:
+        sync, env = self._around.costs.sync, self._around.env
+        yield env.timeout(sync.fill_time)
+        yield from self._link.carry(sync.wire_time)
+        yield env.timeout(sync.drain_time)
+        self._under_way = None
+        self._around.emit(WeightsPushed(command.version, sync.wire_bytes))

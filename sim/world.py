@@ -13,7 +13,7 @@ from sim.costs.fill import fill_policies
 from sim.failures import Failures
 from sim.replica import Replica
 from sim.surroundings import DrawnRollout, rollouts_of
-from sim.trainer import Trainer
+from sim.trainer import Trainer, TrainerCosts
 from sim.transfer import Transfer
 from sim.verifier import Verifier
 from streamrl.engine.messages import (
@@ -33,6 +33,7 @@ from streamrl.engine.messages import (
     RunStarted,
     SaveCheckpoint,
     Score,
+    Skip,
     StartReplica,
     StartTrainer,
     Step,
@@ -40,11 +41,13 @@ from streamrl.engine.messages import (
     StopReplica,
     Take,
     Train,
+    TrainerLost,
     Verify,
     WakeAt,
     Woke,
 )
 from streamrl.engine.systems import build_engine
+from streamrl.engine.trainer_side import LEADER
 from streamrl.engine.world import World
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
@@ -63,10 +66,10 @@ class SimWorld(World[Trace]):
         self.replicas: dict[int, Replica] = {}
         self._workload = workload
         self._next_group = 0
-        self._trainer = Trainer(self)
+        self._trainers: dict[int, Trainer] = {}
         self._transfer = Transfer(self)
         self._verifier = Verifier(self)
-        self._failures = Failures(self, self.lose)
+        self._failures = Failures(self, self.lose, self.lose_trainer)
 
     @property
     def now(self) -> float:
@@ -84,20 +87,20 @@ class SimWorld(World[Trace]):
         try:
             self._run(watch)
         except simpy.core.EmptySchedule:
-            raise RuntimeError(f"the run is stuck at {self.now:.3f} s: {_sum_up(self)}") from None
+            raise RuntimeError(f"the run is stuck at {self.now:.3f} s: {self.engine}") from None
         finally:
             if was_collecting:
                 gc.enable()
         return self.trace
 
     def _run(self, watch: Callable[[int], None]) -> None:
-        state, step = self.engine.state, self.env.step
+        engine, step = self.engine, self.env.step
         self.emit(RunStarted(0, 0))
         version = 0
-        while not (state.is_stopping and state.is_finished):
+        while not engine.is_finished:
             step()
-            if state.version != version:
-                version = state.version
+            if engine.version != version:
+                version = engine.version
                 watch(version)
 
     def start(self, command: Command) -> None:
@@ -107,14 +110,14 @@ class SimWorld(World[Trace]):
                 self.replicas[command.replica].generate(command)
             case Verify():
                 self._verifier.verify(command)
-            case Take() | Resize() | Stop() | Drop():
+            case Take() | Skip() | Resize() | Stop() | Drop():
                 pass
             case Score():
-                self._trainer.score(command)
+                self._trainers[command.trainer].score(command)
             case Train():
-                self._trainer.train(command)
+                self._trainers[command.trainer].train(command)
             case Step():
-                self._trainer.step(command)
+                self._trainers[command.trainer].step(command)
             case PushWeights():
                 self._transfer.push(command)
             case LoadWeights():
@@ -128,9 +131,9 @@ class SimWorld(World[Trace]):
             case StopReplica():
                 self.env.process(self._stop_replica(command))
             case StartTrainer():
-                self._trainer.start(command)
+                self._start_trainer(command)
             case SaveCheckpoint():
-                self._trainer.save(command)
+                self._trainers[command.trainer].save(command)
             case WakeAt():
                 self.env.process(self._wake(command))
             case _:
@@ -138,20 +141,25 @@ class SimWorld(World[Trace]):
 
     def lose(self, replica_id: int, reason: str) -> None:
         """Let a replica die, as a failure would."""
-        replica = self.engine.state.fleet.replicas[replica_id]
-        commands: list[Command] = [Generate(rollout, replica_id, 0) for rollout in replica.rollouts]
-        if replica.loading is not None:
-            commands.append(LoadWeights(replica_id, replica.loading, drain=False))
-        self.replicas.pop(replica_id).stop()
+        lost = self.replicas.pop(replica_id).stop()
         self.emit(ReplicaLost(replica_id, reason))
+        self._fail(lost, reason)
+
+    def lose_trainer(self, trainer_id: int, reason: str) -> None:
+        """Let a trainer die, and with one that leads the push that it sends."""
+        lost = self._trainers.pop(trainer_id).stop()
+        if trainer_id == LEADER:
+            lost += self._transfer.break_off()
+        self.emit(TrainerLost(trainer_id, reason))
+        self._fail(lost, reason)
+
+    def _fail(self, commands: list[Command], reason: str) -> None:
         for command in commands:
             self.emit(Failed(command, reason))
 
     def _abort(self, command: Abort) -> None:
-        replica = self.engine.state.rollouts[command.rollout].replica
-        assert replica is not None, f"rollout {command.rollout} runs nowhere"
-        if replica.id in self.replicas:  # on a lost one, its `Failed` is on its way
-            self.replicas[replica.id].abort(command.rollout)
+        if command.replica in self.replicas:  # of a lost one the `Failed` is on its way
+            self.replicas[command.replica].abort(command.rollout)
 
     def _draw(self, command: DrawPrompts) -> None:
         draws = self._workload.draw(self._next_group, command.num_groups)
@@ -159,6 +167,13 @@ class SimWorld(World[Trace]):
         self.rollouts.update(rollouts_of(draws))
         groups = tuple(draw.drawn for draw in draws)
         self.emit(PromptsDrawn(command.step, command.oldest_version, groups))
+
+    def _start_trainer(self, command: StartTrainer) -> None:
+        everyone: tuple[TrainerCosts, ...] = (self.costs, *self.costs.followers)
+        costs = everyone[command.trainer]
+        trainer = self._trainers[command.trainer] = Trainer(self, command.trainer, costs)
+        self._failures.watch_trainer(trainer)
+        trainer.start(command)
 
     def _start_replica(self, command: StartReplica) -> Generator[simpy.Event, Any, None]:
         yield self.env.timeout(self.run_file.rollout.start_time)
@@ -185,11 +200,3 @@ def simulate(run: Run, watch: Callable[[int], None] = lambda version: None) -> T
     """
     costs = Costs.load(run)
     return SimWorld(fill_policies(run, costs), costs, SimulatedWorkload(run)).run(watch)
-
-
-def _sum_up(world: SimWorld) -> str:
-    state = world.engine.state
-    return (
-        f"version {state.version}, {state.num_generating} rollouts generating, "
-        f"{len(state.batch.groups)} groups taken, {len(state.batch.trainable)} rollouts trainable"
-    )

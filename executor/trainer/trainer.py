@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from executor.buffer import RolloutBuffer
 from executor.carriers.handles import Handle
-from executor.record import RunDirectory
+from executor.record import Checkpoint, RunDirectory
 from executor.samples import Manifest
+from executor.trainer.advantages import NO_BASELINE
 from executor.trainer.estimator import AdvantageEstimator
 from streamrl.engine.messages import (
     CheckpointSaved,
@@ -46,27 +47,30 @@ class Trainer:
         self._handle: Handle | None = None
 
     async def start(
-        self, command: StartTrainer, handle: Handle, checkpoint: Path | None
+        self, command: StartTrainer, handle: Handle, checkpoint: Checkpoint | None
     ) -> TrainerStarted:
         """Come up behind `handle`, with the initial weights or those of a checkpoint."""
+        await self.stop()
         self._handle = handle
-        path = None if checkpoint is None else str(checkpoint)
-        return TrainerStarted(await self._call("start", path, returns=int))
+        baseline = NO_BASELINE if checkpoint is None else checkpoint.baseline
+        self._estimator.baseline = baseline
+        path = None if checkpoint is None else str(checkpoint.path)
+        return TrainerStarted(command.trainer, await self._call("start", path, returns=int))
 
     async def score(self, command: Score) -> Scored:
         """Run the forward passes that training needs first."""
         await self._call("score", self._estimator.samples(command.rollouts), returns=Figures)
-        return Scored(command.rollouts)
+        return Scored(command.rollouts, command.trainer)
 
     async def train(self, command: Train) -> Trained:
         """Run forward and backward passes."""
         await self._call("train", self._estimator.samples(command.rollouts), returns=Figures)
-        return Trained(command.rollouts)
+        return Trained(command.rollouts, command.trainer)
 
-    async def step(self, command: Step, groups: Sequence[int]) -> Stepped:
-        """Update the weights, and write down what the step was made of: `groups`, which it ends."""
+    async def step(self, command: Step) -> Stepped:
+        """Update the weights, and write down what the step was made of."""
         figures = await self._call("step", command.version, returns=Figures)
-        trained = self._buffer.rollouts_of(groups)
+        trained = self._buffer.rollouts_of(command.groups)
         self._directory.write_step(
             {
                 "step": command.version,
@@ -77,8 +81,8 @@ class Trainer:
                 **figures,
             }
         )
-        self._estimator.end_step(groups)
-        return Stepped(command.version)
+        self._estimator.end_step(command.groups)
+        return Stepped(command.version, command.trainer)
 
     async def save(self, command: SaveCheckpoint) -> CheckpointSaved:
         """Write a checkpoint, which is complete or not there."""
@@ -86,7 +90,7 @@ class Trainer:
         await self._call("save", str(path), returns=type(None))
         baseline = self._estimator.baseline
         self._directory.finish_checkpoint(command.version, command.groups_done, baseline)
-        return CheckpointSaved(command.version)
+        return CheckpointSaved(command.version, command.trainer)
 
     async def push(self, version: int, directory: Path) -> Manifest:
         """Write the weights to a directory that replicas read, and return what they need to."""
@@ -94,8 +98,9 @@ class Trainer:
 
     async def stop(self) -> None:
         """End the worker, where one has come up."""
-        if self._handle is not None:
-            await self._handle.close()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            await handle.close()
 
     async def _call(self, method: str, *arguments: object, returns: type[T]) -> T:
         assert self._handle is not None, "the engine trains only after TrainerStarted"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -22,18 +23,32 @@ class Transfer:
         self._directory = shared_directory("streamrl")
         self.manifests: dict[int, Manifest] = {}
         """What a replica loads, by version; the one that the run began with was never pushed."""
+        self._held: Counter[int] = Counter()
+        """How many replicas load a version, or are about to."""
+        self._newest: int | None = None
 
     async def push(self, command: PushWeights) -> WeightsPushed:
         """Send a version to where replicas can load it."""
         manifest = await self._write(command.version, self._directory)
         self.manifests[command.version] = manifest
+        self._newest = command.version
+        self._remove_unwanted()
         return WeightsPushed(command.version, manifest.num_bytes)
 
-    def remove_before(self, version: int) -> None:
-        """Remove the versions older than `version`, which nobody will load any more."""
-        for old in [pushed for pushed in self.manifests if pushed < version]:
-            del self.manifests[old]
-            remove_version(self._directory, old)
+    def hold(self, version: int) -> None:
+        """Keep a version for someone who will load it; a version stays anyway until a newer one is there."""
+        self._held[version] += 1
+
+    def release(self, version: int) -> None:
+        """Let go of a version that was loaded, or will not be."""
+        self._held[version] -= 1
+        self._remove_unwanted()
+
+    def _remove_unwanted(self) -> None:
+        for version in list(self.manifests):
+            if version != self._newest and not self._held[version]:
+                del self.manifests[version]
+                remove_version(self._directory, version)
 
     def stop(self) -> None:
         """Remove the directory with all that lies in it, also of a push that broke off."""

@@ -70,10 +70,9 @@ class CountingWorld(SimWorld):
         """
         self._num_events += 1
         if self._num_events > self._most_events:
-            state = self.engine.state
             raise RuntimeError(
                 f"after {self._most_events:,} events and {self.now:,.0f} simulated seconds it is at step "
-                f"{state.version}: the same is done again and again"
+                f"{self.engine.version}: the same is done again and again"
             )
         super().emit(event)
 
@@ -111,8 +110,12 @@ def perform(world: CountingWorld, *, is_stand_in: bool = False) -> Rehearsal:
         problem = str(error)
     stopped = not problem and not state.has_all_steps
     if stopped:
-        problem = f"it stops after step {state.version} of {state.num_steps}: {state.stop_reason}"
-    return Rehearsal(world.trace, state.num_steps, state.version, problem, stopped, is_stand_in)
+        problem = (
+            f"it stops after step {state.leader.version} of {state.num_steps}: {state.stop_reason}"
+        )
+    return Rehearsal(
+        world.trace, state.num_steps, state.leader.version, problem, stopped, is_stand_in
+    )
 
 
 def shortened(run: Run) -> Run:

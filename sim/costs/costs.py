@@ -10,6 +10,7 @@ from pathlib import Path
 from sim.costs.cache_transfer import CacheTransfer
 from sim.costs.colocation import PhaseChange
 from sim.costs.curves import DecodeCurve, PrefillCurve, compose_decode
+from sim.costs.follower import FollowerCosts
 from sim.costs.inference import Shard
 from sim.costs.kernels import Kernels
 from sim.costs.machine import MachineCosts, MeasuredPrefill, MeasuredTraining
@@ -45,6 +46,8 @@ class Costs:
     """Seconds of prefill are divided by it; those of `decode` are already."""
     training_factor: float = 1.0
     """Seconds of score, train and the optimizer step are divided by it."""
+    followers: tuple[FollowerCosts, ...] = ()
+    """Of the trainers that follow, in order."""
     provenance: dict[str, Provenance]
     """Where the seconds of each operation come from: prefill, decode, score, train, sync, and cache_transfer
     where a run moves caches."""
@@ -70,6 +73,7 @@ class Costs:
             sync=sync,
             training=training,
             cache_transfer=moved,
+            followers=tuple(FollowerCosts.load(run, n) for n in range(1, run.num_trainers)),
             provenance={
                 "prefill": prefill.provenance,
                 "decode": decode.provenance,
@@ -123,7 +127,11 @@ class Costs:
             operation: {str(tier): share for tier, share in found.shares.items()}
             for operation, found in self.provenance.items()
         }
-        sources = dict.fromkeys(s for found in self.provenance.values() for s in found.sources)
+        for costs in self.followers:
+            own = costs.provenance.shares.items()
+            shares[f"train {costs.name}"] = {str(tier): share for tier, share in own}
+        everything = (*self.provenance.values(), *(costs.provenance for costs in self.followers))
+        sources = dict.fromkeys(source for found in everything for source in found.sources)
         return {**shares, "sources": list(sources)}
 
 

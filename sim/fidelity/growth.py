@@ -89,4 +89,4 @@ def _read(trace: Trace) -> Outcome:
         commands = engine.handle(event, time)
         if isinstance(event, Stepped) and any(isinstance(c, Resize) for c in commands):
             triggers.append(event.version)
-    return Outcome(engine.state.pace.steps, triggers)
+    return Outcome(engine.state.leader.pace.steps, triggers)

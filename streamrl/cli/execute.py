@@ -72,11 +72,10 @@ class _Watch:
         elif not isinstance(event, Stepped):
             return
         reward = sum(self._rewards) / len(self._rewards) if self._rewards else 0.0
-        behind = state.version - min(
-            (replica.version for replica in state.fleet.replicas.values()), default=state.version
-        )
+        leader, replicas = state.leader, state.fleet.replicas.values()
+        behind = leader.version - min((r.version for r in replicas), default=leader.version)
         facts = (
-            f"reward {reward:.3f}  rollouts {state.num_trained}+{state.num_generating}  "
+            f"reward {reward:.3f}  rollouts {leader.num_trained}+{state.num_generating}  "
             f"staleness {behind}  {self._tokens / now:,.0f} tokens/s"
         )
-        self._progress.update(self._task, completed=state.version, facts=facts)
+        self._progress.update(self._task, completed=leader.version, facts=facts)

@@ -11,6 +11,7 @@ from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.keys import join_key, pool_key
 from streamrl.runfile.plan_config import PlanConfig
+from streamrl.runfile.sides import gpus_used
 
 
 def find(run: Run) -> Iterator[Finding]:
@@ -29,13 +30,6 @@ def find(run: Run) -> Iterator[Finding]:
         else:
             text += f"; {idle} stand idle for ${idle * price:,.2f} an hour"
             yield _finding("warning", name, text)
-
-
-def gpus_used(run: Run, pool: str) -> int:
-    """Return the GPUs of a pool that a side uses, those that both share once."""
-    sides = [(run.rollout.pool, run.rollout.num_gpus), (run.trainer.pool, run.trainer.num_gpus)]
-    needs = [count for name, count in sides if name == pool]
-    return max(needs, default=0) if run.shares_gpus else sum(needs)
 
 
 def fix_of(name: str) -> Fix:

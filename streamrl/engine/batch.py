@@ -1,8 +1,9 @@
-"""The batch of the coming step: from a group being taken to its gradient being part of the step."""
+"""The batch of a trainer's coming step: from a group being taken to its gradient being part of the step."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from streamrl.engine.entities import Group, Phase, Rollout
@@ -20,23 +21,26 @@ class Batch:
     """Rollouts to run forward passes of."""
     trainable: deque[Rollout] = field(default_factory=deque)
     """Rollouts to train on."""
-    num_in_gradient: int = 0
+    in_hand: list[Rollout] = field(default_factory=list)
+    """Rollouts that the trainer works on."""
+    in_gradient: list[Rollout] = field(default_factory=list)
     """Rollouts whose gradient the coming step has."""
 
-    def take(self, group: Group, step: int) -> None:
-        """Enter that `group` is part of `step`, with what is ready of it."""
-        group.taken_for = step
+    def take(self, group: Group) -> None:
+        """Enter that `group` is part of the step, with what is ready of it."""
         self.groups[group.id] = group
         is_any_ready = group.num_missing < len(group.rollouts)
         if not group.num_missing or (is_any_ready and not self.trains_whole_groups):
-            self._supply(*(r for r in group.rollouts if r.phase is Phase.READY))
+            self._supply(r for r in group.rollouts if r.phase is Phase.READY)
 
     def add_ready(self, rollout: Rollout) -> None:
-        """Enter that a rollout of a taken group has its reward."""
+        """Enter that a rollout has its reward, if its group was taken."""
+        if rollout.group.id not in self.groups:
+            return
         if not self.trains_whole_groups:
-            self._supply(rollout)
+            self._supply((rollout,))
         elif not rollout.group.num_missing:
-            self._supply(*rollout.group.rollouts)
+            self._supply(rollout.group.rollouts)
 
     def begin(self, command: Command) -> None:
         """Take what a command to the trainer is about from the head of its line."""
@@ -54,32 +58,45 @@ class Batch:
             rollout = line.popleft()
             if rollout.id != rollout_id:
                 raise ValueError(f"rollout {rollout.id} comes before {rollout_id}")
-            rollout.phase = Phase.TRAINING
+            self.in_hand.append(rollout)
 
-    def end(self, event: Scored | Trained, rollouts: list[Rollout]) -> None:
-        """Enter that the forward passes of `rollouts` are done, or that their gradient is accumulated."""
-        is_trained = isinstance(event, Trained)
-        for rollout in rollouts:
-            rollout.phase = Phase.TRAINED if is_trained else Phase.READY
-        if is_trained:
-            self.num_in_gradient += len(rollouts)
-        else:
-            self.trainable.extend(rollouts)
+    def end(self, event: Scored | Trained) -> None:
+        """Enter that the forward passes of rollouts are done, or that their gradient is accumulated.
 
-    def drop(self, group: Group) -> None:
-        """Leave a group out; what the trainer has in hand of it is for the trainer to end."""
+        What was left out of the batch meanwhile stays out.
+        """
+        held, self.in_hand = self.in_hand, []
+        if tuple(rollout.id for rollout in held) != event.rollouts:
+            raise ValueError(f"the trainer was not given rollouts {event.rollouts}")
+        wanted = [rollout for rollout in held if rollout.group.id in self.groups]
+        (self.trainable if isinstance(event, Scored) else self.in_gradient).extend(wanted)
+
+    def has_begun(self, group: Group) -> bool:
+        """Return whether the trainer works, or has worked, on any rollout of `group`."""
+        return any(rollout.group is group for rollout in (*self.in_hand, *self.in_gradient))
+
+    def leave_out(self, group: Group) -> bool:
+        """Leave a group out, if it was taken; what the trainer has in hand of it is for the trainer to end."""
         if self.groups.pop(group.id, None) is None:
-            return
-        self.num_in_gradient -= sum(r.phase is Phase.TRAINED for r in group.rollouts)
+            return False
+        self.in_gradient = [r for r in self.in_gradient if r.group is not group]
         self.unscored = deque(r for r in self.unscored if r.group is not group)
         self.trainable = deque(r for r in self.trainable if r.group is not group)
+        return True
 
     def clear(self) -> list[Group]:
         """Begin the next batch; return the groups of this one."""
         groups = list(self.groups.values())
         self.groups = {}
-        self.num_in_gradient = 0
+        self.in_gradient = []
         return groups
 
-    def _supply(self, *rollouts: Rollout) -> None:
+    def abandon(self) -> list[Group]:
+        """Forget what the trainer has worked on; return the groups that it was to train on."""
+        self.unscored.clear()
+        self.trainable.clear()
+        self.in_hand = []
+        return self.clear()
+
+    def _supply(self, rollouts: Iterable[Rollout]) -> None:
         (self.unscored if self.needs_score else self.trainable).extend(rollouts)

@@ -31,6 +31,33 @@ class Engine:
         self.state = state
         self._deciders = [policy.decide for policy in policies]
 
+    def __str__(self) -> str:
+        state, batch = self.state, self.state.leader.batch
+        return (
+            f"version {self.version}, {state.num_generating} rollouts generating, "
+            f"{len(batch.groups)} groups taken, {len(batch.trainable)} rollouts trainable"
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left to do and nothing is under way."""
+        return self.state.is_finished
+
+    @property
+    def version(self) -> int:
+        """The newest policy version."""
+        return self.state.leader.version
+
+    @property
+    def has_all_steps(self) -> bool:
+        """Whether the run's last step is done."""
+        return self.state.has_all_steps
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run ends before its last step, or None."""
+        return self.state.stop_reason
+
     def handle(self, event: Event, now: float) -> list[Command]:
         """Enter what happened at `now` seconds and say what to do about it."""
         state = self.state

@@ -132,7 +132,7 @@ class Fleet:
         self._promise(replica, version)
         if not self.has_come_up:
             self.has_come_up = self.num_up == len(self.replicas)
-        if version < pushed_version:
+        if version != pushed_version or replica.must_load:
             self.outdated[replica_id] = replica
 
     def lose(self, replica_id: int) -> None:
@@ -156,15 +156,26 @@ class Fleet:
         self.outdated = {
             replica.id: replica
             for replica in self.replicas.values()
-            if replica.is_serving and replica.loading is None and replica.version < pushed_version
+            if replica.is_serving
+            and replica.loading is None
+            and (replica.version != pushed_version or replica.must_load)
         }
 
     def load(self, replica_id: int, version: int) -> None:
         """Enter that a replica was told to load `version`."""
         replica = self.replicas[replica_id]
         replica.loading = version
+        replica.must_load = False
         self.outdated.pop(replica_id, None)
         self._promise(replica, version)
+
+    def fall_back(self, version: int) -> None:
+        """Enter that versions after `version` are lost: who has one, or loads one, must load before it goes on."""
+        self.outdated.clear()
+        for replica in self.replicas.values():
+            if max(replica.version, replica.loading or 0) > version:
+                replica.must_load = True
+                self._break_promise(replica)
 
     def assign(self, rollout: Rollout, replica_id: int, now: float) -> None:
         """Enter that `rollout` was sent to a replica at `now` seconds."""
@@ -200,6 +211,9 @@ class Fleet:
 
     def _promise(self, replica: Replica, version: int) -> None:
         self._break_promise(replica)
+        if replica.must_load:
+            self._note_load(replica)
+            return
         replica.promised = version
         self._num_promised[version] = self._num_promised.get(version, 0) + 1
         self._note_load(replica)

@@ -4,40 +4,36 @@ from __future__ import annotations
 
 from streamrl.engine.entities import Phase
 from streamrl.engine.state import State
+from streamrl.engine.trainer_side import TrainerSide
 
 
 def check(state: State) -> None:
     """Raise `AssertionError` naming the first invariant that `state` breaks.
 
-    1. Every drawn rollout is known, trained, or dropped with a reason; none is two of these.
+    1. Of every drawn rollout each trainer may still train on it, has, or has lost it with a reason; never two of these.
     2. A rollout is on a replica exactly while it is being generated.
-    3. Only rollouts of taken groups are in the trainer's lines or hands.
+    3. Only rollouts of taken groups are in a trainer's lines or gradient.
     4. No step holds more groups than a batch.
-    5. No replica is newer than the pushed weights, nor those newer than the trainer's.
+    5. No replica is newer than the pushed weights, nor those newer than the trainer's, but what it has lost.
     """
     _check_accounts(state)
     _check_replicas(state)
-    _check_training(state)
+    for trainer in state.trainers:
+        _check_trainer(state, trainer)
+    verifying = sum(r.phase is Phase.VERIFYING for r in state.rollouts.values())
+    assert state.num_verifying == verifying
 
 
 def _check_accounts(state: State) -> None:
-    dropped = sum(state.dropped.values())
-    lingering = sum(rollout.group.is_dropped for rollout in state.rollouts.values())
-    known = len(state.rollouts) - lingering
-    assert state.num_drawn == known + state.num_trained + dropped, (
-        f"{state.num_drawn} rollouts drawn, but {known} known, {state.num_trained} trained, "
-        f"{dropped} dropped"
-    )
     for rollout_id, rollout in state.rollouts.items():
         assert rollout.id == rollout_id
         if not rollout.group.is_dropped:
             assert state.groups.get(rollout.group.id) is rollout.group, f"{rollout_id}: no group"
     for group in state.groups.values():
-        missing = sum(
-            rollout.phase not in (Phase.READY, Phase.TRAINING, Phase.TRAINED)
-            for rollout in group.rollouts
-        )
+        missing = sum(rollout.phase is not Phase.READY for rollout in group.rollouts)
         assert group.num_missing == missing, f"group {group.id}: {group.num_missing} != {missing}"
+        users = sum(group.num_missing > 0 or trainer.wants(group) for trainer in state.trainers)
+        assert group.num_users == users > 0, f"group {group.id}: {group.num_users} != {users} users"
 
 
 def _check_replicas(state: State) -> None:
@@ -50,9 +46,13 @@ def _check_replicas(state: State) -> None:
         )
     serving: dict[int, int] = {}
     for replica in state.fleet.replicas.values():
-        assert replica.version <= state.pushed_version <= state.version
+        if state.pushed_version <= state.leader.version and not replica.must_load:
+            assert replica.version <= state.pushed_version
         if replica.is_serving:
             serving[replica.version] = serving.get(replica.version, 0) + 1
+        assert not (replica.must_load and replica.promised is not None), (
+            f"replica {replica.id} promises what is lost"
+        )
         is_idle = replica.is_serving and replica.loading is None and not replica.rollouts
         assert is_idle == (replica.id in state.fleet.idle), f"replica {replica.id}: idle or not?"
         for rollout_id, rollout in replica.rollouts.items():
@@ -60,17 +60,23 @@ def _check_replicas(state: State) -> None:
     assert serving == state.fleet.num_serving, f"{serving} serve, not {state.fleet.num_serving}"
 
 
-def _check_training(state: State) -> None:
-    assert len(state.batch.groups) <= state.prompts_per_step, (
-        f"{len(state.batch.groups)} groups in one step"
+def _check_trainer(state: State, trainer: TrainerSide) -> None:
+    batch = trainer.batch
+    still_open = sum(
+        len(group.rollouts)
+        for group in state.groups.values()
+        if group.num_missing or trainer.wants(group)
     )
-    for line in (state.batch.unscored, state.batch.trainable):
+    lost = sum(trainer.lost.values())
+    assert state.num_drawn == still_open + trainer.num_trained + lost, (
+        f"trainer {trainer.id}: {state.num_drawn} rollouts drawn, but {still_open} open, "
+        f"{trainer.num_trained} trained, {lost} lost"
+    )
+    assert len(batch.groups) <= trainer.prompts_per_step, f"{len(batch.groups)} groups in one step"
+    assert not any(group in trainer.line for group in batch.groups.values())
+    for line in (batch.unscored, batch.trainable, batch.in_gradient):
         for rollout in line:
-            assert rollout.group.id in state.batch.groups, f"rollout {rollout.id} was not taken"
+            assert rollout.group.id in batch.groups, f"rollout {rollout.id} was not taken"
             assert rollout.phase is Phase.READY, f"rollout {rollout.id} is {rollout.phase}"
-    trained = sum(r.phase is Phase.TRAINED for r in state.rollouts.values())
-    assert state.batch.num_in_gradient == trained, (
-        f"{state.batch.num_in_gradient} in gradient, not {trained}"
-    )
-    verifying = sum(r.phase is Phase.VERIFYING for r in state.rollouts.values())
-    assert state.num_verifying == verifying
+    handled = [*batch.unscored, *batch.trainable, *batch.in_gradient, *batch.in_hand]
+    assert len({rollout.id for rollout in handled}) == len(handled), "a rollout is in two places"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
+from collections.abc import Iterator
 from heapq import heappop, heappush
 
 from streamrl.engine.entities import Group, Phase, Rollout
@@ -32,13 +33,11 @@ class WaitingRollouts:
         heappush(self.heap, (place, self._num_added, rollout))
         self._num_added += 1
 
-    def learn_from(self, finished: Rollout) -> None:
-        """Let the siblings of a rollout that finished wait where its length puts them, if that is asked for."""
-        if not self._learns:
-            return
-        for sibling in finished.group.learn(finished.tokens):
-            if sibling.phase is Phase.WAITING:
-                self.add(sibling)
+    def expect(self, rollout: Rollout, tokens: int) -> None:
+        """Let a rollout, wherever it is, be expected to be so long; one that waits may change its place."""
+        rollout.expected_tokens = tokens
+        if self._learns and rollout.phase is Phase.WAITING:
+            self.add(rollout)
 
     def first(self) -> Rollout | None:
         """Return the first rollout that still waits."""
@@ -65,27 +64,33 @@ class WaitingRollouts:
     def _place(self, rollout: Rollout) -> Place:
         """Return the place of a rollout by what is known now."""
         group = rollout.group
-        tells = not group.num_known and rollout is group.rollouts[0]
+        tells = not group.is_told and rollout is group.rollouts[0]
         return (group.step, not tells, -rollout.expected_tokens, rollout.id)
 
 
-class WaitingGroups:
-    """Groups that a step could take, in the order they were added."""
+class GroupLine:
+    """Groups that lie ahead of a trainer's cursor on the stream, in the order in which they were added."""
 
     def __init__(self) -> None:
-        self._groups: deque[Group] = deque()
+        self._groups: OrderedDict[int, Group] = OrderedDict()
 
-    def __bool__(self) -> bool:
-        return bool(self._groups)
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups.values())
+
+    def __contains__(self, group: Group) -> bool:
+        return group.id in self._groups
 
     def add(self, group: Group) -> None:
         """Let a group wait."""
-        self._groups.append(group)
+        self._groups[group.id] = group
+
+    def remove(self, group: Group) -> bool:
+        """Let a group wait no longer; return whether it did."""
+        return self._groups.pop(group.id, None) is not None
 
     def first(self) -> Group | None:
-        """Return the first group that no step has taken and that was not dropped."""
-        while self._groups:
-            if self._groups[0].is_free:
-                return self._groups[0]
-            self._groups.popleft()
-        return None
+        """Return the group that waits longest."""
+        return next(iter(self._groups.values()), None)

@@ -1,7 +1,9 @@
 """What the engine and a world say to each other: commands go out, events come back.
 
-Every command ends in exactly one event. `Abort`, `Take`, `Drop`, `Resize` and `Stop` have none of their own: an
-abort makes the running `Generate` end now, the others only change what the engine plans.
+Every command ends in exactly one event. `Abort`, `Take`, `Skip`, `Drop`, `Resize` and `Stop` have none of their own:
+an abort makes the running `Generate` end now, the others only change what the engine plans. A command says all that
+a world needs to carry it out. Trainer 0 leads: its versions are what replicas load; the others follow on the same
+rollouts.
 
     command         ends in             resource
     StartReplica    ReplicaStarted      replica
@@ -18,7 +20,8 @@ abort makes the running `Generate` end now, the others only change what the engi
     SaveCheckpoint  CheckpointSaved     trainer
     WakeAt          Woke                clock
 
-Any of them may end in `Failed` instead. `RunStarted`, `ReplicaLost` and `Interrupted` come unasked.
+Any of them may end in `Failed` instead. `RunStarted`, `ReplicaLost`, `TrainerLost`, `ExpectationsChanged` and
+`Interrupted` come unasked.
 """
 
 from __future__ import annotations
@@ -55,7 +58,10 @@ class Resize(Message, frozen=True):
 
 
 class StartTrainer(Message, frozen=True):
-    """Bring the trainer up, from the initial weights or the checkpoint the run resumes from."""
+    """Bring trainer `trainer` up with weights of `version`: the initial ones, or a checkpoint's."""
+
+    trainer: int
+    version: int
 
 
 class DrawPrompts(Message, frozen=True):
@@ -82,9 +88,10 @@ class Generate(Message, frozen=True, omit_defaults=True):
 
 
 class Abort(Message, frozen=True):
-    """End the `Generate` of `rollout` now; it reports what it has made so far."""
+    """End the `Generate` of `rollout` on `replica` now; it reports what it has made so far."""
 
     rollout: int
+    replica: int
 
 
 class Verify(Message, frozen=True):
@@ -94,14 +101,23 @@ class Verify(Message, frozen=True):
 
 
 class Take(Message, frozen=True):
-    """Train on `group` in step `step`."""
+    """Let `trainer` train on `group` in its step `step`."""
 
     group: int
     step: int
+    trainer: int
+
+
+class Skip(Message, frozen=True):
+    """Let `trainer` never train on `group`, which others may; `reason` says why."""
+
+    group: int
+    trainer: int
+    reason: str
 
 
 class Drop(Message, frozen=True):
-    """Never train on `group`; `reason` says why."""
+    """Let no trainer train on `group` that has not yet; `reason` says why."""
 
     group: int
     reason: str
@@ -117,24 +133,29 @@ class Score(Message, frozen=True):
     """Run the forward passes (reference, critic, proximal policy) that training on `rollouts` needs."""
 
     rollouts: tuple[int, ...]
+    trainer: int
 
 
 class Train(Message, frozen=True):
     """Accumulate the gradient of `rollouts`."""
 
     rollouts: tuple[int, ...]
+    trainer: int
 
 
 class Step(Message, frozen=True):
-    """Apply the accumulated gradient; this makes policy version `version`."""
+    """Apply the gradient accumulated from `groups`; this makes policy version `version`."""
 
     version: int
+    groups: tuple[int, ...]
+    trainer: int
 
 
 class PushWeights(Message, frozen=True):
-    """Send weights of `version` from the trainer to where replicas can load them."""
+    """Send weights of `version` from `trainer` to where replicas can load them."""
 
     version: int
+    trainer: int
 
 
 class LoadWeights(Message, frozen=True):
@@ -157,6 +178,7 @@ class SaveCheckpoint(Message, frozen=True):
 
     version: int
     groups_done: int
+    trainer: int
 
 
 class WakeAt(Message, frozen=True):
@@ -169,6 +191,7 @@ Command: TypeAlias = (
     Generate
     | Verify
     | Take
+    | Skip
     | Score
     | Train
     | Step
@@ -220,12 +243,20 @@ class ReplicaLost(Message, frozen=True):
 
 
 class TrainerStarted(Message, frozen=True):
-    """The trainer is ready at policy version `version`."""
+    """Trainer `trainer` is ready at policy version `version`."""
 
+    trainer: int
     version: int
 
 
-class DrawnGroup(msgspec.Struct, frozen=True, gc=False):
+class TrainerLost(Message, frozen=True):
+    """Trainer `trainer` is gone with all since its last checkpoint; what ran there ends in `Failed` after this."""
+
+    trainer: int
+    reason: str
+
+
+class DrawnGroup(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One prompt and the ids of the rollouts to make from it."""
 
     group: int
@@ -233,6 +264,8 @@ class DrawnGroup(msgspec.Struct, frozen=True, gc=False):
     prompt_tokens: int
     expected_tokens: tuple[int, ...]
     """Output tokens expected of each rollout; only their order is relied on."""
+    prompt: int | None = None
+    """Line of the prompts file, whose token ids lie beside the trace; None where a prompt has none."""
 
 
 class PromptsDrawn(Message, frozen=True):
@@ -241,6 +274,14 @@ class PromptsDrawn(Message, frozen=True):
     step: int
     oldest_version: int
     groups: tuple[DrawnGroup, ...]
+
+
+class ExpectationsChanged(Message, frozen=True):
+    """Other lengths are expected of `rollouts` now: a ranker, or their siblings, told."""
+
+    rollouts: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """Output tokens expected of each."""
 
 
 class Generated(Message, frozen=True):
@@ -269,18 +310,21 @@ class Scored(Message, frozen=True):
     """The forward passes of a `Score` are done."""
 
     rollouts: tuple[int, ...]
+    trainer: int
 
 
 class Trained(Message, frozen=True):
     """The gradient of a `Train` is accumulated."""
 
     rollouts: tuple[int, ...]
+    trainer: int
 
 
 class Stepped(Message, frozen=True):
-    """The trainer has made policy version `version`."""
+    """Trainer `trainer` has made its policy version `version`."""
 
     version: int
+    trainer: int
 
 
 class WeightsPushed(Message, frozen=True):
@@ -302,6 +346,7 @@ class CheckpointSaved(Message, frozen=True):
     """The checkpoint of `version` is complete on disk."""
 
     version: int
+    trainer: int
 
 
 class Woke(Message, frozen=True):
@@ -337,6 +382,8 @@ Event: TypeAlias = (
     | TrainerStarted
     | RunStarted
     | ReplicaLost
+    | TrainerLost
+    | ExpectationsChanged
     | CheckpointSaved
     | Woke
     | Failed

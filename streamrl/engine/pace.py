@@ -71,3 +71,10 @@ class Pace:
         generation_time = max(0.0, ended_at - max(began_at, self._free_at))
         self._free_at = max(self._free_at, ended_at)
         self.steps.append(StepPace(step, generation_time, training_time, num_replicas))
+
+    def forget(self) -> None:
+        """Enter that steps are made again: what was under way belongs to none."""
+        self._newest = 0
+        self._begun.clear()
+        self._ended_at.clear()
+        self._training_time = 0.0

@@ -2,15 +2,13 @@
 
 Policies read it and never scan history, so each question they ask has an index here:
 
-    waiting      rollouts to dispatch                              see `streamrl.engine.lines`
-    unverified   finished rollouts without a reward                in order of arrival
-    untaken      groups not yet taken for a step                   in draw order
-    complete     untaken groups whose rollouts are all ready       in order of arrival
-    batch        taken groups and what the trainer can work on     see `streamrl.engine.batch`
-    failed       rollouts that failed and are not ready yet        by id
-    fleet        replicas by version and by load                   see `streamrl.engine.fleet`
-    recent       lengths of the rollouts that finished last        by length
-    pace         seconds of the last steps, by side                see `streamrl.engine.pace`
+    trainers     each trainer with its batch and what lies ahead    see `streamrl.engine.trainer_side`
+    fleet        replicas by version and by load                    see `streamrl.engine.fleet`
+    waiting      rollouts to dispatch                               see `streamrl.engine.lines`
+    unverified   finished rollouts without a reward                 in order of arrival
+    failed       rollouts that failed and are not ready yet         by id
+    outlived     groups that a trainer lost with its versions       in draw order
+    recent       lengths of the rollouts that finished last         by length
 """
 
 from __future__ import annotations
@@ -19,10 +17,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from streamrl.engine.batch import Batch
 from streamrl.engine.entities import Group, Phase, Rollout
 from streamrl.engine.fleet import Fleet
-from streamrl.engine.lines import WaitingGroups, WaitingRollouts
+from streamrl.engine.lines import WaitingRollouts
 from streamrl.engine.messages import (
     Abort,
     CheckpointSaved,
@@ -30,6 +27,7 @@ from streamrl.engine.messages import (
     DrawPrompts,
     Drop,
     Event,
+    ExpectationsChanged,
     Failed,
     Generate,
     Generated,
@@ -45,6 +43,7 @@ from streamrl.engine.messages import (
     SaveCheckpoint,
     Score,
     Scored,
+    Skip,
     StartReplica,
     StartTrainer,
     Step,
@@ -54,6 +53,7 @@ from streamrl.engine.messages import (
     Take,
     Train,
     Trained,
+    TrainerLost,
     TrainerStarted,
     Verified,
     Verify,
@@ -62,44 +62,37 @@ from streamrl.engine.messages import (
     WeightsPushed,
     Woke,
 )
-from streamrl.engine.pace import Pace
 from streamrl.engine.recent import RecentLengths
-from streamrl.runfile.config import Run
+from streamrl.engine.trainer_side import TrainerCommand, TrainerSide
 
 
 @dataclass(slots=True)
 class State:
-    """See the module's table; `start` makes the state before the first event."""
+    """See the module's table; `streamrl.engine.systems` makes the state before the first event."""
 
     num_steps: int
-    prompts_per_step: int
-    group_size: int
-    batch: Batch
+    trainers: list[TrainerSide]
+    leader: TrainerSide
+    fleet: Fleet
     recent: RecentLengths
+    waiting: WaitingRollouts
 
     now: float = 0.0
     has_started: bool = False
-    version: int = 0
     pushed_version: int = 0
     pushing: int | None = None
-    checkpoint_version: int = 0
-    trainer_is_ready: bool = False
-    trainer_command: Command | None = None
     stop_reason: str | None = None
     is_stopping: bool = False
     """Whether the run should start nothing new: it has a reason to stop, or all its steps."""
     next_wake: float | None = None
 
-    fleet: Fleet = field(default_factory=Fleet)
-    pace: Pace = field(default_factory=Pace)
     groups: dict[int, Group] = field(default_factory=dict)
     rollouts: dict[int, Rollout] = field(default_factory=dict)
 
-    waiting: WaitingRollouts = field(default_factory=WaitingRollouts)
     unverified: deque[Rollout] = field(default_factory=deque)
-    untaken: WaitingGroups = field(default_factory=WaitingGroups)
-    complete: WaitingGroups = field(default_factory=WaitingGroups)
     failed: dict[int, Rollout] = field(default_factory=dict)
+    outlived: dict[int, Group] = field(default_factory=dict)
+    """Groups of versions that the leader lost, which nobody has given up yet."""
 
     num_admitted: int = 0
     """Groups asked for and not dropped, those behind a resumed run included."""
@@ -109,46 +102,20 @@ class State:
     num_generating: int = 0
     num_verifying: int = 0
     num_drawn: int = 0
-    num_trained: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    """Rollouts dropped, by reason."""
     failure: str | None = None
     """What broke beyond what a retry can mend."""
-
-    @classmethod
-    def start(cls, run: Run) -> State:
-        """Make the state that a run begins with, before its `RunStarted`."""
-        return cls(
-            num_steps=run.algorithm.steps,
-            prompts_per_step=run.algorithm.prompts_per_step,
-            group_size=run.algorithm.group_size,
-            batch=Batch(run.algorithm.trains_whole_groups, run.algorithm.needs_score),
-            recent=RecentLengths(enough=run.algorithm.rollouts_per_step),
-            fleet=Fleet(num_wanted=run.rollout.replicas),
-            waiting=WaitingRollouts(run.policies.learns_from_siblings),
-        )
 
     # Questions ------------------------------------------------------------------------------------
 
     @property
-    def rollouts_per_step(self) -> int:
-        """Rollouts that one optimizer step is made of."""
-        return self.prompts_per_step * self.group_size
-
-    @property
-    def trainer_is_free(self) -> bool:
-        """Whether the trainer could begin something now."""
-        return self.trainer_is_ready and self.trainer_command is None
-
-    @property
     def is_synced(self) -> bool:
         """Whether every serving replica has the newest policy version."""
-        return self.pushing is None and self.fleet.is_synced(self.version)
+        return self.pushing is None and self.fleet.is_synced(self.leader.version)
 
     @property
     def has_all_steps(self) -> bool:
         """Whether the last step is done."""
-        return self.version >= self.num_steps
+        return self.leader.version >= self.num_steps
 
     @property
     def is_finished(self) -> bool:
@@ -156,9 +123,9 @@ class State:
         return (
             self.is_stopping
             and not self.rollouts
-            and self.trainer_command is None
             and self.pushing is None
             and not self.num_drawing
+            and all(trainer.command is None for trainer in self.trainers)
             and self.fleet.is_settled
         )
 
@@ -176,35 +143,31 @@ class State:
                 self._end_generate(event)
             case Verified():
                 self._end_verify(event)
-            case Scored(rollouts) | Trained(rollouts):
-                self.trainer_command = None
-                self.pace.end_work(now)
-                self.batch.end(event, self._still_wanted(rollouts))
-            case Stepped(version):
-                self._end_step(version)
+            case Scored(_, trainer) | Trained(_, trainer):
+                self.trainers[trainer].end_work(event, now)
+            case Stepped(version, trainer):
+                self._end_step(self.trainers[trainer], version)
             case PromptsDrawn():
                 self._add_groups(event)
+            case ExpectationsChanged(rollouts, tokens):
+                self._expect(rollouts, tokens)
             case WeightsPushed(version):
                 self.pushing = None
                 self.pushed_version = version
                 self.fleet.find_outdated(version)
             case WeightsLoaded(replica_id, version) | ReplicaStarted(replica_id, version):
                 self.fleet.serve(replica_id, version, self.pushed_version)
-            case TrainerStarted(version):
-                self.trainer_command = None
-                self.trainer_is_ready = True
-                self.version = version
+            case TrainerStarted(trainer, version):
+                self.trainers[trainer].come_up(version)
                 self.is_stopping = self.is_stopping or self.has_all_steps
             case RunStarted(version, groups_done):
-                self.has_started = True
-                self.next_group = groups_done
-                self.version = self.pushed_version = self.checkpoint_version = version
-                self.num_admitted = version * self.prompts_per_step
+                self._begin(version, groups_done)
             case ReplicaLost(replica_id, _) | ReplicaStopped(replica_id):
                 self.fleet.lose(replica_id)
-            case CheckpointSaved(version):
-                self.trainer_command = None
-                self.checkpoint_version = version
+            case TrainerLost(trainer, _):
+                self._lose_trainer(self.trainers[trainer])
+            case CheckpointSaved(version, trainer):
+                self.trainers[trainer].save(version)
             case Woke(_):
                 self.next_wake = None
             case Failed(command, reason):
@@ -221,19 +184,17 @@ class State:
                 rollout = self.rollouts[rollout_id]
                 self.num_generating += 1
                 self.fleet.assign(rollout, replica_id, self.now)
-                self.pace.begin_generation(rollout.group.step, self.now, self.fleet)
+                self.leader.pace.begin_generation(rollout.group.step, self.now, self.fleet)
             case Verify(rollout_id):
                 rollout = self.unverified.popleft()
                 if rollout.id != rollout_id:
                     raise ValueError(f"rollout {rollout.id} must be verified before {rollout_id}")
                 rollout.phase = Phase.VERIFYING
                 self.num_verifying += 1
-            case Take(group_id, step):
-                self.batch.take(self.groups[group_id], step)
+            case Take(group_id, _, trainer):
+                self.trainers[trainer].take(command, self.groups[group_id])
             case Score() | Train() | Step() | StartTrainer() | SaveCheckpoint():
-                self.trainer_command = command
-                self.pace.begin_work(self.now)
-                self.batch.begin(command)
+                self.trainers[command.trainer].begin(command, self.now)
             case DrawPrompts(_, num_groups):
                 self.num_admitted += num_groups
                 self.num_drawing += num_groups
@@ -243,6 +204,8 @@ class State:
                 self.fleet.load(replica_id, version)
             case Abort(rollout_id):
                 self.rollouts[rollout_id].is_aborting = True
+            case Skip(group_id, trainer, reason):
+                self._skip(self.groups[group_id], self.trainers[trainer], reason)
             case Drop(group_id, reason):
                 self._drop(self.groups[group_id], reason)
             case Stop(reason):
@@ -254,10 +217,18 @@ class State:
             case _:
                 assert_never(command)
 
+    def _begin(self, version: int, groups_done: int) -> None:
+        self.has_started = True
+        self.next_group = groups_done
+        self.pushed_version = version
+        self.num_admitted = version * self.leader.prompts_per_step
+        for trainer in self.trainers:
+            trainer.begin_at(version if trainer.leads else 0)
+
     def _end_generate(self, event: Generated) -> None:
         rollout = self.rollouts[event.rollout]
         self._release(rollout)
-        self.pace.end_generation(rollout.group.step, self.now)
+        self.leader.pace.end_generation(rollout.group.step, self.now)
         rollout.tokens = event.tokens
         if rollout.born is None and event.tokens:
             rollout.born = event.version
@@ -268,11 +239,10 @@ class State:
         else:
             rollout.phase = Phase.FINISHED
             self.recent.add(event.tokens)
-            self.waiting.learn_from(rollout)
             self.unverified.append(rollout)
 
     def _end_verify(self, event: Verified) -> None:
-        """Let a rollout with a reward go on to training, alone or with its group."""
+        """Let a rollout with a reward go on to the trainers, alone or with its group."""
         rollout = self.rollouts[event.rollout]
         self.num_verifying -= 1
         rollout.reward = event.reward
@@ -284,52 +254,66 @@ class State:
         if self.failed:
             self.failed.pop(rollout.id, None)
         group.num_missing -= 1
-        if not group.num_missing and group.taken_for is None:
-            self.complete.add(group)
-        if group.taken_for is not None:
-            self.batch.add_ready(rollout)
+        for trainer in self.trainers:
+            trainer.see_ready(rollout)
 
-    def _still_wanted(self, rollouts: tuple[int, ...]) -> list[Rollout]:
-        """Return back what the trainer had in hand, less what was dropped meanwhile."""
-        held = [self.rollouts[rollout] for rollout in rollouts]
-        for rollout in held:
-            if rollout.group.is_dropped:
-                self._forget(rollout)
-        return [rollout for rollout in held if not rollout.group.is_dropped]
+    def _expect(self, rollouts: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+        """Enter what is expected of rollouts now; of one that nobody waits for any more it does not matter."""
+        for rollout_id, expected in zip(rollouts, tokens, strict=True):
+            rollout = self.rollouts.get(rollout_id)
+            if rollout is not None:
+                rollout.group.is_told = True
+                self.waiting.expect(rollout, expected)
 
-    def _end_step(self, version: int) -> None:
-        if version != self.version + 1:
-            raise ValueError(f"step made version {version}, expected {self.version + 1}")
-        self.trainer_command = None
-        self.pace.end_step(version, self.now)
-        self.version = version
+    def _end_step(self, trainer: TrainerSide, version: int) -> None:
+        groups = trainer.end_step(version, self.now)
         self.is_stopping = self.is_stopping or self.has_all_steps
-        self.num_trained += self.batch.num_in_gradient
-        for group in self.batch.clear():
-            del self.groups[group.id]
-            for rollout in group.rollouts:
-                del self.rollouts[rollout.id]
+        for group in groups:
+            self._let_go(group)
 
     def _add_groups(self, event: PromptsDrawn) -> None:
         self.num_drawing -= len(event.groups)
+        is_outlived = event.oldest_version > self.leader.version
         for drawn in event.groups:
-            group = Group.draw(drawn, event.step, event.oldest_version)
+            group = Group.draw(drawn, event.step, event.oldest_version, len(self.trainers))
             self.next_group = group.id + 1
             self.groups[group.id] = group
-            self.untaken.add(group)
             self.num_drawn += len(group.rollouts)
             for rollout in group.rollouts:
                 self.rollouts[rollout.id] = rollout
                 self.waiting.add(rollout)
+            for trainer in self.trainers:
+                trainer.see_drawn(group)
+            if is_outlived:
+                self.outlived[group.id] = group
+
+    def _skip(self, group: Group, trainer: TrainerSide, reason: str) -> None:
+        if not trainer.leave_out(group, reason):
+            raise ValueError(f"trainer {trainer.id} was not to train on group {group.id}")
+        if trainer.leads:
+            self.num_admitted -= 1
+            self.outlived.pop(group.id, None)
+        self._let_go(group)
+
+    def _let_go(self, group: Group) -> None:
+        """Enter that a trainer is done with a group, and forget what was the last one's."""
+        group.num_users -= 1
+        if group.num_users:
+            return
+        del self.groups[group.id]
+        for rollout in group.rollouts:
+            del self.rollouts[rollout.id]
 
     def _drop(self, group: Group, reason: str) -> None:
         group.is_dropped = True
-        self.num_admitted -= 1
-        self.dropped[reason] = self.dropped.get(reason, 0) + len(group.rollouts)
-        self.batch.drop(group)
+        for trainer in self.trainers:
+            is_left = trainer.leave_out(group, reason)
+            if is_left and trainer.leads:
+                self.num_admitted -= 1
+        self.outlived.pop(group.id, None)
         del self.groups[group.id]
         for rollout in group.rollouts:
-            if rollout.phase not in (Phase.GENERATING, Phase.VERIFYING, Phase.TRAINING):
+            if rollout.phase not in (Phase.GENERATING, Phase.VERIFYING):
                 self._forget(rollout)
 
     def _forget(self, rollout: Rollout) -> None:
@@ -346,6 +330,19 @@ class State:
         self.fleet.release(rollout)
         self.num_generating -= 1
 
+    def _lose_trainer(self, trainer: TrainerSide) -> None:
+        """Enter that a trainer is gone; where it leads, what its lost versions were for is outlived."""
+        num_steps = trainer.fall_back()
+        if not trainer.leads:
+            return
+        self.pushing = None
+        self.num_admitted -= num_steps * trainer.prompts_per_step
+        if num_steps:
+            self.outlived = {
+                group.id: group for group in self.groups.values() if _is_open(group, trainer)
+            }
+            self.fleet.fall_back(trainer.version)
+
     def _fail(self, command: Command, reason: str) -> None:
         match command:
             case Generate(rollout_id):
@@ -359,8 +356,21 @@ class State:
                 self.fleet.lose(replica_id)
             case LoadWeights(replica_id) if replica_id not in self.fleet.replicas:
                 pass  # lost: nothing is left to load into
+            case PushWeights() if self.pushing is None:
+                pass  # its trainer is lost
+            case Score() | Train() | Step() | SaveCheckpoint() | StartTrainer():
+                self._fail_trainer(command, reason)
             case _:
                 self._break(command, reason)
+
+    def _fail_trainer(self, command: TrainerCommand, reason: str) -> None:
+        """Enter that a trainer's work failed, unless it is lost; one that follows goes on without it."""
+        trainer = self.trainers[command.trainer]
+        if trainer.command is None:
+            return
+        trainer.retire(f"{type(command).__name__}: {reason}")
+        if trainer.leads:
+            self.failure = trainer.failure
 
     def _break(self, command: Command, reason: str) -> None:
         """Enter a failure that no retry mends."""
@@ -373,11 +383,8 @@ class State:
                 self.num_drawing -= num_groups
             case PushWeights():
                 self.pushing = None
-            case Score(rollouts) | Train(rollouts):
-                self.trainer_command = None
-                self._still_wanted(rollouts)
             case _:
-                self.trainer_command = None
+                pass  # has nothing else under way
 
     def _retry(self, rollout: Rollout) -> None:
         """Let what failed be tried again; a policy says how often."""
@@ -391,3 +398,8 @@ class State:
             self.unverified.append(rollout)
         else:
             self.waiting.add(rollout)
+
+
+def _is_open(group: Group, trainer: TrainerSide) -> bool:
+    """Return whether a trainer may still train on a group."""
+    return group.num_missing > 0 or trainer.wants(group)

@@ -11,11 +11,15 @@ fully-async     as rollouts arrive     max_staleness steps ahead     overlapped,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import assert_never
 
+from streamrl.engine.batch import Batch
 from streamrl.engine.engine import Engine, Policy
+from streamrl.engine.fleet import Fleet
 from streamrl.engine.latency import Latency
+from streamrl.engine.lines import WaitingRollouts
 from streamrl.engine.policies.boundary import BatchByBatch, EvenShares
 from streamrl.engine.policies.checkpoint import CheckpointEvery
 from streamrl.engine.policies.dispatch import (
@@ -29,9 +33,9 @@ from streamrl.engine.policies.dispatch import (
 from streamrl.engine.policies.migration import MoveStragglers
 from streamrl.engine.policies.order import FirstInFirstOut, LongestFirst, Order
 from streamrl.engine.policies.resize import AdjustReplicas, KeepReplicas
-from streamrl.engine.policies.retry import RetryThenDrop, WindDown
+from streamrl.engine.policies.retry import RetryThenDrop, StartOver, WindDown
 from streamrl.engine.policies.skew import SkewnessAware
-from streamrl.engine.policies.staleness import BoundedAdmission, Greedy, StrictFifo
+from streamrl.engine.policies.staleness import BoundedAdmission, BoundedBacklog, TakeInLine
 from streamrl.engine.policies.streaming import Stream, WholeBatch
 from streamrl.engine.policies.verification import VerifyOnArrival
 from streamrl.engine.policies.weight_sync import (
@@ -41,7 +45,9 @@ from streamrl.engine.policies.weight_sync import (
     LoadBetweenBatches,
     LoadInFlight,
 )
+from streamrl.engine.recent import RecentLengths
 from streamrl.engine.state import State
+from streamrl.engine.trainer_side import LEADER, TrainerSide
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import (
     ConsumptionName,
@@ -124,15 +130,31 @@ def build_policies(run: Run) -> list[Policy]:
         *([build_resize(run)] if run.policies.resize == "adjust" else []),
         KeepReplicas(run.policies.max_restarts),
         RetryThenDrop(run.policies.max_attempts),
+        StartOver(),
         WindDown(),
-        CheckpointEvery(run.execute.checkpoint_every),
-        _consumption(system.consumption),
+        CheckpointEvery(LEADER, run.execute.checkpoint_every),
+        TakeInLine(LEADER),
         BoundedAdmission(system.max_staleness, system.waits_for_whole_batches),
-        _streaming(run, system.streaming),
+        _streaming(run, LEADER, system.streaming),
         _weight_sync(system.weight_sync),
         *([build_migration(run)] if run.policies.migration == "consolidate" else []),
         build_dispatch(run),
+        *(
+            policy
+            for trainer in range(LEADER + 1, run.num_trainers)
+            for policy in _follow(run, trainer)
+        ),
     ]
+
+
+def _follow(run: Run, trainer: int) -> Iterator[Policy]:
+    """Yield the policies of a trainer that follows: it works on what is complete, as it comes, in its own time."""
+    seen = run.as_seen_by(trainer)
+    backlog = run.followers[trainer - 1].backlog
+    yield CheckpointEvery(trainer, run.execute.checkpoint_every)
+    yield TakeInLine(trainer)
+    yield BoundedBacklog(trainer, backlog * seen.algorithm.prompts_per_step)
+    yield _streaming(seen, trainer, "stream")
 
 
 def build_dispatch(run: Run) -> Dispatch:
@@ -179,22 +201,12 @@ def _order(name: OrderName) -> Order:
             assert_never(name)
 
 
-def _streaming(run: Run, name: StreamingName) -> Policy:
+def _streaming(run: Run, trainer: int, name: StreamingName) -> Policy:
     match name:
         case "stream":
-            return Stream(rollouts_that_fill(run), most_per_command(run))
+            return Stream(trainer, rollouts_that_fill(run), most_per_command(run))
         case "whole-batch":
-            return WholeBatch(most_per_command(run))
-        case _:
-            assert_never(name)
-
-
-def _consumption(name: ConsumptionName) -> Policy:
-    match name:
-        case "strict-fifo":
-            return StrictFifo()
-        case "greedy":
-            return Greedy()
+            return WholeBatch(trainer, most_per_command(run))
         case _:
             assert_never(name)
 
@@ -284,4 +296,29 @@ def rollouts_that_fill(run: Run) -> int:
 
 def build_engine(run: Run) -> Engine:
     """Make the engine of a run, before its first event."""
-    return Engine(State.start(run), build_policies(run))
+    return Engine(build_state(run), build_policies(run))
+
+
+def build_state(run: Run) -> State:
+    """Make the state that a run begins with, before its `RunStarted`."""
+    trainers = [_build_side(run, trainer) for trainer in range(run.num_trainers)]
+    return State(
+        num_steps=run.algorithm.steps,
+        trainers=trainers,
+        leader=trainers[LEADER],
+        fleet=Fleet(num_wanted=run.rollout.replicas),
+        recent=RecentLengths(enough=run.algorithm.rollouts_per_step),
+        waiting=WaitingRollouts(run.policies.learns_from_siblings),
+    )
+
+
+def _build_side(run: Run, trainer: int) -> TrainerSide:
+    algorithm = run.as_seen_by(trainer).algorithm
+    return TrainerSide(
+        id=trainer,
+        prompts_per_step=algorithm.prompts_per_step,
+        group_size=algorithm.group_size,
+        batch=Batch(algorithm.trains_whole_groups, algorithm.needs_score),
+        takes_unfinished=trainer == LEADER
+        and choose_system(run.policies).consumption == "strict-fifo",
+    )

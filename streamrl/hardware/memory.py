@@ -225,6 +225,11 @@ def trainer_memory(run: Run) -> dict[str, float]:
 def check_memory(run: Run) -> None:
     """Raise `RunError` where a side does not fit its GPUs, with the numbers."""
     kv_capacity(run)
+    check_trainer_memory(run, "trainer")
+
+
+def check_trainer_memory(run: Run, key: str) -> None:
+    """Raise `RunError` where the trainer of `run`, whose section is `key`, does not fit its GPUs."""
     gpu = load_gpu(run.cluster.pools[run.trainer.pool].gpu)
     items = trainer_memory(run)
     need = sum(items.values())
@@ -232,22 +237,22 @@ def check_memory(run: Run) -> None:
         trainer = run.trainer
         listed = " + ".join(f"{size / 1e9:.1f} of {name}" for name, size in items.items())
         raise RunError(
-            "trainer.tensor_parallel",
+            f"{key}.tensor_parallel",
             trainer.tensor_parallel,
             None,
-            f"trainer: {need / 1e9:.1f} GB a GPU ({listed}) with data_parallel="
+            f"{key}: {need / 1e9:.1f} GB a GPU ({listed}) with data_parallel="
             f"{trainer.data_parallel}, tensor_parallel={trainer.tensor_parallel}, "
             f"pipeline_parallel={trainer.pipeline_parallel}, but {gpu.name} has "
-            f"{gpu.memory / 1e9:.0f} GB{_way_out(run)}",
-            ("trainer.pipeline_parallel", "trainer.data_parallel"),
+            f"{gpu.memory / 1e9:.0f} GB{_way_out(run, key)}",
+            (f"{key}.pipeline_parallel", f"{key}.data_parallel"),
         )
 
 
-def _way_out(run: Run) -> str:
+def _way_out(run: Run, key: str) -> str:
     """Name the switches that are still open."""
     ways = []
     if not run.trainer.offload and num_models(run) > 1:
-        ways.append("trainer.offload=true lets models wait in host memory")
+        ways.append(f"{key}.offload=true lets models wait in host memory")
     if run.trainer.recompute != "full":
-        ways.append('trainer.recompute="full" keeps fewer activations')
+        ways.append(f'{key}.recompute="full" keeps fewer activations')
     return f"; {' and '.join(ways)}" if ways else ""

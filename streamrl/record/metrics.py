@@ -27,6 +27,7 @@ from streamrl.hardware.profiles import price_of
 from streamrl.record.attribution import Attribution, attribute
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
+from streamrl.runfile.sides import sides_of
 
 SECONDS_PER_HOUR = 3600.0
 TIER_OF_ACTIVITY = {"prefill": "prefill", "decode": "decode", "score": "score", "train": "train"}
@@ -101,7 +102,7 @@ def measure(trace: Trace) -> Metrics:
         world=trace.world,
         num_steps=len(speed.step_times),
         total_time=trace.entries[-1].time,
-        num_gpus=gpus_by_side(trace.run),
+        num_gpus={side.name: side.num_gpus for side in sides_of(trace.run)},
         busy=shares.busy,
         idle=shares.idle,
         staleness=dict(sorted(flow.staleness.items())),
@@ -161,29 +162,14 @@ def _typical_time(run: Run, step_times: list[float]) -> float:
     return median(_mean(step_times[start : start + size]) for start in starts)
 
 
-def gpus_by_side(run: Run) -> dict[str, int]:
-    """Return the allocated GPUs: those of each side, and those that both share."""
-    rollout, trainer = run.rollout.num_gpus, run.trainer.num_gpus
-    if not run.shares_gpus:
-        return {"rollout": rollout, "trainer": trainer}
-    shared = min(rollout, trainer)
-    alone = {"rollout": rollout - shared, "trainer": trainer - shared}
-    return {"shared": shared, **{side: count for side, count in alone.items() if count}}
-
-
-def pool_of(run: Run, side: str) -> str:
-    """Return the pool of a side that `gpus_by_side` names."""
-    return run.trainer.pool if side == "trainer" else run.rollout.pool
-
-
 def dollars_per_second(run: Run, num_replicas: float | None = None) -> float:
     """Return what the allocated GPUs cost a second, shared ones once, with as many replicas as there were."""
     more = 0.0 if num_replicas is None else num_replicas - run.rollout.replicas
     total = 0.0
-    for side, num_gpus in gpus_by_side(run).items():
-        price = price_of(run.cluster.pools[pool_of(run, side)])
-        added = more * run.rollout.tensor_parallel if side == "rollout" else 0.0
-        total += (num_gpus + added) * price / SECONDS_PER_HOUR
+    for side in sides_of(run):
+        price = price_of(run.cluster.pools[side.pool])
+        added = more * run.rollout.tensor_parallel if side.kind == "rollout" else 0.0
+        total += (side.num_gpus + added) * price / SECONDS_PER_HOUR
     return total
 
 

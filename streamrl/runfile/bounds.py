@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 from typing import get_type_hints
 
 from streamrl.runfile.algorithm_config import AlgorithmConfig
@@ -15,7 +16,15 @@ from streamrl.runfile.keys import join_key
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.section import Section
-from streamrl.runfile.sides_config import RolloutConfig, SyncConfig, TrainerConfig, VerifierConfig
+from streamrl.runfile.sides_config import (
+    AlgorithmChanges,
+    FollowerConfig,
+    RolloutConfig,
+    SyncConfig,
+    TrainerConfig,
+    VerifierConfig,
+)
+from streamrl.runfile.trainers import FOLLOWERS, trainer_key
 from streamrl.runfile.workload_config import TAIL_SHARE, LengthsConfig, WorkloadConfig
 
 POSITIVE = Bounds(0, excludes_least=True)
@@ -23,8 +32,14 @@ SHARE = Bounds(0, 1)
 POSITIVE_SHARE = Bounds(0, 1, excludes_least=True)
 MOST_PER_GROUP = 2**14
 """Rollouts of one prompt; lengths of a thousand groups are drawn at once, which this keeps below 128 MiB."""
+OF_LOSSES = {
+    "learning_rate": Bounds(0),
+    "clip": POSITIVE,
+    "kl_coefficient": Bounds(0),
+    "max_grad_norm": POSITIVE,
+}
 COUNTS = (
-    *(PoolConfig, RolloutConfig, TrainerConfig, AlgorithmConfig, WorkloadConfig),
+    *(PoolConfig, RolloutConfig, TrainerConfig, FollowerConfig, AlgorithmConfig, WorkloadConfig),
     *(VerifierConfig, SyncConfig, ExecuteConfig),
 )
 """Sections whose whole numbers are all at least 1."""
@@ -33,13 +48,9 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     LinkConfig: {"bandwidth": POSITIVE},
     RolloutConfig: {"memory_utilization": POSITIVE_SHARE},
     TrainerConfig: {"efficiency": POSITIVE_SHARE},
-    AlgorithmConfig: {
-        "group_size": Bounds(1, MOST_PER_GROUP),
-        "learning_rate": Bounds(0),
-        "clip": POSITIVE,
-        "kl_coefficient": Bounds(0),
-        "max_grad_norm": POSITIVE,
-    },
+    FollowerConfig: {"efficiency": POSITIVE_SHARE},
+    AlgorithmConfig: {"group_size": Bounds(1, MOST_PER_GROUP), **OF_LOSSES},
+    AlgorithmChanges: {"prompts_per_step": Bounds(1), **OF_LOSSES},
     WorkloadConfig: {"informative_share": SHARE},
     LengthsConfig: {
         "scale": POSITIVE,
@@ -50,7 +61,11 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "ranker_correlation": SHARE,
         "ranker_history": Bounds(1),
     },
-    VerifierConfig: {"time_limit": POSITIVE, "memory_limit": POSITIVE},
+    VerifierConfig: {
+        "gpus_per_worker": Bounds(0),
+        "time_limit": POSITIVE,
+        "memory_limit": POSITIVE,
+    },
     SyncConfig: {"bucket_size": POSITIVE, "changed_share": POSITIVE_SHARE},
     CostsConfig: {"generation_factor": POSITIVE, "training_factor": POSITIVE},
     PoliciesConfig: {
@@ -79,7 +94,9 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
 
 def check_bounds(run: Run) -> None:
     """Raise `RunError` where a number is out of bounds, or not finite."""
-    for key, section in _sections(run):
+    followers = enumerate(run.followers, start=1)
+    sections = ((trainer_key(trainer), follower) for trainer, follower in followers)
+    for key, section in chain(_sections(run), *(_sections(s, key) for key, s in sections)):
         for name, bounds in _bounds_of(type(section)).items():
             value = getattr(section, name)
             if value is not None and not bounds.hold(value):
@@ -92,7 +109,8 @@ def _sections(place: object, key: str = "") -> Iterator[tuple[str, Section]]:
         case Section():
             yield key, place
             for name in place.__struct_fields__:
-                yield from _sections(getattr(place, name), join_key(key, name))
+                if name != FOLLOWERS:
+                    yield from _sections(getattr(place, name), join_key(key, name))
         case dict():
             for name, entry in place.items():
                 yield from _sections(entry, join_key(key, name))

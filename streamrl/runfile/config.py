@@ -9,13 +9,21 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+import msgspec
+
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.cluster_config import ClusterConfig, ModelConfig
 from streamrl.runfile.failures_config import FailuresConfig
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.section import Section
-from streamrl.runfile.sides_config import RolloutConfig, SyncConfig, TrainerConfig, VerifierConfig
+from streamrl.runfile.sides_config import (
+    FollowerConfig,
+    RolloutConfig,
+    SyncConfig,
+    TrainerConfig,
+    VerifierConfig,
+)
 from streamrl.runfile.workload_config import WorkloadConfig
 
 DEVICE = re.compile(r"auto|cpu|cuda(?::(?P<index>\d+))?")
@@ -71,6 +79,37 @@ class Run(Section, frozen=True, kw_only=True):
     execute: ExecuteConfig = ExecuteConfig()
     plan: PlanConfig = PlanConfig()
     failures: FailuresConfig = FailuresConfig()
+    followers: tuple[FollowerConfig, ...] = ()
+    """What a run file writes as the second `[[trainer]]` and those after it."""
+
+    @property
+    def num_trainers(self) -> int:
+        """Trainers: the one that leads, and those that follow."""
+        return 1 + len(self.followers)
+
+    @property
+    def trainers(self) -> tuple[TrainerConfig, ...]:
+        """Every trainer, the one that leads first."""
+        return (self.trainer, *self.followers)
+
+    def as_seen_by(self, trainer: int) -> Run:
+        """Return the run as one trainer sees it: alone, with its own section, GPUs and algorithm."""
+        if not trainer:
+            return self
+        own = self.followers[trainer - 1]
+        changes = msgspec.structs.asdict(own.algorithm)
+        changes = {key: value for key, value in changes.items() if value is not None}
+        policies = self.policies
+        if self.shares_gpus:  # with the leader alone
+            policies = msgspec.structs.replace(policies, system="stream-sync")
+        seen: Run = msgspec.structs.replace(
+            self,
+            trainer=own,
+            algorithm=msgspec.structs.replace(self.algorithm, **changes),
+            policies=policies,
+            followers=(),
+        )
+        return seen
 
     @property
     def shares_gpus(self) -> bool:
@@ -79,6 +118,6 @@ class Run(Section, frozen=True, kw_only=True):
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of both sides, those that they share once."""
+        """GPUs of the replicas and the trainer that leads, those that they share once."""
         both = (self.rollout.num_gpus, self.trainer.num_gpus)
         return max(both) if self.shares_gpus else sum(both)

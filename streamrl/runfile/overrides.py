@@ -7,6 +7,7 @@ from typing import Any
 
 from streamrl.runfile.errors import RunError, shown
 from streamrl.runfile.keys import join_key, split_key
+from streamrl.runfile.trainers import full_key
 
 
 def override(table: dict[str, Any], change: str) -> None:
@@ -18,7 +19,7 @@ def override(table: dict[str, Any], change: str) -> None:
     name, separator, text = change.partition("=")
     key = name.strip()
     try:
-        *parents, last = split_key(key)
+        *parents, last = full_key(table, split_key(key))
     except ValueError:
         separator = ""
     if not separator:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError
-from streamrl.runfile.keys import pool_key
-from streamrl.runfile.sides_config import SyncConfig
+from streamrl.runfile.keys import join_key, pool_key
+from streamrl.runfile.sides import Claim, claims_of, gpus_used, sides_of
+from streamrl.runfile.sides_config import SyncConfig, TrainerConfig
+from streamrl.runfile.trainers import trainer_key
 
-FACTORS = {
-    "rollout": ("replicas", "tensor_parallel"),
-    "trainer": ("data_parallel", "tensor_parallel", "pipeline_parallel"),
-}
-"""Keys of a side whose product is its GPUs."""
 MOST_GPUS = 10**5
 """Of one pool; a simulation has a process for every replica, and no job is known to run on more."""
 MOST_DEGREE = 4096
@@ -33,10 +30,13 @@ def replicas_per_node(run: Run) -> int:
 
 
 def most_replicas(run: Run) -> int:
-    """Return the replicas that the rollout pool has GPUs for, beside the trainer where it is there too."""
-    num_gpus = run.cluster.pools[run.rollout.pool].num_gpus
-    if run.trainer.pool == run.rollout.pool and not run.shares_gpus:
-        num_gpus -= run.trainer.num_gpus
+    """Return the replicas that the rollout pool has GPUs for, beside other sides that are there too."""
+    pool = run.rollout.pool
+    num_gpus = run.cluster.pools[pool].num_gpus
+    for side in sides_of(run):
+        takes_turns = side.kind == "trainer" and not side.trainer and run.shares_gpus
+        if side.pool == pool and side.kind in ("trainer", "verifier") and not takes_turns:
+            num_gpus -= side.num_gpus
     return num_gpus // run.rollout.tensor_parallel
 
 
@@ -44,7 +44,8 @@ def _check_names(run: Run) -> None:
     pools = OneOf(sorted(run.cluster.pools))
     if not pools:
         raise RunError("cluster.pools", {}, dict, "cluster.pools is empty, got {}: name a pool")
-    for key, name in (("rollout.pool", run.rollout.pool), ("trainer.pool", run.trainer.pool)):
+    for claim in claims_of(run):
+        key, name = join_key(claim.key, "pool"), claim.pool
         if name not in pools:
             raise RunError(key, name, pools, f"{key} {name!r} is none of the pools {list(pools)}")
     for index, link in enumerate(run.cluster.links):
@@ -78,18 +79,45 @@ def _check_rollout(run: Run) -> None:
         )
 
 
-def _check_trainer(run: Run) -> None:
-    trainer = run.trainer
-    _check_tensor_parallel("trainer", trainer.pool, trainer.tensor_parallel, run)
+def _check_trainers(run: Run) -> None:
+    for number, trainer in enumerate(run.trainers):
+        _check_trainer(run, trainer_key(number), trainer)
+
+
+def _check_trainer(run: Run, key: str, trainer: TrainerConfig) -> None:
+    _check_tensor_parallel(key, trainer.pool, trainer.tensor_parallel, run)
     ranks = trainer.data_parallel * trainer.tensor_parallel
     if ranks % trainer.expert_parallel:
         raise RunError(
-            "trainer.expert_parallel",
+            f"{key}.expert_parallel",
             trainer.expert_parallel,
             OneOf(divisors(ranks)),
-            f"trainer.expert_parallel must divide data_parallel x tensor_parallel = {ranks}, "
+            f"{key}.expert_parallel must divide data_parallel x tensor_parallel = {ranks}, "
             f"got {trainer.expert_parallel}",
-            ("trainer.data_parallel", "trainer.tensor_parallel"),
+            (f"{key}.data_parallel", f"{key}.tensor_parallel"),
+        )
+
+
+def _check_follower_names(run: Run) -> None:
+    taken = {"rollout", "trainer", "verifier", "shared"}
+    for number, follower in enumerate(run.followers, start=1):
+        if not follower.name.strip() or follower.name in taken:
+            key = f"{trainer_key(number)}.name"
+            text = f"{key} must be a name that no other side has, got {follower.name!r}"
+            raise RunError(key, follower.name, str, text)
+        taken.add(follower.name)
+
+
+def _check_verifier(run: Run) -> None:
+    verifier = run.verifier
+    if (verifier.pool is None) != (verifier.gpus_per_worker == 0):
+        raise RunError(
+            "verifier.gpus_per_worker",
+            verifier.gpus_per_worker,
+            Bounds(1) if verifier.pool is not None else OneOf([0]),
+            f"verifier.gpus_per_worker={verifier.gpus_per_worker} and verifier.pool={verifier.pool!r} "
+            "do not go together: a pool's workers have GPUs, others have none",
+            ("verifier.pool",),
         )
 
 
@@ -131,25 +159,22 @@ def _check_shared(run: Run) -> None:
 
 def _check_num_gpus(run: Run) -> None:
     for name, pool in run.cluster.pools.items():
-        users = [side for side in FACTORS if getattr(run, side).pool == name]
-        needs = [getattr(run, side).num_gpus for side in users]
-        need = max(needs, default=0) if run.shares_gpus else sum(needs)
+        need = gpus_used(run, name)
         if need > pool.num_gpus:
-            products = " and ".join(_product(run, side) for side in users)
+            users = [claim for claim in claims_of(run) if claim.pool == name]
+            products = " and ".join(map(_product, users))
             text = f"pool {name!r} has {pool.num_gpus} GPUs, but {products} need {need}"
-            first = FACTORS[users[0]][0]
-            keys = [f"{side}.{FACTORS[side][0]}" for side in users]
-            keys += [f"{side}.{factor}" for side in users for factor in FACTORS[side][1:]]
+            keys = [claim.keys[0] for claim in users]
+            keys += [key for claim in users for key in claim.keys[1:]]
             keys += [pool_key(name, "nodes")]
-            value = getattr(getattr(run, users[0]), first)
+            value = getattr(users[0].section, users[0].factors[0])
             raise RunError(keys[0], value, None, text, tuple(keys[1:]))
 
 
-def _product(run: Run, side: str) -> str:
+def _product(claim: Claim) -> str:
     """Say what a side's GPUs are: "rollout.replicas=9 x tensor_parallel=1"."""
-    section = getattr(run, side)
-    factors = (f"{factor}={getattr(section, factor)}" for factor in FACTORS[side])
-    return f"{side}.{' x '.join(factors)}"
+    factors = (f"{factor}={getattr(claim.section, factor)}" for factor in claim.factors)
+    return f"{claim.key}.{' x '.join(factors)}"
 
 
 def _check_link(run: Run) -> None:
@@ -190,7 +215,8 @@ def divisors(number: int) -> list[int]:
 
 
 POOL_CHECKS = (
-    *(_check_names, _check_sizes, _check_rollout, _check_trainer, _check_shared),
+    *(_check_names, _check_sizes, _check_rollout, _check_trainers, _check_shared),
+    *(_check_follower_names, _check_verifier),
     *(_check_num_gpus, _check_link, _check_resize),
 )
 """Each raises `RunError`; later ones rely on earlier ones."""

@@ -15,6 +15,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.overrides import override
 from streamrl.runfile.paths import paths_of, with_paths
 from streamrl.runfile.table_errors import find_errors
+from streamrl.runfile.trainers import split_trainers
 from streamrl.runfile.units import read_quantity
 
 
@@ -54,7 +55,8 @@ def convert_run(table: dict[str, Any], base: Path = Path()) -> Run:
     """Make a run of which only keys and types are checked."""
     for error in find_errors(table):
         raise error
-    return _resolve_paths(msgspec.convert(table, Run, dec_hook=read_quantity), base)
+    run = msgspec.convert(split_trainers(table), Run, dec_hook=read_quantity)
+    return _resolve_paths(run, base)
 
 
 def decode_run(data: bytes) -> Run:

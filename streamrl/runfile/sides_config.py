@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from streamrl.runfile.algorithm_config import AlgorithmName, CorrectionName, LossMean
 from streamrl.runfile.policies_config import SyncMode
 from streamrl.runfile.section import Section
 from streamrl.runfile.units import Duration, Size
@@ -76,16 +77,51 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
         return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
 
 
+class AlgorithmChanges(Section, frozen=True, kw_only=True):
+    """What a trainer that follows does otherwise than `[algorithm]` says: what is absent here is as there."""
+
+    name: AlgorithmName | None = None
+    prompts_per_step: int | None = None
+    learning_rate: float | None = None
+    correction: CorrectionName | None = None
+    clip: float | None = None
+    kl_coefficient: float | None = None
+    loss_mean: LossMean | None = None
+    max_grad_norm: float | None = None
+
+
+class FollowerConfig(TrainerConfig, frozen=True, kw_only=True):
+    """A trainer after the first `[[trainer]]`: it learns from the rollouts that the first one's weights generate.
+
+    It has a copy of the policy, GPUs and a pace of its own, and holds up neither generation nor other trainers.
+    """
+
+    name: str
+    """What reports call it."""
+    algorithm: AlgorithmChanges = AlgorithmChanges()
+    backlog: int = 2
+    """Batches of its own of complete groups that may wait for it; the oldest beyond are lost to it, and counted."""
+
+
 class VerifierConfig(Section, frozen=True, kw_only=True):
     """Who computes rewards."""
 
     workers: int = 1
+    pool: str | None = None
+    """Simulated: the pool whose GPUs score, such as a reward model's; CPUs beside the run where absent."""
+    gpus_per_worker: int = 0
+    """Simulated: GPUs that each worker has in `pool`."""
     time: Duration = Duration(0.0)
     """Simulated seconds of one worker for one rollout."""
     time_limit: Duration = Duration(10.0)
     """Executed: seconds after which a completion that its scorer still works on gets reward 0."""
     memory_limit: Size = Size(1e9)
     """Executed: most memory that scoring one completion may take, beside the scorer itself."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all workers."""
+        return self.workers * self.gpus_per_worker
 
 
 class SyncConfig(Section, frozen=True, kw_only=True):

@@ -14,6 +14,8 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Allowed, OneOf, RunError, say, shown
 from streamrl.runfile.keys import join_key
 from streamrl.runfile.section import Section
+from streamrl.runfile.sides_config import FollowerConfig
+from streamrl.runfile.trainers import FOLLOWERS, is_list, split_trainers, trainer_key
 from streamrl.runfile.units import QUANTITIES
 
 LARGEST = 2**63 - 1
@@ -29,7 +31,13 @@ Kind = Any
 
 def find_errors(table: object) -> Iterator[RunError]:
     """Yield all that keeps a table, as TOML gives it, from being a run; bounds and contradictions are not looked at."""
-    yield from _errors(table, Run, "")
+    if not isinstance(table, dict) or not is_list(table):
+        yield from _errors(table, Run, "")
+        return
+    split = split_trainers(table)
+    yield from _errors({key: value for key, value in split.items() if key != FOLLOWERS}, Run, "")
+    for trainer, follower in enumerate(split[FOLLOWERS], start=1):
+        yield from _errors(follower, FollowerConfig, trainer_key(trainer))
 
 
 def _errors(value: Any, kind: Kind, key: str, or_absent: str = "") -> Iterator[RunError]:
@@ -114,7 +122,7 @@ def _is_section(kind: Kind) -> TypeGuard[type[Section]]:
 
 
 def _section_errors(table: dict[str, Any], kind: type[Section], key: str) -> Iterator[RunError]:
-    fields = {field.name: field for field in _fields(kind)}
+    fields = {field.name: field for field in _fields(kind) if field.name != FOLLOWERS}
     for name, value in table.items():
         if name in fields:
             yield from _errors(value, fields[name].type, join_key(key, name))
@@ -148,7 +156,7 @@ def _places() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     open_sections: list[tuple[str, type[Section]]] = [("", Run)]
     for section, kind in open_sections:
-        for field in _fields(kind):
+        for field in (field for field in _fields(kind) if field.name != FOLLOWERS):
             key, inner = join_key(section, field.name), _without_none(field.type)
             found.setdefault(field.name, []).append(key)
             if _is_section(inner):

@@ -13,6 +13,7 @@ import tomli_w
 from streamrl.runfile.config import ExecuteConfig, Run
 from streamrl.runfile.paths import paths_of
 from streamrl.runfile.section import Section
+from streamrl.runfile.trainers import join_trainers
 from streamrl.runfile.units import Bandwidth, Duration, Size
 
 UNITS: dict[type, str] = {Bandwidth: "B/s", Duration: "s", Size: "B"}
@@ -43,6 +44,7 @@ def write_run(
         _state(table, run, key)
     for key in paths_of(run):
         _turn(table, key, path.parent)
+    table = join_trainers(table)
     head = "".join(f"# {note}\n" for note in notes)
     path.write_text(f"{head}\n{tomli_w.dumps(table)}")
 

@@ -9,17 +9,20 @@ from streamrl.engine.state import State
 
 
 class CheckpointEvery:
-    """Save after every `num_steps` steps, and after the last one."""
+    """Save a trainer after every `num_steps` of its steps, and after the run's last one."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, trainer: int, num_steps: int) -> None:
+        self.trainer = trainer
         self.num_steps = num_steps
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield a save where one is due and the trainer is between two steps."""
-        num_unsaved = state.version - state.checkpoint_version
+        trainer = state.trainers[self.trainer]
+        num_unsaved = trainer.version - trainer.checkpoint_version
         if not num_unsaved or (num_unsaved < self.num_steps and not state.has_all_steps):
             return ()
-        if not state.trainer_is_free or state.batch.num_in_gradient or state.failure is not None:
+        if not trainer.is_free or trainer.batch.in_gradient or state.failure is not None:
             return ()
-        groups_done = min(state.groups, default=state.next_group)
-        return (SaveCheckpoint(state.version, groups_done),)
+        open_groups = (group.id for group in state.groups.values() if trainer.wants(group))
+        groups_done = min(open_groups, default=state.next_group)
+        return (SaveCheckpoint(trainer.version, groups_done, self.trainer),)

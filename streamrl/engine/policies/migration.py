@@ -71,7 +71,7 @@ class MoveStragglers:
         self._forget(state)
         self._num_moves[rollout.id] = self._num_moves.get(rollout.id, 0) + 1
         self._move = Move(rollout.id, idle.id, source.version)
-        yield Abort(rollout.id)
+        yield Abort(rollout.id, source.id)
 
     def _go_on(self, state: State, move: Move) -> Iterator[Command]:
         rollout = state.rollouts.get(move.rollout)
@@ -116,7 +116,7 @@ class MoveStragglers:
 
 def _rest(state: State, rollout: Rollout, done: float) -> float:
     """Return the tokens a rollout has ahead: as its siblings say, as those that got as far did, or its ranker."""
-    if rollout.group.num_known and rollout.expected_tokens > done:
+    if rollout.group.is_told and rollout.expected_tokens > done:
         return rollout.expected_tokens - done
     if state.recent.is_full:
         return state.recent.expected_rest(done)

@@ -12,10 +12,11 @@ from streamrl.engine.state import State
 
 
 class KeepReplicas:
-    """Bring up the trainer and the replicas that are wanted, and a new replica for each that is lost.
+    """Bring up the trainers and the replicas that are wanted, and a new one for each that is lost.
 
-    A replacement gets an id of its own. After `max_restarts` of them the run stops: what kills replicas
-    so often will kill the next one too. One too many ends once it is idle, so no rollout is interrupted.
+    A replica's replacement gets an id of its own, a trainer's begins at its last checkpoint. After `max_restarts` of
+    them the run stops, or goes on without a trainer that follows: what kills them so often will kill the next one
+    too. A replica too many ends once it is idle, so no rollout is interrupted.
     """
 
     def __init__(self, max_restarts: int) -> None:
@@ -23,15 +24,28 @@ class KeepReplicas:
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield what is missing, or who may go."""
-        is_complete = state.trainer_is_ready and len(state.fleet.replicas) == state.fleet.num_wanted
+        are_ready = all(trainer.is_ready for trainer in state.trainers)
+        is_complete = are_ready and len(state.fleet.replicas) == state.fleet.num_wanted
         if is_complete or not state.has_started or state.is_stopping:
             return ()
         return self._start(state)
 
     def _start(self, state: State) -> Iterator[Command]:
+        yield from self._start_trainers(state)
+        if state.pushed_version <= state.leader.version:  # else what is pushed is lost
+            yield from self._start_replicas(state)
+
+    def _start_trainers(self, state: State) -> Iterator[Command]:
+        for trainer in state.trainers:
+            if trainer.is_ready or trainer.command is not None or trainer.failure is not None:
+                continue
+            if trainer.num_lost <= self.max_restarts:
+                yield StartTrainer(trainer.id, trainer.version)
+            elif trainer.leads:
+                yield Stop(f"the trainer was restarted {self.max_restarts} times and lost again")
+
+    def _start_replicas(self, state: State) -> Iterator[Command]:
         fleet = state.fleet
-        if not state.trainer_is_ready and state.trainer_command is None:
-            yield StartTrainer()
         while len(fleet.replicas) < fleet.num_wanted:
             if fleet.num_lost > self.max_restarts:
                 yield Stop(f"{self.max_restarts} replicas were restarted and another was lost")
@@ -74,7 +88,7 @@ class AdjustReplicas:
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield a new number of replicas after a step that shows it is worth it."""
-        steps = state.pace.steps
+        steps = state.leader.pace.steps
         if not steps or steps[-1].step == self._last_step or state.is_stopping:
             return ()
         self._last_step = steps[-1].step
@@ -82,7 +96,7 @@ class AdjustReplicas:
 
     def _adjust(self, state: State) -> Iterator[Command]:
         wanted = state.fleet.num_wanted
-        steps = _latest_with(state.pace.steps, wanted)
+        steps = _latest_with(state.leader.pace.steps, wanted)
         if len(steps) < self.window:
             return
         if wanted + self.unit <= self.most and self.is_worth_growing(state, steps[-self.window :]):
@@ -108,7 +122,7 @@ class AdjustReplicas:
 
     def _ratio(self, state: State, by: int) -> float:
         """Return generation time with `by` more replicas, as a share of what it is."""
-        num_rollouts, wanted = state.rollouts_per_step, state.fleet.num_wanted
+        num_rollouts, wanted = state.leader.rollouts_per_step, state.fleet.num_wanted
         now = self.latency.time(num_rollouts, 1.0, wanted)
         return self.latency.time(num_rollouts, 1.0, wanted + by) / now
 

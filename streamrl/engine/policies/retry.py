@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from streamrl.engine.entities import Group, Phase
-from streamrl.engine.messages import Abort, Command, Drop, Stop
+from streamrl.engine.entities import Group
+from streamrl.engine.messages import Abort, Command, Drop, Skip, Stop
 from streamrl.engine.state import State
+from streamrl.engine.trainer_side import LEADER, ROLLED_BACK
 
 
 class RetryThenDrop:
     """Try a rollout again until it has failed `max_attempts` times, then drop its group.
 
-    A rollout is small and its failure may be its own; a trainer, a push or a load that fails stops the
-    run, which can resume from its last checkpoint.
+    A rollout is small and its failure may be its own; work of the leading trainer, a push or a load that fails
+    stops the run, which can resume from its last checkpoint.
     """
 
     def __init__(self, max_attempts: int) -> None:
@@ -30,10 +31,28 @@ class RetryThenDrop:
         for rollout in hopeless:
             if rollout.group.is_dropped:
                 continue
-            if any(r.phase in (Phase.TRAINING, Phase.TRAINED) for r in rollout.group.rollouts):
+            if any(trainer.batch.has_begun(rollout.group) for trainer in state.trainers):
                 yield Stop(f"rollout {rollout.id} fails, but its siblings are in the gradient")
                 return
             yield from drop(rollout.group, f"failed {rollout.failures} times")
+
+
+class StartOver:
+    """Once the leading trainer has lost its last versions, give up what was generated for them.
+
+    What is complete the others may still train on.
+    """
+
+    def decide(self, state: State) -> Iterable[Command]:
+        """Yield aborts and drops until nothing of the lost versions is left."""
+        return self._clear(state) if state.outlived else ()
+
+    def _clear(self, state: State) -> Iterator[Command]:
+        for group in list(state.outlived.values()):
+            if group.num_missing or group.num_users == 1:
+                yield from drop(group, ROLLED_BACK)
+            else:
+                yield Skip(group.id, LEADER, ROLLED_BACK)
 
 
 class WindDown:
@@ -46,12 +65,17 @@ class WindDown:
     def _clear(self, state: State) -> Iterator[Command]:
         reason = state.stop_reason or "the run had all its steps"
         for group in list(state.groups.values()):
-            yield from drop(group, reason)
+            if group.num_missing or state.leader.wants(group):
+                yield from drop(group, reason)
+                continue
+            for trainer in state.trainers:
+                if trainer.wants(group):
+                    yield Skip(group.id, trainer.id, reason)
 
 
 def drop(group: Group, reason: str) -> Iterator[Command]:
     """Yield the aborts of what runs of `group`, then its drop."""
     for rollout in group.rollouts:
-        if rollout.phase is Phase.GENERATING and not rollout.is_aborting:
-            yield Abort(rollout.id)
+        if rollout.replica is not None and not rollout.is_aborting:
+            yield Abort(rollout.id, rollout.replica.id)
     yield Drop(group.id, reason)

@@ -73,7 +73,7 @@ class SkewnessAware(Dealt):
             self.share_out(members, own or replicas)
 
     def _forget_trained(self, state: State) -> None:
-        self._partitions = {s: p for s, p in self._partitions.items() if s > state.version}
+        self._partitions = {s: p for s, p in self._partitions.items() if s > state.leader.version}
 
     def _divide(
         self, state: State, units: list[list[Rollout]], replicas: list[Replica]

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from streamrl.engine.messages import Command, DrawPrompts, Take
+from streamrl.engine.messages import Command, DrawPrompts, Skip, Take
 from streamrl.engine.state import State
+from streamrl.engine.trainer_side import TrainerSide
+
+BEHIND, FAILED = "the trainer was behind", "the trainer had failed"
+"""Why a trainer that follows gives a group up."""
 
 
 class BoundedAdmission:
@@ -27,11 +31,12 @@ class BoundedAdmission:
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield draws, one for each step they are meant for."""
-        last_step = state.version + 1 + self.max_staleness
+        leader = state.leader
+        last_step = leader.version + 1 + self.max_staleness
         if last_step > state.num_steps:
             last_step = state.num_steps
-        num_allowed = last_step * state.prompts_per_step
-        if state.num_admitted >= num_allowed or state.is_stopping or not state.trainer_is_ready:
+        num_allowed = last_step * leader.prompts_per_step
+        if state.num_admitted >= num_allowed or state.is_stopping or not leader.is_ready:
             return ()
         return self._draw(state, num_allowed)
 
@@ -39,42 +44,59 @@ class BoundedAdmission:
         while state.num_admitted < num_allowed:
             if self.waits_for_whole_batches and _is_generating(state):
                 return
-            batches, rest = divmod(state.num_admitted, state.prompts_per_step)
+            batches, rest = divmod(state.num_admitted, state.leader.prompts_per_step)
             yield DrawPrompts(
                 step=batches + 1,
-                num_groups=state.prompts_per_step - rest,
+                num_groups=state.leader.prompts_per_step - rest,
                 oldest_version=max(0, batches - self.max_staleness),
             )
 
 
-class StrictFifo:
-    """Train on groups in the order they were drawn; a step waits for its stragglers."""
+class TakeInLine:
+    """Let a trainer take the groups of its next step in the order in which they stand in its line.
+
+    Of groups in order of their draw (strict-fifo) a step waits for its stragglers. In order of completion
+    (greedy, and whoever follows) stragglers wait, and no bound on staleness holds.
+    """
+
+    def __init__(self, trainer: int) -> None:
+        self.trainer = trainer
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Yield the groups of the coming step as soon as they are drawn."""
-        if len(state.batch.groups) == state.prompts_per_step or not state.untaken:
+        """Yield groups until the coming step is full."""
+        trainer = state.trainers[self.trainer]
+        if trainer.has_whole_batch or not trainer.line or state.is_stopping:
             return ()
-        return self._take(state)
+        return self._take(trainer)
 
-    def _take(self, state: State) -> Iterator[Command]:
-        while _has_room(state) and (group := state.untaken.first()) is not None:
-            yield Take(group.id, state.version + 1)
+    def _take(self, trainer: TrainerSide) -> Iterator[Command]:
+        while not trainer.has_whole_batch and (group := trainer.line.first()) is not None:
+            yield Take(group.id, trainer.version + 1, trainer.id)
 
 
-class Greedy:
-    """Train on groups in the order they became complete; stragglers wait, and no bound on staleness holds."""
+class BoundedBacklog:
+    """Let a trainer that follows give up what it is too slow for, oldest first, so that it holds nobody up.
+
+    What a trainer has no use for any more, because it failed, it gives up as it comes.
+    """
+
+    def __init__(self, trainer: int, most_groups: int) -> None:
+        self.trainer = trainer
+        self.most_groups = most_groups
+        """Complete groups that may wait for it beside those that it has taken."""
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Yield complete groups until the coming step is full."""
-        return self._take(state) if _has_room(state) and state.complete else ()
+        """Yield the groups that are too many."""
+        trainer = state.trainers[self.trainer]
+        if trainer.failure is not None:
+            return [Skip(group.id, trainer.id, FAILED) for group in trainer.open_groups()]
+        if len(trainer.line) <= self.most_groups or state.is_stopping:
+            return ()
+        return self._give_up(trainer)
 
-    def _take(self, state: State) -> Iterator[Command]:
-        while _has_room(state) and (group := state.complete.first()) is not None:
-            yield Take(group.id, state.version + 1)
-
-
-def _has_room(state: State) -> bool:
-    return len(state.batch.groups) < state.prompts_per_step and not state.is_stopping
+    def _give_up(self, trainer: TrainerSide) -> Iterator[Command]:
+        while len(trainer.line) > self.most_groups and (group := trainer.line.first()) is not None:
+            yield Skip(group.id, trainer.id, BEHIND)
 
 
 def _is_generating(state: State) -> bool:

@@ -14,12 +14,14 @@ from itertools import islice
 from streamrl.engine.entities import Rollout
 from streamrl.engine.messages import Command, Score, Step, Train
 from streamrl.engine.state import State
+from streamrl.engine.trainer_side import TrainerSide
 
 
 class Stream:
     """Train on micro-batches as soon as `fill` rollouts are there to fill the trainer's GPUs."""
 
-    def __init__(self, fill: int, most: int) -> None:
+    def __init__(self, trainer: int, fill: int, most: int) -> None:
+        self.trainer = trainer
         self.fill = fill
         """Rollouts that keep every data-parallel rank busy."""
         self.most = most
@@ -27,46 +29,47 @@ class Stream:
 
     def decide(self, state: State) -> Iterable[Command]:
         """Return the trainer's next work when it is free."""
-        if state.trainer_command is not None or not state.trainer_is_ready or state.is_stopping:
+        trainer = state.trainers[self.trainer]
+        if trainer.command is not None or not trainer.is_ready or state.is_stopping:
             return ()
-        if state.batch.num_in_gradient == state.rollouts_per_step:
-            return (Step(state.version + 1),)
-        if self._is_worth_it(state, state.batch.trainable, state.batch.num_in_gradient):
-            return (Train(_ids(state.batch.trainable, self.most)),)
-        if self._is_worth_it(
-            state, state.batch.unscored, state.batch.num_in_gradient + len(state.batch.trainable)
-        ):
-            return (Score(_ids(state.batch.unscored, self.most)),)
+        batch, needed = trainer.batch, trainer.rollouts_per_step
+        num_trained, num_trainable = len(batch.in_gradient), len(batch.trainable)
+        if num_trained == needed:
+            return (_step(trainer),)
+        if num_trainable and num_trainable >= min(self.fill, needed - num_trained):
+            return (Train(_ids(batch.trainable, self.most), trainer.id),)
+        num_unscored = len(batch.unscored)
+        if num_unscored and num_unscored >= min(self.fill, needed - num_trained - num_trainable):
+            return (Score(_ids(batch.unscored, self.most), trainer.id),)
         return ()
-
-    def _is_worth_it(self, state: State, line: deque[Rollout], num_ahead: int) -> bool:
-        """Return whether `line` fills the GPUs, or is all that the step still lacks."""
-        if not line:
-            return False
-        return len(line) >= min(self.fill, state.rollouts_per_step - num_ahead)
 
 
 class WholeBatch:
     """Train on a step's rollouts only once all of them are ready and every replica is in sync."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, trainer: int, most: int) -> None:
+        self.trainer = trainer
         self.most = most
         """Rollouts in one command."""
 
     def decide(self, state: State) -> Iterable[Command]:
         """Return the trainer's next work when it is free and the batch is whole."""
-        num_ready = (
-            len(state.batch.unscored) + len(state.batch.trainable) + state.batch.num_in_gradient
-        )
-        if num_ready < state.rollouts_per_step or not state.trainer_is_free:
+        trainer = state.trainers[self.trainer]
+        batch = trainer.batch
+        num_ready = len(batch.unscored) + len(batch.trainable) + len(batch.in_gradient)
+        if num_ready < trainer.rollouts_per_step or not trainer.is_free:
             return ()
-        if state.is_stopping or not state.is_synced:
+        if state.is_stopping or (trainer.leads and not state.is_synced):
             return ()
-        if state.batch.unscored:
-            return (Score(_ids(state.batch.unscored, self.most)),)
-        if state.batch.trainable:
-            return (Train(_ids(state.batch.trainable, self.most)),)
-        return (Step(state.version + 1),)
+        if batch.unscored:
+            return (Score(_ids(batch.unscored, self.most), trainer.id),)
+        if batch.trainable:
+            return (Train(_ids(batch.trainable, self.most), trainer.id),)
+        return (_step(trainer),)
+
+
+def _step(trainer: TrainerSide) -> Step:
+    return Step(trainer.version + 1, tuple(trainer.batch.groups), trainer.id)
 
 
 def _ids(line: deque[Rollout], most: int) -> tuple[int, ...]:

@@ -55,7 +55,7 @@ class AbortAndResume:
         for replica in _to_load(state):
             for rollout in state.fleet.replicas[replica].rollouts.values():
                 if not rollout.is_aborting:
-                    yield Abort(rollout.id)
+                    yield Abort(rollout.id, replica)
             yield LoadWeights(replica, state.pushed_version, drain=True)
 
 
@@ -86,22 +86,25 @@ class LoadBetweenBatches:
 
     def _sync(self, state: State) -> Iterator[Command]:
         yield from _push(state)
-        if state.fleet.outdated:
-            for replica in [r for r in state.fleet.idle if r in state.fleet.outdated]:
+        outdated = _to_load(state)
+        if outdated:
+            for replica in [r for r in state.fleet.idle if r in outdated]:
                 yield LoadWeights(replica, state.pushed_version, drain=True)
 
 
 def _is_behind(state: State) -> bool:
     """Return whether any replica lacks a version that it could be given."""
-    is_behind = bool(state.fleet.outdated) or state.version > state.pushed_version
+    is_behind = bool(state.fleet.outdated) or state.leader.version != state.pushed_version
     return is_behind and not state.is_stopping
 
 
 def _push(state: State) -> Iterator[Command]:
     """Yield a push where the trainer has made a version that is neither pushed nor on its way."""
-    if state.pushing is None and state.version > state.pushed_version:
-        yield PushWeights(state.version)
+    leader = state.leader
+    if state.pushing is None and leader.is_ready and leader.version != state.pushed_version:
+        yield PushWeights(leader.version, leader.id)
 
 
 def _to_load(state: State) -> list[int]:
-    return list(state.fleet.outdated)
+    """Return who should load what is pushed; nobody where the trainer has lost that version."""
+    return list(state.fleet.outdated) if state.pushed_version <= state.leader.version else []

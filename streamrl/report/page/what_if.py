@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from streamrl.hardware.profiles import price_of
-from streamrl.record.metrics import gpus_by_side, pool_of
 from streamrl.record.trace import Trace
 from streamrl.report.pictures.tornado import Swing
 from streamrl.report.plan import Change, Plan
 from streamrl.report.words import percent
+from streamrl.runfile.sides import sides_of
 
 SHIFT = re.compile(r"(?P<what>.+) (?P<sign>[+-])(?P<share>\d+) ?%")
 BY = 0.2
@@ -91,10 +91,9 @@ def _dollars_by_pool(trace: Trace) -> Iterator[tuple[str, float]]:
     """Yield each pool with the dollars an hour of its allocated GPUs."""
     run = trace.run
     found: dict[str, float] = {}
-    for side, num_gpus in gpus_by_side(run).items():
-        pool = pool_of(run, side)
-        dollars = num_gpus * price_of(run.cluster.pools[pool])
-        found[pool] = found.get(pool, 0.0) + dollars
+    for side in sides_of(run):
+        dollars = side.num_gpus * price_of(run.cluster.pools[side.pool])
+        found[side.pool] = found.get(side.pool, 0.0) + dollars
     yield from found.items()
 
 
