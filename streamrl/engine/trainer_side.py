@@ -1,0 +1,194 @@
+"""One trainer as the engine sees it: what it has made, what it does, and what of the stream lies ahead of it.
+
+Groups are a stream that every trainer reads with a cursor of its own: `line` is what lies ahead of it. The trainer
+that leads sees a group from its draw on, or from when it is complete, as its consumption wants; one that follows
+sees it once it is complete. Each takes what its next step is made of, in its own time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from streamrl.engine.batch import Batch
+from streamrl.engine.entities import Group, Rollout
+from streamrl.engine.lines import GroupLine
+from streamrl.engine.messages import (
+    SaveCheckpoint,
+    Score,
+    Scored,
+    StartTrainer,
+    Step,
+    Take,
+    Train,
+    Trained,
+)
+from streamrl.engine.pace import Pace
+
+LEADER = 0
+"""Trainer whose versions replicas load."""
+
+ROLLED_BACK = "rolled back"
+"""Why rollouts of steps after the last checkpoint are lost with a trainer."""
+
+TrainerCommand = Score | Train | Step | StartTrainer | SaveCheckpoint
+
+
+@dataclass(slots=True)
+class TrainerSide:
+    """See the module; `state` tells it what happens."""
+
+    id: int
+    prompts_per_step: int
+    group_size: int
+    batch: Batch
+    takes_unfinished: bool
+    """Whether its next step may hold groups of which rollouts are still missing."""
+
+    version: int = 0
+    checkpoint_version: int = 0
+    is_ready: bool = False
+    command: TrainerCommand | None = None
+    """What it does now."""
+    num_lost: int = 0
+    """How often it was lost."""
+    failure: str | None = None
+    """What broke beyond what a retry can mend."""
+
+    line: GroupLine = field(default_factory=GroupLine)
+    pace: Pace = field(default_factory=Pace)
+    num_trained: int = 0
+    """Rollouts that its steps were made of, those of steps that were rolled back left out."""
+    lost: dict[str, int] = field(default_factory=dict)
+    """Rollouts that it will never train on, by reason, those of steps that were rolled back among them."""
+    _trained_until: dict[int, int] = field(default_factory=lambda: {0: 0})
+    """Rollouts trained on by version, from the last checkpoint on: what a loss takes back."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether its versions are what replicas load."""
+        return self.id == LEADER
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it could begin something now."""
+        return self.is_ready and self.command is None
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """Rollouts that one of its steps is made of."""
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def has_whole_batch(self) -> bool:
+        """Whether its coming step has all groups that it will be made of."""
+        return len(self.batch.groups) == self.prompts_per_step
+
+    def wants(self, group: Group) -> bool:
+        """Return whether it may still train on `group`."""
+        return group.id in self.batch.groups or group in self.line
+
+    def open_groups(self) -> Iterator[Group]:
+        """Yield every group that it may still train on."""
+        yield from self.batch.groups.values()
+        yield from self.line
+
+    # Changes --------------------------------------------------------------------------------------
+
+    def begin_at(self, version: int) -> None:
+        """Enter the version that the run begins with."""
+        self.version = self.checkpoint_version = version
+        self._trained_until = {version: 0}
+
+    def see_drawn(self, group: Group) -> None:
+        """Enter that a group was drawn."""
+        if self.takes_unfinished:
+            self.line.add(group)
+
+    def see_ready(self, rollout: Rollout) -> None:
+        """Enter that a rollout has its reward, and with it perhaps its group all of them."""
+        if self.takes_unfinished:
+            self.batch.add_ready(rollout)
+        elif not rollout.group.num_missing:
+            self.line.add(rollout.group)
+
+    def take(self, command: Take, group: Group) -> None:
+        """Enter that its coming step will be made of `group` too."""
+        if command.step != self.version + 1 or not self.line.remove(group):
+            raise ValueError(
+                f"trainer {self.id} cannot take group {group.id} for step {command.step}"
+            )
+        self.batch.take(group)
+
+    def begin(self, command: TrainerCommand, now: float) -> None:
+        """Enter that it was told to do something."""
+        self.command = command
+        self.pace.begin_work(now)
+        self.batch.begin(command)
+
+    def come_up(self, version: int) -> None:
+        """Enter that it is ready, at a version that it was told."""
+        self.command = None
+        self.is_ready = True
+        self.version = version
+
+    def end_work(self, event: Scored | Trained, now: float) -> None:
+        """Enter that forward passes are done, or that a gradient is accumulated."""
+        self.command = None
+        self.pace.end_work(now)
+        self.batch.end(event)
+
+    def end_step(self, version: int, now: float) -> list[Group]:
+        """Enter that it has made `version`; return the groups of that step."""
+        if version != self.version + 1:
+            raise ValueError(f"step made version {version}, expected {self.version + 1}")
+        self.command = None
+        self.pace.end_step(version, now)
+        self.version = version
+        self.num_trained += len(self.batch.in_gradient)
+        self._trained_until[version] = self.num_trained
+        return self.batch.clear()
+
+    def save(self, version: int) -> None:
+        """Enter that its checkpoint of `version` is on disk."""
+        self.command = None
+        self.checkpoint_version = version
+        self._trained_until = {v: n for v, n in self._trained_until.items() if v >= version}
+
+    def leave_out(self, group: Group, reason: str) -> bool:
+        """Enter that it will not train on `group`; return whether it would have."""
+        is_left = self.batch.leave_out(group) or self.line.remove(group) or group.num_missing > 0
+        if is_left:
+            self._lose(len(group.rollouts), reason)
+        return is_left
+
+    def fall_back(self) -> int:
+        """Enter that it is gone, and begins again at its last checkpoint; return the steps that this takes back.
+
+        What its coming step was to be made of lies ahead of it again, before all else.
+        """
+        begun = self.batch.abandon()
+        line, self.line = self.line, GroupLine()
+        for group in (*begun, *line):
+            self.line.add(group)
+        self.is_ready = False
+        self.command = None
+        self.num_lost += 1
+        self.pace.forget()
+        num_steps = self.version - self.checkpoint_version
+        self.version = self.checkpoint_version
+        taken_back = self.num_trained - self._trained_until[self.version]
+        if taken_back:
+            self._lose(taken_back, ROLLED_BACK)
+        self.num_trained -= taken_back
+        return num_steps
+
+    def retire(self, reason: str) -> None:
+        """Enter that it can do nothing any more."""
+        self.failure = reason
+        self.is_ready = False
+        self.command = None
+        self.batch.in_hand = []
+
+    def _lose(self, num_rollouts: int, reason: str) -> None:
+        self.lost[reason] = self.lost.get(reason, 0) + num_rollouts

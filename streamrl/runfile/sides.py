@@ -1,0 +1,72 @@
+"""Who uses the GPUs of a run: the replicas, each trainer, and verifiers that have any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, TypeAlias
+
+from streamrl.runfile.config import Run
+from streamrl.runfile.keys import join_key
+from streamrl.runfile.sides_config import RolloutConfig, TrainerConfig, VerifierConfig
+from streamrl.runfile.trainers import trainer_key
+
+SideKind: TypeAlias = Literal["rollout", "trainer", "verifier", "shared"]
+
+
+class Side(NamedTuple):
+    """GPUs of one pool that do one thing; of a run that takes turns, "shared" ones do two."""
+
+    name: str
+    """What reports call it: its kind, and of a trainer that follows its own name."""
+    kind: SideKind
+    pool: str
+    num_gpus: int
+    trainer: int = 0
+    """Which trainer it is, the one that leads first."""
+
+
+class Claim(NamedTuple):
+    """A section of a run file whose keys say how many GPUs of a pool it has."""
+
+    key: str
+    section: RolloutConfig | TrainerConfig | VerifierConfig
+    pool: str
+    factors: tuple[str, ...]
+    """Keys whose product is its GPUs."""
+
+    @property
+    def keys(self) -> list[str]:
+        """The dotted keys of its factors."""
+        return [join_key(self.key, factor) for factor in self.factors]
+
+
+def claims_of(run: Run) -> Iterator[Claim]:
+    """Yield every section that has GPUs."""
+    yield Claim("rollout", run.rollout, run.rollout.pool, ("replicas", "tensor_parallel"))
+    for number, trainer in enumerate(run.trainers):
+        factors = ("data_parallel", "tensor_parallel", "pipeline_parallel")
+        yield Claim(trainer_key(number), trainer, trainer.pool, factors)
+    verifier = run.verifier
+    if verifier.pool is not None:
+        yield Claim("verifier", verifier, verifier.pool, ("workers", "gpus_per_worker"))
+
+
+def sides_of(run: Run) -> list[Side]:
+    """Return the sides of a run, every GPU once; a side without GPUs is left out."""
+    rollout, trainer = run.rollout.num_gpus, run.trainer.num_gpus
+    shared = min(rollout, trainer) if run.shares_gpus else 0
+    found = [
+        Side("shared", "shared", run.rollout.pool, shared),
+        Side("rollout", "rollout", run.rollout.pool, rollout - shared),
+        Side("trainer", "trainer", run.trainer.pool, trainer - shared),
+    ]
+    for number, follower in enumerate(run.followers, start=1):
+        found.append(Side(follower.name, "trainer", follower.pool, follower.num_gpus, number))
+    if run.verifier.pool is not None:
+        found.append(Side("verifier", "verifier", run.verifier.pool, run.verifier.num_gpus))
+    return [side for side in found if side.num_gpus]
+
+
+def gpus_used(run: Run, pool: str) -> int:
+    """Return the GPUs of a pool that a run has work for."""
+    return sum(side.num_gpus for side in sides_of(run) if side.pool == pool)
