@@ -1,4 +1,7 @@
-"""The prompts of a real run: a JSONL file, tokenized, shuffled anew in every epoch."""
+"""The prompts of a real run: a JSONL file, tokenized, shuffled anew in every epoch.
+
+What a prompt's rollouts took in one epoch is expected of it in the next ones.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.engine.messages import DrawnGroup
+from streamrl.engine.messages import DrawnGroup, Generated
 from streamrl.engine.systems import choose_system
 from streamrl.runfile.config import Run
+from streamrl.workload.siblings import PRIOR_SAMPLES, Expectations, SiblingLengths
 from streamrl.workload.tail_batching import TailBatches
 from streamrl.workload.workload import Draw
 
@@ -33,6 +37,9 @@ class PromptWorkload:
         self._max_tokens = run.rollout.max_tokens
         self._seed = run.seed
         self._order: dict[int, list[int]] = {}
+        self._past: dict[int, list[int]] = {}
+        """By line, the output tokens of its rollouts that finished."""
+        self._siblings = SiblingLengths() if run.policies.learns_from_siblings else None
         self._tails: TailBatches | None = None
         if (policy := expecting_policy(run)) is not None:
             self._check_expected(path, policy)
@@ -48,7 +55,22 @@ class PromptWorkload:
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:
         """Return groups by id; their lengths are for generation to tell."""
-        return [self._group(group) for group in range(first_group, first_group + num_groups)]
+        draws = [self._group(group) for group in range(first_group, first_group + num_groups)]
+        if self._siblings is not None:
+            self._siblings.add(draw.drawn for draw in draws)
+        return draws
+
+    def learn(self, event: Generated) -> Expectations | None:
+        """Remember what a prompt took; return what is now expected of the rollout's siblings, if that is asked for."""
+        if event.finish != "aborted":
+            line = self.line(event.rollout // self._group_size)
+            self._past.setdefault(line, []).append(event.tokens)
+        return None if self._siblings is None else self._siblings.learn(event)
+
+    def forget(self, group: int) -> None:
+        """Expect nothing more of a group that was dropped; what its prompt took stays known."""
+        if self._siblings is not None:
+            self._siblings.forget(group)
 
     def line(self, group: int) -> int:
         """Return the index of the record that group `group` is made from."""
@@ -70,14 +92,21 @@ class PromptWorkload:
         size = self._group_size
         rollouts = tuple(range(group * size, group * size + size))
         line = self.line(group)
-        expected = (self._expected(line),) * size
+        expected = (self._blended(line),) * size
         return Draw(DrawnGroup(group, rollouts, len(self.tokens[line]), expected), ())
+
+    def _blended(self, line: int) -> int:
+        """Return the mean of what a line took so far and of what it says, which counts as `PRIOR_SAMPLES`."""
+        past = self._past.get(line, [])
+        total = PRIOR_SAMPLES * self._expected(line) + sum(past)
+        return round(total / (PRIOR_SAMPLES + len(past)))
 
     def _expected(self, line: int) -> int:
         """Return the output tokens that a line says to expect; the most there may be where it does not."""
         return int(self.records[line].get(EXPECTED, self._max_tokens))
 
     def _expect(self, first: int, num: int) -> list[int]:
+        """Return what lines say alone: whatever was learnt, the same groups come of the same lines."""
         return [self._expected(self._line(source)) for source in range(first, first + num)]
 
     def _check_expected(self, path: Path, policy: str) -> None:

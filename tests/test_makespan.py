@@ -45,6 +45,12 @@ class Given:
             Draw(DrawnGroup(g, (g,), 1, (self._lengths[g],)), (self._lengths[g],)) for g in groups
         ]
 
+    def learn(self, event: Generated) -> None:
+        """Learn nothing: all is known."""
+
+    def forget(self, group: int) -> None:
+        """Forget nothing."""
+
 
 class FreePrefill:
     """Prefill that takes no time, and makes the first token."""

@@ -68,6 +68,12 @@ class Toy:
             drawn.append(Draw(DrawnGroup(group, (group,), 1, (length,)), (length,)))
         return drawn
 
+    def learn(self, event: Generated) -> None:
+        """Learn nothing: all is known."""
+
+    def forget(self, group: int) -> None:
+        """Forget nothing."""
+
 
 class FreePrefill:
     """Prefill in no time."""

@@ -18,6 +18,7 @@ from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.csv_rows import read_csv
 from streamrl.workload.drift import Drift
 from streamrl.workload.ranker import load_ranker
+from streamrl.workload.siblings import Expectations, SiblingLengths
 from streamrl.workload.tail_batching import TailBatches
 
 BLOCK = (
@@ -41,7 +42,15 @@ class Workload(Protocol):
     """Where groups come from, in simulated runs and in real ones."""
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:
-        """Return groups `first_group` and following; the same ids always give the same groups."""
+        """Return groups `first_group` and following; the same ids always give the same prompts."""
+        ...
+
+    def learn(self, event: Generated) -> Expectations | None:
+        """Return what is expected of other rollouts now that this one has ended; None where nothing has changed."""
+        ...
+
+    def forget(self, group: int) -> None:
+        """Expect nothing more of a group that was dropped."""
         ...
 
 
@@ -72,6 +81,7 @@ class SimulatedWorkload:
         self._ranker = load_ranker(config, self._population, past, run.seed)
         self._blocks = {0: self._sample(0)}
         self._mean = int(np.mean(self._blocks[0][0]))
+        self._siblings = SiblingLengths() if run.policies.learns_from_siblings else None
         self._tails: TailBatches | None = None
         if run.policies.tail_batching == "defer" and self._ranker is not None:
             every = run.policies.tail_every
@@ -79,7 +89,19 @@ class SimulatedWorkload:
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:
         """Return groups with their true lengths, capped at `rollout.max_tokens`."""
-        return [self._group(group) for group in range(first_group, first_group + num_groups)]
+        draws = [self._group(group) for group in range(first_group, first_group + num_groups)]
+        if self._siblings is not None:
+            self._siblings.add(draw.drawn for draw in draws)
+        return draws
+
+    def learn(self, event: Generated) -> Expectations | None:
+        """Return what is now expected of the rollout's siblings, if that is asked for."""
+        return None if self._siblings is None else self._siblings.learn(event)
+
+    def forget(self, group: int) -> None:
+        """Expect nothing more of a group that was dropped."""
+        if self._siblings is not None:
+            self._siblings.forget(group)
 
     def _longest(self, first: int, num: int) -> list[int]:
         """Return the expected tokens of the longest rollout of groups of the data."""
