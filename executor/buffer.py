@@ -33,7 +33,7 @@ class RolloutBuffer:
 
     def __init__(self, run: Run, workload: PromptWorkload) -> None:
         self._run = run
-        self._workload = workload
+        self.workload = workload
         self._next_group = 0
         self.rollouts: dict[int, BufferedRollout] = {}
 
@@ -43,10 +43,10 @@ class RolloutBuffer:
 
     def draw(self, num_groups: int) -> tuple[DrawnGroup, ...]:
         """Open places for the next groups."""
-        draws = self._workload.draw(self._next_group, num_groups)
+        draws = self.workload.draw(self._next_group, num_groups)
         self._next_group += num_groups
         for draw in draws:
-            line = self._workload.line(draw.drawn.group)
+            line = self.workload.line(draw.drawn.group)
             for rollout in draw.drawn.rollouts:
                 self.rollouts[rollout] = BufferedRollout(draw.drawn.rollouts, line)
         return tuple(draw.drawn for draw in draws)
@@ -56,7 +56,7 @@ class RolloutBuffer:
         buffered = self.rollouts[command.rollout]
         return Request(
             rollout=command.rollout,
-            prompt=self._workload.tokens[buffered.line],
+            prompt=self.workload.tokens[buffered.line],
             priority=command.priority,
             max_tokens=self._run.rollout.max_tokens,
             prefix=buffered.tokens[: command.prefix],
@@ -75,18 +75,18 @@ class RolloutBuffer:
 
     def record(self, rollout: int) -> Record:
         """Return the line of the prompts file that a rollout was made from."""
-        return self._workload.records[self.rollouts[rollout].line]
+        return self.workload.records[self.rollouts[rollout].line]
 
     def text(self, rollout: int) -> str:
         """Return a rollout's output as text, special tokens left out."""
-        return self._workload.decode(self.rollouts[rollout].tokens)
+        return self.workload.decode(self.rollouts[rollout].tokens)
 
     def sample(self, rollout: int, advantage: float) -> Sample:
         """Return a rollout as the trainer consumes it."""
         buffered = self.rollouts[rollout]
         return Sample(
             rollout=rollout,
-            prompt=self._workload.tokens[buffered.line],
+            prompt=self.workload.tokens[buffered.line],
             tokens=buffered.tokens,
             logprobs=buffered.logprobs,
             advantage=advantage,

@@ -18,9 +18,10 @@ from streamrl.engine.messages import Event
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_engine
 from streamrl.hardware.profiles import load_model
-from streamrl.record.trace import Trace
+from streamrl.record.trace import Trace, read_trace
 from streamrl.runfile.config import Run
 
+TRACE = "trace.jsonl"
 BACKENDS = ("torch", "transformers", "safetensors", "tokenizers")
 
 Watch = Callable[[Event, State, float], None]
@@ -57,10 +58,11 @@ def execute(run: Run, resume: bool = False, watch: Watch = lambda event, state, 
         RuntimeError: the run stopped before its last step.
     """
     check_executable(run)
-    return asyncio.run(_execute(run, resume, watch))
+    asyncio.run(_execute(run, resume, watch))
+    return read_trace(Path(run.execute.output) / TRACE)
 
 
-async def _execute(run: Run, resume: bool, watch: Watch) -> Trace:
+async def _execute(run: Run, resume: bool, watch: Watch) -> None:
     from executor.buffer import RolloutBuffer
     from executor.carriers.launch import Launcher
     from executor.prompts import PromptWorkload, load_tokenizer
@@ -75,7 +77,7 @@ async def _execute(run: Run, resume: bool, watch: Watch) -> Trace:
     verifier = Verifier(run.workload.verifier, run.verifier, directory.logs / "verifier.log")
     checkpoint = directory.open(run, resume)
     world = RealWorld(
-        Trace(run, "real", facts(), directory.trace_file),
+        Trace(run, "real", facts(), directory.trace_file, keeps_entries=False),
         build_engine(run),
         Launcher(run, directory, claim_gpus(run)),
         buffer,
@@ -88,7 +90,7 @@ async def _execute(run: Run, resume: bool, watch: Watch) -> Trace:
     loop.add_signal_handler(signal.SIGINT, world.interrupt, "Ctrl-C")
     loop.add_signal_handler(signal.SIGTERM, world.interrupt, "terminated")
     try:
-        return await world.run()
+        await world.run()
     finally:
         directory.close()
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.engine.messages import DrawnGroup, Generated
+from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
+from streamrl.engine.siblings import PRIOR_SAMPLES, SiblingLengths
 from streamrl.engine.systems import choose_system
 from streamrl.runfile.config import Run
-from streamrl.workload.siblings import PRIOR_SAMPLES, Expectations, SiblingLengths
 from streamrl.workload.tail_batching import TailBatches
 from streamrl.workload.workload import Draw
 
@@ -60,7 +60,7 @@ class PromptWorkload:
             self._siblings.add(draw.drawn for draw in draws)
         return draws
 
-    def learn(self, event: Generated) -> Expectations | None:
+    def learn(self, event: Generated) -> ExpectationsChanged | None:
         """Remember what a prompt took; return what is now expected of the rollout's siblings, if that is asked for."""
         if event.finish != "aborted":
             line = self.line(event.rollout // self._group_size)

@@ -74,7 +74,7 @@ class RealWorld(World[Trace]):
         resume_from: Checkpoint | None = None,
         watch: Callable[[Event, State, float], None] = lambda event, state, now: None,
     ) -> None:
-        super().__init__(engine, trace)
+        super().__init__(engine, trace, buffer.workload.learn)
         self._run = trace.run
         self._launcher = launcher
         self._buffer = buffer
@@ -165,6 +165,7 @@ class RealWorld(World[Trace]):
                 return None
             case Drop():
                 self._buffer.close_group(command.group)
+                self._buffer.workload.forget(command.group)
                 return None
             case Score():
                 return await self._trainer.score(command)

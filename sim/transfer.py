@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator
 from typing import Any
 
@@ -50,10 +51,8 @@ class Transfer:
 
     def _run(self) -> Generator[simpy.Event, Any, None]:
         while True:
-            try:
+            with contextlib.suppress(simpy.Interrupt):  # broken off: the next one
                 yield from self._send((yield self._inbox.get()))
-            except simpy.Interrupt:
-                pass  # broken off: the next one
 
     def _send(self, command: PushWeights) -> Generator[simpy.Event, Any, None]:
         sync, env = self._around.costs.sync, self._around.env

@@ -58,7 +58,8 @@ class SimWorld(World[Trace]):
     """Carries commands out in simulated seconds."""
 
     def __init__(self, run: Run, costs: Costs, workload: Workload) -> None:
-        super().__init__(build_engine(run), Trace(run, "simulated", costs.facts))
+        trace = Trace(run, "simulated", costs.facts)
+        super().__init__(build_engine(run), trace, workload.learn)
         self.run_file = run
         self.costs = costs
         self.env = simpy.Environment()
@@ -110,8 +111,10 @@ class SimWorld(World[Trace]):
                 self.replicas[command.replica].generate(command)
             case Verify():
                 self._verifier.verify(command)
-            case Take() | Skip() | Resize() | Stop() | Drop():
+            case Take() | Skip() | Resize() | Stop():
                 pass
+            case Drop():
+                self._workload.forget(command.group)
             case Score():
                 self._trainers[command.trainer].score(command)
             case Train():

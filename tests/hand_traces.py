@@ -62,11 +62,11 @@ class HandTrace:
     def begin(self, replicas_at: float = 0.0, trainer_at: float = 0.0) -> None:
         """Start the run; replicas and trainer come up later or at once."""
         starts = [StartReplica(replica, 0) for replica in range(self.num_replicas)]
-        self.at(0.0, RunStarted(0, 0), StartTrainer(), *starts)
+        self.at(0.0, RunStarted(0, 0), StartTrainer(0, 0), *starts)
         ready: list[tuple[float, Event]] = [
             (replicas_at, ReplicaStarted(replica, 0)) for replica in range(self.num_replicas)
         ]
-        for time, event in sorted([*ready, (trainer_at, TrainerStarted(0))], key=lambda r: r[0]):
+        for time, event in sorted([*ready, (trainer_at, TrainerStarted(0, 0))], key=lambda r: r[0]):
             self.at(time, event)
 
     def draw(self, time: float, step: int, num_rollouts: int, is_taken: bool = True) -> None:
@@ -75,7 +75,7 @@ class HandTrace:
         self.num_groups += num_rollouts
         groups = tuple(DrawnGroup(i, (i,), 40, (10,)) for i in ids)
         self.command(time, DrawPrompts(step, num_rollouts, 0))
-        takes = [Take(i, step) for i in ids] if is_taken else []
+        takes = [Take(i, step, 0) for i in ids] if is_taken else []
         self.at(time, PromptsDrawn(step, 0, groups), *takes)
 
     def generate(self, time: float, *rollouts: int, replica: int = 0) -> None:
@@ -99,6 +99,6 @@ class HandTrace:
 
     def train(self, start: float, end: float, version: int, *rollouts: int) -> None:
         """Train on rollouts from `start` to `end` seconds and make `version`."""
-        self.command(start, Train(rollouts))
-        self.at(end, Trained(rollouts), Step(version))
-        self.at(end, Stepped(version))
+        self.command(start, Train(rollouts, 0))
+        self.at(end, Trained(rollouts, 0), Step(version, (), 0))
+        self.at(end, Stepped(version, 0))

@@ -11,7 +11,6 @@ from sim.costs.costs import Costs
 from sim.costs.fill import fill_policies
 from sim.world import SimWorld
 from streamrl.engine.messages import Event, Failed, Generate, Generated, Stop, Verified, Verify
-from streamrl.engine.state import State
 from streamrl.engine.systems import SYSTEMS, build_policies
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
@@ -96,7 +95,7 @@ class FaultyWorld(SimWorld):
         costs = Costs.load(run)
         run = fill_policies(run, costs)
         super().__init__(run, costs, SimulatedWorkload(run))
-        self.engine = CheckedEngine(State.start(run), build_policies(run))
+        self.engine = CheckedEngine(build_state(run), build_policies(run))
         self._faults = faults
         self._num_ended = 0
 

@@ -38,7 +38,7 @@ from streamrl.engine.messages import (
     WeightsPushed,
 )
 from streamrl.engine.state import State
-from streamrl.engine.systems import build_engine, build_policies
+from streamrl.engine.systems import build_engine, build_policies, build_state
 from streamrl.hardware.memory import weight_bytes
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.config import Run
@@ -107,7 +107,7 @@ class CheckedEngine(Engine):
 def checked_world(run: Run) -> SimWorld:
     """Return a simulated world whose engine checks itself."""
     world = SimWorld(run, Costs.load(run), SimulatedWorkload(run))
-    world.engine = CheckedEngine(State.start(run), build_policies(run))
+    world.engine = CheckedEngine(build_state(run), build_policies(run))
     return world
 
 
@@ -164,7 +164,7 @@ class Script:
         """Bring trainer and replicas up; return what the engine wants then."""
         started = self.tell(RunStarted(0, 0))
         replicas = [c for c in started if isinstance(c, StartReplica)]
-        return self.tell(TrainerStarted(0), *(ReplicaStarted(c.replica, 0) for c in replicas))
+        return self.tell(TrainerStarted(0, 0), *(ReplicaStarted(c.replica, 0) for c in replicas))
 
     def draw(self, commands: list[Command], prompt_tokens: int = 40) -> list[Command]:
         """Answer every draw among `commands`."""
@@ -189,7 +189,7 @@ class Script:
     def step(self, version: int) -> list[Command]:
         """Let the trainer finish what it has, up to the step that makes `version`."""
         for _ in range(100):
-            command = self.state.trainer_command
+            command = self.state.leader.command
             assert command is not None, "the trainer has nothing to do"
             commands = self.tell(done(command))
             if isinstance(command, Step):
@@ -200,7 +200,7 @@ class Script:
     def _staleness(self, rollout: int) -> int:
         born = self.state.rollouts[rollout].born
         assert born is not None
-        return self.state.version - born
+        return self.state.leader.version - born
 
 
 def generated(rollout: int, tokens: int = 10, finish: str = "stop", version: int = 0) -> Generated:
@@ -212,13 +212,13 @@ def done(command: Command) -> Event:
     """Return the event in which a command of the trainer or the link ends well."""
     match command:
         case Score(rollouts):
-            return Scored(rollouts)
+            return Scored(rollouts, 0)
         case Train(rollouts):
-            return Trained(rollouts)
+            return Trained(rollouts, 0)
         case Step(version):
-            return Stepped(version)
+            return Stepped(version, 0)
         case SaveCheckpoint(version):
-            return CheckpointSaved(version)
+            return CheckpointSaved(version, 0)
         case PushWeights(version):
             return WeightsPushed(version, 1)
         case LoadWeights(replica, version):

@@ -17,8 +17,7 @@ from executor.record import RunDirectory
 from executor.samples import Completion, Manifest, Request, Sample
 from executor.verifier.verifier import Scoring
 from executor.world import RealWorld
-from streamrl.engine.state import State
-from streamrl.engine.systems import build_policies
+from streamrl.engine.systems import build_policies, build_state
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from tests.runs import CheckedEngine
@@ -254,7 +253,7 @@ def make_world(
     launcher = launcher_class(run, directory, **launcher_options)
     return RealWorld(
         Trace(run, "real", {}, directory.trace_file),
-        CheckedEngine(State.start(run), build_policies(run)),
+        CheckedEngine(build_state(run), build_policies(run)),
         launcher,  # type: ignore[arg-type]
         RolloutBuffer(run, PromptWorkload(run, ScriptedTokenizer())),
         verifier_class(),  # type: ignore[arg-type]

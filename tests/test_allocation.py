@@ -56,7 +56,7 @@ def pace_of(trace: Trace) -> list[StepPace]:
     engine = build_engine(trace.run)
     for time, event, _ in trace.entries:
         engine.handle(event, time)
-    return engine.state.pace.steps
+    return engine.state.leader.pace.steps
 
 
 # Stage times --------------------------------------------------------------------------------------

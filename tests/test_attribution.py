@@ -80,7 +80,7 @@ def test_push_and_load_are_sync_for_whoever_waits() -> None:
     hand.generate(0.0, 0)
     hand.generated(10.0, 0, run_time=10.0)
     hand.train(10.0, 16.0, 1, 0)
-    hand.command(16.0, PushWeights(1))
+    hand.command(16.0, PushWeights(1, 0))
     hand.draw(16.0, 2, 1)
     hand.at(19.0, WeightsPushed(1, 8), LoadWeights(0, 1, drain=True), Generate(1, 0, 0))
     hand.at(21.0, WeightsLoaded(0, 1, 2.0))
@@ -102,7 +102,7 @@ def test_an_overlapped_push_costs_a_working_replica_nothing() -> None:
     hand.generate(0.0, 0, 1)
     hand.generated(4.0, 0, run_time=4.0)
     hand.train(4.0, 6.0, 1, 0)
-    hand.command(6.0, PushWeights(1))
+    hand.command(6.0, PushWeights(1, 0))
     hand.at(8.0, WeightsPushed(1, 8))
     hand.generated(10.0, 1, run_time=10.0)
     hand.train(10.0, 12.0, 2, 1)
@@ -118,7 +118,7 @@ def test_an_idle_replica_waits_for_the_weights_that_waiting_rollouts_need() -> N
     hand.generate(0.0, 1, replica=1)
     hand.generated(8.0, 0, run_time=8.0)
     hand.train(8.0, 10.0, 1, 0)
-    hand.command(10.0, Take(1, 2), PushWeights(1))
+    hand.command(10.0, Take(1, 2, 0), PushWeights(1, 0))
     hand.draw(10.0, 3, 1, is_taken=False)
     hand.at(13.0, WeightsPushed(1, 8), LoadWeights(0, 1, drain=True), Generate(2, 0, 0))
     hand.at(14.0, WeightsLoaded(0, 1, 1.0))
@@ -201,8 +201,8 @@ def test_survivors_of_a_loss_go_on_and_the_trainer_waits_for_their_rollouts() ->
 
 def test_a_replica_that_fails_to_start_costs_failure() -> None:
     hand = HandTrace()
-    hand.at(0.0, RunStarted(0, 0), StartTrainer(), StartReplica(0, 0))
-    hand.at(0.0, TrainerStarted(0))
+    hand.at(0.0, RunStarted(0, 0), StartTrainer(0, 0), StartReplica(0, 0))
+    hand.at(0.0, TrainerStarted(0, 0))
     hand.draw(0.0, 1, 1)
     hand.at(3.0, Failed(StartReplica(0, 0), "no memory"), StartReplica(1, 0))
     hand.at(8.0, ReplicaStarted(1, 0), Generate(0, 1, 0))
@@ -233,9 +233,9 @@ def test_rewards_that_come_while_the_trainer_works_delay_nobody() -> None:
     hand.draw(0.0, 1, 2)
     hand.generate(0.0, 0, 1)
     hand.generated(4.0, 0, run_time=4.0)
-    hand.at(4.0, Generated(1, 100, "stop", 0, 4.0, 0.0), Train((0,)))
+    hand.at(4.0, Generated(1, 100, "stop", 0, 4.0, 0.0), Train((0,), 0))
     hand.at(6.0, Verified(1, 0.5))
-    hand.at(7.0, Trained((0,)))
+    hand.at(7.0, Trained((0,), 0))
     hand.train(7.0, 9.0, 1, 1)
     assert gpu_seconds(hand) == {"decode": 4, "train": 5, "pipeline": 4 + 5}
 
@@ -266,9 +266,9 @@ def test_greedy_consumption_waits_for_rollouts_that_no_step_has_taken_yet() -> N
     hand.generate(0.0, 0, replica=0)
     hand.generate(0.0, 1, replica=1)
     hand.generated(10.0, 0, run_time=10.0)
-    hand.command(10.0, Take(0, 1))
+    hand.command(10.0, Take(0, 1, 0))
     hand.generated(30.0, 1, run_time=30.0)
-    hand.command(30.0, Take(1, 1))
+    hand.command(30.0, Take(1, 1, 0))
     hand.train(30.0, 40.0, 1, 0, 1)
     shares = gpu_seconds(hand)
     assert shares["skew"] == 20 + 20
@@ -282,8 +282,8 @@ def test_a_checkpoint_costs_the_trainer_its_seconds() -> None:
     hand.generate(0.0, 0)
     hand.generated(10.0, 0, run_time=10.0)
     hand.train(10.0, 16.0, 1, 0)
-    hand.command(16.0, SaveCheckpoint(1, 1))
-    hand.at(19.0, CheckpointSaved(1))
+    hand.command(16.0, SaveCheckpoint(1, 1, 0))
+    hand.at(19.0, CheckpointSaved(1, 0))
     assert gpu_seconds(hand)["checkpoint"] == 3
 
 

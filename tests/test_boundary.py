@@ -118,7 +118,7 @@ def test_no_replica_ever_has_two_batches_or_loads_with_one_on_its_hands(
 def test_new_weights_are_pushed_at_once() -> None:
     s, shares = begun()
     s.finish(*shares[0], *shares[1])
-    assert PushWeights(1) in s.step(1)
+    assert PushWeights(1, 0) in s.step(1)
 
 
 def test_replicas_with_older_weights_are_dealt_their_share_too() -> None:

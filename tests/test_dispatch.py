@@ -30,7 +30,7 @@ from tests.runs import of, script, singles
 
 def test_a_run_brings_up_its_trainer_and_every_replica() -> None:
     assert script().tell(RunStarted(0, 0)) == [
-        StartTrainer(),
+        StartTrainer(0, 0),
         StartReplica(0, 0),
         StartReplica(1, 0),
     ]
@@ -39,7 +39,7 @@ def test_a_run_brings_up_its_trainer_and_every_replica() -> None:
 def test_nothing_is_sent_before_every_replica_has_come_up() -> None:
     s = script()
     s.tell(RunStarted(0, 0))
-    draws = s.tell(TrainerStarted(0), ReplicaStarted(0, 0))
+    draws = s.tell(TrainerStarted(0, 0), ReplicaStarted(0, 0))
     assert not of(Generate, s.draw(draws))
     assert {c.replica for c in of(Generate, s.tell(ReplicaStarted(1, 0)))} == {0, 1}
 

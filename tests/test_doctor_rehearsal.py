@@ -12,13 +12,13 @@ from sim.checkup.checkup import check_up
 from streamrl.doctor.changes import changed
 from streamrl.engine.engine import Engine
 from streamrl.engine.messages import Command
-from streamrl.engine.policies.staleness import StrictFifo
+from streamrl.engine.policies.staleness import TakeInLine
 from streamrl.engine.state import State
-from streamrl.engine.systems import build_policies
+from streamrl.engine.systems import build_policies, build_state
 from tests.patients import bad, doctor, full_run
 
 
-class NeverTakes(StrictFifo):
+class NeverTakes(TakeInLine):
     """Consumption that waits for a step that never comes."""
 
     def decide(self, state: State) -> Iterator[Command]:
@@ -29,8 +29,8 @@ class NeverTakes(StrictFifo):
 def test_a_run_whose_consumption_never_takes_what_admission_waits_for_is_stuck() -> None:
     world = rehearsal.make_world(full_run())
     policies = build_policies(world.run_file)
-    kept = [NeverTakes() if isinstance(policy, StrictFifo) else policy for policy in policies]
-    world.engine = Engine(State.start(world.run_file), kept)
+    kept = [NeverTakes(0) if isinstance(policy, TakeInLine) else policy for policy in policies]
+    world.engine = Engine(build_state(world.run_file), kept)
     went = rehearsal.perform(world)
     assert went.version == 0 and "stuck" in went.problem
     assert not rehearsal.perform(rehearsal.make_world(full_run())).problem

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from executor.prompts import PromptWorkload
 from streamrl.engine.messages import DrawnGroup, Generated
-from streamrl.workload.siblings import Expectations, SiblingLengths
+from streamrl.engine.siblings import SiblingLengths
 from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import small_run
 from tests.scripted import ScriptedTokenizer
@@ -41,11 +41,11 @@ def siblings(*groups: DrawnGroup) -> SiblingLengths:
 def test_each_finished_sibling_counts_as_much_as_what_was_expected_at_first() -> None:
     lengths = siblings(drawn(0, 100, 100, 200, 400))
     # with one known its share is 1/2: 200 + 350, 100 + 400 and 400 + 250
-    assert lengths.learn(ended(1, 900)) == Expectations((0, 2, 3), (500, 550, 650))
+    assert lengths.learn(ended(1, 900)) == ExpectationsChanged((0, 2, 3), (500, 550, 650))
     # with two known 1/3: 500 - 490/3 = 500 - 163, 650 - 640/3 = 650 - 213
-    assert lengths.learn(ended(2, 10, "length")) == Expectations((0, 3), (337, 437))
+    assert lengths.learn(ended(2, 10, "length")) == ExpectationsChanged((0, 3), (337, 437))
     # with three known 1/4: 437 + 63/4 = 437 + 16
-    assert lengths.learn(ended(0, 500)) == Expectations((3,), (453,))
+    assert lengths.learn(ended(0, 500)) == ExpectationsChanged((3,), (453,))
     assert lengths.learn(ended(3, 1)) is None
 
 
@@ -61,8 +61,8 @@ def test_it_is_the_mean_of_prior_and_known_but_for_rounding(prior: int, known: l
 def test_an_abort_tells_nothing_and_other_groups_learn_nothing() -> None:
     lengths = siblings(drawn(0, 100, 100), drawn(1, 300, 300))
     assert lengths.learn(ended(0, 5000, "aborted")) is None
-    assert lengths.learn(ended(4, 100)) == Expectations((5,), (200,))
-    assert lengths.learn(ended(0, 300)) == Expectations((1,), (200,))
+    assert lengths.learn(ended(4, 100)) == ExpectationsChanged((5,), (200,))
+    assert lengths.learn(ended(0, 300)) == ExpectationsChanged((1,), (200,))
 
 
 def test_nothing_is_expected_of_a_group_that_is_forgotten_or_was_never_drawn() -> None:
@@ -79,7 +79,7 @@ def test_a_group_that_is_drawn_again_begins_with_what_its_draw_says() -> None:
     lengths = siblings(drawn(0, 100, 100, 100))
     lengths.learn(ended(0, 900))
     lengths.add([drawn(0, 40, 40, 40)])
-    assert lengths.learn(ended(0, 80)) == Expectations((1, 2), (60, 60))
+    assert lengths.learn(ended(0, 80)) == ExpectationsChanged((1, 2), (60, 60))
 
 
 # Workloads ----------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def test_a_simulated_workload_tells_what_siblings_told_where_that_is_asked_for()
     workload = SimulatedWorkload(small_run({**LEARN, "algorithm.group_size": 3}))
     first = workload.draw(0, 2)[0].drawn.expected_tokens
     found = workload.learn(ended(1, first[0] + 40))
-    assert found == Expectations((0, 2), (first[0] + 20, first[0] + 20))
+    assert found == ExpectationsChanged((0, 2), (first[0] + 20, first[0] + 20))
     workload.forget(0)
     assert workload.learn(ended(0, 7)) is None
     plain = SimulatedWorkload(small_run())
@@ -116,7 +116,7 @@ def test_real_prompts_tell_what_siblings_told_where_that_is_asked_for(tmp_path: 
     workload = prompts(tmp_path, LEARN)
     first = workload.draw(0, 2)[0].drawn
     found = workload.learn(ended(first.rollouts[0], first.expected_tokens[0] + 30))
-    assert found == Expectations(first.rollouts[1:], (first.expected_tokens[0] + 15,))
+    assert found == ExpectationsChanged(first.rollouts[1:], (first.expected_tokens[0] + 15,))
     workload.forget(1)
     assert workload.learn(ended(2, 7)) is None
     plain = prompts(tmp_path, {})

@@ -45,8 +45,8 @@ def test_a_rollout_is_tried_again_until_it_has_failed_too_often_then_its_group_i
         assert [c.rollout for c in of(Generate, commands)] == [0]
         assert not of(Drop, commands)
     commands = s.tell(Failed(Generate(0, 0, 0), "broken"))
-    assert commands[:2] == [Abort(1), Drop(0, "failed 3 times")]
-    assert s.state.dropped == {"failed 3 times": 2}
+    assert commands[:2] == [Abort(1, 0), Drop(0, "failed 3 times")]
+    assert s.state.leader.lost == {"failed 3 times": 2}
 
 
 def test_a_lost_replica_is_replaced_under_a_new_id_and_its_rollouts_go_elsewhere() -> None:
@@ -68,7 +68,7 @@ def test_a_run_stops_when_more_replicas_are_lost_than_may_be_restarted() -> None
 
 
 @pytest.mark.parametrize(
-    "command", [Train((0, 1)), Step(1), PushWeights(1), LoadWeights(0, 1, True)]
+    "command", [Train((0, 1), 0), Step(1, (), 0), PushWeights(1, 0), LoadWeights(0, 1, True)]
 )
 def test_a_failure_beyond_one_rollout_stops_the_run_and_names_it(command: Any) -> None:
     s = script()
@@ -90,7 +90,7 @@ def test_an_interrupted_run_aborts_what_runs_and_drops_everything_with_the_reaso
     after = s.tell(*(generated(r, finish="aborted") for r in range(3, 8)))
     assert not after
     assert s.state.is_finished
-    assert s.state.dropped == {"ctrl-c": 8}
+    assert s.state.leader.lost == {"ctrl-c": 8}
 
 
 def test_a_checkpoint_is_saved_every_so_many_steps_and_after_the_last() -> None:
@@ -106,11 +106,11 @@ def test_a_checkpoint_is_saved_every_so_many_steps_and_after_the_last() -> None:
         s.tell(WeightsPushed(version, 1))
         s.tell(*(WeightsLoaded(r, version, 1.0) for r in (0, 1)))
         draws = commands
-    assert saves == [SaveCheckpoint(2, 2), SaveCheckpoint(4, 4), SaveCheckpoint(5, 5)]
+    assert saves == [SaveCheckpoint(2, 2, 0), SaveCheckpoint(4, 4, 0), SaveCheckpoint(5, 5, 0)]
 
 
 def test_a_checkpoint_says_from_which_group_a_resumed_run_draws() -> None:
     s = singles(2, algorithm__steps=9, execute__checkpoint_every=1, policies__consumption="greedy")
     s.draw(s.begin())
     s.finish(0, 2)  # group 1 is behind, groups 1 and 3 are neither trained nor dropped
-    assert of(SaveCheckpoint, s.step(1)) == [SaveCheckpoint(1, groups_done=1)]
+    assert of(SaveCheckpoint, s.step(1)) == [SaveCheckpoint(1, 1, 0)]

@@ -334,5 +334,5 @@ def test_rollouts_without_an_advantage_do_not_inform(model: Path, name: str, sha
     trace.record(0.0, PromptsDrawn(1, 0, groups), [])
     for rollout, reward in enumerate((1.0, 0.0, 1.0, 1.0)):
         trace.record(1.0, Verified(rollout, reward), [])
-    trace.record(2.0, Verified(3, 1.0), [Train((0, 1, 2, 3))])
+    trace.record(2.0, Verified(3, 1.0), [Train((0, 1, 2, 3), 0)])
     assert informative_share(trace) == share

@@ -50,9 +50,9 @@ def test_staleness_is_the_version_trained_from_minus_the_one_born_under() -> Non
 
 def test_a_resumed_run_counts_staleness_from_its_version() -> None:
     hand = HandTrace()
-    hand.at(0.0, RunStarted(7, 7), StartTrainer(), StartReplica(0, 7))
+    hand.at(0.0, RunStarted(7, 7), StartTrainer(0, 0), StartReplica(0, 7))
     hand.at(0.0, ReplicaStarted(0, 7))
-    hand.at(0.0, TrainerStarted(7))
+    hand.at(0.0, TrainerStarted(0, 7))
     hand.draw(0.0, 8, 1)
     hand.generate(0.0, 0)
     hand.generated(5.0, 0, run_time=5.0, version=7)
@@ -69,7 +69,7 @@ def test_a_rollout_dropped_before_its_step_counts_as_dropped_only() -> None:
         hand.generated(start + 5, step - 1, run_time=5.0, version=step - 1)
         if step == 1:
             hand.train(5.0, 10.0, 1, 0)
-    hand.command(15.0, Train((1,)))
+    hand.command(15.0, Train((1,), 0))
     hand.command(16.0, Drop(1, "interrupted"))
     metrics = measure(hand.trace)
     assert metrics.dropped == {"interrupted": 1}

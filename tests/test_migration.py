@@ -44,7 +44,7 @@ def begun(expected: list[int], **changes: Any) -> Script:
 def test_the_rollout_with_most_ahead_moves_to_the_replica_that_stands_idle() -> None:
     s = begun([10, 9000, 10, 5000])
     assert not of(Abort, s.tell(generated(0)))  # replica 0 still has one
-    assert of(Abort, s.tell(generated(2))) == [Abort(1)]
+    assert of(Abort, s.tell(generated(2))) == [Abort(1, 0)]
     sent = s.tell(generated(1, tokens=70, finish="aborted"))
     assert of(Generate, sent) == [Generate(1, 0, 1, prefix=70)]
     assert not of(Abort, s.tell(generated(3)))
@@ -103,7 +103,7 @@ def test_a_rollout_moves_at_most_twice() -> None:
     for lost, moved in ((1, 1), (2, 3)):  # each replacement of the other replica stands idle
         other = 3 if moved == 1 else 1
         s.tell(ReplicaLost(lost, "gone"), Failed(Generate(other, lost, 0), "gone"))
-        assert of(Abort, s.tell(ReplicaStarted(lost + 1, 0))) == [Abort(moved)]
+        assert of(Abort, s.tell(ReplicaStarted(lost + 1, 0))) == [Abort(moved, 0)]
         s.tell(generated(moved, tokens=80, finish="aborted"))
 
 
@@ -113,7 +113,7 @@ def test_lengths_of_finished_rollouts_say_how_much_is_ahead() -> None:
     s = begun([2, 2, 2, 2])
     for _ in range(4):
         s.state.recent.add(5000)
-    assert of(Abort, s.tell(generated(0), generated(2))) == [Abort(1)]
+    assert of(Abort, s.tell(generated(0), generated(2))) == [Abort(1, 0)]
 
 
 def test_it_refuses_to_reckon_without_seconds() -> None:

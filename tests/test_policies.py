@@ -88,7 +88,7 @@ def test_greedy_leaves_a_straggler_behind_until_it_breaks_the_bound_and_strict_f
     s = singles(1, policies__consumption="strict-fifo", algorithm__steps=5)
     s.draw(s.begin())
     assert not of(Train, s.finish(1))
-    assert of(Train, s.finish(0)) == [Train((0,))]
+    assert of(Train, s.finish(0)) == [Train((0,), 0)]
     assert s.trained == [(0, 0)]
 
 
@@ -99,31 +99,31 @@ def test_streaming_trains_once_the_fill_is_there_or_only_the_rest_is_lacking() -
     s = singles(3, trainer__micro_batch=2)
     s.draw(s.begin())
     assert not of(Train, s.finish(0))
-    assert of(Train, s.finish(1)) == [Train((0, 1))]
-    s.tell(done(Train((0, 1))))
-    assert of(Train, s.finish(2)) == [Train((2,))]
-    assert of(Step, s.tell(done(Train((2,))))) == [Step(1)]
+    assert of(Train, s.finish(1)) == [Train((0, 1), 0)]
+    s.tell(done(Train((0, 1), 0)))
+    assert of(Train, s.finish(2)) == [Train((2,), 0)]
+    assert of(Step, s.tell(done(Train((2,), 0)))) == [Step(1, (), 0)]
 
 
 def test_streaming_fills_every_data_parallel_rank() -> None:
     s = singles(8, trainer__micro_batch=2, trainer__data_parallel=2)
     s.draw(s.begin())
     assert not of(Train, s.finish(0, 1, 2))
-    assert of(Train, s.finish(3)) == [Train((0, 1, 2, 3))]
+    assert of(Train, s.finish(3)) == [Train((0, 1, 2, 3), 0)]
 
 
 def test_whole_groups_reach_the_trainer_together_where_the_advantage_needs_them() -> None:
     s = script(trainer__micro_batch=1)
     s.draw(s.begin())
     assert not of(Train, s.finish(0, 2))
-    assert of(Train, s.finish(1)) == [Train((0, 1))]
+    assert of(Train, s.finish(1)) == [Train((0, 1), 0)]
 
 
 def test_rollouts_that_need_forward_passes_are_scored_before_their_gradient() -> None:
     s = singles(2, algorithm__name="ppo", trainer__micro_batch=1)
     s.draw(s.begin())
-    assert of(Score, s.finish(0)) == [Score((0,))]
-    assert of(Train, s.tell(done(Score((0,))))) == [Train((0,))]
+    assert of(Score, s.finish(0)) == [Score((0,), 0)]
+    assert of(Train, s.tell(done(Score((0,), 0)))) == [Train((0,), 0)]
 
 
 @settings(max_examples=100, deadline=None)
@@ -141,8 +141,8 @@ def test_streaming_reaches_its_step_whatever_arrives_when(
     )
     s.draw(s.begin())
     arriving = list(data.draw(st.permutations(sorted(s.state.rollouts))))
-    while s.state.version == 0:
-        command = s.state.trainer_command
+    while s.state.leader.version == 0:
+        command = s.state.leader.command
         assert arriving or command is not None, "the trainer waits for nothing"
         if arriving and (command is None or data.draw(st.booleans())):
             s.finish(arriving.pop())
@@ -156,7 +156,7 @@ def test_a_whole_batch_waits_for_its_last_rollout() -> None:
     s = script(policies__system="disaggregated")
     s.draw(s.begin())
     assert not of(Train, s.finish(3, 2, 0))
-    assert of(Train, s.finish(1)) == [Train((2, 3, 0, 1))]
+    assert of(Train, s.finish(1)) == [Train((2, 3, 0, 1), 0)]
 
 
 def test_a_whole_batch_waits_until_every_replica_has_the_newest_weights() -> None:
@@ -166,7 +166,7 @@ def test_a_whole_batch_waits_until_every_replica_has_the_newest_weights() -> Non
     s.finish(4, 5, 6, 7)
     commands = s.step(1) + s.tell(WeightsPushed(1, 1), WeightsLoaded(0, 1, 1.0))
     assert not of(Train, commands)
-    assert of(Train, s.tell(WeightsLoaded(1, 1, 1.0))) == [Train((4, 5, 6, 7))]
+    assert of(Train, s.tell(WeightsLoaded(1, 1, 1.0))) == [Train((4, 5, 6, 7), 0)]
 
 
 # Weight sync --------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def at_version_one(weight_sync: str) -> Script:
 
 def test_drain_then_load_pushes_at_once_and_lets_replicas_finish_what_they_run() -> None:
     s = at_version_one("drain-then-load")
-    assert of(PushWeights, s.step(1)) == [PushWeights(1)]
+    assert of(PushWeights, s.step(1)) == [PushWeights(1, 0)]
     commands = s.tell(WeightsPushed(1, 1))
     assert of(LoadWeights, commands) == [LoadWeights(0, 1, True), LoadWeights(1, 1, True)]
     assert not of(Abort, commands)
@@ -190,7 +190,7 @@ def test_drain_then_load_pushes_at_once_and_lets_replicas_finish_what_they_run()
 
 def test_load_in_flight_pauses_what_runs() -> None:
     s = at_version_one("load-in-flight")
-    assert of(PushWeights, s.step(1)) == [PushWeights(1)]
+    assert of(PushWeights, s.step(1)) == [PushWeights(1, 0)]
     commands = s.tell(WeightsPushed(1, 1))
     assert of(LoadWeights, commands) == [LoadWeights(0, 1, False), LoadWeights(1, 1, False)]
     assert not of(Abort, commands)
@@ -200,11 +200,11 @@ def test_abort_and_resume_aborts_each_replica_before_its_load_and_goes_on_from_t
     s = at_version_one("abort-and-resume")
     s.step(1)
     assert [c for c in s.tell(WeightsPushed(1, 1)) if isinstance(c, Abort | LoadWeights)] == [
-        Abort(4),
-        Abort(6),
+        Abort(4, 0),
+        Abort(6, 0),
         LoadWeights(0, 1, True),
-        Abort(5),
-        Abort(7),
+        Abort(5, 0),
+        Abort(7, 0),
         LoadWeights(1, 1, True),
     ]
     (again,) = s.tell(generated(4, tokens=7, finish="aborted"))
@@ -217,15 +217,15 @@ def test_a_barrier_pushes_only_while_nothing_is_generated() -> None:
     s = at_version_one("barrier")
     assert not of(PushWeights, s.step(1))
     assert not of(PushWeights, s.tell(*(generated(r) for r in (4, 5, 6))))
-    assert of(PushWeights, s.tell(generated(7))) == [PushWeights(1)]
+    assert of(PushWeights, s.tell(generated(7))) == [PushWeights(1, 0)]
 
 
 def test_a_version_made_during_a_push_waits_for_it_and_versions_between_are_skipped() -> None:
     s = singles(1, policies__system="fully-async", policies__max_staleness=3, algorithm__steps=9)
     s.draw(s.begin())
     s.finish(0)
-    assert of(PushWeights, s.step(1)) == [PushWeights(1)]
+    assert of(PushWeights, s.step(1)) == [PushWeights(1, 0)]
     for version in (2, 3):
         s.finish(version - 1)
         assert not of(PushWeights, s.step(version))
-    assert of(PushWeights, s.tell(WeightsPushed(1, 1))) == [PushWeights(3)]
+    assert of(PushWeights, s.tell(WeightsPushed(1, 1))) == [PushWeights(3, 0)]

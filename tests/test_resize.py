@@ -86,13 +86,13 @@ class Steps:
         ended_at = self.began_at + generation_time
         for rollout in list(s.state.rollouts):
             s.now = ended_at - 1
-            s.tell(generated(rollout, version=s.state.version))
+            s.tell(generated(rollout, version=s.state.leader.version))
         commands = s.tell(*(Verified(rollout, 1.0) for rollout in list(s.state.rollouts)))
-        version = s.state.version
-        while s.state.version == version:
-            assert s.state.trainer_command is not None, "the trainer has nothing to do"
+        version = s.state.leader.version
+        while s.state.leader.version == version:
+            assert s.state.leader.command is not None, "the trainer has nothing to do"
             s.now += training_time / 2 - 1  # once for the gradient, once for the step
-            commands = s.tell(done(s.state.trainer_command))
+            commands = s.tell(done(s.state.leader.command))
         self._settle(commands)
         return commands
 
@@ -120,7 +120,7 @@ def test_a_unit_is_added_where_generation_lags_by_at_least_what_it_takes_off(
 ) -> None:
     steps = Steps(adjusted())
     commands = steps.play(100.0, training_time)  # two more replicas take off half of 100 s
-    assert steps.s.state.pace.steps == [StepPace(1, 100.0, training_time, 2)]
+    assert steps.s.state.leader.pace.steps == [StepPace(1, 100.0, training_time, 2)]
     assert of(Resize, commands) == ([Resize(4)] if grows else [])
     assert of(StartReplica, commands) == ([StartReplica(2, 0), StartReplica(3, 0)] if grows else [])
 
@@ -224,7 +224,7 @@ def test_training_time_counts_what_the_trainer_works_and_generation_time_what_li
     steps = Steps(adjusted())
     steps.play(70.0, 30.0)
     steps.play(50.0, 20.0)
-    found = [(p.generation_time, p.training_time) for p in steps.s.state.pace.steps]
+    found = [(p.generation_time, p.training_time) for p in steps.s.state.leader.pace.steps]
     assert found == [(70.0, 30.0), (50.0, 20.0)]
 
 

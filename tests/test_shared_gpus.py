@@ -94,10 +94,10 @@ def test_shared_gpus_generate_then_train_and_count_once() -> None:
     hand.generate(0.0, 1, replica=1)
     hand.generated(10.0, 0, run_time=10.0, prefill_time=2.0)
     hand.generated(30.0, 1, run_time=30.0)
-    hand.command(30.0, Score((0, 1)))
-    hand.at(33.0, Scored((0, 1)))
+    hand.command(30.0, Score((0, 1), 0))
+    hand.at(33.0, Scored((0, 1), 0))
     hand.train(33.0, 40.0, 1, 0, 1)
-    hand.command(40.0, PushWeights(1))
+    hand.command(40.0, PushWeights(1, 0))
     hand.draw(40.0, 2, 2)
     hand.at(44.0, WeightsPushed(1, 8), LoadWeights(0, 1, drain=True), LoadWeights(1, 1, drain=True))
     hand.at(45.0, WeightsLoaded(0, 1, 1.0), Generate(2, 0, 0))
@@ -143,10 +143,10 @@ def test_a_replica_that_is_replaced_while_its_gpu_trains_costs_nothing() -> None
     hand.generate(0.0, 1, replica=1)
     hand.generated(10.0, 0, run_time=10.0)
     hand.generated(10.0, 1, run_time=10.0)
-    hand.command(10.0, Train((0, 1)))
+    hand.command(10.0, Train((0, 1), 0))
     hand.at(12.0, ReplicaLost(0, "gone"), StartReplica(2, 0))
     hand.at(15.0, ReplicaStarted(2, 0))
-    hand.at(20.0, Trained((0, 1)))
+    hand.at(20.0, Trained((0, 1), 0))
     assert gpu_seconds(hand) == {"decode": 20, "train": 20}
 
 
@@ -157,7 +157,7 @@ def test_an_aborted_rollout_that_outlasts_its_group_takes_its_gpu_from_training(
     hand.generate(0.0, 0, replica=0)
     hand.generate(0.0, 1, replica=1)
     hand.generated(10.0, 0, run_time=10.0)
-    hand.command(10.0, Abort(1), Drop(1, "failed 3 times"), Train((0,)))
+    hand.command(10.0, Abort(1, 0), Drop(1, "failed 3 times"), Train((0,), 0))
     hand.at(12.0, Generated(1, 50, "aborted", 0, 12.0, 0.0))
-    hand.at(20.0, Trained((0,)))
+    hand.at(20.0, Trained((0,), 0))
     assert gpu_seconds(hand) == {"decode": 10 + 12, "train": 2 * 10 - 2}

@@ -208,7 +208,7 @@ def test_whole_runs_lose_nothing_and_replay(
     trace = world.run()
     check_every_rollout_is_accounted_for(trace)
     check_every_command_ends_once(trace)
-    assert world.engine.state.version == 3
+    assert world.engine.state.leader.version == 3
     assert replay(trace) is None
     shares = attribute(trace)
     assert sum(shares.busy.values()) + sum(shares.idle.values()) == pytest.approx(1)

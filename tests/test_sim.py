@@ -273,9 +273,9 @@ def test_only_passes_that_follow_others_without_a_break_find_the_pipeline_full()
     bench = Bench(run, costs)
     bench.rollouts = {rollout: DrawnRollout(rollout, 400, 600) for rollout in range(6)}
     trainer = Trainer(bench)
-    trainer.train(Train((0, 1)))
-    trainer.train(Train((2, 3)))
-    bench.at(1000.0, lambda: trainer.train(Train((4, 5))))
+    trainer.train(Train((0, 1), 0))
+    trainer.train(Train((2, 3), 0))
+    bench.at(1000.0, lambda: trainer.train(Train((4, 5), 0)))
     bench.env.run()
     first, second, late = (time for time, _ in bench.events)
     fresh, continued = (costs.train_time(lengths, is_continued=c) for c in (False, True))
@@ -286,8 +286,8 @@ def test_only_passes_that_follow_others_without_a_break_find_the_pipeline_full()
 def test_a_push_takes_its_time_and_the_next_one_waits_for_it() -> None:
     bench = Bench()
     transfer = Transfer(bench)
-    transfer.push(PushWeights(1))
-    transfer.push(PushWeights(2))
+    transfer.push(PushWeights(1, 0))
+    transfer.push(PushWeights(2, 0))
     bench.env.run()
     sync = COSTS.sync
     times = [time for time, _ in bench.events]

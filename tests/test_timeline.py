@@ -42,7 +42,7 @@ def test_a_load_in_flight_interrupts_generation() -> None:
     hand.begin()
     hand.draw(0.0, 1, 1)
     hand.generate(0.0, 0)
-    hand.command(1.0, PushWeights(1))
+    hand.command(1.0, PushWeights(1, 0))
     hand.at(3.0, WeightsPushed(1, 8), LoadWeights(0, 1, drain=False))
     hand.at(6.0, WeightsLoaded(0, 1, 2.0))
     hand.generated(10.0, 0, run_time=10.0)

@@ -170,7 +170,7 @@ def test_a_pushed_version_can_be_loaded_until_newer_ones_alone_are_wanted() -> N
     async def go() -> None:
         transfer = Transfer(write)
         try:
-            events = [await transfer.push(PushWeights(version)) for version in (1, 2, 3)]
+            events = [await transfer.push(PushWeights(version, 0)) for version in (1, 2, 3)]
             sizes = [manifest.num_bytes for manifest in transfer.manifests.values()]
             assert events == [WeightsPushed(n, size) for n, size in enumerate(sizes, start=1)]
             oldest = Path(transfer.manifests[1].buckets[0].path)
@@ -196,7 +196,7 @@ def test_a_push_that_breaks_off_leaves_nothing_in_shared_memory() -> None:
 
     transfer = Transfer(break_off)
     with pytest.raises(ConnectionError):
-        asyncio.run(transfer.push(PushWeights(1)))
+        asyncio.run(transfer.push(PushWeights(1, 0)))
     assert found[0].exists()
     transfer.stop()
     assert not found[0].exists()

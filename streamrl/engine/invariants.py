@@ -32,7 +32,7 @@ def _check_accounts(state: State) -> None:
     for group in state.groups.values():
         missing = sum(rollout.phase is not Phase.READY for rollout in group.rollouts)
         assert group.num_missing == missing, f"group {group.id}: {group.num_missing} != {missing}"
-        users = sum(group.num_missing > 0 or trainer.wants(group) for trainer in state.trainers)
+        users = sum(trainer.wants(group) for trainer in state.trainers)
         assert group.num_users == users > 0, f"group {group.id}: {group.num_users} != {users} users"
 
 
@@ -62,11 +62,7 @@ def _check_replicas(state: State) -> None:
 
 def _check_trainer(state: State, trainer: TrainerSide) -> None:
     batch = trainer.batch
-    still_open = sum(
-        len(group.rollouts)
-        for group in state.groups.values()
-        if group.num_missing or trainer.wants(group)
-    )
+    still_open = sum(len(group.rollouts) for group in state.groups.values() if trainer.wants(group))
     lost = sum(trainer.lost.values())
     assert state.num_drawn == still_open + trainer.num_trained + lost, (
         f"trainer {trainer.id}: {state.num_drawn} rollouts drawn, but {still_open} open, "

@@ -339,7 +339,7 @@ class State:
         self.num_admitted -= num_steps * trainer.prompts_per_step
         if num_steps:
             self.outlived = {
-                group.id: group for group in self.groups.values() if _is_open(group, trainer)
+                group.id: group for group in self.groups.values() if trainer.wants(group)
             }
             self.fleet.fall_back(trainer.version)
 
@@ -398,8 +398,3 @@ class State:
             self.unverified.append(rollout)
         else:
             self.waiting.add(rollout)
-
-
-def _is_open(group: Group, trainer: TrainerSide) -> bool:
-    """Return whether a trainer may still train on a group."""
-    return group.num_missing > 0 or trainer.wants(group)

@@ -86,10 +86,10 @@ class TrainerSide:
 
     def wants(self, group: Group) -> bool:
         """Return whether it may still train on `group`."""
-        return group.id in self.batch.groups or group in self.line
+        return group.num_missing > 0 or group.id in self.batch.groups or group in self.line
 
     def open_groups(self) -> Iterator[Group]:
-        """Yield every group that it may still train on."""
+        """Yield every group that it has taken or could take now."""
         yield from self.batch.groups.values()
         yield from self.line
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from streamrl.engine.engine import Engine
-from streamrl.engine.messages import Command, Event
+from streamrl.engine.messages import Command, Event, ExpectationsChanged, Generated
 
 
 class Record(Protocol):
@@ -24,9 +25,13 @@ R = TypeVar("R", bound=Record)
 class World(ABC, Generic[R]):
     """Carries the engine's commands out and tells it what happened."""
 
-    def __init__(self, engine: Engine, trace: R) -> None:
+    def __init__(
+        self, engine: Engine, trace: R, learn: Callable[[Generated], ExpectationsChanged | None]
+    ) -> None:
+        """Take the engine, what records it, and what a workload learns from a rollout that ends."""
         self.engine = engine
         self.trace = trace
+        self._learn = learn
         self._unheard: deque[Event] = deque()
         self._is_handling = False
 
@@ -43,9 +48,11 @@ class World(ABC, Generic[R]):
         """Let the engine handle `event`, and start what it answers.
 
         An event that starting a command brings about at once is handled after the commands before it,
-        at the same instant.
+        at the same instant. What a rollout's end tells of others is handled before the end itself.
         """
         unheard = self._unheard
+        if isinstance(event, Generated) and (news := self._learn(event)) is not None:
+            unheard.append(news)
         unheard.append(event)
         if self._is_handling:
             return

@@ -6,18 +6,21 @@ same run file and seed give the same bytes; `replay` feeds the events to a fresh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Literal, NamedTuple, TypeAlias
+from typing import IO, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
 from streamrl.engine.messages import Command, Event
 from streamrl.engine.systems import build_engine
+from streamrl.record.upgrade import OLD_FORMAT, RawEntry, upgrade_entries
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import decode_run, encode_run
 
-FORMAT = 1
+FORMAT = 2
+
+T = TypeVar("T")
 
 
 class Entry(NamedTuple):
@@ -59,19 +62,31 @@ class Trace:
         world: Literal["simulated", "real"],
         facts: Facts | None = None,
         file: IO[bytes] | None = None,
+        keeps_entries: bool = True,
     ) -> None:
+        """Begin a trace.
+
+        Args:
+            run: the run file.
+            world: where it is carried out.
+            facts: where seconds come from.
+            file: where entries are written as they happen.
+            keeps_entries: whether they stay in memory; a run of days writes them, and they are read back.
+        """
         self.run = run
         self.world = world
         self.facts: Facts = facts or {}
         self.entries: list[Entry] = []
         self._file = file
+        self._keeps_entries = keeps_entries
         if file is not None:
             file.write(self._encode_header())
 
     def record(self, time: float, event: Event, commands: list[Command]) -> None:
         """Add one entry."""
         entry = Entry(time, event, commands)
-        self.entries.append(entry)
+        if self._keeps_entries:
+            self.entries.append(entry)
         if self._file is not None:
             self._file.write(_ENCODER.encode(entry) + b"\n")
 
@@ -91,6 +106,7 @@ class Trace:
 
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(Entry)
+_OLD_DECODER = msgspec.json.Decoder(RawEntry)
 
 
 def read_trace(path: Path) -> Trace:
@@ -103,8 +119,13 @@ def read_trace(path: Path) -> Trace:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
-    trace = _read_header(path, lines[0])
-    trace.entries = list(_read_entries(path, lines[1:]))
+    header = _read_header(path, lines[0])
+    is_old = header.format == OLD_FORMAT
+    trace = Trace(_read_run(path, header, is_old), header.world, header.facts)
+    if is_old:
+        trace.entries = _read_old_entries(path, lines[1:], trace.run)
+    else:
+        trace.entries = list(_read_entries(path, lines[1:], _DECODER))
     return trace
 
 
@@ -118,22 +139,42 @@ def replay(trace: Trace) -> Divergence | None:
     return None
 
 
-def _read_header(path: Path, line: bytes) -> Trace:
+def _read_header(path: Path, line: bytes) -> Header:
     try:
         header = msgspec.json.decode(line, type=Header)
-        if header.format != FORMAT:
-            raise ValueError(f"{path}:1: trace format {header.format}, this version reads {FORMAT}")
-        return Trace(decode_run(bytes(header.run)), header.world, header.facts)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{path}:1: not a trace header: {error}") from None
+    if header.format not in (OLD_FORMAT, FORMAT):
+        known = f"{OLD_FORMAT} and {FORMAT}"
+        raise ValueError(f"{path}:1: trace format {header.format}, this version reads {known}")
+    return header
+
+
+def _read_run(path: Path, header: Header, is_old: bool) -> Run:
+    try:
+        table = bytes(header.run)
+        if is_old:
+            pass  # TODO-MERGE
+        return decode_run(table)
     except msgspec.MsgspecError as error:
         raise ValueError(f"{path}:1: not a trace header: {error}") from None
 
 
-def _read_entries(path: Path, lines: list[bytes]) -> Iterable[Entry]:
+def _read_old_entries(path: Path, lines: list[bytes], run: Run) -> list[Entry]:
+    raw = _read_entries(path, lines, _OLD_DECODER)
+    try:
+        upgraded = upgrade_entries(raw, run.policies.learns_from_siblings)
+        return [Entry(*entry) for entry in upgraded]
+    except (msgspec.MsgspecError, KeyError) as error:
+        raise ValueError(f"{path}: not a trace of format {OLD_FORMAT}: {error}") from None
+
+
+def _read_entries(path: Path, lines: list[bytes], decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
     for number, line in enumerate(lines, start=2):
         is_last = number == len(lines) + 1
         if is_last:  # what follows the last newline: nothing, or an entry that a crash cut short
             return
         try:
-            yield _DECODER.decode(line)
+            yield decoder.decode(line)
         except msgspec.MsgspecError as error:
             raise ValueError(f"{path}:{number}: not a trace entry: {error}") from None

@@ -8,7 +8,8 @@ from typing import NamedTuple, Protocol, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.engine.messages import DrawnGroup, Generated, PromptsDrawn
+from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated, PromptsDrawn
+from streamrl.engine.siblings import SiblingLengths
 from streamrl.hardware.profiles import find_profile
 from streamrl.hardware.tables import Floats
 from streamrl.record.trace import read_trace
@@ -18,7 +19,6 @@ from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.csv_rows import read_csv
 from streamrl.workload.drift import Drift
 from streamrl.workload.ranker import load_ranker
-from streamrl.workload.siblings import Expectations, SiblingLengths
 from streamrl.workload.tail_batching import TailBatches
 
 BLOCK = (
@@ -45,7 +45,7 @@ class Workload(Protocol):
         """Return groups `first_group` and following; the same ids always give the same prompts."""
         ...
 
-    def learn(self, event: Generated) -> Expectations | None:
+    def learn(self, event: Generated) -> ExpectationsChanged | None:
         """Return what is expected of other rollouts now that this one has ended; None where nothing has changed."""
         ...
 
@@ -94,7 +94,7 @@ class SimulatedWorkload:
             self._siblings.add(draw.drawn for draw in draws)
         return draws
 
-    def learn(self, event: Generated) -> Expectations | None:
+    def learn(self, event: Generated) -> ExpectationsChanged | None:
         """Return what is now expected of the rollout's siblings, if that is asked for."""
         return None if self._siblings is None else self._siblings.learn(event)
 

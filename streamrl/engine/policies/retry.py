@@ -65,7 +65,7 @@ class WindDown:
     def _clear(self, state: State) -> Iterator[Command]:
         reason = state.stop_reason or "the run had all its steps"
         for group in list(state.groups.values()):
-            if group.num_missing or state.leader.wants(group):
+            if state.leader.wants(group):
                 yield from drop(group, reason)
                 continue
             for trainer in state.trainers:

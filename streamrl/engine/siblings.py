@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
-from streamrl.engine.messages import DrawnGroup, Generated
+from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
 
 PRIOR_SAMPLES = 1
 """Finished rollouts of a prompt that what was expected at first counts for. On real groups (R1-Distill-1.5B on AIME,
 Qwen3-1.7B on GPQA) least squares puts it between 0.5 and 1.5, whether no past sample of the prompt was known or one."""
-
-
-class Expectations(NamedTuple):
-    """What is expected from now on, of rollouts that have not finished."""
-
-    rollouts: tuple[int, ...]
-    tokens: tuple[int, ...]
-    """Output tokens now expected of each."""
 
 
 class SiblingLengths:
@@ -38,7 +29,7 @@ class SiblingLengths:
             self._groups[drawn.group] = _Group(drawn.rollouts, expected)
             self._group_of.update(dict.fromkeys(drawn.rollouts, drawn.group))
 
-    def learn(self, event: Generated) -> Expectations | None:
+    def learn(self, event: Generated) -> ExpectationsChanged | None:
         """Return what is now expected of the siblings of a rollout that finished.
 
         None where nothing is: it was aborted, all its siblings have finished, or its group is forgotten.
@@ -51,7 +42,7 @@ class SiblingLengths:
         if not group.expected:
             self.forget(number)
             return None
-        return Expectations(tuple(group.expected), tuple(group.expected.values()))
+        return ExpectationsChanged(tuple(group.expected), tuple(group.expected.values()))
 
     def forget(self, group: int) -> None:
         """Expect nothing more of a group."""
