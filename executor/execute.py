@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from executor.back_ends import check_back_ends
-from executor.carriers.placement import claim_gpus
+from executor.carriers.local_gpus import claim_gpus
 from executor.verifier.scorers import SCORERS
 from streamrl.engine.messages import Event
 from streamrl.engine.state import State

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from executor.back_ends import check_back_ends
-from executor.carriers.placement import find_gpus, gpus_needed, say_seen
+from executor.carriers.local_gpus import find_gpus, gpus_needed, say_seen
 from executor.verifier.sandbox import find_gaps
 from executor.verifier.scorers import SCORERS
 from streamrl.doctor.changes import changed, say, value_of
