@@ -94,10 +94,10 @@ def _find_gpus(run: Run) -> Iterator[Finding]:
 
 def _find_sandbox(run: Run) -> Iterator[Finding]:
     """Find that a scorer evaluates what the model writes, and that this machine keeps too little from it."""
-    scorer = run.workload.verifier
+    scorer = run.verifier.scorer
     if scorer not in SCORERS or not SCORERS[scorer].evaluates:
         return
-    what = f"workload.verifier {scorer} may evaluate what the model writes"
+    what = f"verifier.scorer {scorer} may evaluate what the model writes"
     gaps = find_gaps()
     for gap in gaps:
         fix = (

@@ -8,6 +8,8 @@ from streamrl.runfile.policies_config import SyncMode
 from streamrl.runfile.section import Section
 from streamrl.runfile.units import Duration, Size
 
+ScorerName = Literal["exact", "math-verify", "reasoning-gym"]
+
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
     """The generation side."""
@@ -79,6 +81,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
 class VerifierConfig(Section, frozen=True, kw_only=True):
     """Who computes rewards."""
 
+    scorer: ScorerName | None = None
+    """Executed: what a completion is scored by."""
     workers: int = 1
     time: Duration = Duration(0.0)
     """Simulated seconds of one worker for one rollout."""
