@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from executor.back_ends import check_back_ends
-from executor.carriers.placement import claim_gpus
+from executor.carriers.local_gpus import claim_gpus
 from executor.verifier.scorers import SCORERS
 from streamrl.engine.messages import Event
 from streamrl.engine.state import State
@@ -38,14 +38,12 @@ def check_executable(run: Run) -> None:
             f"model.path is missing: model.name={run.model.name!r} has no weights here"
         )
     load_model(run.model)
-    if run.workload.prompts is None or run.workload.verifier is None:
+    if run.workload.prompts is None or run.verifier.scorer is None:
         raise ValueError(
-            "workload.prompts and workload.verifier are missing: nothing to generate from"
+            "workload.prompts and verifier.scorer are missing: nothing to generate from"
         )
-    if run.workload.verifier not in SCORERS:
-        raise ValueError(
-            f"workload.verifier {run.workload.verifier!r} is none of {', '.join(SCORERS)}"
-        )
+    if run.verifier.scorer not in SCORERS:
+        raise ValueError(f"verifier.scorer {run.verifier.scorer!r} is none of {', '.join(SCORERS)}")
     check_back_ends(run)
     claim_gpus(run)
 
@@ -72,9 +70,9 @@ async def _execute(run: Run, resume: bool, watch: Watch) -> None:
 
     directory = RunDirectory(Path(run.execute.output))
     directory.find_checkpoint(run, resume)
-    assert run.model.path is not None and run.workload.verifier is not None
+    assert run.model.path is not None and run.verifier.scorer is not None
     buffer = RolloutBuffer(run, PromptWorkload(run, load_tokenizer(run.model.path)))
-    verifier = Verifier(run.workload.verifier, run.verifier, directory.logs / "verifier.log")
+    verifier = Verifier(run.verifier.scorer, run.verifier, directory.logs / "verifier.log")
     checkpoint = directory.open(run, resume)
     world = RealWorld(
         Trace(run, "real", facts(), directory.trace_file, keeps_entries=False),

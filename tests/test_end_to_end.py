@@ -43,8 +43,9 @@ group_size = 4
 learning_rate = 1e-3
 [workload]
 prompts = "prompts.jsonl"
-verifier = "exact"
 max_prompt_tokens = 16
+[verifier]
+scorer = "exact"
 [policies]
 system = "fully-async"
 [execute]

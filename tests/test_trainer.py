@@ -39,7 +39,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def make_config(model: str, **changes: Any) -> TrainerSettings:
-    defaults = {"learning_rate": 1e-3, "temperature": TEMPERATURE, "correction": "token_tis"}
+    defaults = {"learning_rate": 1e-3, "temperature": TEMPERATURE, "correction": "token-tis"}
     return TrainerSettings(model=model, **{**defaults, **changes})
 
 
@@ -144,8 +144,8 @@ def distance(first: Weights, second: Weights) -> float:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     "changes",
-    [{"correction": "token_tis"}, {"correction": "decoupled", "kl_coefficient": 0.1}],
-    ids=["token_tis", "decoupled-kl"],
+    [{"correction": "token-tis"}, {"correction": "decoupled", "kl_coefficient": 0.1}],
+    ids=["token-tis", "decoupled-kl"],
 )
 def test_any_split_and_order_makes_the_weights_of_one_batch(
     model_path: str, tmp_path: Path, loss_mean: str, seed: int, changes: dict[str, Any]
@@ -233,7 +233,7 @@ def test_a_batch_of_zero_advantages_steps_with_a_zero_gradient_and_decays(
     assert distance(decayed, found) < 1e-6
 
 
-@pytest.mark.parametrize("correction", ["token_tis", "decoupled"])
+@pytest.mark.parametrize("correction", ["token-tis", "decoupled"])
 def test_a_checkpoint_continues_with_an_identical_step(
     model_path: str, tmp_path: Path, correction: str
 ) -> None:

@@ -107,7 +107,7 @@ async def _measure(setup: Setup, watch: Watch) -> Readings:
             "num_threads": setup.threads,
         }
         bench = _Bench(setup, readings, watch, vocabulary, Path(scratch), common)
-        async with bench.replica() as replica, bench.trainer("token_tis") as trainer:
+        async with bench.replica() as replica, bench.trainer("token-tis") as trainer:
             readings.pads_context = await replica.call("pads_context", returns=bool)
             await bench.warm_up(replica, trainer)
             for _ in range(setup.plan.repeats):

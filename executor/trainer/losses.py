@@ -8,8 +8,8 @@ All corrections are one formula: PPO (arXiv 1707.06347) with the third policy of
 | correction | proximal policy        | w, from k = proximal / behaviour        | source           |
 |------------|------------------------|-----------------------------------------|------------------|
 | none       | the behaviour policy   | 1                                       | PPO              |
-| token_tis  | the policy itself      | min(k, cap)                             | Yao et al. 2025  |
-| seq_tis    | the policy itself      | min(product of k over the rollout, cap) | Yao et al. 2025  |
+| token-tis  | the policy itself      | min(k, cap)                             | Yao et al. 2025  |
+| seq-tis    | the policy itself      | min(product of k over the rollout, cap) | Yao et al. 2025  |
 | icepop     | the policy itself      | k where 1/cap <= k <= cap, else 0       | arXiv 2510.18855 |
 | decoupled  | that of the score pass | min(k, cap)                             | arXiv 2110.00641 |
 
@@ -166,7 +166,7 @@ def proximal_logprobs(tokens: Tokens, correction: CorrectionName) -> torch.Tenso
     match correction:
         case "none":
             return tokens.behaviour
-        case "token_tis" | "seq_tis" | "icepop":
+        case "token-tis" | "seq-tis" | "icepop":
             return tokens.logprobs.detach()
         case "decoupled":
             if tokens.proximal is None:
@@ -184,7 +184,7 @@ def correction_weights(tokens: Tokens, correction: CorrectionName, cap: float) -
             return ratios
         case "icepop":
             return torch.where((ratios >= 1 / cap) & (ratios <= cap), ratios, 0.0)
-        case "token_tis" | "seq_tis" | "decoupled":
+        case "token-tis" | "seq-tis" | "decoupled":
             return ratios.clamp(max=cap)
         case _:
             assert_never(correction)
@@ -279,7 +279,7 @@ def _ratios(logprobs: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 def _raw_weights(tokens: Tokens, correction: CorrectionName) -> torch.Tensor:
     """Return the importance weights before any cap or mask."""
     log_ratio = (proximal_logprobs(tokens, correction) - tokens.behaviour).detach()
-    if correction == "seq_tis":
+    if correction == "seq-tis":
         rollouts = int(tokens.rollouts.max()) + 1 if len(tokens.rollouts) else 0
         sums = log_ratio.new_zeros(rollouts).index_add(0, tokens.rollouts, log_ratio)
         log_ratio = sums[tokens.rollouts]

@@ -9,6 +9,8 @@ from streamrl.runfile.policies_config import SyncMode
 from streamrl.runfile.section import Section
 from streamrl.runfile.units import Duration, Size
 
+ScorerName = Literal["exact", "math-verify", "reasoning-gym"]
+
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
     """The generation side."""
@@ -106,6 +108,8 @@ class FollowerConfig(TrainerConfig, frozen=True, kw_only=True):
 class VerifierConfig(Section, frozen=True, kw_only=True):
     """Who computes rewards."""
 
+    scorer: ScorerName | None = None
+    """Executed: what a completion is scored by."""
     workers: int = 1
     pool: str | None = None
     """Simulated: the pool whose GPUs score, such as a reward model's; CPUs beside the run where absent."""
