@@ -11,7 +11,7 @@ from sim.costs.costs import Costs
 from sim.costs.fill import fill_policies
 from sim.world import SimWorld
 from streamrl.engine.messages import Event, Failed, Generate, Generated, Stop, Verified, Verify
-from streamrl.engine.systems import SYSTEMS, build_policies
+from streamrl.engine.systems import SYSTEMS, build_policies, build_state
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import WeightSyncName

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from itertools import chain
 from typing import Any
 
 import simpy
@@ -37,6 +38,7 @@ from streamrl.engine.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
+from streamrl.engine.siblings import SiblingLengths
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_engine, build_policies, build_state
 from streamrl.hardware.memory import weight_bytes
@@ -139,6 +141,7 @@ class Script:
         self.engine = build_engine(run)
         self.now = 0.0
         self.num_groups = 0
+        self._siblings = SiblingLengths() if run.policies.learns_from_siblings else None
         self.trained: list[tuple[int, int]] = []
         """Staleness of each rollout handed to training: (rollout, version - born)."""
 
@@ -150,7 +153,7 @@ class Script:
     def tell(self, *events: Event) -> list[Command]:
         """Return the commands that `events` lead to."""
         commands: list[Command] = []
-        for event in events:
+        for event in chain.from_iterable(map(self._with_news, events)):
             self.now += 1.0
             answer = self.engine.handle(event, self.now)
             check(self.state)
@@ -159,6 +162,16 @@ class Script:
                     self.trained += [(r, self._staleness(r)) for r in command.rollouts]
             commands += answer
         return commands
+
+    def _with_news(self, event: Event) -> Iterator[Event]:
+        """Yield what the event tells of other rollouts, as a world would, and then the event."""
+        if self._siblings is not None and isinstance(event, PromptsDrawn):
+            self._siblings.add(event.groups)
+        if self._siblings is not None and isinstance(event, Generated):
+            news = self._siblings.learn(event)
+            if news is not None:
+                yield news
+        yield event
 
     def begin(self) -> list[Command]:
         """Bring trainer and replicas up; return what the engine wants then."""

@@ -371,7 +371,9 @@ def test_the_state_changes_only_in_the_state_and_its_fleet(path: Path) -> None:
 
 
 def test_the_search_for_changes_to_the_state_finds_them() -> None:
-    source = "state.leader.version = 1\nstate.fleet.x += 1\nheappop(state.waiting)\nrollout.phase = 2\n"
+    source = (
+        "state.leader.version = 1\nstate.fleet.x += 1\nheappop(state.waiting)\nrollout.phase = 2\n"
+    )
     source += "state.groups.pop(1)\ndel state.groups[1]\nstate.commit(c)\nself.most = 1\n"
     assert len(foreign_changes(ast.parse(source))) == 7
 

@@ -8,16 +8,15 @@ import pytest
 
 from streamrl.engine.messages import (
     Abort,
+    DrawPrompts,
     Drop,
     Failed,
     Generate,
     Interrupted,
     LoadWeights,
-    PushWeights,
     ReplicaLost,
     SaveCheckpoint,
     StartReplica,
-    Step,
     Stop,
     Train,
     Verified,
@@ -45,7 +44,7 @@ def test_a_rollout_is_tried_again_until_it_has_failed_too_often_then_its_group_i
         assert [c.rollout for c in of(Generate, commands)] == [0]
         assert not of(Drop, commands)
     commands = s.tell(Failed(Generate(0, 0, 0), "broken"))
-    assert commands[:2] == [Abort(1, 0), Drop(0, "failed 3 times")]
+    assert commands[:2] == [Abort(1, 1), Drop(0, "failed 3 times")]
     assert s.state.leader.lost == {"failed 3 times": 2}
 
 
@@ -68,7 +67,7 @@ def test_a_run_stops_when_more_replicas_are_lost_than_may_be_restarted() -> None
 
 
 @pytest.mark.parametrize(
-    "command", [Train((0, 1), 0), Step(1, (), 0), PushWeights(1, 0), LoadWeights(0, 1, True)]
+    "command", [Train((0, 1), 0), DrawPrompts(1, 1, 0), LoadWeights(0, 1, True)]
 )
 def test_a_failure_beyond_one_rollout_stops_the_run_and_names_it(command: Any) -> None:
     s = script()
