@@ -67,7 +67,7 @@ class SimWorld(World[Trace]):
         self.replicas: dict[int, Replica] = {}
         self._workload = workload
         self._next_group = 0
-        self._trainers: dict[int, Trainer] = {}
+        self.trainers: dict[int, Trainer] = {}
         self._transfer = Transfer(self)
         self._verifier = Verifier(self)
         self._failures = Failures(self, self.lose, self.lose_trainer)
@@ -116,11 +116,11 @@ class SimWorld(World[Trace]):
             case Drop():
                 self._workload.forget(command.group)
             case Score():
-                self._trainers[command.trainer].score(command)
+                self.trainers[command.trainer].score(command)
             case Train():
-                self._trainers[command.trainer].train(command)
+                self.trainers[command.trainer].train(command)
             case Step():
-                self._trainers[command.trainer].step(command)
+                self.trainers[command.trainer].step(command)
             case PushWeights():
                 self._transfer.push(command)
             case LoadWeights():
@@ -136,7 +136,7 @@ class SimWorld(World[Trace]):
             case StartTrainer():
                 self._start_trainer(command)
             case SaveCheckpoint():
-                self._trainers[command.trainer].save(command)
+                self.trainers[command.trainer].save(command)
             case WakeAt():
                 self.env.process(self._wake(command))
             case _:
@@ -150,7 +150,7 @@ class SimWorld(World[Trace]):
 
     def lose_trainer(self, trainer_id: int, reason: str) -> None:
         """Let a trainer die, and with one that leads the push that it sends."""
-        lost = self._trainers.pop(trainer_id).stop()
+        lost = self.trainers.pop(trainer_id).stop()
         if trainer_id == LEADER:
             lost += self._transfer.break_off()
         self.emit(TrainerLost(trainer_id, reason))
@@ -174,7 +174,7 @@ class SimWorld(World[Trace]):
     def _start_trainer(self, command: StartTrainer) -> None:
         everyone: tuple[TrainerCosts, ...] = (self.costs, *self.costs.followers)
         costs = everyone[command.trainer]
-        trainer = self._trainers[command.trainer] = Trainer(self, command.trainer, costs)
+        trainer = self.trainers[command.trainer] = Trainer(self, command.trainer, costs)
         self._failures.watch_trainer(trainer)
         trainer.start(command)
 

@@ -69,9 +69,14 @@ TABLE: dict[str, Any] = {
 
 
 def make_table(changes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the small run file as TOML would, with dotted keys replaced; colocated sides in one pool."""
+    """Return the small run file as TOML would, with dotted keys replaced; colocated sides in one pool.
+
+    "followers" are the trainers after the first.
+    """
     table = copy.deepcopy(TABLE)
-    for key, value in (changes or {}).items():
+    changes = dict(changes or {})
+    followers = changes.pop("followers", [])
+    for key, value in changes.items():
         *parents, last = key.split(".")
         place = table
         for part in parents:
@@ -79,6 +84,8 @@ def make_table(changes: dict[str, Any] | None = None) -> dict[str, Any]:
         place[last] = value
     if table["policies"].get("system") == "colocated":
         table["trainer"]["pool"] = table["rollout"]["pool"]
+    if followers:
+        table["trainer"] = [table["trainer"], *copy.deepcopy(followers)]
     return table
 
 
@@ -111,6 +118,16 @@ def checked_world(run: Run) -> SimWorld:
     world = SimWorld(run, Costs.load(run), SimulatedWorkload(run))
     world.engine = CheckedEngine(build_state(run), build_policies(run))
     return world
+
+
+def lose_trainer_at(world: SimWorld, time: float, trainer: int) -> None:
+    """Let a trainer die at `time`, if it is up then."""
+
+    def die() -> None:
+        if trainer in world.trainers:
+            world.lose_trainer(trainer, "pulled the plug")
+
+    call_at(world, time, die)
 
 
 def call_at(world: SimWorld, time: float, action: Callable[[], None]) -> None:
@@ -224,14 +241,14 @@ def generated(rollout: int, tokens: int = 10, finish: str = "stop", version: int
 def done(command: Command) -> Event:
     """Return the event in which a command of the trainer or the link ends well."""
     match command:
-        case Score(rollouts):
-            return Scored(rollouts, 0)
-        case Train(rollouts):
-            return Trained(rollouts, 0)
-        case Step(version):
-            return Stepped(version, 0)
-        case SaveCheckpoint(version):
-            return CheckpointSaved(version, 0)
+        case Score(rollouts, trainer):
+            return Scored(rollouts, trainer)
+        case Train(rollouts, trainer):
+            return Trained(rollouts, trainer)
+        case Step(version, _, trainer):
+            return Stepped(version, trainer)
+        case SaveCheckpoint(version, _, trainer):
+            return CheckpointSaved(version, trainer)
         case PushWeights(version):
             return WeightsPushed(version, 1)
         case LoadWeights(replica, version):

@@ -366,7 +366,7 @@ class State:
     def _fail_trainer(self, command: TrainerCommand, reason: str) -> None:
         """Enter that a trainer's work failed, unless it is lost; one that follows goes on without it."""
         trainer = self.trainers[command.trainer]
-        if trainer.command is None:
+        if trainer.command != command:
             return
         trainer.retire(f"{type(command).__name__}: {reason}")
         if trainer.leads:
