@@ -95,13 +95,13 @@ class SimWorld(World[Trace]):
         return self.trace
 
     def _run(self, watch: Callable[[int], None]) -> None:
-        engine, step = self.engine, self.env.step
+        state, step = self.engine.state, self.env.step
         self.emit(RunStarted(0, 0))
         version = 0
-        while not engine.is_finished:
+        while not (state.is_stopping and state.is_finished):
             step()
-            if engine.version != version:
-                version = engine.version
+            if state.leader.version != version:
+                version = state.leader.version
                 watch(version)
 
     def start(self, command: Command) -> None:

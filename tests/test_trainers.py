@@ -13,6 +13,7 @@ from streamrl.engine.messages import (
     Failed,
     LoadWeights,
     PushWeights,
+    ReplicaLost,
     SaveCheckpoint,
     Skip,
     StartReplica,
