@@ -42,7 +42,7 @@ class Transfer:
         self._under_way.append(command)
         self._inbox.put(command)
 
-    def break_off(self) -> list[Command]:
+    def stop(self) -> list[Command]:
         """End what is under way, as its sender is gone; return what is lost."""
         lost: list[Command] = list(self._under_way)
         if lost:

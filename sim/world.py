@@ -144,7 +144,7 @@ class SimWorld(World[Trace]):
 
     def lose(self, replica_id: int, reason: str) -> None:
         """Let a replica die, as a failure would."""
-        lost = self.replicas.pop(replica_id).stop()
+        lost = [*self.replicas.pop(replica_id).stop()]
         self.emit(ReplicaLost(replica_id, reason))
         self._fail(lost, reason)
 
@@ -152,7 +152,7 @@ class SimWorld(World[Trace]):
         """Let a trainer die, and with one that leads the push that it sends."""
         lost = self.trainers.pop(trainer_id).stop()
         if trainer_id == LEADER:
-            lost += self._transfer.break_off()
+            lost += self._transfer.stop()
         self.emit(TrainerLost(trainer_id, reason))
         self._fail(lost, reason)
 
@@ -171,13 +171,6 @@ class SimWorld(World[Trace]):
         groups = tuple(draw.drawn for draw in draws)
         self.emit(PromptsDrawn(command.step, command.oldest_version, groups))
 
-    def _start_trainer(self, command: StartTrainer) -> None:
-        everyone: tuple[TrainerCosts, ...] = (self.costs, *self.costs.followers)
-        costs = everyone[command.trainer]
-        trainer = self.trainers[command.trainer] = Trainer(self, command.trainer, costs)
-        self._failures.watch_trainer(trainer)
-        trainer.start(command)
-
     def _start_replica(self, command: StartReplica) -> Generator[simpy.Event, Any, None]:
         yield self.env.timeout(self.run_file.rollout.start_time)
         replica = Replica(self, command.replica, command.version)
@@ -189,6 +182,13 @@ class SimWorld(World[Trace]):
         yield self.env.timeout(0)  # what emitted the event that led here comes to rest first
         self.replicas.pop(command.replica).stop()
         self.emit(ReplicaStopped(command.replica))
+
+    def _start_trainer(self, command: StartTrainer) -> None:
+        everyone: tuple[TrainerCosts, ...] = (self.costs, *self.costs.followers)
+        costs = everyone[command.trainer]
+        trainer = self.trainers[command.trainer] = Trainer(self, command.trainer, costs)
+        self._failures.watch_trainer(trainer)
+        trainer.start(command)
 
     def _wake(self, command: WakeAt) -> Generator[simpy.Event, Any, None]:
         yield self.env.timeout(max(0.0, command.time - self.now))
