@@ -15,6 +15,7 @@ from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLos
 from executor.prompts import PromptWorkload, Record
 from executor.record import RunDirectory
 from executor.samples import Completion, Manifest, Request, Sample
+from executor.tokens import TokenSegment, count_tokens, write_block
 from executor.verifier.verifier import Scoring
 from executor.world import RealWorld
 from streamrl.engine.state import State
@@ -76,7 +77,8 @@ class ScriptedReplica:
         began_at, version = time.monotonic(), self._version
         if self._random.random() < self._config.failure_rate:
             raise OSError("a scripted failure")
-        tokens = tokens_of(request.rollout)[len(request.prefix) :]
+        tokens = tokens_of(request.rollout)
+        text, tokens = text_of(tokens), tokens[count_tokens(request.prefix) :]
         try:
             slowness = self._random.random() * self._config.slowest
             await asyncio.wait_for(aborted.wait(), slowness)
@@ -85,8 +87,9 @@ class ScriptedReplica:
             pass
         return Completion(
             rollout=request.rollout,
-            tokens=tokens,
-            logprobs=[-1.0] * len(tokens),
+            output=write_block(tokens, [-1.0] * len(tokens), request.output_path),
+            segments=(TokenSegment(len(tokens), is_policy=True),) if tokens else (),
+            text=None if aborted.is_set() else text,
             versions=[(version, 0)] if tokens else [],
             finish="aborted" if aborted.is_set() else "stop",
             run_time=time.monotonic() - began_at,
@@ -160,15 +163,16 @@ def tokens_of(rollout: int) -> list[int]:
     return [source.randrange(3, VOCABULARY) for _ in range(source.randrange(2, 9))]
 
 
+def text_of(tokens: list[int]) -> str:
+    """Return a text that scores 1 with answer "odd" or "even", by the sum of the tokens."""
+    return "odd" if sum(tokens) % 2 else "even"
+
+
 class ScriptedTokenizer:
     """A character a token."""
 
     def encode(self, text: str) -> list[int]:
         return [3 + ord(character) % (VOCABULARY - 3) for character in text]
-
-    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
-        """Return a text that scores 1 with answer "odd" or "even", by the sum of the tokens."""
-        return "odd" if sum(tokens) % 2 else "even"
 
 
 class ScriptedVerifier:
@@ -246,9 +250,10 @@ def make_world(
     resume: bool = False,
     launcher_class: type[ScriptedLauncher] = ScriptedLauncher,
     verifier_class: type[ScriptedVerifier] = ScriptedVerifier,
+    tokens: Path | None = None,
     **kwargs: Any,
 ) -> RealWorld:
-    """Put a real world of scripted roles together; call it inside the event loop."""
+    """Put a real world of scripted roles together, which write to `tokens`; call it inside the event loop."""
     directory = RunDirectory(Path(run.execute.output))
     checkpoint = directory.open(run, resume)
     launcher = launcher_class(run, directory, **launcher_options)
@@ -256,7 +261,7 @@ def make_world(
         Trace(run, "real", {}, directory.trace_file),
         CheckedEngine(State.start(run), build_policies(run)),
         launcher,  # type: ignore[arg-type]
-        RolloutBuffer(run, PromptWorkload(run, ScriptedTokenizer())),
+        RolloutBuffer(run, PromptWorkload(run, ScriptedTokenizer()), tokens),
         verifier_class(),  # type: ignore[arg-type]
         directory,
         checkpoint,

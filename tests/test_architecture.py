@@ -129,8 +129,8 @@ LAYERS = {
         *("batch_time", "parallel", "studies", "planner", "checkup", "fidelity"),
     ),
     "executor": (
-        *("samples", "prompts", "buffer", "record", "carriers", "transfer", "rollout", "trainer"),
-        *("verifier", "world", "back_ends", "execute", "checkup", "profiling"),
+        *("tokens", "samples", "prompts", "buffer", "record", "carriers", "transfer", "rollout"),
+        *("trainer", "verifier", "world", "back_ends", "execute", "checkup", "profiling"),
     ),
 }
 """Rooms, and files beside them, from low to high: each imports only what stands before it."""

@@ -11,14 +11,26 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from executor.rollout.replica_worker import ReplicaSettings, ReplicaWorker
 from executor.samples import Completion, Manifest, Request
+from executor.tokens import (
+    TokenBlock,
+    TokenSegment,
+    count_tokens,
+    decode_ids,
+    encode_ids,
+    read_block,
+    read_blocks,
+    write_block,
+)
 from executor.transfer.shared_memory import write_buckets
 from tests.tiny_model import tiny_model
 
 VOCABULARY = 120
+NOTHING = TokenBlock(0, None)
 ENDLESS = 100_000  # output tokens: minutes of generation, past the timeout of `serve`
 Weights = dict[str, torch.Tensor]
 
@@ -78,7 +90,11 @@ def serve(
 def request(rollout: int, max_tokens: int, priority: int = 0, **fields: Any) -> Request:
     prompt = [1 + (7 * rollout + place) % 90 for place in range(5 + rollout % 4)]
     return Request(
-        rollout=rollout, prompt=prompt, priority=priority, max_tokens=max_tokens, **fields
+        rollout=rollout,
+        prompt=encode_ids(prompt),
+        priority=priority,
+        max_tokens=max_tokens,
+        **fields,
     )
 
 
@@ -89,29 +105,42 @@ def sampled_logprobs(logits: torch.Tensor, tokens: list[int], temperature: float
 
 @torch.no_grad()
 def full_forward(model: Any, asked: Request, done: Completion, temperature: float) -> torch.Tensor:
-    context = asked.prompt + asked.prefix
-    logits = model(torch.tensor([context + done.tokens])).logits[0, len(context) - 1 : -1]
-    return sampled_logprobs(logits, done.tokens, temperature)
+    context = ids_of(asked.prompt) + read_blocks(asked.prefix)[0].tolist()
+    tokens = tokens_of(done)
+    logits = model(torch.tensor([context + tokens])).logits[0, len(context) - 1 : -1]
+    return sampled_logprobs(logits, tokens, temperature)
 
 
-def assert_close(logprobs: list[float], expected: torch.Tensor) -> None:
-    torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
+def ids_of(prompt: bytes) -> list[int]:
+    ids: list[int] = decode_ids(prompt).tolist()
+    return ids
+
+
+def tokens_of(done: Completion) -> list[int]:
+    ids: list[int] = read_block(done.output)[0].tolist()
+    return ids
+
+
+def assert_close(done: Completion, expected: torch.Tensor) -> None:
+    logprobs = torch.tensor(read_block(done.output)[1].copy())
+    torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_a_full_forward_pass(model_path: Path, temperature: float) -> None:
     asked = [request(rollout, 20 + 5 * rollout) for rollout in range(7)]
-    asked.append(request(7, 30, prefix=[4, 5, 6]))
+    asked.append(request(7, 30, prefix=(write_block([4, 5, 6], [-1.0] * 3, None),)))
     model = reference(model_path)
 
     async def scenario(replica: ReplicaWorker) -> None:
         completions = await asyncio.gather(*map(replica.generate, asked))
         for ask, done in zip(asked, completions, strict=True):
             assert done.rollout == ask.rollout
-            assert len(done.tokens) == ask.max_tokens - len(ask.prefix)
+            assert done.output.num_tokens == ask.max_tokens - count_tokens(ask.prefix)
+            assert done.segments == (TokenSegment(done.output.num_tokens, is_policy=True),)
             assert (done.finish, done.versions) == ("length", [(3, 0)])
             assert 0 < done.prefill_time < done.run_time
-            assert_close(done.logprobs, full_forward(model, ask, done, temperature))
+            assert_close(done, full_forward(model, ask, done, temperature))
 
     serve(model_path, scenario, temperature=temperature)
 
@@ -119,7 +148,7 @@ def test_logprobs_are_those_of_a_full_forward_pass(model_path: Path, temperature
 def test_tokens_are_sampled_from_the_whole_vocabulary(model_path: Path) -> None:
     """One step, many times: the shares of the first token are the model's probabilities."""
     with torch.no_grad():
-        logits = reference(model_path)(torch.tensor([request(0, 1).prompt])).logits[0, -1]
+        logits = reference(model_path)(torch.tensor([ids_of(request(0, 1).prompt)])).logits[0, -1]
     probabilities = torch.softmax(logits / 2.0, dim=-1)
     count = 2000
 
@@ -127,7 +156,7 @@ def test_tokens_are_sampled_from_the_whole_vocabulary(model_path: Path) -> None:
         prompt = request(0, 1).prompt
         asked = [Request(rollout=n, prompt=prompt, priority=0, max_tokens=1) for n in range(count)]
         done = await asyncio.gather(*map(replica.generate, asked))
-        tokens = torch.tensor([completion.tokens[0] for completion in done])
+        tokens = torch.tensor([tokens_of(completion)[0] for completion in done])
         shares = torch.bincount(tokens, minlength=VOCABULARY) / count
         distance = (shares - probabilities).abs().sum() / 2
         assert distance < 0.15, "a top-k of 50 or less, or temperature 1, is further away"
@@ -139,7 +168,7 @@ def test_a_short_rollout_returns_before_its_long_sibling(model_path: Path) -> No
     async def scenario(replica: ReplicaWorker) -> None:
         long = asyncio.create_task(replica.generate(request(0, ENDLESS)))
         short = await replica.generate(request(1, 10))
-        assert len(short.tokens) == 10 and not long.done()
+        assert short.output.num_tokens == 10 and not long.done()
         await replica.abort(0)
         assert (await long).finish == "aborted"
 
@@ -172,14 +201,15 @@ def test_an_abort_keeps_the_tokens_and_resuming_goes_on_after_them(model_path: P
         await asyncio.gather(*(replica.abort(rollout) for rollout in (9, 8, 0, 1234)))
         part, never_ran = await running, await waiting
         assert {part.finish, never_ran.finish, (await just_started).finish} == {"aborted"}
-        assert (never_ran.tokens, never_ran.versions, never_ran.run_time) == ([], [], 0.0)
-        assert 5 <= len(part.tokens) < 400
-        assert_close(part.logprobs, full_forward(model, first, part, 1.0))
+        assert (never_ran.output, never_ran.versions, never_ran.run_time) == (NOTHING, [], 0.0)
+        assert never_ran.segments == ()
+        assert 5 <= part.output.num_tokens < 400
+        assert_close(part, full_forward(model, first, part, 1.0))
 
-        again = request(0, 400, prefix=part.tokens)
+        again = request(0, 400, prefix=(part.output,))
         rest = await replica.generate(again)
-        assert len(part.tokens) + len(rest.tokens) == 400
-        assert_close(rest.logprobs, full_forward(model, again, rest, 1.0))
+        assert part.output.num_tokens + rest.output.num_tokens == 400
+        assert_close(rest, full_forward(model, again, rest, 1.0))
 
     serve(model_path, scenario, max_running=2)
 
@@ -190,7 +220,7 @@ def test_a_cancelled_generate_gives_its_place_to_the_next(model_path: Path) -> N
         second = asyncio.create_task(replica.generate(request(1, 5)))
         await asyncio.sleep(0.05)
         first.cancel()
-        assert len((await second).tokens) == 5
+        assert (await second).output.num_tokens == 5
         with pytest.raises(asyncio.CancelledError):
             await first
 
@@ -225,12 +255,12 @@ def test_a_load_in_flight_splits_the_tokens_exactly_where_the_weights_changed(
         later = request(10, 20)
         done = await replica.generate(later)
         assert done.versions == [(4, 0)]
-        assert_close(done.logprobs, full_forward(new, later, done, 1.0))
+        assert_close(done, full_forward(new, later, done, 1.0))
         for ask, done in zip(asked, await asyncio.gather(*running), strict=True):
             (first, zero), (second, start) = done.versions
             assert (first, zero, second) == (3, 0, 4) and 5 <= start < 300
-            logits = across_a_load(old, new, ask.prompt, done.tokens, start)
-            assert_close(done.logprobs, sampled_logprobs(logits, done.tokens, 1.0))
+            logits = across_a_load(old, new, ids_of(ask.prompt), tokens_of(done), start)
+            assert_close(done, sampled_logprobs(logits, tokens_of(done), 1.0))
 
     serve(model_path, scenario)
 
@@ -250,7 +280,7 @@ def test_a_drained_load_gives_every_rollout_one_version(
         assert [completion.versions for completion in done] == [[(3, 0)]] * 2 + [[(4, 0)]] * 4
         for ask, completion in zip(asked, done, strict=True):
             model = models[completion.versions[0][0]]
-            assert_close(completion.logprobs, full_forward(model, ask, completion, 1.0))
+            assert_close(completion, full_forward(model, ask, completion, 1.0))
 
     serve(model_path, scenario, max_running=2)
 
@@ -287,7 +317,7 @@ def test_bad_weights_are_refused_and_the_old_ones_go_on_serving(
             ask = request(0, 20)
             done = await replica.generate(ask)
             assert done.versions == [(3, 0)]
-            assert_close(done.logprobs, full_forward(model, ask, done, 1.0))
+            assert_close(done, full_forward(model, ask, done, 1.0))
 
     serve(model_path, scenario)
 
@@ -302,7 +332,7 @@ def test_a_replica_starts_with_the_weights_of_its_manifest(
     async def scenario(replica: ReplicaWorker) -> None:
         done = await replica.generate(ask)
         assert done.versions == [(8, 0)]
-        assert_close(done.logprobs, full_forward(model, ask, done, 1.0))
+        assert_close(done, full_forward(model, ask, done, 1.0))
 
     serve(model_path, scenario, manifest)
 
@@ -320,7 +350,7 @@ def test_a_rollout_ends_at_the_end_of_sequence_token_and_includes_it(
         asked = [request(rollout, 6) for rollout in range(30)]
         done = await asyncio.gather(*map(replica.generate, asked))
         for completion in done:
-            *body, last = completion.tokens
+            *body, last = tokens_of(completion)
             assert not set(body) & set(ends)
             assert completion.finish == ("stop" if last in ends else "length")
         assert {completion.finish for completion in done} == {"stop", "length"}
@@ -329,19 +359,23 @@ def test_a_rollout_ends_at_the_end_of_sequence_token_and_includes_it(
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("changes", "message"),
     [
-        (Request(rollout=5, prompt=[1] * 17, priority=0, max_tokens=4), "prompt .* 16 .* got 17"),
-        (Request(rollout=5, prompt=[1], priority=0, max_tokens=401), "max_tokens .* got 401"),
-        (Request(rollout=5, prompt=[], priority=0, max_tokens=4), "prompt"),
-        (Request(rollout=5, prompt=[1], priority=0, max_tokens=2, prefix=[1, 2]), "prefix"),
+        ({"prompt": encode_ids([1] * 17)}, "prompt .* 16 .* got 17"),
+        ({"max_tokens": 401}, "max_tokens .* got 401"),
+        ({"prompt": b""}, "prompt"),
+        ({"max_tokens": 2, "prefix": (write_block([1, 2], [-1.0] * 2, None),)}, "prefix"),
     ],
 )
-def test_a_request_without_room_is_refused(model_path: Path, asked: Request, message: str) -> None:
+def test_a_request_without_room_is_refused(
+    model_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    asked = replace(request(5, 4), **changes)
+
     async def scenario(replica: ReplicaWorker) -> None:
         with pytest.raises(ValueError, match=f"rollout 5.*{message}"):
             await replica.generate(asked)
-        assert len((await replica.generate(request(5, 3))).tokens) == 3
+        assert (await replica.generate(request(5, 3))).output.num_tokens == 3
 
     serve(model_path, scenario)
 
@@ -385,7 +419,7 @@ def test_the_same_seed_gives_the_same_tokens(model_path: Path) -> None:
     tokens: list[list[int]] = []
 
     async def scenario(replica: ReplicaWorker) -> None:
-        tokens.append((await replica.generate(request(0, 40))).tokens)
+        tokens.append(tokens_of(await replica.generate(request(0, 40))))
 
     for seed in (5, 5, 6):
         serve(model_path, scenario, seed=seed)

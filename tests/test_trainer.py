@@ -16,6 +16,14 @@ from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from executor.samples import Sample
+from executor.tokens import (
+    TokenSegment,
+    count_tokens,
+    decode_ids,
+    encode_ids,
+    read_blocks,
+    write_block,
+)
 from executor.trainer import losses
 from executor.trainer.trainer_worker import TrainerSettings, TrainerWorker
 from executor.transfer.shared_memory import read_buckets
@@ -43,21 +51,29 @@ def make_config(model: str, **changes: Any) -> TrainerSettings:
     return TrainerSettings(model=model, **{**defaults, **changes})
 
 
+def make_sample(
+    rollout: int, prompt: list[int], tokens: list[int], logprobs: list[float], advantage: float
+) -> Sample:
+    """A rollout whose output is the policy's, in one block."""
+    return Sample(
+        rollout=rollout,
+        prompt=encode_ids(prompt),
+        output=(write_block(tokens, logprobs, None),),
+        segments=(TokenSegment(len(tokens), is_policy=True),),
+        advantage=advantage,
+    )
+
+
 def make_samples(seed: int, count: int = 24) -> list[Sample]:
     """Rollouts of 1 to 30 tokens after prompts of 1 to 12; every fifth has advantage 0."""
     rng = random.Random(seed)
     samples = []
     for rollout in range(count):
         tokens = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 30))]
-        samples.append(
-            Sample(
-                rollout=rollout,
-                prompt=[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))],
-                tokens=tokens,
-                logprobs=[rng.uniform(-6, -2) for _ in tokens],
-                advantage=0.0 if rollout % 5 == 0 else rng.gauss(0, 1),
-            )
-        )
+        prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))]
+        logprobs = [rng.uniform(-6, -2) for _ in tokens]
+        advantage = 0.0 if rollout % 5 == 0 else rng.gauss(0, 1)
+        samples.append(make_sample(rollout, prompt, tokens, logprobs, advantage))
     return samples
 
 
@@ -81,17 +97,24 @@ def load_model(path: str) -> Any:
 
 def logprobs_of(model: Any, sample: Sample) -> torch.Tensor:
     """Log-probabilities of the output tokens by a forward pass of this sample alone."""
-    logits = model(torch.tensor([sample.prompt + sample.tokens])).logits[0]
-    logprobs = (logits[len(sample.prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
-    chosen: torch.Tensor = logprobs.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
+    prompt, tokens = decode_ids(sample.prompt).tolist(), read_blocks(sample.output)[0].tolist()
+    logits = model(torch.tensor([prompt + tokens])).logits[0]
+    logprobs = (logits[len(prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
+    chosen: torch.Tensor = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     return chosen
+
+
+def with_logprobs(sample: Sample, logprobs: list[float]) -> Sample:
+    """The sample with other behaviour log-probabilities."""
+    ids, _ = read_blocks(sample.output)
+    return replace(sample, output=(write_block(ids, logprobs, None),))
 
 
 def own_samples(path: str, samples: list[Sample]) -> list[Sample]:
     """The samples with the log-probabilities that the initial model gives them."""
     model = load_model(path)
     with torch.no_grad():
-        return [replace(s, logprobs=logprobs_of(model, s).tolist()) for s in samples]
+        return [with_logprobs(s, logprobs_of(model, s).tolist()) for s in samples]
 
 
 @contextlib.asynccontextmanager
@@ -172,7 +195,7 @@ def test_the_step_is_that_of_the_written_out_loss(
     terms = []
     for sample in samples:
         chosen = logprobs_of(model, sample)
-        ratio = (chosen.detach() - torch.tensor(sample.logprobs)).exp().clamp(max=2.0)
+        ratio = (chosen.detach() - torch.tensor(read_blocks(sample.output)[1])).exp().clamp(max=2.0)
         terms.append(-ratio * sample.advantage * chosen)
     means = torch.stack([term.mean() for term in terms])
     loss: Any = torch.cat(terms).mean() if loss_mean == "token" else means.mean()
@@ -284,13 +307,16 @@ def test_steps_and_pushes_out_of_order_are_refused(model_path: str, tmp_path: Pa
 
 def test_a_refused_sample_leaves_the_batch_as_it_was(model_path: str, tmp_path: Path) -> None:
     good = make_samples(0)
-    short = Sample(rollout=99, prompt=[1], tokens=[1, 2], logprobs=[-1.0], advantage=1.0)
-    nan = Sample(rollout=98, prompt=[1], tokens=[1], logprobs=[-1.0], advantage=math.nan)
-    empty = Sample(rollout=97, prompt=[1], tokens=[], logprobs=[], advantage=1.0)
+    short = replace(good[1], rollout=99, segments=(TokenSegment(1, is_policy=True),))
+    nan = make_sample(98, [1], [1], [-1.0], math.nan)
+    empty = make_sample(97, [1], [], [], 1.0)
+    foreign = replace(
+        good[1], rollout=96, segments=(TokenSegment(count_tokens(good[1].output), is_policy=False),)
+    )
 
     async def run() -> Weights:
         async with started(make_config(model_path)) as trainer:
-            for bad in (short, nan, empty):
+            for bad in (short, nan, empty, foreign):
                 with pytest.raises(ValueError, match=f"rollout {bad.rollout}"):
                     await trainer.train([*good, bad])
             await make_step(trainer, 1, [good])
@@ -302,7 +328,7 @@ def test_a_refused_sample_leaves_the_batch_as_it_was(model_path: str, tmp_path: 
 
 
 def test_a_batch_in_which_train_failed_makes_no_version(model_path: str, tmp_path: Path) -> None:
-    outside = Sample(rollout=9, prompt=[VOCABULARY + 5], tokens=[1], logprobs=[-1.0], advantage=1.0)
+    outside = make_sample(9, [VOCABULARY + 5], [1], [-1.0], 1.0)
 
     async def run() -> Weights:
         async with started(make_config(model_path)) as trainer:
@@ -317,7 +343,7 @@ def test_a_batch_in_which_train_failed_makes_no_version(model_path: str, tmp_pat
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_weights(model_path: str, tmp_path: Path) -> None:
-    sample = Sample(rollout=0, prompt=[1], tokens=[2], logprobs=[math.nan], advantage=1.0)
+    sample = make_sample(0, [1], [2], [math.nan], 1.0)
 
     async def run() -> Weights:
         async with started(make_config(model_path)) as trainer:

@@ -34,6 +34,7 @@ class Launcher:
         self._slots[replica_id] = slot
         config: dict[str, object] = {
             "model": model,
+            "tokenizer": model,
             "max_running": run.rollout.max_running,
             "max_tokens": run.rollout.max_tokens,
             "max_prompt_tokens": run.workload.max_prompt_tokens,

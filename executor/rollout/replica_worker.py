@@ -17,8 +17,17 @@ import msgspec
 import torch
 from transformers import AutoModelForCausalLM
 
+from executor.prompts import load_tokenizer
 from executor.rollout.batching import Batching, RunningSequence, end_of_sequence
 from executor.samples import Completion, FinishReason, Manifest, Request
+from executor.tokens import (
+    TokenSegment,
+    count_ids,
+    count_tokens,
+    decode_ids,
+    read_blocks,
+    write_block,
+)
 from executor.transfer.shared_memory import read_buckets
 
 
@@ -41,6 +50,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     num_threads: int = 1
     """CPU threads of torch in this process."""
+    tokenizer: str | None = None
+    """Hugging Face directory of the tokenizer that makes a finished rollout's text; None: no text."""
 
     def __post_init__(self) -> None:
         for key in ("max_running", "max_tokens", "max_prompt_tokens", "num_threads"):
@@ -55,10 +66,12 @@ class _Attempt:
     """One call of `generate`."""
 
     request: Request
-    completion: asyncio.Future[Completion]
+    prefix: list[int]
+    ended: asyncio.Future[RunningSequence]
     run: str | None = None
     started_at: float = 0.0
     versions: list[tuple[int, int]] = field(default_factory=list)
+    is_aborted: bool = False
 
 
 class ReplicaWorker:
@@ -75,6 +88,7 @@ class ReplicaWorker:
         self._running: set[_Attempt] = set()
         self._queue: list[tuple[int, int, int, _Attempt]] = []
         self._arrivals = itertools.count()
+        self._tokenizer: Any = None
         self._idle_since = 0.0
         self._num_loads = 0
         """Loads asked for and not done; nothing is admitted meanwhile."""
@@ -85,6 +99,8 @@ class ReplicaWorker:
         """Load the model, then the manifest's weights if given, and begin to serve as `version`."""
         torch.set_num_threads(self.config.num_threads)
         self._model = await asyncio.to_thread(_load_model, self.config)
+        if self.config.tokenizer is not None:
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, self.config.tokenizer)
         if manifest is not None:
             weights = await asyncio.to_thread(_read_weights, manifest, self._model)
             await asyncio.to_thread(_copy_weights, weights)
@@ -109,14 +125,15 @@ class ReplicaWorker:
         fails or stops.
         """
         self._check(request)
-        attempt = _Attempt(request, asyncio.get_running_loop().create_future())
+        prefix = read_blocks(request.prefix)[0].tolist()
+        attempt = _Attempt(request, prefix, asyncio.get_running_loop().create_future())
         self._attempts[request.rollout] = attempt
         entry = (request.priority, request.rollout, next(self._arrivals), attempt)
         heapq.heappush(self._queue, entry)
         # Deferred, so that requests which arrive together are admitted by priority.
         asyncio.get_running_loop().call_soon(self._admit)
         try:
-            return await attempt.completion
+            return self._completion(attempt, await attempt.ended)
         except asyncio.CancelledError:
             await self._withdraw(attempt)
             raise
@@ -164,9 +181,9 @@ class ReplicaWorker:
         if request.max_tokens < 1 or not request.prompt:
             raise ValueError(f"rollout {request.rollout}: prompt and max_tokens may not be empty")
         for key, count, most in (
-            ("prompt", len(request.prompt), limits.max_prompt_tokens),
+            ("prompt", count_ids(request.prompt), limits.max_prompt_tokens),
             ("max_tokens", request.max_tokens, limits.max_tokens),
-            ("prefix", len(request.prefix), request.max_tokens - 1),
+            ("prefix", count_tokens(request.prefix), request.max_tokens - 1),
         ):
             if count > most:
                 raise ValueError(
@@ -180,7 +197,7 @@ class ReplicaWorker:
             return
         while self._queue and len(self._running) < self.config.max_running:
             attempt = heapq.heappop(self._queue)[-1]
-            if not attempt.completion.done():
+            if not attempt.ended.done():
                 self._run(attempt)
 
     def _run(self, attempt: _Attempt) -> None:
@@ -189,13 +206,13 @@ class ReplicaWorker:
         attempt.versions = [(self._version, 0)]
         try:
             attempt.run = self._batching.submit(
-                request.prompt + request.prefix,
-                request.max_tokens - len(request.prefix),
+                [*decode_ids(request.prompt).tolist(), *attempt.prefix],
+                request.max_tokens - len(attempt.prefix),
                 lambda result: self._end(attempt, result),
             )
             self._running.add(attempt)
         except RuntimeError as error:
-            attempt.completion.set_exception(error)
+            attempt.ended.set_exception(error)
 
     def _end(
         self, attempt: _Attempt, result: RunningSequence | Exception, aborted: bool = False
@@ -204,26 +221,34 @@ class ReplicaWorker:
         if not self._running:
             self._idle_since = time.perf_counter()
             self._idle.set()
-        if not attempt.completion.done():
+        if not attempt.ended.done():
             if isinstance(result, RunningSequence):
-                attempt.completion.set_result(self._completion(attempt, result, aborted))
+                attempt.is_aborted = aborted
+                attempt.ended.set_result(result)
             else:
-                attempt.completion.set_exception(result)
+                attempt.ended.set_exception(result)
         self._admit()
 
-    def _completion(self, attempt: _Attempt, run: RunningSequence, aborted: bool) -> Completion:
+    def _completion(self, attempt: _Attempt, run: RunningSequence) -> Completion:
+        request, num_tokens = attempt.request, len(run.tokens)
         finish: FinishReason = "stop" if run.tokens and run.tokens[-1] in self._eos else "length"
         ended_at = run.token_times[-1] if run.token_times else time.perf_counter()
         first_at = run.token_times[0] if run.token_times else ended_at
         return Completion(
-            rollout=attempt.request.rollout,
-            tokens=run.tokens,
-            logprobs=run.logprobs,
-            versions=[span for span in attempt.versions if span[1] < len(run.tokens)],
-            finish="aborted" if aborted else finish,
+            rollout=request.rollout,
+            output=write_block(run.tokens, run.logprobs, request.output_path),
+            segments=(TokenSegment(num_tokens, is_policy=True),) if num_tokens else (),
+            text=None if attempt.is_aborted else self._text(attempt.prefix + run.tokens),
+            versions=[span for span in attempt.versions if span[1] < num_tokens],
+            finish="aborted" if attempt.is_aborted else finish,
             run_time=ended_at - attempt.started_at if attempt.run is not None else 0.0,
             prefill_time=first_at - run.prefill_at if run.prefill_at is not None else 0.0,
         )
+
+    def _text(self, tokens: list[int]) -> str | None:
+        if self._tokenizer is None:
+            return None
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     async def _withdraw(self, attempt: _Attempt) -> None:
         """End an attempt with what it has, wherever it is."""
