@@ -29,12 +29,12 @@ class BufferedRollout:
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Spans `(version, start)`: from token `start` on, the policy version that sampled."""
     text: str | None = None
-    """Its output as text, special tokens left out; None while it is not finished."""
+    """Its output as text, special tokens left out; None unless it waits for its reward."""
     reward: float = 0.0
     fault: str | None = None
     """What became of it where it could not be scored; see `Scoring`."""
     paths: list[str] = field(default_factory=list)
-    """Where its attempts were told to put tokens, whether or not they came to it."""
+    """Where its attempts were told to put tokens; one that failed may have put none there, or not all."""
     num_holders: int = 1
     """The buffer, while the rollout is open, and calls under way that read its tokens or write them."""
 
@@ -49,11 +49,16 @@ class BufferedRollout:
         self.text = completion.text
         return self.num_tokens
 
+    def enter(self, reward: float, fault: str | None) -> None:
+        """Enter what the verifier said, which nobody needs the text after: a long one is larger than all else here."""
+        self.reward, self.fault, self.text = reward, fault, None
+
 
 class RolloutBuffer:
     """Opens a place for every drawn rollout, and closes it once it is trained on or dropped.
 
-    A rollout's files are removed when it is closed and no call under way needs them.
+    The files of a rollout that is closed, and that no call under way reads or writes, take the tokens of others: there
+    are never more than attempts of open rollouts, and whoever owns the directory removes it.
     """
 
     def __init__(self, run: Run, workload: PromptWorkload, directory: Path | None = None) -> None:
@@ -67,6 +72,8 @@ class RolloutBuffer:
         self._run = run
         self._workload = workload
         self._directory = directory
+        self._num_paths = 0
+        self._free_paths: list[str] = []
         self._next_group = 0
         self.rollouts: dict[int, BufferedRollout] = {}
 
@@ -87,13 +94,16 @@ class RolloutBuffer:
     def request(self, command: Generate) -> Request:
         """Return what a replica needs to generate, or to go on with, a rollout."""
         buffered = self.rollouts[command.rollout]
+        path = self._take_path()
+        if path is not None:
+            buffered.paths.append(path)
         return Request(
             rollout=command.rollout,
             prompt=self._workload.prompts[buffered.line],
             priority=command.priority,
             max_tokens=self._run.rollout.max_tokens,
             prefix=buffered.output,
-            output_path=self._new_path(command.rollout, buffered),
+            output_path=path,
         )
 
     def record(self, rollout: int) -> Record:
@@ -101,9 +111,9 @@ class RolloutBuffer:
         return self._workload.records[self.rollouts[rollout].line]
 
     def text(self, rollout: int) -> str:
-        """Return the output of a finished rollout as text, special tokens left out."""
+        """Return the output of a rollout that waits for its reward as text, special tokens left out."""
         text = self.rollouts[rollout].text
-        assert text is not None, f"rollout {rollout} is not finished"
+        assert text is not None, f"rollout {rollout} does not wait for a reward"
         return text
 
     def sample(self, rollout: int, advantage: float) -> Sample:
@@ -127,7 +137,7 @@ class RolloutBuffer:
             yield held
         finally:
             for buffered in held:
-                _let_go(buffered)
+                self._let_go(buffered)
 
     def rollouts_of(self, groups: Iterable[int]) -> list[BufferedRollout]:
         """Return the rollouts of groups, in order."""
@@ -138,23 +148,22 @@ class RolloutBuffer:
         for rollout in self._rollouts(group):
             closed = self.rollouts.pop(rollout, None)
             if closed is not None:
-                _let_go(closed)
+                self._let_go(closed)
 
     def _rollouts(self, group: int) -> range:
         size = self._run.algorithm.group_size
         return range(group * size, group * size + size)
 
-    def _new_path(self, rollout: int, buffered: BufferedRollout) -> str | None:
-        """Return a path that no other attempt has: one that failed may have left something at its own."""
+    def _take_path(self) -> str | None:
+        """Return the path of a file that nobody needs, or of none yet."""
         if self._directory is None:
             return None
-        path = f"{self._directory}/{rollout}-{len(buffered.paths)}"
-        buffered.paths.append(path)
-        return path
+        if not self._free_paths:
+            self._num_paths += 1
+            self._free_paths.append(str(self._directory / f"{self._num_paths}"))
+        return self._free_paths.pop()
 
-
-def _let_go(buffered: BufferedRollout) -> None:
-    buffered.num_holders -= 1
-    if not buffered.num_holders:
-        for path in buffered.paths:
-            Path(path).unlink(missing_ok=True)  # an attempt that made nothing has left none
+    def _let_go(self, buffered: BufferedRollout) -> None:
+        buffered.num_holders -= 1
+        if not buffered.num_holders:
+            self._free_paths += buffered.paths

@@ -1,8 +1,8 @@
 """Tokens on their way between processes: bytes that the controller passes on, or the file that holds them.
 
 A block of output tokens is a file in the run's shared memory, one for each attempt, written by the replica that
-made it and read by whoever trains on it or goes on after it; the controller sees its name and removes it. Where a
-worker is told no file, the block carries the bytes itself.
+made it and read by whoever trains on it or goes on after it; the controller says which and sees no more than its
+name. Where a worker is told no file, the block carries the bytes itself.
 """
 
 from __future__ import annotations
@@ -64,18 +64,17 @@ def count_tokens(parts: Iterable[TokenBlock | TokenSegment]) -> int:
 def write_block(
     ids: Sequence[int] | Ids, logprobs: Sequence[float] | Logprobs, path: str | None
 ) -> TokenBlock:
-    """Put output tokens into a new file that only this user can read, or, without a path, into the block.
+    """Put output tokens into a file that only this user can read, or, without a path, into the block.
 
-    Raises:
-        ValueError: there are not as many log-probabilities as ids.
-        FileExistsError: there is a file at `path`; no tokens make no file.
+    What was in the file is gone. No tokens need no file. Raises ValueError where there are not as many
+    log-probabilities as ids.
     """
     if len(ids) != len(logprobs):
         raise ValueError(f"{len(ids)} tokens but {len(logprobs)} log-probabilities")
     data = np.asarray(ids, ID).tobytes() + np.asarray(logprobs, LOGPROB).tobytes()
     if path is None or not data:
         return TokenBlock(len(ids), None, data)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
     return TokenBlock(len(ids), path)
 
