@@ -15,7 +15,7 @@ from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLos
 from executor.prompts import PromptWorkload, Record
 from executor.record import RunDirectory
 from executor.samples import Completion, Manifest, Request, Sample
-from executor.tokens import TokenSegment, count_tokens, write_block
+from executor.tokens import TokenSegment, count_tokens, read_blocks, write_block
 from executor.verifier.verifier import Scoring
 from executor.world import RealWorld
 from streamrl.engine.state import State
@@ -117,7 +117,7 @@ class ScriptedReplica:
 
 
 class ScriptedTrainer:
-    """Trains by sleeping."""
+    """Trains by sleeping, on samples that are what scripted replicas made."""
 
     def __init__(self, config: ScriptedConfig) -> None:
         self._config = config
@@ -131,10 +131,12 @@ class ScriptedTrainer:
 
     async def score(self, samples: list[Sample]) -> dict[str, float]:
         await self._work()
+        check_tokens(samples)
         return {}
 
     async def train(self, samples: list[Sample]) -> dict[str, float]:
         await self._work()
+        check_tokens(samples)
         return {}
 
     async def step(self, version: int) -> dict[str, float]:
@@ -155,6 +157,16 @@ class ScriptedTrainer:
 
     async def _work(self) -> None:
         await asyncio.sleep(self._random.random() * self._config.slowest)
+
+
+def check_tokens(samples: list[Sample]) -> None:
+    """Raise where samples have other tokens than their rollouts were made of."""
+    for sample in samples:
+        tokens, logprobs = read_blocks(sample.output)
+        if (tokens.tolist(), {*logprobs.tolist()}) != (tokens_of(sample.rollout), {-1.0}):
+            raise ValueError(f"rollout {sample.rollout} comes with the tokens of another")
+        if sample.segments != (TokenSegment(len(tokens), is_policy=True),):
+            raise ValueError(f"rollout {sample.rollout}: {sample.segments}")
 
 
 def tokens_of(rollout: int) -> list[int]:

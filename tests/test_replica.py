@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from executor.rollout.replica_worker import ReplicaSettings, ReplicaWorker
 from executor.samples import Completion, Manifest, Request
@@ -143,6 +145,49 @@ def test_logprobs_are_those_of_a_full_forward_pass(model_path: Path, temperature
             assert_close(done, full_forward(model, ask, done, temperature))
 
     serve(model_path, scenario, temperature=temperature)
+
+
+@pytest.fixture
+def tokenizer_path(tmp_path: Path) -> str:
+    """A word for every token; every fifth is special."""
+    words = {f"w{token}": token for token in range(VOCABULARY)}
+    model = Tokenizer(WordLevel(words, unk_token="w0"))
+    special = [f"w{token}" for token in range(0, VOCABULARY, 5)]
+    tokenizer: Any = PreTrainedTokenizerFast
+    made = tokenizer(tokenizer_object=model, additional_special_tokens=special)
+    made.save_pretrained(tmp_path / "tokenizer")
+    return str(tmp_path / "tokenizer")
+
+
+def test_the_text_is_that_of_the_whole_output_without_special_tokens(
+    model_path: Path, tokenizer_path: str
+) -> None:
+    prefix = write_block([5, 6, 7], [-1.0] * 3, None)
+
+    async def scenario(replica: ReplicaWorker) -> None:
+        done = await replica.generate(request(0, 30, prefix=(prefix,)))
+        words = [f"w{token}" for token in [5, 6, 7, *tokens_of(done)] if token % 5]
+        assert done.text == " ".join(words) and len(words) < 30
+        running = asyncio.create_task(replica.generate(request(1, 400)))
+        await replica.generate(request(2, 5))
+        await replica.abort(1)
+        assert (await running).text is None
+
+    serve(model_path, scenario, tokenizer=tokenizer_path)
+
+
+def test_tokens_go_to_the_file_that_a_request_names(model_path: Path, tmp_path: Path) -> None:
+    first, second = (str(tmp_path / name) for name in ("a", "b"))
+
+    async def scenario(replica: ReplicaWorker) -> None:
+        done = await replica.generate(request(0, 9, output_path=first))
+        assert done.output == TokenBlock(9, first)
+        again = request(0, 20, prefix=(done.output,), output_path=second)
+        rest = await replica.generate(again)
+        assert rest.output == TokenBlock(11, second)
+        assert_close(rest, full_forward(reference(model_path), again, rest, 1.0))
+
+    serve(model_path, scenario)
 
 
 def test_tokens_are_sampled_from_the_whole_vocabulary(model_path: Path) -> None:

@@ -206,6 +206,81 @@ def test_the_step_is_that_of_the_written_out_loss(
     assert distance(found, dict(model.state_dict())) < 1e-5
 
 
+def with_tool(sample: Sample, first: int, count: int, logprob: float = -9.0) -> Sample:
+    """The sample with `count` tokens from `first` on a tool's, with a log-probability stored for them."""
+    ids, logprobs = read_blocks(sample.output)
+    logprobs[first : first + count] = logprob
+    segments = [(first, True), (count, False), (len(ids) - first - count, True)]
+    middle = first + count // 2  # blocks and segments need not end together
+    return replace(
+        sample,
+        output=(
+            write_block(ids[:middle], logprobs[:middle], None),
+            write_block(ids[middle:], logprobs[middle:], None),
+        ),
+        segments=tuple(TokenSegment(length, is_policy) for length, is_policy in segments if length),
+    )
+
+
+def tool_samples(logprob: float = -9.0) -> list[Sample]:
+    """Rollouts with a tool's answer in the middle, at the start, at the end, and without."""
+    long = [s for s in make_samples(7) if count_tokens(s.output) >= 12 and s.advantage != 0][:4]
+    middle, start, end, without = long
+    return [
+        with_tool(middle, 3, 5, logprob),
+        with_tool(start, 0, 4, logprob),
+        with_tool(end, count_tokens(end.output) - 6, 6, logprob),
+        without,
+    ]
+
+
+@pytest.mark.parametrize("loss_mean", ["token", "rollout"])
+@pytest.mark.parametrize("correction", ["none", "token_tis", "seq_tis", "decoupled"])
+def test_what_a_tool_wrote_is_context_and_nothing_is_learned_from_it(
+    model_path: str, tmp_path: Path, loss_mean: str, correction: str
+) -> None:
+    samples = tool_samples()
+    config = make_config(
+        model_path, loss_mean=loss_mean, correction=correction, max_grad_norm=1e9, clip=1e9
+    )
+    found, figures = step_once(config, [samples[:1], samples[1:]], tmp_path)
+    model = load_model(model_path)
+    terms, num_policy = [], 0
+    for sample in samples:
+        flags = [s.is_policy for s in sample.segments for _ in range(s.num_tokens)]
+        mask = torch.tensor(flags)
+        chosen = logprobs_of(model, sample)[mask]
+        gap = chosen.detach() - torch.tensor(read_blocks(sample.output)[1])[mask]
+        num_policy += sum(flags)
+        if correction == "seq_tis":
+            gap = gap.sum().expand_as(gap)
+        ratio = gap.exp() if correction == "none" else gap.exp().clamp(max=2.0)
+        terms.append(-ratio * sample.advantage * chosen)
+    means = torch.stack([term.mean() for term in terms])
+    loss: Any = torch.cat(terms).mean() if loss_mean == "token" else means.mean()
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0).step()
+    assert figures["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert figures["tokens"] == num_policy < sum(count_tokens(s.output) for s in samples)
+    assert distance(found, dict(model.state_dict())) < 1e-5
+
+
+@pytest.mark.parametrize("correction", ["seq_tis", "decoupled"])
+def test_log_probabilities_stored_for_a_tools_tokens_change_nothing(
+    model_path: str, tmp_path: Path, correction: str
+) -> None:
+    config = make_config(model_path, correction=correction, kl_coefficient=0.1)
+    results = [
+        step_once(config, [tool_samples(logprob)], tmp_path / str(logprob))
+        for logprob in (-9.0, 0.0, math.nan)
+    ]
+    (weights_of, figures), *others = results
+    for other_weights, other_figures in others:
+        assert all(torch.equal(weights_of[name], other_weights[name]) for name in weights_of)
+        assert other_figures == figures
+
+
 def test_at_the_behaviour_weights_the_ratio_is_one_and_k3_zero(model_path: str) -> None:
     samples = own_samples(model_path, make_samples(0))
 
