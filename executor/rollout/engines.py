@@ -15,6 +15,10 @@ def make_engine(settings: ReplicaSettings) -> InferenceEngine:
             from executor.rollout.transformers_engine import TransformersEngine
 
             return TransformersEngine(settings)
+        case "static":
+            from executor.rollout.static_engine import StaticEngine
+
+            return StaticEngine(settings)
         case _:
             assert_never(settings.backend)
 
@@ -22,7 +26,7 @@ def make_engine(settings: ReplicaSettings) -> InferenceEngine:
 def extra_of(backend: RolloutBackend) -> str:
     """Return the extra of this package that an engine comes with."""
     match backend:
-        case "transformers":
+        case "transformers" | "static":
             return "executor"
         case _:
             assert_never(backend)

@@ -8,7 +8,7 @@ from streamrl.runfile.policies_config import SyncMode
 from streamrl.runfile.section import Section
 from streamrl.runfile.units import Duration, Size
 
-RolloutBackend = Literal["transformers"]
+RolloutBackend = Literal["transformers", "static"]
 
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
@@ -29,6 +29,8 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     memory_utilization: float = 0.9
     """Share of GPU memory for weights and KV cache."""
     backend: RolloutBackend = "transformers"
+    """Who generates: transformers' continuous batching, or static: one batch to its end, then the next, a reference
+    that is executed and never simulated."""
     shares_prefixes: bool = True
     """Whether the prompt of a group is prefilled and kept once for all of it, as vLLM and SGLang do;
     `execute` does not: keys computed under old weights would be attended to by new ones."""
