@@ -91,6 +91,15 @@ def test_heavy_libraries_are_imported_in_the_executor_only() -> None:
         assert imports_any(path, HEAVY) == [], name_of(path)
 
 
+def test_a_replica_knows_no_library_that_generates() -> None:
+    engines = sources("executor/rollout")
+    others = ("replica", "replica_worker", "engines", "inference_engine")
+    for path in engines:
+        if path.stem in others:
+            assert imports_any(path, HEAVY) == [], name_of(path)
+    assert set(others) < {path.stem for path in engines}
+
+
 SIMULATE_WITHOUT = """
 import sys
 class Block:

@@ -40,6 +40,7 @@ class Launcher:
             "max_prompt_tokens": run.workload.max_prompt_tokens,
             "temperature": run.rollout.temperature,
             "seed": run.seed + replica_id,
+            "backend": run.rollout.backend,
             **self._common(run.rollout.pool),
         }
         return await self._start(REPLICA, config, f"replica-{replica_id}", run.rollout.pool, slot)

@@ -23,8 +23,8 @@ import msgspec
 from executor.carriers.handles import Handle, LocalProcess
 from executor.carriers.launch import worker_environment
 from executor.profiling.measurements import JOIN_STEPS, SHORT, WINDOW, Limits, Measurements
-from executor.profiling.timed_roles import TimedPass
-from executor.rollout.batching import PREFILL_TOKENS
+from executor.rollout.inference_engine import TimedPass
+from executor.rollout.transformers_engine import PREFILL_TOKENS
 from executor.samples import Completion, Manifest, Request, Sample
 from executor.tokens import TokenSegment, encode_ids, write_block
 from executor.transfer.shared_memory import remove_version, shared_directory
