@@ -91,6 +91,15 @@ def test_heavy_libraries_are_imported_in_the_executor_only() -> None:
         assert imports_any(path, HEAVY) == [], name_of(path)
 
 
+def test_a_replica_knows_no_library_that_generates() -> None:
+    engines = sources("executor/rollout")
+    others = ("replica", "replica_worker", "engines", "inference_engine")
+    for path in engines:
+        if path.stem in others:
+            assert imports_any(path, HEAVY) == [], name_of(path)
+    assert set(others) < {path.stem for path in engines}
+
+
 SIMULATE_WITHOUT = """
 import sys
 class Block:
@@ -129,8 +138,8 @@ LAYERS = {
         *("batch_time", "parallel", "studies", "planner", "checkup", "fidelity"),
     ),
     "executor": (
-        *("samples", "prompts", "buffer", "record", "carriers", "transfer", "rollout", "trainer"),
-        *("verifier", "world", "back_ends", "execute", "checkup", "profiling"),
+        *("tokens", "samples", "prompts", "buffer", "record", "carriers", "transfer", "rollout"),
+        *("trainer", "verifier", "world", "back_ends", "execute", "checkup", "profiling"),
     ),
 }
 """Rooms, and files beside them, from low to high: each imports only what stands before it."""

@@ -12,6 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from executor.checkup import installed, readiness, run_paths
+from executor.rollout.engines import extra_of
 from executor.verifier import landlock, seccomp
 from executor.verifier.scorers import SCORERS
 from streamrl.cli.doctor import examine
@@ -19,7 +20,7 @@ from streamrl.doctor import files
 from streamrl.doctor.changes import changed
 from streamrl.runfile.config import ExecuteConfig
 from streamrl.runfile.reading import make_run
-from streamrl.runfile.sides_config import RolloutConfig, ScorerName, TrainerConfig
+from streamrl.runfile.sides_config import RolloutBackend, ScorerName, TrainerConfig
 from tests.patients import NOWHERE, bad, full_run, local_table
 from tests.verifying import score
 
@@ -48,12 +49,11 @@ def test_ranges_are_those_of_pyproject() -> None:
 
 
 def test_every_back_end_and_launcher_has_its_packages() -> None:
-    for section, key in (
-        (RolloutConfig, "backend"),
-        (TrainerConfig, "backend"),
-        (ExecuteConfig, "launcher"),
-    ):
+    for section, key in ((TrainerConfig, "backend"), (ExecuteConfig, "launcher")):
         assert set(get_args(get_type_hints(section)[key])) <= set(installed.EXTRA_OF)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {extra_of(backend) for backend in get_args(RolloutBackend)}
+    assert extras <= set(project["optional-dependencies"])
 
 
 def test_a_run_that_can_be_executed_here_has_no_errors(tmp_path: Path) -> None:

@@ -33,11 +33,13 @@ class Launcher:
         place = self._placement.replica(replica_id)
         config: dict[str, object] = {
             "model": model,
+            "tokenizer": model,
             "max_running": run.rollout.max_running,
             "max_tokens": run.rollout.max_tokens,
             "max_prompt_tokens": run.workload.max_prompt_tokens,
             "temperature": run.rollout.temperature,
             "seed": run.seed + replica_id,
+            "backend": run.rollout.backend,
             **self._common(run.rollout.pool),
         }
         return await self._start(REPLICA, config, f"replica-{replica_id}", place)

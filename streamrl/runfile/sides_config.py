@@ -10,6 +10,7 @@ from streamrl.runfile.section import Section
 from streamrl.runfile.units import Duration, Size
 
 ScorerName = Literal["exact", "math-verify", "reasoning-gym"]
+RolloutBackend = Literal["transformers", "static"]
 
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
@@ -29,10 +30,12 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     temperature: float = 1.0
     memory_utilization: float = 0.9
     """Share of GPU memory for weights and KV cache."""
-    backend: Literal["transformers"] = "transformers"
+    backend: RolloutBackend = "transformers"
+    """Who generates: transformers' continuous batching, or static: one batch to its end, then the next, a reference
+    that is executed and never simulated."""
     shares_prefixes: bool = True
     """Whether the prompt of a group is prefilled and kept once for all of it, as vLLM and SGLang do;
-    `execute` with transformers does not: keys computed under old weights would be attended to by new ones."""
+    `execute` does not: keys computed under old weights would be attended to by new ones."""
     migration_transfer: Literal["recompute", "kv"] = "recompute"
     """How a rollout that `policies.migration` moves gets its KV cache: computed again, or (simulated) sent
     over the network, within a node over NVLink."""
