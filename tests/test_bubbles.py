@@ -54,7 +54,7 @@ def test_the_bubbles_of_a_step_are_what_its_timeline_leaves_empty(system: str) -
     window = ended_at[1], ended_at[2]
     working = ("generate", "score", "train")
     replicas = [s for spans in timeline.replicas.values() for s in spans if s.activity in working]
-    trainer = [span for span in timeline.trainer if span.activity in working]
+    trainer = [span for span in timeline.trainers[0] if span.activity in working]
     busy = (
         run.rollout.tensor_parallel * within(replicas, *window)
         + run.trainer.num_gpus * within(trainer, *window)

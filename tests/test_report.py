@@ -19,7 +19,7 @@ from rich.table import Table
 from sim.world import simulate
 from streamrl.engine.messages import Generated, Stepped
 from streamrl.record.chrome_trace import chrome_trace
-from streamrl.record.metrics import Metrics, measure
+from streamrl.record.metrics import Metrics, SideMetrics, TrainerMetrics, measure
 from streamrl.record.trace import Trace
 from streamrl.report.figures import idle_figure, timeline_figure
 from streamrl.report.pictures.drawing import Rectangle, Text
@@ -56,6 +56,21 @@ PREDICTED = Metrics(
     staleness={0: 1000, 1: 3000},
     rewards=[0.1 * step for step in range(12)],
     dropped={"failed 3 times": 8},
+    sides={
+        "rollout": SideMetrics(busy={"prefill": 0.15, "decode": 0.6}, idle={"skew": 0.25}),
+        "trainer": SideMetrics(busy={"train": 0.3}, idle={"skew": 0.4, "pipeline": 0.3}),
+    },
+    trainers=[
+        TrainerMetrics(
+            name="trainer",
+            num_steps=12,
+            step_time=90.0,
+            trained=4000,
+            goodput=40_000.0,
+            staleness={0: 1000, 1: 3000},
+            lost={"failed 3 times": 8},
+        )
+    ],
     tiers={"measured": 0.75, "roofline": 0.25},
 )
 MEASURED = msgspec.structs.replace(

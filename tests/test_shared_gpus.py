@@ -25,12 +25,14 @@ from streamrl.engine.messages import (
     WeightsPushed,
 )
 from streamrl.record.attribution import attribute
-from streamrl.record.metrics import dollars_per_second, gpus_by_side, measure
+from streamrl.record.metrics import dollars_per_second, measure
 from streamrl.record.timeline import read_timeline
 from streamrl.record.trace import replay
 from streamrl.report.figures import timeline_figure
 from streamrl.report.pictures.steps import trained_on_replicas
+from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
+from streamrl.runfile.sides import sides_of
 from tests.hand_traces import HandTrace
 from tests.runs import small_run
 from tests.test_attribution import gpu_seconds
@@ -64,15 +66,20 @@ def test_a_figure_shows_training_on_the_replicas_whose_gpus_train(
     assert trained_on_replicas(apart.run, read_timeline(apart)) == {}
 
 
+def gpus_of(run: Run) -> dict[str, int]:
+    """Return the GPUs of each side."""
+    return {side.name: side.num_gpus for side in sides_of(run)}
+
+
 def test_shared_gpus_are_paid_for_once() -> None:
     run = shared_run()
-    assert gpus_by_side(run) == {"shared": 8}
+    assert gpus_of(run) == {"shared": 8}
     assert dollars_per_second(run) == pytest.approx(8 * H800.price / 3600)
     fewer = shared_run(trainer__data_parallel=1)
-    assert gpus_by_side(fewer) == {"shared": 4, "rollout": 4}
+    assert gpus_of(fewer) == {"shared": 4, "rollout": 4}
     assert dollars_per_second(fewer) == pytest.approx(8 * H800.price / 3600)
     more = shared_run(rollout__replicas=3)
-    assert gpus_by_side(more) == {"shared": 3, "trainer": 5}
+    assert gpus_of(more) == {"shared": 3, "trainer": 5}
     assert dollars_per_second(more) == pytest.approx(8 * H800.price / 3600)
 
 

@@ -63,7 +63,7 @@ def test_the_trainer_works_from_command_to_event() -> None:
     hand.generated(5.0, 0, run_time=3.0)
     hand.train(6.0, 9.0, 1, 0)
     timeline = read_timeline(hand.trace)
-    assert [s for s in timeline.trainer if s.end > s.start] == [
+    assert [s for s in timeline.trainers[0] if s.end > s.start] == [
         Span(0.0, 2.0, "start-up"),
         Span(6.0, 9.0, "train", "1 rollouts"),
     ]

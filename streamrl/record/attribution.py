@@ -1,21 +1,28 @@
 """Where the GPU-seconds of a run went: busy by activity, idle by cause, together all of them.
 
-cause         who                 waits for
-start-up      replica, trainer    itself, or the replicas that come up with it
-failure       replica, trainer    the replacement of a replica
-sync          replica, trainer    weights on their way or being loaded
-skew          replica, trainer    the stragglers of the step, while replicas already stand idle
-pipeline      replica             the trainer, which may not be overtaken (on-policy)
-              trainer             rollouts, while no replica stands idle
-staleness     replica             the trainer, which is max_staleness steps behind
-verifier      replica, trainer    the rewards of generated rollouts, while the trainer does nothing
-checkpoint    trainer             the disk
-backpressure  replica             room for finished rollouts
-wind-down     replica             the end of the run: every prompt is drawn (off-policy)
+cause         who                           waits for
+start-up      replica, trainer, verifier    itself, or the replicas that come up with it
+failure       replica, trainer, verifier    the replacement of a replica, or a lost trainer to be up again
+sync          replica, trainer, verifier    weights on their way or being loaded
+skew          replica, trainer              the stragglers of the step, while replicas already stand idle
+pipeline      replica                       the trainer, which may not be overtaken (on-policy)
+              trainer                       rollouts, while no replica stands idle
+              trainer that follows          complete groups, which come once the leader has made its step
+              verifier                      rollouts to be generated
+staleness     replica, verifier             the trainer, which is max_staleness steps behind
+verifier      replica, trainer              the rewards of generated rollouts, while the trainer does nothing
+checkpoint    trainer                       the disk
+backpressure  replica                       room for finished rollouts
+wind-down     replica, verifier             the end of the run: every prompt is drawn (off-policy)
+              trainer that follows          the end of the run: every prompt is drawn, and nothing is left for it
 
-GPUs that replicas and trainer share count once: what works on them says what they do, generation before
-training; while neither does, they wait for what their replica waits for. Trained on while others stand
-idle, those others wait for the pipeline.
+What replicas wait for is told by the trainer that leads: the others hold nobody up. Verifiers are a side where
+they have GPUs; each worker computes one reward at a time, and those without one wait for rollouts, or for what
+replicas wait for.
+
+GPUs that replicas and the leading trainer share count once, as one side: what works on them says what they do,
+generation before training; while neither does, they wait for what their replica waits for. Trained on while
+others stand idle, those others wait for the pipeline.
 """
 
 from __future__ import annotations
@@ -23,31 +30,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from math import inf
-from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
-from streamrl.engine.messages import (
-    DrawnGroup,
-    Drop,
-    Failed,
-    Generate,
-    Generated,
-    PromptsDrawn,
-    ReplicaLost,
-    ReplicaStopped,
-    Resize,
-    StartReplica,
-    Stepped,
-    StopReplica,
-    Take,
-    Verified,
-)
 from streamrl.engine.systems import choose_system
+from streamrl.engine.trainer_side import LEADER
+from streamrl.record.counts import Counts, read_changes
 from streamrl.record.timeline import Timeline, read_timeline
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 
-BUSY = ("prefill", "decode", "score", "train")
+BUSY = ("prefill", "decode", "score", "train", "verify")
 IDLE = (
     "start-up",
     "failure",
@@ -60,29 +52,45 @@ IDLE = (
     "backpressure",
     "wind-down",
 )
+ROLLOUT, TRAINER, SHARED, VERIFIER = "rollout", "trainer", "shared", "verifier"
+"""Names of sides, as in `streamrl.runfile.sides`; a trainer that follows has its own."""
 
 
 class Attribution(NamedTuple):
-    """Shares of all GPU-seconds; `busy` and `idle` sum to 1, or to 0 where there are none."""
+    """Shares of GPU-seconds; `busy` and `idle` sum to 1, or to 0 where there are none."""
 
     busy: dict[str, float]
     idle: dict[str, float]
     gpu_seconds: float
 
 
-class CountChange(NamedTuple):
-    """By how much the count of `what` changes at `time`."""
+class SidesAttribution(NamedTuple):
+    """Where the GPU-seconds of all sides went, and those of each."""
 
-    time: float
-    what: str
-    by: int
+    whole: Attribution
+    sides: dict[str, Attribution]
+    """By name; all that a run shares among replicas and the leading trainer is one side, "shared"."""
 
 
 def attribute(trace: Trace, window: tuple[float, float] = (0.0, inf)) -> Attribution:
     """Attribute every GPU-second between the first and the last entry of a trace, or within `window`."""
+    return attribute_sides(trace, window).whole
+
+
+def attribute_sides(trace: Trace, window: tuple[float, float] = (0.0, inf)) -> SidesAttribution:
+    """Attribute every GPU-second as `attribute` does, of all sides together and of each."""
     timeline = read_timeline(trace)
     seconds = _sweep(trace, timeline, window)
     prefill = _prefill_seconds(trace, timeline, window)
+    return SidesAttribution(
+        whole=_shares(seconds.whole, prefill),
+        sides={name: _shares(of_side, prefill) for name, of_side in seconds.sides.items()},
+    )
+
+
+def _shares(found: dict[str, float], prefill: float) -> Attribution:
+    """Return the shares of GPU-seconds, where `prefill` of those that generate went into prefixes."""
+    seconds = dict(found)
     generating = seconds.pop("generate", 0.0)
     seconds["prefill"] = min(prefill, generating)
     seconds["decode"] = generating - seconds["prefill"]
@@ -94,256 +102,177 @@ def attribute(trace: Trace, window: tuple[float, float] = (0.0, inf)) -> Attribu
     )
 
 
-def _sweep(trace: Trace, timeline: Timeline, window: tuple[float, float]) -> dict[str, float]:
+class _Seconds(NamedTuple):
+    """GPU-seconds by activity or cause, of all sides and of each."""
+
+    whole: dict[str, float]
+    sides: dict[str, dict[str, float]]
+
+
+def _sweep(trace: Trace, timeline: Timeline, window: tuple[float, float]) -> _Seconds:
     """Add up GPU-seconds between each two instants at which anything changes."""
     run = trace.run
     is_on_policy = choose_system(run.policies).max_staleness == 0
-    counts: dict[str, int] = defaultdict(int)
-    seconds: dict[str, float] = defaultdict(float)
+    counts = Counts(run.num_trainers)
+    seconds = _Seconds(defaultdict(float), defaultdict(lambda: defaultdict(float)))
     before = 0.0
-    for time, name, by in sorted(_changes(trace, timeline), key=itemgetter(0)):
-        if time > before:
-            shares = _shared_shares if run.shares_gpus else _separate_shares
-            lasted = _within(window, before, time)
-            for activity, num_gpus in shares(counts, run, is_on_policy):
-                seconds[activity] += num_gpus * lasted
-            before = time
-        counts[name] += by
+    for change in read_changes(trace, timeline):
+        if change.time > before:
+            lasted = _within(window, before, change.time)
+            for side, activity, num_gpus in _all_shares(counts, run, is_on_policy):
+                seconds.whole[activity] += num_gpus * lasted
+                seconds.sides[side][activity] += num_gpus * lasted
+            before = change.time
+        counts.enter(change)
     return seconds
 
 
-Shares: TypeAlias = Iterator[tuple[str, int]]
-"""How many GPUs do, or wait for, what."""
+Shares: TypeAlias = Iterator[tuple[str, str, int]]
+"""Of which side how many GPUs do, or wait for, what: side, activity or cause, GPUs."""
 
 
-def _separate_shares(counts: dict[str, int], run: Run, is_on_policy: bool) -> Shares:
-    """Return what the GPUs of the replicas do, and those of the trainer."""
+def _all_shares(counts: Counts, run: Run, is_on_policy: bool) -> Shares:
+    """Yield what the GPUs of every side do."""
+    shares = _shared_shares if run.shares_gpus else _separate_shares
+    yield from shares(counts, run, is_on_policy)
+    for number, follower in enumerate(run.followers, start=1):
+        yield follower.name, _follower_activity(counts, number), follower.num_gpus
+    if run.verifier.num_gpus:
+        yield from _verifier_shares(counts, run, is_on_policy)
+
+
+def _separate_shares(counts: Counts, run: Run, is_on_policy: bool) -> Shares:
+    """Yield what the GPUs of the replicas do, and those of the leading trainer."""
     for activity, replicas in _replica_shares(counts, is_on_policy):
-        yield activity, replicas * run.rollout.tensor_parallel
-    yield _trainer_activity(counts), run.trainer.num_gpus
+        yield ROLLOUT, activity, replicas * run.rollout.tensor_parallel
+    yield TRAINER, _leader_activity(counts), run.trainer.num_gpus
 
 
-def _shared_shares(counts: dict[str, int], run: Run, is_on_policy: bool) -> Shares:
-    """Return what the GPUs do that are both the replicas' and the trainer's."""
-    generating = counts["replica generate"] * run.rollout.tensor_parallel
-    work = _trainer_work(counts)
+def _shared_shares(counts: Counts, run: Run, is_on_policy: bool) -> Shares:
+    """Yield what the GPUs do that are both the replicas' and the leading trainer's."""
+    generating = counts.run["replica generate"] * run.rollout.tensor_parallel
+    work = _work(counts, LEADER)
     if work in ("score", "train"):
         training = min(run.trainer.num_gpus, run.num_gpus - generating)
-        yield "generate", generating
-        yield work, training
-        yield "pipeline", run.num_gpus - generating - training
+        yield SHARED, "generate", generating
+        yield SHARED, work, training
+        yield SHARED, "pipeline", run.num_gpus - generating - training
         return
     for activity, replicas in _replica_shares(counts, is_on_policy):
         cause = work if work and activity == "pipeline" else activity
-        yield cause, replicas * run.rollout.tensor_parallel
-    yield _trainer_activity(counts), run.num_gpus - run.rollout.num_gpus
+        yield SHARED, cause, replicas * run.rollout.tensor_parallel
+    yield SHARED, _leader_activity(counts), run.num_gpus - run.rollout.num_gpus
 
 
-def _replica_shares(counts: dict[str, int], is_on_policy: bool) -> Iterator[tuple[str, int]]:
+# Replicas -----------------------------------------------------------------------------------------
+
+
+def _replica_shares(counts: Counts, is_on_policy: bool) -> Iterator[tuple[str, int]]:
     """Yield how many replicas do, or wait for, what."""
-    missing = max(0, counts["wanted"] - counts["replicas"])
-    yield _coming_up(counts), missing + counts["replica start-up"]
-    yield "generate", counts["replica generate"]
-    yield "sync", counts["replica sync"]
+    run = counts.run
+    missing = max(0, run["wanted"] - run["replicas"])
+    yield _coming_up(counts), missing + run["replica start-up"]
+    yield "generate", run["replica generate"]
+    yield "sync", run["replica sync"]
     yield _replica_cause(counts, is_on_policy), _num_idle(counts)
 
 
-def _replica_cause(counts: dict[str, int], is_on_policy: bool) -> str:
+def _replica_cause(counts: Counts, is_on_policy: bool) -> str:
+    run, leader = counts.run, counts.trainers[LEADER]
     is_syncing = _is_syncing(counts)
-    if not counts["has prompts"]:
+    if not run["has prompts"]:
         return "start-up"
-    if counts["waiting"] and is_syncing:
+    if leader["waiting"] and is_syncing:
         return "sync"
-    if counts["ungenerated"]:
-        if counts["replica generate"]:
+    if leader["ungenerated"]:
+        if run["replica generate"]:
             return "skew"
         return "sync" if is_syncing else _coming_up(counts)
-    if counts["unverified"] and _trainer_work(counts) is None:
+    if leader["failure"]:
+        return "failure"
+    if leader["unverified"] and _work(counts, LEADER) is None:
         return "verifier"
     if is_on_policy:
         return "pipeline"
-    return "wind-down" if counts["has last prompts"] else "staleness"
+    return "wind-down" if run["has last prompts"] else "staleness"
 
 
-def _trainer_activity(counts: dict[str, int]) -> str:
-    work = _trainer_work(counts)
+# Trainers -----------------------------------------------------------------------------------------
+
+
+def _leader_activity(counts: Counts) -> str:
+    work = _work(counts, LEADER)
     if work is not None:
         return work
-    if not counts["has prompts"]:
-        return "start-up"
-    if counts["ungenerated"]:
-        if counts["replica generate"]:
-            return "skew" if _num_idle(counts) else "pipeline"
-        return "sync" if _is_syncing(counts) else _coming_up(counts)
-    if counts["unverified"]:
-        return "verifier"
+    return _lack(counts, LEADER) or ("sync" if _is_syncing(counts) else "pipeline")
+
+
+def _follower_activity(counts: Counts, trainer: int) -> str:
+    """Return what a trainer that follows does, or waits for: complete groups, of which the leader decides."""
+    found = _work(counts, trainer) or _lack(counts, trainer)
+    if found is not None:
+        return found
+    if counts.run["has last prompts"]:
+        return "wind-down"
+    if counts.trainers[LEADER]["failure"]:
+        return "failure"
     return "sync" if _is_syncing(counts) else "pipeline"
 
 
-def _trainer_work(counts: dict[str, int]) -> str | None:
-    for activity in ("start-up", "score", "train", "checkpoint"):
-        if counts[f"trainer {activity}"]:
+def _lack(counts: Counts, trainer: int) -> str | None:
+    """Return why a trainer lacks rollouts that it could train on; None where nothing is under way for it."""
+    own = counts.trainers[trainer]
+    if not counts.run["has prompts"]:
+        return "start-up"
+    if own["ungenerated"]:
+        if counts.run["replica generate"]:
+            return "skew" if _num_idle(counts) else "pipeline"
+        return "sync" if _is_syncing(counts) else _coming_up(counts)
+    return "verifier" if own["unverified"] else None
+
+
+def _work(counts: Counts, trainer: int) -> str | None:
+    for activity in ("start-up", "score", "train", "checkpoint", "failure"):
+        if counts.trainers[trainer][activity]:
             return activity
     return None
 
 
-def _num_idle(counts: dict[str, int]) -> int:
+# Verifiers ----------------------------------------------------------------------------------------
+
+
+def _verifier_shares(counts: Counts, run: Run, is_on_policy: bool) -> Shares:
+    """Yield what the GPUs of the verifiers do: each worker has one reward at a time."""
+    busy = min(counts.run["verifying"], run.verifier.workers)
+    yield VERIFIER, "verify", busy * run.verifier.gpus_per_worker
+    idle = run.verifier.workers - busy
+    yield VERIFIER, _verifier_cause(counts, is_on_policy), idle * run.verifier.gpus_per_worker
+
+
+def _verifier_cause(counts: Counts, is_on_policy: bool) -> str:
+    if counts.run["replica generate"]:
+        return "pipeline"
+    cause = _replica_cause(counts, is_on_policy)
+    return "pipeline" if cause == "verifier" else cause
+
+
+# What several ask ---------------------------------------------------------------------------------
+
+
+def _num_idle(counts: Counts) -> int:
     """Replicas that are up and do nothing."""
-    is_up = counts["replicas"] - counts["replica start-up"]
-    return is_up - counts["replica generate"] - counts["replica sync"]
+    run = counts.run
+    is_up = run["replicas"] - run["replica start-up"]
+    return is_up - run["replica generate"] - run["replica sync"]
 
 
-def _is_syncing(counts: dict[str, int]) -> bool:
-    return bool(counts["push"] or counts["replica sync"])
+def _is_syncing(counts: Counts) -> bool:
+    return bool(counts.run["push"] or counts.run["replica sync"])
 
 
-def _coming_up(counts: dict[str, int]) -> str:
+def _coming_up(counts: Counts) -> str:
     """Say why replicas come up: once one was lost, each that starts is a replacement."""
-    return "failure" if counts["lost"] else "start-up"
-
-
-def _changes(trace: Trace, timeline: Timeline) -> Iterator[CountChange]:
-    yield from _span_changes(timeline)
-    yield from _run_changes(trace)
-    yield from _rollout_changes(trace)
-    yield CountChange(timeline.end, "end", 1)
-
-
-def _span_changes(timeline: Timeline) -> Iterator[CountChange]:
-    for spans in timeline.replicas.values():
-        for span in spans:
-            yield CountChange(span.start, f"replica {span.activity}", 1)
-            yield CountChange(span.end, f"replica {span.activity}", -1)
-    for span in timeline.trainer:
-        yield CountChange(span.start, f"trainer {span.activity}", 1)
-        yield CountChange(span.end, f"trainer {span.activity}", -1)
-    for span in timeline.link:
-        yield CountChange(span.start, "push", 1)
-        yield CountChange(span.end, "push", -1)
-
-
-def _run_changes(trace: Trace) -> Iterator[CountChange]:
-    """Which replicas there are, and whether there is anything to generate yet, or ever again."""
-    yield CountChange(0.0, "wanted", trace.run.rollout.replicas)
-    wanted = trace.run.rollout.replicas
-    for time, event, commands in trace.entries:
-        match event:
-            case PromptsDrawn():
-                yield CountChange(time, "has prompts", 1)
-                if event.step == trace.run.algorithm.steps:
-                    yield CountChange(time, "has last prompts", 1)
-            case ReplicaLost() | Failed(StartReplica()):
-                yield CountChange(time, "replicas", -1)
-                yield CountChange(time, "lost", 1)
-            case ReplicaStopped() | Failed(StopReplica()):
-                yield CountChange(time, "replicas", -1)
-            case _:
-                pass  # changes neither
-        for command in commands:
-            if isinstance(command, StartReplica):
-                yield CountChange(time, "replicas", 1)
-            elif isinstance(command, Resize):
-                yield CountChange(time, "wanted", command.num_replicas - wanted)
-                wanted = command.num_replicas
-
-
-def _rollout_changes(trace: Trace) -> Iterator[CountChange]:
-    """How many rollouts wait for a replica, and how many the coming step lacks."""
-    rollouts = _Rollouts(trace.run.algorithm.prompts_per_step)
-    for time, event, commands in trace.entries:
-        match event:
-            case PromptsDrawn():
-                for drawn in event.groups:
-                    rollouts.draw(drawn)
-            case Generated():
-                is_aborted = event.finish == "aborted"
-                rollouts.move(event.rollout, WAITING if is_aborted else UNVERIFIED)
-            case Failed(Generate(rollout)):
-                rollouts.move(rollout, WAITING)
-            case Verified():
-                rollouts.move(event.rollout, READY)
-            case Stepped():
-                rollouts.end_step()
-            case _:
-                pass  # says nothing of rollouts
-        for command in commands:
-            match command:
-                case Generate():
-                    rollouts.move(command.rollout, GENERATING)
-                case Take():
-                    rollouts.take(command.group)
-                case Drop():
-                    rollouts.forget(command.group)
-                case _:
-                    pass  # says nothing of rollouts
-        for name, by in rollouts.changes():
-            yield CountChange(time, name, by)
-
-
-WAITING, GENERATING, UNVERIFIED, READY = range(4)
-
-
-class _Rollouts:
-    """Counts rollouts by how far they are, those of the coming step apart from the others."""
-
-    def __init__(self, groups_per_step: int) -> None:
-        self._groups_per_step = groups_per_step
-        self._groups: dict[int, DrawnGroup] = {}
-        self._group: dict[int, int] = {}
-        self._stage: dict[int, int] = {}
-        self._taken: dict[int, None] = {}
-        self._coming, self._other = [0] * 4, [0] * 4
-        self._told = {"waiting": 0, "ungenerated": 0, "unverified": 0}
-
-    def draw(self, drawn: DrawnGroup) -> None:
-        self._groups[drawn.group] = drawn
-        for rollout in drawn.rollouts:
-            self._group[rollout] = drawn.group
-            self._stage[rollout] = WAITING
-        self._other[WAITING] += len(drawn.rollouts)
-
-    def move(self, rollout: int, stage: int) -> None:
-        if rollout not in self._stage:
-            return  # its group was dropped
-        counts = self._coming if self._group[rollout] in self._taken else self._other
-        counts[self._stage[rollout]] -= 1
-        counts[stage] += 1
-        self._stage[rollout] = stage
-
-    def take(self, group: int) -> None:
-        self._taken[group] = None
-        for rollout in self._groups[group].rollouts:
-            self._other[self._stage[rollout]] -= 1
-            self._coming[self._stage[rollout]] += 1
-
-    def forget(self, group: int) -> None:
-        counts = self._coming if group in self._taken else self._other
-        self._taken.pop(group, None)
-        for rollout in self._groups.pop(group).rollouts:
-            counts[self._stage.pop(rollout)] -= 1
-            del self._group[rollout]
-
-    def end_step(self) -> None:
-        for group in list(self._taken):
-            self.forget(group)
-
-    def changes(self) -> Iterator[tuple[str, int]]:
-        """Yield by how much the counts changed since the last call.
-
-        A step that takes groups only once they are complete lacks whatever is under way.
-        """
-        lacking = list(self._coming)
-        if len(self._taken) < self._groups_per_step:
-            lacking = [a + b for a, b in zip(self._coming, self._other, strict=True)]
-        counts = {
-            "waiting": self._coming[WAITING] + self._other[WAITING],
-            "ungenerated": lacking[WAITING] + lacking[GENERATING],
-            "unverified": lacking[UNVERIFIED],
-        }
-        for name, count in counts.items():
-            if count != self._told[name]:
-                yield name, count - self._told[name]
-        self._told = counts
+    return "failure" if counts.run["lost"] else "start-up"
 
 
 def _prefill_seconds(trace: Trace, timeline: Timeline, window: tuple[float, float]) -> float:

@@ -2,8 +2,10 @@
 
     process     tracks
     replicas    a thread a replica with its activities; its rollouts as overlapping (async) slices
-    trainer     score, train, checkpoint; an instant for each step; the policy version as a counter
+    trainers    a thread a trainer: score, train, checkpoint, failure; its version as a counter; an instant for each
+                step of the one that leads
     links       pushes of weights
+    verifiers   when any reward is computed, where verifiers have GPUs
 
 Format: "Trace Event Format", Google, 2016; times are microseconds.
 """
@@ -24,13 +26,18 @@ from streamrl.engine.messages import (
     RunStarted,
     Stepped,
     Train,
+    TrainerLost,
+    TrainerStarted,
 )
+from streamrl.engine.trainer_side import LEADER
 from streamrl.record.timeline import Span, read_timeline
 from streamrl.record.trace import Trace
+from streamrl.runfile.config import Run
+from streamrl.runfile.sides import trainer_names
 
 MICROSECONDS = 1e6
-REPLICAS, TRAINER, LINKS = 1, 2, 3
-PROCESSES = {REPLICAS: "replicas", TRAINER: "trainer", LINKS: "links"}
+REPLICAS, TRAINERS, LINKS, VERIFIERS = 1, 2, 3, 4
+PROCESSES = {REPLICAS: "replicas", TRAINERS: "trainers", LINKS: "links", VERIFIERS: "verifiers"}
 
 Arguments: TypeAlias = dict[str, str | int | float]
 
@@ -60,30 +67,39 @@ def chrome_trace(trace: Trace) -> bytes:
     events: list[TraceEvent] = []
     for replica, spans in timeline.replicas.items():
         events.extend(_slices(spans, REPLICAS, replica))
-    events.extend(_slices(timeline.trainer, TRAINER, 0))
+    for trainer, spans in timeline.trainers.items():
+        events.extend(_slices(spans, TRAINERS, trainer))
     events.extend(_slices(timeline.link, LINKS, 0))
+    if trace.run.verifier.num_gpus:
+        events.extend(_slices(timeline.verifier, VERIFIERS, 0))
     events.extend(_rollouts(trace))
     events.extend(_running(span for spans in timeline.rollouts.values() for span in spans))
     events.extend(_versions(trace))
     events.sort(key=attrgetter("ts"))
     return msgspec.json.encode(
         {
-            "traceEvents": [*_names(timeline.replicas), *events],
+            "traceEvents": [*_names(timeline.replicas, trace.run), *events],
             "displayTimeUnit": "ms",
             "otherData": {"system": trace.run.policies.system, "world": trace.world},
         }
     )
 
 
-def _names(replicas: Iterable[int]) -> Iterator[TraceEvent]:
-    """Name processes and threads, and keep replicas in order."""
-    for pid, name in PROCESSES.items():
+def _names(replicas: Iterable[int], run: Run) -> Iterator[TraceEvent]:
+    """Name processes and threads, and keep replicas and trainers in order."""
+    shown = {pid: name for pid, name in PROCESSES.items() if pid != VERIFIERS}
+    if run.verifier.num_gpus:
+        shown[VERIFIERS] = PROCESSES[VERIFIERS]
+        yield _metadata("thread_name", VERIFIERS, 0, {"name": "verifier"})
+    for pid, name in shown.items():
         yield _metadata("process_name", pid, 0, {"name": name})
         yield _metadata("process_sort_index", pid, 0, {"sort_index": pid})
     for replica in replicas:
         yield _metadata("thread_name", REPLICAS, replica, {"name": f"replica {replica}"})
         yield _metadata("thread_sort_index", REPLICAS, replica, {"sort_index": replica})
-    yield _metadata("thread_name", TRAINER, 0, {"name": "trainer"})
+    for trainer, name in enumerate(trainer_names(run)):
+        yield _metadata("thread_name", TRAINERS, trainer, {"name": name})
+        yield _metadata("thread_sort_index", TRAINERS, trainer, {"sort_index": trainer})
     yield _metadata("thread_name", LINKS, 0, {"name": "push"})
 
 
@@ -151,17 +167,19 @@ def _rollout(
 
 
 def _staleness(trace: Trace) -> dict[int, int]:
-    """Return how many versions each trained rollout was behind."""
+    """Return how many versions each rollout was behind when the leading trainer trained on it."""
     born: dict[int, int] = {}
     staleness: dict[int, int] = {}
     version = 0
     for _, event, commands in trace.entries:
         if isinstance(event, Generated) and event.tokens:
             born.setdefault(event.rollout, event.version)
-        elif isinstance(event, RunStarted | Stepped):
+        elif isinstance(event, Stepped | TrainerStarted) and event.trainer != LEADER:
+            pass  # no replica loads it
+        elif isinstance(event, RunStarted | Stepped | TrainerStarted):
             version = event.version
         for command in commands:
-            if isinstance(command, Train):
+            if isinstance(command, Train) and command.trainer == LEADER:
                 staleness.update((r, version - born[r]) for r in command.rollouts)
     return staleness
 
@@ -180,13 +198,23 @@ def _running(spans: Iterable[Span]) -> Iterator[TraceEvent]:
 
 def _versions(trace: Trace) -> Iterator[TraceEvent]:
     """Count policy versions, and mark what concerns the whole run."""
+    names = ["policy version", *(f"version of {name}" for name in trainer_names(trace.run)[1:])]
+    versions = [0] * len(names)
     for time, event, _ in trace.entries:
         match event:
             case RunStarted(version):
-                yield _counter("policy version", TRAINER, time, version)
-            case Stepped(version):
-                yield _counter("policy version", TRAINER, time, version)
-                yield _instant(f"step {version}", time)
+                versions[LEADER] = version
+                yield _counter(names[LEADER], TRAINERS, time, version)
+            case Stepped(version, trainer):
+                versions[trainer] = version
+                yield _counter(names[trainer], TRAINERS, time, version)
+                if trainer == LEADER:
+                    yield _instant(f"step {version}", time)
+            case TrainerStarted(trainer, version) if version != versions[trainer]:
+                versions[trainer] = version
+                yield _counter(names[trainer], TRAINERS, time, version)
+            case TrainerLost(trainer, reason):
+                yield _instant(f"{trainer_names(trace.run)[trainer]} lost: {reason}", time)
             case ReplicaLost(replica, reason):
                 yield _instant(f"replica {replica} lost: {reason}", time)
             case Failed(_, reason):
@@ -202,7 +230,7 @@ def _counter(name: str, pid: int, time: float, value: int) -> TraceEvent:
 
 
 def _instant(name: str, time: float) -> TraceEvent:
-    return TraceEvent(ph="i", name=name, pid=TRAINER, tid=0, ts=_microseconds(time), s="g")
+    return TraceEvent(ph="i", name=name, pid=TRAINERS, tid=0, ts=_microseconds(time), s="g")
 
 
 def _microseconds(seconds: float) -> float:

@@ -8,7 +8,17 @@ from statistics import mean
 
 import msgspec
 
-from streamrl.engine.messages import Drop, PromptsDrawn, RunStarted, Stepped, Train, Verified
+from streamrl.engine.messages import (
+    Drop,
+    PromptsDrawn,
+    RunStarted,
+    Skip,
+    Stepped,
+    Train,
+    TrainerLost,
+    Verified,
+)
+from streamrl.engine.trainer_side import LEADER
 from streamrl.record.trace import Trace
 from streamrl.runfile.workload_config import LengthsConfig, WorkloadConfig
 
@@ -24,7 +34,7 @@ def recorded_workload(trace: Trace, file: Path) -> WorkloadConfig:
 
 
 def informative_share(trace: Trace) -> float:
-    """Return the share of trained rollouts with a non-zero advantage, 1 where none was trained on.
+    """Return the share of rollouts trained on by the leader with a non-zero advantage, 1 where there are none.
 
     An advantage under a group's baseline is zero where all rewards of the group are equal, and one under the
     baseline of the batch before where the reward is just that: 0 in the first step of a run.
@@ -48,9 +58,10 @@ def _in_group(trace: Trace) -> Iterator[bool]:
                 )
             case _:
                 pass  # says nothing of rewards
-        for train in (command for command in commands if isinstance(command, Train)):
-            for rollout in train.rollouts:
-                yield len({rewards[other] for other in siblings[rollout]}) > 1
+        for command in commands:
+            if isinstance(command, Train) and command.trainer == LEADER:
+                for rollout in command.rollouts:
+                    yield len({rewards[other] for other in siblings[rollout]}) > 1
 
 
 def _beside_last_batch(trace: Trace) -> Iterator[bool]:
@@ -67,14 +78,21 @@ def _beside_last_batch(trace: Trace) -> Iterator[bool]:
                 rewards[rollout] = reward
             case PromptsDrawn():
                 groups.update((drawn.group, drawn.rollouts) for drawn in event.groups)
-            case Stepped():
+            case Stepped(_, trainer) if trainer == LEADER:
                 baseline, batch = mean(rewards[rollout] for rollout in batch), {}
+            case TrainerLost(trainer) if trainer == LEADER:
+                baseline, batch = None, {}  # known to its checkpoint
             case _:
                 pass  # says nothing of rewards
         for command in commands:
-            if isinstance(command, Train):
-                batch.update(dict.fromkeys(command.rollouts))
-                yield from (rewards[rollout] != baseline for rollout in command.rollouts)
-            elif isinstance(command, Drop):
-                for rollout in groups[command.group]:
-                    batch.pop(rollout, None)
+            match command:
+                case Train(rollouts, trainer) if trainer == LEADER:
+                    batch.update(dict.fromkeys(rollouts))
+                    yield from (rewards[rollout] != baseline for rollout in rollouts)
+                case Skip(trainer=trainer) if trainer != LEADER:
+                    pass  # the leader trains on it
+                case Drop(group) | Skip(group):
+                    for rollout in groups[group]:
+                        batch.pop(rollout, None)
+                case _:
+                    pass  # says nothing of the batch

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterator, Mapping
 from statistics import median
-from typing import NamedTuple
 
 import msgspec
 
 from streamrl.engine.messages import (
-    Drop,
     Failed,
-    Generated,
-    PromptsDrawn,
     ReplicaLost,
     ReplicaStopped,
     Resize,
-    RunStarted,
     StartReplica,
-    Stepped,
     StopReplica,
-    Train,
-    Verified,
 )
 from streamrl.hardware.profiles import price_of
-from streamrl.record.attribution import Attribution, attribute
+from streamrl.record.attribution import Attribution, SidesAttribution, attribute_sides
+from streamrl.record.flow import Flow, TrainerFlow, read_flow
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
-from streamrl.runfile.sides import sides_of
+from streamrl.runfile.sides import sides_of, trainer_names
 
 SECONDS_PER_HOUR = 3600.0
 TIER_OF_ACTIVITY = {"prefill": "prefill", "decode": "decode", "score": "score", "train": "train"}
+"""Operation whose tiers an activity has; what verifiers take stands in the run file."""
+TRAINING = ("score", "train")
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +48,32 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     """Dollars for a million tokens trained on."""
 
 
+class SideMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the GPU-seconds of one side went, what took none left out; both sum to 1 together."""
+
+    busy: dict[str, float]
+    """Share by activity."""
+    idle: dict[str, float]
+    """Share by cause."""
+
+
+class TrainerMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """What one trainer achieved."""
+
+    name: str
+    num_steps: int
+    step_time: float | None
+    """Median seconds of a step, the warm-up left out; None where it made none."""
+    trained: int
+    """Rollouts that its steps were made of."""
+    goodput: float
+    """Output tokens trained on a second, the warm-up left out."""
+    staleness: dict[int, int]
+    """Rollouts by how many versions of the leader they were behind its newest when trained on."""
+    lost: dict[str, int]
+    """Rollouts that it never trains on, by reason."""
+
+
 class Metrics(Speed, frozen=True, kw_only=True):
     """The figures that tables, JSON and comparisons are made of."""
 
@@ -66,28 +87,18 @@ class Metrics(Speed, frozen=True, kw_only=True):
     """Share of all GPU-seconds, by activity."""
     idle: dict[str, float]
     """Share of all GPU-seconds, by cause; `busy` and `idle` sum to 1."""
+    sides: dict[str, SideMetrics]
+    """The same of each side alone; what replicas and the leading trainer share is one, "shared"."""
     staleness: dict[int, int]
-    """Rollouts by how many versions they were behind when trained on."""
+    """Rollouts by how many versions they were behind when the leader trained on them."""
     rewards: list[float]
     """Mean reward of each step's rollouts."""
     dropped: dict[str, int]
-    """Rollouts never trained on, by reason."""
+    """Rollouts that the leader never trained on, by reason."""
+    trainers: list[TrainerMetrics]
+    """Every trainer, the one that leads first: all other figures of steps are its own."""
     tiers: dict[str, float]
-    """Share of busy seconds by where they came from: measured, composed, roofline."""
-
-
-class Flow(NamedTuple):
-    """What a trace says of its rollouts."""
-
-    stepped_at: list[float]
-    generated: list[tuple[float, int]]
-    """Instant and new tokens of each attempt."""
-    trained: list[list[int]]
-    """Rollouts of each step."""
-    tokens: dict[int, int]
-    rewards: dict[int, float]
-    staleness: Counter[int]
-    dropped: Counter[str]
+    """Share of busy seconds, but those of verifiers, by where they came from: measured, composed, roofline."""
 
 
 def measure(trace: Trace) -> Metrics:
@@ -97,17 +108,19 @@ def measure(trace: Trace) -> Metrics:
         ValueError: the trace has no finished step.
     """
     speed, flow = _measure_speed(trace)
-    shares = attribute(trace)
+    shares, leader = attribute_sides(trace), flow.leader
     return Metrics(
         world=trace.world,
         num_steps=len(speed.step_times),
         total_time=trace.entries[-1].time,
         num_gpus={side.name: side.num_gpus for side in sides_of(trace.run)},
-        busy=shares.busy,
-        idle=shares.idle,
-        staleness=dict(sorted(flow.staleness.items())),
-        rewards=[_mean([flow.rewards[r] for r in rollouts]) for rollouts in flow.trained],
-        dropped=dict(flow.dropped),
+        busy=shares.whole.busy,
+        idle=shares.whole.idle,
+        sides={name: _side(of_side) for name, of_side in shares.sides.items()},
+        staleness=dict(sorted(leader.staleness.items())),
+        rewards=[_mean([flow.rewards[r] for r in rollouts]) for rollouts in leader.trained],
+        dropped=dict(leader.lost),
+        trainers=list(_trainers(trace.run, flow)),
         tiers=_tiers(trace, shares),
         **msgspec.structs.asdict(speed),
     )
@@ -124,29 +137,62 @@ def measure_speed(trace: Trace) -> Speed:
 
 def _measure_speed(trace: Trace) -> tuple[Speed, Flow]:
     flow = read_flow(trace)
-    if not flow.stepped_at:
+    run, leader = trace.run, flow.leader
+    if not leader.stepped_at:
         raise ValueError("the trace has no finished step, so there is nothing to measure")
-    run = trace.run
-    step_times = [b - a for a, b in zip([0.0, *flow.stepped_at], flow.stepped_at, strict=False)]
-    warm_up = min(run.warm_up_steps, len(step_times) - 1)
-    began = flow.stepped_at[warm_up - 1] if warm_up else 0.0
-    span = flow.stepped_at[-1] - began
-    trained = [rollout for rollouts in flow.trained[warm_up:] for rollout in rollouts]
-    goodput = sum(flow.tokens[rollout] for rollout in trained) / span
+    step_times = leader.step_times()
+    warm_up = num_warm_up(run, leader)
+    began = leader.stepped_at[warm_up - 1] if warm_up else 0.0
+    ended = leader.stepped_at[-1]
+    span = ended - began
+    trained = leader.trained[warm_up:]
+    goodput = flow.num_tokens(trained) / span
     step_time = _typical_time(run, step_times[warm_up:])
-    dollars = dollars_per_second(run, mean_replicas(trace, began, flow.stepped_at[-1]))
-    made = sum(tokens for time, tokens in flow.generated if began < time <= flow.stepped_at[-1])
+    dollars = dollars_per_second(run, mean_replicas(trace, began, ended))
+    made = sum(tokens for time, tokens in flow.generated if began < time <= ended)
     speed = Speed(
         step_time=step_time,
         mean_step_time=_mean(step_times[warm_up:]),
         step_times=step_times,
         throughput=made / span,
         goodput=goodput,
-        samples_per_second=len(trained) / span,
+        samples_per_second=sum(map(len, trained)) / span,
         cost_per_step=step_time * dollars,
         cost_per_million_tokens=dollars / goodput * 1e6 if goodput else 0.0,
     )
     return speed, flow
+
+
+def num_warm_up(run: Run, trainer: TrainerFlow) -> int:
+    """Return the steps that figures leave out; the last one never is."""
+    return min(run.warm_up_steps, len(trainer.stepped_at) - 1)
+
+
+def _trainers(run: Run, flow: Flow) -> Iterator[TrainerMetrics]:
+    """Yield the figures of every trainer, each over its own time."""
+    for name, trainer in zip(trainer_names(run), flow.trainers, strict=True):
+        step_time, goodput = None, 0.0
+        if trainer.stepped_at:
+            warm_up = num_warm_up(run, trainer)
+            began = trainer.stepped_at[warm_up - 1] if warm_up else 0.0
+            step_time = median(trainer.step_times()[warm_up:])
+            goodput = flow.num_tokens(trainer.trained[warm_up:]) / (trainer.stepped_at[-1] - began)
+        yield TrainerMetrics(
+            name=name,
+            num_steps=len(trainer.stepped_at),
+            step_time=step_time,
+            trained=sum(map(len, trainer.trained)),
+            goodput=goodput,
+            staleness=dict(sorted(trainer.staleness.items())),
+            lost=dict(trainer.lost),
+        )
+
+
+def _side(shares: Attribution) -> SideMetrics:
+    return SideMetrics(
+        busy={name: share for name, share in shares.busy.items() if share},
+        idle={name: share for name, share in shares.idle.items() if share},
+    )
 
 
 def _typical_time(run: Run, step_times: list[float]) -> float:
@@ -192,54 +238,32 @@ def mean_replicas(trace: Trace, start: float, end: float) -> float:
     return seconds / (end - start)
 
 
-def read_flow(trace: Trace) -> Flow:
-    """Follow every rollout from its tokens to the step that trained on it."""
-    flow = Flow([], [], [[]], {}, {}, Counter(), Counter())
-    born: dict[int, int] = {}
-    groups: dict[int, tuple[int, ...]] = {}
-    version = 0
-    for time, event, commands in trace.entries:
-        match event:
-            case RunStarted():
-                version = event.version
-            case Generated():
-                new = event.tokens - flow.tokens.get(event.rollout, 0)
-                flow.generated.append((time, new))
-                flow.tokens[event.rollout] = event.tokens
-                if new:
-                    born.setdefault(event.rollout, event.version)
-            case Verified():
-                flow.rewards[event.rollout] = event.reward
-            case Stepped():
-                flow.staleness.update(version - born[rollout] for rollout in flow.trained[-1])
-                version = event.version
-                flow.stepped_at.append(time)
-                flow.trained.append([])
-            case PromptsDrawn():
-                groups.update((drawn.group, drawn.rollouts) for drawn in event.groups)
-            case _:
-                pass  # says nothing of rollouts
-        for command in commands:
-            if isinstance(command, Train):
-                flow.trained[-1].extend(command.rollouts)
-            elif isinstance(command, Drop):
-                flow.dropped[command.reason] += len(groups[command.group])
-    flow.trained.pop()
-    return flow
-
-
-def _tiers(trace: Trace, shares: Attribution) -> dict[str, float]:
-    """Weigh the tier of each activity with its share of the busy seconds."""
+def _tiers(trace: Trace, shares: SidesAttribution) -> dict[str, float]:
+    """Weigh the tier of each operation with its share of the busy seconds."""
     if trace.world == "real":
         return {"measured": 1.0}
-    busy = sum(shares.busy.values()) or 1.0
     tiers: dict[str, float] = {}
-    for activity, operation in TIER_OF_ACTIVITY.items():
+    weights = dict(_weights(trace.run, shares))
+    busy = sum(weights.values()) or 1.0
+    for operation, weight in weights.items():
         found = trace.facts[operation]
-        assert isinstance(found, dict), f"a simulation gives shares of tiers for {operation}"
+        assert isinstance(found, Mapping), f"a simulation gives shares of tiers for {operation}"
         for tier, share in found.items():
-            tiers[tier] = tiers.get(tier, 0.0) + share * shares.busy[activity] / busy
+            tiers[tier] = tiers.get(tier, 0.0) + share * weight / busy
     return tiers
+
+
+def _weights(run: Run, shares: SidesAttribution) -> Iterator[tuple[str, float]]:
+    """Yield each operation with its share of all GPU-seconds; trainers that follow have costs of their own."""
+    others = dict.fromkeys(TRAINING, 0.0)
+    for follower in run.followers:
+        of_side = shares.sides[follower.name]
+        part = of_side.gpu_seconds / (shares.whole.gpu_seconds or 1.0)
+        own = {activity: part * of_side.busy[activity] for activity in TRAINING}
+        others = {activity: others[activity] + own[activity] for activity in TRAINING}
+        yield f"train {follower.name}", sum(own.values())
+    for activity, operation in TIER_OF_ACTIVITY.items():
+        yield operation, shares.whole.busy[activity] - others.get(activity, 0.0)
 
 
 def _mean(values: list[float]) -> float:

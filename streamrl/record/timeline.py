@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from math import inf
 from typing import NamedTuple
 
 from streamrl.engine.messages import (
@@ -24,10 +25,14 @@ from streamrl.engine.messages import (
     Stepped,
     Train,
     Trained,
+    TrainerLost,
     TrainerStarted,
+    Verified,
+    Verify,
     WeightsLoaded,
     WeightsPushed,
 )
+from streamrl.engine.trainer_side import TrainerCommand
 from streamrl.record.trace import Entry, Trace
 
 TRAINER_WORK: dict[type, str] = {
@@ -45,7 +50,7 @@ class Span(NamedTuple):
     start: float
     end: float
     activity: str
-    """start-up, generate, sync, score, train, checkpoint or push."""
+    """start-up, generate, sync, score, train, checkpoint, failure, push or verify."""
     label: str = ""
 
 
@@ -54,8 +59,11 @@ class Timeline(NamedTuple):
 
     replicas: dict[int, list[Span]]
     """generate where a rollout ran, sync where weights were loaded, start-up; gaps are idle."""
-    trainer: list[Span]
+    trainers: dict[int, list[Span]]
+    """failure from a trainer's loss until it is up again, or from what no retry mends to the end; gaps are idle."""
     link: list[Span]
+    verifier: list[Span]
+    """verify while any reward is computed."""
     rollouts: dict[int, list[Span]]
     """By replica: one span an attempt, labelled with its rollout; they overlap."""
     prefills: dict[int, list[Span]]
@@ -87,10 +95,13 @@ class _Reader:
         self._starts: dict[int, Span] = {}
         self._starting: dict[int, float] = {}
         self._lost: dict[int, float] = {}
-        self._trainer: list[Span] = []
+        self._trainers: dict[int, list[Span]] = {}
+        self._work: dict[int, Span] = {}
         self._link: list[Span] = []
-        self._work: tuple[Command, float] | None = None
         self._pushed_at = 0.0
+        self._verifier: list[Span] = []
+        self._num_verifying = 0
+        self._verifying_since = 0.0
 
     def read(self, entry: Entry) -> None:
         self._end(entry)
@@ -102,8 +113,10 @@ class _Reader:
             self._end_attempt(rollout, end)
         for replica, start in self._starting.items():
             self._starts[replica] = Span(start, self._lost.get(replica, end), "start-up")
-        if self._work is not None:
-            self._end_work(end)
+        for trainer in list(self._work):
+            self._end_work(trainer, end)
+        if self._num_verifying:
+            self._verifier.append(Span(self._verifying_since, end, "verify"))
         replicas = {
             replica: [self._starts[replica], *self._activity(replica)]
             for replica in sorted(self._starts)
@@ -112,7 +125,15 @@ class _Reader:
             replica: _subtract(_union(spans), self._loads[replica])
             for replica, spans in self._prefills.items()
         }
-        return Timeline(replicas, self._trainer, self._link, dict(self._rollouts), prefills, end)
+        return Timeline(
+            replicas=replicas,
+            trainers=self._trainers,
+            link=self._link,
+            verifier=self._verifier,
+            rollouts=dict(self._rollouts),
+            prefills=prefills,
+            end=end,
+        )
 
     def _begin(self, command: Command, now: float) -> None:
         match command:
@@ -123,7 +144,11 @@ class _Reader:
             case PushWeights():
                 self._pushed_at = now
             case StartTrainer() | Score() | Train() | Step() | SaveCheckpoint():
-                self._work = (command, now)
+                self._begin_work(command, now)
+            case Verify():
+                self._num_verifying += 1
+                if self._num_verifying == 1:
+                    self._verifying_since = now
             case _:
                 pass  # takes no resource's time
 
@@ -145,17 +170,29 @@ class _Reader:
             case WeightsPushed():
                 self._link.append(Span(self._pushed_at, now, "push", f"v{event.version}"))
             case TrainerStarted() | Scored() | Trained() | Stepped() | CheckpointSaved():
-                self._end_work(now)
+                self._end_work(event.trainer, now)
+            case TrainerLost():
+                self._lose_trainer(event.trainer, event.reason, now)
+            case Verified():
+                self._end_verify(now)
             case _:
                 pass  # ends nothing that takes a resource's time
 
     def _end_failed(self, command: Command, now: float) -> None:
-        if isinstance(command, Generate):
-            self._end_attempt(command.rollout, now)
-        elif isinstance(command, StartReplica):
-            self._lost[command.replica] = now
-        elif self._work is not None and isinstance(command, tuple(TRAINER_WORK)):
-            self._end_work(now)
+        match command:
+            case Generate(rollout):
+                self._end_attempt(rollout, now)
+            case StartReplica(replica):
+                self._lost[replica] = now
+            case PushWeights(version):
+                self._link.append(Span(self._pushed_at, now, "push", f"v{version}"))
+            case Verify():
+                self._end_verify(now)
+            case StartTrainer() | Score() | Train() | Step() | SaveCheckpoint():
+                if command.trainer in self._work:  # else it is lost and up again
+                    self._lose_trainer(command.trainer, type(command).__name__, now)
+            case _:
+                pass  # took no resource's time
 
     def _end_attempt(
         self, rollout: int, now: float, run_time: float | None = None, prefill_time: float = 0.0
@@ -169,11 +206,29 @@ class _Reader:
         if prefill_time > 0:
             self._prefills[replica].append(Span(start, min(start + prefill_time, end), "prefill"))
 
-    def _end_work(self, now: float) -> None:
-        assert self._work is not None
-        command, start = self._work
-        self._trainer.append(Span(start, now, TRAINER_WORK[type(command)], _label(command)))
-        self._work = None
+    def _begin_work(self, command: TrainerCommand, now: float) -> None:
+        """A lost trainer that is started again stays in its failure until it is up."""
+        self._trainers.setdefault(command.trainer, [])
+        if command.trainer not in self._work:
+            activity = TRAINER_WORK[type(command)]
+            self._work[command.trainer] = Span(now, inf, activity, _label(command))
+
+    def _end_work(self, trainer: int, now: float) -> None:
+        self._trainers[trainer].append(self._work.pop(trainer)._replace(end=now))
+
+    def _lose_trainer(self, trainer: int, reason: str, now: float) -> None:
+        """What it did ends, and a failure begins; what was lost with it tells of its own end later."""
+        work = self._work.get(trainer)
+        if work is not None and work.activity == "failure":
+            return
+        if work is not None:
+            self._end_work(trainer, now)
+        self._work[trainer] = Span(now, inf, "failure", reason)
+
+    def _end_verify(self, now: float) -> None:
+        self._num_verifying -= 1
+        if not self._num_verifying and now > self._verifying_since:
+            self._verifier.append(Span(self._verifying_since, now, "verify"))
 
     def _activity(self, replica: int) -> list[Span]:
         """Where the replica loaded weights, and where else a rollout ran on it."""
@@ -182,7 +237,7 @@ class _Reader:
         return sorted([*loads, *_subtract(running, loads)])
 
 
-def _label(command: Command) -> str:
+def _label(command: TrainerCommand) -> str:
     match command:
         case Step(version):
             return f"step {version}"

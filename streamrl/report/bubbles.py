@@ -9,7 +9,8 @@ import msgspec
 from rich.table import Table
 
 from streamrl.record.attribution import IDLE, attribute
-from streamrl.record.metrics import dollars_per_second, mean_replicas, measure, read_flow
+from streamrl.record.flow import read_flow
+from streamrl.record.metrics import dollars_per_second, mean_replicas, measure
 from streamrl.record.trace import Trace
 from streamrl.report.run_tables import format_dollars, format_share
 
@@ -53,8 +54,7 @@ def read_bubbles(name: str, trace: Trace, steps: tuple[int, int]) -> Bubbles:
     window, count = (ended_at[first - 1], ended_at[last]), last - first + 1
     seconds = window[1] - window[0]
     shares = attribute(trace, window)
-    trained = [rollout for rollouts in flow.trained[first - 1 : last] for rollout in rollouts]
-    goodput = sum(flow.tokens[rollout] for rollout in trained) / seconds
+    goodput = flow.num_tokens(flow.leader.trained[first - 1 : last]) / seconds
     dollars = dollars_per_second(trace.run, mean_replicas(trace, *window))
     return Bubbles(
         name=name,

@@ -22,6 +22,8 @@ RATIOS = (
     "cost_per_million_tokens",
 )
 BAR_WIDTH = 24  # characters of a share of 100 %
+TWO_SIDES = ("rollout", "trainer")
+"""Sides of a run that the shares of all GPU-seconds say enough of."""
 NUM_REWARDS = 5  # shown from the start and from the end of a run
 
 
@@ -33,6 +35,10 @@ def metrics_table(metrics: Metrics) -> Table:
     table.add_column(overflow="fold")
     for name, value, note in _summary(metrics):
         table.add_row(name, value, note)
+    if len(metrics.trainers) > 1:
+        table.add_row()
+        for row in _trainer_rows(metrics):
+            table.add_row(*row)
     table.add_row()
     for title, shares, colour in (
         ("busy", metrics.busy, "green"),
@@ -42,6 +48,10 @@ def metrics_table(metrics: Metrics) -> Table:
         for name, share in shares.items():
             if share > 0:
                 table.add_row(f"  {name}", format_share(share), f"[{colour}]{_bar(share)}[/]")
+    if len(metrics.sides) > len(TWO_SIDES):
+        table.add_row()
+        for row in _side_rows(metrics):
+            table.add_row(*row)
     return table
 
 
@@ -161,6 +171,29 @@ def _summary(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
         yield "mean reward", f"{metrics.rewards[-1]:.3f}", _ends(metrics.rewards)
     for reason, count in metrics.dropped.items():
         yield "dropped rollouts", f"{count:,}", reason
+
+
+def _trainer_rows(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
+    """Yield a row for each trainer: its seconds a step, and what it made of the rollouts."""
+    yield "trainers", str(len(metrics.trainers)), "the first leads: figures above are its own"
+    for trainer in metrics.trainers:
+        step_time = "-" if trainer.step_time is None else format_duration(trainer.step_time)
+        parts = [f"{trainer.num_steps:,} steps", f"{trainer.trained:,} rollouts trained"]
+        parts += [f"{format_count(trainer.goodput)} tokens/s"]
+        parts += [f"staleness {_mean_staleness(trainer.staleness)}"]
+        parts += [f"{count:,} lost: {reason}" for reason, count in trainer.lost.items()]
+        yield f"  {trainer.name}", step_time, ", ".join(parts)
+
+
+def _side_rows(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
+    """Yield a row for each side: how much of its GPU-seconds is busy, and what it does and waits for."""
+    yield "sides", "busy", "of the side's own GPU-seconds"
+    for name, side in metrics.sides.items():
+        idle = {f"idle: {cause}": share for cause, share in side.idle.items()}
+        parts = [
+            f"{what} {format_share(share, 0)}" for what, share in {**side.busy, **idle}.items()
+        ]
+        yield f"  {name}", format_share(sum(side.busy.values())), ", ".join(parts)
 
 
 def _mean_staleness(staleness: Mapping[int, int]) -> str:

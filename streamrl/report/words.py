@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from streamrl.report.plan import SHORT, Side
 from streamrl.runfile.config import Run
+from streamrl.runfile.sides_config import TrainerConfig
 
 NBSP = "\N{NO-BREAK SPACE}"
 CENTS_MATTER = 0.1  # dollars from which two digits behind the point are enough
 CAUSES = {
-    "start-up": "a replica or the trainer is coming up",
-    "failure": "a lost replica is being replaced",
+    "start-up": "a replica or a trainer is coming up",
+    "failure": "a lost replica is being replaced, or a lost trainer is coming up again",
     "sync": "weights are on their way or being loaded",
     "skew": "the longest rollouts of a step still run while other replicas are done (stragglers)",
     "pipeline": "one side waits for the work of the other",
     "staleness": "generation is as far ahead of training as it may be",
     "verifier": "rewards are being computed",
-    "checkpoint": "the trainer writes a checkpoint",
+    "checkpoint": "a trainer writes a checkpoint",
     "backpressure": "there is no room for finished rollouts",
     "wind-down": "nothing is left to generate at the end of the run; a longer run has less of it",
 }
@@ -27,6 +29,7 @@ ACTIVITIES = {
     "decode": "generating tokens",
     "score": "forward passes of critic and reference",
     "train": "forward and backward passes, and the optimizer",
+    "verify": "computing rewards, on GPUs of the verifiers' own",
 }
 TIERS = {
     "measured": "this model was timed on this hardware",
@@ -39,7 +42,7 @@ GLOSSARY = {
     "tokens trained on": "output tokens of rollouts that went into an update; what the money is for",
     "goodput": "tokens trained on per second",
     "replica": "one copy of the model that generates, with its GPUs",
-    "trainer": "the GPUs that compute updates",
+    "trainer": "the GPUs that compute updates; of several, the first leads, and the others learn from the same rollouts",
     "weight sync": "sending updated weights to the replicas",
     "staleness": "how many updates a rollout lags behind the weights it is used to train",
     "TP, PP, DP, EP": (
@@ -107,17 +110,37 @@ def tiers_text(tiers: Mapping[str, float] | None) -> str:
     return ", ".join(found)
 
 
-def sides_of(run: Run) -> tuple[Side, Side]:
-    """Return who generates and who trains in a run file, as a plan says it."""
-    sides = []
-    for section, keys in (
-        (run.rollout, ("replicas", "tensor_parallel", "expert_parallel")),
-        (run.trainer, (*SHORT, "micro_batch", "offload")),
-    ):
-        gpu = run.cluster.pools[section.pool].gpu
-        degrees = {key: int(getattr(section, key)) for key in keys}
-        sides.append(Side(pool=section.pool, gpu=gpu, num_gpus=section.num_gpus, degrees=degrees))
-    return sides[0], sides[1]
+class Team(NamedTuple):
+    """Who generates and who trains, as a plan says it, and who else works beside them."""
+
+    rollout: Side
+    trainer: Side
+    others: dict[str, Side]
+    """By what it does, as a sentence has it."""
+
+
+def team_of(run: Run) -> Team:
+    """Return all sides of a run file: a plan has the first two."""
+    rollout, keys = run.rollout, ("replicas", "tensor_parallel", "expert_parallel")
+    others = {f"train {each.name}": _trainer_side(run, each) for each in run.followers}
+    if run.verifier.pool is not None and run.verifier.num_gpus:
+        others["verify"] = _side(run, run.verifier.pool, run.verifier.num_gpus, {})
+    return Team(
+        _side(
+            run, rollout.pool, rollout.num_gpus, {key: int(getattr(rollout, key)) for key in keys}
+        ),
+        _trainer_side(run, run.trainer),
+        others,
+    )
+
+
+def _trainer_side(run: Run, trainer: TrainerConfig) -> Side:
+    degrees = {key: int(getattr(trainer, key)) for key in (*SHORT, "micro_batch", "offload")}
+    return _side(run, trainer.pool, trainer.num_gpus, degrees)
+
+
+def _side(run: Run, pool: str, num_gpus: int, degrees: dict[str, int]) -> Side:
+    return Side(pool=pool, gpu=run.cluster.pools[pool].gpu, num_gpus=num_gpus, degrees=degrees)
 
 
 def gpus_text(side: Side) -> str:
@@ -140,22 +163,25 @@ def split_text(side: Side) -> str:
     return (split or "one GPU") + offload
 
 
-def rent_text(rollout: Side, trainer: Side, system: str) -> str:
+def rent_text(team: Team, system: str) -> str:
     """Say what is rented, for a sentence: "8 H20 to generate and 8 H800 to train"."""
+    rollout, trainer, others = team
+    rest = [f"{gpus_text(side)} to {what}" for what, side in others.items()]
     if system == "colocated":
         most = max(rollout, trainer, key=lambda side: side.num_gpus)
-        return f"{gpus_text(most)} to generate and train in turn"
-    return f"{gpus_text(rollout)} to generate and {gpus_text(trainer)} to train"
+        return listing([f"{gpus_text(most)} to generate and train in turn", *rest])
+    return listing([f"{gpus_text(rollout)} to generate", f"{gpus_text(trainer)} to train", *rest])
 
 
-def what_text(rollout: Side, trainer: Side, system: str) -> str:
-    """Say who generates, who trains and in which mode, for a table."""
-    if system == "colocated":
-        return (
-            f"{gpus_text(rollout)} generate ({split_text(rollout)}) and train ({split_text(trainer)}), "
-            f"{system}"
-        )
-    return (
-        f"{gpus_text(rollout)} generate ({split_text(rollout)}), {gpus_text(trainer)} train "
-        f"({split_text(trainer)}), {system}"
-    )
+def what_text(team: Team, system: str) -> str:
+    """Say who generates, who trains, who else does what and in which mode, for a table."""
+    rollout, trainer, others = team
+    between = " and" if system == "colocated" else f", {gpus_text(trainer)}"
+    parts = [
+        f"{gpus_text(rollout)} generate ({split_text(rollout)}){between} train ({split_text(trainer)})"
+    ]
+    parts += [
+        f"{gpus_text(side)} {what}" + (f" ({split_text(side)})" if side.degrees else "")
+        for what, side in others.items()
+    ]
+    return ", ".join([*parts, system])

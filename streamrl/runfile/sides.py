@@ -67,6 +67,11 @@ def sides_of(run: Run) -> list[Side]:
     return [side for side in found if side.num_gpus]
 
 
+def trainer_names(run: Run) -> list[str]:
+    """Return what reports call each trainer, the one that leads first."""
+    return ["trainer", *(follower.name for follower in run.followers)]
+
+
 def gpus_used(run: Run, pool: str) -> int:
     """Return the GPUs of a pool that a run has work for."""
     return sum(side.num_gpus for side in sides_of(run) if side.pool == pool)

@@ -12,6 +12,7 @@ from streamrl.record.trace import Trace
 from streamrl.report.plan import Plan
 from streamrl.report.words import dollars, listing, percent, tiers_text
 from streamrl.runfile.config import Run
+from streamrl.runfile.trainers import trainer_key
 from streamrl.runfile.units import Bandwidth
 from streamrl.runfile.workload_config import LengthsConfig, LengthsKind
 
@@ -76,6 +77,12 @@ def _of_work(run: Run, model: ModelShape) -> Iterator[Assumption]:
     passes += ["reference"] if algorithm.has_reference else []
     value = f"{algorithm.name.upper()} ({listing(passes)}), {batch} a step, {algorithm.steps} steps"
     yield Assumption("algorithm", value, f"{RUN_FILE}: algorithm")
+    for number, follower in enumerate(run.followers, start=1):
+        own = run.as_seen_by(number).algorithm
+        value = f"{own.name.upper()}, {own.prompts_per_step:,} prompts a step, in its own time"
+        yield Assumption(
+            f"algorithm of {follower.name}", value, f"{RUN_FILE}: {trainer_key(number)}"
+        )
     lengths = run.workload.lengths
     if lengths is not None:
         value = f"{KINDS[lengths.kind]} {lengths.source}"
@@ -127,6 +134,10 @@ def tiers_by_operation(trace: Trace) -> Iterator[tuple[str, str]]:
         shares = trace.facts.get(operation)
         if isinstance(shares, Mapping):
             yield name, tiers_text(shares)
+    for follower in trace.run.followers:
+        shares = trace.facts.get(f"train {follower.name}")
+        if isinstance(shares, Mapping):
+            yield f"forward and backward passes of {follower.name}", tiers_text(shares)
 
 
 def sources_of_seconds(trace: Trace) -> list[str]:

@@ -75,7 +75,7 @@ def step_section(options: Sequence[Option]) -> PageSection:
     shown = found[:MOST_STEPS]
     longest = max(_step_time(run) for _, run in shown)
     section.text.append(
-        "Each row is a replica, the trainer, or the link that carries weights; the darker the blue, the more rollouts run "
+        "Each row is a replica, a trainer, the link that carries weights, or verifiers with GPUs; the darker the blue, the more rollouts run "
         "at once. The line at the right is the step's end."
     )
     if len(shown) > 1:

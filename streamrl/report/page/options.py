@@ -13,7 +13,7 @@ from streamrl.record.metrics import SECONDS_PER_HOUR, dollars_per_second
 from streamrl.report.page.band import Band
 from streamrl.report.page.sources import PlanMade, RecordedRun, Sources
 from streamrl.report.plan import Choice
-from streamrl.report.words import rent_text, sides_of, what_text
+from streamrl.report.words import Team, rent_text, team_of, what_text
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import encode_run
 
@@ -144,7 +144,7 @@ def _of_choice(
     value: float,
 ) -> Option:
     """Describe a choice whose objective is `value`: in the median of its seeds, or as far behind as on those of both."""
-    system = str(choice.settings["policies.system"])
+    team, system = Team(choice.rollout, choice.trainer, {}), str(choice.settings["policies.system"])
     per_second = choice.dollars_per_hour / SECONDS_PER_HOUR
     objective = made.plan.objective.name
     is_cost = objective == "cost-per-million-tokens"
@@ -153,8 +153,8 @@ def _of_choice(
     return Option(
         name=name,
         kind=kind,
-        what=what_text(choice.rollout, choice.trainer, system),
-        rent=rent_text(choice.rollout, choice.trainer, system),
+        what=what_text(team, system),
+        rent=rent_text(team, system),
         config={**flatten(made.run, made.inputs), **choice.settings},
         world="simulated",
         step_time=choice.median_step_time,
@@ -173,12 +173,12 @@ def _of_choice(
 
 def _of_run(run: RecordedRun) -> Option:
     metrics, config = run.metrics, run.trace.run
-    sides, system = sides_of(config), config.policies.system
+    team, system = team_of(config), config.policies.system
     return Option(
         name=run.name,
         kind="run",
-        what=what_text(*sides, system),
-        rent=rent_text(*sides, system),
+        what=what_text(team, system),
+        rent=rent_text(team, system),
         config=flatten(config, run.inputs),
         world="executed" if metrics.world == "real" else "simulated",
         step_time=metrics.step_time,

@@ -1,4 +1,4 @@
-"""Some steps of a run: what every replica, the trainer and the link did when."""
+"""Some steps of a run: what every replica, every trainer, the link and the verifiers did when."""
 
 from __future__ import annotations
 
@@ -10,13 +10,23 @@ from typing import NamedTuple
 
 import numpy as np
 
+from streamrl.engine.trainer_side import LEADER
 from streamrl.record.metrics import Metrics
 from streamrl.record.timeline import Span, Timeline, read_timeline
 from streamrl.record.trace import Trace
-from streamrl.report.pictures.drawing import SMALL, Drawing, Picture, scale, ticks, width_of
+from streamrl.report.pictures.drawing import (
+    SMALL,
+    Drawing,
+    Picture,
+    scale,
+    shortened,
+    ticks,
+    width_of,
+)
 from streamrl.report.pictures.style import LEVELS
 from streamrl.report.words import percent, seconds
 from streamrl.runfile.config import Run
+from streamrl.runfile.sides import trainer_names
 
 WIDTH = 900.0
 LEFT, RIGHT, TOP = 88.0, 12.0, 20.0
@@ -26,7 +36,7 @@ ROW, HIGHEST, ROOM = (
     24.0,
     192.0,
 )  # of a replica's row: least, most, and of all where they are few
-LANE, BELOW = 16.0, 22.0  # of the trainer's and the link's row, and from one to the next
+LANE, BELOW = 16.0, 22.0  # of the row of a trainer or the link, and from one to the next
 COLUMNS = 320  # samples of the running count over a step
 SHORTEST = 1.2  # width of a span that would vanish
 Steps = tuple[int, int]
@@ -70,7 +80,8 @@ def timeline_picture(
     """
     window, timeline = _window(metrics, steps, longest), read_timeline(trace)
     shown = _evenly(list(timeline.replicas), MOST_ROWS)
-    words = list(step_words(timeline, window))
+    lanes = lanes_of(trace.run, timeline)
+    words = list(step_words(trace.run, timeline, window))
     if hidden := len(timeline.replicas) - len(shown):
         words.append(f"{hidden} of {len(timeline.replicas)} replicas are not drawn.")
     title = f"{label}: {_steps_text(window, metrics)}"
@@ -78,14 +89,16 @@ def timeline_picture(
     height = min(HIGHEST, max(ROW, ROOM / max(1, len(shown))))
     _draw_replicas(drawing, trace, timeline, shown, window, height)
     bottom = TOP + len(shown) * height + 8
-    for row, spans in (("trainer", timeline.trainer), ("link", timeline.link)):
+    for row, spans in lanes.items():
         _draw_lane(drawing, window, bottom, LANE)
         _draw_spans(drawing, spans, window, bottom, LANE)
-        drawing.text(LEFT - 8, bottom + 12, row, "small", "end")
+        drawing.text(LEFT - 8, bottom + 12, shortened(row, LEFT - 8), "small", "end")
         bottom += BELOW
     _draw_time(drawing, window, longest or window.seconds, bottom)
     drawing.height = bottom + 40
-    return Picture(drawing, drawing.description, _legend(timeline))
+    return Picture(
+        drawing, drawing.description, _legend([*timeline.replicas.values(), *lanes.values()])
+    )
 
 
 def typical_step(metrics: Metrics, warm_up: int) -> int:
@@ -113,7 +126,18 @@ def _steps_text(window: Window, metrics: Metrics) -> str:
     return f"{which} of {metrics.num_steps}, {took}"
 
 
-def step_words(timeline: Timeline, window: Window) -> Iterator[str]:
+def lanes_of(run: Run, timeline: Timeline) -> dict[str, list[Span]]:
+    """Return by name what is drawn below the replicas: each trainer, the link, and verifiers that have GPUs."""
+    lanes = {
+        name: timeline.trainers.get(trainer, []) for trainer, name in enumerate(trainer_names(run))
+    }
+    lanes["link"] = timeline.link
+    if run.verifier.num_gpus:
+        lanes["verifier"] = timeline.verifier
+    return lanes
+
+
+def step_words(run: Run, timeline: Timeline, window: Window) -> Iterator[str]:
     """Say in sentences how busy each resource was."""
     took = window.seconds
     shares = [_within(spans, window, "generate") / took for spans in timeline.replicas.values()]
@@ -121,26 +145,38 @@ def step_words(timeline: Timeline, window: Window) -> Iterator[str]:
         least, most = percent(min(shares)), percent(max(shares))
         these = "this step's" if len(window.ends) == 1 else "these steps'"
         yield f"Of {these} {seconds(took)}, replicas generate {least} to {most} each."
-    done = sorted({s.activity for s in timeline.trainer if _is_seen(s, window)})
-    busy = {name: _within(timeline.trainer, window, name) / took for name in done}
-    idle = max(0.0, round(1 - sum(busy.values()), 9))
-    parts = [f"{name} {percent(share)}" for name, share in busy.items()]
-    yield f"The trainer's time: {', '.join([*parts, f'idle {percent(idle)}'])}."
+    for trainer, name in enumerate(trainer_names(run)):
+        shares_of = _shares_of(timeline.trainers.get(trainer, []), window)
+        yield (
+            f"The time of {name}: {shares_of}." if trainer else f"The trainer's time: {shares_of}."
+        )
+    if run.verifier.num_gpus:
+        share = _within(timeline.verifier, window, "verify") / took
+        yield f"Rewards are being computed for {percent(share)} of the time."
     yield f"The link carries weights for {seconds(_within(timeline.link, window, 'push'))}."
 
 
+def _shares_of(spans: Sequence[Span], window: Window) -> str:
+    """Say what a trainer does for how much of the window."""
+    done = sorted({span.activity for span in spans if _is_seen(span, window)})
+    busy = {name: _within(spans, window, name) / window.seconds for name in done}
+    idle = max(0.0, round(1 - sum(busy.values()), 9))
+    parts = [f"{name} {percent(share)}" for name, share in busy.items()]
+    return ", ".join([*parts, f"idle {percent(idle)}"])
+
+
 def trained_on_replicas(run: Run, timeline: Timeline) -> dict[int, list[Span]]:
-    """Return what the trainer does on the GPUs that it shares with replicas, by replica."""
+    """Return what the leading trainer does on the GPUs that it shares with replicas, by replica."""
     if not run.shares_gpus:
         return {}
-    work = [span for span in timeline.trainer if span.activity in ("score", "train")]
+    spans = timeline.trainers.get(LEADER, [])
+    work = [span for span in spans if span.activity in ("score", "train")]
     shared = min(run.rollout.replicas, -(-run.trainer.num_gpus // run.rollout.tensor_parallel))
     return dict.fromkeys(range(shared), work)
 
 
-def _legend(timeline: Timeline) -> list[tuple[str, str]]:
+def _legend(rows: Sequence[Sequence[Span]]) -> list[tuple[str, str]]:
     """Name what anybody does in the run, a full and an emptying replica apart."""
-    rows = [*timeline.replicas.values(), timeline.trainer, timeline.link]
     found = {span.activity: None for spans in rows for span in spans if span.end > span.start}
     shades = [
         (f"c-generate level-{LEVELS}", "generate, many rollouts"),

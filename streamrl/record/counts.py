@@ -1,0 +1,270 @@
+"""What holds of a run at each instant, as counts that change: who does what, and how far the rollouts are.
+
+of the run         wanted, replicas, lost, has prompts, has last prompts, push, verifying, and
+                   "replica X" by activity
+of each trainer    its activities, and what of its coming step is waiting, ungenerated or unverified
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import NamedTuple
+
+from streamrl.engine.messages import (
+    CheckpointSaved,
+    DrawnGroup,
+    Drop,
+    Failed,
+    Generate,
+    Generated,
+    PromptsDrawn,
+    ReplicaLost,
+    ReplicaStopped,
+    Resize,
+    RunStarted,
+    Skip,
+    StartReplica,
+    Stepped,
+    StopReplica,
+    Take,
+    TrainerLost,
+    Verified,
+    Verify,
+)
+from streamrl.engine.trainer_side import LEADER
+from streamrl.record.timeline import Timeline
+from streamrl.record.trace import Entry, Trace
+
+
+class CountChange(NamedTuple):
+    """By how much the count of `what` changes at `time`."""
+
+    time: float
+    what: str
+    by: int
+    trainer: int | None = None
+    """Whose count it is; None where it is the run's."""
+
+
+class Counts:
+    """Every count at one instant."""
+
+    def __init__(self, num_trainers: int) -> None:
+        self.run: dict[str, int] = defaultdict(int)
+        self.trainers: list[dict[str, int]] = [defaultdict(int) for _ in range(num_trainers)]
+
+    def enter(self, change: CountChange) -> None:
+        """Go on to what holds after a change."""
+        counts = self.run if change.trainer is None else self.trainers[change.trainer]
+        counts[change.what] += change.by
+
+
+def read_changes(trace: Trace, timeline: Timeline) -> list[CountChange]:
+    """Return every change of a run in order of time, and one at its end."""
+    return sorted(_changes(trace, timeline), key=attrgetter("time"))
+
+
+def _changes(trace: Trace, timeline: Timeline) -> Iterator[CountChange]:
+    yield from _span_changes(timeline)
+    yield from _run_changes(trace)
+    for trainer in range(trace.run.num_trainers):
+        yield from _rollout_changes(trace, trainer)
+    if trace.run.verifier.pool is not None:
+        yield from _verifying_changes(trace)
+    yield CountChange(timeline.end, "end", 1)
+
+
+def _span_changes(timeline: Timeline) -> Iterator[CountChange]:
+    for spans in timeline.replicas.values():
+        for span in spans:
+            yield CountChange(span.start, f"replica {span.activity}", 1)
+            yield CountChange(span.end, f"replica {span.activity}", -1)
+    for trainer, spans in timeline.trainers.items():
+        for span in spans:
+            yield CountChange(span.start, span.activity, 1, trainer)
+            yield CountChange(span.end, span.activity, -1, trainer)
+    for span in timeline.link:
+        yield CountChange(span.start, "push", 1)
+        yield CountChange(span.end, "push", -1)
+
+
+def _run_changes(trace: Trace) -> Iterator[CountChange]:
+    """Which replicas there are, and whether there is anything to generate yet, or ever again."""
+    yield CountChange(0.0, "wanted", trace.run.rollout.replicas)
+    wanted = trace.run.rollout.replicas
+    prompts = _LastPrompts(trace.run.algorithm.steps)
+    for entry in trace.entries:
+        time, event, commands = entry
+        match event:
+            case PromptsDrawn():
+                yield CountChange(time, "has prompts", 1)
+            case ReplicaLost() | Failed(StartReplica()):
+                yield CountChange(time, "replicas", -1)
+                yield CountChange(time, "lost", 1)
+            case ReplicaStopped() | Failed(StopReplica()):
+                yield CountChange(time, "replicas", -1)
+            case _:
+                pass  # changes neither
+        if by := prompts.change(entry):
+            yield CountChange(time, "has last prompts", by)
+        for command in commands:
+            if isinstance(command, StartReplica):
+                yield CountChange(time, "replicas", 1)
+            elif isinstance(command, Resize):
+                yield CountChange(time, "wanted", command.num_replicas - wanted)
+                wanted = command.num_replicas
+
+
+class _LastPrompts:
+    """Counts draws for the last step; those that the leader's loss takes back are drawn for once more."""
+
+    def __init__(self, last_step: int) -> None:
+        self._last_step = last_step
+        self._num_drawn = 0
+        self._version = self._saved = 0
+
+    def change(self, entry: Entry) -> int:
+        """Return by how much an entry changes the count."""
+        match entry.event:
+            case PromptsDrawn(step) if step == self._last_step:
+                self._num_drawn += 1
+                return 1
+            case RunStarted(version):
+                self._version = self._saved = version
+            case Stepped(version, trainer) if trainer == LEADER:
+                self._version = version
+            case CheckpointSaved(version, trainer) if trainer == LEADER:
+                self._saved = version
+            case TrainerLost(trainer) if trainer == LEADER and self._version > self._saved:
+                self._version, taken_back, self._num_drawn = self._saved, self._num_drawn, 0
+                return -taken_back
+            case _:
+                pass  # draws nothing
+        return 0
+
+
+def _verifying_changes(trace: Trace) -> Iterator[CountChange]:
+    """How many rewards are asked for and not known: what a pool of verifiers has to do."""
+    for time, event, commands in trace.entries:
+        match event:
+            case Verified() | Failed(Verify()):
+                yield CountChange(time, "verifying", -1)
+            case _:
+                pass  # ends no reward
+        for command in commands:
+            if isinstance(command, Verify):
+                yield CountChange(time, "verifying", 1)
+
+
+def _rollout_changes(trace: Trace, trainer: int) -> Iterator[CountChange]:
+    """How many rollouts wait for a replica, and how many a trainer's coming step lacks."""
+    rollouts = _Rollouts(trace.run.as_seen_by(trainer).algorithm.prompts_per_step)
+    for time, event, commands in trace.entries:
+        match event:
+            case PromptsDrawn():
+                for drawn in event.groups:
+                    rollouts.draw(drawn)
+            case Generated():
+                is_aborted = event.finish == "aborted"
+                rollouts.move(event.rollout, WAITING if is_aborted else UNVERIFIED)
+            case Failed(Generate(rollout)):
+                rollouts.move(rollout, WAITING)
+            case Verified():
+                rollouts.move(event.rollout, READY)
+            case Stepped() if event.trainer == trainer:
+                rollouts.end_step()
+            case TrainerLost() if event.trainer == trainer:
+                rollouts.give_back()
+            case _:
+                pass  # says nothing of rollouts
+        for command in commands:
+            match command:
+                case Generate():
+                    rollouts.move(command.rollout, GENERATING)
+                case Take() if command.trainer == trainer:
+                    rollouts.take(command.group)
+                case Skip() if command.trainer == trainer:
+                    rollouts.forget(command.group)
+                case Drop():
+                    rollouts.forget(command.group)
+                case _:
+                    pass  # says nothing of rollouts
+        for name, by in rollouts.changes():
+            yield CountChange(time, name, by, trainer)
+
+
+WAITING, GENERATING, UNVERIFIED, READY = range(4)
+
+
+class _Rollouts:
+    """Counts rollouts that a trainer may train on by how far they are, those of its coming step apart."""
+
+    def __init__(self, groups_per_step: int) -> None:
+        self._groups_per_step = groups_per_step
+        self._groups: dict[int, DrawnGroup] = {}
+        self._group: dict[int, int] = {}
+        self._stage: dict[int, int] = {}
+        self._taken: dict[int, None] = {}
+        self._coming, self._other = [0] * 4, [0] * 4
+        self._told = {"waiting": 0, "ungenerated": 0, "unverified": 0}
+
+    def draw(self, drawn: DrawnGroup) -> None:
+        self._groups[drawn.group] = drawn
+        for rollout in drawn.rollouts:
+            self._group[rollout] = drawn.group
+            self._stage[rollout] = WAITING
+        self._other[WAITING] += len(drawn.rollouts)
+
+    def move(self, rollout: int, stage: int) -> None:
+        if rollout not in self._stage:
+            return  # its group was dropped
+        counts = self._coming if self._group[rollout] in self._taken else self._other
+        counts[self._stage[rollout]] -= 1
+        counts[stage] += 1
+        self._stage[rollout] = stage
+
+    def take(self, group: int) -> None:
+        self._taken[group] = None
+        for rollout in self._groups[group].rollouts:
+            self._other[self._stage[rollout]] -= 1
+            self._coming[self._stage[rollout]] += 1
+
+    def give_back(self) -> None:
+        """Count what was taken among what may be taken: the trainer is lost."""
+        for stage, count in enumerate(self._coming):
+            self._other[stage] += count
+        self._coming = [0] * 4
+        self._taken.clear()
+
+    def forget(self, group: int) -> None:
+        if group not in self._groups:
+            return  # trained on, or skipped, before it was dropped
+        counts = self._coming if group in self._taken else self._other
+        self._taken.pop(group, None)
+        for rollout in self._groups.pop(group).rollouts:
+            counts[self._stage.pop(rollout)] -= 1
+            del self._group[rollout]
+
+    def end_step(self) -> None:
+        for group in list(self._taken):
+            self.forget(group)
+
+    def changes(self) -> Iterator[tuple[str, int]]:
+        """Yield by how much the counts changed since the last call.
+
+        A step that takes groups only once they are complete lacks whatever is under way.
+        """
+        lacking = list(self._coming)
+        if len(self._taken) < self._groups_per_step:
+            lacking = [a + b for a, b in zip(self._coming, self._other, strict=True)]
+        counts = {
+            "waiting": self._coming[WAITING] + self._other[WAITING],
+            "ungenerated": lacking[WAITING] + lacking[GENERATING],
+            "unverified": lacking[UNVERIFIED],
+        }
+        for name, count in counts.items():
+            if count != self._told[name]:
+                yield name, count - self._told[name]
+        self._told = counts
