@@ -16,7 +16,7 @@ from sim.planner.sensitivity import Verdict, judge, shifts
 from sim.planner.space import Candidate
 from sim.planner.trial import Trial, metrics_of, run_all
 from streamrl.record.metrics import SECONDS_PER_HOUR
-from streamrl.report.plan import Change, Choice, Figure, Plan, Runner, Side, plan_text
+from streamrl.report.plan import Change, Choice, Figure, Plan, PlannedSide, Runner, plan_text
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 
@@ -136,10 +136,10 @@ def _runner(search: Search, index: int, chosen: int) -> Runner:
     return Runner(choice=_choice(search, index), value=value, behind=behind)
 
 
-def _side(run: Run, candidate: Candidate, section: str) -> Side:
+def _side(run: Run, candidate: Candidate, section: str) -> PlannedSide:
     side = candidate.replicas if section == "rollout" else candidate.trainer
     degrees = {key: int(value) for key, value in side._asdict().items() if key not in ("pool",)}
-    return Side(
+    return PlannedSide(
         pool=side.pool,
         gpu=run.cluster.pools[side.pool].gpu,
         num_gpus=side.num_gpus,
