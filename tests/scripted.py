@@ -200,7 +200,7 @@ class ScriptedVerifier:
 
 
 class ScriptedLauncher:
-    """Starts scripted roles in this process, or in processes of their own; `lose` kills replicas."""
+    """Starts scripted roles in this process, or in processes of their own."""
 
     def __init__(
         self, run: Run, directory: RunDirectory, is_local: bool = False, **options: Any
@@ -210,13 +210,16 @@ class ScriptedLauncher:
         self._seed = run.seed
         self._options: dict[str, Any] = options
         self.replicas: dict[int, Handle] = {}
+        self.trainers: list[Handle] = []
+        """The one that is up, after those that were lost."""
 
     async def replica(self, replica_id: int, model: str) -> Handle:
         self.replicas[replica_id] = handle = await self._start(REPLICA, replica_id)
         return handle
 
     async def trainer(self) -> Handle:
-        return await self._start(TRAINER, -1)
+        self.trainers.append(await self._start(TRAINER, -1))
+        return self.trainers[-1]
 
     def free(self, replica_id: int) -> None:
         self.replicas.pop(replica_id, None)

@@ -17,16 +17,19 @@ from executor.prompts import Record
 from executor.verifier.verifier import Scoring
 from executor.world import RealWorld
 from streamrl.engine.messages import (
+    CheckpointSaved,
     Event,
     Failed,
     Generated,
     ReplicaLost,
     ReplicaStarted,
     Stepped,
+    TrainerLost,
     WeightsLoaded,
 )
 from streamrl.engine.state import State
 from streamrl.engine.systems import SYSTEMS
+from streamrl.engine.trainer_side import ROLLED_BACK
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace, read_trace, replay
 from streamrl.runfile.config import Run
@@ -170,6 +173,52 @@ def test_a_replica_killed_at_any_moment_is_replaced_and_nothing_is_lost(
     check_every_command_ends_once(trace)
     assert replay(trace) is None
     assert measure(trace).num_steps == 6
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_trainer_killed_at_any_moment_begins_again_at_its_checkpoint(
+    tmp_path: Path, seed: int
+) -> None:
+    system = sorted(SYSTEMS)[seed % len(SYSTEMS)]
+    run = real_run(
+        tmp_path,
+        seed=seed,
+        algorithm__steps=8,
+        execute__checkpoint_every=2,
+        policies__system=system,
+    )
+    moment = random.Random(seed).randrange(30, 130)
+
+    async def go() -> Trace:
+        seen = 0
+
+        def watch(event: Event, state: State, now: float) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == moment:
+                handle = world._launcher.trainers[-1]  # type: ignore[attr-defined]
+                assert isinstance(handle, MortalHandle)
+                handle.kill()
+
+        world: RealWorld = make_world(run, {"slowest": 0.01}, watch=watch)
+        return await world.run()
+
+    trace = asyncio.run(asyncio.wait_for(go(), timeout=60))
+    events = [entry.event for entry in trace.entries]
+    (lost,) = [event for event in events if isinstance(event, TrainerLost)]
+    made = [e.version for e in events[: events.index(lost)] if isinstance(e, Stepped)]
+    again = [e.version for e in events[events.index(lost) :] if isinstance(e, Stepped)]
+    saved = [e.version for e in events[: events.index(lost)] if isinstance(e, CheckpointSaved)]
+    assert made == list(range(1, len(made) + 1))
+    assert again == list(range(max(saved, default=0) + 1, 9))
+    check_every_rollout_is_accounted_for(trace)
+    check_every_command_ends_once(trace)
+    assert replay(trace) is None
+    metrics = measure(trace)
+    assert metrics.num_steps == 8
+    assert metrics.dropped.get(ROLLED_BACK, 0) >= 6 * (len(made) - max(saved, default=0))
+    lines = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["rolled_back_to"] for line in lines if "rolled_back_to" in line] == [again[0] - 1]
 
 
 def test_a_killed_worker_process_is_replaced(tmp_path: Path) -> None:

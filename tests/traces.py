@@ -22,6 +22,7 @@ from streamrl.engine.messages import (
     SaveCheckpoint,
     Score,
     Scored,
+    Skip,
     StartReplica,
     StartTrainer,
     Step,
@@ -29,6 +30,7 @@ from streamrl.engine.messages import (
     StopReplica,
     Train,
     Trained,
+    TrainerLost,
     TrainerStarted,
     Verified,
     Verify,
@@ -37,6 +39,7 @@ from streamrl.engine.messages import (
     WeightsPushed,
     Woke,
 )
+from streamrl.engine.trainer_side import LEADER
 from streamrl.record.trace import Trace
 from tests.runs import of
 
@@ -54,19 +57,25 @@ def check_every_command_ends_once(trace: Trace) -> None:
 
 
 def check_every_rollout_is_accounted_for(trace: Trace) -> None:
-    """Raise `AssertionError` unless each drawn rollout is trained once or dropped once, with a reason."""
+    """Raise `AssertionError` unless the leader trains each drawn rollout once, or it is dropped once with a reason.
+
+    Of steps that are made again after the trainer was lost, the rollouts were trained once too.
+    """
     drawn: dict[int, tuple[int, ...]] = {}
     in_gradient: list[int] = []
     fates: Counter[int] = Counter()
     for entry in trace.entries:
         if isinstance(entry.event, PromptsDrawn):
             drawn.update({group.group: group.rollouts for group in entry.event.groups})
-        elif isinstance(entry.event, Trained):
+        elif isinstance(entry.event, TrainerLost) and entry.event.trainer == LEADER:
+            in_gradient = []
+        elif isinstance(entry.event, Trained) and entry.event.trainer == LEADER:
             in_gradient += [r for r in entry.event.rollouts if r not in fates]
-        elif isinstance(entry.event, Stepped):
+        elif isinstance(entry.event, Stepped) and entry.event.trainer == LEADER:
             fates.update(in_gradient)
             in_gradient = []
-        for drop in of(Drop, entry.commands):
+        skips = [skip for skip in of(Skip, entry.commands) if skip.trainer == LEADER]
+        for drop in [*of(Drop, entry.commands), *skips]:
             assert drop.reason
             fates.update(drawn[drop.group])
             in_gradient = [r for r in in_gradient if r not in drawn[drop.group]]
