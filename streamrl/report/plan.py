@@ -30,7 +30,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     unit: str
 
 
-class Side(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedSide(msgspec.Struct, frozen=True, kw_only=True):
     """What one side rents and how it splits a model."""
 
     pool: str
@@ -43,8 +43,8 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """One way to run, and what simulations say of it."""
 
-    rollout: Side
-    trainer: Side
+    rollout: PlannedSide
+    trainer: PlannedSide
     settings: dict[str, str | int | bool]
     """Every key of the run file that is chosen: what `--set` would be given."""
     dollars_per_hour: float
@@ -153,7 +153,9 @@ def read_plan(path: Path) -> Plan:
         raise ValueError(f"{path}: not a plan: {error}") from None
 
 
-def plan_text(rollout: Side, trainer: Side, settings: dict[str, str | int | bool]) -> str:
+def plan_text(
+    rollout: PlannedSide, trainer: PlannedSide, settings: dict[str, str | int | bool]
+) -> str:
     """Return a plan in a line: who generates, who trains, in which mode."""
     gpus = f"{_side_text(rollout)} generate, {_side_text(trainer)} train"
     if settings["policies.system"] == "colocated":
@@ -166,11 +168,11 @@ def plan_text(rollout: Side, trainer: Side, settings: dict[str, str | int | bool
     return f"{gpus}; {', '.join(mode)}"
 
 
-def _side_text(side: Side) -> str:
+def _side_text(side: PlannedSide) -> str:
     return f"{side.num_gpus} {side.pool} ({_degrees_text(side)})"
 
 
-def _degrees_text(side: Side) -> str:
+def _degrees_text(side: PlannedSide) -> str:
     parts = [f"{side.degrees['replicas']} x"] if "replicas" in side.degrees else []
     for key, name in SHORT.items():
         value = side.degrees.get(key, 1)

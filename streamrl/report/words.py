@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from streamrl.report.plan import SHORT, Side
+from streamrl.report.plan import SHORT, PlannedSide
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides_config import TrainerConfig
 
@@ -113,9 +113,9 @@ def tiers_text(tiers: Mapping[str, float] | None) -> str:
 class Team(NamedTuple):
     """Who generates and who trains, as a plan says it, and who else works beside them."""
 
-    rollout: Side
-    trainer: Side
-    others: dict[str, Side]
+    rollout: PlannedSide
+    trainer: PlannedSide
+    others: dict[str, PlannedSide]
     """By what it does, as a sentence has it."""
 
 
@@ -134,23 +134,25 @@ def team_of(run: Run) -> Team:
     )
 
 
-def _trainer_side(run: Run, trainer: TrainerConfig) -> Side:
+def _trainer_side(run: Run, trainer: TrainerConfig) -> PlannedSide:
     degrees = {key: int(getattr(trainer, key)) for key in (*SHORT, "micro_batch", "offload")}
     return _side(run, trainer.pool, trainer.num_gpus, degrees)
 
 
-def _side(run: Run, pool: str, num_gpus: int, degrees: dict[str, int]) -> Side:
-    return Side(pool=pool, gpu=run.cluster.pools[pool].gpu, num_gpus=num_gpus, degrees=degrees)
+def _side(run: Run, pool: str, num_gpus: int, degrees: dict[str, int]) -> PlannedSide:
+    return PlannedSide(
+        pool=pool, gpu=run.cluster.pools[pool].gpu, num_gpus=num_gpus, degrees=degrees
+    )
 
 
-def gpus_text(side: Side) -> str:
+def gpus_text(side: PlannedSide) -> str:
     """Return the GPUs of a side: "8 H20", with the pool where its name says more."""
     name = "CPU workers" if side.gpu == "cpu" else side.gpu.upper()
     place = "" if side.pool in (side.gpu, "local") else f" in {side.pool}"
     return f"{side.num_gpus}{NBSP}{name}{place}"
 
 
-def split_text(side: Side) -> str:
+def split_text(side: PlannedSide) -> str:
     """Say how a side splits the model: "4 replicas of TP2", "DP4 TP4"."""
     parts = [
         f"{name}{side.degrees[key]}" for key, name in SHORT.items() if side.degrees.get(key, 1) > 1
