@@ -126,7 +126,7 @@ def make_runs(data: Path, scratch: Path) -> dict[str, Run]:
         "decode": [
             "policies.system=disaggregated",
             f"workload.prompts={hopeless}",
-            "workload.verifier=exact",
+            "verifier.scorer=exact",
         ],
         "train": [
             "policies.system=disaggregated",

@@ -1,12 +1,15 @@
-"""The token data of a run, by rollout: what the engine's counts stand for."""
+"""What a run knows of its rollouts, by rollout: where their tokens are, and what became of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from executor.prompts import PromptWorkload, Record
 from executor.samples import Completion, Request, Sample
+from executor.tokens import TokenBlock, TokenSegment, merge_segments
 from streamrl.engine.messages import DrawnGroup, Generate
 from streamrl.runfile.config import Run
 
@@ -19,21 +22,58 @@ class BufferedRollout:
     """Rollouts of the same prompt, itself included."""
     line: int
     """Index of its record in the prompts file."""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    output: tuple[TokenBlock, ...] = ()
+    """A block for each attempt that made tokens."""
+    segments: tuple[TokenSegment, ...] = ()
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Spans `(version, start)`: from token `start` on, the policy version that sampled."""
+    text: str | None = None
+    """Its output as text, special tokens left out; None unless it waits for its reward."""
     reward: float = 0.0
     fault: str | None = None
     """What became of it where it could not be scored; see `Scoring`."""
+    paths: list[str] = field(default_factory=list)
+    """Where its attempts were told to put tokens; one that failed may have put none there, or not all."""
+    num_holders: int = 1
+    """The buffer, while the rollout is open, and calls under way that read its tokens or write them."""
+
+    def add(self, completion: Completion) -> int:
+        """Enter what an attempt made; return the output tokens that the rollout has now."""
+        start = self.num_tokens
+        self.versions.extend((version, start + offset) for version, offset in completion.versions)
+        if completion.output.num_tokens:
+            self.num_tokens += completion.output.num_tokens
+            self.output += (completion.output,)
+            self.segments = merge_segments(self.segments, completion.segments)
+        self.text = completion.text
+        return self.num_tokens
+
+    def enter(self, reward: float, fault: str | None) -> None:
+        """Enter what the verifier said, which nobody needs the text after: a long one is larger than all else here."""
+        self.reward, self.fault, self.text = reward, fault, None
 
 
 class RolloutBuffer:
-    """Opens a place for every drawn rollout, and closes it once it is trained on or dropped."""
+    """Opens a place for every drawn rollout, and closes it once it is trained on or dropped.
 
-    def __init__(self, run: Run, workload: PromptWorkload) -> None:
+    The files of a rollout that is closed, and that no call under way reads or writes, take the tokens of others: there
+    are never more than attempts of open rollouts, and whoever owns the directory removes it.
+    """
+
+    def __init__(self, run: Run, workload: PromptWorkload, directory: Path | None = None) -> None:
+        """Begin without rollouts.
+
+        Args:
+            run: the run file.
+            workload: what to draw from.
+            directory: where workers put tokens; None: they send them.
+        """
         self._run = run
         self.workload = workload
+        self._directory = directory
+        self._num_paths = 0
+        self._free_paths: list[str] = []
         self._next_group = 0
         self.rollouts: dict[int, BufferedRollout] = {}
 
@@ -54,43 +94,50 @@ class RolloutBuffer:
     def request(self, command: Generate) -> Request:
         """Return what a replica needs to generate, or to go on with, a rollout."""
         buffered = self.rollouts[command.rollout]
+        path = self._take_path()
+        if path is not None:
+            buffered.paths.append(path)
         return Request(
             rollout=command.rollout,
-            prompt=self.workload.tokens[buffered.line],
+            prompt=self.workload.prompts[buffered.line],
             priority=command.priority,
             max_tokens=self._run.rollout.max_tokens,
-            prefix=buffered.tokens[: command.prefix],
+            prefix=buffered.output,
+            output_path=path,
         )
-
-    def add(self, completion: Completion) -> int:
-        """Enter what an attempt made; return the output tokens that the rollout has now."""
-        buffered = self.rollouts[completion.rollout]
-        offset = len(buffered.tokens)
-        buffered.versions.extend(
-            (version, offset + start) for version, start in completion.versions
-        )
-        buffered.tokens.extend(completion.tokens)
-        buffered.logprobs.extend(completion.logprobs)
-        return len(buffered.tokens)
 
     def record(self, rollout: int) -> Record:
         """Return the line of the prompts file that a rollout was made from."""
         return self.workload.records[self.rollouts[rollout].line]
 
     def text(self, rollout: int) -> str:
-        """Return a rollout's output as text, special tokens left out."""
-        return self.workload.decode(self.rollouts[rollout].tokens)
+        """Return the output of a rollout that waits for its reward as text, special tokens left out."""
+        text = self.rollouts[rollout].text
+        assert text is not None, f"rollout {rollout} does not wait for a reward"
+        return text
 
     def sample(self, rollout: int, advantage: float) -> Sample:
         """Return a rollout as the trainer consumes it."""
         buffered = self.rollouts[rollout]
         return Sample(
             rollout=rollout,
-            prompt=self.workload.tokens[buffered.line],
-            tokens=buffered.tokens,
-            logprobs=buffered.logprobs,
+            prompt=self.workload.prompts[buffered.line],
+            output=buffered.output,
+            segments=buffered.segments,
             advantage=advantage,
         )
+
+    @contextmanager
+    def hold(self, rollouts: Iterable[int]) -> Iterator[list[BufferedRollout]]:
+        """Yield you open rollouts; their files stay until you are done, even where they are closed meanwhile."""
+        held = [self.rollouts[rollout] for rollout in rollouts]
+        for buffered in held:
+            buffered.num_holders += 1
+        try:
+            yield held
+        finally:
+            for buffered in held:
+                self._let_go(buffered)
 
     def rollouts_of(self, groups: Iterable[int]) -> list[BufferedRollout]:
         """Return the rollouts of groups, in order."""
@@ -99,8 +146,24 @@ class RolloutBuffer:
     def close_group(self, group: int) -> None:
         """Forget the rollouts of a group."""
         for rollout in self._rollouts(group):
-            self.rollouts.pop(rollout, None)
+            closed = self.rollouts.pop(rollout, None)
+            if closed is not None:
+                self._let_go(closed)
 
     def _rollouts(self, group: int) -> range:
         size = self._run.algorithm.group_size
         return range(group * size, group * size + size)
+
+    def _take_path(self) -> str | None:
+        """Return the path of a file that nobody needs, or of none yet."""
+        if self._directory is None:
+            return None
+        if not self._free_paths:
+            self._num_paths += 1
+            self._free_paths.append(str(self._directory / f"{self._num_paths}"))
+        return self._free_paths.pop()
+
+    def _let_go(self, buffered: BufferedRollout) -> None:
+        buffered.num_holders -= 1
+        if not buffered.num_holders:
+            self._free_paths += buffered.paths

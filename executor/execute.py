@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import importlib.util
 import platform
+import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from executor.back_ends import check_back_ends
-from executor.carriers.placement import claim_gpus
+from executor.carriers.local_gpus import claim_gpus
 from executor.verifier.scorers import SCORERS
 from streamrl.engine.messages import Event
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_engine
 from streamrl.hardware.profiles import load_model
+from streamrl.record.prompt_tokens import write_prompt_tokens
 from streamrl.record.trace import Trace, read_trace
 from streamrl.runfile.config import Run
 
@@ -38,14 +41,12 @@ def check_executable(run: Run) -> None:
             f"model.path is missing: model.name={run.model.name!r} has no weights here"
         )
     load_model(run.model)
-    if run.workload.prompts is None or run.workload.verifier is None:
+    if run.workload.prompts is None or run.verifier.scorer is None:
         raise ValueError(
-            "workload.prompts and workload.verifier are missing: nothing to generate from"
+            "workload.prompts and verifier.scorer are missing: nothing to generate from"
         )
-    if run.workload.verifier not in SCORERS:
-        raise ValueError(
-            f"workload.verifier {run.workload.verifier!r} is none of {', '.join(SCORERS)}"
-        )
+    if run.verifier.scorer not in SCORERS:
+        raise ValueError(f"verifier.scorer {run.verifier.scorer!r} is none of {', '.join(SCORERS)}")
     check_back_ends(run)
     claim_gpus(run)
 
@@ -67,32 +68,53 @@ async def _execute(run: Run, resume: bool, watch: Watch) -> None:
     from executor.carriers.launch import Launcher
     from executor.prompts import PromptWorkload, load_tokenizer
     from executor.record import RunDirectory
+    from executor.tokens import decode_ids
     from executor.verifier.verifier import Verifier
     from executor.world import RealWorld
 
     directory = RunDirectory(Path(run.execute.output))
     directory.find_checkpoint(run, resume)
-    assert run.model.path is not None and run.workload.verifier is not None
-    buffer = RolloutBuffer(run, PromptWorkload(run, load_tokenizer(run.model.path)))
-    verifier = Verifier(run.workload.verifier, run.verifier, directory.logs / "verifier.log")
+    assert run.model.path is not None and run.verifier.scorer is not None
+    workload = PromptWorkload(run, load_tokenizer(run.model.path))
+    verifier = Verifier(run.verifier.scorer, run.verifier, directory.logs / "verifier.log")
     checkpoint = directory.open(run, resume)
-    world = RealWorld(
-        Trace(run, "real", facts(), directory.trace_file, keeps_entries=False),
-        build_engine(run),
-        Launcher(run, directory, claim_gpus(run)),
-        buffer,
-        verifier,
-        directory,
-        checkpoint,
-        watch,
-    )
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, world.interrupt, "Ctrl-C")
-    loop.add_signal_handler(signal.SIGTERM, world.interrupt, "terminated")
+    write_prompt_tokens(directory.path, [decode_ids(prompt) for prompt in workload.prompts])
+    with token_directory(run) as tokens:
+        world = RealWorld(
+            Trace(run, "real", facts(), directory.trace_file, keeps_entries=False),
+            build_engine(run),
+            Launcher(run, directory, claim_gpus(run)),
+            RolloutBuffer(run, workload, tokens),
+            verifier,
+            directory,
+            checkpoint,
+            watch,
+        )
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, world.interrupt, "Ctrl-C")
+        loop.add_signal_handler(signal.SIGTERM, world.interrupt, "terminated")
+        try:
+            await world.run()
+        finally:
+            directory.close()
+
+
+@contextlib.contextmanager
+def token_directory(run: Run) -> Iterator[Path | None]:
+    """Yield you a directory for the tokens of workers that live beside this process; it is gone when you are done.
+
+    None where they live in this process, which needs none.
+    """
+    if run.execute.launcher == "in-process":
+        yield None
+        return
+    from executor.transfer.shared_memory import shared_directory
+
+    directory = shared_directory("tokens")
     try:
-        await world.run()
+        yield directory
     finally:
-        directory.close()
+        shutil.rmtree(directory)
 
 
 def facts() -> dict[str, str | float]:

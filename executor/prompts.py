@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from executor.tokens import count_ids, encode_ids
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
 from streamrl.engine.siblings import PRIOR_SAMPLES, SiblingLengths
 from streamrl.engine.systems import choose_system
@@ -30,9 +31,9 @@ class PromptWorkload:
     def __init__(self, run: Run, tokenizer: Any) -> None:
         assert run.workload.prompts is not None, "check_executable wants prompts"
         path = Path(run.workload.prompts)
-        self._tokenizer = tokenizer
         self.records = read_prompts(path)
-        self.tokens = [_tokenize(record, tokenizer) for record in self.records]
+        self.prompts = [encode_ids(_tokenize(record, tokenizer)) for record in self.records]
+        """Token ids of each record's prompt; see `executor.tokens`."""
         self._group_size = run.algorithm.group_size
         self._max_tokens = run.rollout.max_tokens
         self._seed = run.seed
@@ -46,10 +47,10 @@ class PromptWorkload:
         if run.policies.tail_batching == "defer":
             every = run.policies.tail_every
             self._tails = TailBatches(run.algorithm.prompts_per_step, every, self._expect)
-        for number, tokens in enumerate(self.tokens, start=1):
-            if not 0 < len(tokens) <= run.workload.max_prompt_tokens:
+        for number, num_tokens in enumerate(map(count_ids, self.prompts), start=1):
+            if not 0 < num_tokens <= run.workload.max_prompt_tokens:
                 raise ValueError(
-                    f"{path}:{number}: {len(tokens)} prompt tokens, but "
+                    f"{path}:{number}: {num_tokens} prompt tokens, but "
                     f"workload.max_prompt_tokens is {run.workload.max_prompt_tokens}"
                 )
 
@@ -84,16 +85,12 @@ class PromptWorkload:
             self._order[epoch] = shuffled.tolist()
         return self._order[epoch][position]
 
-    def decode(self, tokens: list[int]) -> str:
-        """Return tokens as text, special tokens left out."""
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
-
     def _group(self, group: int) -> Draw:
         size = self._group_size
         rollouts = tuple(range(group * size, group * size + size))
         line = self.line(group)
-        expected = (self._blended(line),) * size
-        return Draw(DrawnGroup(group, rollouts, len(self.tokens[line]), expected), ())
+        num_tokens, expected = count_ids(self.prompts[line]), (self._blended(line),) * size
+        return Draw(DrawnGroup(group, rollouts, num_tokens, expected, line), ())
 
     def _blended(self, line: int) -> int:
         """Return the mean of what a line took so far and of what it says, which counts as `PRIOR_SAMPLES`."""

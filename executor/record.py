@@ -2,6 +2,7 @@
 
 run.json                 the run file as it was read
 trace.jsonl              every event and command; earlier parts of a resumed run: trace.1.jsonl …
+prompts.npz              token ids of the prompts that its trace speaks of
 inputs/                  what it was read from, as far as reports and comparisons need it
 metrics.jsonl            a line for each step
 rollouts.jsonl           a line for each verified rollout
@@ -15,6 +16,8 @@ import json
 import shutil
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+import msgspec
 
 from executor.buffer import BufferedRollout
 from streamrl.record.inputs import keep_inputs
@@ -43,7 +46,7 @@ class RunDirectory:
         self._checkpoints = path / "checkpoints"
         self.trace_file: IO[bytes]
         self._metrics: IO[str]
-        self._rollouts: IO[str]
+        self._rollouts: IO[bytes]
 
     def open(self, run: Run, resume: bool) -> Checkpoint | None:
         """Make or reopen the directory; return the checkpoint to resume from, or None to begin at version 0.
@@ -59,7 +62,7 @@ class RunDirectory:
         keep_inputs(run, self.path)
         self.trace_file = (self.path / "trace.jsonl").open("wb", buffering=0)
         self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1)
-        self._rollouts = (self.path / "rollouts.jsonl").open("a", buffering=1)
+        self._rollouts = (self.path / "rollouts.jsonl").open("ab", buffering=0)
         return checkpoint
 
     def find_checkpoint(self, run: Run, resume: bool) -> Checkpoint | None:
@@ -125,13 +128,13 @@ class RunDirectory:
             "rollout": rollout,
             "line": buffered.line,
             "text": text,
-            "num_tokens": len(buffered.tokens),
+            "num_tokens": buffered.num_tokens,
             "versions": buffered.versions,
             "reward": buffered.reward,
             **({} if buffered.fault is None else {"verifier": buffered.fault}),
             **facts,
         }
-        self._rollouts.write(json.dumps(line) + "\n")
+        self._rollouts.write(msgspec.json.encode(line) + b"\n")
 
     def close(self) -> None:
         """Close every file."""

@@ -1,10 +1,12 @@
-"""What crosses between the controller, the replicas and the trainer: token data as plain msgpack structs."""
+"""What crosses between the controller, the replicas and the trainer: what is said about tokens, as plain msgpack structs."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import msgspec
+
+from executor.tokens import TokenBlock, TokenSegment
 
 FinishReason = Literal["stop", "length", "aborted"]
 
@@ -13,26 +15,32 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout to generate, from its prompt or from a prefix of an interrupted attempt."""
 
     rollout: int
-    prompt: list[int]
-    """Prompt token ids."""
+    prompt: bytes
+    """Prompt token ids; see `executor.tokens`."""
     priority: int
     """Smaller starts first; ties start in order of rollout."""
     max_tokens: int
     """Most output tokens, those of the prefix included."""
-    prefix: list[int] = []
-    """Output tokens that an aborted attempt already made; generation goes on after them."""
+    prefix: tuple[TokenBlock, ...] = ()
+    """Output tokens that aborted attempts already made; generation goes on after them."""
+    output_path: str | None = None
+    """Where to put the output tokens; None: into the completion."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """What one attempt made: only the tokens after the request's prefix."""
 
     rollout: int
-    tokens: list[int]
-    """New output token ids; the end-of-sequence token is included where it was sampled."""
-    logprobs: list[float]
-    """Log-probability of each token under the policy that sampled it, in nats."""
+    output: TokenBlock
+    """New output tokens; the end-of-sequence token is included where it was sampled. Log-probabilities are those
+    under the policy that sampled."""
+    segments: tuple[TokenSegment, ...]
+    """Whose the tokens of `output` are; none where there are no tokens."""
+    text: str | None
+    """The rollout's whole output, its prefix included, special tokens left out; None where it was aborted, or
+    where the replica has no tokenizer."""
     versions: list[tuple[int, int]]
-    """Spans `(version, start)`: from index `start` of `tokens` on, the policy version that sampled."""
+    """Spans `(version, start)`: from token `start` of `output` on, the policy version that sampled."""
     finish: FinishReason
     run_time: float
     """Seconds from leaving the replica's queue to the last token."""
@@ -44,10 +52,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One finished rollout as the trainer consumes it."""
 
     rollout: int
-    prompt: list[int]
-    tokens: list[int]
-    logprobs: list[float]
-    """Behaviour log-probabilities, one per output token, in nats."""
+    prompt: bytes
+    output: tuple[TokenBlock, ...]
+    segments: tuple[TokenSegment, ...]
     advantage: float
 
 

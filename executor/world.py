@@ -198,9 +198,7 @@ class RealWorld(World[Trace]):
     async def _verify(self, command: Verify) -> Event:
         rollout = command.rollout
         buffered, text = self._buffer.rollouts[rollout], self._buffer.text(rollout)
-        buffered.reward, buffered.fault = await self._verifier.verify(
-            text, self._buffer.record(rollout)
-        )
+        buffered.enter(*await self._verifier.verify(text, self._buffer.record(rollout)))
         self._directory.write_rollout(rollout, buffered, text, {"time": self.now})
         return Verified(rollout, buffered.reward)
 

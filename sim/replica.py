@@ -8,7 +8,7 @@ steps has a closed form and a rollout costs a few events, however long it is:
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import ceil, sqrt
@@ -126,12 +126,11 @@ class Replica:
         self._load = command
         self._notice()
 
-    def stop(self) -> list[Command]:
+    def stop(self) -> Sequence[Command]:
         """End here and now; return what was asked for and is lost."""
         self.has_stopped = True
         self.process.interrupt("stopped")
-        attempts = sorted([*self._queued, *self._running])
-        lost: list[Command] = [Generate(rollout, self.id, 0) for rollout in attempts]
+        lost = [Generate(r, self.id, 0) for r in sorted([*self._queued, *self._running])]
         return lost if self._load is None else [*lost, self._load]
 
     # The process ----------------------------------------------------------------------------------
@@ -368,17 +367,9 @@ class Replica:
             self._end(attempt, "aborted")
 
     def _end(self, attempt: Attempt, finish: Finish) -> None:
-        began_at = self._env.now if attempt.began_at is None else attempt.began_at
-        self._emit(
-            Generated(
-                attempt.rollout,
-                attempt.done,
-                finish,
-                attempt.version,
-                self._env.now - began_at,
-                attempt.prefill_time,
-            )
-        )
+        run_time = 0.0 if attempt.began_at is None else self._env.now - attempt.began_at
+        made = (attempt.rollout, attempt.done, finish, attempt.version)
+        self._emit(Generated(*made, run_time, attempt.prefill_time))
 
     def _preempt(self) -> None:
         """Put the rollout that joined last back into the queue; its KV cache is recomputed later.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from math import inf
 from typing import Any, Protocol
@@ -53,7 +54,7 @@ class Trainer:
         self._start_time = around.run_file.trainers[trainer_id].start_time
         self._inbox = simpy.Store(around.env)
         self._passes_until = -inf
-        self._work_in_hand: Command | None = None
+        self._under_way: deque[Command] = deque()
         self.id = trainer_id
         self.has_stopped = False
         self._process = around.env.process(self._run())
@@ -86,11 +87,11 @@ class Trainer:
         """End here and now; return what was asked for and is lost."""
         self.has_stopped = True
         self._process.interrupt("stopped")
-        return [] if self._work_in_hand is None else [self._work_in_hand]
+        return list(self._under_way)
 
     def _take(self, command: Command, work: Work) -> None:
-        """Begin with a command; the engine gives one at a time."""
-        self._work_in_hand = command
+        """Begin with a command, after those before it."""
+        self._under_way.append(command)
         self._inbox.put(work)
 
     def _run(self) -> Work:
@@ -103,7 +104,7 @@ class Trainer:
 
     def _work(self, seconds: float, event: Event) -> Work:
         yield self._around.env.timeout(seconds)
-        self._work_in_hand = None
+        self._under_way.popleft()
         self._around.emit(event)
 
     def _compute(self, time_of: Callable[..., float], event: Scored | Trained) -> Work:

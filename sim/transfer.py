@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Generator
 from typing import Any
 
@@ -33,21 +34,22 @@ class Transfer:
         self._around = around
         self._link = Link(around.env)
         self._inbox = simpy.Store(around.env)
-        self._under_way: PushWeights | None = None
+        self._under_way: deque[PushWeights] = deque()
         self._process = around.env.process(self._run())
 
     def push(self, command: PushWeights) -> None:
         """Send a version to where replicas can load it, after those before it."""
-        self._under_way = command
+        self._under_way.append(command)
         self._inbox.put(command)
 
-    def break_off(self) -> list[Command]:
+    def stop(self) -> list[Command]:
         """End what is under way, as its sender is gone; return what is lost."""
-        if self._under_way is None:
-            return []
-        lost, self._under_way = self._under_way, None
-        self._process.interrupt("sender lost")
-        return [lost]
+        lost: list[Command] = list(self._under_way)
+        if lost:
+            self._under_way.clear()
+            self._inbox = simpy.Store(self._around.env)
+            self._process.interrupt("sender lost")
+        return lost
 
     def _run(self) -> Generator[simpy.Event, Any, None]:
         while True:
@@ -59,5 +61,5 @@ class Transfer:
         yield env.timeout(sync.fill_time)
         yield from self._link.carry(sync.wire_time)
         yield env.timeout(sync.drain_time)
-        self._under_way = None
+        self._under_way.popleft()
         self._around.emit(WeightsPushed(command.version, sync.wire_bytes))

@@ -67,7 +67,7 @@ class SimWorld(World[Trace]):
         self.replicas: dict[int, Replica] = {}
         self._workload = workload
         self._next_group = 0
-        self._trainers: dict[int, Trainer] = {}
+        self.trainers: dict[int, Trainer] = {}
         self._transfer = Transfer(self)
         self._verifier = Verifier(self)
         self._failures = Failures(self, self.lose, self.lose_trainer)
@@ -95,13 +95,13 @@ class SimWorld(World[Trace]):
         return self.trace
 
     def _run(self, watch: Callable[[int], None]) -> None:
-        engine, step = self.engine, self.env.step
+        state, step = self.engine.state, self.env.step
         self.emit(RunStarted(0, 0))
         version = 0
-        while not engine.is_finished:
+        while not (state.is_stopping and state.is_finished):
             step()
-            if engine.version != version:
-                version = engine.version
+            if state.leader.version != version:
+                version = state.leader.version
                 watch(version)
 
     def start(self, command: Command) -> None:
@@ -116,11 +116,11 @@ class SimWorld(World[Trace]):
             case Drop():
                 self._workload.forget(command.group)
             case Score():
-                self._trainers[command.trainer].score(command)
+                self.trainers[command.trainer].score(command)
             case Train():
-                self._trainers[command.trainer].train(command)
+                self.trainers[command.trainer].train(command)
             case Step():
-                self._trainers[command.trainer].step(command)
+                self.trainers[command.trainer].step(command)
             case PushWeights():
                 self._transfer.push(command)
             case LoadWeights():
@@ -136,7 +136,7 @@ class SimWorld(World[Trace]):
             case StartTrainer():
                 self._start_trainer(command)
             case SaveCheckpoint():
-                self._trainers[command.trainer].save(command)
+                self.trainers[command.trainer].save(command)
             case WakeAt():
                 self.env.process(self._wake(command))
             case _:
@@ -144,15 +144,15 @@ class SimWorld(World[Trace]):
 
     def lose(self, replica_id: int, reason: str) -> None:
         """Let a replica die, as a failure would."""
-        lost = self.replicas.pop(replica_id).stop()
+        lost = [*self.replicas.pop(replica_id).stop()]
         self.emit(ReplicaLost(replica_id, reason))
         self._fail(lost, reason)
 
     def lose_trainer(self, trainer_id: int, reason: str) -> None:
         """Let a trainer die, and with one that leads the push that it sends."""
-        lost = self._trainers.pop(trainer_id).stop()
+        lost = self.trainers.pop(trainer_id).stop()
         if trainer_id == LEADER:
-            lost += self._transfer.break_off()
+            lost += self._transfer.stop()
         self.emit(TrainerLost(trainer_id, reason))
         self._fail(lost, reason)
 
@@ -171,13 +171,6 @@ class SimWorld(World[Trace]):
         groups = tuple(draw.drawn for draw in draws)
         self.emit(PromptsDrawn(command.step, command.oldest_version, groups))
 
-    def _start_trainer(self, command: StartTrainer) -> None:
-        everyone: tuple[TrainerCosts, ...] = (self.costs, *self.costs.followers)
-        costs = everyone[command.trainer]
-        trainer = self._trainers[command.trainer] = Trainer(self, command.trainer, costs)
-        self._failures.watch_trainer(trainer)
-        trainer.start(command)
-
     def _start_replica(self, command: StartReplica) -> Generator[simpy.Event, Any, None]:
         yield self.env.timeout(self.run_file.rollout.start_time)
         replica = Replica(self, command.replica, command.version)
@@ -189,6 +182,13 @@ class SimWorld(World[Trace]):
         yield self.env.timeout(0)  # what emitted the event that led here comes to rest first
         self.replicas.pop(command.replica).stop()
         self.emit(ReplicaStopped(command.replica))
+
+    def _start_trainer(self, command: StartTrainer) -> None:
+        everyone: tuple[TrainerCosts, ...] = (self.costs, *self.costs.followers)
+        costs = everyone[command.trainer]
+        trainer = self.trainers[command.trainer] = Trainer(self, command.trainer, costs)
+        self._failures.watch_trainer(trainer)
+        trainer.start(command)
 
     def _wake(self, command: WakeAt) -> Generator[simpy.Event, Any, None]:
         yield self.env.timeout(max(0.0, command.time - self.now))

@@ -68,7 +68,7 @@ def local_table(directory: Path, changes: dict[str, Any] | None = None) -> dict[
             "rollout": {"pool": "here", "replicas": 1, "max_running": 4, "max_tokens": 256},
             "trainer": {"pool": "here", "micro_batch": 2},
             "workload.prompts": str(prompts),
-            "workload.verifier": "exact",
+            "verifier.scorer": "exact",
             "execute": {"output": str(directory / "run")},
             **(changes or {}),
         }

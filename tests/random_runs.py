@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import msgspec
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_policies
@@ -21,7 +22,14 @@ from streamrl.runfile.policies_config import WeightSyncName
 from streamrl.runfile.sides_config import AlgorithmChanges, FollowerConfig
 from streamrl.runfile.units import Duration
 from streamrl.workload.workload import SimulatedWorkload
-from tests.runs import CheckedEngine, lose_replica_at, of, run_with_capacity, small_run
+from tests.runs import (
+    CheckedEngine,
+    lose_replica_at,
+    lose_trainer_at,
+    of,
+    run_with_capacity,
+    small_run,
+)
 
 Losses = list[tuple[float, int]]
 """Seconds at which a replica dies, and which of those that are up then."""
@@ -35,7 +43,10 @@ failures = st.frozensets(st.integers(0, 60), max_size=12)
 
 @st.composite
 def runs(
-    draw: st.DrawFn, consumption: str | None = "strict-fifo", only_system: str | None = None
+    draw: st.DrawFn,
+    consumption: str | None = "strict-fifo",
+    only_system: str | None = None,
+    followers: list[dict[str, Any]] | None = None,
 ) -> Run:
     """Return runs of every system with any dispatch, order, migration, degree and number of replicas."""
     system = only_system or draw(st.sampled_from(sorted(SYSTEMS)))
@@ -48,6 +59,13 @@ def runs(
         **draw(HARDWARE),
         **draw(GENERATION),
     }
+    if followers:
+        changes |= {
+            "model.name": "qwen2.5-1.5b",
+            "cluster.pools.near.nodes": 3,
+            "cluster.pools.far.nodes": 3,
+            "followers": followers,
+        }
     if system == "fully-async":
         changes["policies.max_staleness"] = draw(st.integers(0, 3))
     if system != "colocated" and draw(st.booleans()):
@@ -156,9 +174,18 @@ class FaultyWorld(SimWorld):
         return failure if self._num_ended - 1 in self._faults else event
 
 
-def simulate(run: Run, lost: Losses | None = None, faults: Collection[int] = ()) -> Trace:
+def simulate(
+    run: Run,
+    lost: Losses | None = None,
+    faults: Collection[int] = (),
+    trainers: Losses | None = None,
+    checkpoint_every: int = 50,
+) -> Trace:
     """Simulate with an engine that checks itself after every event, and with what goes wrong."""
-    world = FaultyWorld(run, faults)
+    execute = replace(run.execute, checkpoint_every=checkpoint_every)
+    world = FaultyWorld(replace(run, execute=execute), faults)
+    for time, which in trainers or []:
+        lose_trainer_at(world, time, which)
     for time, which in lost or []:
         lose_replica_at(world, time, which)
     return world.run()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from itertools import chain
 from typing import Any
 
 import simpy
@@ -37,6 +38,7 @@ from streamrl.engine.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
+from streamrl.engine.siblings import SiblingLengths
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_engine, build_policies, build_state
 from streamrl.hardware.memory import weight_bytes
@@ -67,9 +69,14 @@ TABLE: dict[str, Any] = {
 
 
 def make_table(changes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the small run file as TOML would, with dotted keys replaced; colocated sides in one pool."""
+    """Return the small run file as TOML would, with dotted keys replaced; colocated sides in one pool.
+
+    "followers" are the trainers after the first.
+    """
     table = copy.deepcopy(TABLE)
-    for key, value in (changes or {}).items():
+    changes = dict(changes or {})
+    followers = changes.pop("followers", [])
+    for key, value in changes.items():
         *parents, last = key.split(".")
         place = table
         for part in parents:
@@ -77,6 +84,8 @@ def make_table(changes: dict[str, Any] | None = None) -> dict[str, Any]:
         place[last] = value
     if table["policies"].get("system") == "colocated":
         table["trainer"]["pool"] = table["rollout"]["pool"]
+    if followers:
+        table["trainer"] = [table["trainer"], *copy.deepcopy(followers)]
     return table
 
 
@@ -111,6 +120,16 @@ def checked_world(run: Run) -> SimWorld:
     return world
 
 
+def lose_trainer_at(world: SimWorld, time: float, trainer: int) -> None:
+    """Let a trainer die at `time`, if it is up then."""
+
+    def die() -> None:
+        if trainer in world.trainers:
+            world.lose_trainer(trainer, "pulled the plug")
+
+    call_at(world, time, die)
+
+
 def call_at(world: SimWorld, time: float, action: Callable[[], None]) -> None:
     """Do something at a simulated time."""
 
@@ -139,6 +158,7 @@ class Script:
         self.engine = build_engine(run)
         self.now = 0.0
         self.num_groups = 0
+        self._siblings = SiblingLengths() if run.policies.learns_from_siblings else None
         self.trained: list[tuple[int, int]] = []
         """Staleness of each rollout handed to training: (rollout, version - born)."""
 
@@ -150,7 +170,7 @@ class Script:
     def tell(self, *events: Event) -> list[Command]:
         """Return the commands that `events` lead to."""
         commands: list[Command] = []
-        for event in events:
+        for event in chain.from_iterable(map(self._with_news, events)):
             self.now += 1.0
             answer = self.engine.handle(event, self.now)
             check(self.state)
@@ -159,6 +179,16 @@ class Script:
                     self.trained += [(r, self._staleness(r)) for r in command.rollouts]
             commands += answer
         return commands
+
+    def _with_news(self, event: Event) -> Iterator[Event]:
+        """Yield what the event tells of other rollouts, as a world would, and then the event."""
+        if self._siblings is not None and isinstance(event, PromptsDrawn):
+            self._siblings.add(event.groups)
+        if self._siblings is not None and isinstance(event, Generated):
+            news = self._siblings.learn(event)
+            if news is not None:
+                yield news
+        yield event
 
     def begin(self) -> list[Command]:
         """Bring trainer and replicas up; return what the engine wants then."""
@@ -211,14 +241,14 @@ def generated(rollout: int, tokens: int = 10, finish: str = "stop", version: int
 def done(command: Command) -> Event:
     """Return the event in which a command of the trainer or the link ends well."""
     match command:
-        case Score(rollouts):
-            return Scored(rollouts, 0)
-        case Train(rollouts):
-            return Trained(rollouts, 0)
-        case Step(version):
-            return Stepped(version, 0)
-        case SaveCheckpoint(version):
-            return CheckpointSaved(version, 0)
+        case Score(rollouts, trainer):
+            return Scored(rollouts, trainer)
+        case Train(rollouts, trainer):
+            return Trained(rollouts, trainer)
+        case Step(version, _, trainer):
+            return Stepped(version, trainer)
+        case SaveCheckpoint(version, _, trainer):
+            return CheckpointSaved(version, trainer)
         case PushWeights(version):
             return WeightsPushed(version, 1)
         case LoadWeights(replica, version):

@@ -15,6 +15,7 @@ from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLos
 from executor.prompts import PromptWorkload, Record
 from executor.record import RunDirectory
 from executor.samples import Completion, Manifest, Request, Sample
+from executor.tokens import TokenSegment, count_tokens, read_blocks, write_block
 from executor.verifier.verifier import Scoring
 from executor.world import RealWorld
 from streamrl.engine.systems import build_policies, build_state
@@ -75,7 +76,8 @@ class ScriptedReplica:
         began_at, version = time.monotonic(), self._version
         if self._random.random() < self._config.failure_rate:
             raise OSError("a scripted failure")
-        tokens = tokens_of(request.rollout)[len(request.prefix) :]
+        tokens = tokens_of(request.rollout)
+        text, tokens = text_of(tokens), tokens[count_tokens(request.prefix) :]
         try:
             slowness = self._random.random() * self._config.slowest
             await asyncio.wait_for(aborted.wait(), slowness)
@@ -84,8 +86,9 @@ class ScriptedReplica:
             pass
         return Completion(
             rollout=request.rollout,
-            tokens=tokens,
-            logprobs=[-1.0] * len(tokens),
+            output=write_block(tokens, [-1.0] * len(tokens), request.output_path),
+            segments=(TokenSegment(len(tokens), is_policy=True),) if tokens else (),
+            text=None if aborted.is_set() else text,
             versions=[(version, 0)] if tokens else [],
             finish="aborted" if aborted.is_set() else "stop",
             run_time=time.monotonic() - began_at,
@@ -113,7 +116,7 @@ class ScriptedReplica:
 
 
 class ScriptedTrainer:
-    """Trains by sleeping."""
+    """Trains by sleeping, on samples that are what scripted replicas made."""
 
     def __init__(self, config: ScriptedConfig) -> None:
         self._config = config
@@ -127,10 +130,12 @@ class ScriptedTrainer:
 
     async def score(self, samples: list[Sample]) -> dict[str, float]:
         await self._work()
+        check_tokens(samples)
         return {}
 
     async def train(self, samples: list[Sample]) -> dict[str, float]:
         await self._work()
+        check_tokens(samples)
         return {}
 
     async def step(self, version: int) -> dict[str, float]:
@@ -153,10 +158,25 @@ class ScriptedTrainer:
         await asyncio.sleep(self._random.random() * self._config.slowest)
 
 
+def check_tokens(samples: list[Sample]) -> None:
+    """Raise where samples have other tokens than their rollouts were made of."""
+    for sample in samples:
+        tokens, logprobs = read_blocks(sample.output)
+        if (tokens.tolist(), {*logprobs.tolist()}) != (tokens_of(sample.rollout), {-1.0}):
+            raise ValueError(f"rollout {sample.rollout} comes with the tokens of another")
+        if sample.segments != (TokenSegment(len(tokens), is_policy=True),):
+            raise ValueError(f"rollout {sample.rollout}: {sample.segments}")
+
+
 def tokens_of(rollout: int) -> list[int]:
     """Return the output of a rollout: the same whoever generates it, and whenever."""
     source = random.Random(rollout)
     return [source.randrange(3, VOCABULARY) for _ in range(source.randrange(2, 9))]
+
+
+def text_of(tokens: list[int]) -> str:
+    """Return a text that scores 1 with answer "odd" or "even", by the sum of the tokens."""
+    return "odd" if sum(tokens) % 2 else "even"
 
 
 class ScriptedTokenizer:
@@ -164,10 +184,6 @@ class ScriptedTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return [3 + ord(character) % (VOCABULARY - 3) for character in text]
-
-    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
-        """Return a text that scores 1 with answer "odd" or "even", by the sum of the tokens."""
-        return "odd" if sum(tokens) % 2 else "even"
 
 
 class ScriptedVerifier:
@@ -245,9 +261,10 @@ def make_world(
     resume: bool = False,
     launcher_class: type[ScriptedLauncher] = ScriptedLauncher,
     verifier_class: type[ScriptedVerifier] = ScriptedVerifier,
+    tokens: Path | None = None,
     **kwargs: Any,
 ) -> RealWorld:
-    """Put a real world of scripted roles together; call it inside the event loop."""
+    """Put a real world of scripted roles together, which write to `tokens`; call it inside the event loop."""
     directory = RunDirectory(Path(run.execute.output))
     checkpoint = directory.open(run, resume)
     launcher = launcher_class(run, directory, **launcher_options)
@@ -255,7 +272,7 @@ def make_world(
         Trace(run, "real", {}, directory.trace_file),
         CheckedEngine(build_state(run), build_policies(run)),
         launcher,  # type: ignore[arg-type]
-        RolloutBuffer(run, PromptWorkload(run, ScriptedTokenizer())),
+        RolloutBuffer(run, PromptWorkload(run, ScriptedTokenizer()), tokens),
         verifier_class(),  # type: ignore[arg-type]
         directory,
         checkpoint,

@@ -91,6 +91,15 @@ def test_heavy_libraries_are_imported_in_the_executor_only() -> None:
         assert imports_any(path, HEAVY) == [], name_of(path)
 
 
+def test_a_replica_knows_no_library_that_generates() -> None:
+    engines = sources("executor/rollout")
+    others = ("replica", "replica_worker", "engines", "inference_engine")
+    for path in engines:
+        if path.stem in others:
+            assert imports_any(path, HEAVY) == [], name_of(path)
+    assert set(others) < {path.stem for path in engines}
+
+
 SIMULATE_WITHOUT = """
 import sys
 class Block:
@@ -129,8 +138,8 @@ LAYERS = {
         *("batch_time", "parallel", "studies", "planner", "checkup", "fidelity"),
     ),
     "executor": (
-        *("samples", "prompts", "buffer", "record", "carriers", "transfer", "rollout", "trainer"),
-        *("verifier", "world", "back_ends", "execute", "checkup", "profiling"),
+        *("tokens", "samples", "prompts", "buffer", "record", "carriers", "transfer", "rollout"),
+        *("trainer", "verifier", "world", "back_ends", "execute", "checkup", "profiling"),
     ),
 }
 """Rooms, and files beside them, from low to high: each imports only what stands before it."""
@@ -371,7 +380,9 @@ def test_the_state_changes_only_in_the_state_and_its_fleet(path: Path) -> None:
 
 
 def test_the_search_for_changes_to_the_state_finds_them() -> None:
-    source = "state.leader.version = 1\nstate.fleet.x += 1\nheappop(state.waiting)\nrollout.phase = 2\n"
+    source = (
+        "state.leader.version = 1\nstate.fleet.x += 1\nheappop(state.waiting)\nrollout.phase = 2\n"
+    )
     source += "state.groups.pop(1)\ndel state.groups[1]\nstate.commit(c)\nself.most = 1\n"
     assert len(foreign_changes(ast.parse(source))) == 7
 

@@ -112,7 +112,7 @@ def gradient(values: list[float]) -> torch.Tensor:
         advantages=torch.tensor(values),
         rollouts=torch.arange(4),
     )
-    policy_losses(tokens, "token_tis", clip=0.2, cap=2.0).sum().backward()  # type: ignore[no-untyped-call]
+    policy_losses(tokens, "token-tis", clip=0.2, cap=2.0).sum().backward()  # type: ignore[no-untyped-call]
     assert logprobs.grad is not None
     return logprobs.grad
 

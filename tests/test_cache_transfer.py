@@ -120,7 +120,7 @@ def test_a_cache_that_was_given_up_for_room_is_computed_again() -> None:
 def moved(**changes: Any) -> list[Generate]:
     """Move rollout 1, which has 70 tokens, to replica 0."""
     s = begun([10, 9000, 10, 5000], **changes)
-    assert of(Abort, s.tell(generated(0), generated(2))) == [Abort(1, 0)]
+    assert of(Abort, s.tell(generated(0), generated(2))) == [Abort(1, 1)]
     return of(Generate, s.tell(generated(1, tokens=70, finish="aborted")))
 
 

@@ -109,6 +109,8 @@ def test_replay_fails_where_a_decision_was_another(simulated: Path, tmp_path: Pa
         (["simulate", EXAMPLE, "--set", "model.name=qwen2.5-72b"], ["145.4 GB", "tensor_parallel"]),
         (["simulate", EXAMPLE, "--set", "model.name=qwen"], ["qwen", "qwen2.5-7b"]),
         (["simulate", EXAMPLE, "--set", "workload.lengths.source=no.csv"], ["no.csv"]),
+        (["simulate", EXAMPLE, "--set", "rollout.backend=static"], ["rollout.backend", "executed"]),
+        (["plan", EXAMPLE, "--set", "rollout.backend=static"], ["rollout.backend", "executed"]),
         (["execute", EXAMPLE], ["model.path"]),
         (["replay", "nowhere.jsonl"], ["nowhere.jsonl"]),
         (["compare", EXAMPLE], ["h20-h800.toml:1"]),

@@ -10,6 +10,7 @@ import pytest
 
 from executor.carriers.handles import Handle, InProcess
 from executor.carriers.launch import Launcher
+from executor.carriers.placement import Place
 from executor.record import RunDirectory
 from sim.costs.colocation import PhaseChange, count_moved
 from sim.costs.costs import Costs
@@ -235,24 +236,24 @@ def test_sides_in_two_pools_share_nothing() -> None:
         make_run(table)
 
 
-@pytest.mark.parametrize(("system", "slots"), [("colocated", [0, 0]), ("stream-sync", [0, 1])])
+@pytest.mark.parametrize(("system", "gpus"), [("colocated", [0, 0]), ("stream-sync", [0, 1])])
 def test_a_colocated_trainer_is_launched_on_the_gpu_of_the_first_replica(
-    tmp_path: Path, system: str, slots: list[int]
+    tmp_path: Path, system: str, gpus: list[int]
 ) -> None:
     started: list[int] = []
 
     class NotingLauncher(Launcher):
         async def _start(
-            self, role: str, config: dict[str, object], name: str, pool: str, slot: int
+            self, role: str, config: dict[str, object], name: str, place: Place
         ) -> Handle:
-            started.append(slot)
+            started.extend(place.gpus)
             return InProcess("tests.scripted:ScriptedTrainer", {"seed": 0})
 
     async def launch() -> None:
-        run = small_run({"policies.system": system, "rollout.replicas": 1})
+        run = small_run({"policies.system": system, "rollout.replicas": 1, "trainer.pool": "far"})
         launcher = NotingLauncher(run, RunDirectory(tmp_path))
         await launcher.replica(0, "model")
         await launcher.trainer()
 
     asyncio.run(launch())
-    assert started == slots
+    assert started == gpus

@@ -258,7 +258,7 @@ def test_no_example_has_an_error(example: Path, tmp_path: Path) -> None:
         here = local_table(tmp_path)
         table["model"]["path"] = here["model"]["path"]
         table["workload"]["prompts"] = here["workload"]["prompts"]
-        table["workload"]["verifier"] = "exact"
+        table["verifier"]["scorer"] = "exact"
         table["workload"]["lengths"] = here["workload"]["lengths"]
     report = examine(table, example)
     assert [finding for finding in report.findings if finding.level == "error"] == []

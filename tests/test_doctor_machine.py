@@ -12,6 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from executor.checkup import installed, readiness, run_paths
+from executor.rollout.engines import extra_of
 from executor.verifier import landlock, seccomp
 from executor.verifier.scorers import SCORERS
 from streamrl.cli.doctor import examine
@@ -19,8 +20,7 @@ from streamrl.doctor import files
 from streamrl.doctor.changes import changed
 from streamrl.runfile.config import ExecuteConfig
 from streamrl.runfile.reading import make_run
-from streamrl.runfile.sides_config import RolloutConfig, TrainerConfig
-from streamrl.runfile.workload_config import VerifierName
+from streamrl.runfile.sides_config import RolloutBackend, ScorerName, TrainerConfig
 from tests.patients import NOWHERE, bad, full_run, local_table
 from tests.verifying import score
 
@@ -49,12 +49,11 @@ def test_ranges_are_those_of_pyproject() -> None:
 
 
 def test_every_back_end_and_launcher_has_its_packages() -> None:
-    for section, key in (
-        (RolloutConfig, "backend"),
-        (TrainerConfig, "backend"),
-        (ExecuteConfig, "launcher"),
-    ):
+    for section, key in ((TrainerConfig, "backend"), (ExecuteConfig, "launcher")):
         assert set(get_args(get_type_hints(section)[key])) <= set(installed.EXTRA_OF)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {extra_of(backend) for backend in get_args(RolloutBackend)}
+    assert extras <= set(project["optional-dependencies"])
 
 
 def test_a_run_that_can_be_executed_here_has_no_errors(tmp_path: Path) -> None:
@@ -67,8 +66,8 @@ def test_a_run_that_can_be_executed_here_has_no_errors(tmp_path: Path) -> None:
         ({"rollout.migration_transfer": "kv"}, "back-end", "rollout.migration_transfer=recompute"),
         ({"model.dtype": "float16"}, "back-end", "model.dtype=bfloat16"),
         ({"execute.device": "cuda:7"}, "gpus", "execute.device=cpu"),
-        ({"workload.verifier": "reasoning-gym"}, "prompts", "add it"),
-        ({"workload.verifier": "none"}, "wrong-key", "workload.verifier=exact"),
+        ({"verifier.scorer": "reasoning-gym"}, "prompts", "add it"),
+        ({"verifier.scorer": "none"}, "wrong-key", "verifier.scorer=exact"),
         ({"workload.prompts": "/nowhere.jsonl"}, "prompts", "prompt"),
         ({"rollout.max_tokens": 8192}, "positions", "rollout.max_tokens=2048"),
         ({"workload.lengths.source": "no.csv"}, "lengths", "file"),
@@ -98,11 +97,11 @@ def test_missing_gpus_are_an_error_where_the_run_file_insists(
     assert "gpus" not in bad(list(readiness.find(run)))
 
 
-@pytest.mark.parametrize("verifier", ["exact", "math-verify", "reasoning-gym"])
+@pytest.mark.parametrize("scorer", ["exact", "math-verify", "reasoning-gym"])
 def test_a_machine_without_a_sandbox_is_a_warning_where_answers_are_evaluated(
-    verifier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scorer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make_run(local_table(tmp_path, {"workload.verifier": verifier}))
+    run = make_run(local_table(tmp_path, {"verifier.scorer": scorer}))
     monkeypatch.setattr(seccomp, "is_available", lambda: True)
     monkeypatch.setattr(landlock, "is_available", lambda: True)
     assert "verifier" not in bad(list(readiness.find(run)))
@@ -110,7 +109,7 @@ def test_a_machine_without_a_sandbox_is_a_warning_where_answers_are_evaluated(
         with monkeypatch.context() as patch:
             patch.setattr(layer, "is_available", lambda: False)
             found = bad(list(readiness.find(run)))
-        if verifier == "exact":
+        if scorer == "exact":
             assert "verifier" not in found
         else:
             assert found["verifier"].level == "warning" and "Linux" in found["verifier"].fix
@@ -145,7 +144,7 @@ def test_a_run_directory_that_is_taken_says_how_to_go_on(tmp_path: Path) -> None
 
 
 def test_the_fields_of_each_scorer_are_those_that_it_reads() -> None:
-    assert set(run_paths.FIELDS) == set(SCORERS) == set(get_args(VerifierName))
+    assert set(run_paths.FIELDS) == set(SCORERS) == set(get_args(ScorerName))
     for name, needed in run_paths.FIELDS.items():
         record = {fields[-1]: "2" for fields in needed}
         if "task" in record:

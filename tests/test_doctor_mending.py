@@ -36,7 +36,9 @@ def fixes_of(changes: dict[str, Any]) -> list[str]:
         ({"policies.max_staleness": 0.5}, ["set policies.max_staleness=0"]),
         ({"policies.learns_from_siblings": "no"}, ["set policies.learns_from_siblings=false"]),
         ({"workload.lengths.kind": "histogramm"}, ["set workload.lengths.kind=histogram"]),
-        ({"algorithm.correction": "tis"}, ["set algorithm.correction=token_tis"]),
+        ({"algorithm.correction": "tis"}, ["set algorithm.correction=token-tis"]),
+        ({"algorithm.correction": "seq_tis"}, ["set algorithm.correction=seq-tis"]),
+        ({"workload.verifier": "exact"}, ["rename workload.verifier to verifier.scorer"]),
         ({"rollout.pool": "dc1.far"}, ["set rollout.pool=far"]),
         ({"rollout.start_time": 3}, ['set rollout.start_time="3 ms"']),
         ({"plan": {"micro_batch": 4}}, ["set plan.micro_batch=[4]"]),
@@ -80,7 +82,7 @@ def fixes_of(changes: dict[str, Any]) -> list[str]:
         ({"costs.profile": "a\0b"}, ["remove costs.profile"]),
         ({"execute.device": "gpu"}, ["set execute.device=auto"]),
         ({"execute.device": "cuda0"}, ["set execute.device=cuda"]),
-        ({"workload.verifier": "exactly"}, ["set workload.verifier=exact"]),
+        ({"verifier.scorer": "exactly"}, ["set verifier.scorer=exact"]),
         (
             {"cluster.links": []},
             [

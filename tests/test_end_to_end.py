@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from streamrl.record.trace import read_trace, replay
+from streamrl.runfile.sides_config import RolloutBackend
 from tests.command_line import streamrl
 from tests.tiny_model import tiny_model
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
@@ -43,8 +45,9 @@ group_size = 4
 learning_rate = 1e-3
 [workload]
 prompts = "prompts.jsonl"
-verifier = "exact"
 max_prompt_tokens = 16
+[verifier]
+scorer = "exact"
 [policies]
 system = "fully-async"
 [execute]
@@ -141,3 +144,28 @@ def test_ctrl_c_leaves_a_readable_trace_and_no_process(project: Path) -> None:
     trace = read_trace(output / "trace.jsonl")
     check_every_rollout_is_accounted_for(trace)
     assert replay(trace) is None
+
+
+@pytest.mark.parametrize("backend", get_args(RolloutBackend))
+def test_a_run_file_executes_on_every_engine_and_the_trainer_finds_its_logprobs_the_same(
+    project: Path, backend: str
+) -> None:
+    """Completions of nothing but the end are right, so that every few are and weights change from step to step."""
+    output, prompts = project / backend, project / "easy.jsonl"
+    prompts.write_text('{"prompt": "1+1=", "answer": ""}\n')
+    changes = {
+        "rollout.backend": backend,
+        "policies.system": "disaggregated",
+        "algorithm.prompts_per_step": 8,
+        "algorithm.group_size": 8,
+        "algorithm.kl_coefficient": 0.01,
+        "workload.prompts": prompts,
+        "execute.launcher": "in-process",
+        "execute.output": output,
+    }
+    settings = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
+    done = streamrl("execute", project / "run.toml", *settings)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in (output / "metrics.jsonl").open()]
+    assert len(steps) == 3 and max(step["grad_norm"] for step in steps[:2]) > 0
+    assert max(step["logprob_gap"] for step in steps) < 1e-5

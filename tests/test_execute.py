@@ -59,7 +59,7 @@ def real_run(directory: Path, **changes: Any) -> Run:
         {
             "model": {"path": str(directory), "dtype": "float32"},
             "workload.prompts": str(prompts),
-            "workload.verifier": "exact",
+            "verifier.scorer": "exact",
             "execute.output": str(directory / "run"),
             "algorithm.steps": 4,
             "algorithm.prompts_per_step": 3,

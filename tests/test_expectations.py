@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor.prompts import PromptWorkload
-from streamrl.engine.messages import DrawnGroup, Generated
+from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
 from streamrl.engine.siblings import SiblingLengths
 from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import small_run

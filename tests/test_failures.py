@@ -8,6 +8,7 @@ import pytest
 
 from streamrl.engine.messages import (
     Abort,
+    DrawPrompts,
     Drop,
     Failed,
     Generate,
@@ -17,7 +18,6 @@ from streamrl.engine.messages import (
     ReplicaLost,
     SaveCheckpoint,
     StartReplica,
-    Step,
     Stop,
     Train,
     Verified,
@@ -45,7 +45,7 @@ def test_a_rollout_is_tried_again_until_it_has_failed_too_often_then_its_group_i
         assert [c.rollout for c in of(Generate, commands)] == [0]
         assert not of(Drop, commands)
     commands = s.tell(Failed(Generate(0, 0, 0), "broken"))
-    assert commands[:2] == [Abort(1, 0), Drop(0, "failed 3 times")]
+    assert commands[:2] == [Abort(1, 1), Drop(0, "failed 3 times")]
     assert s.state.leader.lost == {"failed 3 times": 2}
 
 
@@ -68,7 +68,7 @@ def test_a_run_stops_when_more_replicas_are_lost_than_may_be_restarted() -> None
 
 
 @pytest.mark.parametrize(
-    "command", [Train((0, 1), 0), Step(1, (), 0), PushWeights(1, 0), LoadWeights(0, 1, True)]
+    "command", [Train((0, 1), 0), DrawPrompts(1, 1, 0), LoadWeights(0, 1, True)]
 )
 def test_a_failure_beyond_one_rollout_stops_the_run_and_names_it(command: Any) -> None:
     s = script()
@@ -76,6 +76,15 @@ def test_a_failure_beyond_one_rollout_stops_the_run_and_names_it(command: Any) -
     s.finish(0, 1)
     (stop,) = of(Stop, s.tell(Failed(command, "out of memory")))
     assert "out of memory" in stop.reason
+
+
+def test_a_push_that_fails_stops_the_run() -> None:
+    s = script()
+    s.draw(s.begin())
+    s.finish(0, 1, 2, 3)
+    (push,) = of(PushWeights, s.step(1))
+    (stop,) = of(Stop, s.tell(Failed(push, "no room")))
+    assert "PushWeights: no room" in stop.reason
 
 
 def test_an_interrupted_run_aborts_what_runs_and_drops_everything_with_the_reason() -> None:

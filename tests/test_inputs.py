@@ -51,7 +51,7 @@ def local_run(**changes: object) -> Run:
         workload__lengths__kind="empirical",
         workload__lengths__source="./lengths.csv",
         workload__prompts="prompts.jsonl",
-        workload__verifier="exact",
+        verifier__scorer="exact",
         execute__output="run",
         **changes,
     )
@@ -104,8 +104,9 @@ def test_a_plan_and_its_simulation_are_one_option_where_their_directory_is_moved
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lengths = {"kind": "empirical", "source": "./lengths.csv"}
-    prompts = {"prompts": "prompts.jsonl", "verifier": "exact"}
-    offer = few({"model": {"path": "small"}, "workload": {"lengths": lengths, **prompts}}, steps=2)
+    workload = {"lengths": lengths, "prompts": "prompts.jsonl"}
+    verifier = {"scorer": "exact"}
+    offer = few({"model": {"path": "small"}, "workload": workload, "verifier": verifier}, steps=2)
     write_run(offer, Path("offer.toml"))
     plan(Path("offer.toml"), ["plan.simulations=2", "plan.seeds=1"], Path("plan"), as_json=True)
     simulate_plan(Path("plan"))

@@ -60,14 +60,14 @@ def test_none_stops_the_gradient_exactly_where_the_ppo_clip_binds() -> None:
 
 def test_token_tis_weighs_by_the_ratio_up_to_the_cap() -> None:
     tokens = make_tokens([math.log(0.1), 0.0, math.log(1.5), math.log(50)], [1.0] * 4)
-    weights = losses.correction_weights(tokens, "token_tis", CAP)
+    weights = losses.correction_weights(tokens, "token-tis", CAP)
     torch.testing.assert_close(weights, torch.tensor([0.1, 1.0, 1.5, CAP]))
-    torch.testing.assert_close(gradient(tokens, "token_tis"), -weights)
+    torch.testing.assert_close(gradient(tokens, "token-tis"), -weights)
 
 
 def test_seq_tis_weighs_a_rollout_by_the_capped_product_of_its_ratios() -> None:
     tokens = make_tokens([math.log(4), math.log(0.25), math.log(3), 0.0, math.log(0.5), 0.0])
-    weights = losses.correction_weights(tokens, "seq_tis", CAP)
+    weights = losses.correction_weights(tokens, "seq-tis", CAP)
     torch.testing.assert_close(weights, torch.tensor([CAP, CAP, CAP, 0.5, 0.5, 0.5]))
 
 
@@ -120,7 +120,7 @@ def test_both_kl_estimators_are_unbiased_and_k3_is_never_negative() -> None:
 
 def test_diagnostics_of_halves_add_up_to_those_of_the_whole() -> None:
     ratios = [0.3, -0.4, 1.2, 0.0]
-    whole = losses.diagnostic_sums(make_tokens(ratios), "token_tis", clip=CLIP, cap=CAP)
+    whole = losses.diagnostic_sums(make_tokens(ratios), "token-tis", clip=CLIP, cap=CAP)
     found = losses.diagnostics(whole)
     values = [math.exp(ratio) for ratio in ratios]
     squares = sum(value**2 for value in values)
@@ -129,7 +129,7 @@ def test_diagnostics_of_halves_add_up_to_those_of_the_whole() -> None:
     assert found["logprob_gap"] == pytest.approx(1.9 / 4)
     assert found["kl_k1"] == pytest.approx(-1.1 / 4)
     tokens = [make_tokens(ratios[:2]), make_tokens(ratios[2:])]
-    parts = [losses.diagnostic_sums(t, "token_tis", clip=CLIP, cap=CAP) for t in tokens]
+    parts = [losses.diagnostic_sums(t, "token-tis", clip=CLIP, cap=CAP) for t in tokens]
     for key, value in whole.items():
         assert sum(part[key] for part in parts) == pytest.approx(value, abs=1e-6), key
 

@@ -44,7 +44,7 @@ def begun(expected: list[int], **changes: Any) -> Script:
 def test_the_rollout_with_most_ahead_moves_to_the_replica_that_stands_idle() -> None:
     s = begun([10, 9000, 10, 5000])
     assert not of(Abort, s.tell(generated(0)))  # replica 0 still has one
-    assert of(Abort, s.tell(generated(2))) == [Abort(1, 0)]
+    assert of(Abort, s.tell(generated(2))) == [Abort(1, 1)]
     sent = s.tell(generated(1, tokens=70, finish="aborted"))
     assert of(Generate, sent) == [Generate(1, 0, 1, prefix=70)]
     assert not of(Abort, s.tell(generated(3)))
@@ -113,7 +113,7 @@ def test_lengths_of_finished_rollouts_say_how_much_is_ahead() -> None:
     s = begun([2, 2, 2, 2])
     for _ in range(4):
         s.state.recent.add(5000)
-    assert of(Abort, s.tell(generated(0), generated(2))) == [Abort(1, 0)]
+    assert of(Abort, s.tell(generated(0), generated(2))) == [Abort(1, 1)]
 
 
 def test_it_refuses_to_reckon_without_seconds() -> None:

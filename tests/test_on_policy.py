@@ -29,7 +29,7 @@ class RealTrainerLauncher(ScriptedLauncher):
                 "model": self._options["model"],
                 "learning_rate": 3e-3,
                 "temperature": 1.0,
-                "correction": "token_tis",
+                "correction": "token-tis",
             },
         )
 

@@ -1,134 +1,135 @@
-"""Which GPU of this machine each role gets: those that this process was given, and no other."""
+"""Which GPUs of which node each role gets: none twice, and what is given back is given again."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from executor.carriers import placement
-from executor.carriers.launch import Launcher
-from executor.carriers.placement import claim_gpus, gpus_needed, trainer_slot, usable_gpus
-from executor.checkup import readiness
-from executor.execute import check_executable, execute
-from executor.record import RunDirectory
+from executor.carriers.placement import Place, Placement
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import make_run
-from tests.patients import bad, local_table
+from streamrl.runfile.pools import most_replicas
+from tests.runs import small_run
 
-GPU, OTHER = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "GPU-2"
-MIG, SECOND = "MIG-c7384736-a75d-5afc-978f-d2f1294409fd", "MIG-b9a2"
-FAR = {"here": {"gpu": "h800", "gpus_per_node": 4}}
+Gpus = tuple[int, ...]
 
 
-def local_run(directory: Path, **changes: Any) -> Run:
-    """Return a run of one replica and a trainer; `__` stands for the dot of a key."""
+def run_on(nodes: int, gpus_per_node: int, **changes: Any) -> Run:
+    """Return a run of both sides in one pool; `__` stands for the dot of a key."""
+    pools = {"here": {"gpu": "h800", "nodes": nodes, "gpus_per_node": gpus_per_node}}
     keys = {key.replace("__", "."): value for key, value in changes.items()}
-    return make_run(local_table(directory, keys))
+    table = {"cluster": {"pools": pools}, "rollout.pool": "here", "trainer": {"pool": "here"}}
+    return small_run({**table, **keys})
 
 
-@pytest.mark.parametrize(
-    ("inherited", "num_seen", "usable"),
-    [
-        (None, 2, ["0", "1"]),
-        (None, 0, []),
-        ("", 0, []),
-        ("-1", 0, []),
-        ("2", 1, ["2"]),
-        ("5, 3", 2, ["5", "3"]),
-        ("3,-1,5", 1, ["3"]),
-        ("3,,5", 1, ["3"]),
-        ("1,64", 1, ["1"]),  # the machine has no GPU 64
-        ("0,0", 0, []),  # CUDA shows none where one is named twice
-        (f"{GPU},{OTHER}", 2, [GPU, OTHER]),
-        (f"{MIG},{SECOND}", 1, [MIG, SECOND]),
-        (f"{MIG},0", 1, [MIG]),
-        (MIG, 0, []),
-        ("none", 0, []),
-    ],
+def where(place: Place) -> tuple[int, Gpus]:
+    return place.node, place.gpus
+
+
+def ranks(placement: Placement) -> list[tuple[int, Gpus]]:
+    return [where(place) for place in placement.trainer]
+
+
+def test_a_replica_has_gpus_of_one_node_the_lowest_first() -> None:
+    run = run_on(2, 4, rollout__replicas=3, rollout__tensor_parallel=2)
+    placement = Placement(run)
+    assert placement.replica(7) == Place("here", 0, (0, 1))
+    assert where(placement.replica(8)) == (0, (2, 3))
+    assert where(placement.replica(9)) == (1, (0, 1))
+    assert ranks(placement) == [(1, (2,))]
+
+
+def test_six_ranks_of_a_trainer_follow_the_replicas_over_the_nodes() -> None:
+    trainer = {"pool": "here", "data_parallel": 3, "tensor_parallel": 2}
+    run = run_on(2, 4, rollout__replicas=1, rollout__tensor_parallel=2, trainer=trainer)
+    assert ranks(Placement(run)) == [(0, (2,)), (0, (3,))] + [(1, (gpu,)) for gpu in range(4)]
+
+
+def test_a_tensor_parallel_group_of_the_trainer_is_on_one_node() -> None:
+    trainer = {"pool": "here", "pipeline_parallel": 2, "tensor_parallel": 4}
+    run = run_on(3, 4, rollout__replicas=1, rollout__tensor_parallel=2, trainer=trainer)
+    placement = Placement(run)
+    assert ranks(placement) == [(node, (gpu,)) for node in (1, 2) for gpu in range(4)]
+    assert [where(placement.replica(n)) for n in range(2)] == [(0, (0, 1)), (0, (2, 3))]
+
+
+def test_a_replacement_has_the_gpus_of_the_replica_that_was_lost() -> None:
+    placement = Placement(run_on(2, 4, rollout__replicas=3, rollout__tensor_parallel=2))
+    places = [placement.replica(n) for n in range(3)]
+    placement.free(1)
+    placement.free(1)
+    assert placement.replica(3) == places[1]
+    placement.free(2)
+    placement.free(0)
+    assert [placement.replica(n) for n in (4, 5)] == [places[0], places[2]]
+
+
+def test_replicas_that_are_added_come_behind_the_trainer_and_may_go_again() -> None:
+    placement = Placement(run_on(2, 4, rollout__replicas=1, rollout__tensor_parallel=2))
+    assert [where(placement.replica(n)) for n in range(3)] == [
+        (0, (0, 1)),
+        (1, (0, 1)),
+        (1, (2, 3)),
+    ]
+    assert ranks(placement) == [(0, (2,))]
+    placement.free(1)
+    assert where(placement.replica(3)) == (1, (0, 1))
+
+
+def test_more_replicas_than_gpus_are_refused_by_name() -> None:
+    placement = Placement(run_on(1, 4, rollout__replicas=1, rollout__tensor_parallel=2))
+    placement.replica(0)
+    with pytest.raises(RuntimeError, match="no node of pool 'here' has 2 GPUs left for replica 1"):
+        placement.replica(1)
+
+
+def test_sides_that_take_turns_have_the_same_gpus() -> None:
+    trainer = {"pool": "here", "data_parallel": 4}
+    changes = {"rollout__replicas": 2, "rollout__tensor_parallel": 2, "trainer": trainer}
+    placement = Placement(run_on(1, 4, policies__system="colocated", **changes))
+    assert ranks(placement) == [(0, (gpu,)) for gpu in range(4)]
+    assert [where(placement.replica(n)) for n in range(2)] == [(0, (0, 1)), (0, (2, 3))]
+
+
+def test_each_side_has_the_lowest_gpus_of_its_own_pool() -> None:
+    placement = Placement(small_run({"rollout.replicas": 1}))
+    assert placement.replica(0) == Place("far", 0, (0,))
+    assert placement.trainer == tuple(Place("near", 0, (gpu,)) for gpu in range(4))
+
+
+@given(
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 4, 8]),
+    st.data(),
 )
-def test_gpus_are_those_that_the_process_inherited(
-    inherited: str | None, num_seen: int, usable: list[str]
+def test_whatever_comes_and_goes_no_gpu_is_taken_twice_and_all_that_fit_find_a_place(
+    nodes: int, gpus_per_node: int, data: st.DataObject
 ) -> None:
-    assert usable_gpus(inherited, num_seen) == usable
-
-
-def test_each_role_sees_only_the_inherited_gpu_of_its_slot(tmp_path: Path) -> None:
-    run = local_run(tmp_path, execute__device="cuda")
-    launcher = Launcher(run, RunDirectory(tmp_path), ["7", GPU])
-    assert launcher.environment("here", 0)[placement.VARIABLE] == "7"
-    assert launcher.environment("here", trainer_slot(run))[placement.VARIABLE] == GPU
-    on_cpu = Launcher(local_run(tmp_path), RunDirectory(tmp_path))
-    assert placement.VARIABLE not in on_cpu.environment("here", 0)
-
-
-@pytest.mark.parametrize(
-    ("changes", "needed"),
-    [
-        ({}, 0),
-        ({"execute__device": "cuda"}, 2),
-        ({"execute__device": "cuda:2"}, 3),
-        ({"execute__device": "cuda", "execute__launcher": "in-process"}, 1),
-        ({"cluster__pools": FAR}, 2),
-        ({"cluster__pools": FAR, "execute__device": "cpu"}, 0),
-        ({"cluster__pools": FAR, "policies__system": "colocated"}, 1),
-        ({"cluster__pools": FAR, "rollout__replicas": 3}, 4),
-        ({"cluster__pools": FAR, "policies__resize": "adjust", "policies__resize_unit": 1}, 4),
-        (
-            {
-                "cluster__pools": FAR,
-                "policies__resize": "adjust",
-                "policies__resize_unit": 1,
-                "policies__max_replicas": 2,
-            },
-            3,
-        ),
-    ],
-)
-def test_a_run_needs_a_gpu_for_each_replica_that_there_may_be_and_one_for_its_trainer(
-    changes: dict[str, Any], needed: int, tmp_path: Path
-) -> None:
-    assert gpus_needed(local_run(tmp_path, **changes)) == needed
-
-
-def test_a_trainer_has_the_first_gpu_where_replicas_have_none(tmp_path: Path) -> None:
-    pools = {"here": {"gpu": "cpu"}, "there": {"gpu": "h800"}}
-    link = {"between": ["here", "there"], "bandwidth": "8 Gbps"}
-    changes: dict[str, Any] = {"cluster": {"pools": pools, "links": [link]}}
-    run = local_run(tmp_path, **changes, trainer={"pool": "there", "micro_batch": 2})
-    assert gpus_needed(run) == 1 and trainer_slot(run) == 0
-
-
-def test_fewer_gpus_than_needed_are_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(placement, "find_gpus", lambda: ["3"])
-    monkeypatch.setattr(readiness, "find_gpus", lambda: ["3"])
-    monkeypatch.setenv(placement.VARIABLE, "3")
-    run = local_run(tmp_path, execute__device="cuda")
-    words = (
-        r"execute\.device 'cuda' needs 2 GPUs .* sees 1 \(CUDA_VISIBLE_DEVICES='3'\).*device=cpu"
+    degrees = st.sampled_from([degree for degree in (1, 2, 4, 8) if degree <= gpus_per_node])
+    degree, trainer_degree = data.draw(degrees), data.draw(degrees)
+    room = nodes * gpus_per_node - trainer_degree
+    if room < degree:
+        return
+    run = run_on(
+        nodes,
+        gpus_per_node,
+        rollout__replicas=data.draw(st.integers(1, room // degree)),
+        rollout__tensor_parallel=degree,
+        trainer__tensor_parallel=trainer_degree,
+        algorithm__prompts_per_step=8,
     )
-    with pytest.raises(ValueError, match=words) as refusal:
-        execute(run)
-    assert "\n" not in str(refusal.value) and not (tmp_path / "run").exists()
-    finding = bad(list(readiness.find(run)))["gpus"]
-    assert finding.level == "error" and "CUDA_VISIBLE_DEVICES='3'" in finding.text
-
-
-def test_as_many_gpus_as_needed_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (placement, readiness):
-        monkeypatch.setattr(module, "find_gpus", lambda: ["3", GPU])
-    run = local_run(tmp_path, execute__device="cuda")
-    check_executable(run)
-    assert claim_gpus(run) == ["3", GPU]
-    assert "gpus" not in bad(list(readiness.find(run)))
-
-
-@pytest.mark.parametrize("device", ["banana", "gpu", "cuda:x", "CUDA", ""])
-def test_what_is_no_device_is_refused_when_the_run_file_is_read(
-    device: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=rf"^execute\.device must be auto, .*, got {device!r}"):
-        local_run(tmp_path, execute__device=device)
+    placement = Placement(run)
+    living: dict[int, Place] = {}
+    for number in range(12):
+        if living and (len(living) == most_replicas(run) or data.draw(st.booleans())):
+            gone = data.draw(st.sampled_from(sorted(living)))
+            del living[gone]
+            placement.free(gone)
+        else:
+            living[number] = placement.replica(number)
+        places = [*living.values(), *placement.trainer]
+        taken = [(place.node, gpu) for place in places for gpu in place.gpus]
+        assert len(taken) == len(set(taken)) == degree * len(living) + trainer_degree
+        assert all(node < nodes and gpu < gpus_per_node for node, gpu in taken)

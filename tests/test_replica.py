@@ -1,4 +1,4 @@
-"""The replica against full forward passes: what it sampled, under which weights, in which order."""
+"""The replica against full forward passes, on every engine: what it sampled, under which weights, in which order."""
 
 from __future__ import annotations
 
@@ -7,18 +7,35 @@ import json
 import shutil
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from msgspec.structs import replace
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from executor.rollout.replica_worker import ReplicaSettings, ReplicaWorker
+from executor.rollout.inference_engine import ReplicaSettings
+from executor.rollout.replica_worker import ReplicaWorker
 from executor.samples import Completion, Manifest, Request
+from executor.tokens import (
+    TokenBlock,
+    TokenSegment,
+    count_ids,
+    count_tokens,
+    decode_ids,
+    encode_ids,
+    read_block,
+    read_blocks,
+    write_block,
+)
 from executor.transfer.shared_memory import write_buckets
+from streamrl.runfile.sides_config import RolloutBackend
 from tests.tiny_model import tiny_model
 
 VOCABULARY = 120
+NOTHING = TokenBlock(0, None)
 ENDLESS = 100_000  # output tokens: minutes of generation, past the timeout of `serve`
 Weights = dict[str, torch.Tensor]
 
@@ -30,7 +47,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = tiny_model(
         VOCABULARY,
         max_position_embeddings=1024,
-        initializer_range=0.3,
+        initializer_range=0.2,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=None,
@@ -54,8 +71,15 @@ def reference(path: Path, weights: Weights | None = None) -> Any:
     return model.eval()
 
 
+@pytest.fixture(params=get_args(RolloutBackend))
+def backend(request: pytest.FixtureRequest) -> str:
+    """Every engine in turn."""
+    return str(request.param)
+
+
 def serve(
     path: Path,
+    backend: str,
     scenario: Callable[[ReplicaWorker], Coroutine[Any, Any, None]],
     manifest: Manifest | None = None,
     **settings: Any,
@@ -64,7 +88,7 @@ def serve(
 
     async def main() -> None:
         defaults = {"max_running": 4, "max_tokens": 400, "max_prompt_tokens": 16}
-        limits = defaults | {"temperature": 1.0, "seed": 0} | settings
+        limits = defaults | {"temperature": 1.0, "seed": 0, "backend": backend} | settings
         replica = ReplicaWorker(ReplicaSettings(model=str(path), **limits))
         await replica.start(manifest, version=manifest.version if manifest else 3)
         try:
@@ -78,7 +102,11 @@ def serve(
 def request(rollout: int, max_tokens: int, priority: int = 0, **fields: Any) -> Request:
     prompt = [1 + (7 * rollout + place) % 90 for place in range(5 + rollout % 4)]
     return Request(
-        rollout=rollout, prompt=prompt, priority=priority, max_tokens=max_tokens, **fields
+        rollout=rollout,
+        prompt=encode_ids(prompt),
+        priority=priority,
+        max_tokens=max_tokens,
+        **fields,
     )
 
 
@@ -89,37 +117,97 @@ def sampled_logprobs(logits: torch.Tensor, tokens: list[int], temperature: float
 
 @torch.no_grad()
 def full_forward(model: Any, asked: Request, done: Completion, temperature: float) -> torch.Tensor:
-    context = asked.prompt + asked.prefix
-    logits = model(torch.tensor([context + done.tokens])).logits[0, len(context) - 1 : -1]
-    return sampled_logprobs(logits, done.tokens, temperature)
+    context = ids_of(asked.prompt) + read_blocks(asked.prefix)[0].tolist()
+    tokens = tokens_of(done)
+    logits = model(torch.tensor([context + tokens])).logits[0, len(context) - 1 : -1]
+    return sampled_logprobs(logits, tokens, temperature)
 
 
-def assert_close(logprobs: list[float], expected: torch.Tensor) -> None:
-    torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
+def ids_of(prompt: bytes) -> list[int]:
+    ids: list[int] = decode_ids(prompt).tolist()
+    return ids
+
+
+def tokens_of(done: Completion) -> list[int]:
+    ids: list[int] = read_block(done.output)[0].tolist()
+    return ids
+
+
+def assert_close(done: Completion, expected: torch.Tensor) -> None:
+    logprobs = torch.tensor(read_block(done.output)[1].copy())
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_those_of_a_full_forward_pass(model_path: Path, temperature: float) -> None:
+def test_logprobs_are_those_of_a_full_forward_pass(
+    model_path: Path, backend: str, temperature: float
+) -> None:
     asked = [request(rollout, 20 + 5 * rollout) for rollout in range(7)]
-    asked.append(request(7, 30, prefix=[4, 5, 6]))
+    asked.append(request(7, 30, prefix=(write_block([4, 5, 6], [-1.0] * 3, None),)))
     model = reference(model_path)
 
     async def scenario(replica: ReplicaWorker) -> None:
         completions = await asyncio.gather(*map(replica.generate, asked))
         for ask, done in zip(asked, completions, strict=True):
             assert done.rollout == ask.rollout
-            assert len(done.tokens) == ask.max_tokens - len(ask.prefix)
+            assert done.output.num_tokens == ask.max_tokens - count_tokens(ask.prefix)
+            assert done.segments == (TokenSegment(done.output.num_tokens, is_policy=True),)
             assert (done.finish, done.versions) == ("length", [(3, 0)])
             assert 0 < done.prefill_time < done.run_time
-            assert_close(done.logprobs, full_forward(model, ask, done, temperature))
+            assert_close(done, full_forward(model, ask, done, temperature))
 
-    serve(model_path, scenario, temperature=temperature)
+    serve(model_path, backend, scenario, temperature=temperature)
 
 
-def test_tokens_are_sampled_from_the_whole_vocabulary(model_path: Path) -> None:
+@pytest.fixture
+def tokenizer_path(tmp_path: Path) -> str:
+    """A word for every token; every fifth is special."""
+    words = {f"w{token}": token for token in range(VOCABULARY)}
+    model = Tokenizer(WordLevel(words, unk_token="w0"))
+    special = [f"w{token}" for token in range(0, VOCABULARY, 5)]
+    tokenizer: Any = PreTrainedTokenizerFast
+    made = tokenizer(tokenizer_object=model, additional_special_tokens=special)
+    made.save_pretrained(tmp_path / "tokenizer")
+    return str(tmp_path / "tokenizer")
+
+
+def test_the_text_is_that_of_the_whole_output_without_special_tokens(
+    model_path: Path, backend: str, tokenizer_path: str
+) -> None:
+    prefix = write_block([5, 6, 7], [-1.0] * 3, None)
+
+    async def scenario(replica: ReplicaWorker) -> None:
+        done = await replica.generate(request(0, 30, prefix=(prefix,)))
+        words = [f"w{token}" for token in [5, 6, 7, *tokens_of(done)] if token % 5]
+        assert done.text == " ".join(words) and len(words) < 30
+        running = asyncio.create_task(replica.generate(request(1, 400)))
+        await replica.generate(request(2, 5))
+        await replica.abort(1)
+        assert (await running).text is None
+
+    serve(model_path, backend, scenario, tokenizer=tokenizer_path)
+
+
+def test_tokens_go_to_the_file_that_a_request_names(
+    model_path: Path, backend: str, tmp_path: Path
+) -> None:
+    first, second = (str(tmp_path / name) for name in ("a", "b"))
+
+    async def scenario(replica: ReplicaWorker) -> None:
+        done = await replica.generate(request(0, 9, output_path=first))
+        assert done.output == TokenBlock(9, first)
+        again = request(0, 20, prefix=(done.output,), output_path=second)
+        rest = await replica.generate(again)
+        assert rest.output == TokenBlock(11, second)
+        assert_close(rest, full_forward(reference(model_path), again, rest, 1.0))
+
+    serve(model_path, backend, scenario)
+
+
+def test_tokens_are_sampled_from_the_whole_vocabulary(model_path: Path, backend: str) -> None:
     """One step, many times: the shares of the first token are the model's probabilities."""
     with torch.no_grad():
-        logits = reference(model_path)(torch.tensor([request(0, 1).prompt])).logits[0, -1]
+        logits = reference(model_path)(torch.tensor([ids_of(request(0, 1).prompt)])).logits[0, -1]
     probabilities = torch.softmax(logits / 2.0, dim=-1)
     count = 2000
 
@@ -127,26 +215,62 @@ def test_tokens_are_sampled_from_the_whole_vocabulary(model_path: Path) -> None:
         prompt = request(0, 1).prompt
         asked = [Request(rollout=n, prompt=prompt, priority=0, max_tokens=1) for n in range(count)]
         done = await asyncio.gather(*map(replica.generate, asked))
-        tokens = torch.tensor([completion.tokens[0] for completion in done])
+        tokens = torch.tensor([tokens_of(completion)[0] for completion in done])
         shares = torch.bincount(tokens, minlength=VOCABULARY) / count
         distance = (shares - probabilities).abs().sum() / 2
         assert distance < 0.15, "a top-k of 50 or less, or temperature 1, is further away"
 
-    serve(model_path, scenario, temperature=2.0, max_running=128, max_tokens=1)
+    serve(model_path, backend, scenario, temperature=2.0, max_running=128, max_tokens=1)
 
 
-def test_a_short_rollout_returns_before_its_long_sibling(model_path: Path) -> None:
+def test_a_short_rollout_returns_before_its_long_sibling(model_path: Path, backend: str) -> None:
     async def scenario(replica: ReplicaWorker) -> None:
         long = asyncio.create_task(replica.generate(request(0, ENDLESS)))
         short = await replica.generate(request(1, 10))
-        assert len(short.tokens) == 10 and not long.done()
+        assert short.output.num_tokens == 10 and not long.done()
         await replica.abort(0)
         assert (await long).finish == "aborted"
 
-    serve(model_path, scenario, max_tokens=ENDLESS)
+    serve(model_path, backend, scenario, max_tokens=ENDLESS)
 
 
-def test_the_smallest_priority_starts_first_and_ties_by_rollout(model_path: Path) -> None:
+def test_a_static_batch_takes_nothing_in_until_all_of_it_is_over(model_path: Path) -> None:
+    ended: list[int] = []
+
+    async def scenario(replica: ReplicaWorker) -> None:
+        async def generate(rollout: int, max_tokens: int) -> None:
+            await replica.generate(request(rollout, max_tokens, priority=rollout))
+            ended.append(rollout)
+
+        await asyncio.gather(*(generate(*pair) for pair in [(0, 5), (1, 60), (2, 5), (3, 60)]))
+
+    serve(model_path, "static", scenario, max_running=2)
+    assert ended == [0, 1, 2, 3]
+    ended.clear()
+    serve(model_path, "transformers", scenario, max_running=2)
+    assert ended == [0, 2, 1, 3]
+
+
+def test_an_engine_says_what_each_of_its_passes_held(model_path: Path, backend: str) -> None:
+    async def scenario(replica: ReplicaWorker) -> None:
+        replica._engine.time_passes()
+        asked = [request(0, 4), request(1, 4)]
+        await asyncio.gather(*map(replica.generate, asked))
+        prefill, *decodes = replica._engine.passes()
+        assert (prefill.running, sorted(prefill.prefixes)) == (
+            0,
+            [count_ids(a.prompt) for a in asked],
+        )
+        assert [one.context for one in decodes] == [5 + 6 + 2 * made for made in (1, 2)]
+        assert all(one.running == 2 and one.seconds > 0 for one in decodes)
+        assert replica._engine.passes() == []
+
+    serve(model_path, backend, scenario)
+
+
+def test_the_smallest_priority_starts_first_and_ties_by_rollout(
+    model_path: Path, backend: str
+) -> None:
     order, ended = [(4, 2), (3, 1), (2, 1), (1, 7), (5, 0)], []
 
     async def scenario(replica: ReplicaWorker) -> None:
@@ -156,11 +280,13 @@ def test_the_smallest_priority_starts_first_and_ties_by_rollout(model_path: Path
 
         await asyncio.gather(*(generate(*pair) for pair in order))
 
-    serve(model_path, scenario, max_running=1)
+    serve(model_path, backend, scenario, max_running=1)
     assert ended == [5, 2, 3, 4, 1]
 
 
-def test_an_abort_keeps_the_tokens_and_resuming_goes_on_after_them(model_path: Path) -> None:
+def test_an_abort_keeps_the_tokens_and_resuming_goes_on_after_them(
+    model_path: Path, backend: str
+) -> None:
     model = reference(model_path)
 
     async def scenario(replica: ReplicaWorker) -> None:
@@ -172,29 +298,30 @@ def test_an_abort_keeps_the_tokens_and_resuming_goes_on_after_them(model_path: P
         await asyncio.gather(*(replica.abort(rollout) for rollout in (9, 8, 0, 1234)))
         part, never_ran = await running, await waiting
         assert {part.finish, never_ran.finish, (await just_started).finish} == {"aborted"}
-        assert (never_ran.tokens, never_ran.versions, never_ran.run_time) == ([], [], 0.0)
-        assert 5 <= len(part.tokens) < 400
-        assert_close(part.logprobs, full_forward(model, first, part, 1.0))
+        assert (never_ran.output, never_ran.versions, never_ran.run_time) == (NOTHING, [], 0.0)
+        assert never_ran.segments == ()
+        assert 5 <= part.output.num_tokens < 400
+        assert_close(part, full_forward(model, first, part, 1.0))
 
-        again = request(0, 400, prefix=part.tokens)
+        again = request(0, 400, prefix=(part.output,))
         rest = await replica.generate(again)
-        assert len(part.tokens) + len(rest.tokens) == 400
-        assert_close(rest.logprobs, full_forward(model, again, rest, 1.0))
+        assert part.output.num_tokens + rest.output.num_tokens == 400
+        assert_close(rest, full_forward(model, again, rest, 1.0))
 
-    serve(model_path, scenario, max_running=2)
+    serve(model_path, backend, scenario, max_running=2)
 
 
-def test_a_cancelled_generate_gives_its_place_to_the_next(model_path: Path) -> None:
+def test_a_cancelled_generate_gives_its_place_to_the_next(model_path: Path, backend: str) -> None:
     async def scenario(replica: ReplicaWorker) -> None:
         first = asyncio.create_task(replica.generate(request(0, ENDLESS)))
         second = asyncio.create_task(replica.generate(request(1, 5)))
         await asyncio.sleep(0.05)
         first.cancel()
-        assert len((await second).tokens) == 5
+        assert (await second).output.num_tokens == 5
         with pytest.raises(asyncio.CancelledError):
             await first
 
-    serve(model_path, scenario, max_running=1, max_tokens=ENDLESS)
+    serve(model_path, backend, scenario, max_running=1, max_tokens=ENDLESS)
 
 
 @torch.no_grad()
@@ -212,7 +339,7 @@ def across_a_load(old: Any, new: Any, prompt: list[int], tokens: list[int], star
 
 
 def test_a_load_in_flight_splits_the_tokens_exactly_where_the_weights_changed(
-    model_path: Path, new_weights: Weights, tmp_path: Path
+    model_path: Path, backend: str, new_weights: Weights, tmp_path: Path
 ) -> None:
     manifest = write_buckets(new_weights.items(), tmp_path, version=4)
     old, new = reference(model_path), reference(model_path, new_weights)
@@ -225,18 +352,18 @@ def test_a_load_in_flight_splits_the_tokens_exactly_where_the_weights_changed(
         later = request(10, 20)
         done = await replica.generate(later)
         assert done.versions == [(4, 0)]
-        assert_close(done.logprobs, full_forward(new, later, done, 1.0))
+        assert_close(done, full_forward(new, later, done, 1.0))
         for ask, done in zip(asked, await asyncio.gather(*running), strict=True):
             (first, zero), (second, start) = done.versions
             assert (first, zero, second) == (3, 0, 4) and 5 <= start < 300
-            logits = across_a_load(old, new, ask.prompt, done.tokens, start)
-            assert_close(done.logprobs, sampled_logprobs(logits, done.tokens, 1.0))
+            logits = across_a_load(old, new, ids_of(ask.prompt), tokens_of(done), start)
+            assert_close(done, sampled_logprobs(logits, tokens_of(done), 1.0))
 
-    serve(model_path, scenario)
+    serve(model_path, backend, scenario)
 
 
 def test_a_drained_load_gives_every_rollout_one_version(
-    model_path: Path, new_weights: Weights, tmp_path: Path
+    model_path: Path, backend: str, new_weights: Weights, tmp_path: Path
 ) -> None:
     manifest = write_buckets(new_weights.items(), tmp_path, version=4)
     models = {3: reference(model_path), 4: reference(model_path, new_weights)}
@@ -250,9 +377,9 @@ def test_a_drained_load_gives_every_rollout_one_version(
         assert [completion.versions for completion in done] == [[(3, 0)]] * 2 + [[(4, 0)]] * 4
         for ask, completion in zip(asked, done, strict=True):
             model = models[completion.versions[0][0]]
-            assert_close(completion.logprobs, full_forward(model, ask, completion, 1.0))
+            assert_close(completion, full_forward(model, ask, completion, 1.0))
 
-    serve(model_path, scenario, max_running=2)
+    serve(model_path, backend, scenario, max_running=2)
 
 
 def corrupt(manifest: Manifest) -> Manifest:
@@ -265,7 +392,7 @@ def corrupt(manifest: Manifest) -> Manifest:
 
 @pytest.mark.parametrize("drain", [False, True])
 def test_bad_weights_are_refused_and_the_old_ones_go_on_serving(
-    model_path: Path, new_weights: Weights, tmp_path: Path, drain: bool
+    model_path: Path, backend: str, new_weights: Weights, tmp_path: Path, drain: bool
 ) -> None:
     name = "model.norm.weight"
     others = {key: tensor for key, tensor in new_weights.items() if key != name}
@@ -287,13 +414,13 @@ def test_bad_weights_are_refused_and_the_old_ones_go_on_serving(
             ask = request(0, 20)
             done = await replica.generate(ask)
             assert done.versions == [(3, 0)]
-            assert_close(done.logprobs, full_forward(model, ask, done, 1.0))
+            assert_close(done, full_forward(model, ask, done, 1.0))
 
-    serve(model_path, scenario)
+    serve(model_path, backend, scenario)
 
 
 def test_a_replica_starts_with_the_weights_of_its_manifest(
-    model_path: Path, new_weights: Weights, tmp_path: Path
+    model_path: Path, backend: str, new_weights: Weights, tmp_path: Path
 ) -> None:
     manifest = write_buckets(new_weights.items(), tmp_path, version=8)
 
@@ -302,13 +429,13 @@ def test_a_replica_starts_with_the_weights_of_its_manifest(
     async def scenario(replica: ReplicaWorker) -> None:
         done = await replica.generate(ask)
         assert done.versions == [(8, 0)]
-        assert_close(done.logprobs, full_forward(model, ask, done, 1.0))
+        assert_close(done, full_forward(model, ask, done, 1.0))
 
-    serve(model_path, scenario, manifest)
+    serve(model_path, backend, scenario, manifest)
 
 
 def test_a_rollout_ends_at_the_end_of_sequence_token_and_includes_it(
-    model_path: Path, tmp_path: Path
+    model_path: Path, backend: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "model"
     shutil.copytree(model_path, path)
@@ -320,36 +447,43 @@ def test_a_rollout_ends_at_the_end_of_sequence_token_and_includes_it(
         asked = [request(rollout, 6) for rollout in range(30)]
         done = await asyncio.gather(*map(replica.generate, asked))
         for completion in done:
-            *body, last = completion.tokens
+            *body, last = tokens_of(completion)
             assert not set(body) & set(ends)
             assert completion.finish == ("stop" if last in ends else "length")
         assert {completion.finish for completion in done} == {"stop", "length"}
 
-    serve(path, scenario)
+    serve(path, backend, scenario)
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("changes", "message"),
     [
-        (Request(rollout=5, prompt=[1] * 17, priority=0, max_tokens=4), "prompt .* 16 .* got 17"),
-        (Request(rollout=5, prompt=[1], priority=0, max_tokens=401), "max_tokens .* got 401"),
-        (Request(rollout=5, prompt=[], priority=0, max_tokens=4), "prompt"),
-        (Request(rollout=5, prompt=[1], priority=0, max_tokens=2, prefix=[1, 2]), "prefix"),
+        ({"prompt": encode_ids([1] * 17)}, "prompt .* 16 .* got 17"),
+        ({"max_tokens": 401}, "max_tokens .* got 401"),
+        ({"prompt": b""}, "prompt"),
+        ({"max_tokens": 2, "prefix": (write_block([1, 2], [-1.0] * 2, None),)}, "prefix"),
     ],
 )
-def test_a_request_without_room_is_refused(model_path: Path, asked: Request, message: str) -> None:
+def test_a_request_without_room_is_refused(
+    model_path: Path, backend: str, changes: dict[str, Any], message: str
+) -> None:
+    asked = replace(request(5, 4), **changes)
+
     async def scenario(replica: ReplicaWorker) -> None:
         with pytest.raises(ValueError, match=f"rollout 5.*{message}"):
             await replica.generate(asked)
-        assert len((await replica.generate(request(5, 3))).tokens) == 3
+        assert (await replica.generate(request(5, 3))).output.num_tokens == 3
 
-    serve(model_path, scenario)
+    serve(model_path, backend, scenario)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("error", [ValueError, SystemExit])
+@pytest.mark.parametrize(
+    ("backend", "error"),
+    [("transformers", ValueError), ("transformers", SystemExit), ("static", ValueError)],
+)
 def test_when_generation_dies_every_pending_rollout_raises(
-    model_path: Path, error: type[BaseException]
+    model_path: Path, backend: str, error: type[BaseException]
 ) -> None:
     """`SystemExit` ends the thread past the error handling of transformers."""
 
@@ -359,17 +493,17 @@ def test_when_generation_dies_every_pending_rollout_raises(
     async def scenario(replica: ReplicaWorker) -> None:
         tasks = [asyncio.create_task(replica.generate(request(n, 400))) for n in range(50)]
         await replica.generate(request(99, 5, priority=-1))
-        replica._model.lm_head.register_forward_pre_hook(die)
+        replica._engine._model.lm_head.register_forward_pre_hook(die)
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(outcome, RuntimeError) for outcome in outcomes)
-        assert "continuous batching failed" in str(outcomes[0])
+        assert "batching failed" in str(outcomes[0])
         with pytest.raises(RuntimeError, match="not running"):
             await replica.generate(request(1, 5))
 
-    serve(model_path, scenario, max_running=2)
+    serve(model_path, backend, scenario, max_running=2)
 
 
-def test_a_stop_ends_every_pending_rollout_with_an_error(model_path: Path) -> None:
+def test_a_stop_ends_every_pending_rollout_with_an_error(model_path: Path, backend: str) -> None:
     async def scenario(replica: ReplicaWorker) -> None:
         tasks = [asyncio.create_task(replica.generate(request(n, 400))) for n in range(50)]
         await replica.generate(request(99, 5, priority=-1))
@@ -378,15 +512,15 @@ def test_a_stop_ends_every_pending_rollout_with_an_error(model_path: Path) -> No
         assert all(isinstance(outcome, RuntimeError) for outcome in outcomes)
         assert "stopped" in str(outcomes[0])
 
-    serve(model_path, scenario, max_running=2)
+    serve(model_path, backend, scenario, max_running=2)
 
 
-def test_the_same_seed_gives_the_same_tokens(model_path: Path) -> None:
+def test_the_same_seed_gives_the_same_tokens(model_path: Path, backend: str) -> None:
     tokens: list[list[int]] = []
 
     async def scenario(replica: ReplicaWorker) -> None:
-        tokens.append((await replica.generate(request(0, 40))).tokens)
+        tokens.append(tokens_of(await replica.generate(request(0, 40))))
 
     for seed in (5, 5, 6):
-        serve(model_path, scenario, seed=seed)
+        serve(model_path, backend, scenario, seed=seed)
     assert tokens[0] == tokens[1] != tokens[2]

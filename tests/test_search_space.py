@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sim.planner.layouts import DIVISIBILITY, HEADS, TRAINER_MEMORY
 from sim.planner.modes import Mode
-from sim.planner.sides import DIVISIBILITY, HEADS, TRAINER_MEMORY
 from sim.planner.space import BUDGET, LINK, POOL_SIZE, SHARED, Candidate, Space
 from streamrl.record.metrics import SECONDS_PER_HOUR, dollars_per_second
 from streamrl.runfile.checks import check_run

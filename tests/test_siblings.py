@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_policies
 from sim.world import simulate
-from streamrl.engine.entities import Group, Phase
+from streamrl.engine.entities import Group
 from streamrl.engine.invariants import check
 from streamrl.engine.messages import (
     Abort,
@@ -62,30 +62,6 @@ def begun(expected: list[tuple[int, ...]], **changes: Any) -> tuple[Script, list
 
 def rollouts(commands: list[Command] | list[Generate]) -> list[int]:
     return [command.rollout for command in commands if isinstance(command, Generate)]
-
-
-# What is learnt -----------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 20000), st.lists(st.integers(1, 20000), min_size=1, max_size=8))
-def test_siblings_are_expected_to_be_as_long_as_the_mean_of_prior_and_known(
-    prior: int, known: list[int]
-) -> None:
-    group = group_of([prior] * (len(known) + 2))
-    for rollout, tokens in zip(group.rollouts, known, strict=False):
-        rollout.phase = Phase.FINISHED
-        assert rollout not in group.learn(tokens)
-    waiting, running = group.rollouts[-2:]
-    running.phase = Phase.GENERATING
-    for rollout in (waiting, running):
-        assert rollout.expected_tokens == pytest.approx(mean([prior, *known]), abs=len(known))
-
-
-def test_what_is_finished_keeps_what_was_expected_of_it() -> None:
-    group = group_of([100, 100, 100])
-    group.rollouts[0].phase = Phase.READY
-    assert group.learn(500) == group.rollouts[1:]
-    assert [r.expected_tokens for r in group.rollouts] == [100, 300, 300]
 
 
 # Who is sent when ---------------------------------------------------------------------------------

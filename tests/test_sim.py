@@ -272,7 +272,7 @@ def test_only_passes_that_follow_others_without_a_break_find_the_pipeline_full()
     costs, lengths = Costs.load(run), [1000, 1000]
     bench = Bench(run, costs)
     bench.rollouts = {rollout: DrawnRollout(rollout, 400, 600) for rollout in range(6)}
-    trainer = Trainer(bench)
+    trainer = Trainer(bench, 0, costs)
     trainer.train(Train((0, 1), 0))
     trainer.train(Train((2, 3), 0))
     bench.at(1000.0, lambda: trainer.train(Train((4, 5), 0)))

@@ -16,6 +16,14 @@ from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from executor.samples import Sample
+from executor.tokens import (
+    TokenSegment,
+    count_tokens,
+    decode_ids,
+    encode_ids,
+    read_blocks,
+    write_block,
+)
 from executor.trainer import losses
 from executor.trainer.trainer_worker import TrainerSettings, TrainerWorker
 from executor.transfer.shared_memory import read_buckets
@@ -39,8 +47,21 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def make_config(model: str, **changes: Any) -> TrainerSettings:
-    defaults = {"learning_rate": 1e-3, "temperature": TEMPERATURE, "correction": "token_tis"}
+    defaults = {"learning_rate": 1e-3, "temperature": TEMPERATURE, "correction": "token-tis"}
     return TrainerSettings(model=model, **{**defaults, **changes})
+
+
+def make_sample(
+    rollout: int, prompt: list[int], tokens: list[int], logprobs: list[float], advantage: float
+) -> Sample:
+    """A rollout whose output is the policy's, in one block."""
+    return Sample(
+        rollout=rollout,
+        prompt=encode_ids(prompt),
+        output=(write_block(tokens, logprobs, None),),
+        segments=(TokenSegment(len(tokens), is_policy=True),),
+        advantage=advantage,
+    )
 
 
 def make_samples(seed: int, count: int = 24) -> list[Sample]:
@@ -49,15 +70,10 @@ def make_samples(seed: int, count: int = 24) -> list[Sample]:
     samples = []
     for rollout in range(count):
         tokens = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 30))]
-        samples.append(
-            Sample(
-                rollout=rollout,
-                prompt=[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))],
-                tokens=tokens,
-                logprobs=[rng.uniform(-6, -2) for _ in tokens],
-                advantage=0.0 if rollout % 5 == 0 else rng.gauss(0, 1),
-            )
-        )
+        prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))]
+        logprobs = [rng.uniform(-6, -2) for _ in tokens]
+        advantage = 0.0 if rollout % 5 == 0 else rng.gauss(0, 1)
+        samples.append(make_sample(rollout, prompt, tokens, logprobs, advantage))
     return samples
 
 
@@ -81,17 +97,24 @@ def load_model(path: str) -> Any:
 
 def logprobs_of(model: Any, sample: Sample) -> torch.Tensor:
     """Log-probabilities of the output tokens by a forward pass of this sample alone."""
-    logits = model(torch.tensor([sample.prompt + sample.tokens])).logits[0]
-    logprobs = (logits[len(sample.prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
-    chosen: torch.Tensor = logprobs.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
+    prompt, tokens = decode_ids(sample.prompt).tolist(), read_blocks(sample.output)[0].tolist()
+    logits = model(torch.tensor([prompt + tokens])).logits[0]
+    logprobs = (logits[len(prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
+    chosen: torch.Tensor = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     return chosen
+
+
+def with_logprobs(sample: Sample, logprobs: list[float]) -> Sample:
+    """The sample with other behaviour log-probabilities."""
+    ids, _ = read_blocks(sample.output)
+    return replace(sample, output=(write_block(ids, logprobs, None),))
 
 
 def own_samples(path: str, samples: list[Sample]) -> list[Sample]:
     """The samples with the log-probabilities that the initial model gives them."""
     model = load_model(path)
     with torch.no_grad():
-        return [replace(s, logprobs=logprobs_of(model, s).tolist()) for s in samples]
+        return [with_logprobs(s, logprobs_of(model, s).tolist()) for s in samples]
 
 
 @contextlib.asynccontextmanager
@@ -144,8 +167,8 @@ def distance(first: Weights, second: Weights) -> float:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     "changes",
-    [{"correction": "token_tis"}, {"correction": "decoupled", "kl_coefficient": 0.1}],
-    ids=["token_tis", "decoupled-kl"],
+    [{"correction": "token-tis"}, {"correction": "decoupled", "kl_coefficient": 0.1}],
+    ids=["token-tis", "decoupled-kl"],
 )
 def test_any_split_and_order_makes_the_weights_of_one_batch(
     model_path: str, tmp_path: Path, loss_mean: str, seed: int, changes: dict[str, Any]
@@ -172,7 +195,7 @@ def test_the_step_is_that_of_the_written_out_loss(
     terms = []
     for sample in samples:
         chosen = logprobs_of(model, sample)
-        ratio = (chosen.detach() - torch.tensor(sample.logprobs)).exp().clamp(max=2.0)
+        ratio = (chosen.detach() - torch.tensor(read_blocks(sample.output)[1])).exp().clamp(max=2.0)
         terms.append(-ratio * sample.advantage * chosen)
     means = torch.stack([term.mean() for term in terms])
     loss: Any = torch.cat(terms).mean() if loss_mean == "token" else means.mean()
@@ -181,6 +204,81 @@ def test_the_step_is_that_of_the_written_out_loss(
     torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0).step()
     assert figures["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
     assert distance(found, dict(model.state_dict())) < 1e-5
+
+
+def with_tool(sample: Sample, first: int, count: int, logprob: float = -9.0) -> Sample:
+    """The sample with `count` tokens from `first` on a tool's, with a log-probability stored for them."""
+    ids, logprobs = read_blocks(sample.output)
+    logprobs[first : first + count] = logprob
+    segments = [(first, True), (count, False), (len(ids) - first - count, True)]
+    middle = first + count // 2  # blocks and segments need not end together
+    return replace(
+        sample,
+        output=(
+            write_block(ids[:middle], logprobs[:middle], None),
+            write_block(ids[middle:], logprobs[middle:], None),
+        ),
+        segments=tuple(TokenSegment(length, is_policy) for length, is_policy in segments if length),
+    )
+
+
+def tool_samples(logprob: float = -9.0) -> list[Sample]:
+    """Rollouts with a tool's answer in the middle, at the start, at the end, and without."""
+    long = [s for s in make_samples(7) if count_tokens(s.output) >= 12 and s.advantage != 0][:4]
+    middle, start, end, without = long
+    return [
+        with_tool(middle, 3, 5, logprob),
+        with_tool(start, 0, 4, logprob),
+        with_tool(end, count_tokens(end.output) - 6, 6, logprob),
+        without,
+    ]
+
+
+@pytest.mark.parametrize("loss_mean", ["token", "rollout"])
+@pytest.mark.parametrize("correction", ["none", "token_tis", "seq_tis", "decoupled"])
+def test_what_a_tool_wrote_is_context_and_nothing_is_learned_from_it(
+    model_path: str, tmp_path: Path, loss_mean: str, correction: str
+) -> None:
+    samples = tool_samples()
+    config = make_config(
+        model_path, loss_mean=loss_mean, correction=correction, max_grad_norm=1e9, clip=1e9
+    )
+    found, figures = step_once(config, [samples[:1], samples[1:]], tmp_path)
+    model = load_model(model_path)
+    terms, num_policy = [], 0
+    for sample in samples:
+        flags = [s.is_policy for s in sample.segments for _ in range(s.num_tokens)]
+        mask = torch.tensor(flags)
+        chosen = logprobs_of(model, sample)[mask]
+        gap = chosen.detach() - torch.tensor(read_blocks(sample.output)[1])[mask]
+        num_policy += sum(flags)
+        if correction == "seq_tis":
+            gap = gap.sum().expand_as(gap)
+        ratio = gap.exp() if correction == "none" else gap.exp().clamp(max=2.0)
+        terms.append(-ratio * sample.advantage * chosen)
+    means = torch.stack([term.mean() for term in terms])
+    loss: Any = torch.cat(terms).mean() if loss_mean == "token" else means.mean()
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0).step()
+    assert figures["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert figures["tokens"] == num_policy < sum(count_tokens(s.output) for s in samples)
+    assert distance(found, dict(model.state_dict())) < 1e-5
+
+
+@pytest.mark.parametrize("correction", ["seq_tis", "decoupled"])
+def test_log_probabilities_stored_for_a_tools_tokens_change_nothing(
+    model_path: str, tmp_path: Path, correction: str
+) -> None:
+    config = make_config(model_path, correction=correction, kl_coefficient=0.1)
+    results = [
+        step_once(config, [tool_samples(logprob)], tmp_path / str(logprob))
+        for logprob in (-9.0, 0.0, math.nan)
+    ]
+    (weights_of, figures), *others = results
+    for other_weights, other_figures in others:
+        assert all(torch.equal(weights_of[name], other_weights[name]) for name in weights_of)
+        assert other_figures == figures
 
 
 def test_at_the_behaviour_weights_the_ratio_is_one_and_k3_zero(model_path: str) -> None:
@@ -233,7 +331,7 @@ def test_a_batch_of_zero_advantages_steps_with_a_zero_gradient_and_decays(
     assert distance(decayed, found) < 1e-6
 
 
-@pytest.mark.parametrize("correction", ["token_tis", "decoupled"])
+@pytest.mark.parametrize("correction", ["token-tis", "decoupled"])
 def test_a_checkpoint_continues_with_an_identical_step(
     model_path: str, tmp_path: Path, correction: str
 ) -> None:
@@ -284,13 +382,16 @@ def test_steps_and_pushes_out_of_order_are_refused(model_path: str, tmp_path: Pa
 
 def test_a_refused_sample_leaves_the_batch_as_it_was(model_path: str, tmp_path: Path) -> None:
     good = make_samples(0)
-    short = Sample(rollout=99, prompt=[1], tokens=[1, 2], logprobs=[-1.0], advantage=1.0)
-    nan = Sample(rollout=98, prompt=[1], tokens=[1], logprobs=[-1.0], advantage=math.nan)
-    empty = Sample(rollout=97, prompt=[1], tokens=[], logprobs=[], advantage=1.0)
+    short = replace(good[1], rollout=99, segments=(TokenSegment(1, is_policy=True),))
+    nan = make_sample(98, [1], [1], [-1.0], math.nan)
+    empty = make_sample(97, [1], [], [], 1.0)
+    foreign = replace(
+        good[1], rollout=96, segments=(TokenSegment(count_tokens(good[1].output), is_policy=False),)
+    )
 
     async def run() -> Weights:
         async with started(make_config(model_path)) as trainer:
-            for bad in (short, nan, empty):
+            for bad in (short, nan, empty, foreign):
                 with pytest.raises(ValueError, match=f"rollout {bad.rollout}"):
                     await trainer.train([*good, bad])
             await make_step(trainer, 1, [good])
@@ -302,7 +403,7 @@ def test_a_refused_sample_leaves_the_batch_as_it_was(model_path: str, tmp_path: 
 
 
 def test_a_batch_in_which_train_failed_makes_no_version(model_path: str, tmp_path: Path) -> None:
-    outside = Sample(rollout=9, prompt=[VOCABULARY + 5], tokens=[1], logprobs=[-1.0], advantage=1.0)
+    outside = make_sample(9, [VOCABULARY + 5], [1], [-1.0], 1.0)
 
     async def run() -> Weights:
         async with started(make_config(model_path)) as trainer:
@@ -317,7 +418,7 @@ def test_a_batch_in_which_train_failed_makes_no_version(model_path: str, tmp_pat
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_weights(model_path: str, tmp_path: Path) -> None:
-    sample = Sample(rollout=0, prompt=[1], tokens=[2], logprobs=[math.nan], advantage=1.0)
+    sample = make_sample(0, [1], [2], [math.nan], 1.0)
 
     async def run() -> Weights:
         async with started(make_config(model_path)) as trainer:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from executor.carriers.wire import Answer, Call, read_frame, write_frame
+from executor.carriers.wire import Answer, Call, decode, read_frame, write_frame
 from executor.carriers.worker import make_role
 
 CLOSE_TIME = 5.0  # seconds that a worker gets to leave before it is killed
@@ -120,7 +120,7 @@ class LocalProcess(Handle):
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
         """Send the call now, wait for its result."""
         queue = self._send(method, arguments, is_stream=False)
-        return msgspec.convert(_value(await queue.get()), returns)
+        return decode(_value(await queue.get()), returns)
 
     async def stream(self, method: str, *arguments: object, returns: type[T]) -> AsyncIterator[T]:
         """Send the call now, yield items as they arrive."""
@@ -130,7 +130,7 @@ class LocalProcess(Handle):
             value = _value(answer)
             if isinstance(answer, Answer) and answer.kind == "end":
                 return
-            yield msgspec.convert(value, returns)
+            yield decode(value, returns)
 
     async def close(self) -> None:
         """Hang up, wait a little, then kill."""
@@ -155,10 +155,9 @@ class LocalProcess(Handle):
         return queue
 
     async def _listen(self) -> None:
-        decoder = msgspec.msgpack.Decoder(Answer)
         try:
             while True:
-                answer = decoder.decode(await read_frame(self._reader))
+                answer = decode(await read_frame(self._reader), Answer)
                 self._answers[answer.id].put_nowait(answer)
                 if answer.kind != "item":
                     del self._answers[answer.id]
@@ -169,9 +168,9 @@ class LocalProcess(Handle):
                 queue.put_nowait(self._lost)
 
 
-def _value(answer: Answer | WorkerLostError) -> object:
+def _value(answer: Answer | WorkerLostError) -> msgspec.Raw:
     if isinstance(answer, WorkerLostError):
         raise answer
     if answer.kind == "error":
-        raise RuntimeError(answer.value)
+        raise RuntimeError(decode(answer.value, str))
     return answer.value

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from executor.carriers.handles import Handle, InProcess, LocalProcess
-from executor.carriers.placement import VARIABLE, device_of, trainer_slot
+from executor.carriers.local_gpus import LocalGpus, device_of
+from executor.carriers.placement import Place, Placement
 from executor.record import RunDirectory
 from streamrl.runfile.config import Run
 
@@ -18,34 +19,34 @@ two to three times slower."""
 
 
 class Launcher:
-    """Makes handles on roles, each on the GPU that its slot stands for; see `executor.carriers.placement`."""
+    """Makes handles on roles, each on the GPUs of this machine that its place stands for."""
 
     def __init__(self, run: Run, directory: RunDirectory, gpus: Sequence[str] = ()) -> None:
         self._run = run
         self._directory = directory
-        self._gpus = gpus
-        self._slots: dict[int, int] = {}
+        self._placement = Placement(run)
+        self._gpus = LocalGpus(run, gpus)
 
     async def replica(self, replica_id: int, model: str) -> Handle:
         """Start the role of a replica on GPUs that no living replica has."""
         run = self._run
-        taken = set(self._slots.values()) | (set() if run.shares_gpus else {trainer_slot(run)})
-        slot = next(n for n in range(len(taken) + 1) if n not in taken)
-        self._slots[replica_id] = slot
+        place = self._placement.replica(replica_id)
         config: dict[str, object] = {
             "model": model,
+            "tokenizer": model,
             "max_running": run.rollout.max_running,
             "max_tokens": run.rollout.max_tokens,
             "max_prompt_tokens": run.workload.max_prompt_tokens,
             "temperature": run.rollout.temperature,
             "seed": run.seed + replica_id,
+            "backend": run.rollout.backend,
             **self._common(run.rollout.pool),
         }
-        return await self._start(REPLICA, config, f"replica-{replica_id}", run.rollout.pool, slot)
+        return await self._start(REPLICA, config, f"replica-{replica_id}", place)
 
     def free(self, replica_id: int) -> None:
         """Give the GPUs of a replica that is gone back."""
-        self._slots.pop(replica_id, None)
+        self._placement.free(replica_id)
 
     async def trainer(self) -> Handle:
         """Start the role of the trainer."""
@@ -64,7 +65,8 @@ class Launcher:
             "seed": run.seed,
             **self._common(run.trainer.pool),
         }
-        return await self._start(TRAINER, config, "trainer", run.trainer.pool, trainer_slot(run))
+        place = self._placement.trainer[0]  # of the only rank: `check_back_ends` refuses more
+        return await self._start(TRAINER, config, "trainer", place)
 
     def _common(self, pool: str) -> dict[str, object]:
         return {
@@ -73,20 +75,15 @@ class Launcher:
             "num_threads": self._run.execute.threads,
         }
 
-    async def _start(
-        self, role: str, config: dict[str, object], name: str, pool: str, slot: int
-    ) -> Handle:
+    async def _start(self, role: str, config: dict[str, object], name: str, place: Place) -> Handle:
         if self._run.execute.launcher == "in-process":
             return InProcess(role, config)
         log = self._directory.logs / f"{name}.log"
-        return await LocalProcess.start(role, config, log, self.environment(pool, slot))
+        return await LocalProcess.start(role, config, log, self.environment(place))
 
-    def environment(self, pool: str, slot: int) -> dict[str, str]:
+    def environment(self, place: Place) -> dict[str, str]:
         """Return what the process of a role finds in its environment beside what this one has."""
-        environment = worker_environment(self._run.execute.threads)
-        if device_of(self._run, pool) == "cuda":
-            environment[VARIABLE] = self._gpus[slot]
-        return environment
+        return worker_environment(self._run.execute.threads) | self._gpus.environment(place)
 
 
 def worker_environment(threads: int) -> dict[str, str]:

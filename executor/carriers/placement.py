@@ -1,103 +1,81 @@
-"""Which device each role of a run computes on, and which GPU of this machine that is.
+"""Which GPUs of which node each role of a run has; what a launcher makes of them is its own business.
 
-Every role has one GPU, by its slot: the first replicas from 0 on, then the trainer, then replicas that are added.
-A trainer that shares GPUs has the first replica's; roles on the CPU have none.
+Replicas have the lowest GPUs of their pool, then the trainer, then replicas that are added. The GPUs of one replica,
+and of one tensor-parallel group of the trainer, are on one node, where they talk over NVLink.
 """
 
 from __future__ import annotations
 
-import os
-import re
-from itertools import takewhile
+from typing import NamedTuple
 
-from streamrl.runfile.config import DEVICE, Run
-from streamrl.runfile.pools import most_replicas
-
-VARIABLE = "CUDA_VISIBLE_DEVICES"
-NAME = re.compile(r"\d+|GPU-.+|MIG-.+")
-"""An entry of CUDA_VISIBLE_DEVICES; whatever else hides itself and all that follow (CUDA C++ Programming Guide,
-section CUDA Environment Variables)."""
+from streamrl.runfile.config import Run
 
 
-def device_of(run: Run, pool: str) -> str:
-    """Return the device, as torch names it, of the roles in `pool`."""
-    if run.execute.device != "auto":
-        return run.execute.device
-    return "cpu" if run.cluster.pools[pool].gpu == "cpu" else "cuda"
+class Place(NamedTuple):
+    """GPUs of one node."""
+
+    pool: str
+    node: int
+    """Index of the node within the pool."""
+    gpus: tuple[int, ...]
+    """Indices of the GPUs on that node, rising."""
 
 
-def trainer_slot(run: Run) -> int:
-    """Return the slot of the trainer."""
-    takes_turns = run.shares_gpus or device_of(run, run.rollout.pool) == "cpu"
-    return 0 if takes_turns else run.rollout.replicas
+class Placement:
+    """Knows which GPUs are taken, and gives a replica those that nobody has."""
 
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._free: dict[str, list[set[int]]] = {
+            name: [set(range(pool.gpus_per_node)) for _ in range(pool.nodes)]
+            for name, pool in run.cluster.pools.items()
+        }
+        self._replicas: dict[int, Place] = {}
+        first = range(run.rollout.replicas)
+        if not run.shares_gpus:
+            for replica in first:
+                self.replica(replica)
+        self.trainer = self._take_trainer()
+        """The place of each rank, one GPU each, since a rank is a process of its own. Ranks of one tensor-parallel
+        group follow each other, then those of data parallelism, then stages: rank = (stage x data + d) x tensor + t."""
+        for replica in first:
+            self.free(replica)
 
-def gpus_needed(run: Run) -> int:
-    """Return the GPUs of this machine that a run needs, for as many replicas as there may be."""
-    rollout, trainer = (device_of(run, pool) for pool in (run.rollout.pool, run.trainer.pool))
-    if rollout == trainer == "cpu":
-        return 0
-    match = DEVICE.fullmatch(run.execute.device)
-    if match is not None and match["index"] is not None:
-        return int(match["index"]) + 1
-    if run.execute.launcher == "in-process":
-        return 1
-    replicas = _most_replicas(run) if rollout == "cuda" else 0
-    return replicas + (trainer == "cuda" and not run.shares_gpus)
+    def replica(self, replica: int) -> Place:
+        """Take the lowest GPUs that nobody has for a replica.
 
+        Raises:
+            RuntimeError: no node has as many.
+        """
+        rollout = self._run.rollout
+        place = self._take(rollout.pool, rollout.tensor_parallel, f"replica {replica}")
+        self._replicas[replica] = place
+        return place
 
-def usable_gpus(inherited: str | None, num_seen: int) -> list[str]:
-    """Return the GPUs that this process may use, each as `VARIABLE` names it to a worker of its own.
+    def free(self, replica: int) -> None:
+        """Give the GPUs of a replica that is gone back; its replacement finds them."""
+        place = self._replicas.pop(replica, None)
+        if place is not None:
+            self._free[place.pool][place.node].update(place.gpus)
 
-    Args:
-        inherited: the variable as this process has it, None where it is not set: indices, UUIDs of GPUs or of
-            MIG instances; one that is empty or begins with -1 hides all.
-        num_seen: GPUs that torch counts under it.
-    """
-    if inherited is None:
-        return [str(index) for index in range(num_seen)]
-    names = list(takewhile(NAME.fullmatch, map(str.strip, inherited.split(","))))
-    instances = list(takewhile(lambda name: name.startswith("MIG-"), names))
-    if num_seen and instances:
-        return (
-            instances  # a process sees one of its MIG instances, but each worker can have another
+    def _take_trainer(self) -> tuple[Place, ...]:
+        trainer = self._run.trainer
+        num_groups = trainer.data_parallel * trainer.pipeline_parallel
+        groups = [
+            self._take(trainer.pool, trainer.tensor_parallel, "the trainer")
+            for _ in range(num_groups)
+        ]
+        if self._run.shares_gpus:  # replicas have the same ones while it rests
+            for place in groups:
+                self._free[place.pool][place.node].update(place.gpus)
+        return tuple(
+            Place(group.pool, group.node, (gpu,)) for group in groups for gpu in group.gpus
         )
-    return names[:num_seen]
 
-
-def find_gpus() -> list[str]:
-    """Return `usable_gpus` of this process; none where torch, or CUDA, is missing."""
-    try:
-        import torch
-    except ImportError:
-        return []
-    num_seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return usable_gpus(os.environ.get(VARIABLE), num_seen)
-
-
-def claim_gpus(run: Run) -> list[str]:
-    """Return the GPUs that the slots of a run stand for; torch is asked only where it needs any.
-
-    Raises:
-        ValueError: there are fewer than it needs.
-    """
-    needed = gpus_needed(run)
-    found = find_gpus() if needed else []
-    if len(found) < needed:
-        raise ValueError(
-            f"execute.device {run.execute.device!r} needs {needed} GPUs of this machine, {say_seen(len(found))}: "
-            "--set execute.device=cpu executes the run without"
-        )
-    return found
-
-
-def say_seen(num_gpus: int) -> str:
-    """Say how many GPUs there are, and under which variable."""
-    inherited = os.environ.get(VARIABLE)
-    return f"torch sees {num_gpus}" + ("" if inherited is None else f" ({VARIABLE}={inherited!r})")
-
-
-def _most_replicas(run: Run) -> int:
-    if run.policies.resize == "keep":
-        return run.rollout.replicas
-    return run.policies.max_replicas or most_replicas(run)
+    def _take(self, pool: str, num_gpus: int, role: str) -> Place:
+        for node, free in enumerate(self._free[pool]):
+            if len(free) >= num_gpus:
+                place = Place(pool, node, tuple(sorted(free)[:num_gpus]))
+                free.difference_update(place.gpus)
+                return place
+        raise RuntimeError(f"no node of pool {pool!r} has {num_gpus} GPUs left for {role}")

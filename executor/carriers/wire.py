@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 LENGTH_BYTES = 4
 MOST_BYTES = 1 << 30  # a longer frame is a broken peer, not a message
 
+T = TypeVar("T")
 Kind = Literal["result", "item", "end", "error"]
 
 
@@ -27,13 +29,30 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
     id: int
     kind: Kind
-    value: Any
+    value: msgspec.Raw
+    """Of the type that the caller asked for; see `decode`."""
+
+
+def encode(value: object) -> msgspec.Raw:
+    """Return a value as a part of a message."""
+    return msgspec.Raw(_ENCODER.encode(value))
+
+
+def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
+    """Return what `encode` was given, or what a frame carried, as a `kind`."""
+    decoded: T = _decoder(kind).decode(data)  # type: ignore[arg-type]  # mypy takes no type for hashable
+    return decoded
+
+
+def encode_frame(message: object) -> bytes:
+    """Return a message as it goes over the wire."""
+    data = _ENCODER.encode(message)
+    return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
 def write_frame(writer: asyncio.StreamWriter, message: object) -> None:
     """Queue one message; frames leave in the order of these calls."""
-    data = msgspec.msgpack.encode(message)
-    writer.write(len(data).to_bytes(LENGTH_BYTES, "big") + data)
+    writer.write(encode_frame(message))
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
@@ -46,3 +65,11 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
     if length > MOST_BYTES:
         raise ValueError(f"a frame of {length} bytes, at most {MOST_BYTES} are allowed")
     return await reader.readexactly(length)
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+@cache
+def _decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    return msgspec.msgpack.Decoder(kind)

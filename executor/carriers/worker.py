@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from executor.carriers.wire import Answer, Call, read_frame, write_frame
+from executor.carriers.wire import Answer, Call, encode, read_frame, write_frame
 
 
 async def serve(role_path: str, connection: socket.socket) -> None:
@@ -49,10 +49,10 @@ async def _answer(role: Any, call: Call, writer: asyncio.StreamWriter) -> None:
         if call.is_stream:
             await _answer_stream(call.id, result, writer)
         else:
-            write_frame(writer, Answer(call.id, "result", await result))
+            write_frame(writer, Answer(call.id, "result", encode(await result)))
     except Exception as error:  # crosses the process boundary as text, and becomes `Failed` there
         traceback.print_exc()
-        write_frame(writer, Answer(call.id, "error", f"{type(error).__name__}: {error}"))
+        write_frame(writer, Answer(call.id, "error", encode(f"{type(error).__name__}: {error}")))
     await writer.drain()
 
 
@@ -60,9 +60,9 @@ async def _answer_stream(
     call_id: int, items: AsyncIterator[object], writer: asyncio.StreamWriter
 ) -> None:
     async for item in items:
-        write_frame(writer, Answer(call_id, "item", item))
+        write_frame(writer, Answer(call_id, "item", encode(item)))
         await writer.drain()
-    write_frame(writer, Answer(call_id, "end", None))
+    write_frame(writer, Answer(call_id, "end", encode(None)))
 
 
 def _typed(method: Any, arguments: list[Any]) -> list[Any]:

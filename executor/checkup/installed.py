@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 from packaging.requirements import Requirement
 
+from executor.rollout.engines import extra_of
 from streamrl.doctor.finding import Finding, Level
 from streamrl.runfile.config import Run
 
 PACKAGE = "streamrl"
-EXTRA_OF = {"transformers": "executor", "torch": "executor", "local": "", "in-process": ""}
-"""The extra of this package that a back end or a launcher comes with; "" where the core is enough. Ranges stand
+EXTRA_OF = {"torch": "executor", "local": "", "in-process": ""}
+"""The extra of this package that a trainer or a launcher comes with; "" where the core is enough. Ranges stand
 in pyproject.toml alone, and are read from the installed package's metadata."""
 SHOWN = {"torch", "transformers", "safetensors"}
 """Packages whose versions are told where nothing is wrong."""
@@ -24,8 +25,8 @@ def requirements(run: Run) -> list[Requirement]:
     Raises:
         PackageNotFoundError: this package is not installed.
     """
-    asked = (run.rollout.backend, run.trainer.backend, run.execute.launcher)
-    extras = {EXTRA_OF[name] for name in asked}
+    asked = (run.trainer.backend, run.execute.launcher)
+    extras = {extra_of(run.rollout.backend), *(EXTRA_OF[name] for name in asked)}
     found = map(Requirement, importlib.metadata.requires(PACKAGE) or [])
     return [each for each in found if _applies(each, extras)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from executor.back_ends import check_back_ends
-from executor.carriers.placement import find_gpus, gpus_needed, say_seen
+from executor.carriers.local_gpus import find_gpus, gpus_needed, say_seen
 from executor.verifier.sandbox import find_gaps
 from executor.verifier.scorers import SCORERS
 from streamrl.doctor.changes import changed, say, value_of
@@ -94,10 +94,10 @@ def _find_gpus(run: Run) -> Iterator[Finding]:
 
 def _find_sandbox(run: Run) -> Iterator[Finding]:
     """Find that a scorer evaluates what the model writes, and that this machine keeps too little from it."""
-    scorer = run.workload.verifier
+    scorer = run.verifier.scorer
     if scorer not in SCORERS or not SCORERS[scorer].evaluates:
         return
-    what = f"workload.verifier {scorer} may evaluate what the model writes"
+    what = f"verifier.scorer {scorer} may evaluate what the model writes"
     gaps = find_gaps()
     for gap in gaps:
         fix = (

@@ -32,10 +32,10 @@ def find(run: Run) -> Iterator[Finding]:
 
 def _find_prompts(run: Run) -> Iterator[Finding]:
     """Find prompts that cannot be read, or lack what their verifier scores by."""
-    path, verifier = run.workload.prompts, run.workload.verifier
-    if path is None or verifier not in SCORERS:
-        text = f"workload.prompts={path} with workload.verifier={verifier}: execute needs both"
-        fix = f"name a JSONL file, and a verifier: {', '.join(SCORERS)}"
+    path, scorer = run.workload.prompts, run.verifier.scorer
+    if path is None or scorer not in SCORERS:
+        text = f"workload.prompts={path} with verifier.scorer={scorer}: execute needs both"
+        fix = f"name a JSONL file, and a verifier.scorer: {', '.join(SCORERS)}"
         yield _finding("error", "prompts", text, fix)
         return
     try:
@@ -44,19 +44,19 @@ def _find_prompts(run: Run) -> Iterator[Finding]:
         fix = 'write a line {"prompt": "...", "answer": "..."} for each prompt'
         yield _finding("error", "prompts", str(error), fix)
         return
-    wanted = [*FIELDS[verifier], *([(EXPECTED,)] if expecting_policy(run) else [])]
+    wanted = [*FIELDS[scorer], *([(EXPECTED,)] if expecting_policy(run) else [])]
     lacking = [(fields, _lines_without(records, fields)) for fields in wanted]
     for fields, lines in lacking:
         if lines:
             names = " or ".join(map(repr, fields))
             shown = ", ".join(map(str, lines[:SHOWN])) + (", ..." if len(lines) > SHOWN else "")
             text = f"workload.prompts: {len(lines)} lines of {path} have no {names} (lines {shown})"
-            fix = f"add it, or choose a workload.verifier that needs none ({verifier} does)"
+            fix = f"add it, or choose a verifier.scorer that needs none ({scorer} does)"
             if fields == (EXPECTED,):
                 fix = f"add it, or choose another policy ({expecting_policy(run)} goes by it)"
             yield _finding("error", "prompts", text, fix)
     if not any(lines for _, lines in lacking):
-        text = f"workload.prompts: {len(records):,} prompts with what {verifier} scores by"
+        text = f"workload.prompts: {len(records):,} prompts with what {scorer} scores by"
         yield _finding("ok", "prompts", text)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from executor.execute import facts
 from executor.profiling.measurements import Limits, full_plan, quick_plan
 from executor.profiling.profiler import Readings, Setup, Watch, measure
-from executor.rollout.batching import PREFILL_TOKENS
+from executor.rollout.transformers_engine import PREFILL_TOKENS
 from streamrl.hardware.machine_profile import (
     CallRow,
     DecodeRow,

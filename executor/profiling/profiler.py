@@ -23,9 +23,10 @@ import msgspec
 from executor.carriers.handles import Handle, LocalProcess
 from executor.carriers.launch import worker_environment
 from executor.profiling.measurements import JOIN_STEPS, SHORT, WINDOW, Limits, Measurements
-from executor.profiling.timed_roles import TimedPass
-from executor.rollout.batching import PREFILL_TOKENS
+from executor.rollout.inference_engine import TimedPass
+from executor.rollout.transformers_engine import PREFILL_TOKENS
 from executor.samples import Completion, Manifest, Request, Sample
+from executor.tokens import TokenSegment, encode_ids, write_block
 from executor.transfer.shared_memory import remove_version, shared_directory
 
 REPLICA = "executor.profiling.timed_roles:TimedReplica"
@@ -107,7 +108,7 @@ async def _measure(setup: Setup, watch: Watch) -> Readings:
             "num_threads": setup.threads,
         }
         bench = _Bench(setup, readings, watch, vocabulary, Path(scratch), common)
-        async with bench.replica() as replica, bench.trainer("token_tis") as trainer:
+        async with bench.replica() as replica, bench.trainer("token-tis") as trainer:
             readings.pads_context = await replica.call("pads_context", returns=bool)
             await bench.warm_up(replica, trainer)
             for _ in range(setup.plan.repeats):
@@ -265,7 +266,7 @@ class _Bench:
         requests = [
             Request(
                 rollout=self._num_rollouts + index,
-                prompt=self._tokens(prompt),
+                prompt=encode_ids(self._tokens(prompt)),
                 priority=0,
                 max_tokens=tokens,
             )
@@ -331,12 +332,13 @@ class _Bench:
     def _samples(self, rollouts: int, width: int, advantage: float) -> list[Sample]:
         """Make rollouts of `width` tokens, a quarter of them prompt."""
         prompt = max(1, width // 4)
+        output = width - prompt
         return [
             Sample(
                 rollout=index,
-                prompt=self._tokens(prompt),
-                tokens=self._tokens(width - prompt),
-                logprobs=[-1.0] * (width - prompt),
+                prompt=encode_ids(self._tokens(prompt)),
+                output=(write_block(self._tokens(output), [-1.0] * output, None),),
+                segments=(TokenSegment(output, is_policy=True),),
                 advantage=advantage,
             )
             for index in range(rollouts)

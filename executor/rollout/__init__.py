@@ -1,1 +1,1 @@
-"""The replica: its controller side, its worker, and the inference engine that this generates with."""
+"""The replica: its controller side, its worker, and the inference engines that this may generate with."""

@@ -29,12 +29,10 @@ class Replica:
 
     async def generate(self, command: Generate) -> Generated:
         """Generate a rollout, and put what was made of it into the buffer."""
-        request = self._buffer.request(command)
-        completion = await self._handle.call("generate", request, returns=Completion)
-        if command.rollout in self._buffer.rollouts:
-            num_tokens = self._buffer.add(completion)
-        else:  # dropped meanwhile
-            num_tokens = command.prefix + len(completion.tokens)
+        with self._buffer.hold([command.rollout]) as (buffered,):
+            request = self._buffer.request(command)
+            completion = await self._handle.call("generate", request, returns=Completion)
+            num_tokens = buffered.add(completion)
         return Generated(
             command.rollout,
             num_tokens,

@@ -1,7 +1,7 @@
 """The worker of a replica: generates rollouts in order of priority and takes new weights while they run.
 
-Generation is transformers' continuous batching (`executor.rollout.batching`); what it lacks is here: a
-priority queue, aborts that keep the partial tokens, and a policy version for every token.
+Generation is an `InferenceEngine`'s. What no engine has to know is here: a priority queue, aborts that keep
+the partial tokens, drains, and a policy version for every token.
 """
 
 from __future__ import annotations
@@ -13,41 +13,23 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-import torch
-from transformers import AutoModelForCausalLM
-
-from executor.rollout.batching import Batching, RunningSequence, end_of_sequence
+from executor.prompts import load_tokenizer
+from executor.rollout.engines import make_engine
+from executor.rollout.inference_engine import (
+    Copy,
+    InferenceEngine,
+    ReplicaSettings,
+    RunningSequence,
+)
 from executor.samples import Completion, FinishReason, Manifest, Request
-from executor.transfer.shared_memory import read_buckets
-
-
-class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What one replica needs to start; the cache is sized for `max_running` longest rollouts."""
-
-    model: str
-    """Hugging Face directory."""
-    max_running: int
-    """Most rollouts generated at a time; the others wait in the replica's queue."""
-    max_tokens: int
-    """Most output tokens of a rollout."""
-    max_prompt_tokens: int
-    """A longer prompt is refused."""
-    temperature: float
-    """Divides the logits before sampling; there is no top-k or top-p truncation."""
-    seed: int
-    """Seeds torch once, at start; the order of arrivals decides the rest."""
-    device: str = "cpu"
-    dtype: str = "float32"
-    num_threads: int = 1
-    """CPU threads of torch in this process."""
-
-    def __post_init__(self) -> None:
-        for key in ("max_running", "max_tokens", "max_prompt_tokens", "num_threads"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
-        if self.temperature <= 0:
-            raise ValueError(f"temperature must be positive, got {self.temperature}")
+from executor.tokens import (
+    TokenSegment,
+    count_ids,
+    count_tokens,
+    decode_ids,
+    read_blocks,
+    write_block,
+)
 
 
 @dataclass(eq=False)
@@ -55,26 +37,26 @@ class _Attempt:
     """One call of `generate`."""
 
     request: Request
-    completion: asyncio.Future[Completion]
+    prefix: list[int]
+    ended: asyncio.Future[RunningSequence]
     run: str | None = None
     started_at: float = 0.0
     versions: list[tuple[int, int]] = field(default_factory=list)
+    is_aborted: bool = False
 
 
 class ReplicaWorker:
-    """One inference engine in this process; call every method on one event loop.
+    """One inference engine and its queue; call every method on one event loop."""
 
-    `logprobs` of a completion are those of the distribution each token was sampled from: of the
-    softmax over logits divided by `temperature`, under the weights and the KV that sampled it.
-    """
-
-    def __init__(self, config: ReplicaSettings) -> None:
-        """Remember the config; `start` does the work."""
+    def __init__(self, config: ReplicaSettings, engine: InferenceEngine | None = None) -> None:
+        """Take the engine that the config names, or another; `start` does the work."""
         self.config = config
+        self._engine = make_engine(config) if engine is None else engine
         self._attempts: dict[int, _Attempt] = {}
         self._running: set[_Attempt] = set()
         self._queue: list[tuple[int, int, int, _Attempt]] = []
         self._arrivals = itertools.count()
+        self._tokenizer: Any = None
         self._idle_since = 0.0
         self._num_loads = 0
         """Loads asked for and not done; nothing is admitted meanwhile."""
@@ -83,21 +65,10 @@ class ReplicaWorker:
 
     async def start(self, manifest: Manifest | None, version: int) -> None:
         """Load the model, then the manifest's weights if given, and begin to serve as `version`."""
-        torch.set_num_threads(self.config.num_threads)
-        self._model = await asyncio.to_thread(_load_model, self.config)
-        if manifest is not None:
-            weights = await asyncio.to_thread(_read_weights, manifest, self._model)
-            await asyncio.to_thread(_copy_weights, weights)
-        self._eos = end_of_sequence(self._model)
+        if self.config.tokenizer is not None:
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, self.config.tokenizer)
+        await self._engine.start(manifest)
         self._version = version
-        self._batching = Batching(
-            self._model,
-            max_running=self.config.max_running,
-            max_length=self.config.max_prompt_tokens + self.config.max_tokens,
-            temperature=self.config.temperature,
-            seed=self.config.seed,
-        )
-        await self._batching.start()
 
     async def generate(self, request: Request) -> Completion:
         """Return when this rollout is finished or aborted, whatever its siblings do.
@@ -109,14 +80,15 @@ class ReplicaWorker:
         fails or stops.
         """
         self._check(request)
-        attempt = _Attempt(request, asyncio.get_running_loop().create_future())
+        prefix = read_blocks(request.prefix)[0].tolist()
+        attempt = _Attempt(request, prefix, asyncio.get_running_loop().create_future())
         self._attempts[request.rollout] = attempt
         entry = (request.priority, request.rollout, next(self._arrivals), attempt)
         heapq.heappush(self._queue, entry)
         # Deferred, so that requests which arrive together are admitted by priority.
         asyncio.get_running_loop().call_soon(self._admit)
         try:
-            return await attempt.completion
+            return self._completion(attempt, await attempt.ended)
         except asyncio.CancelledError:
             await self._withdraw(attempt)
             raise
@@ -142,12 +114,12 @@ class ReplicaWorker:
         try:
             async with self._loading:
                 began_at = time.perf_counter()
-                weights = await asyncio.to_thread(_read_weights, manifest, self._model)
+                copy = await self._engine.read_weights(manifest)
                 if drain:
                     await self._idle_now()
                 is_in_flight = bool(self._running)
                 still_at = time.perf_counter() if is_in_flight else max(began_at, self._idle_since)
-                await self._swap(weights, manifest.version)
+                await self._swap(copy, manifest.version)
                 return time.perf_counter() - still_at
         finally:
             self._num_loads -= 1
@@ -155,8 +127,7 @@ class ReplicaWorker:
 
     async def stop(self) -> None:
         """End generation; every pending `generate` raises `RuntimeError`."""
-        if hasattr(self, "_batching"):  # else `start` failed or was never called
-            await self._batching.stop()
+        await self._engine.stop()
         self._admit()  # the queue sees the same error
 
     def _check(self, request: Request) -> None:
@@ -164,9 +135,9 @@ class ReplicaWorker:
         if request.max_tokens < 1 or not request.prompt:
             raise ValueError(f"rollout {request.rollout}: prompt and max_tokens may not be empty")
         for key, count, most in (
-            ("prompt", len(request.prompt), limits.max_prompt_tokens),
+            ("prompt", count_ids(request.prompt), limits.max_prompt_tokens),
             ("max_tokens", request.max_tokens, limits.max_tokens),
-            ("prefix", len(request.prefix), request.max_tokens - 1),
+            ("prefix", count_tokens(request.prefix), request.max_tokens - 1),
         ):
             if count > most:
                 raise ValueError(
@@ -178,9 +149,9 @@ class ReplicaWorker:
     def _admit(self) -> None:
         if self._num_loads:
             return
-        while self._queue and len(self._running) < self.config.max_running:
+        while self._queue and self._engine.has_room:
             attempt = heapq.heappop(self._queue)[-1]
-            if not attempt.completion.done():
+            if not attempt.ended.done():
                 self._run(attempt)
 
     def _run(self, attempt: _Attempt) -> None:
@@ -188,14 +159,14 @@ class ReplicaWorker:
         attempt.started_at = time.perf_counter()
         attempt.versions = [(self._version, 0)]
         try:
-            attempt.run = self._batching.submit(
-                request.prompt + request.prefix,
-                request.max_tokens - len(request.prefix),
+            attempt.run = self._engine.submit(
+                [*decode_ids(request.prompt).tolist(), *attempt.prefix],
+                request.max_tokens - len(attempt.prefix),
                 lambda result: self._end(attempt, result),
             )
             self._running.add(attempt)
         except RuntimeError as error:
-            attempt.completion.set_exception(error)
+            attempt.ended.set_exception(error)
 
     def _end(
         self, attempt: _Attempt, result: RunningSequence | Exception, aborted: bool = False
@@ -204,26 +175,36 @@ class ReplicaWorker:
         if not self._running:
             self._idle_since = time.perf_counter()
             self._idle.set()
-        if not attempt.completion.done():
+        if not attempt.ended.done():
             if isinstance(result, RunningSequence):
-                attempt.completion.set_result(self._completion(attempt, result, aborted))
+                attempt.is_aborted = aborted
+                attempt.ended.set_result(result)
             else:
-                attempt.completion.set_exception(result)
+                attempt.ended.set_exception(result)
         self._admit()
 
-    def _completion(self, attempt: _Attempt, run: RunningSequence, aborted: bool) -> Completion:
-        finish: FinishReason = "stop" if run.tokens and run.tokens[-1] in self._eos else "length"
+    def _completion(self, attempt: _Attempt, run: RunningSequence) -> Completion:
+        request, num_tokens = attempt.request, len(run.tokens)
+        finish: FinishReason = (
+            "stop" if run.tokens and run.tokens[-1] in self._engine.end_tokens else "length"
+        )
         ended_at = run.token_times[-1] if run.token_times else time.perf_counter()
         first_at = run.token_times[0] if run.token_times else ended_at
         return Completion(
-            rollout=attempt.request.rollout,
-            tokens=run.tokens,
-            logprobs=run.logprobs,
-            versions=[span for span in attempt.versions if span[1] < len(run.tokens)],
-            finish="aborted" if aborted else finish,
+            rollout=request.rollout,
+            output=write_block(run.tokens, run.logprobs, request.output_path),
+            segments=(TokenSegment(num_tokens, is_policy=True),) if num_tokens else (),
+            text=None if attempt.is_aborted else self._text(attempt.prefix + run.tokens),
+            versions=[span for span in attempt.versions if span[1] < num_tokens],
+            finish="aborted" if attempt.is_aborted else finish,
             run_time=ended_at - attempt.started_at if attempt.run is not None else 0.0,
             prefill_time=first_at - run.prefill_at if run.prefill_at is not None else 0.0,
         )
+
+    def _text(self, tokens: list[int]) -> str | None:
+        if self._tokenizer is None:
+            return None
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     async def _withdraw(self, attempt: _Attempt) -> None:
         """End an attempt with what it has, wherever it is."""
@@ -232,10 +213,10 @@ class ReplicaWorker:
             return
         if attempt not in self._running:
             return
-        async with self._batching.paused():
+        async with self._engine.paused():
             if attempt in self._running:
-                run = self._batching.read(attempt.run)
-                self._batching.cancel(attempt.run)
+                run = self._engine.read(attempt.run)
+                self._engine.cancel(attempt.run)
                 self._end(attempt, run, aborted=True)
 
     async def _idle_now(self) -> None:
@@ -243,48 +224,12 @@ class ReplicaWorker:
             self._idle.clear()
             await self._idle.wait()
 
-    async def _swap(self, weights: list[tuple[torch.Tensor, torch.Tensor]], version: int) -> None:
-        async with self._batching.paused():
-            await asyncio.to_thread(_copy_weights, weights)
+    async def _swap(self, copy: Copy, version: int) -> None:
+        async with self._engine.paused():
+            await copy()
             self._version = version
             for attempt in self._running:
                 assert attempt.run is not None
-                start = len(self._batching.read(attempt.run).tokens)
+                start = len(self._engine.read(attempt.run).tokens)
                 spans = [span for span in attempt.versions if span[1] < start]
                 attempt.versions = [*spans, (version, start)]
-
-
-def _load_model(config: ReplicaSettings) -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        config.model, dtype=getattr(torch, config.dtype), attn_implementation="sdpa"
-    )
-    return model.to(torch.device(config.device)).eval().requires_grad_(False)
-
-
-def _read_weights(manifest: Manifest, model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pair each tensor of the model with its new value, in host memory.
-
-    Raises `ValueError` for a bucket whose checksum does not match, and for a name that the model
-    does not have, that is missing, or whose shape differs. Tied tensors may come under any of
-    their names.
-    """
-    targets = model.state_dict(keep_vars=True)
-    pairs = []
-    for name, tensor in read_buckets(manifest):
-        if name not in targets:
-            raise ValueError(f"version {manifest.version}: the model has no tensor {name!r}")
-        if tensor.shape != targets[name].shape:
-            shapes = f"{list(tensor.shape)}, the model's is {list(targets[name].shape)}"
-            raise ValueError(f"version {manifest.version}: the shape of {name!r} is {shapes}")
-        pairs.append((targets[name], tensor))
-    given = {id(target) for target, _ in pairs}
-    for name, target in targets.items():
-        if id(target) not in given:
-            raise ValueError(f"version {manifest.version}: tensor {name!r} is missing")
-    return pairs
-
-
-@torch.no_grad()
-def _copy_weights(weights: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for target, tensor in weights:
-        target.copy_(tensor)

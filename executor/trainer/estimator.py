@@ -20,6 +20,8 @@ class AdvantageEstimator:
         self._buffer = buffer
         self.baseline = baseline
         """Mean reward of the last step's batch; see `executor.trainer.advantages`."""
+        self._of_groups: dict[int, float] = {}
+        """Advantages by rollout, of groups that this step has asked for."""
 
     def samples(self, rollouts: Iterable[int]) -> list[Sample]:
         """Return rollouts as the trainer consumes them, with their advantages."""
@@ -30,6 +32,7 @@ class AdvantageEstimator:
         self.baseline = batch_baseline(
             [buffered.reward for buffered in self._buffer.rollouts_of(groups)]
         )
+        self._of_groups.clear()
         for group in groups:
             self._buffer.close_group(group)
 
@@ -37,6 +40,8 @@ class AdvantageEstimator:
         name, rollouts = self._algorithm.name, self._buffer.rollouts
         if not self._algorithm.trains_whole_groups:
             return advantages(name, [rollouts[rollout].reward], self.baseline)[0]
-        group = rollouts[rollout].group
-        rewards = [rollouts[sibling].reward for sibling in group]
-        return advantages(name, rewards)[group.index(rollout)]
+        if rollout not in self._of_groups:
+            group = rollouts[rollout].group
+            rewards = [rollouts[sibling].reward for sibling in group]
+            self._of_groups.update(zip(group, advantages(name, rewards), strict=True))
+        return self._of_groups[rollout]

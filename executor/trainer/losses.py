@@ -1,6 +1,7 @@
 """Policy losses, off-policy corrections and their diagnostics, per output token.
 
-Tensors are flat, `[n]`: the output tokens of several rollouts one after the other, no padding.
+Tensors are flat, `[n]`: the output tokens of several rollouts one after the other, no padding. Only those that the
+policy sampled are there; what others put between them, such as a tool's answer, is context of the forward pass.
 All corrections are one formula: PPO (arXiv 1707.06347) with the third policy of decoupled PPO.
 
     loss = -w * min(r * A, clip(r, 1 - clip, 1 + clip) * A)     r = policy / proximal
@@ -8,8 +9,8 @@ All corrections are one formula: PPO (arXiv 1707.06347) with the third policy of
 | correction | proximal policy        | w, from k = proximal / behaviour        | source           |
 |------------|------------------------|-----------------------------------------|------------------|
 | none       | the behaviour policy   | 1                                       | PPO              |
-| token_tis  | the policy itself      | min(k, cap)                             | Yao et al. 2025  |
-| seq_tis    | the policy itself      | min(product of k over the rollout, cap) | Yao et al. 2025  |
+| token-tis  | the policy itself      | min(k, cap)                             | Yao et al. 2025  |
+| seq-tis    | the policy itself      | min(product of k over the rollout, cap) | Yao et al. 2025  |
 | icepop     | the policy itself      | k where 1/cap <= k <= cap, else 0       | arXiv 2510.18855 |
 | decoupled  | that of the score pass | min(k, cap)                             | arXiv 2110.00641 |
 
@@ -25,9 +26,11 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, assert_never, get_args
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from executor.samples import Sample
+from executor.trainer.sequences import TokenSequence
 from streamrl.runfile.algorithm_config import CorrectionName
 
 CORRECTIONS: tuple[CorrectionName, ...] = get_args(CorrectionName)
@@ -39,7 +42,7 @@ PADDING = 0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Output tokens of whole rollouts, flat."""
+    """Output tokens of whole rollouts that the policy sampled, flat."""
 
     logprobs: torch.Tensor
     """[n] float32, log-probabilities under the policy that is trained, with gradient."""
@@ -61,29 +64,36 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: floa
 
 
 def output_logprobs(
-    model: Any, samples: list[Sample], temperature: float, dtype: torch.dtype = torch.float32
+    model: Any,
+    sequences: list[TokenSequence],
+    temperature: float,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Return the log-probability of every output token, [n] flat in the order of `samples`.
+    """Return the log-probability of every token that the policy sampled, [n] flat in the order of `sequences`.
 
-    `model` is a causal transformers model, computed in `dtype`. One padded forward; only output
-    positions reach the output layer, so that no logits exist for prompts and padding.
+    `model` is a causal transformers model, computed in `dtype`. One padded forward; only the positions before
+    those tokens reach the output layer, so that no logits exist for prompts, padding and tools.
     """
     device = model.device
-    inputs = [sample.prompt + sample.tokens[:-1] for sample in samples]
-    width = max(map(len, inputs))
-    padded = [ids + [PADDING] * (width - len(ids)) for ids in inputs]
-    first = [len(sample.prompt) - 1 for sample in samples]
-    positions = torch.cat(
-        [
-            torch.arange(row * width + start, row * width + len(ids))
-            for row, (start, ids) in enumerate(zip(first, inputs, strict=True))
-        ]
-    ).to(device)
+    width = max(sequence.length for sequence in sequences) - 1  # the last token predicts nothing
+    padded = np.full((len(sequences), width), PADDING, dtype=np.int64)
+    for row, sequence in zip(padded, sequences, strict=True):
+        first = len(sequence.prompt)
+        row[:first] = sequence.prompt
+        row[first : sequence.length - 1] = sequence.tokens[:-1]
+    positions = [
+        row * width + len(sequence.prompt) - 1 + np.flatnonzero(sequence.is_policy)
+        for row, sequence in enumerate(sequences)
+    ]
     half = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
-    with half, _only_positions(model.get_output_embeddings(), positions):
-        logits = model(input_ids=torch.tensor(padded, device=device), use_cache=False).logits
-    outputs = torch.tensor([token for sample in samples for token in sample.tokens], device=device)
-    return token_logprobs(logits[0], outputs, temperature)
+    with half, _only_positions(model.get_output_embeddings(), _tensor(positions).to(device)):
+        logits = model(input_ids=torch.from_numpy(padded).to(device), use_cache=False).logits
+    outputs = _tensor([sequence.tokens[sequence.is_policy] for sequence in sequences])
+    return token_logprobs(logits[0], outputs.long().to(device), temperature)
+
+
+def _tensor(parts: list[npt.NDArray[Any]]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts))
 
 
 @contextlib.contextmanager
@@ -103,45 +113,32 @@ def _only_positions(head: torch.nn.Module, positions: torch.Tensor) -> Iterator[
         hook.remove()
 
 
-def check_samples(samples: list[Sample]) -> None:
-    """Raise ValueError, naming the rollout, on a sample that no gradient can be taken of."""
-    for sample in samples:
-        where = f"rollout {sample.rollout}"
-        if not sample.prompt or not sample.tokens:
-            raise ValueError(f"{where}: needs at least one prompt and one output token")
-        if len(sample.tokens) != len(sample.logprobs):
-            tokens, logprobs = len(sample.tokens), len(sample.logprobs)
-            raise ValueError(f"{where}: {tokens} tokens but {logprobs} log-probabilities")
-        if not math.isfinite(sample.advantage):
-            raise ValueError(f"{where}: advantage must be finite, got {sample.advantage}")
-
-
-def padded_passes(samples: list[Sample], max_tokens: int) -> Iterator[list[Sample]]:
-    """Yield the samples by falling length, as many at a time as fill `max_tokens` when padded."""
-    longest, some = 0, list[Sample]()
-    for sample in sorted(samples, key=lambda s: (-len(s.prompt) - len(s.tokens), s.rollout)):
+def padded_passes(sequences: list[TokenSequence], max_tokens: int) -> Iterator[list[TokenSequence]]:
+    """Yield the sequences by falling length, as many at a time as fill `max_tokens` when padded."""
+    longest, some = 0, list[TokenSequence]()
+    for sequence in sorted(sequences, key=lambda s: (-s.length, s.rollout)):
         if some and (len(some) + 1) * longest > max_tokens:
             yield some
             some = []
         if not some:
-            longest = len(sample.prompt) + len(sample.tokens)
-        some.append(sample)
+            longest = sequence.length
+        some.append(sequence)
     if some:
         yield some
 
 
-def flatten_samples(
-    samples: list[Sample], logprobs: torch.Tensor, proximal: torch.Tensor | None
+def flatten_sequences(
+    sequences: list[TokenSequence], logprobs: torch.Tensor, proximal: torch.Tensor | None
 ) -> Tokens:
-    """Put the samples' behaviour and advantages beside log-probabilities [n] in their order."""
+    """Put behaviour and advantages beside log-probabilities [n] of the sequences, in their order."""
     device = logprobs.device
-    lengths = torch.tensor([len(sample.tokens) for sample in samples])
-    rollouts = torch.arange(len(samples)).repeat_interleave(lengths).to(device)
-    behaviour = [logprob for sample in samples for logprob in sample.logprobs]
-    advantages = torch.tensor([sample.advantage for sample in samples], device=device)
+    lengths = torch.tensor([sequence.num_trained for sequence in sequences])
+    rollouts = torch.arange(len(sequences)).repeat_interleave(lengths).to(device)
+    behaviour = _tensor([sequence.logprobs[sequence.is_policy] for sequence in sequences])
+    advantages = torch.tensor([sequence.advantage for sequence in sequences], device=device)
     return Tokens(
         logprobs=logprobs,
-        behaviour=torch.tensor(behaviour, device=device),
+        behaviour=behaviour.to(device),
         advantages=advantages[rollouts],
         rollouts=rollouts,
         proximal=proximal,
@@ -166,7 +163,7 @@ def proximal_logprobs(tokens: Tokens, correction: CorrectionName) -> torch.Tenso
     match correction:
         case "none":
             return tokens.behaviour
-        case "token_tis" | "seq_tis" | "icepop":
+        case "token-tis" | "seq-tis" | "icepop":
             return tokens.logprobs.detach()
         case "decoupled":
             if tokens.proximal is None:
@@ -184,7 +181,7 @@ def correction_weights(tokens: Tokens, correction: CorrectionName, cap: float) -
             return ratios
         case "icepop":
             return torch.where((ratios >= 1 / cap) & (ratios <= cap), ratios, 0.0)
-        case "token_tis" | "seq_tis" | "decoupled":
+        case "token-tis" | "seq-tis" | "decoupled":
             return ratios.clamp(max=cap)
         case _:
             assert_never(correction)
@@ -279,7 +276,7 @@ def _ratios(logprobs: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 def _raw_weights(tokens: Tokens, correction: CorrectionName) -> torch.Tensor:
     """Return the importance weights before any cap or mask."""
     log_ratio = (proximal_logprobs(tokens, correction) - tokens.behaviour).detach()
-    if correction == "seq_tis":
+    if correction == "seq-tis":
         rollouts = int(tokens.rollouts.max()) + 1 if len(tokens.rollouts) else 0
         sums = log_ratio.new_zeros(rollouts).index_add(0, tokens.rollouts, log_ratio)
         log_ratio = sums[tokens.rollouts]

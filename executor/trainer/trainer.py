@@ -59,12 +59,16 @@ class Trainer:
 
     async def score(self, command: Score) -> Scored:
         """Run the forward passes that training needs first."""
-        await self._call("score", self._estimator.samples(command.rollouts), returns=Figures)
+        with self._buffer.hold(command.rollouts):
+            samples = self._estimator.samples(command.rollouts)
+            await self._call("score", samples, returns=Figures)
         return Scored(command.rollouts, command.trainer)
 
     async def train(self, command: Train) -> Trained:
         """Run forward and backward passes."""
-        await self._call("train", self._estimator.samples(command.rollouts), returns=Figures)
+        with self._buffer.hold(command.rollouts):
+            samples = self._estimator.samples(command.rollouts)
+            await self._call("train", samples, returns=Figures)
         return Trained(command.rollouts, command.trainer)
 
     async def step(self, command: Step) -> Stepped:
@@ -76,7 +80,7 @@ class Trainer:
                 "step": command.version,
                 "time": self._now(),
                 "reward": sum(buffered.reward for buffered in trained) / len(trained),
-                "output_tokens": sum(len(buffered.tokens) for buffered in trained),
+                "output_tokens": sum(buffered.num_tokens for buffered in trained),
                 "unscored": sum(buffered.fault is not None for buffered in trained),
                 **figures,
             }

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from executor.samples import Manifest, Sample
 from executor.trainer import losses
+from executor.trainer.sequences import TokenSequence, read_samples
 from executor.transfer.shared_memory import cast_tensors, replaced_directory, write_buckets
 from streamrl.runfile.algorithm_config import CorrectionName, LossMean
 
@@ -61,7 +62,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     kl_coefficient: float = 0.0
     """Weight of k3 against the initial weights; above 0 the trainer holds a second model."""
     loss_mean: LossMean = "token"
-    """token: mean over all output tokens; rollout: mean over rollouts of their token means."""
+    """token: mean over all output tokens that the policy sampled; rollout: mean over rollouts of their token means."""
     max_grad_norm: float = 1.0
     max_tokens_per_pass: int = 16384
     """Padded tokens in one forward and backward; a longer rollout has a pass of its own."""
@@ -178,33 +179,33 @@ class Learner:
     version: int
     batch: Accumulated = dataclasses.field(default_factory=Accumulated)
     scores: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
-    """By rollout: `proximal` and `reference` log-probabilities of its output tokens."""
+    """By rollout: `proximal` and `reference` log-probabilities of the tokens that the policy sampled."""
 
     def score(self, samples: list[Sample]) -> dict[str, float]:
         """Keep what `train` needs of these samples."""
-        losses.check_samples(samples)
+        sequences = read_samples(samples)
         models = self._models_to_score()
-        for some in losses.padded_passes(samples, self.config.max_tokens_per_pass):
-            lengths = [len(sample.tokens) for sample in some]
+        for some in losses.padded_passes(sequences, self.config.max_tokens_per_pass):
+            lengths = [sequence.num_trained for sequence in some]
             for name, model in models.items():
                 with torch.no_grad():
                     parts = torch.split(self._logprobs(model, some), lengths)
-                for sample, part in zip(some, parts, strict=True):
-                    self.scores.setdefault(sample.rollout, {})[name] = part.clone()
-        return {"scored_tokens": sum(len(s.tokens) for s in samples) if models else 0}
+                for sequence, part in zip(some, parts, strict=True):
+                    self.scores.setdefault(sequence.rollout, {})[name] = part.clone()
+        return {"scored_tokens": sum(s.num_trained for s in sequences) if models else 0}
 
     def train(self, samples: list[Sample]) -> dict[str, float]:
         """Add these samples to the batch and their gradient to the parameters."""
-        losses.check_samples(samples)
-        self._check_scored(samples)
-        computed = [s for s in samples if s.advantage != 0 or self.reference is not None]
+        sequences = read_samples(samples)
+        self._check_scored(sequences)
+        computed = [s for s in sequences if s.advantage != 0 or self.reference is not None]
         whole, self.batch.whole = self.batch.whole, False
         sums: Counter[str] = Counter()
         for some in losses.padded_passes(computed, self.config.max_tokens_per_pass):
             sums.update(self._backward(some))
-        for sample in samples:
-            self.scores.pop(sample.rollout, None)
-        added = Accumulated(sum(len(s.tokens) for s in samples), len(samples), sums)
+        for sequence in sequences:
+            self.scores.pop(sequence.rollout, None)
+        added = Accumulated(sum(s.num_trained for s in sequences), len(sequences), sums)
         self.batch.num_tokens += added.num_tokens
         self.batch.num_rollouts += added.num_rollouts
         self.batch.sums.update(sums)
@@ -247,33 +248,33 @@ class Learner:
         models = {"proximal": self.model} if self.config.correction == "decoupled" else {}
         return models if self.reference is None else {**models, "reference": self.reference}
 
-    def _check_scored(self, samples: list[Sample]) -> None:
+    def _check_scored(self, sequences: list[TokenSequence]) -> None:
         names = self._models_to_score()
-        for sample in samples:
-            scores = self.scores.get(sample.rollout, {})
-            if any(len(scores.get(name, ())) != len(sample.tokens) for name in names):
-                raise ValueError(f"rollout {sample.rollout}: score it before training on it")
+        for sequence in sequences:
+            scores = self.scores.get(sequence.rollout, {})
+            if any(len(scores.get(name, ())) != sequence.num_trained for name in names):
+                raise ValueError(f"rollout {sequence.rollout}: score it before training on it")
 
-    def _backward(self, samples: list[Sample]) -> dict[str, float]:
+    def _backward(self, sequences: list[TokenSequence]) -> dict[str, float]:
         """Add the gradient of the summed loss of one pass, and return the sums."""
         config = self.config
-        scored = [self.scores.get(sample.rollout, {}) for sample in samples]
+        scored = [self.scores.get(sequence.rollout, {}) for sequence in sequences]
         proximal = torch.cat([s["proximal"] for s in scored]) if "proximal" in scored[0] else None
-        logprobs = self._logprobs(self.model, samples)
-        tokens = losses.flatten_samples(samples, logprobs, proximal)
+        logprobs = self._logprobs(self.model, sequences)
+        tokens = losses.flatten_sequences(sequences, logprobs, proximal)
         bounds = {"clip": config.clip, "cap": config.tis_cap}
         per_token = losses.policy_losses(tokens, config.correction, **bounds)
         if "reference" in scored[0]:
             reference = torch.cat([s["reference"] for s in scored])
             per_token = per_token + config.kl_coefficient * losses.k3(reference, logprobs)
-        shares = [1.0 if config.loss_mean == "token" else 1 / len(s.tokens) for s in samples]
+        shares = [1.0 if config.loss_mean == "token" else 1 / s.num_trained for s in sequences]
         loss = (per_token * torch.tensor(shares, device=config.device)[tokens.rollouts]).sum()
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return {"loss": loss.item(), **losses.diagnostic_sums(tokens, config.correction, **bounds)}
 
-    def _logprobs(self, model: PreTrainedModel, samples: list[Sample]) -> torch.Tensor:
+    def _logprobs(self, model: PreTrainedModel, sequences: list[TokenSequence]) -> torch.Tensor:
         dtype = DTYPES[self.config.dtype]
-        return losses.output_logprobs(model, samples, self.config.temperature, dtype)
+        return losses.output_logprobs(model, sequences, self.config.temperature, dtype)
 
 
 def _load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:

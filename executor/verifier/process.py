@@ -105,7 +105,7 @@ class ForkServerProcess:
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._replies[number] = reply
         request = {"id": number, "answer": answer, "record": record}
-        self._writer.write(json.dumps(request).encode() + b"\n")
+        self._writer.write(msgspec.json.encode(request) + b"\n")
         try:
             async with asyncio.timeout(patience):
                 return await reply

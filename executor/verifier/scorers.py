@@ -42,8 +42,10 @@ def final_answer(completion: str) -> str:
     for marker in ANSWER_MARKERS:
         if marker in completion:
             return completion.rpartition(marker)[2].strip()
-    lines = completion.strip().splitlines()
-    return lines[-1].strip() if lines else ""
+    last = completion.strip().rpartition("\n")[
+        2
+    ]  # an end of line wherever there is one; others are rare
+    return last.splitlines()[-1].strip() if last else ""
 
 
 def can_act(answer: str) -> bool:

@@ -93,7 +93,7 @@ def make_world(run: Run) -> CountingWorld:
     """Make the world that a run is rehearsed in.
 
     Raises:
-        ValueError: the run has no lengths, or does not fit its memory.
+        ValueError: the run has no lengths, does not fit its memory, or is of a back end that nobody models.
     """
     costs = Costs.load(run)
     num_rollouts = run.algorithm.rollouts_per_step * run.algorithm.steps
@@ -143,6 +143,7 @@ def stand_in(run: Run) -> Run:
     rollout = replace(
         run.rollout,
         pool="rollout",
+        backend="transformers",
         tensor_parallel=1,
         expert_parallel=1,
         max_tokens=256,

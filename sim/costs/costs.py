@@ -21,6 +21,7 @@ from streamrl.hardware.memory import check_memory, kv_capacity, longest_sequence
 from streamrl.hardware.profiles import check_profiles, load_model
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import CostsConfig, Run
+from streamrl.runfile.errors import OneOf, RunError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +58,9 @@ class Costs:
         """Put the costs of a run together.
 
         Raises:
-            ValueError: a profile is missing, or a side does not fit its memory.
+            ValueError: a profile is missing, a side does not fit its memory, or nobody models its back end.
         """
+        _check_backend(run)
         check_profiles(run)
         check_memory(run)
         decode, prefill = _compose_replica(run)
@@ -133,6 +135,16 @@ class Costs:
         everything = (*self.provenance.values(), *(costs.provenance for costs in self.followers))
         sources = dict.fromkeys(source for found in everything for source in found.sources)
         return {**shares, "sources": list(sources)}
+
+
+def _check_backend(run: Run) -> None:
+    """Raise `RunError` where replicas generate in a way that `sim.replica` does not: a batch at a time."""
+    if run.rollout.backend == "static":
+        text = (
+            "rollout.backend 'static' can be executed only, as static batching is not simulated: "
+            "rollout.backend must be 'transformers' for seconds of generation"
+        )
+        raise RunError("rollout.backend", run.rollout.backend, OneOf(["transformers"]), text)
 
 
 def _with_machine(costs: Costs, machine: MachineCosts) -> Costs:

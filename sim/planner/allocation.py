@@ -15,7 +15,7 @@ from typing import Literal, assert_never
 
 from msgspec.structs import replace
 
-from sim.planner.sides import sizes
+from sim.planner.layouts import sizes
 from sim.planner.stages import Generation, Stages, Training
 from streamrl.engine.systems import choose_system
 from streamrl.runfile.checks import check_run

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from sim.costs.costs import Costs
 from sim.costs.training import TrainingCosts
 from sim.planner.generation_time import DealtBatch, GenerationTime, LeastTimes, least_times
+from sim.planner.layouts import Degrees, Replicas
 from sim.planner.modes import Mode
-from sim.planner.sides import Degrees, Replicas
 from sim.planner.space import Candidate, Space
 from sim.planner.sync_time import sync_times
 from sim.planner.train_time import FallingLengths, TrainTimes, train_times

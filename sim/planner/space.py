@@ -15,8 +15,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from sim.planner.modes import Mode, find_modes
-from sim.planner.sides import (
+from sim.planner.layouts import (
     Degrees,
     Replicas,
     TrainerRange,
@@ -24,6 +23,7 @@ from sim.planner.sides import (
     fitting_trainers,
     sizes,
 )
+from sim.planner.modes import Mode, find_modes
 from sim.planner.stages import refuse_profile
 from streamrl.hardware.profiles import check_profiles, load_model, price_of
 from streamrl.record.metrics import SECONDS_PER_HOUR

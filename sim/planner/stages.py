@@ -20,7 +20,7 @@ from sim.batch_time import Finish, generate_batch
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_latency
 from sim.costs.training import TrainingCosts
-from sim.planner.sides import (
+from sim.planner.layouts import (
     Degrees,
     Replicas,
     TrainerRange,

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from sim.costs.colocation import PhaseChange
 from sim.costs.sync import SyncCosts
-from sim.planner.sides import Degrees
+from sim.planner.layouts import Degrees
 from sim.planner.space import Candidate, Space
 from streamrl.runfile.config import Run
 

@@ -62,7 +62,7 @@ def _strict(run: Run) -> Iterator[Changes]:
 
 
 def _corrected(run: Run) -> Iterator[Changes]:
-    yield {"algorithm.correction": "token_tis"}
+    yield {"algorithm.correction": "token-tis"}
 
 
 def _fresher(run: Run) -> Iterator[Changes]:

@@ -46,7 +46,8 @@ def _check_replicas(state: State) -> None:
         )
     serving: dict[int, int] = {}
     for replica in state.fleet.replicas.values():
-        if state.pushed_version <= state.leader.version and not replica.must_load:
+        is_settled = replica.loading is None and not replica.must_load
+        if is_settled and state.pushed_version <= state.leader.version:
             assert replica.version <= state.pushed_version
         if replica.is_serving:
             serving[replica.version] = serving.get(replica.version, 0) + 1

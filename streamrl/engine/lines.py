@@ -36,6 +36,7 @@ class WaitingRollouts:
     def expect(self, rollout: Rollout, tokens: int) -> None:
         """Let a rollout, wherever it is, be expected to be so long; one that waits may change its place."""
         rollout.expected_tokens = tokens
+        rollout.group.is_told = True
         if self._learns and rollout.phase is Phase.WAITING:
             self.add(rollout)
 

@@ -79,6 +79,8 @@ class State:
 
     now: float = 0.0
     has_started: bool = False
+    num_unready: int = 0
+    """Trainers that are not up."""
     pushed_version: int = 0
     pushing: int | None = None
     stop_reason: str | None = None
@@ -105,8 +107,6 @@ class State:
     failure: str | None = None
     """What broke beyond what a retry can mend."""
 
-    # Questions ------------------------------------------------------------------------------------
-
     @property
     def is_synced(self) -> bool:
         """Whether every serving replica has the newest policy version."""
@@ -128,8 +128,6 @@ class State:
             and all(trainer.command is None for trainer in self.trainers)
             and self.fleet.is_settled
         )
-
-    # Changes --------------------------------------------------------------------------------------
 
     def observe(self, event: Event, now: float) -> None:
         """Enter what happened at `now` seconds.
@@ -159,6 +157,7 @@ class State:
                 self.fleet.serve(replica_id, version, self.pushed_version)
             case TrainerStarted(trainer, version):
                 self.trainers[trainer].come_up(version)
+                self._count_unready()
                 self.is_stopping = self.is_stopping or self.has_all_steps
             case RunStarted(version, groups_done):
                 self._begin(version, groups_done)
@@ -224,10 +223,12 @@ class State:
         self.num_admitted = version * self.leader.prompts_per_step
         for trainer in self.trainers:
             trainer.begin_at(version if trainer.leads else 0)
+        self._count_unready()
 
     def _end_generate(self, event: Generated) -> None:
         rollout = self.rollouts[event.rollout]
-        self._release(rollout)
+        self.fleet.release(rollout)
+        self.num_generating -= 1
         self.leader.pace.end_generation(rollout.group.step, self.now)
         rollout.tokens = event.tokens
         if rollout.born is None and event.tokens:
@@ -260,20 +261,16 @@ class State:
     def _expect(self, rollouts: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         """Enter what is expected of rollouts now; of one that nobody waits for any more it does not matter."""
         for rollout_id, expected in zip(rollouts, tokens, strict=True):
-            rollout = self.rollouts.get(rollout_id)
-            if rollout is not None:
-                rollout.group.is_told = True
-                self.waiting.expect(rollout, expected)
+            if rollout_id in self.rollouts:
+                self.waiting.expect(self.rollouts[rollout_id], expected)
 
     def _end_step(self, trainer: TrainerSide, version: int) -> None:
-        groups = trainer.end_step(version, self.now)
-        self.is_stopping = self.is_stopping or self.has_all_steps
-        for group in groups:
+        for group in trainer.end_step(version, self.now):
             self._let_go(group)
+        self.is_stopping = self.is_stopping or self.has_all_steps
 
     def _add_groups(self, event: PromptsDrawn) -> None:
         self.num_drawing -= len(event.groups)
-        is_outlived = event.oldest_version > self.leader.version
         for drawn in event.groups:
             group = Group.draw(drawn, event.step, event.oldest_version, len(self.trainers))
             self.next_group = group.id + 1
@@ -284,16 +281,20 @@ class State:
                 self.waiting.add(rollout)
             for trainer in self.trainers:
                 trainer.see_drawn(group)
-            if is_outlived:
+            if group.oldest_version > self.leader.version:
                 self.outlived[group.id] = group
 
     def _skip(self, group: Group, trainer: TrainerSide, reason: str) -> None:
-        if not trainer.leave_out(group, reason):
+        if not self._leave_out(group, trainer, reason):
             raise ValueError(f"trainer {trainer.id} was not to train on group {group.id}")
-        if trainer.leads:
+        self._let_go(group)
+
+    def _leave_out(self, group: Group, trainer: TrainerSide, reason: str) -> bool:
+        is_left = trainer.leave_out(group, reason)
+        if is_left and trainer.leads:
             self.num_admitted -= 1
             self.outlived.pop(group.id, None)
-        self._let_go(group)
+        return is_left
 
     def _let_go(self, group: Group) -> None:
         """Enter that a trainer is done with a group, and forget what was the last one's."""
@@ -307,10 +308,7 @@ class State:
     def _drop(self, group: Group, reason: str) -> None:
         group.is_dropped = True
         for trainer in self.trainers:
-            is_left = trainer.leave_out(group, reason)
-            if is_left and trainer.leads:
-                self.num_admitted -= 1
-        self.outlived.pop(group.id, None)
+            self._leave_out(group, trainer, reason)
         del self.groups[group.id]
         for rollout in group.rollouts:
             if rollout.phase not in (Phase.GENERATING, Phase.VERIFYING):
@@ -326,13 +324,10 @@ class State:
         self.stop_reason = self.stop_reason or reason
         self.is_stopping = True
 
-    def _release(self, rollout: Rollout) -> None:
-        self.fleet.release(rollout)
-        self.num_generating -= 1
-
     def _lose_trainer(self, trainer: TrainerSide) -> None:
         """Enter that a trainer is gone; where it leads, what its lost versions were for is outlived."""
         num_steps = trainer.fall_back()
+        self._count_unready()
         if not trainer.leads:
             return
         self.pushing = None
@@ -343,11 +338,15 @@ class State:
             }
             self.fleet.fall_back(trainer.version)
 
+    def _count_unready(self) -> None:
+        self.num_unready = sum(not trainer.is_ready for trainer in self.trainers)
+
     def _fail(self, command: Command, reason: str) -> None:
         match command:
             case Generate(rollout_id):
                 rollout = self.rollouts[rollout_id]
-                self._release(rollout)
+                self.fleet.release(rollout)
+                self.num_generating -= 1
                 self._retry(rollout)
             case Verify(rollout_id):
                 self.num_verifying -= 1
@@ -361,20 +360,21 @@ class State:
             case Score() | Train() | Step() | SaveCheckpoint() | StartTrainer():
                 self._fail_trainer(command, reason)
             case _:
-                self._break(command, reason)
+                self.failure = f"{type(command).__name__}: {reason}"
+                self._break_off(command)
 
     def _fail_trainer(self, command: TrainerCommand, reason: str) -> None:
         """Enter that a trainer's work failed, unless it is lost; one that follows goes on without it."""
         trainer = self.trainers[command.trainer]
-        if trainer.command is None:
+        if trainer.command != command:
             return
         trainer.retire(f"{type(command).__name__}: {reason}")
+        self._count_unready()
         if trainer.leads:
             self.failure = trainer.failure
 
-    def _break(self, command: Command, reason: str) -> None:
-        """Enter a failure that no retry mends."""
-        self.failure = f"{type(command).__name__}: {reason}"
+    def _break_off(self, command: Command) -> None:
+        """Enter the end of a command whose failure no retry mends."""
         match command:
             case LoadWeights(replica_id):
                 self.fleet.replicas[replica_id].loading = None

@@ -17,6 +17,7 @@ from streamrl.engine.systems import build_engine
 from streamrl.record.upgrade import OLD_FORMAT, RawEntry, upgrade_entries
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import decode_run, encode_run
+from streamrl.runfile.renamed import upgrade_run
 
 FORMAT = 2
 
@@ -154,7 +155,7 @@ def _read_run(path: Path, header: Header, is_old: bool) -> Run:
     try:
         table = bytes(header.run)
         if is_old:
-            pass  # TODO-MERGE
+            table = msgspec.json.encode(upgrade_run(msgspec.json.decode(table)))
         return decode_run(table)
     except msgspec.MsgspecError as error:
         raise ValueError(f"{path}:1: not a trace header: {error}") from None

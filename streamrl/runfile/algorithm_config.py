@@ -7,7 +7,7 @@ from typing import Literal, assert_never
 from streamrl.runfile.section import Section
 
 AlgorithmName = Literal["grpo", "dr-grpo", "rloo", "reinforce++", "ppo"]
-CorrectionName = Literal["none", "token_tis", "seq_tis", "icepop", "decoupled"]
+CorrectionName = Literal["none", "token-tis", "seq-tis", "icepop", "decoupled"]
 LossMean = Literal["token", "rollout"]
 
 
@@ -20,7 +20,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     group_size: int = 1
     """Rollouts of each prompt."""
     learning_rate: float = 1e-6
-    correction: CorrectionName = "token_tis"
+    correction: CorrectionName = "token-tis"
     """How sampling from an older policy is corrected for."""
     clip: float = 0.2
     kl_coefficient: float = 0.0

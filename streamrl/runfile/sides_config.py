@@ -9,6 +9,9 @@ from streamrl.runfile.policies_config import SyncMode
 from streamrl.runfile.section import Section
 from streamrl.runfile.units import Duration, Size
 
+ScorerName = Literal["exact", "math-verify", "reasoning-gym"]
+RolloutBackend = Literal["transformers", "static"]
+
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
     """The generation side."""
@@ -27,10 +30,12 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     temperature: float = 1.0
     memory_utilization: float = 0.9
     """Share of GPU memory for weights and KV cache."""
-    backend: Literal["transformers"] = "transformers"
+    backend: RolloutBackend = "transformers"
+    """Who generates: transformers' continuous batching, or static: one batch to its end, then the next, a reference
+    that is executed and never simulated."""
     shares_prefixes: bool = True
     """Whether the prompt of a group is prefilled and kept once for all of it, as vLLM and SGLang do;
-    `execute` with transformers does not: keys computed under old weights would be attended to by new ones."""
+    `execute` does not: keys computed under old weights would be attended to by new ones."""
     migration_transfer: Literal["recompute", "kv"] = "recompute"
     """How a rollout that `policies.migration` moves gets its KV cache: computed again, or (simulated) sent
     over the network, within a node over NVLink."""
@@ -106,6 +111,8 @@ class FollowerConfig(TrainerConfig, frozen=True, kw_only=True):
 class VerifierConfig(Section, frozen=True, kw_only=True):
     """Who computes rewards."""
 
+    scorer: ScorerName | None = None
+    """Executed: what a completion is scored by."""
     workers: int = 1
     pool: str | None = None
     """Simulated: the pool whose GPUs score, such as a reward model's; CPUs beside the run where absent."""

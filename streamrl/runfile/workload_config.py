@@ -8,7 +8,6 @@ from streamrl.runfile.section import Section
 
 LengthsKind = Literal["histogram", "empirical", "groups", "trace"]
 RankerName = Literal["none", "oracle", "recall", "scores", "history"]
-VerifierName = Literal["exact", "math-verify", "reasoning-gym"]
 
 TAIL_SHARE = 0.2
 """Of recall@20%, the figure that StreamRL (arXiv 2504.15930, Table 4) states first; a ranker that knows nothing has it."""
@@ -54,8 +53,7 @@ class WorkloadConfig(Section, frozen=True, kw_only=True):
     """What is generated: prompts for a real run, lengths for a simulated one."""
 
     prompts: str | None = None
-    """A JSONL file with a "prompt" on each line, and what its verifier needs."""
-    verifier: VerifierName | None = None
+    """A JSONL file with a "prompt" on each line, and what `verifier.scorer` needs."""
     """Name of the scorer: whether the final answer is the same text, the same in mathematics, or right by the task's own rules."""
     max_prompt_tokens: int = 2048
     informative_share: float = 1.0

@@ -24,8 +24,8 @@ class KeepReplicas:
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield what is missing, or who may go."""
-        are_ready = all(trainer.is_ready for trainer in state.trainers)
-        is_complete = are_ready and len(state.fleet.replicas) == state.fleet.num_wanted
+        fleet = state.fleet
+        is_complete = not state.num_unready and len(fleet.replicas) == fleet.num_wanted
         if is_complete or not state.has_started or state.is_stopping:
             return ()
         return self._start(state)

@@ -1,6 +1,6 @@
-"""transformers' continuous batching as asyncio sees it: submit, pause, read, cancel.
+"""An inference engine out of transformers' continuous batching, which has a thread of its own.
 
-| what | who guarantees it |
+| promise of `InferenceEngine` | who keeps it |
 |---|---|
 | a run ends in exactly one call of its `on_end` | the batching thread, or `_watch` if that thread dies |
 | while `paused()` is held, no token is made and every earlier `on_end` has been called | `paused` |
@@ -13,9 +13,8 @@ import asyncio
 import itertools
 import math
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +26,17 @@ from transformers import (
     PreTrainedModel,
 )
 
+from executor.rollout.inference_engine import (
+    Copy,
+    OnEnd,
+    ReplicaSettings,
+    RunningSequence,
+    TimedPass,
+)
+from executor.rollout.stopwatch import PassContent, PassLog
+from executor.rollout.torch_model import end_tokens, load_model, read_weights
+from executor.samples import Manifest
+
 PAGE_TOKENS = 256
 """Largest page. Pages are not shared, so a page as long as a rollout costs the fewest index lists."""
 
@@ -37,69 +47,44 @@ BY_SEQUENCE = "streamrl_by_sequence"
 """Name of our attention in transformers' registry."""
 
 
-@dataclass(frozen=True)
-class RunningSequence:
-    """What one submitted sequence has made so far, or in all; instants on `time.perf_counter`."""
+class TransformersEngine:
+    """One model and the thread that generates with it."""
 
-    tokens: list[int]
-    logprobs: list[float]
-    prefill_at: float | None
-    """Start of the first forward pass that held part of the prefix."""
-    token_times: list[float]
-    """When each token was known on the host."""
-
-
-OnEnd = Callable[[RunningSequence | Exception], None]
-
-
-class Batching:
-    """One model and the thread that generates with it; call every method on one event loop."""
-
-    def __init__(
-        self,
-        model: Any,
-        *,
-        max_running: int,
-        max_length: int,
-        temperature: float,
-        seed: int,
-    ) -> None:
-        """Size the cache for `max_running` sequences of `max_length` tokens, prefix included.
-
-        With room for the worst case nothing is ever evicted or recomputed. Blocks are not shared
-        between sequences: a shared block would hold keys of the weights it was computed with, and
-        a rollout that starts after a load would attend to an old policy's prompt.
-        """
-        self._model = model
+    def __init__(self, settings: ReplicaSettings) -> None:
+        self._settings = settings
         self._ids = map(str, itertools.count())
         self._on_end: dict[str, OnEnd] = {}
         self._stopping = False
-        page_size = min(PAGE_TOKENS, max(4, max_length))
-        self._manager: Any = model.init_continuous_batching(
-            _sampling(temperature, end_of_sequence(model)),
-            ContinuousBatchingConfig(
-                page_size=page_size,
-                num_blocks=max_running * math.ceil(max_length / page_size),
-                max_batch_tokens=max_running + min(PREFILL_TOKENS, max_running * max_length),
-                max_requests_per_batch=max_running,
-                safety_margin=0.0,
-                allow_block_sharing=False,
-                use_async_batching=False,
-                use_cuda_graph=False,
-                return_logprobs=True,
-                seed=seed,
-            ),
-        )
-        _avoid_dense_masks(model)
+        self._passes = PassLog(settings.device)
+        self._model: Any = None
+        self._manager: Any = None
 
-    async def start(self) -> None:
-        """Allocate the cache and start the thread; raises `MemoryError` if the cache is too big."""
+    async def start(self, manifest: Manifest | None) -> None:
+        """Load the model, allocate the cache and start the thread."""
+        self._model = await load_model(self._settings, manifest)
+        self._manager = _init_batching(self._model, self._settings)
+        _avoid_dense_masks(self._model)
         await asyncio.to_thread(self._manager.warmup)
         self._manager.start()
         loop = asyncio.get_running_loop()
         threading.Thread(
             target=self._watch, args=(loop, self._manager._generation_thread), daemon=True
         ).start()
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Token ids that end a rollout."""
+        return end_tokens(self._model)
+
+    @property
+    def pads_context(self) -> bool:
+        """Whether a decode step pads: our attention does, flash kernels do not."""
+        return bool(self._model.config._attn_implementation == BY_SEQUENCE)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more sequence fits the batch, which changes from pass to pass."""
+        return len(self._on_end) < self._settings.max_running
 
     def submit(self, tokens: list[int], max_new_tokens: int, on_end: OnEnd) -> str:
         """Generate after `tokens` from the next forward pass on; `on_end` gets the run or why not."""
@@ -161,12 +146,31 @@ class Batching:
         self._forget(run)
         self._manager.cancel_request(run)
 
+    async def read_weights(self, manifest: Manifest) -> Copy:
+        """Read and check new weights, and return what copies them."""
+        return await read_weights(manifest, self._model)
+
     async def stop(self) -> None:
         """End the thread now; every run still there ends in a `RuntimeError`."""
         self._stopping = True
-        await asyncio.to_thread(self._manager.stop, hard_stop=True)
-        await asyncio.to_thread(self._manager.destroy)
+        if self._manager is not None:
+            await asyncio.to_thread(self._manager.stop, hard_stop=True)
+            await asyncio.to_thread(self._manager.destroy)
         self._fail_all(RuntimeError("the replica was stopped"))
+
+    def time_passes(self) -> None:
+        """Time every forward pass from now on."""
+        self._model.register_forward_pre_hook(self._begin_pass, with_kwargs=True)
+
+    def passes(self) -> list[TimedPass]:
+        """Return the passes since the last call."""
+        return self._passes.take()
+
+    def _begin_pass(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        keys = kwargs["cu_seq_lens_k"]  # by kind of layer where there is more than one
+        longest = max(keys.values(), key=len) if isinstance(keys, dict) else keys
+        ends = kwargs["cu_seq_lens_q"].clone(), longest.clone()  # the tensors are used again
+        self._passes.begin(lambda: _content(*ends))
 
     @property
     def _cause(self) -> Exception | None:
@@ -200,13 +204,30 @@ class Batching:
             self._on_end.pop(run)(error)
 
 
-def end_of_sequence(model: PreTrainedModel) -> frozenset[int]:
-    """Token ids that end a rollout: the generation config's, else the model config's, else none."""
-    for config in (model.generation_config, model.config):
-        tokens = getattr(config, "eos_token_id", None)
-        if tokens is not None:
-            return frozenset([tokens] if isinstance(tokens, int) else tokens)
-    return frozenset()
+def _init_batching(model: Any, settings: ReplicaSettings) -> Any:
+    """Make a manager whose cache holds `max_running` of the longest rollouts.
+
+    With room for the worst case nothing is ever evicted or recomputed. Blocks are not shared
+    between sequences: a shared block would hold keys of the weights it was computed with, and
+    a rollout that starts after a load would attend to an old policy's prompt.
+    """
+    max_running, max_length = settings.max_running, settings.max_length
+    page_size = min(PAGE_TOKENS, max(4, max_length))
+    return model.init_continuous_batching(
+        _sampling(settings.temperature, end_tokens(model)),
+        ContinuousBatchingConfig(
+            page_size=page_size,
+            num_blocks=max_running * math.ceil(max_length / page_size),
+            max_batch_tokens=max_running + min(PREFILL_TOKENS, max_running * max_length),
+            max_requests_per_batch=max_running,
+            safety_margin=0.0,
+            allow_block_sharing=False,
+            use_async_batching=False,
+            use_cuda_graph=False,
+            return_logprobs=True,
+            seed=settings.seed,
+        ),
+    )
 
 
 def _sampling(temperature: float, ends: frozenset[int]) -> GenerationConfig:
@@ -306,6 +327,12 @@ def _attend_prefix(
         enable_gqa=True,
     )
     return attended[0].transpose(0, 1)
+
+
+def _content(query_ends: torch.Tensor, key_ends: torch.Tensor) -> PassContent:
+    queries, keys = query_ends.diff().tolist(), key_ends.diff().tolist()
+    decoding = [k for q, k in zip(queries, keys, strict=True) if q == 1]
+    return PassContent(decoding, [q for q in queries if q > 1])
 
 
 def _run_from(output: Any) -> RunningSequence:

@@ -1,0 +1,394 @@
+"""What a rollout costs the controller: CPU time of the process that decides, and hands rollouts on.
+
+| figure   | what it holds                                                                                   |
+|----------|-------------------------------------------------------------------------------------------------|
+| handover | the engine and the roles on the controller's side: events in, commands out, requests, completions |
+|          | and samples encoded and decoded as they cross to other processes; no sockets, no event loop      |
+| all      | a whole run with its sockets, event loop, verifier, trace and rollouts.jsonl                     |
+
+Workers are processes of their own that answer at once, with outputs of a given length that they put where a real
+replica does, so their time is not in it. Each figure is the median over steps of `ROLLOUTS`, the first left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Coroutine, Generator, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from types import coroutine
+from typing import Any, TypeVar
+
+import msgspec
+
+from executor.buffer import RolloutBuffer
+from executor.carriers.handles import Config, Handle, LocalProcess
+from executor.carriers.wire import Call, decode, encode, encode_frame
+from executor.execute import token_directory
+from executor.prompts import PromptWorkload
+from executor.record import RunDirectory
+from executor.rollout.replica import Replica
+from executor.samples import Completion, Manifest, Request, Sample
+from executor.tokens import TokenSegment, write_block
+from executor.trainer.estimator import AdvantageEstimator
+from executor.trainer.trainer import Trainer
+from executor.verifier.verifier import Verifier
+from executor.world import RealWorld
+from streamrl.engine.messages import (
+    CheckpointSaved,
+    Command,
+    DrawPrompts,
+    Event,
+    Generate,
+    LoadWeights,
+    PromptsDrawn,
+    PushWeights,
+    ReplicaStarted,
+    RunStarted,
+    SaveCheckpoint,
+    StartReplica,
+    StartTrainer,
+    Step,
+    Stepped,
+    Take,
+    Train,
+    Verified,
+    Verify,
+    WeightsLoaded,
+    WeightsPushed,
+)
+from streamrl.engine.state import State
+from streamrl.engine.systems import build_engine
+from streamrl.record.trace import Trace
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import make_run, read_table
+
+RUN_FILE = Path(__file__).parent / "engine.toml"
+LENGTHS = (1_000, 20_000)
+PROMPT_TOKENS = 200
+PROMPTS, GROUP = 32, 8
+ROLLOUTS = PROMPTS * GROUP
+STEPS = 9
+
+T = TypeVar("T")
+
+
+def main() -> None:
+    """Print one JSON object per figure."""
+    for num_tokens in LENGTHS:
+        report("handover", num_tokens, measure_handover(num_tokens))
+        report("all", num_tokens, asyncio.run(measure_all(num_tokens)))
+
+
+def report(what: str, num_tokens: int, steps: list[float]) -> None:
+    """Print the figure of some steps, each in CPU seconds a rollout."""
+    name = f"controller CPU time a rollout of {num_tokens} tokens, {what}"
+    value = statistics.median(steps[1:]) * 1000
+    print(json.dumps({"name": name, "value": value, "unit": "ms"}), flush=True)
+
+
+# Workers ------------------------------------------------------------------------------------------
+
+
+class Length(msgspec.Struct, frozen=True):
+    """What a worker is told."""
+
+    num_tokens: int
+
+
+class InstantReplica:
+    """Answers at once."""
+
+    def __init__(self, config: Length) -> None:
+        self._config = config
+        self._version = 0
+
+    async def start(self, manifest: Manifest | None, version: int) -> None:
+        """Serve."""
+        self._version = version
+
+    async def generate(self, request: Request) -> Completion:
+        """Return as many tokens as it was told, and a text of four characters a token."""
+        return complete(request, self._config.num_tokens, self._version)
+
+    async def load(self, manifest: Manifest, drain: bool) -> float:
+        """Take nothing."""
+        self._version = manifest.version
+        return 0.0
+
+
+class InstantTrainer:
+    """Trains on nothing."""
+
+    def __init__(self, config: Length) -> None:
+        self._config = config
+
+    async def start(self, checkpoint: str | None) -> int:
+        """Begin at version 0."""
+        return 0
+
+    async def train(self, samples: list[Sample]) -> dict[str, float]:
+        """Do nothing."""
+        return {}
+
+    async def step(self, version: int) -> dict[str, float]:
+        """Do nothing."""
+        return {"loss": 0.0}
+
+    async def push(self, version: int, directory: str) -> Manifest:
+        """Write nothing."""
+        return Manifest(version=version, buckets=[])
+
+    async def save(self, path: str) -> None:
+        """Write an empty checkpoint."""
+        Path(path).mkdir()
+
+
+def complete(request: Request, num_tokens: int, version: int) -> Completion:
+    """Return what a replica makes of a request."""
+    return Completion(
+        rollout=request.rollout,
+        output=write_block([7] * num_tokens, [-1.0] * num_tokens, request.output_path),
+        segments=(TokenSegment(num_tokens, is_policy=True),),
+        text="the " * (num_tokens - 1) + "\n" + str(request.rollout % 2),
+        versions=[(version, 0)],
+        finish="stop",
+        run_time=1.0,
+        prefill_time=0.1,
+    )
+
+
+# Engine and handover ------------------------------------------------------------------------------
+
+
+@coroutine
+def _answered() -> Generator[None, bytes, bytes]:
+    """Wait for the bytes that a worker answers with."""
+    return (yield)
+
+
+class Loopback(Handle):
+    """Encodes and decodes as between processes, and leaves the answer to whoever drives the call."""
+
+    def __init__(self) -> None:
+        self.frames: list[bytes] = []
+
+    async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
+        """Encode the call, decode its answer."""
+        self.frames.append(encode_frame(Call(1, method, list(arguments), False)))
+        return decode(await _answered(), returns)
+
+    def stream(self, method: str, *arguments: object, returns: type[T]) -> Any:
+        """Stream nothing."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """End nothing."""
+
+
+class Handover:
+    """The controller without sockets and loop: an engine, the roles, and a stopwatch around them."""
+
+    def __init__(self, run: Run, directory: RunDirectory, tokens: Path | None) -> None:
+        self._engine = build_engine(run)
+        self._buffer = RolloutBuffer(run, PromptWorkload(run, Tokenizer()), tokens)
+        self._handle = Loopback()
+        self._replica = Replica(self._handle, self._buffer)
+        estimator = AdvantageEstimator(run.algorithm, self._buffer)
+        self._trainer = Trainer(self._buffer, estimator, directory, lambda: 0.0)
+        self._events: deque[Event] = deque([RunStarted(0, 0)])
+        self._seconds = 0.0
+        self._now = 0.0
+        self.steps: list[float] = []
+        """CPU seconds of each step, a rollout."""
+
+    def run(self, num_tokens: int) -> None:
+        """Run to the end, with outputs of `num_tokens`."""
+        while self._events:
+            with self._timed():
+                commands = self._handle_events()
+                calls = [(command, call) for command in commands if (call := self._begin(command))]
+            frames, self._handle.frames = self._handle.frames, []
+            answers = [answer_to(frame, num_tokens) for frame in frames]
+            del frames
+            with self._timed():
+                for (command, call), answer in zip(calls, answers, strict=True):
+                    self._events.append(finish(call, answer))
+                    if isinstance(command, Step):
+                        self.steps.append(self._seconds / ROLLOUTS)
+                        self._seconds = 0.0
+
+    def _handle_events(self) -> list[Command]:
+        commands: list[Command] = []
+        while self._events:
+            self._now += 0.001
+            commands += self._engine.handle(self._events.popleft(), self._now)
+        return commands
+
+    def _begin(self, command: Command) -> Coroutine[Any, Any, Event] | None:
+        """Begin a call of a worker, or carry a command out that needs none."""
+        call: Coroutine[Any, Any, Event]
+        match command:
+            case Generate():
+                call = self._replica.generate(command)
+            case Train():
+                call = self._trainer.train(command)
+            case Step():
+                call = self._trainer.step(command, list(self._engine.state.batch.groups))
+            case StartTrainer():
+                call = self._trainer.start(command, self._handle, None)
+            case _:
+                self._events += self._carry_out(command)
+                return None
+        call.send(None)
+        return call
+
+    def _carry_out(self, command: Command) -> Iterator[Event]:
+        match command:
+            case StartReplica(replica, version):
+                yield ReplicaStarted(replica, version)
+            case DrawPrompts(step, num_groups, oldest):
+                yield PromptsDrawn(step, oldest, self._buffer.draw(num_groups))
+            case Verify(rollout):
+                self._buffer.rollouts[rollout].enter(rollout % 2, None)
+                yield Verified(rollout, rollout % 2)
+            case PushWeights(version):
+                yield WeightsPushed(version, 1)
+            case LoadWeights(replica, version):
+                yield WeightsLoaded(replica, version, 0.1)
+            case SaveCheckpoint(version):
+                yield CheckpointSaved(version, 0)
+            case Take():
+                pass
+            case _:
+                raise NotImplementedError(command)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began_at = time.process_time()
+        yield
+        self._seconds += time.process_time() - began_at
+
+
+def finish(call: Coroutine[Any, Any, Event], answer: bytes) -> Event:
+    """Return what a call ends in once it is answered."""
+    try:
+        call.send(answer)
+    except StopIteration as end:
+        event: Event = end.value
+        return event
+    raise RuntimeError("a role called its worker twice")
+
+
+def answer_to(frame: bytes, num_tokens: int) -> bytes:
+    """Return what a worker answers."""
+    call = msgspec.msgpack.decode(frame[4:], type=Call)
+    if call.method == "generate":
+        request = msgspec.convert(call.arguments[0], Request)
+        return bytes(encode(complete(request, num_tokens, 0)))
+    return bytes(encode(0 if call.method == "start" else {"loss": 0.0}))
+
+
+def measure_handover(num_tokens: int) -> list[float]:
+    """Return the CPU seconds of engine and handover, a rollout, step by step."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = make_handover_run(Path(folder), num_tokens)
+        directory = RunDirectory(Path(run.execute.output))
+        directory.open(run, resume=False)
+        with token_directory(run) as tokens:
+            handover = Handover(run, directory, tokens)
+            handover.run(num_tokens)
+        directory.close()
+        return handover.steps
+
+
+# All ----------------------------------------------------------------------------------------------
+
+
+class InstantLauncher:
+    """Starts workers that answer at once, each in a process of its own."""
+
+    def __init__(self, directory: RunDirectory, num_tokens: int) -> None:
+        self._directory = directory
+        self._config: Config = {"num_tokens": num_tokens}
+
+    async def replica(self, replica_id: int, model: str) -> Handle:
+        """Start a replica."""
+        return await self._start("InstantReplica", f"{replica_id}.log")
+
+    async def trainer(self) -> Handle:
+        """Start the trainer."""
+        return await self._start("InstantTrainer", "trainer.log")
+
+    async def _start(self, name: str, log: str) -> Handle:
+        role = f"benchmarks.bench_handover:{name}"
+        return await LocalProcess.start(role, self._config, self._directory.logs / log, {})
+
+
+async def measure_all(num_tokens: int) -> list[float]:
+    """Return the CPU seconds of the whole controlling process, a rollout, step by step."""
+    stepped_at: list[float] = []
+
+    def watch(event: Event, state: State, now: float) -> None:
+        if isinstance(event, Stepped):
+            stepped_at.append(time.process_time())
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = make_handover_run(Path(folder), num_tokens)
+        directory = RunDirectory(Path(run.execute.output))
+        directory.open(run, resume=False)
+        with token_directory(run) as tokens:
+            world = RealWorld(
+                Trace(run, "real", {}, directory.trace_file),
+                build_engine(run),
+                InstantLauncher(directory, num_tokens),  # type: ignore[arg-type]  # of other roles
+                RolloutBuffer(run, PromptWorkload(run, Tokenizer()), tokens),
+                Verifier("exact", run.verifier),
+                directory,
+                watch=watch,
+            )
+            await world.run()
+        directory.close()
+    return [(end - begin) / ROLLOUTS for begin, end in pairwise(stepped_at)]
+
+
+class Tokenizer:
+    """Makes every prompt `PROMPT_TOKENS` long."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return tokens."""
+        return [5] * PROMPT_TOKENS
+
+
+def make_handover_run(folder: Path, num_tokens: int) -> Run:
+    """Return a run of `STEPS` steps, in a folder of its own."""
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text('{"prompt": "p", "answer": "1"}\n' * 100)
+    table = read_table(
+        RUN_FILE,
+        [
+            f"model.path={folder}",
+            f"workload.prompts={prompts}",
+            "workload.verifier=exact",
+            f"execute.output={folder / 'run'}",
+            "rollout.replicas=2",
+            "rollout.max_running=64",
+            f"rollout.max_tokens={num_tokens}",
+            "algorithm.name=grpo",
+            f"algorithm.steps={STEPS}",
+            f"algorithm.prompts_per_step={PROMPTS}",
+            f"algorithm.group_size={GROUP}",
+        ],
+    )
+    del table["model"]["name"]
+    return make_run(table)
+
+
+if __name__ == "__main__":
+    main()

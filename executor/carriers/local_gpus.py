@@ -1,0 +1,139 @@
+"""Which GPUs of this machine the places of a run stand for.
+
+All pools are on this one machine, whatever their nodes: GPUs are numbered as the run takes them. Those of the first
+replicas come first, then the trainer's, then those of replicas that are added. Roles on the CPU have none.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+
+from executor.carriers.placement import Place, Placement
+from streamrl.runfile.config import DEVICE, Run
+from streamrl.runfile.pools import most_replicas
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+NAME = re.compile(r"\d+|GPU-.+|MIG-.+")
+"""An entry of CUDA_VISIBLE_DEVICES; whatever else hides itself and all that follow (CUDA C++ Programming Guide,
+section CUDA Environment Variables)."""
+
+
+def device_of(run: Run, pool: str) -> str:
+    """Return the device, as torch names it, of the roles in `pool`."""
+    if run.execute.device != "auto":
+        return run.execute.device
+    return "cpu" if run.cluster.pools[pool].gpu == "cpu" else "cuda"
+
+
+def gpus_needed(run: Run) -> int:
+    """Return the GPUs of this machine that a run needs, for as many replicas as there may be."""
+    rollout, trainer = (device_of(run, pool) for pool in (run.rollout.pool, run.trainer.pool))
+    if rollout == trainer == "cpu":
+        return 0
+    match = DEVICE.fullmatch(run.execute.device)
+    if match is not None and match["index"] is not None:
+        return int(match["index"]) + 1
+    if run.execute.launcher == "in-process":
+        return 1
+    for_replicas = _most_replicas(run) * run.rollout.tensor_parallel if rollout == "cuda" else 0
+    for_trainer = run.trainer.num_gpus if trainer == "cuda" else 0
+    if run.shares_gpus:
+        return max(for_replicas, for_trainer)
+    return for_replicas + for_trainer
+
+
+class LocalGpus:
+    """Turns a place into GPUs of this machine, as `VARIABLE` names them."""
+
+    def __init__(self, run: Run, names: Sequence[str]) -> None:
+        """Number the GPUs that a run may take.
+
+        Args:
+            run: whose places they are.
+            names: the GPUs that it claimed; see `claim_gpus`.
+        """
+        self._run = run
+        self._names = names
+        self._numbers: dict[tuple[str, int, int], int] = {}
+        for place in _places_in_order(run):
+            if device_of(run, place.pool) == "cuda":
+                for gpu in place.gpus:
+                    self._numbers.setdefault((place.pool, place.node, gpu), len(self._numbers))
+
+    def environment(self, place: Place) -> dict[str, str]:
+        """Return what lets a process see the GPUs of its place and no other.
+
+        Nothing where it works on the CPU, or `execute.device` names a GPU.
+        """
+        if device_of(self._run, place.pool) != "cuda":
+            return {}
+        numbers = [self._numbers[place.pool, place.node, gpu] for gpu in place.gpus]
+        return {VARIABLE: ",".join(self._names[number] for number in numbers)}
+
+
+def usable_gpus(inherited: str | None, num_seen: int) -> list[str]:
+    """Return the GPUs that this process may use, each as `VARIABLE` names it to a worker of its own.
+
+    Args:
+        inherited: the variable as this process has it, None where it is not set: indices, UUIDs of GPUs or of
+            MIG instances; one that is empty or begins with -1 hides all.
+        num_seen: GPUs that torch counts under it.
+    """
+    if inherited is None:
+        return [str(index) for index in range(num_seen)]
+    names = list(takewhile(NAME.fullmatch, map(str.strip, inherited.split(","))))
+    instances = list(takewhile(lambda name: name.startswith("MIG-"), names))
+    if num_seen and instances:
+        return (
+            instances  # a process sees one of its MIG instances, but each worker can have another
+        )
+    return names[:num_seen]
+
+
+def find_gpus() -> list[str]:
+    """Return `usable_gpus` of this process; none where torch, or CUDA, is missing."""
+    try:
+        import torch
+    except ImportError:
+        return []
+    num_seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return usable_gpus(os.environ.get(VARIABLE), num_seen)
+
+
+def claim_gpus(run: Run) -> list[str]:
+    """Return the GPUs that the places of a run stand for, in order; torch is asked only where it needs any.
+
+    Raises:
+        ValueError: there are fewer than it needs.
+    """
+    needed = gpus_needed(run)
+    found = find_gpus() if needed else []
+    if len(found) < needed:
+        raise ValueError(
+            f"execute.device {run.execute.device!r} needs {needed} GPUs of this machine, {say_seen(len(found))}: "
+            "--set execute.device=cpu executes the run without"
+        )
+    return found
+
+
+def say_seen(num_gpus: int) -> str:
+    """Say how many GPUs there are, and under which variable."""
+    inherited = os.environ.get(VARIABLE)
+    return f"torch sees {num_gpus}" + ("" if inherited is None else f" ({VARIABLE}={inherited!r})")
+
+
+def _places_in_order(run: Run) -> Iterator[Place]:
+    """Yield every place that a run may take: of its first replicas, its trainer, and replicas that are added."""
+    placement, first = Placement(run), run.rollout.replicas
+    yield from map(placement.replica, range(first))
+    yield from placement.trainer
+    yield from map(placement.replica, range(first, _most_replicas(run)))
+
+
+def _most_replicas(run: Run) -> int:
+    if run.policies.resize == "keep":
+        return run.rollout.replicas
+    return run.policies.max_replicas or most_replicas(run)

@@ -1,0 +1,32 @@
+"""The inference engines that `rollout.backend` chooses among."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from executor.rollout.inference_engine import InferenceEngine, ReplicaSettings
+from streamrl.runfile.sides_config import RolloutBackend
+
+
+def make_engine(settings: ReplicaSettings) -> InferenceEngine:
+    """Make the engine of a replica; only its own libraries are imported."""
+    match settings.backend:
+        case "transformers":
+            from executor.rollout.transformers_engine import TransformersEngine
+
+            return TransformersEngine(settings)
+        case "static":
+            from executor.rollout.static_engine import StaticEngine
+
+            return StaticEngine(settings)
+        case _:
+            assert_never(settings.backend)
+
+
+def extra_of(backend: RolloutBackend) -> str:
+    """Return the extra of this package that an engine comes with."""
+    match backend:
+        case "transformers" | "static":
+            return "executor"
+        case _:
+            assert_never(backend)

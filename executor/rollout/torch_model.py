@@ -1,0 +1,80 @@
+"""The torch model of an engine that computes in its replica's process: loaded, and given new weights."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from executor.rollout.inference_engine import Copy, ReplicaSettings
+from executor.samples import Manifest
+from executor.transfer.shared_memory import read_buckets
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+"""Each tensor of the model with its new value, in host memory."""
+
+
+async def load_model(settings: ReplicaSettings, manifest: Manifest | None) -> Any:
+    """Load the model, then the manifest's weights if given; set the threads of this process."""
+    torch.set_num_threads(settings.num_threads)
+    model = await asyncio.to_thread(_load, settings)
+    if manifest is not None:
+        copy = await read_weights(manifest, model)
+        await copy()
+    return model
+
+
+async def read_weights(manifest: Manifest, model: Any) -> Copy:
+    """Read and check a manifest's weights, and return what copies them into the model.
+
+    Raises `ValueError` for a bucket whose checksum does not match, and for a name that the model
+    does not have, that is missing, or whose shape differs. Tied tensors may come under any of
+    their names.
+    """
+    pairs = await asyncio.to_thread(_read_pairs, manifest, model)
+
+    async def copy() -> None:
+        await asyncio.to_thread(_copy, pairs)
+
+    return copy
+
+
+def end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """Token ids that end a rollout: the generation config's, else the model config's, else none."""
+    for config in (model.generation_config, model.config):
+        tokens = getattr(config, "eos_token_id", None)
+        if tokens is not None:
+            return frozenset([tokens] if isinstance(tokens, int) else tokens)
+    return frozenset()
+
+
+def _load(settings: ReplicaSettings) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        settings.model, dtype=getattr(torch, settings.dtype), attn_implementation="sdpa"
+    )
+    return model.to(torch.device(settings.device)).eval().requires_grad_(False)
+
+
+def _read_pairs(manifest: Manifest, model: Any) -> Pairs:
+    targets = model.state_dict(keep_vars=True)
+    pairs = []
+    for name, tensor in read_buckets(manifest):
+        if name not in targets:
+            raise ValueError(f"version {manifest.version}: the model has no tensor {name!r}")
+        if tensor.shape != targets[name].shape:
+            shapes = f"{list(tensor.shape)}, the model's is {list(targets[name].shape)}"
+            raise ValueError(f"version {manifest.version}: the shape of {name!r} is {shapes}")
+        pairs.append((targets[name], tensor))
+    given = {id(target) for target, _ in pairs}
+    for name, target in targets.items():
+        if id(target) not in given:
+            raise ValueError(f"version {manifest.version}: tensor {name!r} is missing")
+    return pairs
+
+
+@torch.no_grad()
+def _copy(pairs: Pairs) -> None:
+    for target, tensor in pairs:
+        target.copy_(tensor)

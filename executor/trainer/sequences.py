@@ -1,0 +1,70 @@
+"""Samples as arrays: what the losses compute on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from executor.samples import Sample
+from executor.tokens import Ids, Logprobs, count_tokens, decode_ids, read_blocks
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenSequence:
+    """One finished rollout, n output tokens after its prompt."""
+
+    rollout: int
+    prompt: Ids
+    tokens: Ids
+    """[n] output token ids."""
+    logprobs: Logprobs
+    """[n] log-probabilities under the policy that sampled, in nats; any number where none did."""
+    is_policy: npt.NDArray[np.bool_]
+    """[n], true where the policy sampled; the others are context, which no loss and no count looks at."""
+    advantage: float
+
+    @property
+    def length(self) -> int:
+        """Tokens that a forward pass computes."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def num_trained(self) -> int:
+        """Output tokens that the policy sampled."""
+        return int(self.is_policy.sum())
+
+
+def read_samples(samples: list[Sample]) -> list[TokenSequence]:
+    """Read the tokens of samples, from files where that is where they are.
+
+    Raises:
+        ValueError: no gradient can be taken of one of them; the message names the rollout.
+    """
+    return [_read(sample) for sample in samples]
+
+
+def _read(sample: Sample) -> TokenSequence:
+    where = f"rollout {sample.rollout}"
+    tokens, logprobs = read_blocks(sample.output)
+    if count_tokens(sample.segments) != len(tokens):
+        in_segments = count_tokens(sample.segments)
+        raise ValueError(f"{where}: {len(tokens)} tokens but segments of {in_segments}")
+    is_policy = np.repeat(
+        [segment.is_policy for segment in sample.segments],
+        [segment.num_tokens for segment in sample.segments],
+    ).astype(bool)
+    if not sample.prompt or not is_policy.any():
+        raise ValueError(f"{where}: needs a token of its prompt and one that the policy sampled")
+    if not math.isfinite(sample.advantage):
+        raise ValueError(f"{where}: advantage must be finite, got {sample.advantage}")
+    return TokenSequence(
+        rollout=sample.rollout,
+        prompt=decode_ids(sample.prompt),
+        tokens=tokens,
+        logprobs=logprobs,
+        is_policy=is_policy,
+        advantage=sample.advantage,
+    )

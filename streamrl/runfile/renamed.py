@@ -1,0 +1,70 @@
+"""What older run files name otherwise: said in one line by whatever reads a run file, replaced in old records."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+from streamrl.runfile.errors import OneOf, RunError, shown
+
+
+class Renamed(NamedTuple):
+    """A key that moved, or one value of a key."""
+
+    key: str
+    """As it was."""
+    now: str
+    """The key, or the value, that stands for it."""
+    value: str | None = None
+    """The value that has another name; None where the key has."""
+
+
+RENAMED = (
+    Renamed("workload.verifier", "verifier.scorer"),
+    Renamed("algorithm.correction", "token-tis", value="token_tis"),
+    Renamed("algorithm.correction", "seq-tis", value="seq_tis"),
+)
+
+
+def renamed_key(key: str, value: object) -> RunError | None:
+    """Return the error of a key that has another name now; None of any other."""
+    for old in RENAMED:
+        if (old.key, old.value) == (key, None):
+            text = f"{key} was renamed to {old.now}, got {shown(value)}"
+            return RunError(key, value, OneOf([old.now]), text, problem="unknown key")
+    return None
+
+
+def renamed_value(key: str, value: object) -> RunError | None:
+    """Return the error of a value that has another name now; None of any other."""
+    for old in RENAMED:
+        if old.value is not None and (old.key, old.value) == (key, value):
+            text = f"{key} {value!r} was renamed to {old.now!r}"
+            return RunError(key, value, OneOf([old.now]), text)
+    return None
+
+
+def upgrade_run(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a run as an older `encode_run` wrote it, in the names of today's; what has them already stays as it is.
+
+    Args:
+        table: the JSON object of a trace's header, or of a run.json.
+    """
+    upgraded = copy.deepcopy(table)
+    for old in RENAMED:
+        section, name = _place(upgraded, old.key)
+        if old.value is not None:
+            if section.get(name) == old.value:
+                section[name] = old.now
+        elif name in section:
+            new_section, new_name = _place(upgraded, old.now)
+            new_section[new_name] = section.pop(name)
+    return upgraded
+
+
+def _place(table: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """Return the table that a key stands in, which is made where there is none, and its name there."""
+    *parents, last = key.split(".")
+    for parent in parents:
+        table = table.setdefault(parent, {})
+    return table, last

@@ -1,0 +1,273 @@
+"""Several trainers on one stream of groups: a leader, and others that follow in their own time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.engine.messages import (
+    Drop,
+    Failed,
+    LoadWeights,
+    PushWeights,
+    ReplicaLost,
+    SaveCheckpoint,
+    Skip,
+    StartReplica,
+    StartTrainer,
+    Stepped,
+    Stop,
+    Take,
+    Train,
+    TrainerLost,
+    TrainerStarted,
+    WeightsLoaded,
+    WeightsPushed,
+)
+from streamrl.engine.policies.staleness import BEHIND, FAILED
+from streamrl.engine.trainer_side import LEADER, ROLLED_BACK
+from streamrl.record.trace import Trace, replay
+from streamrl.runfile.errors import RunError
+from streamrl.runfile.reading import make_run
+from tests.random_runs import runs, simulate
+from tests.runs import (
+    Script,
+    checked_world,
+    done,
+    make_table,
+    of,
+    script,
+    small_run,
+)
+
+QUICK = {
+    "name": "quick",
+    "pool": "near",
+    "tensor_parallel": 4,
+    "algorithm": {"name": "rloo", "prompts_per_step": 1},
+}
+SLOW = {
+    "name": "slow",
+    "pool": "aside",
+    "algorithm": {"name": "reinforce++", "prompts_per_step": 3, "kl_coefficient": 0.1},
+    "efficiency": 0.002,
+    "backlog": 1,
+}
+THREE: dict[str, Any] = {
+    "model.name": "qwen2.5-1.5b",
+    "cluster.pools.aside": {"gpu": "h20"},
+    "cluster.pools.near.nodes": 2,
+    "algorithm.steps": 12,
+    "followers": [QUICK, SLOW],
+}
+
+
+def steps(trace: Trace, trainer: int = LEADER) -> list[float]:
+    """Return when a trainer made each of its versions."""
+    return [
+        entry.time
+        for entry in trace.entries
+        if isinstance(entry.event, Stepped) and entry.event.trainer == trainer
+    ]
+
+
+def alone(changes: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in changes.items() if key != "followers"}
+
+
+# Side by side -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("system", ["stream-async", "stream-sync", "disaggregated", "fully-async"])
+def test_a_slow_follower_never_delays_the_leader_nor_another_and_its_losses_are_counted(
+    system: str,
+) -> None:
+    changes = {**THREE, "policies.system": system}
+    world = checked_world(small_run(changes))
+    trace = world.run()
+    assert steps(trace) == steps(checked_world(small_run(alone(changes))).run())
+    without_slow = checked_world(small_run({**changes, "followers": [QUICK]})).run()
+    assert steps(trace, 1) == steps(without_slow, 1)
+    leader, quick, slow = world.engine.state.trainers
+    assert (leader.version, quick.version) == (12, 24)
+    assert slow.version < 8
+    assert slow.lost[BEHIND] > 0
+    skipped = [s for e in trace.entries for s in of(Skip, e.commands) if s.reason == BEHIND]
+    assert {s.trainer for s in skipped} == {2}
+    assert slow.lost[BEHIND] == 2 * len(skipped)
+    assert replay(trace) is None
+
+
+def test_every_trainer_makes_its_steps_of_its_own_batches() -> None:
+    trace = checked_world(small_run(THREE)).run()
+    for trainer, size in enumerate([2, 1, 3]):
+        taken: dict[int, list[int]] = {}
+        for entry in trace.entries:
+            for take in of(Take, entry.commands):
+                if take.trainer == trainer:
+                    taken.setdefault(take.step, []).append(take.group)
+        made = [e.event.version for e in trace.entries if _is_step(e.event, trainer)]
+        assert made == list(range(1, len(made) + 1))
+        assert all(len(taken[version]) == size for version in made)
+        groups = [group for groups in taken.values() for group in groups]
+        assert len(set(groups)) == len(groups), "no group is trained on twice"
+
+
+def _is_step(event: object, trainer: int) -> bool:
+    return isinstance(event, Stepped) and event.trainer == trainer
+
+
+def test_only_the_leader_pushes_and_bounds_what_may_start() -> None:
+    trace = checked_world(small_run(THREE)).run()
+    pushes = [p for e in trace.entries for p in of(PushWeights, e.commands)]
+    assert {push.trainer for push in pushes} == {LEADER}
+
+
+def test_a_group_is_forgotten_when_its_last_trainer_is_done_with_it() -> None:
+    s = both(backlog=1)
+    s.draw(s.begin())
+    s.tell(TrainerStarted(1, 0))
+    s.finish(0, 1, 2, 3)
+    s.step(1)
+    assert set(s.state.groups) == {0, 1}  # the follower's batch has room for one
+    s.tell(done(Train((0, 1), 1)))
+    s.tell(Stepped(1, 1))
+    assert set(s.state.groups) == {1}
+
+
+def test_what_a_follower_has_no_room_for_is_given_up_oldest_first() -> None:
+    s = both(backlog=1, steps=9)
+    drawn = s.begin()
+    s.tell(TrainerStarted(1, 0))
+    skipped: list[Skip] = []
+    for version in range(4):
+        drawn = s.draw(drawn) and s.finish(*range(4 * version, 4 * version + 4), version=version)
+        skipped += of(Skip, drawn)
+        drawn = s.step(version + 1)
+        skipped += of(Skip, drawn)
+        drawn += [c for e in (WeightsPushed(version + 1, 1),) for c in s.tell(e)]
+        drawn += s.tell(*(WeightsLoaded(r, version + 1, 1.0) for r in (0, 1)))
+    assert [(skip.group, skip.trainer) for skip in skipped] == [(g, 1) for g in range(1, 7)]
+    assert s.state.trainers[1].lost == {BEHIND: 12}
+
+
+def both(backlog: int, steps: int = 5) -> Script:
+    """Return a synchronous run of two prompts a step, and a follower with one."""
+    follower = {**QUICK, "backlog": backlog, "algorithm": {"prompts_per_step": 1}}
+    s = script(policies__system="stream-sync", algorithm__steps=steps, followers=[follower])
+    return s
+
+
+# Failures -----------------------------------------------------------------------------------------
+
+
+def test_a_follower_that_fails_loses_its_own_data_and_nobody_elses() -> None:
+    s = both(backlog=2)
+    s.draw(s.begin())
+    s.tell(TrainerStarted(1, 0))
+    s.finish(0, 1)
+    commands = s.tell(Failed(Train((0, 1), 1), "out of memory"))
+    assert not of(Stop, commands)
+    assert of(Skip, commands) == [Skip(0, 1, FAILED)]
+    assert of(Skip, s.finish(2, 3)) == [Skip(1, 1, FAILED)]
+    s.step(1)
+    assert s.state.stop_reason is None
+
+
+def test_a_lost_follower_begins_again_at_its_checkpoint_with_what_it_had_taken() -> None:
+    s = both(backlog=2)
+    s.draw(s.begin())
+    s.tell(TrainerStarted(1, 0))
+    s.finish(0, 1)
+    commands = s.tell(TrainerLost(1, "gone"), Failed(Train((0, 1), 1), "gone"))
+    assert of(StartTrainer, commands) == [StartTrainer(1, 0)]
+    assert not of(Drop, commands)
+    assert of(Train, s.tell(TrainerStarted(1, 0))) == [Train((0, 1), 1)]
+
+
+def test_a_lost_leader_begins_again_at_its_checkpoint_and_replicas_load_that() -> None:
+    s = script(policies__system="stream-async", algorithm__steps=9, execute__checkpoint_every=2)
+    drawn = s.begin()
+    for version in range(3):
+        s.draw(drawn)
+        s.finish(*range(4 * version, 4 * version + 4), version=version)
+        drawn = s.step(version + 1)
+        if of(SaveCheckpoint, drawn):
+            drawn += s.tell(done(of(SaveCheckpoint, drawn)[0]))
+        drawn += s.tell(WeightsPushed(version + 1, 1))
+        drawn += s.tell(*(WeightsLoaded(r, version + 1, 1.0) for r in (0, 1)))
+    s.draw(drawn)
+    assert (s.state.leader.version, s.state.leader.checkpoint_version) == (3, 2)
+    before = set(s.state.groups)
+    commands = s.tell(TrainerLost(LEADER, "gone"))
+    assert of(StartTrainer, commands) == [StartTrainer(LEADER, 2)]
+    assert {drop.group for drop in of(Drop, commands)} == before
+    assert not of(PushWeights, commands)
+    assert s.state.leader.lost[ROLLED_BACK] >= 4
+    commands = s.tell(TrainerStarted(LEADER, 2))
+    assert of(PushWeights, commands) == [PushWeights(2, LEADER)]
+    again = s.draw(commands)
+    assert not of(Stop, again)
+    commands = s.tell(WeightsPushed(2, 1))
+    assert [load.version for load in of(LoadWeights, commands)] == [2, 2]
+
+
+def test_a_leader_that_is_lost_too_often_stops_the_run() -> None:
+    s = script(policies__max_restarts=1)
+    s.draw(s.begin())
+    assert of(StartTrainer, s.tell(TrainerLost(LEADER, "gone")))
+    s.tell(TrainerStarted(LEADER, 0))
+    (stop,) = of(Stop, s.tell(TrainerLost(LEADER, "gone")))
+    assert "restarted 1 times" in stop.reason
+
+
+def test_no_replica_comes_up_with_weights_that_the_trainer_has_lost() -> None:
+    s = script(algorithm__steps=9, execute__checkpoint_every=50)
+    s.draw(s.begin())
+    s.finish(0, 1, 2, 3)
+    s.step(1)
+    s.tell(WeightsPushed(1, 1))
+    commands = s.tell(TrainerLost(LEADER, "gone"))
+    assert not of(StartReplica, s.tell(ReplicaLost(0, "gone too")))
+    s.tell(TrainerStarted(LEADER, 0))
+    assert of(StartReplica, s.tell(WeightsPushed(0, 1))) == [StartReplica(2, 0)]
+    assert commands
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.data(),
+    st.lists(st.tuples(st.floats(0.0, 30.0), st.integers(0, 2)), max_size=4),
+    st.integers(1, 3),
+)
+def test_runs_with_followers_account_for_every_rollout_whoever_is_lost(
+    data: st.DataObject, lost: list[tuple[float, int]], every: int
+) -> None:
+    run = data.draw(runs(None, followers=[QUICK, {**SLOW, "pool": "near"}]))
+    trace = simulate(run, trainers=lost, checkpoint_every=every)
+    assert replay(trace) is None
+
+
+# The run file -------------------------------------------------------------------------------------
+
+
+def test_a_follower_is_named_by_its_place_in_the_list() -> None:
+    for change, key in (
+        ({**QUICK, "pool": "nowhere"}, "trainer.1.pool"),
+        ({**QUICK, "micro_batch": 0}, "trainer.1.micro_batch"),
+        ({**QUICK, "algorithm": {"clip": -1.0}}, "trainer.1.algorithm.clip"),
+        ({**QUICK, "backlogs": 1}, "trainer.1.backlogs"),
+        ({**QUICK, "name": "trainer"}, "trainer.1.name"),
+        ({**QUICK, "algorithm": {"group_size": 8}}, "trainer.1.algorithm.group_size"),
+    ):
+        with pytest.raises(RunError) as caught:
+            small_run({**THREE, "followers": [change]})
+        assert caught.value.key == key
+
+
+def test_one_trainer_may_stand_in_a_list() -> None:
+    table = make_table()
+    assert make_run({**table, "trainer": [table["trainer"]]}) == make_run(table)
