@@ -32,6 +32,18 @@ def _limits(run: Run) -> Iterator[Limit]:
     """Yield what back ends demand; `expert_parallel` is bound by these degrees, a ZeRO stage has one rank to split."""
     rollout, trainer, algorithm = run.rollout, run.trainer, run.algorithm
     yield Limit(
+        "trainer",
+        run.num_trainers,
+        run.num_trainers == 1,
+        "one trainer to be executed: several on one stream of rollouts are simulated",
+    )
+    yield Limit(
+        "verifier.pool",
+        run.verifier.pool,
+        not run.verifier.num_gpus,
+        "left out to be executed: rewards are computed on CPUs",
+    )
+    yield Limit(
         "rollout.tensor_parallel",
         rollout.tensor_parallel,
         rollout.tensor_parallel == 1,

@@ -29,16 +29,31 @@ from streamrl.engine.messages import (
 from streamrl.record.trace import Facts, Trace
 from tests.runs import small_run
 
+LEARNERS: dict[str, Any] = {
+    "trainer": [
+        {"pool": "near"},
+        {
+            "name": "second",
+            "pool": "near",
+            "tensor_parallel": 2,
+            "algorithm": {"prompts_per_step": 2},
+        },
+    ],
+    "verifier": {"pool": "near", "workers": 2, "gpus_per_worker": 1, "time": "2 s"},
+}
+"""Changes of a hand trace: a second learner of two GPUs and batches of two, and two verifiers of one GPU."""
+
 TIERS: Facts = {
     "prefill": {"measured": 1.0},
     "decode": {"measured": 1.0},
     "score": {"roofline": 1.0},
     "train": {"roofline": 1.0},
+    "train second": {"composed": 1.0},
 }
 
 
 class HandTrace:
-    """A trace of one-GPU replicas and a one-GPU trainer; a group is one rollout of the same id."""
+    """A trace of one-GPU replicas and a one-GPU trainer, or more; a group is one rollout of the same id."""
 
     def __init__(self, replicas: int = 1, **changes: Any) -> None:
         algorithm = {"algorithm.name": "ppo", "algorithm.group_size": 1}
@@ -62,11 +77,13 @@ class HandTrace:
     def begin(self, replicas_at: float = 0.0, trainer_at: float = 0.0) -> None:
         """Start the run; replicas and trainer come up later or at once."""
         starts = [StartReplica(replica, 0) for replica in range(self.num_replicas)]
-        self.at(0.0, RunStarted(0, 0), StartTrainer(0, 0), *starts)
+        trainers = range(self.trace.run.num_trainers)
+        self.at(0.0, RunStarted(0, 0), *(StartTrainer(trainer, 0) for trainer in trainers), *starts)
         ready: list[tuple[float, Event]] = [
             (replicas_at, ReplicaStarted(replica, 0)) for replica in range(self.num_replicas)
         ]
-        for time, event in sorted([*ready, (trainer_at, TrainerStarted(0, 0))], key=lambda r: r[0]):
+        ready += [(trainer_at, TrainerStarted(trainer, 0)) for trainer in trainers]
+        for time, event in sorted(ready, key=lambda r: r[0]):
             self.at(time, event)
 
     def draw(self, time: float, step: int, num_rollouts: int, is_taken: bool = True) -> None:
@@ -97,8 +114,14 @@ class HandTrace:
         self.at(time, event, Verify(rollout))
         self.at(time if verified_at is None else verified_at, Verified(rollout, 0.5))
 
-    def train(self, start: float, end: float, version: int, *rollouts: int) -> None:
+    def train(
+        self, start: float, end: float, version: int, *rollouts: int, trainer: int = 0
+    ) -> None:
         """Train on rollouts from `start` to `end` seconds and make `version`."""
-        self.command(start, Train(rollouts, 0))
-        self.at(end, Trained(rollouts, 0), Step(version, (), 0))
-        self.at(end, Stepped(version, 0))
+        self.command(start, Train(rollouts, trainer))
+        self.at(end, Trained(rollouts, trainer), Step(version, rollouts, trainer))
+        self.at(end, Stepped(version, trainer))
+
+    def sort(self) -> None:
+        """Put the entries in order of time."""
+        self.trace.entries.sort(key=lambda entry: entry.time)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, get_args
 
+import msgspec
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -14,8 +15,12 @@ from sim.world import SimWorld
 from streamrl.engine.messages import Event, Failed, Generate, Generated, Stop, Verified, Verify
 from streamrl.engine.systems import SYSTEMS, build_policies, build_state
 from streamrl.record.trace import Trace
-from streamrl.runfile.config import Run
+from streamrl.runfile.cluster_config import PoolConfig
+from streamrl.runfile.config import ExecuteConfig, Run
+from streamrl.runfile.failures_config import FailuresConfig
 from streamrl.runfile.policies_config import WeightSyncName
+from streamrl.runfile.sides_config import AlgorithmChanges, FollowerConfig
+from streamrl.runfile.units import Duration
 from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import (
     CheckedEngine,
@@ -103,6 +108,40 @@ GENERATION = st.fixed_dictionaries(
         "policies.migration": st.sampled_from(["none", "consolidate"]),
         "policies.max_attempts": st.integers(1, 3),
     }
+)
+
+
+@st.composite
+def runs_of_several(draw: st.DrawFn) -> Run:
+    """Return runs as `runs` does, with trainers that follow, verifiers on GPUs, and trainers that fail."""
+    run = draw(runs(consumption=None))
+    pools = {**run.cluster.pools, "third": PoolConfig(gpu="h800", nodes=2)}
+    followers = draw(st.lists(FOLLOWERS, min_size=1, max_size=2))
+    return msgspec.structs.replace(
+        run,
+        cluster=msgspec.structs.replace(run.cluster, pools=pools),
+        followers=tuple(
+            msgspec.structs.replace(each, name=f"follower {number}")
+            for number, each in enumerate(followers, start=1)
+        ),
+        verifier=msgspec.structs.replace(run.verifier, pool="third", gpus_per_worker=1),
+        failures=draw(
+            st.sampled_from([FailuresConfig(), FailuresConfig(per_gpu_day=2000.0, trainers=True)])
+        ),
+        execute=ExecuteConfig(checkpoint_every=draw(st.integers(1, 3))),
+    )
+
+
+FOLLOWERS = st.builds(
+    FollowerConfig,
+    name=st.just(""),
+    pool=st.just("third"),
+    data_parallel=st.integers(1, 2),
+    tensor_parallel=st.just(4),
+    micro_batch=st.integers(1, 3),
+    start_time=st.sampled_from([Duration(0.0), Duration(2.0)]),
+    algorithm=st.builds(AlgorithmChanges, prompts_per_step=st.integers(1, 6)),
+    backlog=st.integers(1, 2),
 )
 
 

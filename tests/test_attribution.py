@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
 
 from sim.world import simulate
 from streamrl.engine.messages import (
@@ -23,17 +24,20 @@ from streamrl.engine.messages import (
     Take,
     Train,
     Trained,
+    TrainerLost,
     TrainerStarted,
     Verified,
     WeightsLoaded,
     WeightsPushed,
 )
 from streamrl.engine.systems import SYSTEMS
-from streamrl.record.attribution import attribute
+from streamrl.record.attribution import attribute, attribute_sides
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace
+from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
-from tests.hand_traces import HandTrace
+from tests.hand_traces import LEARNERS, HandTrace
+from tests.random_runs import FaultyWorld, failures, runs_of_several
 from tests.runs import checked_world, lose_replica_at, small_run
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "h20-h800.toml"
@@ -44,6 +48,17 @@ def gpu_seconds(hand: HandTrace) -> dict[str, float]:
     shares = attribute(hand.trace)
     both = {**shares.busy, **shares.idle}
     return {name: round(share * shares.gpu_seconds, 6) for name, share in both.items() if share}
+
+
+def seconds_of_sides(hand: HandTrace) -> dict[str, dict[str, float]]:
+    """Return the same of each side."""
+    found = {}
+    for name, shares in attribute_sides(hand.trace).sides.items():
+        both = {**shares.busy, **shares.idle}
+        found[name] = {
+            key: round(share * shares.gpu_seconds, 6) for key, share in both.items() if share
+        }
+    return found
 
 
 def test_a_synchronous_step_is_generation_then_training_and_the_rest_pipeline() -> None:
@@ -285,6 +300,102 @@ def test_a_checkpoint_costs_the_trainer_its_seconds() -> None:
     hand.command(16.0, SaveCheckpoint(1, 1, 0))
     hand.at(19.0, CheckpointSaved(1, 0))
     assert gpu_seconds(hand)["checkpoint"] == 3
+
+
+def test_two_learners_and_their_verifiers_each_do_and_wait_for_their_own() -> None:
+    hand = HandTrace(algorithm__steps=2, **LEARNERS)
+    hand.begin()
+    hand.draw(0.0, 1, 1)
+    hand.generate(0.0, 0)
+    hand.generated(10.0, 0, run_time=10.0, verified_at=12.0)
+    hand.command(12.0, Take(0, 1, 1))
+    hand.train(12.0, 18.0, 1, 0)
+    hand.draw(18.0, 2, 1)
+    hand.generate(18.0, 1)
+    hand.generated(28.0, 1, run_time=10.0, verified_at=30.0)
+    hand.command(30.0, Take(1, 1, 1))
+    hand.train(30.0, 36.0, 2, 1)
+    hand.train(30.0, 40.0, 1, 0, 1, trainer=1)
+    hand.sort()
+    assert seconds_of_sides(hand) == {
+        "rollout": {"decode": 20, "verifier": 4, "pipeline": 6 + 6 + 4},
+        "trainer": {"train": 12, "verifier": 4, "pipeline": 10 + 10 + 4},
+        # two GPUs: while the leader makes its step, nothing more is under way for the other
+        "second": {"train": 2 * 10, "verifier": 2 * 4, "pipeline": 2 * (10 + 6 + 10)},
+        # two workers, of which one at a time has a reward to compute
+        "verifier": {"verify": 4, "pipeline": 2 * 36 + 4},
+    }
+    assert gpu_seconds(hand) == {
+        "decode": 20,
+        "train": 32,
+        "verify": 4,
+        "verifier": 16,
+        "pipeline": 16 + 24 + 52 + 76,
+    }
+
+
+def test_whoever_waits_for_a_lost_leader_waits_for_a_failure() -> None:
+    hand = HandTrace(algorithm__steps=2, **LEARNERS)
+    hand.begin()
+    hand.draw(0.0, 1, 1)
+    hand.generate(0.0, 0)
+    hand.generated(10.0, 0, run_time=10.0)
+    hand.command(10.0, Take(0, 1, 1), Train((0,), 0))
+    hand.at(12.0, TrainerLost(0, "gone"), StartTrainer(0, 0))
+    hand.at(12.0, Failed(Train((0,), 0), "gone"))
+    hand.at(15.0, TrainerStarted(0, 0), Take(0, 1, 0))
+    hand.train(15.0, 20.0, 1, 0)
+    assert seconds_of_sides(hand) == {
+        "rollout": {"decode": 10, "pipeline": 2 + 5, "failure": 3},
+        "trainer": {"pipeline": 10, "train": 2 + 5, "failure": 3},
+        "second": {"pipeline": 2 * (10 + 2 + 5), "failure": 2 * 3},
+        "verifier": {"pipeline": 2 * (10 + 2 + 5), "failure": 2 * 3},
+    }
+
+
+def test_a_follower_that_is_lost_delays_only_itself() -> None:
+    hand = HandTrace(algorithm__steps=1, **LEARNERS)
+    hand.begin()
+    hand.draw(0.0, 1, 1)
+    hand.generate(0.0, 0)
+    hand.at(2.0, TrainerLost(1, "gone"), StartTrainer(1, 0))
+    hand.at(6.0, TrainerStarted(1, 0))
+    hand.generated(10.0, 0, run_time=10.0)
+    hand.train(10.0, 14.0, 1, 0)
+    found = seconds_of_sides(hand)
+    assert found["rollout"] == {"decode": 10, "pipeline": 4}
+    assert found["trainer"] == {"pipeline": 10, "train": 4}
+    # two GPUs; the last prompt is drawn, and once it is generated no second one comes to make a batch
+    assert found["second"] == {"pipeline": 2 * (2 + 4), "failure": 2 * 4, "wind-down": 2 * 4}
+
+
+def test_a_follower_that_fails_for_good_is_a_failure_to_the_end() -> None:
+    hand = HandTrace(algorithm__steps=1, **LEARNERS)
+    hand.begin()
+    hand.draw(0.0, 1, 1)
+    hand.generate(0.0, 0)
+    hand.command(0.0, SaveCheckpoint(0, 0, 1))
+    hand.at(3.0, Failed(SaveCheckpoint(0, 0, 1), "disk full"))
+    hand.generated(10.0, 0, run_time=10.0)
+    hand.train(10.0, 14.0, 1, 0)
+    assert seconds_of_sides(hand)["second"] == {"checkpoint": 2 * 3, "failure": 2 * 11}
+
+
+@settings(max_examples=25, deadline=None)
+@given(run=runs_of_several(), faults=failures)
+def test_shares_are_whole_of_every_side_whatever_fails(run: Run, faults: frozenset[int]) -> None:
+    trace = FaultyWorld(run, faults).run()
+    whole, sides = attribute_sides(trace)
+    end = trace.entries[-1].time
+    if not end:
+        return
+    for shares in (whole, *sides.values()):
+        assert sum(shares.busy.values()) + sum(shares.idle.values()) == pytest.approx(1)
+        assert min([*shares.busy.values(), *shares.idle.values()]) > -1e-9
+    assert sum(shares.gpu_seconds for shares in sides.values()) == pytest.approx(whole.gpu_seconds)
+    num_gpus = run.num_gpus + sum(each.num_gpus for each in run.followers) + run.verifier.num_gpus
+    assert whole.gpu_seconds == pytest.approx(num_gpus * end)
+    assert set(sides) >= {"verifier", *(follower.name for follower in run.followers)}
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -19,6 +19,8 @@ from streamrl.record.metrics import SECONDS_PER_HOUR
 from streamrl.report.plan import Change, Choice, Figure, Plan, PlannedSide, Runner, plan_text
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
+from streamrl.runfile.errors import RunError
+from streamrl.runfile.trainers import TRAINER
 
 RUNNERS_UP = 8
 """Plans that are named beside the chosen one."""
@@ -39,11 +41,19 @@ def make_plan(run: Run, watch: Callable[[int, int, str], None] = lambda *_: None
 
     Raises:
         ValueError: nothing fits, or nothing within budget: the constraint is named.
+        RunError: the run file has several trainers.
     """
+    _check_trainers(run)
     started_at = time.perf_counter()
     search = Search.open(run)
     with ProcessPoolExecutor() as pool:
         return _plan(run, search, pool, _Progress(run, watch), started_at)
+
+
+def _check_trainers(run: Run) -> None:
+    if run.num_trainers > 1:
+        text = f"plan chooses for one trainer, the run file has {run.num_trainers}"
+        raise RunError(TRAINER, run.num_trainers, text=text)
 
 
 def _plan(

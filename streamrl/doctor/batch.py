@@ -23,11 +23,16 @@ MOST_FACTOR = 2.0
 def find(run: Run) -> Iterator[Finding]:
     """Find ranks, passes and replicas that a step's rollouts leave with nothing to do."""
     yield _finding("ok", "batch", _sum_up(run))
+    yield from find_trainer(run)
+    yield from _find_replicas(run)
+
+
+def find_trainer(run: Run) -> Iterator[Finding]:
+    """Find ranks and passes of the trainer that a step's rollouts leave with nothing to do."""
     yield from _find_ranks(run)
     yield from _find_fills(run)
     yield from _find_tokens(run)
     yield from _find_bubble(run)
-    yield from _find_replicas(run)
 
 
 def _sum_up(run: Run) -> str:

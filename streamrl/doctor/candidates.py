@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from streamrl.doctor.changes import place_of
+from streamrl.doctor.changes import path_of, place_of
 from streamrl.doctor.finding import Changes
 from streamrl.runfile.cluster_config import LinkConfig
 from streamrl.runfile.config import Run
@@ -55,7 +55,7 @@ def closest_first(name: object, names: Iterable[object], usual: str = "") -> lis
 
 def _values(run: Run, key: str, allowed: Allowed | None) -> Iterator[object]:
     """Yield other values of a key; none where the run has no such key."""
-    *parents, last = split_key(key)
+    *parents, last = path_of(key)
     try:
         section = place_of(run, parents)
         now = place_of(section, [last])

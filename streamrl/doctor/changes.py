@@ -14,6 +14,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.keys import join_key, split_key
 from streamrl.runfile.overrides import read_value
 from streamrl.runfile.section import Section
+from streamrl.runfile.trainers import FOLLOWERS, TRAINER
 from streamrl.runfile.units import BITS_PER_BYTE, Bandwidth, Duration, Size, read_quantity
 
 
@@ -24,7 +25,7 @@ def changed(run: Run, changes: Changes) -> Run:
         ValueError: a value is not of its key's type.
     """
     for key, value in changes.items():
-        run = _put(run, split_key(key), value)
+        run = _put(run, path_of(key), value)
     return run
 
 
@@ -34,7 +35,7 @@ def value_of(run: Run, key: str) -> Any:
     Raises:
         LookupError: the run file has no such key.
     """
-    return place_of(run, split_key(key))
+    return place_of(run, path_of(key))
 
 
 def place_of(place: Any, names: Iterable[str]) -> Any:
@@ -42,6 +43,15 @@ def place_of(place: Any, names: Iterable[str]) -> Any:
     for name in names:
         place = _enter(place, name)
     return place
+
+
+def path_of(key: str) -> list[str]:
+    """Return where a dotted key of a run file is in a `Run`, which has trainers that follow apart."""
+    parts = split_key(key)
+    if parts[0] != TRAINER or len(parts) == 1 or not parts[1].isdecimal():
+        return parts
+    number, rest = int(parts[1]), parts[2:]
+    return [FOLLOWERS, str(number - 1), *rest] if number else [TRAINER, *rest]
 
 
 def say(changes: Changes) -> str:
@@ -89,7 +99,7 @@ def _enter(place: Any, part: str) -> Any:
     match place:
         case dict():
             return place[part]
-        case list() if part.isdecimal():
+        case list() | tuple() if part.isdecimal():
             return place[int(part)]
         case Section() if part in place.__struct_fields__:
             return getattr(place, part)
@@ -99,10 +109,10 @@ def _enter(place: Any, part: str) -> Any:
 
 def _put(place: Any, path: list[str], value: object) -> Any:
     name, *rest = path
-    if isinstance(place, list):
+    if isinstance(place, list | tuple):
         entries = list(place)
         entries[int(name)] = _put(entries[int(name)], rest, value)
-        return entries
+        return type(place)(entries)
     if isinstance(place, dict):
         if value is None and not rest:
             return {key: each for key, each in place.items() if key != name}

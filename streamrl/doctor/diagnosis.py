@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from streamrl.doctor import batch, divisibility, idle, memory, room, staleness
+from streamrl.doctor import batch, divisibility, followers, idle, memory, room, staleness
 from streamrl.doctor.finding import Finding, Topic
 from streamrl.doctor.fix import Fix, treat
 from streamrl.runfile.config import Run
@@ -14,6 +14,7 @@ PARTS: tuple[tuple[Topic, Callable[[Run], Iterator[Finding]]], ...] = (
     ("divisibility", divisibility.find),
     ("divisibility", idle.find),
     ("batch", batch.find),
+    ("batch", followers.find),
     ("staleness", staleness.find),
 )
 FIXES = {**room.FIXES, **divisibility.FIXES, **batch.FIXES, **staleness.FIXES}
@@ -47,4 +48,4 @@ def _fix_of(finding: Finding) -> Fix:
         return idle.fix_of(finding.name.removeprefix("pool-"))
     if finding.name.endswith("-unexamined"):
         return Fix(lambda run: iter(()), "mend the other findings first")
-    return FIXES[finding.name]
+    return followers.fix_of(finding.name, FIXES) or FIXES[finding.name]

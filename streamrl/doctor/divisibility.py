@@ -19,14 +19,20 @@ def find(run: Run) -> Iterator[Finding]:
     model = load_model(run.model)
     before = [
         *_find_heads(model, "rollout", run.rollout.tensor_parallel),
-        *_find_heads(model, "trainer", run.trainer.tensor_parallel),
-        *_find_layers(model, run.trainer.pipeline_parallel),
         *_find_experts(model, "rollout", run.rollout.expert_parallel),
-        *_find_experts(model, "trainer", run.trainer.expert_parallel),
+        *find_trainer(run),
     ]
     yield from before
     if not before:
         yield _finding("ok", "divides", _all_even(run, model))
+
+
+def find_trainer(run: Run) -> Iterator[Finding]:
+    """Find what the trainer cannot split as the run file says, or splits unevenly."""
+    model, trainer = load_model(run.model), run.trainer
+    yield from _find_heads(model, "trainer", trainer.tensor_parallel)
+    yield from _find_layers(model, trainer.pipeline_parallel)
+    yield from _find_experts(model, "trainer", trainer.expert_parallel)
 
 
 def _find_heads(model: ModelShape, side: str, degree: int) -> Iterator[Finding]:

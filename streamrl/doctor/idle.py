@@ -12,6 +12,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.keys import join_key, pool_key
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.sides import gpus_used
+from streamrl.runfile.trainers import trainer_key
 
 
 def find(run: Run) -> Iterator[Finding]:
@@ -41,7 +42,7 @@ def fix_of(name: str) -> Fix:
             yield {join_key("cluster.pools", name): None}
             return
         yield from _fewer(name, pool, used)
-        yield from _more_replicas(run, name)
+        yield from _more_work(run, name)
 
     def effect(run: Run) -> str:
         if name not in run.cluster.pools:
@@ -60,14 +61,18 @@ def _fewer(name: str, pool: PoolConfig, used: int) -> Iterator[Changes]:
         yield {pool_key(name, "gpus_per_node"): used}
 
 
-def _more_replicas(run: Run, name: str) -> Iterator[Changes]:
+def _more_work(run: Run, name: str) -> Iterator[Changes]:
+    """Yield more replicas, ranks or workers, as many as the idle GPUs hold."""
+    idle = run.cluster.pools[name].num_gpus - gpus_used(run, name)
     if run.rollout.pool == name:
-        idle = run.cluster.pools[name].num_gpus - gpus_used(run, name)
         yield {"rollout.replicas": run.rollout.replicas + idle // run.rollout.tensor_parallel}
-    if run.trainer.pool == name:
-        idle = run.cluster.pools[name].num_gpus - gpus_used(run, name)
-        ranks = run.trainer.tensor_parallel * run.trainer.pipeline_parallel
-        yield {"trainer.data_parallel": run.trainer.data_parallel + idle // ranks}
+    for number, trainer in enumerate(run.trainers):
+        if trainer.pool == name:
+            ranks = trainer.tensor_parallel * trainer.pipeline_parallel
+            key = f"{trainer_key(number)}.data_parallel"
+            yield {key: trainer.data_parallel + idle // ranks}
+    if run.verifier.pool == name and run.verifier.gpus_per_worker:
+        yield {"verifier.workers": run.verifier.workers + idle // run.verifier.gpus_per_worker}
 
 
 def _finding(level: str, pool: str, text: str) -> Finding:

@@ -13,6 +13,7 @@ from streamrl.hardware.memory import kv_capacity, longest_sequence, trainer_memo
 from streamrl.hardware.model_shape import BYTES
 from streamrl.hardware.profiles import Gpu, load_gpu, load_model
 from streamrl.runfile.config import Run
+from streamrl.runfile.sides import trainer_names
 
 FULL = 0.9
 """Share of a GPU past which a trainer is called tight: CUDA's context, buffers of collectives and what the
@@ -40,19 +41,25 @@ class SideMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def memory_of(run: Run) -> list[SideMemory]:
-    """Return the memory of both sides, also where it does not fit: then with the cache of one longest rollout.
+    """Return the memory of every side that holds the policy.
+
+    Also where it does not fit: then with the cache of one longest rollout.
 
     Raises:
         ValueError: a profile is missing, or the model cannot be split as the run file says.
     """
-    return [replica_side(run), trainer_side(run)]
+    trainers = [
+        msgspec.structs.replace(trainer_side(run.as_seen_by(number)), side=name)
+        for number, name in enumerate(trainer_names(run))
+    ]
+    return [replica_side(run), *trainers]
 
 
 def find(run: Run) -> Iterator[Finding]:
     """Find sides that do not fit, and replicas that cannot hold what they should run."""
     yield _find_replica(run)
     yield from _find_room(run)
-    yield _find_trainer(run)
+    yield from find_trainer(run)
 
 
 def _gpu(run: Run, pool: str) -> Gpu:
@@ -152,7 +159,8 @@ def rollouts_under_way(run: Run) -> int:
 # The training side --------------------------------------------------------------------------------
 
 
-def _find_trainer(run: Run) -> Finding:
+def find_trainer(run: Run) -> Iterator[Finding]:
+    """Find that the trainer does not fit, or hardly."""
     side = trainer_side(run)
     share = side.need / side.capacity
     text = (
@@ -160,8 +168,9 @@ def _find_trainer(run: Run) -> Finding:
         f"({_listed(side)})"
     )
     if share > 1:
-        return Finding(level="error", topic="memory", name="trainer-memory", text=text)
-    if share > FULL:
+        yield Finding(level="error", topic="memory", name="trainer-memory", text=text)
+    elif share > FULL:
         text += "; CUDA's context and buffers of collectives come on top"
-        return Finding(level="warning", topic="memory", name="trainer-tight", text=text)
-    return Finding(level="ok", topic="memory", name="trainer-fits", text=text)
+        yield Finding(level="warning", topic="memory", name="trainer-tight", text=text)
+    else:
+        yield Finding(level="ok", topic="memory", name="trainer-fits", text=text)

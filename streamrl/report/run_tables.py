@@ -24,6 +24,7 @@ RATIOS = (
 BAR_WIDTH = 24  # characters of a share of 100 %
 TWO_SIDES = ("rollout", "trainer")
 """Sides of a run that the shares of all GPU-seconds say enough of."""
+WORTH_A_WORD = 0.005  # share of a side's GPU-seconds
 NUM_REWARDS = 5  # shown from the start and from the end of a run
 
 
@@ -190,8 +191,9 @@ def _side_rows(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
     yield "sides", "busy", "of the side's own GPU-seconds"
     for name, side in metrics.sides.items():
         idle = {f"idle: {cause}": share for cause, share in side.idle.items()}
+        shares = {**side.busy, **idle}.items()
         parts = [
-            f"{what} {format_share(share, 0)}" for what, share in {**side.busy, **idle}.items()
+            f"{what} {format_share(share, 0)}" for what, share in shares if share > WORTH_A_WORD
         ]
         yield f"  {name}", format_share(sum(side.busy.values())), ", ".join(parts)
 
