@@ -138,7 +138,17 @@ LAYERS = {
         *("batch_time", "parallel", "studies", "planner", "checkup", "fidelity"),
     ),
     "executor": (
-        *("samples", "prompts", "buffer", "record", "carriers", "transfer", "rollout", "trainer"),
+        *(
+            "samples",
+            "prompts",
+            "roles",
+            "buffer",
+            "record",
+            "carriers",
+            "transfer",
+            "rollout",
+            "trainer",
+        ),
         *("verifier", "world", "back_ends", "execute", "checkup", "profiling"),
     ),
 }

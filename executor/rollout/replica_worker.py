@@ -12,6 +12,7 @@ import itertools
 import time
 from dataclasses import dataclass, field
 
+from executor.roles import ReplicaRole
 from executor.rollout.engines import make_engine
 from executor.rollout.inference_engine import (
     Copy,
@@ -33,7 +34,7 @@ class _Attempt:
     versions: list[tuple[int, int]] = field(default_factory=list)
 
 
-class ReplicaWorker:
+class ReplicaWorker(ReplicaRole):
     """One inference engine and its queue; call every method on one event loop."""
 
     def __init__(self, config: ReplicaSettings, engine: InferenceEngine | None = None) -> None:

@@ -24,6 +24,7 @@ import msgspec
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from executor.roles import TrainerRole
 from executor.samples import Manifest, Sample
 from executor.trainer import losses
 from executor.transfer.shared_memory import cast_tensors, replaced_directory, write_buckets
@@ -84,7 +85,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"tis_cap must be at least 1, got {self.tis_cap}")
 
 
-class TrainerWorker:
+class TrainerWorker(TrainerRole):
     """The trainer as a handle reaches it; every method waits for the ones called before it."""
 
     def __init__(self, config: TrainerSettings) -> None:
