@@ -142,6 +142,7 @@ LAYERS = {
             "samples",
             "prompts",
             "roles",
+            "pretrained",
             "buffer",
             "record",
             "carriers",
