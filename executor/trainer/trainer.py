@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from executor.buffer import RolloutBuffer
 from executor.carriers.handles import Handle
+from executor.carriers.remote import remote
 from executor.record import Checkpoint, RunDirectory
+from executor.roles import TrainerRole
 from executor.samples import Manifest
 from executor.trainer.advantages import NO_BASELINE
 from executor.trainer.estimator import AdvantageEstimator
@@ -24,10 +25,6 @@ from streamrl.engine.messages import (
     Trained,
     TrainerStarted,
 )
-
-Figures = dict[str, float]
-
-T = TypeVar("T")
 
 
 class Trainer:
@@ -45,6 +42,7 @@ class Trainer:
         self._directory = directory
         self._now = now
         self._handle: Handle | None = None
+        self._remote: TrainerRole | None = None
 
     async def start(
         self, command: StartTrainer, handle: Handle, checkpoint: Checkpoint | None
@@ -52,28 +50,27 @@ class Trainer:
         """Come up behind `handle`, with the initial weights or those of a checkpoint."""
         await self.stop()
         self._handle = handle
+        self._remote = remote(TrainerRole, handle)
         baseline = NO_BASELINE if checkpoint is None else checkpoint.baseline
         self._estimator.baseline = baseline
         path = None if checkpoint is None else str(checkpoint.path)
-        return TrainerStarted(command.trainer, await self._call("start", path, returns=int))
+        return TrainerStarted(command.trainer, await self._worker.start(path))
 
     async def score(self, command: Score) -> Scored:
         """Run the forward passes that training needs first."""
         with self._buffer.hold(command.rollouts):
-            samples = self._estimator.samples(command.rollouts)
-            await self._call("score", samples, returns=Figures)
+            await self._worker.score(self._estimator.samples(command.rollouts))
         return Scored(command.rollouts, command.trainer)
 
     async def train(self, command: Train) -> Trained:
         """Run forward and backward passes."""
         with self._buffer.hold(command.rollouts):
-            samples = self._estimator.samples(command.rollouts)
-            await self._call("train", samples, returns=Figures)
+            await self._worker.train(self._estimator.samples(command.rollouts))
         return Trained(command.rollouts, command.trainer)
 
     async def step(self, command: Step) -> Stepped:
         """Update the weights, and write down what the step was made of."""
-        figures = await self._call("step", command.version, returns=Figures)
+        figures = await self._worker.step(command.version)
         trained = self._buffer.rollouts_of(command.groups)
         self._directory.write_step(
             {
@@ -91,14 +88,14 @@ class Trainer:
     async def save(self, command: SaveCheckpoint) -> CheckpointSaved:
         """Write a checkpoint, which is complete or not there."""
         path = self._directory.checkpoint_path(command.version)
-        await self._call("save", str(path), returns=type(None))
+        await self._worker.save(str(path))
         baseline = self._estimator.baseline
         self._directory.finish_checkpoint(command.version, command.groups_done, baseline)
         return CheckpointSaved(command.version, command.trainer)
 
     async def push(self, version: int, directory: Path) -> Manifest:
         """Write the weights to a directory that replicas read, and return what they need to."""
-        return await self._call("push", version, str(directory), returns=Manifest)
+        return await self._worker.push(version, str(directory))
 
     async def stop(self) -> None:
         """End the worker, where one has come up."""
@@ -106,6 +103,7 @@ class Trainer:
         if handle is not None:
             await handle.close()
 
-    async def _call(self, method: str, *arguments: object, returns: type[T]) -> T:
-        assert self._handle is not None, "the engine trains only after TrainerStarted"
-        return await self._handle.call(method, *arguments, returns=returns)
+    @property
+    def _worker(self) -> TrainerRole:
+        assert self._remote is not None, "the engine trains only after StartTrainer"
+        return self._remote

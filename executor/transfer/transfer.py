@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from executor.roles import TransferRole
 from executor.samples import Manifest
 from executor.transfer.shared_memory import remove_version, shared_directory
 from streamrl.engine.messages import PushWeights, WeightsPushed
@@ -15,7 +16,7 @@ Write = Callable[[int, Path], Awaitable[Manifest]]
 """Writes the weights of a version to a directory: a trainer's `push`."""
 
 
-class Transfer:
+class Transfer(TransferRole):
     """Owner of the shared directory and of the versions in it."""
 
     def __init__(self, write: Write) -> None:
@@ -36,11 +37,11 @@ class Transfer:
         return WeightsPushed(command.version, manifest.num_bytes)
 
     def hold(self, version: int) -> None:
-        """Keep a version for someone who will load it; a version stays anyway until a newer one is there."""
+        """Keep a version for someone who will load it, also where a newer one is there."""
         self._held[version] += 1
 
     def release(self, version: int) -> None:
-        """Let go of a version that was loaded, or will not be."""
+        """Let go of a version that was held."""
         self._held[version] -= 1
         self._remove_unwanted()
 
