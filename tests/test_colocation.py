@@ -154,7 +154,7 @@ def test_a_step_is_generation_then_forward_passes_then_training_then_the_change(
         max(span.end for spans in timeline.rollouts.values() for span in spans if span.end < end)
         for end in stepped
     ]
-    work = [s for s in timeline.trainer if s.start >= stepped[0] and s.end <= stepped[1] + 1e-9]
+    work = [s for s in timeline.trainers[0] if s.start >= stepped[0] and s.end <= stepped[1] + 1e-9]
     passes = sum(span.end - span.start for span in work)
     generation = lasts[1] - began
     assert {s.activity for s in work} == {"train"} | (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sim.failures import SECONDS_PER_DAY, time_to_failure
+from sim.failures import SECONDS_PER_DAY, STREAM, time_to_failure
 from sim.world import simulate
 from streamrl.engine.messages import ReplicaLost, Stop
 from streamrl.record.metrics import measure
@@ -45,16 +45,18 @@ def test_a_rate_too_small_to_matter_changes_no_event() -> None:
 def test_the_same_seed_fails_at_the_same_times_and_another_seed_at_others() -> None:
     first, same, other = (failing(EVERY_5_S, seed=seed) for seed in (1, 1, 2))
     assert simulate(first).encode() == simulate(same).encode()
-    assert time_to_failure(first, 0) != time_to_failure(other, 0) != time_to_failure(other, 1)
+    assert (
+        time_to_failure(first, 1, 0) != time_to_failure(other, 1, 0) != time_to_failure(other, 1, 1)
+    )
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 4])
 def test_a_replica_serves_for_the_inverse_of_the_rate_of_all_its_gpus(tensor_parallel: int) -> None:
     run = failing(3.0, rollout__tensor_parallel=tensor_parallel)
-    times = [time_to_failure(run, replica) for replica in range(4000)]
+    times = [time_to_failure(run, run.rollout.tensor_parallel, n) for n in range(4000)]
     expected = SECONDS_PER_DAY / (3.0 * tensor_parallel)
     assert mean(times) == pytest.approx(expected, rel=4 / sqrt(len(times)))
-    assert time_to_failure(failing(0.0), 0) == inf
+    assert time_to_failure(failing(0.0), 1, 0) == inf
 
 
 def test_as_many_replicas_fail_as_the_rate_says_of_the_gpu_seconds_that_they_serve() -> None:
@@ -82,7 +84,7 @@ def test_a_replica_that_is_gone_does_not_fail_again() -> None:
     reasons = [e.event.reason for e in trace.entries if isinstance(e.event, ReplicaLost)]
     assert reasons[:2] == ["pulled the plug"] * 2
     assert "a GPU failed" in reasons[2:]
-    first = time_to_failure(trace.run, 0)
+    first = time_to_failure(trace.run, trace.run.rollout.tensor_parallel, STREAM, 0)
     assert first < trace.entries[-1].time
 
 

@@ -116,7 +116,7 @@ def check_shared_gpus_do_one_thing_at_a_time(trace: Trace) -> None:
     if not trace.run.shares_gpus:
         return
     timeline = read_timeline(trace)
-    work = [span for span in timeline.trainer if span.activity in ("score", "train")]
+    work = [span for span in timeline.trainers[0] if span.activity in ("score", "train")]
     generating = [span for spans in timeline.rollouts.values() for span in spans]
     for other in [*work, *timeline.link]:
         for span in generating:

@@ -18,6 +18,7 @@ from streamrl.runfile.keys import join_key, split_key
 from streamrl.runfile.reading import make_run
 from streamrl.runfile.section import Section
 from streamrl.runfile.table_errors import find_errors
+from streamrl.runfile.trainers import FOLLOWERS, split_trainers
 from streamrl.runfile.units import Bandwidth, Duration, Size, read_quantity
 from tests.runs import make_table, small_run
 
@@ -43,6 +44,8 @@ MSGSPEC = ("Expected", "Object", "Invalid", "`", "$")
 def keys(kind: Any = Run, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every key with its type; of pools the one called far, of links the first."""
     for name, hint in get_type_hints(kind).items():
+        if name == FOLLOWERS:
+            continue  # a run file writes them as further trainers
         options = [each for each in get_args(hint) if each is not NoneType]
         inner = options[0] if NoneType in get_args(hint) else hint
         yield join_key(key, name), inner
@@ -176,7 +179,7 @@ def test_a_table_without_errors_is_a_run_and_one_with_errors_is_none() -> None:
         for value in values:
             table = table_with(key, value)
             try:
-                msgspec.convert(table, Run, dec_hook=read_quantity)
+                msgspec.convert(split_trainers(table), Run, dec_hook=read_quantity)
             except (ValueError, NotImplementedError):
                 assert list(find_errors(table)), (key, value)
             else:

@@ -230,7 +230,7 @@ def test_no_system_is_slower_than_the_one_that_overlaps_less(toy: Toy) -> None:
 def test_weights_are_pushed_while_the_trainer_begins_the_next_batch() -> None:
     toy = Toy(generation=(10.0,) * 4, train=5.0, push=8.0)
     timeline = read_timeline(simulate(toy, "stream-async"))
-    training = [span for span in timeline.trainer if span.activity == "train"]
+    training = [span for span in timeline.trainers[0] if span.activity == "train"]
     pushes = timeline.link[1:-1]
     assert pushes
     for push in pushes:
@@ -278,7 +278,7 @@ def test_a_stream_trains_before_generation_ends_and_a_batch_does_not() -> None:
         trace = simulate(EXAMPLE, system)
         timeline = read_timeline(trace)
         first_end = min(span.end for span in timeline.rollouts[0])
-        first_work = min(span.start for span in timeline.trainer if span.activity == "score")
+        first_work = min(span.start for span in timeline.trainers[0] if span.activity == "score")
         assert (first_work == first_end) == begins_early
     commands = [c for entry in trace.entries for c in entry.commands]
     assert of(PushWeights, commands) and of(LoadWeights, commands) and of(Generate, commands)

@@ -235,7 +235,7 @@ def tool_samples(logprob: float = -9.0) -> list[Sample]:
 
 
 @pytest.mark.parametrize("loss_mean", ["token", "rollout"])
-@pytest.mark.parametrize("correction", ["none", "token_tis", "seq_tis", "decoupled"])
+@pytest.mark.parametrize("correction", ["none", "token-tis", "seq-tis", "decoupled"])
 def test_what_a_tool_wrote_is_context_and_nothing_is_learned_from_it(
     model_path: str, tmp_path: Path, loss_mean: str, correction: str
 ) -> None:
@@ -252,7 +252,7 @@ def test_what_a_tool_wrote_is_context_and_nothing_is_learned_from_it(
         chosen = logprobs_of(model, sample)[mask]
         gap = chosen.detach() - torch.tensor(read_blocks(sample.output)[1])[mask]
         num_policy += sum(flags)
-        if correction == "seq_tis":
+        if correction == "seq-tis":
             gap = gap.sum().expand_as(gap)
         ratio = gap.exp() if correction == "none" else gap.exp().clamp(max=2.0)
         terms.append(-ratio * sample.advantage * chosen)
@@ -266,7 +266,7 @@ def test_what_a_tool_wrote_is_context_and_nothing_is_learned_from_it(
     assert distance(found, dict(model.state_dict())) < 1e-5
 
 
-@pytest.mark.parametrize("correction", ["seq_tis", "decoupled"])
+@pytest.mark.parametrize("correction", ["seq-tis", "decoupled"])
 def test_log_probabilities_stored_for_a_tools_tokens_change_nothing(
     model_path: str, tmp_path: Path, correction: str
 ) -> None:

@@ -163,18 +163,22 @@ def test_a_replaced_directory_is_the_old_or_the_new_one_whole(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_a_pushed_version_can_be_loaded_until_newer_ones_alone_are_wanted() -> None:
+def test_a_pushed_version_stays_while_it_is_the_newest_or_held() -> None:
     async def write(version: int, directory: Path) -> Manifest:
         return write_buckets([("a", torch.full((3,), float(version)))], directory, version)
 
     async def go() -> None:
         transfer = Transfer(write)
         try:
-            events = [await transfer.push(PushWeights(version, 0)) for version in (1, 2, 3)]
-            sizes = [manifest.num_bytes for manifest in transfer.manifests.values()]
-            assert events == [WeightsPushed(n, size) for n, size in enumerate(sizes, start=1)]
+            for version in (1, 2, 3):
+                transfer.hold(version)
+                pushed = await transfer.push(PushWeights(version, 0))
+                manifest = transfer.manifests[version]
+                assert pushed == WeightsPushed(version, manifest.num_bytes)
             oldest = Path(transfer.manifests[1].buckets[0].path)
-            transfer.remove_before(2)
+            assert oldest.exists()
+            for version in (1, 3):  # the newest stays though nobody holds it
+                transfer.release(version)
             assert list(transfer.manifests) == [2, 3] and not oldest.exists()
             (tensor,) = (tensor for _, tensor in read_buckets(transfer.manifests[2]))
             assert torch.equal(tensor, torch.full((3,), 2.0))

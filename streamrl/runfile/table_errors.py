@@ -11,12 +11,12 @@ from typing import Any, Literal, TypeGuard, get_args, get_origin
 import msgspec
 
 from streamrl.runfile.config import Run
-from streamrl.runfile.errors import Allowed, OneOf, RunError, say, shown
+from streamrl.runfile.errors import Allowed, Bounds, OneOf, RunError, say, shown
 from streamrl.runfile.keys import join_key
 from streamrl.runfile.renamed import renamed_key, renamed_value
 from streamrl.runfile.section import Section
 from streamrl.runfile.sides_config import FollowerConfig
-from streamrl.runfile.trainers import FOLLOWERS, is_list, split_trainers, trainer_key
+from streamrl.runfile.trainers import FOLLOWERS, TRAINER, is_list, trainer_key
 from streamrl.runfile.units import QUANTITIES
 
 LARGEST = 2**63 - 1
@@ -35,9 +35,13 @@ def find_errors(table: object) -> Iterator[RunError]:
     if not isinstance(table, dict) or not is_list(table):
         yield from _errors(table, Run, "")
         return
-    split = split_trainers(table)
-    yield from _errors({key: value for key, value in split.items() if key != FOLLOWERS}, Run, "")
-    for trainer, follower in enumerate(split[FOLLOWERS], start=1):
+    if not table[TRAINER]:
+        text = "trainer is an empty list, got []: it must hold a trainer"
+        yield RunError(TRAINER, [], Bounds(1), text)
+        return
+    leader, *followers = table[TRAINER]
+    yield from _errors({**table, TRAINER: leader}, Run, "")
+    for trainer, follower in enumerate(followers, start=1):
         yield from _errors(follower, FollowerConfig, trainer_key(trainer))
 
 

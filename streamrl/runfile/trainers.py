@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from streamrl.runfile.errors import Bounds, RunError
-
 TRAINER, FOLLOWERS = "trainer", "followers"
 
 
@@ -27,16 +25,10 @@ def full_key(table: dict[str, Any], parts: list[str]) -> list[str]:
 
 
 def split_trainers(table: dict[str, Any]) -> dict[str, Any]:
-    """Return the table with the trainer that leads apart from those that follow, as `Run` has them.
-
-    Raises:
-        RunError: the list is empty.
-    """
+    """Return the table, in which no error was found, with the trainer that leads apart from those that follow."""
     if not is_list(table):
         return table
-    leader, *followers = table[TRAINER] or [None]
-    if leader is None:
-        raise RunError(TRAINER, [], Bounds(1), "trainer is an empty list: it must hold a trainer")
+    leader, *followers = table[TRAINER]
     return {**table, TRAINER: leader, FOLLOWERS: followers}
 
 
