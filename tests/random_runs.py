@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, get_args
 
-import msgspec
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -117,14 +116,14 @@ def runs_of_several(draw: st.DrawFn) -> Run:
     run = draw(runs(consumption=None))
     pools = {**run.cluster.pools, "third": PoolConfig(gpu="h800", nodes=2)}
     followers = draw(st.lists(FOLLOWERS, min_size=1, max_size=2))
-    return msgspec.structs.replace(
+    return replace(
         run,
-        cluster=msgspec.structs.replace(run.cluster, pools=pools),
+        cluster=replace(run.cluster, pools=pools),
         followers=tuple(
-            msgspec.structs.replace(each, name=f"follower {number}")
+            replace(each, name=f"follower {number}")
             for number, each in enumerate(followers, start=1)
         ),
-        verifier=msgspec.structs.replace(run.verifier, pool="third", gpus_per_worker=1),
+        verifier=replace(run.verifier, pool="third", gpus_per_worker=1),
         failures=draw(
             st.sampled_from([FailuresConfig(), FailuresConfig(per_gpu_day=2000.0, trainers=True)])
         ),

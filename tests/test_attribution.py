@@ -369,6 +369,40 @@ def test_a_follower_that_is_lost_delays_only_itself() -> None:
     assert found["second"] == {"pipeline": 2 * (2 + 4), "failure": 2 * 4, "wind-down": 2 * 4}
 
 
+def test_a_leader_that_comes_up_again_waits_for_what_it_had_taken() -> None:
+    hand = HandTrace()
+    hand.begin()
+    hand.draw(0.0, 1, 1)
+    hand.generate(0.0, 0)
+    hand.at(4.0, TrainerLost(0, "gone"), StartTrainer(0, 0))
+    hand.at(6.0, TrainerStarted(0, 0), Take(0, 1, 0))
+    hand.generated(10.0, 0, run_time=10.0)
+    hand.train(10.0, 14.0, 1, 0)
+    assert seconds_of_sides(hand) == {
+        "rollout": {"decode": 10, "pipeline": 4},
+        "trainer": {"pipeline": 4 + 4, "failure": 2, "train": 4},
+    }
+
+
+def test_a_step_of_one_trainer_ends_nothing_that_another_waits_for() -> None:
+    hand = HandTrace(replicas=2, algorithm__steps=3, **LEARNERS)
+    hand.begin()
+    for step in (1, 2):
+        hand.draw(5.0 * (step - 1), step, 1)
+        hand.generate(5.0 * (step - 1), step - 1)
+        hand.generated(5.0 * step, step - 1, run_time=5.0)
+        hand.train(5.0 * step, 5.0 * step, step, step - 1)
+    hand.command(10.0, Take(0, 1, 1), Take(1, 1, 1))
+    hand.draw(10.0, 3, 1)
+    hand.generate(10.0, 2)
+    hand.train(10.0, 13.0, 1, 0, 1, trainer=1)
+    hand.generated(20.0, 2, run_time=10.0)
+    found = seconds_of_sides(hand)
+    assert found["rollout"] == {"decode": 20, "skew": 20}
+    assert found["trainer"] == {"skew": 20}
+    assert found["second"] == {"train": 2 * 3, "skew": 2 * (10 + 7)}
+
+
 def test_a_follower_that_fails_for_good_is_a_failure_to_the_end() -> None:
     hand = HandTrace(algorithm__steps=1, **LEARNERS)
     hand.begin()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from executor.back_ends import check_back_ends
 from executor.checkup import readiness, run_paths
 from executor.execute import execute
 from executor.prompts import PromptWorkload
@@ -73,3 +74,15 @@ def test_what_siblings_tell_needs_no_expected_lengths(tmp_path: Path) -> None:
     changes = {"policies.order": "longest-first", "policies.learns_from_siblings": True}
     run = make_run(local_table(tmp_path, changes))
     assert len(PromptWorkload(run, ScriptedTokenizer()).draw(0, 2)) == 2
+
+
+def test_several_trainers_and_verifiers_on_gpus_are_simulated_only(tmp_path: Path) -> None:
+    table = local_table(tmp_path, {})
+    table["cluster"]["pools"][table["trainer"]["pool"]]["gpus_per_node"] = 8
+    second = {"name": "second", "pool": table["trainer"]["pool"]}
+    several = {**table, "trainer": [table["trainer"], second, {**second, "name": "third"}]}
+    with pytest.raises(ValueError, match=r"^trainer must be one trainer to be executed.*, got 3$"):
+        check_back_ends(make_run(several, NOWHERE.parent))
+    on_gpus = {**table, "verifier": {"pool": second["pool"], "gpus_per_worker": 1}}
+    with pytest.raises(ValueError, match=r"^verifier.pool must be left out to be executed"):
+        check_back_ends(make_run(on_gpus, NOWHERE.parent))

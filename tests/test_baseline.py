@@ -23,6 +23,7 @@ from streamrl.engine.messages import (
     Event,
     PromptsDrawn,
     RunStarted,
+    Skip,
     Stepped,
     Train,
     Verified,
@@ -151,6 +152,8 @@ def test_rollouts_inform_where_their_reward_is_not_the_baseline(tmp_path: Path) 
         for rollout, reward in enumerate((0.0, 1.0, 7.0, 0.5, 0.0, 0.5)):
             trace.record(1.0, Verified(rollout, reward), [])
         trace.record(2.0, Verified(5, 0.5), [Train((0, 1, 2), 0), Drop(2, "a scripted reason")])
+        trace.record(2.5, Verified(5, 0.5), [Train((0, 3), 1), Skip(1, 1, "another's own affair")])
+        trace.record(2.5, Stepped(1, 1), [])
         trace.record(3.0, Stepped(first_version + 1, 0), [Train((3, 4, 5), 0)])
         return informative_share(trace)
 

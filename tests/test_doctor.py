@@ -14,7 +14,9 @@ from streamrl.doctor.changes import changed
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.doctor.diagnosis import examine as examine_run
 from streamrl.doctor.lengths import mean_lengths
+from streamrl.doctor.memory import memory_of
 from streamrl.runfile.checks import check_run
+from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
 from tests.command_line import streamrl
 from tests.patients import NOWHERE, bad, doctor, full_run, full_table, local_table
@@ -192,6 +194,63 @@ def test_idle_gpus_are_told_in_dollars_an_hour() -> None:
         "pool-far"
     ]
     assert "1 stand idle for $2.50 an hour" in finding.text
+
+
+def followed(second: dict[str, Any], **changes: Any) -> Run:
+    """Return the full run with a trainer that follows on a pool of eight GPUs."""
+    table = full_table(changes)
+    table["cluster"]["pools"]["aside"] = {"gpu": "h800"}
+    micro = {"micro_batch": 1, "max_tokens_per_pass": 4096}
+    table["trainer"] = [table["trainer"], {"name": "second", "pool": "aside", **micro, **second}]
+    return make_run(table)
+
+
+@pytest.mark.parametrize(
+    ("second", "name", "words", "fix"),
+    [
+        ({"data_parallel": 2}, "memory", "second: 93.6 of 80 GB a GPU", "set trainer.1."),
+        ({"tensor_parallel": 4, "data_parallel": 2, "pipeline_parallel": 1}, None, "", ""),
+        (
+            {"tensor_parallel": 2, "data_parallel": 3},
+            "uneven-ranks",
+            "second: 4 rollouts a step do not divide by trainer.1.data_parallel=3",
+            "set trainer.1.algorithm.prompts_per_step=",
+        ),
+        (
+            {"tensor_parallel": 2, "pipeline_parallel": 3},
+            "layers",
+            "second: trainer.1.pipeline_parallel=3 does not divide the 28 layers",
+            "set trainer.1.",
+        ),
+        ({"tensor_parallel": 8}, "heads", "second: trainer.1.tensor_parallel=8 must divide", "set"),
+    ],
+)
+def test_a_trainer_that_follows_has_its_findings_under_its_own_keys(
+    second: dict[str, Any], name: str | None, words: str, fix: str
+) -> None:
+    run = followed(second)
+    found = bad(examine_run(run))
+    mine = {key for key in found if key.startswith("trainer")}
+    if name is None:
+        assert mine == set()
+    else:
+        finding = found[f"trainer.1-{name}"]
+        assert finding.text.startswith(words) and finding.fix.startswith(fix)
+        after = changed(run, finding.changes)
+        check_run(after)
+        assert finding.name not in bad(diagnose(after))
+
+
+def test_memory_names_every_trainer_and_idle_gpus_those_that_follow() -> None:
+    run = followed({"tensor_parallel": 2})
+    sides = {side.side: side.num_gpus for side in memory_of(run)}
+    assert sides == {"rollout": 2, "trainer": 4, "second": 2}
+    finding = bad(diagnose(run))["pool-aside"]
+    assert "2 of 8 GPUs used" in finding.text
+    judged = followed(
+        {"tensor_parallel": 4}, verifier={"pool": "aside", "workers": 4, "gpus_per_worker": 1}
+    )
+    assert bad(diagnose(judged)) == {}
 
 
 def test_pools_that_plan_is_offered_are_not_called_idle() -> None:

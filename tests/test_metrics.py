@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
 
 from streamrl.engine.messages import (
+    CheckpointSaved,
     Drop,
+    Failed,
     ReplicaStarted,
     RunStarted,
+    SaveCheckpoint,
+    Skip,
     StartReplica,
     StartTrainer,
+    Take,
     Train,
+    TrainerLost,
     TrainerStarted,
 )
 from streamrl.hardware.profiles import load_gpu
+from streamrl.record.flow import read_flow
 from streamrl.record.metrics import dollars_per_second, measure
 from streamrl.record.trace import Trace
-from tests.hand_traces import HandTrace
+from streamrl.runfile.config import Run
+from tests.hand_traces import LEARNERS, HandTrace
+from tests.random_runs import FaultyWorld, failures, runs_of_several
 
 
 def two_steps(warm_up_steps: int) -> Trace:
@@ -99,3 +109,118 @@ def test_a_trace_without_a_step_is_refused() -> None:
     hand.begin()
     with pytest.raises(ValueError, match="no finished step"):
         measure(hand.trace)
+
+
+# Several trainers ---------------------------------------------------------------------------------
+
+
+def two_learners() -> HandTrace:
+    """Return a run of three steps of a leader that has 2, 4 and 6 seconds, and of one that follows on the first two."""
+    hand = HandTrace(algorithm__steps=3, policies__system="stream-async", **LEARNERS)
+    hand.begin()
+    for rollout, (start, end) in enumerate([(0.0, 2.0), (2.0, 6.0), (6.0, 12.0)]):
+        hand.draw(start, rollout + 1, 1)
+        hand.generate(start, rollout)
+        hand.generated(start + 1, rollout, run_time=1.0, version=max(0, rollout - 1), tokens=100)
+        hand.train(start + 1, end, rollout + 1, rollout)
+    hand.command(6.0, Take(0, 1, 1), Take(1, 1, 1))
+    hand.train(7.0, 10.0, 1, 0, 1, trainer=1)
+    hand.command(12.0, Skip(2, 1, "the trainer was behind"))
+    hand.sort()
+    return hand
+
+
+def test_figures_are_the_leaders_and_each_trainer_has_its_own() -> None:
+    metrics = measure(two_learners().trace)
+    assert metrics.step_times == [2, 4, 6] and metrics.num_steps == 3
+    assert metrics.staleness == {0: 1, 1: 2} and metrics.dropped == {}
+    leader, second = metrics.trainers
+    assert (leader.name, leader.num_steps, leader.step_time) == ("trainer", 3, 4)
+    assert (leader.trained, leader.goodput, leader.lost) == (3, 300 / 12, {})
+    assert leader.staleness == metrics.staleness
+    assert (second.name, second.num_steps, second.step_time) == ("second", 1, 10)
+    assert (second.trained, second.goodput) == (2, 200 / 10)
+    assert second.lost == {"the trainer was behind": 1}
+
+
+def test_a_follower_is_as_stale_as_its_rollouts_are_behind_the_leaders_newest() -> None:
+    # both were born under version 0, and the leader had made version 2 when the follower trained on them
+    assert measure(two_learners().trace).trainers[1].staleness == {2: 2}
+
+
+def test_what_the_leader_skips_is_dropped_for_the_leader_alone() -> None:
+    hand = two_learners()
+    hand.draw(12.0, 3, 1, is_taken=False)
+    hand.command(12.0, Skip(3, 0, "rolled back"))
+    metrics = measure(hand.trace)
+    assert metrics.dropped == metrics.trainers[0].lost == {"rolled back": 1}
+    assert metrics.trainers[1].lost == {"the trainer was behind": 1}
+
+
+def test_a_group_that_the_leader_has_trained_on_is_dropped_for_the_others_only() -> None:
+    hand = two_learners()
+    hand.draw(12.0, 4, 1)
+    hand.generate(12.0, 3)
+    hand.generated(13.0, 3, run_time=1.0, version=3)
+    hand.train(13.0, 14.0, 4, 3)
+    hand.command(14.0, Drop(3, "stopped"))
+    metrics = measure(hand.trace)
+    assert metrics.dropped == {} and metrics.trainers[0].trained == 4
+    assert metrics.trainers[1].lost == {"the trainer was behind": 1, "stopped": 1}
+
+
+def test_steps_that_a_loss_takes_back_are_lost_and_the_next_one_has_their_time() -> None:
+    hand = HandTrace(algorithm__steps=3)
+    hand.begin()
+    for rollout, end in enumerate([4.0, 8.0, 12.0]):
+        hand.draw(end - 4, rollout + 1, 1)
+        hand.generate(end - 4, rollout)
+        hand.generated(end - 2, rollout, run_time=2.0, version=rollout)
+        hand.train(end - 2, end, rollout + 1, rollout)
+        if rollout == 0:
+            hand.command(end, SaveCheckpoint(1, 1, 0))
+            hand.at(end, CheckpointSaved(1, 0))
+    hand.command(12.0, Train((9,), 0))
+    hand.at(13.0, TrainerLost(0, "gone"), StartTrainer(0, 1))
+    hand.at(13.0, Failed(Train((9,), 0), "gone"))
+    hand.at(14.0, TrainerStarted(0, 1))
+    hand.draw(14.0, 2, 1)
+    hand.generate(14.0, 3)
+    hand.generated(16.0, 3, run_time=2.0, version=1)
+    hand.train(16.0, 20.0, 2, 3)
+    metrics = measure(hand.trace)
+    assert metrics.step_times == [4, 16]
+    assert metrics.dropped == {"rolled back": 2}
+    assert metrics.staleness == {0: 2} and len(metrics.rewards) == 2
+
+
+def test_tiers_weigh_what_each_trainer_takes_and_no_verifier() -> None:
+    metrics = measure(two_learners().trace)
+    generated, led, followed = 3, 1 + 3 + 5, 2 * 3
+    assert metrics.tiers == {
+        "measured": pytest.approx(generated / (generated + led + followed)),
+        "roofline": pytest.approx(led / (generated + led + followed)),
+        "composed": pytest.approx(followed / (generated + led + followed)),
+    }
+
+
+def test_the_shares_of_a_side_are_of_its_own_gpu_seconds() -> None:
+    sides = measure(two_learners().trace).sides
+    assert list(sides) == ["rollout", "trainer", "second", "verifier"]
+    assert sides["second"].busy == {"train": pytest.approx(3 / 12)}
+    for side in sides.values():
+        assert sum(side.busy.values()) + sum(side.idle.values()) == pytest.approx(1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(run=runs_of_several(), faults=failures)
+def test_a_trace_tells_of_every_trainer_what_the_engine_counted(
+    run: Run, faults: frozenset[int]
+) -> None:
+    world = FaultyWorld(run, faults)
+    flow = read_flow(world.run())
+    for found, trainer in zip(flow.trainers, world.engine.state.trainers, strict=True):
+        assert dict(found.lost) == trainer.lost
+        assert sum(map(len, found.trained)) == trainer.num_trained
+        assert len(found.stepped_at) == trainer.version
+        assert found.staleness.total() == trainer.num_trained

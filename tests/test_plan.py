@@ -22,8 +22,10 @@ from sim.world import simulate
 from streamrl.record.metrics import measure
 from streamrl.report.plan import read_plan, write_plan
 from streamrl.runfile.config import Run
+from streamrl.runfile.errors import RunError
 from streamrl.runfile.plan_config import ObjectiveName
 from streamrl.runfile.reading import decode_run, encode_run, load_run
+from streamrl.runfile.sides_config import FollowerConfig
 from streamrl.runfile.units import Bandwidth
 from streamrl.runfile.writing import write_run
 from tests.command_line import streamrl
@@ -73,6 +75,14 @@ class Here(Executor):
         future: Future[Any] = Future()
         future.set_result(work(*arguments))
         return future
+
+
+def test_a_run_of_several_trainers_is_refused_in_one_line() -> None:
+    run = few()
+    second = FollowerConfig(name="second", pool=run.trainer.pool, tensor_parallel=4)
+    with pytest.raises(RunError, match=r"^plan chooses for one trainer, the run file has 2$") as it:
+        make_plan(replace(run, followers=(second,)))
+    assert it.value.key == "trainer" and it.value.value == 2
 
 
 # The choice ---------------------------------------------------------------------------------------

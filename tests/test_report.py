@@ -33,8 +33,9 @@ from streamrl.report.run_tables import (
     format_duration,
     metrics_table,
 )
+from streamrl.report.words import rent_text, team_of, what_text
 from streamrl.runfile.reading import load_run
-from tests.hand_traces import HandTrace
+from tests.hand_traces import LEARNERS, HandTrace
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "h20-h800.toml"
 
@@ -272,6 +273,66 @@ def test_a_chrome_trace_marks_each_step(trace: Trace) -> None:
     marks = [e["name"] for e in chrome_events(trace) if e["ph"] == "i"]
     steps = [e.event for e in trace.entries if isinstance(e.event, Stepped)]
     assert marks == [f"step {step.version}" for step in steps]
+
+
+def learners() -> Trace:
+    """Return a trace of a step of two trainers, of 2 and 5 seconds, and of a reward of 3."""
+    hand = HandTrace(**LEARNERS)
+    hand.begin()
+    hand.draw(0.0, 1, 2)
+    hand.generate(0.0, 0, 1)
+    hand.generated(4.0, 0, run_time=4.0)
+    hand.generated(5.0, 1, run_time=5.0, verified_at=8.0)
+    hand.train(4.0, 9.0, 1, 0, 1, trainer=1)
+    hand.train(8.0, 10.0, 1, 0)
+    hand.sort()
+    return hand.trace
+
+
+def test_every_trainer_and_the_verifiers_have_a_thread_of_a_chrome_trace() -> None:
+    events = chrome_events(learners())
+    named = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert list(named.values()) == ["verifier", "replica 0", "trainer", "second", "push"]
+    slices = [e for e in events if e["name"] in ("train", "verify") and e["dur"]]
+    seconds = {named[e["pid"], e["tid"]]: e["dur"] / 1e6 for e in slices}
+    assert seconds == {"trainer": 2, "second": 5, "verifier": 3}
+    assert [e["name"] for e in events if e["ph"] == "i"] == ["step 1"]  # the leader's
+
+
+def test_every_trainer_and_the_verifiers_have_a_row_of_the_picture_and_a_sentence() -> None:
+    trace = learners()
+    picture = timeline_picture("timeline", "mine", trace, measure(trace), (1, 1))
+    texts = [shape.text for shape in picture.drawing.shapes if isinstance(shape, Text)]
+    assert {"trainer", "second", "link", "verifier"} < set(texts)
+    words = picture.drawing.description.replace("\N{NO-BREAK SPACE}", " ")
+    assert "The trainer's time: train 20 %, idle 80 %." in words
+    assert "The time of second: train 50 %, idle 50 %." in words
+    assert "Rewards are being computed for 30 % of the time." in words
+    titles = [box.title for box in timeline_boxes(trace, (1, 1))]
+    assert any("verify" in title for title in titles)
+
+
+def test_the_table_of_a_run_names_every_trainer_and_every_side() -> None:
+    text = render(metrics_table(measure(learners())))
+    for words in ("trainers", "second", "1 steps", "verify", "sides"):
+        assert words in text
+    assert "trainers" not in render(metrics_table(PREDICTED))
+
+
+def test_what_a_run_rents_names_every_side() -> None:
+    team = team_of(learners().run)
+    assert plain(rent_text(team, "stream-sync")) == (
+        "1 H20 in far to generate, 1 H800 in near to train, 2 H800 in near to train second and "
+        "2 H800 in near to verify"
+    )
+    assert plain(what_text(team, "stream-sync")) == (
+        "1 H20 in far generate (1 replica), 1 H800 in near train (one GPU), 2 H800 in near train second "
+        "(TP2), 2 H800 in near verify, stream-sync"
+    )
+
+
+def plain(text: str) -> str:
+    return text.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def test_a_hundred_thousand_chrome_events_take_seconds() -> None:

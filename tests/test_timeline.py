@@ -12,11 +12,15 @@ from streamrl.engine.messages import (
     ReplicaStarted,
     RunStarted,
     StartReplica,
+    StartTrainer,
+    Train,
+    TrainerLost,
+    TrainerStarted,
     WeightsLoaded,
     WeightsPushed,
 )
 from streamrl.record.timeline import Span, read_timeline
-from tests.hand_traces import HandTrace
+from tests.hand_traces import LEARNERS, HandTrace
 
 
 def test_overlapping_rollouts_are_one_activity_of_their_replica() -> None:
@@ -118,3 +122,55 @@ def test_what_still_runs_at_the_end_lasts_to_the_end() -> None:
     hand.generated(7.0, 0, run_time=2.0)
     timeline = read_timeline(hand.trace)
     assert [s[:3] for s in timeline.replicas[0][1:]] == [(0.0, 7.0, "generate")]
+
+
+def test_each_trainer_works_on_its_own() -> None:
+    hand = HandTrace(**LEARNERS)
+    hand.begin()
+    hand.draw(0.0, 1, 2)
+    hand.train(1.0, 5.0, 1, 0)
+    hand.train(2.0, 9.0, 1, 0, 1, trainer=1)
+    hand.sort()
+    timeline = read_timeline(hand.trace)
+    assert [s for s in timeline.trainers[0] if s.end > s.start] == [
+        Span(1.0, 5.0, "train", "1 rollouts")
+    ]
+    assert [s for s in timeline.trainers[1] if s.end > s.start] == [
+        Span(2.0, 9.0, "train", "2 rollouts")
+    ]
+
+
+def test_a_lost_trainer_fails_until_it_is_up_again_and_its_push_ends_with_it() -> None:
+    hand = HandTrace()
+    hand.begin()
+    hand.draw(0.0, 1, 1)
+    hand.command(1.0, Train((0,), 0), PushWeights(1, 0))
+    hand.at(4.0, TrainerLost(0, "gone"))
+    hand.at(4.0, Failed(Train((0,), 0), "gone"))
+    hand.at(4.0, Failed(PushWeights(1, 0), "gone"), StartTrainer(0, 0))
+    hand.at(5.0, TrainerLost(0, "gone again"), StartTrainer(0, 0))
+    hand.at(5.0, Failed(StartTrainer(0, 0), "gone again"))
+    hand.at(7.0, TrainerStarted(0, 0))
+    hand.train(8.0, 9.0, 1, 0)
+    timeline = read_timeline(hand.trace)
+    assert [s for s in timeline.trainers[0] if s.end > s.start] == [
+        Span(1.0, 4.0, "train", "1 rollouts"),
+        Span(4.0, 7.0, "failure", "gone"),
+        Span(8.0, 9.0, "train", "1 rollouts"),
+    ]
+    assert timeline.link == [Span(1.0, 4.0, "push", "v1")]
+
+
+def test_verifiers_work_while_any_reward_is_computed() -> None:
+    hand = HandTrace(algorithm__prompts_per_step=3)
+    hand.begin()
+    hand.draw(0.0, 1, 3)
+    hand.generate(0.0, 0, 1, 2)
+    hand.generated(1.0, 0, run_time=1.0, verified_at=4.0)
+    hand.generated(3.0, 1, run_time=1.0, verified_at=6.0)
+    hand.generated(8.0, 2, run_time=1.0, verified_at=9.0)
+    hand.sort()
+    assert read_timeline(hand.trace).verifier == [
+        Span(1.0, 6.0, "verify"),
+        Span(8.0, 9.0, "verify"),
+    ]

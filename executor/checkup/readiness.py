@@ -29,6 +29,7 @@ LIMITS: tuple[Changes, ...] = (
     {"algorithm.learning_rate": 1e-6},
     {"algorithm.max_grad_norm": 1.0},
     {"sync.mode": "full"},
+    {"verifier.pool": None, "verifier.gpus_per_worker": 0},
 )
 """What mends a run that these back ends cannot execute."""
 
@@ -51,8 +52,10 @@ def _find_limits(run: Run) -> Iterator[Finding]:
         if message is None:
             return
         changes = _way_round(run, message)
-        fix = say(changes) if changes else "plan and simulate it: this back end cannot execute it"
+        fix = say(changes) if changes else "simulate it: these back ends cannot execute it"
         yield _finding("error", "back-end", f"execute: {message}", fix, changes)
+        if not changes:
+            return
         run = changed(run, changes)
 
 

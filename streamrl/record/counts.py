@@ -16,6 +16,7 @@ from streamrl.engine.messages import (
     CheckpointSaved,
     DrawnGroup,
     Drop,
+    Event,
     Failed,
     Generate,
     Generated,
@@ -35,7 +36,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.timeline import Timeline
-from streamrl.record.trace import Entry, Trace
+from streamrl.record.trace import Trace
 
 
 class CountChange(NamedTuple):
@@ -95,8 +96,7 @@ def _run_changes(trace: Trace) -> Iterator[CountChange]:
     yield CountChange(0.0, "wanted", trace.run.rollout.replicas)
     wanted = trace.run.rollout.replicas
     prompts = _LastPrompts(trace.run.algorithm.steps)
-    for entry in trace.entries:
-        time, event, commands = entry
+    for time, event, commands in trace.entries:
         match event:
             case PromptsDrawn():
                 yield CountChange(time, "has prompts", 1)
@@ -107,7 +107,7 @@ def _run_changes(trace: Trace) -> Iterator[CountChange]:
                 yield CountChange(time, "replicas", -1)
             case _:
                 pass  # changes neither
-        if by := prompts.change(entry):
+        if isinstance(event, LEADS_TO_PROMPTS) and (by := prompts.change(event)):
             yield CountChange(time, "has last prompts", by)
         for command in commands:
             if isinstance(command, StartReplica):
@@ -115,6 +115,10 @@ def _run_changes(trace: Trace) -> Iterator[CountChange]:
             elif isinstance(command, Resize):
                 yield CountChange(time, "wanted", command.num_replicas - wanted)
                 wanted = command.num_replicas
+
+
+LEADS_TO_PROMPTS = (PromptsDrawn, RunStarted, Stepped, CheckpointSaved, TrainerLost)
+"""Events that may tell whether the last prompts are drawn."""
 
 
 class _LastPrompts:
@@ -125,9 +129,9 @@ class _LastPrompts:
         self._num_drawn = 0
         self._version = self._saved = 0
 
-    def change(self, entry: Entry) -> int:
-        """Return by how much an entry changes the count."""
-        match entry.event:
+    def change(self, event: Event) -> int:
+        """Return by how much an event changes the count."""
+        match event:
             case PromptsDrawn(step) if step == self._last_step:
                 self._num_drawn += 1
                 return 1
