@@ -187,12 +187,8 @@ class Loopback(Handle):
 
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
         """Encode the call, decode its answer."""
-        self.frames.append(encode_frame(Call(1, method, list(arguments), False)))
+        self.frames.append(encode_frame(Call(1, method, list(arguments))))
         return decode(await _answered(), returns)
-
-    def stream(self, method: str, *arguments: object, returns: type[T]) -> Any:
-        """Stream nothing."""
-        raise NotImplementedError
 
     async def close(self) -> None:
         """End nothing."""

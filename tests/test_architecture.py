@@ -138,8 +138,9 @@ LAYERS = {
         *("batch_time", "parallel", "studies", "planner", "checkup", "fidelity"),
     ),
     "executor": (
-        *("tokens", "samples", "prompts", "buffer", "record", "carriers", "transfer", "rollout"),
-        *("trainer", "verifier", "world", "back_ends", "execute", "checkup", "profiling"),
+        *("tokens", "samples", "prompts", "roles", "pretrained", "buffer", "record", "carriers"),
+        *("transfer", "rollout", "trainer", "verifier", "world", "back_ends", "execute"),
+        *("checkup", "profiling"),
     ),
 }
 """Rooms, and files beside them, from low to high: each imports only what stands before it."""

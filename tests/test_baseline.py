@@ -30,7 +30,8 @@ from streamrl.engine.messages import (
 from streamrl.record.informative import informative_share
 from streamrl.record.trace import Trace, replay
 from streamrl.runfile.config import Run
-from tests.scripted import ScriptedLauncher, ScriptedTokenizer, ScriptedTrainer, make_world
+from tests.scripted import ScriptedLauncher, ScriptedTokenizer, make_world
+from tests.scripted_roles import ScriptedTrainer
 from tests.test_execute import real_run
 
 ALONE = {"algorithm__name": "reinforce++", "algorithm__group_size": 1}

@@ -246,7 +246,7 @@ def test_a_colocated_trainer_is_launched_on_the_gpu_of_the_first_replica(
             self, role: str, config: dict[str, object], name: str, pool: str, slot: int
         ) -> Handle:
             started.append(slot)
-            return InProcess("tests.scripted:ScriptedTrainer", {"seed": 0})
+            return InProcess("tests.scripted_roles:ScriptedTrainer", {"seed": 0})
 
     async def launch() -> None:
         run = small_run({"policies.system": system, "rollout.replicas": 1})

@@ -14,7 +14,7 @@ import pytest
 
 from executor.carriers.handles import LocalProcess
 from executor.prompts import Record
-from executor.verifier.verifier import Scoring
+from executor.roles import Scoring
 from executor.world import RealWorld
 from streamrl.engine.messages import (
     Event,
@@ -32,7 +32,8 @@ from streamrl.record.trace import Trace, read_trace, replay
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import WeightSyncName
 from tests.runs import make_table
-from tests.scripted import MortalHandle, ScriptedLauncher, ScriptedVerifier, make_world, tokens_of
+from tests.scripted import MortalHandle, ScriptedLauncher, ScriptedVerifier, make_world
+from tests.scripted_roles import tokens_of
 from tests.traces import (
     check_every_command_ends_once,
     check_every_rollout_is_accounted_for,

@@ -1,4 +1,4 @@
-"""Handles: the same calls and streams whether a role lives in this process or in one of its own."""
+"""Handles: the same calls whether a role lives in this process or in one of its own."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import pytest
 
 from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
+from executor.carriers.remote import remote
 
 ROLE = "tests.test_handles:Counter"
 
@@ -55,10 +57,6 @@ class Counter:
     async def compute(self) -> None:
         await asyncio.to_thread(time.sleep, 600)
 
-    async def items(self, count: int) -> AsyncIterator[Point]:
-        for n in range(count):
-            yield Point(n, n / 2)
-
     async def fail(self) -> None:
         raise KeyError("no such thing")
 
@@ -94,16 +92,29 @@ def test_calls_keep_state_types_and_order(start: Start, tmp_path: Path) -> None:
     asyncio.run(go())
 
 
+class CounterRole(Protocol):
+    """What of it is called by contract."""
+
+    async def count(self) -> int: ...
+
+    async def move(self, point: Point, by: int = 1) -> Point: ...
+
+
 @carriers
-def test_streams_give_items_as_they_come(start: Start, tmp_path: Path) -> None:
-    async def go() -> list[Point]:
+def test_a_contract_makes_calls_of_the_types_that_it_declares(start: Start, tmp_path: Path) -> None:
+    async def go() -> None:
         handle = await start(tmp_path / "log")
         try:
-            return [point async for point in handle.stream("items", 4, returns=Point)]
+            role = remote(CounterRole, handle)
+            assert await role.count() == 3
+            assert await role.move(by=2, point=Point(1, 0.5)) == Point(3, 0.5)
+            with pytest.raises(TypeError, match="by_how_much"):
+                await role.move(Point(1, 0.5), by_how_much=2)  # type: ignore[call-arg]
+            assert not hasattr(role, "wait")
         finally:
             await handle.close()
 
-    assert asyncio.run(go()) == [Point(n, n / 2) for n in range(4)]
+    asyncio.run(go())
 
 
 @carriers
@@ -143,7 +154,8 @@ def test_closing_leaves_no_process_even_in_the_middle_of_a_call(tmp_path: Path) 
         call = asyncio.ensure_future(handle.call("wait", 0, 60.0, returns=list[int]))
         await asyncio.sleep(0.1)
         await handle.close()
-        call.cancel()
+        with pytest.raises(WorkerLostError, match="was closed"):
+            await call
         return handle.pid
 
     with pytest.raises(ProcessLookupError):
@@ -160,7 +172,8 @@ def test_closing_ends_a_worker_that_computes_and_kills_one_that_hangs(
         call = asyncio.ensure_future(handle.call(method, returns=type(None)))
         await asyncio.sleep(0.3)
         await handle.close()
-        call.cancel()
+        with pytest.raises(WorkerLostError):
+            await call
         return handle.exit_status
 
     assert asyncio.run(go()) == status

@@ -14,7 +14,8 @@ from executor.carriers.launch import TRAINER
 from streamrl.engine.messages import Train
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
-from tests.scripted import VOCABULARY, ScriptedLauncher, make_world
+from tests.scripted import ScriptedLauncher, make_world
+from tests.scripted_roles import VOCABULARY
 from tests.test_execute import real_run
 from tests.tiny_model import tiny_model
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from executor.prompts import Record
+from executor.roles import Scoring
 from executor.verifier.scorers import SCORERS, Grader
-from executor.verifier.verifier import Scoring, Verifier
+from executor.verifier.verifier import Verifier
 from streamrl.runfile.sides_config import VerifierConfig
 from streamrl.runfile.units import Duration, Size
 

@@ -1,8 +1,8 @@
 """One async handle on a role, wherever it lives: in this process (tests), or in a local process of its own.
 
-`await handle.call("method", ...)` gives a result, `async for x in handle.stream("method", ...)` gives
-items as they come. Calls on one handle begin in the order they are made. A role that dies makes every
-pending and later call raise `WorkerLostError`.
+`await handle.call("method", ...)` gives its result; `executor.carriers.remote` makes such calls out of a role's
+contract. Calls on one handle begin in the order they are made. A process that dies, or whose handle is closed,
+makes every pending and later call raise `WorkerLostError`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ import socket
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, TypeVar
-
-import msgspec
 
 from executor.carriers.wire import Answer, Call, decode, read_frame, write_frame
 from executor.carriers.worker import make_role
@@ -41,10 +38,6 @@ class Handle(ABC):
         """Run a method of the role and return its result, as `returns`."""
 
     @abstractmethod
-    def stream(self, method: str, *arguments: object, returns: type[T]) -> AsyncIterator[T]:
-        """Run a method of the role that yields, and return its items as they come."""
-
-    @abstractmethod
     async def close(self) -> None:
         """End the role; nothing of it is left behind."""
 
@@ -59,11 +52,6 @@ class InProcess(Handle):
         """Await the role's own method."""
         result: T = await getattr(self._role, method)(*arguments)
         return result
-
-    async def stream(self, method: str, *arguments: object, returns: type[T]) -> AsyncIterator[T]:
-        """Iterate over the role's own method."""
-        async for item in getattr(self._role, method)(*arguments):
-            yield item
 
     async def close(self) -> None:
         """Let the role stop."""
@@ -82,7 +70,7 @@ class LocalProcess(Handle):
         self._process = process
         self._reader = reader
         self._writer = writer
-        self._answers: dict[int, asyncio.Queue[Answer | WorkerLostError]] = {}
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._num_calls = 0
         self._lost: WorkerLostError | None = None
         self._listener = asyncio.create_task(self._listen())
@@ -119,22 +107,15 @@ class LocalProcess(Handle):
 
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
         """Send the call now, wait for its result."""
-        queue = self._send(method, arguments, is_stream=False)
-        return decode(_value(await queue.get()), returns)
-
-    async def stream(self, method: str, *arguments: object, returns: type[T]) -> AsyncIterator[T]:
-        """Send the call now, yield items as they arrive."""
-        queue = self._send(method, arguments, is_stream=True)
-        while True:
-            answer = await queue.get()
-            value = _value(answer)
-            if isinstance(answer, Answer) and answer.kind == "end":
-                return
-            yield decode(value, returns)
+        answer = await self._send(method, arguments)
+        if answer.kind == "error":
+            raise RuntimeError(decode(answer.value, str))
+        return decode(answer.value, returns)
 
     async def close(self) -> None:
         """Hang up, wait a little, then kill."""
         self._listener.cancel()
+        self._lose("was closed")
         self._writer.close()
         try:
             await asyncio.to_thread(self._process.wait, CLOSE_TIME)
@@ -142,35 +123,31 @@ class LocalProcess(Handle):
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
 
-    def _send(
-        self, method: str, arguments: tuple[object, ...], is_stream: bool
-    ) -> asyncio.Queue[Answer | WorkerLostError]:
-        queue: asyncio.Queue[Answer | WorkerLostError] = asyncio.Queue()
+    def _send(self, method: str, arguments: tuple[object, ...]) -> asyncio.Future[Answer]:
         if self._lost is not None:
-            queue.put_nowait(self._lost)
-            return queue
+            raise self._lost
         self._num_calls += 1
-        self._answers[self._num_calls] = queue
-        write_frame(self._writer, Call(self._num_calls, method, list(arguments), is_stream))
-        return queue
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answers[self._num_calls] = answer
+        write_frame(self._writer, Call(self._num_calls, method, list(arguments)))
+        return answer
 
     async def _listen(self) -> None:
         try:
             while True:
                 answer = decode(await read_frame(self._reader), Answer)
-                self._answers[answer.id].put_nowait(answer)
-                if answer.kind != "item":
-                    del self._answers[answer.id]
+                waiting = self._answers.pop(answer.id)
+                if not waiting.done():  # else its caller was cancelled
+                    waiting.set_result(answer)
         except (asyncio.IncompleteReadError, ConnectionError):
             status = await asyncio.to_thread(self._process.wait)
-            self._lost = WorkerLostError(f"worker process {self.pid} ended with status {status}")
-            for queue in self._answers.values():
-                queue.put_nowait(self._lost)
+            self._lose(f"ended with status {status}")
 
-
-def _value(answer: Answer | WorkerLostError) -> msgspec.Raw:
-    if isinstance(answer, WorkerLostError):
-        raise answer
-    if answer.kind == "error":
-        raise RuntimeError(decode(answer.value, str))
-    return answer.value
+    def _lose(self, how: str) -> None:
+        """Fail every pending and later call."""
+        if self._lost is None:
+            self._lost = WorkerLostError(f"worker process {self.pid} {how}")
+        for waiting in self._answers.values():
+            if not waiting.done():
+                waiting.set_exception(self._lost)
+        self._answers.clear()

@@ -11,7 +11,7 @@ LENGTH_BYTES = 4
 MOST_BYTES = 1 << 30  # a longer frame is a broken peer, not a message
 
 T = TypeVar("T")
-Kind = Literal["result", "item", "end", "error"]
+Kind = Literal["result", "error"]
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -20,11 +20,10 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     id: int
     method: str
     arguments: list[Any]
-    is_stream: bool
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """What a call gave: one result, or items and an end, or an error's text."""
+    """What a call gave: its result, or an error's text."""
 
     id: int
     kind: Kind

@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import AsyncIterator
 from typing import Any, get_type_hints
 
 import msgspec
@@ -45,24 +44,12 @@ def make_role(role_path: str, config: object) -> Any:
 async def _answer(role: Any, call: Call, writer: asyncio.StreamWriter) -> None:
     try:
         method = getattr(role, call.method)
-        result = method(*_typed(method, call.arguments))
-        if call.is_stream:
-            await _answer_stream(call.id, result, writer)
-        else:
-            write_frame(writer, Answer(call.id, "result", encode(await result)))
+        result = await method(*_typed(method, call.arguments))
+        write_frame(writer, Answer(call.id, "result", encode(result)))
     except Exception as error:  # crosses the process boundary as text, and becomes `Failed` there
         traceback.print_exc()
         write_frame(writer, Answer(call.id, "error", encode(f"{type(error).__name__}: {error}")))
     await writer.drain()
-
-
-async def _answer_stream(
-    call_id: int, items: AsyncIterator[object], writer: asyncio.StreamWriter
-) -> None:
-    async for item in items:
-        write_frame(writer, Answer(call_id, "item", encode(item)))
-        await writer.drain()
-    write_frame(writer, Answer(call_id, "end", encode(None)))
 
 
 def _typed(method: Any, arguments: list[Any]) -> list[Any]:

@@ -22,10 +22,11 @@ import msgspec
 
 from executor.carriers.handles import Handle, LocalProcess
 from executor.carriers.launch import worker_environment
+from executor.carriers.remote import remote
 from executor.profiling.measurements import JOIN_STEPS, SHORT, WINDOW, Limits, Measurements
-from executor.rollout.inference_engine import TimedPass
+from executor.profiling.timed_roles import TimedReplicaRole, TimedTrainerRole
 from executor.rollout.transformers_engine import PREFILL_TOKENS
-from executor.samples import Completion, Manifest, Request, Sample
+from executor.samples import Request, Sample
 from executor.tokens import TokenSegment, encode_ids, write_block
 from executor.transfer.shared_memory import remove_version, shared_directory
 
@@ -109,7 +110,7 @@ async def _measure(setup: Setup, watch: Watch) -> Readings:
         }
         bench = _Bench(setup, readings, watch, vocabulary, Path(scratch), common)
         async with bench.replica() as replica, bench.trainer("token_tis") as trainer:
-            readings.pads_context = await replica.call("pads_context", returns=bool)
+            readings.pads_context = await replica.pads_context()
             await bench.warm_up(replica, trainer)
             for _ in range(setup.plan.repeats):
                 await bench.time_replica(replica)
@@ -147,7 +148,7 @@ class _Bench:
     # Roles ----------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def replica(self) -> AsyncIterator[Handle]:
+    async def replica(self) -> AsyncIterator[TimedReplicaRole]:
         """Start a replica, and end it."""
         longest = self._limits.max_context
         config = {
@@ -159,11 +160,12 @@ class _Bench:
             **self._common,
         }
         async with self._role(REPLICA, config) as handle:
-            await handle.call("start", None, 0, returns=type(None))
-            yield handle
+            replica = remote(TimedReplicaRole, handle)
+            await replica.start(None, 0)
+            yield replica
 
     @contextlib.asynccontextmanager
-    async def trainer(self, correction: str) -> AsyncIterator[Handle]:
+    async def trainer(self, correction: str) -> AsyncIterator[TimedTrainerRole]:
         """Start a trainer, and end it."""
         config = {
             "learning_rate": LEARNING_RATE,
@@ -173,8 +175,9 @@ class _Bench:
             **self._common,
         }
         async with self._role(TRAINER, config) as handle:
-            await handle.call("start", None, returns=int)
-            yield handle
+            trainer = remote(TimedTrainerRole, handle)
+            await trainer.start(None)
+            yield trainer
 
     @contextlib.asynccontextmanager
     async def _role(self, path: str, config: dict[str, object]) -> AsyncIterator[Handle]:
@@ -185,17 +188,17 @@ class _Bench:
         finally:
             await handle.close()
 
-    async def warm_up(self, replica: Handle, trainer: Handle) -> None:
+    async def warm_up(self, replica: TimedReplicaRole, trainer: TimedTrainerRole) -> None:
         """Let caches and allocators reach their size on the largest work there is."""
         most, longest = self._limits.max_running, self._limits.max_context
         await self._generate(replica, most, longest - WINDOW, WINDOW)
-        await replica.call("passes", returns=list[TimedPass])
+        await replica.passes()
         await self._train(trainer, *max(self._plan.passes, key=lambda p: p[0] * p[1]))
-        await trainer.call("seconds", returns=list[float])
+        await trainer.seconds()
 
     # The replica ----------------------------------------------------------------------------------
 
-    async def time_replica(self, replica: Handle) -> None:
+    async def time_replica(self, replica: TimedReplicaRole) -> None:
         """Measure decode steps, prefixes, joins, and how long a freed place stays empty."""
         for point in self._plan.decode:
             await self._time_decode(replica, *point)
@@ -209,7 +212,7 @@ class _Bench:
         await self._time_refill(replica)
         self._watch("refill")
 
-    async def _time_decode(self, replica: Handle, running: int, context: int) -> None:
+    async def _time_decode(self, replica: TimedReplicaRole, running: int, context: int) -> None:
         """Let `running` rollouts decode around `context` tokens each.
 
         The first of them decodes while the prefixes of the others are computed, and must outlast that.
@@ -218,25 +221,27 @@ class _Bench:
         prompt = max(1, context - (WINDOW + lead) // 2)
         await self._generate(replica, running, prompt, WINDOW + lead)
         key = (running, context)
-        for one in await replica.call("passes", returns=list[TimedPass]):
+        for one in await replica.passes():
             if one.running == running and not one.prefixes:
                 self._readings.decode[key].append(one.seconds)
                 self._readings.decode_context[key].append(one.context / running)
 
-    async def _time_prefill(self, replica: Handle, rollouts: int, tokens: int) -> None:
+    async def _time_prefill(self, replica: TimedReplicaRole, rollouts: int, tokens: int) -> None:
         await self._generate(replica, rollouts, tokens, 2)  # the pass after marks the end of it
-        for one in await replica.call("passes", returns=list[TimedPass]):
+        for one in await replica.passes():
             if one.prefixes == [tokens] * rollouts and not one.running:
                 self._readings.prefill[rollouts, tokens].append(one.seconds)
 
-    async def _time_join(self, replica: Handle, running: int, joining: int, tokens: int) -> None:
+    async def _time_join(
+        self, replica: TimedReplicaRole, running: int, joining: int, tokens: int
+    ) -> None:
         """Let rollouts of one token join while others decode, again and again."""
         steps = min(JOIN_STEPS, self._limits.max_context - SHORT)
         decoding = asyncio.ensure_future(self._generate(replica, running, SHORT, steps))
         while not decoding.done():
             await self._generate(replica, joining, tokens, 1)
         await decoding
-        passes = await replica.call("passes", returns=list[TimedPass])
+        passes = await replica.passes()
         for before, one, after in zip(passes, passes[1:], passes[2:], strict=False):
             around = [p.seconds for p in (before, after) if not p.prefixes and p.running == running]
             if one.running == running and set(one.prefixes) == {tokens} and around:
@@ -245,12 +250,12 @@ class _Bench:
                 self._readings.step[key] += around
                 self._readings.join_context[key].append(one.context / running)
 
-    async def _time_refill(self, replica: Handle) -> None:
+    async def _time_refill(self, replica: TimedReplicaRole) -> None:
         """Keep the replica full from its queue, and count the places that stood empty."""
         most = self._limits.max_running
         lengths = [self._random.randint(SHORT // 2, 2 * SHORT) for _ in range(2 * most)]
         await asyncio.gather(*(self._generate(replica, 1, SHORT, n) for n in lengths))
-        passes = await replica.call("passes", returns=list[TimedPass])
+        passes = await replica.passes()
         started = empty = refilled = 0
         for one in passes:
             if started >= most:
@@ -262,7 +267,9 @@ class _Bench:
         if refilled:
             self._readings.refill_passes.append(empty / refilled)
 
-    async def _generate(self, replica: Handle, rollouts: int, prompt: int, tokens: int) -> None:
+    async def _generate(
+        self, replica: TimedReplicaRole, rollouts: int, prompt: int, tokens: int
+    ) -> None:
         requests = [
             Request(
                 rollout=self._num_rollouts + index,
@@ -273,11 +280,11 @@ class _Bench:
             for index in range(rollouts)
         ]
         self._num_rollouts += rollouts
-        await asyncio.gather(*(replica.call("generate", r, returns=Completion) for r in requests))
+        await asyncio.gather(*(replica.generate(r) for r in requests))
 
     # The trainer ----------------------------------------------------------------------------------
 
-    async def time_trainer(self, trainer: Handle) -> None:
+    async def time_trainer(self, trainer: TimedTrainerRole) -> None:
         """Measure training passes, calls without any, and an optimizer step."""
         for rollouts, width in self._plan.passes:
             await self._train(trainer, rollouts, width)
@@ -286,12 +293,12 @@ class _Bench:
         for rollouts, width in self._plan.calls:
             samples = self._samples(rollouts, width, advantage=0.0)
             began_at = time.perf_counter()
-            await trainer.call("train", samples, returns=dict[str, float])
+            await trainer.train(samples)
             self._readings.call[rollouts * width].append(time.perf_counter() - began_at)
             await self._seconds(trainer)
             self._watch("call")
 
-    async def time_sync(self, replica: Handle, trainer: Handle) -> None:
+    async def time_sync(self, replica: TimedReplicaRole, trainer: TimedTrainerRole) -> None:
         """Measure an optimizer step, a push of its weights, and a load of them, on a trainer that rested.
 
         In a run it rests while the step's last rollouts are generated, and its caches go cold.
@@ -299,35 +306,35 @@ class _Bench:
         await self._train(trainer, *self._plan.passes[0])
         await self._seconds(trainer)
         self._version += 1
-        await trainer.call("step", self._version, returns=dict[str, float])
+        await trainer.step(self._version)
         self._readings.optimizer += await self._seconds(trainer)
         directory = shared_directory("profile")
         try:
-            manifest = await trainer.call("push", self._version, str(directory), returns=Manifest)
+            manifest = await trainer.push(self._version, str(directory))
             self._readings.push += await self._seconds(trainer)
             self._readings.num_bytes = manifest.num_bytes
             began_at = time.perf_counter()
-            await replica.call("load", manifest, True, returns=float)
+            await replica.load(manifest, drain=True)
             self._readings.load.append(time.perf_counter() - began_at)
         finally:
             remove_version(directory, self._version)
             directory.rmdir()
         self._watch("sync")
 
-    async def time_scores(self, scorer: Handle) -> None:
+    async def time_scores(self, scorer: TimedTrainerRole) -> None:
         """Measure forward passes."""
         for rollouts, width in self._plan.passes:
             samples = self._samples(rollouts, width, advantage=1.0)
-            await scorer.call("score", samples, returns=dict[str, float])
+            await scorer.score(samples)
             self._readings.score[rollouts, width] += await self._seconds(scorer)
             self._watch("score")
 
-    async def _train(self, trainer: Handle, rollouts: int, width: int) -> None:
+    async def _train(self, trainer: TimedTrainerRole, rollouts: int, width: int) -> None:
         samples = self._samples(rollouts, width, advantage=1.0)
-        await trainer.call("train", samples, returns=dict[str, float])
+        await trainer.train(samples)
 
-    async def _seconds(self, trainer: Handle) -> list[float]:
-        return await trainer.call("seconds", returns=list[float])
+    async def _seconds(self, trainer: TimedTrainerRole) -> list[float]:
+        return await trainer.seconds()
 
     def _samples(self, rollouts: int, width: int, advantage: float) -> list[Sample]:
         """Make rollouts of `width` tokens, a quarter of them prompt."""

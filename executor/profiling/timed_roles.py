@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+from executor.roles import ReplicaRole, TrainerRole
 from executor.rollout.inference_engine import TimedPass
 from executor.rollout.replica_worker import ReplicaWorker
 from executor.rollout.stopwatch import Stopwatch
@@ -14,7 +15,24 @@ from executor.trainer.trainer_worker import Learner, TrainerSettings, TrainerWor
 R = TypeVar("R")
 
 
-class TimedReplica(ReplicaWorker):
+class TimedReplicaRole(ReplicaRole, Protocol):
+    """A replica that says how long its forward passes took."""
+
+    async def pads_context(self) -> bool:
+        """Return whether decode steps pad every rollout to the longest."""
+
+    async def passes(self) -> list[TimedPass]:
+        """Return the passes since the last call."""
+
+
+class TimedTrainerRole(TrainerRole, Protocol):
+    """A trainer that says how long the work of each call took."""
+
+    async def seconds(self) -> list[float]:
+        """Return the seconds of each call since the last time, in order."""
+
+
+class TimedReplica(ReplicaWorker, TimedReplicaRole):
     """A replica whose engine times its forward passes."""
 
     async def start(self, manifest: Manifest | None, version: int) -> None:
@@ -31,7 +49,7 @@ class TimedReplica(ReplicaWorker):
         return self._engine.passes()
 
 
-class TimedTrainer(TrainerWorker):
+class TimedTrainer(TrainerWorker, TimedTrainerRole):
     """A trainer that records how long the work of each call took, the way to it and back left out."""
 
     def __init__(self, config: TrainerSettings) -> None:

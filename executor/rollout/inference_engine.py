@@ -71,6 +71,8 @@ class RunningSequence:
     """When each token was known on the host."""
 
 
+STOPPED = "the replica was stopped"
+"""The error of runs that `stop` ends, and of those submitted later."""
 OnEnd = Callable[[RunningSequence | Exception], None]
 """Takes what a run made, or why it ended without."""
 Copy = Callable[[], Awaitable[None]]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from executor.buffer import RolloutBuffer
 from executor.carriers.handles import Handle
-from executor.samples import Completion, Manifest
+from executor.carriers.remote import remote
+from executor.roles import ReplicaRole
+from executor.samples import Manifest
 from streamrl.engine.messages import (
     Generate,
     Generated,
@@ -20,18 +22,19 @@ class Replica:
 
     def __init__(self, handle: Handle, buffer: RolloutBuffer) -> None:
         self._handle = handle
+        self._worker = remote(ReplicaRole, handle)
         self._buffer = buffer
 
     async def start(self, command: StartReplica, manifest: Manifest | None) -> ReplicaStarted:
         """Load the model, then the manifest's weights if there are any newer, and begin to serve."""
-        await self._handle.call("start", manifest, command.version, returns=type(None))
+        await self._worker.start(manifest, command.version)
         return ReplicaStarted(command.replica, command.version)
 
     async def generate(self, command: Generate) -> Generated:
         """Generate a rollout, and put what was made of it into the buffer."""
         with self._buffer.hold([command.rollout]) as (buffered,):
             request = self._buffer.request(command)
-            completion = await self._handle.call("generate", request, returns=Completion)
+            completion = await self._worker.generate(request)
             num_tokens = buffered.add(completion)
         return Generated(
             command.rollout,
@@ -44,11 +47,11 @@ class Replica:
 
     async def abort(self, rollout: int) -> None:
         """End a rollout with what it has made so far; its `generate` returns then."""
-        await self._handle.call("abort", rollout, returns=type(None))
+        await self._worker.abort(rollout)
 
     async def load(self, command: LoadWeights, manifest: Manifest) -> WeightsLoaded:
         """Take new weights, once drained or in flight."""
-        load_time = await self._handle.call("load", manifest, command.drain, returns=float)
+        load_time = await self._worker.load(manifest, command.drain)
         return WeightsLoaded(command.replica, command.version, load_time)
 
     async def stop(self) -> None:

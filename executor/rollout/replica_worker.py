@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from executor.prompts import load_tokenizer
+from executor.roles import ReplicaRole
 from executor.rollout.engines import make_engine
 from executor.rollout.inference_engine import (
     Copy,
@@ -45,7 +46,7 @@ class _Attempt:
     is_aborted: bool = False
 
 
-class ReplicaWorker:
+class ReplicaWorker(ReplicaRole):
     """One inference engine and its queue; call every method on one event loop."""
 
     def __init__(self, config: ReplicaSettings, engine: InferenceEngine | None = None) -> None:

@@ -19,6 +19,7 @@ import torch
 from transformers import DynamicCache
 
 from executor.rollout.inference_engine import (
+    STOPPED,
     Copy,
     OnEnd,
     ReplicaSettings,
@@ -123,7 +124,7 @@ class StaticEngine:
     async def stop(self) -> None:
         """End generation after the pass under way."""
         async with self._turn:
-            self._fail(RuntimeError("the replica was stopped"))
+            self._fail(RuntimeError(STOPPED))
 
     def time_passes(self) -> None:
         """Time every forward pass from now on."""

@@ -6,8 +6,9 @@ import asyncio
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from executor.pretrained import load_pretrained
 from executor.rollout.inference_engine import Copy, ReplicaSettings
 from executor.samples import Manifest
 from executor.transfer.shared_memory import read_buckets
@@ -51,9 +52,8 @@ def end_tokens(model: PreTrainedModel) -> frozenset[int]:
 
 
 def _load(settings: ReplicaSettings) -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        settings.model, dtype=getattr(torch, settings.dtype), attn_implementation="sdpa"
-    )
+    dtype = getattr(torch, settings.dtype)
+    model = load_pretrained(settings.model, dtype=dtype, attn_implementation="sdpa")
     return model.to(torch.device(settings.device)).eval().requires_grad_(False)
 
 

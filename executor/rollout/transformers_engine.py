@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from executor.rollout.inference_engine import (
+    STOPPED,
     Copy,
     OnEnd,
     ReplicaSettings,
@@ -88,6 +89,8 @@ class TransformersEngine:
 
     def submit(self, tokens: list[int], max_new_tokens: int, on_end: OnEnd) -> str:
         """Generate after `tokens` from the next forward pass on; `on_end` gets the run or why not."""
+        if self._stopping:
+            raise RuntimeError(STOPPED)
         run = next(self._ids)  # never a rollout's id: a late cancel would hit its next attempt
         self._on_end[run] = on_end
         self._manager.register_result_handler(run, self._deliver)
@@ -156,7 +159,7 @@ class TransformersEngine:
         if self._manager is not None:
             await asyncio.to_thread(self._manager.stop, hard_stop=True)
             await asyncio.to_thread(self._manager.destroy)
-        self._fail_all(RuntimeError("the replica was stopped"))
+        self._fail_all(RuntimeError(STOPPED))
 
     def time_passes(self) -> None:
         """Time every forward pass from now on."""
@@ -184,7 +187,7 @@ class TransformersEngine:
 
     def _failure(self, why: str) -> Exception:
         if self._stopping:
-            return RuntimeError("the replica was stopped")
+            return RuntimeError(STOPPED)
         error = RuntimeError(f"continuous batching failed: {why}")
         error.__cause__ = self._cause
         return error

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
 
 from executor.buffer import RolloutBuffer
 from executor.carriers.handles import Handle
+from executor.carriers.remote import remote
 from executor.record import RunDirectory
+from executor.roles import TrainerRole
 from executor.samples import Manifest
 from executor.trainer.estimator import AdvantageEstimator
 from streamrl.engine.messages import (
@@ -23,10 +25,6 @@ from streamrl.engine.messages import (
     Trained,
     TrainerStarted,
 )
-
-Figures = dict[str, float]
-
-T = TypeVar("T")
 
 
 class Trainer:
@@ -51,25 +49,23 @@ class Trainer:
         """Come up behind `handle`, with the initial weights or those of a checkpoint."""
         self._handle = handle
         path = None if checkpoint is None else str(checkpoint)
-        return TrainerStarted(await self._call("start", path, returns=int))
+        return TrainerStarted(await self._worker.start(path))
 
     async def score(self, command: Score) -> Scored:
         """Run the forward passes that training needs first."""
         with self._buffer.hold(command.rollouts):
-            samples = self._estimator.samples(command.rollouts)
-            await self._call("score", samples, returns=Figures)
+            await self._worker.score(self._estimator.samples(command.rollouts))
         return Scored(command.rollouts)
 
     async def train(self, command: Train) -> Trained:
         """Run forward and backward passes."""
         with self._buffer.hold(command.rollouts):
-            samples = self._estimator.samples(command.rollouts)
-            await self._call("train", samples, returns=Figures)
+            await self._worker.train(self._estimator.samples(command.rollouts))
         return Trained(command.rollouts)
 
     async def step(self, command: Step, groups: Sequence[int]) -> Stepped:
         """Update the weights, and write down what the step was made of: `groups`, which it ends."""
-        figures = await self._call("step", command.version, returns=Figures)
+        figures = await self._worker.step(command.version)
         trained = self._buffer.rollouts_of(groups)
         self._directory.write_step(
             {
@@ -87,20 +83,21 @@ class Trainer:
     async def save(self, command: SaveCheckpoint) -> CheckpointSaved:
         """Write a checkpoint, which is complete or not there."""
         path = self._directory.checkpoint_path(command.version)
-        await self._call("save", str(path), returns=type(None))
+        await self._worker.save(str(path))
         baseline = self._estimator.baseline
         self._directory.finish_checkpoint(command.version, command.groups_done, baseline)
         return CheckpointSaved(command.version)
 
     async def push(self, version: int, directory: Path) -> Manifest:
         """Write the weights to a directory that replicas read, and return what they need to."""
-        return await self._call("push", version, str(directory), returns=Manifest)
+        return await self._worker.push(version, str(directory))
 
     async def stop(self) -> None:
         """End the worker, where one has come up."""
         if self._handle is not None:
             await self._handle.close()
 
-    async def _call(self, method: str, *arguments: object, returns: type[T]) -> T:
+    @cached_property
+    def _worker(self) -> TrainerRole:
         assert self._handle is not None, "the engine trains only after TrainerStarted"
-        return await self._handle.call(method, *arguments, returns=returns)
+        return remote(TrainerRole, self._handle)

@@ -22,8 +22,10 @@ from typing import Any, TypeVar, get_args
 
 import msgspec
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from executor.pretrained import load_pretrained
+from executor.roles import TrainerRole
 from executor.samples import Manifest, Sample
 from executor.trainer import losses
 from executor.trainer.sequences import TokenSequence, read_samples
@@ -85,7 +87,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"tis_cap must be at least 1, got {self.tis_cap}")
 
 
-class TrainerWorker:
+class TrainerWorker(TrainerRole):
     """The trainer as a handle reaches it; every method waits for the ones called before it."""
 
     def __init__(self, config: TrainerSettings) -> None:
@@ -298,6 +300,6 @@ def _load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:
 def _load_model(directory: str, device: str) -> Any:
     if not Path(directory, "config.json").is_file():
         raise ValueError(f"no Hugging Face model directory (config.json) at {directory!r}")
-    load: Any = AutoModelForCausalLM.from_pretrained
+    model = load_pretrained(directory, dtype=torch.float32, local_files_only=True)
     # eval, so without dropout: a ratio must say how the weights differ, not which units are off.
-    return load(directory, dtype=torch.float32, local_files_only=True).to(device).eval()
+    return model.to(device).eval()

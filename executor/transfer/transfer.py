@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from executor.roles import TransferRole
 from executor.samples import Manifest
 from executor.transfer.shared_memory import remove_version, shared_directory
 from streamrl.engine.messages import PushWeights, WeightsPushed
@@ -14,7 +15,7 @@ Write = Callable[[int, Path], Awaitable[Manifest]]
 """Writes the weights of a version to a directory: a trainer's `push`."""
 
 
-class Transfer:
+class Transfer(TransferRole):
     """Owner of the shared directory and of the versions in it."""
 
     def __init__(self, write: Write) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from executor.roles import Scoring, VerifierRole
 from executor.verifier.process import ForkServerProcess, Reply
 from executor.verifier.sandbox import SandboxLimits
 from executor.verifier.scorers import SCORERS
@@ -23,16 +24,7 @@ MOST_CHARACTERS = 150_000
 """Of an answer: some 40,000 tokens, which as JSON fill a pipe of 1 MiB at most, so that nobody waits to write one."""
 
 
-class Scoring(NamedTuple):
-    """What a completion gets."""
-
-    reward: float
-    """0 to 1."""
-    fault: str | None
-    """What became of a completion that could not be scored and has reward 0: "time limit"; else None."""
-
-
-class Verifier:
+class Verifier(VerifierRole):
     """Scores completions, `config.workers` at a time, in processes that are told nothing else.
 
     A completion that its scorer cannot digest within its limits is wrong: it gets reward 0, once, so that it

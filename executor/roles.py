@@ -1,0 +1,115 @@
+"""The contracts of the four roles: what the controller asks of each, whoever plays it and wherever it lives.
+
+`tests/test_contracts.py` holds every implementation to them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from executor.samples import Completion, Manifest, Request, Sample
+from streamrl.engine.messages import PushWeights, WeightsPushed
+
+if TYPE_CHECKING:
+    from executor.prompts import Record
+
+Figures = dict[str, float]
+"""What a call of the trainer measured, by name."""
+
+
+class ReplicaRole(Protocol):
+    """Generates rollouts and takes new weights while it does; calls take effect in order."""
+
+    async def start(self, manifest: Manifest | None, version: int) -> None:
+        """Load the model, then the manifest's weights if given, and begin to serve as `version`."""
+
+    async def generate(self, request: Request) -> Completion:
+        """Return when this rollout is finished or aborted, whatever its siblings do.
+
+        The smallest priority starts first, ties by rollout. Raises an error that names the key and the bound for
+        a request without room, and one for whatever else keeps it from its end; a replica that was stopped says so.
+        """
+
+    async def abort(self, rollout: int) -> None:
+        """Make its `generate` return now with the tokens so far; nothing if it is not here."""
+
+    async def load(self, manifest: Manifest, drain: bool) -> float:
+        """Serve the manifest's weights from the next token on, and return the seconds it stood still for that.
+
+        Nothing starts from this call on until the weights are in place, so what is sent after a load starts under
+        what it brings. With `drain` the running rollouts end first. A bad manifest is an error, and the old
+        weights go on serving.
+        """
+
+    async def stop(self) -> None:
+        """End generation; every pending `generate` raises an error."""
+
+
+class TrainerRole(Protocol):
+    """Trains on rollouts as they arrive, makes and pushes weight versions; calls take effect in order."""
+
+    async def start(self, checkpoint: str | None) -> int:
+        """Load the initial weights (version 0) or a checkpoint, and return the version."""
+
+    async def score(self, samples: list[Sample]) -> Figures:
+        """Run the forward passes that training on these samples needs first."""
+
+    async def train(self, samples: list[Sample]) -> Figures:
+        """Add the gradient of these samples to the batch."""
+
+    async def step(self, version: int) -> Figures:
+        """Make `version` from the batch; its `rollouts` are those trained on since the last step.
+
+        An error where `version` is not the next one, or nothing was trained on.
+        """
+
+    async def push(self, version: int, directory: str) -> Manifest:
+        """Write the weights to `directory`; an error where `version` is not the current one."""
+
+    async def save(self, path: str) -> None:
+        """Write a checkpoint of the last step, which is complete or not there."""
+
+    async def stop(self) -> None:
+        """Finish the work that was called for, and end."""
+
+
+class Scoring(NamedTuple):
+    """What a completion gets."""
+
+    reward: float
+    """0 to 1."""
+    fault: str | None
+    """What became of a completion that could not be scored and has reward 0: "time limit"; else None."""
+
+
+class VerifierRole(Protocol):
+    """Scores completions."""
+
+    async def start(self) -> object:
+        """Begin to load what scores; `verify` does so where nobody else has."""
+
+    async def verify(self, completion: str, record: Record) -> Scoring:
+        """Return the reward of a completion's text.
+
+        Raises:
+            RuntimeError: no completion of this record can be scored.
+        """
+
+    def close(self) -> None:
+        """End at once, whatever is under way."""
+
+
+class TransferRole(Protocol):
+    """Brings pushed weights to where replicas load them."""
+
+    manifests: dict[int, Manifest]
+    """What a replica loads, by version."""
+
+    async def push(self, command: PushWeights) -> WeightsPushed:
+        """Send a version to where replicas can load it."""
+
+    def remove_before(self, version: int) -> None:
+        """Remove the versions older than `version`, which nobody will load any more."""
+
+    def stop(self) -> None:
+        """Leave nothing behind, also of a push that broke off."""

@@ -1,0 +1,240 @@
+"""Workers without a model: a replica and a trainer that sleep, and make tokens by rollout id; they import no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from executor.roles import TrainerRole
+from executor.rollout.inference_engine import (
+    STOPPED,
+    Copy,
+    OnEnd,
+    ReplicaSettings,
+    RunningSequence,
+    TimedPass,
+)
+from executor.rollout.replica_worker import ReplicaWorker
+from executor.samples import Completion, Manifest, Request, Sample
+from executor.tokens import TokenSegment, encode_ids, read_blocks
+
+VOCABULARY = 20
+
+
+class ScriptedConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How slow a role is, how often it fails, and what it has room for."""
+
+    seed: int
+    fastest: float = 0.0
+    slowest: float = 0.004
+    failure_rate: float = 0.0
+    max_running: int = 4
+    max_tokens: int = 1_000_000
+    max_prompt_tokens: int = 1_000_000
+
+
+class ScriptedReplica(ReplicaWorker):
+    """A replica whose engine sleeps."""
+
+    def __init__(self, config: ScriptedConfig) -> None:
+        settings = ReplicaSettings(
+            model="",
+            max_running=config.max_running,
+            max_tokens=config.max_tokens,
+            max_prompt_tokens=config.max_prompt_tokens,
+            temperature=1.0,
+            seed=config.seed,
+        )
+        super().__init__(settings, ScriptedEngine(config))
+
+    async def generate(self, request: Request) -> Completion:
+        self._check(request)
+        return await super().generate(
+            msgspec.structs.replace(request, prompt=encode_ids([request.rollout]))
+        )
+
+    def _text(self, tokens: list[int]) -> str:
+        """Return a text that scores 1 with answer "odd" or "even", by the sum of the tokens."""
+        return "odd" if sum(tokens) % 2 else "even"
+
+
+@dataclass(frozen=True)
+class ScriptedRun:
+    """One sequence of a scripted engine."""
+
+    tokens: list[int]
+    began_at: float
+    duration: float
+    work: asyncio.Task[None]
+    on_end: OnEnd
+
+    def so_far(self, until: float) -> RunningSequence:
+        """Return what it has made up to an instant: never the last token, which ends it."""
+        share = (until - self.began_at) / self.duration if self.duration else 0.0
+        return self._made(min(len(self.tokens) - 1, int(share * len(self.tokens))))
+
+    def whole(self) -> RunningSequence:
+        return self._made(len(self.tokens))
+
+    def _made(self, count: int) -> RunningSequence:
+        step = self.duration / len(self.tokens)
+        times = [self.began_at + step * number for number in range(1, count + 1)]
+        return RunningSequence(self.tokens[:count], [-1.0] * count, self.began_at, times)
+
+
+class ScriptedEngine:
+    """Sleeps for each sequence, and makes the tokens of the rollout whose id the prompt is."""
+
+    end_tokens = frozenset(range(VOCABULARY))
+    pads_context = False
+
+    def __init__(self, config: ScriptedConfig) -> None:
+        self._config = config
+        self._random = random.Random(config.seed)
+        self._names = map(str, itertools.count())
+        self._runs: dict[str, ScriptedRun] = {}
+        self._turn = asyncio.Lock()
+        self._paused_at = 0.0
+        self._is_stopped = False
+
+    async def start(self, manifest: Manifest | None) -> None:
+        await asyncio.sleep(self._some_time())
+
+    @property
+    def has_room(self) -> bool:
+        return self._is_stopped or len(self._runs) < self._config.max_running
+
+    def submit(self, tokens: list[int], max_new_tokens: int, on_end: OnEnd) -> str:
+        if self._is_stopped:
+            raise RuntimeError(STOPPED)
+        run, (rollout, *prefix) = next(self._names), tokens
+        fails = self._random.random() < self._config.failure_rate
+        rest = tokens_of(rollout)[len(prefix) :][:max_new_tokens]
+        duration = self._some_time()
+        work = asyncio.create_task(self._work(run, duration, fails))
+        self._runs[run] = ScriptedRun(rest, time.perf_counter(), duration, work, on_end)
+        return run
+
+    async def _work(self, run: str, duration: float, fails: bool) -> None:
+        await asyncio.sleep(duration)
+        async with self._turn:
+            ended = self._runs.pop(run)
+        ended.on_end(OSError("a scripted failure") if fails else ended.whole())
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        async with self._turn:
+            self._paused_at = time.perf_counter()
+            yield
+
+    def read(self, run: str) -> RunningSequence:
+        return self._runs[run].so_far(self._paused_at)
+
+    def cancel(self, run: str) -> None:
+        self._runs.pop(run).work.cancel()
+
+    async def read_weights(self, manifest: Manifest) -> Copy:
+        for bucket in manifest.buckets:
+            if not Path(bucket.path).is_file():
+                raise ValueError(f"{bucket.path} is not there")
+
+        async def copy() -> None:
+            await asyncio.sleep(self._some_time())
+
+        return copy
+
+    async def stop(self) -> None:
+        self._is_stopped = True
+        runs, self._runs = self._runs, {}
+        for run in runs.values():
+            run.work.cancel()
+            run.on_end(RuntimeError(STOPPED))
+
+    def time_passes(self) -> None:
+        pass
+
+    def passes(self) -> list[TimedPass]:
+        return []
+
+    def _some_time(self) -> float:
+        return self._random.uniform(self._config.fastest, self._config.slowest)
+
+
+class ScriptedTrainer(TrainerRole):
+    """Trains by sleeping, one call after the other, on what scripted replicas made, and counts."""
+
+    def __init__(self, config: ScriptedConfig) -> None:
+        self._config = config
+        self._random = random.Random(config.seed)
+        self._turn = asyncio.Lock()
+        self._version = 0
+        self._num_trained = 0
+
+    async def start(self, checkpoint: str | None) -> int:
+        if checkpoint is not None:
+            self._version = int((Path(checkpoint) / "version").read_text())
+        return self._version
+
+    async def score(self, samples: list[Sample]) -> dict[str, float]:
+        async with self._work():
+            check_tokens(samples)
+            return {}
+
+    async def train(self, samples: list[Sample]) -> dict[str, float]:
+        async with self._work():
+            check_tokens(samples)
+            self._num_trained += len(samples)
+            return {}
+
+    async def step(self, version: int) -> dict[str, float]:
+        async with self._work():
+            if version != self._version + 1:
+                raise ValueError(f"step must make version {self._version + 1}, got {version}")
+            if not self._num_trained:
+                raise ValueError("nothing was trained on")
+            self._version, num_trained, self._num_trained = version, self._num_trained, 0
+            return {"loss": 0.0, "rollouts": num_trained}
+
+    async def push(self, version: int, directory: str) -> Manifest:
+        async with self._work():
+            if version != self._version:
+                raise ValueError(f"push must write version {self._version}, got {version}")
+            return Manifest(version=version, buckets=[])
+
+    async def save(self, path: str) -> None:
+        async with self._turn:
+            Path(path).mkdir(parents=True, exist_ok=True)
+            (Path(path) / "version").write_text(str(self._version))
+
+    async def stop(self) -> None:
+        pass
+
+    @asynccontextmanager
+    async def _work(self) -> AsyncIterator[None]:
+        async with self._turn:
+            await asyncio.sleep(self._random.random() * self._config.slowest)
+            yield
+
+
+def check_tokens(samples: list[Sample]) -> None:
+    """Raise where samples have other tokens than their rollouts were made of."""
+    for sample in samples:
+        tokens, logprobs = read_blocks(sample.output)
+        if (tokens.tolist(), {*logprobs.tolist()}) != (tokens_of(sample.rollout), {-1.0}):
+            raise ValueError(f"rollout {sample.rollout} comes with the tokens of another")
+        if sample.segments != (TokenSegment(len(tokens), is_policy=True),):
+            raise ValueError(f"rollout {sample.rollout}: {sample.segments}")
+
+
+def tokens_of(rollout: int) -> list[int]:
+    """Return the output of a rollout: the same whoever generates it, and whenever."""
+    source = random.Random(rollout)
+    return [source.randrange(3, VOCABULARY) for _ in range(source.randrange(2, 9))]
