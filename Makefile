@@ -6,6 +6,7 @@
 # make bench-start    CPU seconds of a command from the shell; AGAINST=DIR beside another checkout
 # make bench-costs    how far costs can be trusted: tables, decode curve, training, weight sync
 # make bench-fidelity how the paper's figures take to other readings, dispatch and adjustment; ten minutes
+# make bench-handover what a rollout costs the controller, of a thousand tokens and of twenty thousand
 # make bench-profile  how well a profile of this machine predicts runs on it; quarter of an hour
 # make bench-plan     how fast the planner is, and how near its choice to the best of all plans; half an hour
 
@@ -18,7 +19,7 @@ READY := $(VENV)/.ready
 DEMO := build/demo
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test mutants lint format bench bench-start bench-costs bench-fidelity bench-profile bench-plan clean
+.PHONY: demo test mutants lint format bench bench-start bench-costs bench-fidelity bench-handover bench-profile bench-plan clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -71,6 +72,9 @@ bench-fidelity: $(READY)
 	$(BIN)/python benchmarks/bench_readings.py
 	$(BIN)/python benchmarks/bench_dispatch.py
 	$(BIN)/python benchmarks/bench_adjustment.py
+
+bench-handover: $(READY)
+	$(BIN)/python -m benchmarks.bench_handover
 
 bench-profile: $(READY)
 	$(BIN)/python benchmarks/bench_profile.py

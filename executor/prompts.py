@@ -22,6 +22,9 @@ from streamrl.workload.workload import Draw
 Record = dict[str, Any]
 """One line of the prompts file."""
 
+KEPT_EPOCHS = 4
+"""Orders of prompts in memory: those of the epoch, of the next, and of prompts that tail batching puts off. Others are
+made anew, so that memory does not grow with the run."""
 EXPECTED = "expected_tokens"  # of a record: the output tokens that a ranker expects of its rollouts
 
 
@@ -81,6 +84,8 @@ class PromptWorkload:
     def _line(self, source: int) -> int:
         epoch, position = divmod(source, len(self.records))
         if epoch not in self._order:
+            if len(self._order) == KEPT_EPOCHS:
+                del self._order[min(self._order)]
             shuffled = np.random.default_rng([self._seed, epoch]).permutation(len(self.records))
             self._order[epoch] = shuffled.tolist()
         return self._order[epoch][position]

@@ -54,7 +54,6 @@ class ScriptedReplica(ReplicaWorker):
             seed=config.seed,
         )
         super().__init__(settings, ScriptedEngine(config))
-        self._tokenizer = ScriptedDecoder()
 
     async def generate(self, request: Request) -> Completion:
         self._check(request)
@@ -62,12 +61,9 @@ class ScriptedReplica(ReplicaWorker):
             msgspec.structs.replace(request, prompt=encode_ids([request.rollout]))
         )
 
-
-class ScriptedDecoder:
-    """Tells an odd output from an even one."""
-
-    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
-        return text_of(tokens)
+    def _text(self, tokens: list[int]) -> str:
+        """Return a text that scores 1 with answer "odd" or "even", by the sum of the tokens."""
+        return "odd" if sum(tokens) % 2 else "even"
 
 
 @dataclass(frozen=True)
@@ -173,7 +169,7 @@ class ScriptedEngine:
 
 
 class ScriptedTrainer(TrainerRole):
-    """Trains by sleeping, one call after the other, on samples that are what scripted replicas made, and counts."""
+    """Trains by sleeping, one call after the other, on what scripted replicas made, and counts."""
 
     def __init__(self, config: ScriptedConfig) -> None:
         self._config = config
@@ -228,6 +224,16 @@ class ScriptedTrainer(TrainerRole):
             yield
 
 
+def check_tokens(samples: list[Sample]) -> None:
+    """Raise where samples have other tokens than their rollouts were made of."""
+    for sample in samples:
+        tokens, logprobs = read_blocks(sample.output)
+        if (tokens.tolist(), {*logprobs.tolist()}) != (tokens_of(sample.rollout), {-1.0}):
+            raise ValueError(f"rollout {sample.rollout} comes with the tokens of another")
+        if sample.segments != (TokenSegment(len(tokens), is_policy=True),):
+            raise ValueError(f"rollout {sample.rollout}: {sample.segments}")
+
+
 def tokens_of(rollout: int) -> list[int]:
     """Return the output of a rollout: the same whoever generates it, and whenever."""
     source = random.Random(rollout)
@@ -237,13 +243,3 @@ def tokens_of(rollout: int) -> list[int]:
 def text_of(tokens: list[int]) -> str:
     """Return a text that scores 1 with answer "odd" or "even", by the sum of the tokens."""
     return "odd" if sum(tokens) % 2 else "even"
-
-
-def check_tokens(samples: list[Sample]) -> None:
-    """Raise where samples have other tokens than their rollouts were made of."""
-    for sample in samples:
-        tokens, logprobs = read_blocks(sample.output)
-        if (tokens.tolist(), {*logprobs.tolist()}) != (tokens_of(sample.rollout), {-1.0}):
-            raise ValueError(f"rollout {sample.rollout} comes with the tokens of another")
-        if sample.segments != (TokenSegment(len(tokens), is_policy=True),):
-            raise ValueError(f"rollout {sample.rollout}: {sample.segments}")

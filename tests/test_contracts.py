@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+import numpy as np
 import pytest
 
 from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
@@ -18,17 +18,20 @@ from executor.carriers.launch import REPLICA, TRAINER
 from executor.carriers.remote import remote
 from executor.roles import ReplicaRole, TrainerRole, TransferRole, VerifierRole
 from executor.samples import Bucket, Completion, Manifest, Request, Sample
+from executor.tokens import TokenSegment, count_tokens, encode_ids, read_block, write_block
 from executor.transfer.shared_memory import write_buckets
 from executor.transfer.transfer import Transfer
 from executor.verifier.verifier import Verifier
 from streamrl.engine.messages import PushWeights, WeightsPushed
 from streamrl.runfile.sides_config import RolloutBackend
 from tests import scripted
+from tests.scripted_roles import tokens_of
 from tests.tiny_model import tiny_model
 from tests.verifying import config as verifier_config
 
 T = TypeVar("T")
 VOCABULARY = 32
+PROMPT = encode_ids([3, 4, 5])
 MAX_TOKENS = 4000
 """Seconds of generation by a real engine: what is this long is aborted."""
 SLOWNESS = 0.1
@@ -109,7 +112,7 @@ def served(
 
 def short(rollout: int, priority: int = 0, **fields: Any) -> Request:
     return Request(
-        rollout=rollout, prompt=[3, 4, 5], priority=priority, **{"max_tokens": 9, **fields}
+        rollout=rollout, priority=priority, **{"prompt": PROMPT, "max_tokens": 9, **fields}
     )
 
 
@@ -124,10 +127,13 @@ def task(work: Awaitable[T]) -> asyncio.Task[T]:
 
 def check(completion: Completion, request: Request, versions: list[int]) -> None:
     """Check what holds of every completion."""
-    num_tokens = len(completion.tokens)
+    num_tokens = completion.output.num_tokens
+    ids, logprobs = read_block(completion.output)
     assert completion.rollout == request.rollout
-    assert num_tokens == len(completion.logprobs) <= request.max_tokens - len(request.prefix)
-    assert all(math.isfinite(each) and each <= 0 for each in completion.logprobs)
+    assert num_tokens == len(ids) == len(logprobs)
+    assert num_tokens <= request.max_tokens - count_tokens(request.prefix)
+    assert completion.segments == (TokenSegment(num_tokens, is_policy=True),) * bool(num_tokens)
+    assert (np.isfinite(logprobs) & (logprobs <= 0)).all()
     assert completion.run_time >= completion.prefill_time >= 0
     starts = [start for _, start in completion.versions]
     assert starts == sorted(set(starts)) and starts[:1] == [0] * bool(num_tokens)
@@ -139,7 +145,7 @@ def test_a_rollout_ends_with_one_logprob_a_token_and_the_version_of_each(served:
     async def go() -> None:
         asked = short(1)
         done = await served.role.generate(asked)
-        assert done.tokens and done.finish in ("stop", "length")
+        assert done.output.num_tokens and done.finish in ("stop", "length")
         check(done, asked, [served.version])
 
     served.run(go)
@@ -174,9 +180,9 @@ def test_an_abort_returns_what_is_there_and_resuming_goes_on_after_it(served: Se
         assert part.finish == never_ran.finish == "aborted"
         check(never_ran, short(1), [])
         check(part, long(0), [served.version])
-        asked = short(0, prefix=part.tokens, max_tokens=len(part.tokens) + 20)
+        asked = short(0, prefix=(part.output,), max_tokens=part.output.num_tokens + 20)
         rest = await served.role.generate(asked)
-        assert rest.tokens and rest.finish != "aborted"
+        assert rest.output.num_tokens and rest.finish != "aborted"
         check(rest, asked, [served.version])
 
     served.run(go)
@@ -226,9 +232,9 @@ def test_a_bad_manifest_is_refused_and_the_old_weights_go_on_serving(served: Ser
 @pytest.mark.parametrize(
     ("key", "asked"),
     [
-        ("prompt", Request(rollout=5, prompt=[1] * 17, priority=0, max_tokens=4)),
+        ("prompt", short(5, prompt=encode_ids([1] * 17))),
         ("max_tokens", short(5, max_tokens=MAX_TOKENS + 1)),
-        ("prefix", short(5, max_tokens=2, prefix=[1, 2])),
+        ("prefix", short(5, max_tokens=2, prefix=(write_block([1, 2], [-1.0] * 2, None),))),
     ],
 )
 def test_a_request_without_room_is_refused_with_its_key(
@@ -285,14 +291,19 @@ def test_a_killed_process_is_lost_to_pending_and_later_calls(
 # Trainers -----------------------------------------------------------------------------------------
 
 TRAINERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "torch": (TRAINER, {"learning_rate": 1e-3, "temperature": 1.0, "correction": "token_tis"}),
+    "torch": (TRAINER, {"learning_rate": 1e-3, "temperature": 1.0, "correction": "token-tis"}),
     "scripted": (scripted.TRAINER, SCRIPTED),
 }
 
 
 def sample(rollout: int) -> Sample:
+    tokens = tokens_of(rollout)  # the scripted trainer looks at them
     return Sample(
-        rollout=rollout, prompt=[3, 4], tokens=[5, 6, 7], logprobs=[-3.0] * 3, advantage=1.0
+        rollout=rollout,
+        prompt=PROMPT,
+        output=(write_block(tokens, [-1.0] * len(tokens), None),),
+        segments=(TokenSegment(len(tokens), is_policy=True),),
+        advantage=1.0,
     )
 
 

@@ -25,11 +25,12 @@ def remote(role: Callable[..., R], handle: Handle) -> R:
 
 def _caller(handle: Handle, method: Any) -> Callable[..., Awaitable[Any]]:
     """Return what calls one method, its arguments in the order and its result of the type that it declares."""
-    signature, returns = inspect.signature(method), get_type_hints(method)["return"]
+    name, signature = method.__name__, inspect.signature(method)
+    returns = get_type_hints(method)["return"]
 
     def call(*arguments: object, **named: object) -> Awaitable[Any]:
-        if named:
+        if named:  # binding takes longer than the rest of a call
             arguments = signature.bind(None, *arguments, **named).args[1:]
-        return handle.call(method.__name__, *arguments, returns=returns)
+        return handle.call(name, *arguments, returns=returns)
 
     return call

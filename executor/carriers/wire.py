@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import cache
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -39,8 +38,11 @@ def encode(value: object) -> msgspec.Raw:
 
 def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
     """Return what `encode` was given, or what a frame carried, as a `kind`."""
-    decoded: T = _decoder(kind).decode(data)  # type: ignore[arg-type]  # mypy takes no type for hashable
-    return decoded
+    decoder = _DECODERS.get(kind)
+    if decoder is None:
+        decoder = _DECODERS[kind] = msgspec.msgpack.Decoder(kind)
+    value: T = decoder.decode(data)
+    return value
 
 
 def encode_frame(message: object) -> bytes:
@@ -67,8 +69,5 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-
-
-@cache
-def _decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
-    return msgspec.msgpack.Decoder(kind)
+_DECODERS: dict[object, msgspec.msgpack.Decoder[Any]] = {}
+"""By what they decode; making one takes longer than decoding with it."""

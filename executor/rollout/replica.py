@@ -33,7 +33,8 @@ class Replica:
     async def generate(self, command: Generate) -> Generated:
         """Generate a rollout, and put what was made of it into the buffer."""
         with self._buffer.hold([command.rollout]) as (buffered,):
-            completion = await self._worker.generate(self._buffer.request(command))
+            request = self._buffer.request(command)
+            completion = await self._worker.generate(request)
             num_tokens = buffered.add(completion)
         return Generated(
             command.rollout,
