@@ -92,6 +92,7 @@ HARDWARE = st.fixed_dictionaries(
         "rollout.start_time": st.sampled_from(["0 s", "700 ms"]),
         "trainer.data_parallel": st.sampled_from([1, 2]),
         "trainer.micro_batch": st.integers(1, 3),
+        "trainer.start_time": st.sampled_from(["0 s", "3 s"]),
         "verifier.time": st.sampled_from(["0 s", "30 ms", "2 s"]),
         "verifier.workers": st.integers(1, 3),
     }

@@ -14,6 +14,7 @@ from streamrl.engine.messages import (
     LoadWeights,
     PushWeights,
     ReplicaLost,
+    RunStarted,
     SaveCheckpoint,
     Skip,
     StartReplica,
@@ -213,6 +214,14 @@ def test_a_lost_leader_begins_again_at_its_checkpoint_and_replicas_load_that() -
     assert not of(Stop, again)
     commands = s.tell(WeightsPushed(2, 1))
     assert [load.version for load in of(LoadWeights, commands)] == [2, 2]
+
+
+def test_a_trainer_that_is_lost_while_it_comes_up_is_started_once_more() -> None:
+    s = script()
+    started = of(StartTrainer, s.tell(RunStarted(0, 0)))
+    assert not of(StartTrainer, s.tell(TrainerLost(LEADER, "gone")))
+    commands = s.tell(Failed(started[0], "gone"))
+    assert of(StartTrainer, commands) == started and not of(Stop, commands)
 
 
 def test_a_leader_that_is_lost_too_often_stops_the_run() -> None:

@@ -366,12 +366,10 @@ class State:
     def _fail_trainer(self, command: TrainerCommand, reason: str) -> None:
         """Enter that a trainer's work failed, unless it is lost; one that follows goes on without it."""
         trainer = self.trainers[command.trainer]
-        if trainer.command != command:
-            return
-        trainer.retire(f"{type(command).__name__}: {reason}")
+        trainer.end_failed(f"{type(command).__name__}: {reason}")
         self._count_unready()
         if trainer.leads:
-            self.failure = trainer.failure
+            self.failure = self.failure or trainer.failure
 
     def _break_off(self, command: Command) -> None:
         """Enter the end of a command whose failure no retry mends."""

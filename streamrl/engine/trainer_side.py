@@ -49,7 +49,9 @@ class TrainerSide:
     checkpoint_version: int = 0
     is_ready: bool = False
     command: TrainerCommand | None = None
-    """What it does now."""
+    """What it does now, or did when it was lost, until that has failed."""
+    is_lost: bool = False
+    """Whether it is gone and what it did has yet to fail: before that nothing takes its place."""
     num_lost: int = 0
     """How often it was lost."""
     failure: str | None = None
@@ -172,7 +174,7 @@ class TrainerSide:
         for group in (*begun, *line):
             self.line.add(group)
         self.is_ready = False
-        self.command = None
+        self.is_lost = self.command is not None
         self.num_lost += 1
         self.pace.forget()
         num_steps = self.version - self.checkpoint_version
@@ -183,8 +185,12 @@ class TrainerSide:
         self.num_trained -= taken_back
         return num_steps
 
-    def retire(self, reason: str) -> None:
-        """Enter that it can do nothing any more."""
+    def end_failed(self, reason: str) -> None:
+        """Enter that what it did has failed: it can do nothing any more, unless it was lost and begins again."""
+        if self.is_lost:
+            self.is_lost = False
+            self.command = None
+            return
         self.failure = reason
         self.is_ready = False
         self.command = None
