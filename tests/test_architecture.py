@@ -269,6 +269,17 @@ def test_both_worlds_hand_commands_over_in_the_same_order_by_the_same_names() ->
     assert cases(simulated["start"]) == cases(real["_do"])
 
 
+@pytest.mark.parametrize(("world", "watchers"), [("SimWorld", {"_run"}), ("RealWorld", {"emit"})])
+def test_a_command_is_carried_out_without_a_look_at_the_engines_state(
+    world: str, watchers: set[str]
+) -> None:
+    """What watches a run, and ends it, may look."""
+    simulated, real = both("world", "SimWorld", "RealWorld")
+    methods = {"SimWorld": simulated, "RealWorld": real}[world]
+    looking = {name for name, body in methods.items() if ".engine.state" in ast.unparse(body)}
+    assert looking == watchers
+
+
 def cases(function: ast.AST) -> list[str]:
     """Return the classes that a function matches, in order."""
     found = (node for node in ast.walk(function) if isinstance(node, ast.MatchClass))
