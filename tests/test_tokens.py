@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.bench_handover import STEPS, measure_handover
 from executor.buffer import RolloutBuffer
 from executor.prompts import PromptWorkload
 from executor.samples import Completion
@@ -243,3 +244,8 @@ def test_what_replicas_finished_before_they_died_is_trained_on_and_not_made_agai
     made = [entry.event.rollout for entry in entries if isinstance(entry.event, Generated)]
     trained = [c for entry in entries for c in entry.commands if isinstance(c, Train)]
     assert made.count(first[0]) == 1 and first[0] in trained[0].rollouts
+
+
+def test_the_benchmark_of_the_handover_runs_and_measures_every_step() -> None:
+    steps = measure_handover(10)
+    assert len(steps) == STEPS and min(steps) > 0
