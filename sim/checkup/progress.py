@@ -58,7 +58,7 @@ def _should_be_simulated(run: Run) -> bool:
 class Losses(NamedTuple):
     """What a whole run loses on average, of the two that each stop it beyond `policies.max_restarts`."""
 
-    count: float
+    mean: float
     what: str
 
 
@@ -120,7 +120,7 @@ def _more_restarts(run: Run) -> Iterator[Changes]:
 
 def _enough_restarts(step_time: float) -> Fix:
     def candidates(run: Run) -> Iterator[Changes]:
-        mean = expected_losses(run, step_time).count
+        mean = expected_losses(run, step_time).mean
         yield {"policies.max_restarts": ceil(mean + 3 * sqrt(mean))}  # of a Poisson count, 3 sigma
 
     return Fix(candidates, "raise policies.max_restarts")
