@@ -90,7 +90,11 @@ class Served:
         return Manifest(version=self.version, buckets=self.buckets)
 
 
-@pytest.fixture(scope="module", params=[(k, c) for k in (*ENGINES, "scripted") for c in CARRIERS])
+@pytest.fixture(
+    scope="module",
+    params=[(kind, carrier) for kind in (*ENGINES, "scripted") for carrier in CARRIERS],
+    ids="-".join,
+)
 def served(
     request: pytest.FixtureRequest,
     model: Path,

@@ -9,6 +9,7 @@ import pytest
 
 from sim.checkup import rehearsal
 from sim.checkup.checkup import check_up
+from sim.checkup.progress import expected_losses
 from streamrl.doctor.changes import changed
 from streamrl.engine.engine import Engine
 from streamrl.engine.messages import Command
@@ -69,6 +70,16 @@ def test_restarts_that_last_for_a_rehearsal_but_not_for_the_run_are_warned_of() 
     finding = bad(doctor(changes).findings)["restarts"]
     assert "policies.max_restarts=4 stops the run" in finding.text
     assert "restarts" not in bad(doctor({**changes, **finding.changes}).findings)
+
+
+def test_losses_of_a_trainer_larger_than_the_replicas_are_warned_of_and_mended() -> None:
+    failures = {"per_gpu_day": 1.0, "trainers": True}
+    changes = {"failures": failures, "policies.max_restarts": 100}
+    run = full_run(changes)
+    whole = 101 / run.trainer.num_gpus * 86_400 / run.algorithm.steps
+    assert expected_losses(run, whole) == pytest.approx((101, "times the trainer"))
+    replicas_alone = full_run({**changes, "failures": {"per_gpu_day": 1.0}})
+    assert expected_losses(replicas_alone, whole).what == "replicas"
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from streamrl.engine.messages import (
     WeightsPushed,
 )
 from streamrl.engine.policies.staleness import BEHIND, FAILED
+from streamrl.engine.systems import PASSES_PER_COMMAND, rollouts_that_fill
 from streamrl.engine.trainer_side import LEADER, ROLLED_BACK
 from streamrl.record.trace import Trace, replay
 from streamrl.runfile.errors import RunError
@@ -79,6 +80,12 @@ def alone(changes: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in changes.items() if key != "followers"}
 
 
+def most_told(trace: Trace, trainer: int) -> int:
+    """Return the most rollouts that a trainer was told to train on at once."""
+    told = (train for entry in trace.entries for train in of(Train, entry.commands))
+    return max(len(train.rollouts) for train in told if train.trainer == trainer)
+
+
 # Side by side -------------------------------------------------------------------------------------
 
 
@@ -100,6 +107,18 @@ def test_a_slow_follower_never_delays_the_leader_nor_another_and_its_losses_are_
     assert {s.trainer for s in skipped} == {2}
     assert slow.lost[BEHIND] == 2 * len(skipped)
     assert replay(trace) is None
+
+
+def test_a_follower_is_told_to_work_in_portions_of_its_own_however_the_leader_trains() -> None:
+    follower = {**SLOW, "algorithm": {"name": "reinforce++", "prompts_per_step": 12}}
+    changes = {**THREE, "followers": [follower], "trainer.micro_batch": 1}
+    most = {
+        system: most_told(checked_world(small_run({**changes, **named})).run(), 1)
+        for system in ("stream-sync", "disaggregated", "one-step-async")
+        for named in ({"policies.system": system},)
+    }
+    fill = small_run(changes).as_seen_by(1)
+    assert set(most.values()) == {PASSES_PER_COMMAND * rollouts_that_fill(fill)}
 
 
 def test_every_trainer_makes_its_steps_of_its_own_batches() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from executor.carriers.placement import Place, Placement
 from streamrl.runfile.config import Run
 from streamrl.runfile.pools import most_replicas
+from streamrl.runfile.sides import Side, sides_of
 from tests.runs import small_run
 
 Gpus = tuple[int, ...]
@@ -133,3 +134,11 @@ def test_whatever_comes_and_goes_no_gpu_is_taken_twice_and_all_that_fit_find_a_p
         taken = [(place.node, gpu) for place in places for gpu in place.gpus]
         assert len(taken) == len(set(taken)) == degree * len(living) + trainer_degree
         assert all(node < nodes and gpu < gpus_per_node for node, gpu in taken)
+
+
+def test_replicas_are_added_beside_sides_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_on(2, 4, rollout__replicas=1, rollout__tensor_parallel=2)
+    before = most_replicas(run)
+    others = [*sides_of(run), Side("judge", cast(Any, "judge"), "here", 2)]
+    monkeypatch.setattr("streamrl.runfile.pools.sides_of", lambda run: others)
+    assert most_replicas(run) == before - 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil, sqrt
 from pathlib import Path
+from typing import NamedTuple
 
 from sim.checkup.rehearsal import Rehearsal
 from sim.failures import SECONDS_PER_DAY
@@ -28,7 +29,7 @@ MOST_TRIALS = 6
 
 
 def find(run: Run, rehearsal: Rehearsal, metrics: Metrics | None) -> Iterator[Finding]:
-    """Find that a run is refused, is stuck, goes in circles or stops, or will lose more replicas than it replaces."""
+    """Find that a run is refused, is stuck, goes in circles or stops, or will lose more than it replaces."""
     if rehearsal.refusal and _should_be_simulated(run):
         text = f"simulate refuses it: {rehearsal.refusal}"
         yield Finding(level="error", topic="run file", name="refused", text=text)
@@ -54,18 +55,30 @@ def _should_be_simulated(run: Run) -> bool:
     return has_files and mean_lengths(run) is not None and not any(map(is_error, diagnose(run)))
 
 
-def expected_losses(run: Run, step_time: float) -> float:
-    """Return the replicas that a whole run loses on average."""
+class Losses(NamedTuple):
+    """What a whole run loses on average, of the two that each stop it beyond `policies.max_restarts`."""
+
+    mean: float
+    what: str
+
+
+def expected_losses(run: Run, step_time: float) -> Losses:
+    """Return the losses of replicas, or of the trainer that leads where there are more of them."""
     days = run.algorithm.steps * step_time / SECONDS_PER_DAY
-    return run.failures.per_gpu_day * run.rollout.num_gpus * days
+    of_a_gpu = run.failures.per_gpu_day * days
+    replicas = Losses(of_a_gpu * run.rollout.num_gpus, "replicas")
+    if not run.failures.trainers:
+        return replicas
+    trainer = Losses(of_a_gpu * run.trainer.num_gpus, "times the trainer")
+    return max(replicas, trainer)
 
 
 def _find_losses(run: Run, metrics: Metrics) -> Iterator[Finding]:
-    losses, most = expected_losses(run, metrics.mean_step_time), run.policies.max_restarts
+    (losses, what), most = expected_losses(run, metrics.mean_step_time), run.policies.max_restarts
     if losses > most:
         text = (
             f"at {run.failures.per_gpu_day:g} failures of a GPU in a day {run.algorithm.steps} steps lose "
-            f"{losses:,.3g} replicas, but policies.max_restarts={most} stops the run at about step "
+            f"{losses:,.3g} {what}, but policies.max_restarts={most} stops the run at about step "
             f"{int(run.algorithm.steps * most / losses):,}"
         )
         yield _finding("warning", "restarts", text)
@@ -107,7 +120,7 @@ def _more_restarts(run: Run) -> Iterator[Changes]:
 
 def _enough_restarts(step_time: float) -> Fix:
     def candidates(run: Run) -> Iterator[Changes]:
-        mean = expected_losses(run, step_time)
+        mean = expected_losses(run, step_time).mean
         yield {"policies.max_restarts": ceil(mean + 3 * sqrt(mean))}  # of a Poisson count, 3 sigma
 
     return Fix(candidates, "raise policies.max_restarts")

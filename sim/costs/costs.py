@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
+from typing import assert_never
 
 from sim.costs.cache_transfer import CacheTransfer
 from sim.costs.colocation import PhaseChange
@@ -139,12 +140,17 @@ class Costs:
 
 def _check_backend(run: Run) -> None:
     """Raise `RunError` where replicas generate in a way that `sim.replica` does not: a batch at a time."""
-    if run.rollout.backend == "static":
-        text = (
-            "rollout.backend 'static' can be executed only, as static batching is not simulated: "
-            "rollout.backend must be 'transformers' for seconds of generation"
-        )
-        raise RunError("rollout.backend", run.rollout.backend, OneOf(["transformers"]), text)
+    match run.rollout.backend:
+        case "transformers":
+            return
+        case "static":
+            text = (
+                "rollout.backend 'static' can be executed only, as static batching is not simulated: "
+                "rollout.backend must be 'transformers' for seconds of generation"
+            )
+            raise RunError("rollout.backend", run.rollout.backend, OneOf(["transformers"]), text)
+        case _:
+            assert_never(run.rollout.backend)
 
 
 def _with_machine(costs: Costs, machine: MachineCosts) -> Costs:

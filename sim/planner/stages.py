@@ -28,7 +28,7 @@ from sim.planner.layouts import (
     fitting_trainers,
     holds_rollouts,
 )
-from streamrl.engine.systems import most_per_command
+from streamrl.engine.systems import choose_system, most_per_command
 from streamrl.runfile.config import Run
 from streamrl.workload.workload import Draw, SimulatedWorkload
 
@@ -212,7 +212,7 @@ class Stages:
 
 def _passes_time(run: Run, costs: TrainingCosts, batch: list[int]) -> float:
     """Add up the passes that the trainer is told to make for a batch that waits for it."""
-    seconds, most = 0.0, most_per_command(run)
+    seconds, most = 0.0, most_per_command(run, choose_system(run.policies).streaming)
     for start in range(0, len(batch), most):
         lengths, follows = batch[start : start + most], start > 0
         if run.algorithm.needs_score:

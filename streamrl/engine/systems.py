@@ -204,9 +204,9 @@ def _order(name: OrderName) -> Order:
 def _streaming(run: Run, trainer: int, name: StreamingName) -> Policy:
     match name:
         case "stream":
-            return Stream(trainer, rollouts_that_fill(run), most_per_command(run))
+            return Stream(trainer, rollouts_that_fill(run), most_per_command(run, name))
         case "whole-batch":
-            return WholeBatch(trainer, most_per_command(run))
+            return WholeBatch(trainer, most_per_command(run, name))
         case _:
             assert_never(name)
 
@@ -282,11 +282,15 @@ def _latency(policies: PoliciesConfig, wanted_by: str) -> Latency:
     return Latency(policies.latency)
 
 
-def most_per_command(run: Run) -> int:
+def most_per_command(run: Run, streaming: StreamingName) -> int:
     """Return the rollouts that the trainer is at most told to work on at once."""
-    if choose_system(run.policies).streaming == "stream":
-        return PASSES_PER_COMMAND * rollouts_that_fill(run)
-    return run.algorithm.rollouts_per_step
+    match streaming:
+        case "stream":
+            return PASSES_PER_COMMAND * rollouts_that_fill(run)
+        case "whole-batch":
+            return run.algorithm.rollouts_per_step
+        case _:
+            assert_never(streaming)
 
 
 def rollouts_that_fill(run: Run) -> int:

@@ -35,7 +35,7 @@ def most_replicas(run: Run) -> int:
     num_gpus = run.cluster.pools[pool].num_gpus
     for side in sides_of(run):
         takes_turns = side.kind == "trainer" and not side.trainer and run.shares_gpus
-        if side.pool == pool and side.kind in ("trainer", "verifier") and not takes_turns:
+        if side.pool == pool and side.kind not in ("rollout", "shared") and not takes_turns:
             num_gpus -= side.num_gpus
     return num_gpus // run.rollout.tensor_parallel
 
