@@ -116,9 +116,10 @@ class RunDirectory:
         """Add a line to metrics.jsonl."""
         self._metrics.write(json.dumps(figures) + "\n")
 
-    def roll_back(self, version: int, time: float) -> None:
-        """Add a line to metrics.jsonl: the steps after `version` are taken back, and will be made again."""
-        self.write_step({"rolled_back_to": version, "time": time})
+    def roll_back(self, time: float) -> None:
+        """Add a line to metrics.jsonl: the steps after the newest checkpoint are taken back, and will be made again."""
+        saved = self.newest_checkpoint()
+        self.write_step({"rolled_back_to": saved.version if saved else 0, "time": time})
 
     def write_rollout(
         self, rollout: int, buffered: BufferedRollout, text: str, facts: dict[str, Any]

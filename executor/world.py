@@ -272,7 +272,7 @@ class RealWorld(World[Trace]):
         if self._has_trainer:
             self._has_trainer = False
             self.emit(TrainerLost(trainer_id, reason))
-            self._directory.roll_back(self.engine.version, self.now)
+            self._directory.roll_back(self.now)
 
     def _end_task(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -170,8 +170,8 @@ def test_what_a_follower_has_no_room_for_is_given_up_oldest_first() -> None:
         skipped += of(Skip, drawn)
         drawn += [c for e in (WeightsPushed(version + 1, 1),) for c in s.tell(e)]
         drawn += s.tell(*(WeightsLoaded(r, version + 1, 1.0) for r in (0, 1)))
-    assert [(skip.group, skip.trainer) for skip in skipped] == [(g, 1) for g in range(1, 7)]
-    assert s.state.trainers[1].lost == {BEHIND: 12}
+    assert [(skip.group, skip.trainer) for skip in skipped] == [(g, 1) for g in range(1, 6)]
+    assert s.state.trainers[1].lost == {BEHIND: 10}
 
 
 def both(backlog: int, steps: int = 5) -> Script:

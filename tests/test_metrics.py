@@ -135,10 +135,10 @@ def test_figures_are_the_leaders_and_each_trainer_has_its_own() -> None:
     assert metrics.step_times == [2, 4, 6] and metrics.num_steps == 3
     assert metrics.staleness == {0: 1, 1: 2} and metrics.dropped == {}
     leader, second = metrics.trainers
-    assert (leader.name, leader.num_steps, leader.step_time) == ("trainer", 3, 4)
+    assert (leader.name, leader.num_steps, leader.mean_step_time) == ("trainer", 3, 4)
     assert (leader.trained, leader.goodput, leader.lost) == (3, 300 / 12, {})
     assert leader.staleness == metrics.staleness
-    assert (second.name, second.num_steps, second.step_time) == ("second", 1, 10)
+    assert (second.name, second.num_steps, second.mean_step_time) == ("second", 1, 10)
     assert (second.trained, second.goodput) == (2, 200 / 10)
     assert second.lost == {"the trainer was behind": 1}
 

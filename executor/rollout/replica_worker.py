@@ -103,13 +103,12 @@ class ReplicaWorker(ReplicaRole):
             await self._withdraw(attempt)
 
     async def load(self, manifest: Manifest, drain: bool) -> float:
-        """Serve the manifest's weights from the next token on, and return the seconds of the load.
+        """Serve the manifest's weights from the next token on, and return the seconds it stood still for that.
 
-        Nothing is admitted from this call on until the weights are in place, so what is sent after
-        a load starts under what it brings. The seconds are those in which the replica stood still
-        for it. With `drain` the running rollouts end first. Without it, rollouts in flight wait only for the copy and go on with
-        the KV they have, which the old weights computed. Buckets are read and checked before any
-        parameter changes: a bad manifest raises `ValueError` and the old weights go on serving.
+        Nothing is admitted from this call on until the weights are in place, so what is sent after a load starts
+        under what it brings. With `drain` the running rollouts end first. Without it, rollouts in flight wait only
+        for the copy and go on with the KV they have, which the old weights computed. Buckets are read and checked
+        before any parameter changes: a bad manifest raises `ValueError` and the old weights go on serving.
         """
         self._num_loads += 1
         try:

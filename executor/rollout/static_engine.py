@@ -139,10 +139,15 @@ class StaticEngine:
             raise RuntimeError(f"static batching is not running: {self._end}") from self._end
 
     def _begin(self) -> None:
-        if self._rows and self._batch is None:
-            rows = list(self._rows.values())
-            self._batch = _Batch(self._model, rows, self._settings.temperature)
-            self._generating = asyncio.create_task(self._generate(self._batch))
+        if not self._rows or self._batch is not None:
+            return
+        try:
+            batch = _Batch(self._model, list(self._rows.values()), self._settings.temperature)
+        except Exception as error:
+            self._break(error)
+            return
+        self._batch = batch
+        self._generating = asyncio.create_task(self._generate(batch))
 
     async def _generate(self, batch: _Batch) -> None:
         """Make token after token until the batch is over."""
@@ -158,15 +163,19 @@ class StaticEngine:
         try:
             await asyncio.to_thread(batch.make_token, self._random)
         except Exception as error:
-            failure = RuntimeError(f"static batching failed: {error}")
-            failure.__cause__ = error
-            self._fail(failure)
+            self._break(error)
             return
         for row in self._take([run for run, row in self._rows.items() if self._has_ended(row)]):
             row.on_end(row.so_far)
 
     def _has_ended(self, row: _Row) -> bool:
         return len(row.tokens) >= row.max_new_tokens or row.tokens[-1] in self.end_tokens
+
+    def _break(self, error: Exception) -> None:
+        """End for good by what went wrong in the batch."""
+        failure = RuntimeError(f"static batching failed: {error}")
+        failure.__cause__ = error
+        self._fail(failure)
 
     def _fail(self, error: RuntimeError) -> None:
         self._end = self._end or error

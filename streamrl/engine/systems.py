@@ -153,7 +153,7 @@ def _follow(run: Run, trainer: int) -> Iterator[Policy]:
     backlog = run.followers[trainer - 1].backlog
     yield CheckpointEvery(trainer, run.execute.checkpoint_every)
     yield TakeInLine(trainer)
-    yield BoundedBacklog(trainer, backlog * seen.algorithm.prompts_per_step)
+    yield BoundedBacklog(trainer, backlog * run.algorithm.prompts_per_step)
     yield _streaming(seen, trainer, "stream")
 
 

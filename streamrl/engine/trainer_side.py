@@ -129,10 +129,11 @@ class TrainerSide:
         self.batch.begin(command)
 
     def come_up(self, version: int) -> None:
-        """Enter that it is ready, at a version that it was told."""
+        """Enter that it is ready, at the version that it was told."""
+        if version != self.version:
+            raise ValueError(f"trainer {self.id} came up at {version}, expected {self.version}")
         self.command = None
         self.is_ready = True
-        self.version = version
 
     def end_work(self, event: Scored | Trained, now: float) -> None:
         """Enter that forward passes are done, or that a gradient is accumulated."""

@@ -62,8 +62,9 @@ class TrainerMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     num_steps: int
-    step_time: float | None
-    """Median seconds of a step, the warm-up left out; None where it made none."""
+    mean_step_time: float | None
+    """Mean seconds of a step, the warm-up left out; None where it made none. Steps of a trainer that follows come in
+    bursts, as groups do, so their median says little."""
     trained: int
     """Rollouts that its steps were made of."""
     goodput: float
@@ -171,16 +172,16 @@ def num_warm_up(run: Run, trainer: TrainerFlow) -> int:
 def _trainers(run: Run, flow: Flow) -> Iterator[TrainerMetrics]:
     """Yield the figures of every trainer, each over its own time."""
     for name, trainer in zip(trainer_names(run), flow.trainers, strict=True):
-        step_time, goodput = None, 0.0
+        mean_step_time, goodput = None, 0.0
         if trainer.stepped_at:
             warm_up = num_warm_up(run, trainer)
             began = trainer.stepped_at[warm_up - 1] if warm_up else 0.0
-            step_time = median(trainer.step_times()[warm_up:])
+            mean_step_time = _mean(trainer.step_times()[warm_up:])
             goodput = flow.num_tokens(trainer.trained[warm_up:]) / (trainer.stepped_at[-1] - began)
         yield TrainerMetrics(
             name=name,
             num_steps=len(trainer.stepped_at),
-            step_time=step_time,
+            mean_step_time=mean_step_time,
             trained=sum(map(len, trainer.trained)),
             goodput=goodput,
             staleness=dict(sorted(trainer.staleness.items())),

@@ -176,9 +176,14 @@ def _summary(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
 
 def _trainer_rows(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
     """Yield a row for each trainer: its seconds a step, and what it made of the rollouts."""
-    yield "trainers", str(len(metrics.trainers)), "the first leads: figures above are its own"
+    yield (
+        "trainers",
+        str(len(metrics.trainers)),
+        "the first leads: steps and tokens above are its own, dollars those of all GPUs",
+    )
     for trainer in metrics.trainers:
-        step_time = "-" if trainer.step_time is None else format_duration(trainer.step_time)
+        seconds = trainer.mean_step_time
+        step_time = "-" if seconds is None else format_duration(seconds)
         parts = [f"{trainer.num_steps:,} steps", f"{trainer.trained:,} rollouts trained"]
         parts += [f"{format_count(trainer.goodput)} tokens/s"]
         parts += [f"staleness {_mean_staleness(trainer.staleness)}"]

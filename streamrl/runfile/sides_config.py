@@ -105,7 +105,8 @@ class FollowerConfig(TrainerConfig, frozen=True, kw_only=True):
     """What reports call it."""
     algorithm: AlgorithmChanges = AlgorithmChanges()
     backlog: int = 2
-    """Batches of its own of complete groups that may wait for it; the oldest beyond are lost to it, and counted."""
+    """Batches of the leader's of complete groups that may wait for it, as groups come in such bursts; the oldest
+    beyond are lost to it, and counted."""
 
 
 class VerifierConfig(Section, frozen=True, kw_only=True):
