@@ -40,6 +40,7 @@ from executor.samples import Completion, Manifest, Request, Sample
 from executor.tokens import TokenBlock, TokenSegment, write_block
 from executor.trainer.estimator import AdvantageEstimator
 from executor.trainer.trainer import Trainer
+from executor.transfer.transfer import Transfer
 from executor.verifier.verifier import Verifier
 from executor.world import RealWorld
 from streamrl.engine.messages import (
@@ -352,6 +353,7 @@ async def measure_all(num_tokens: int) -> list[float]:
                 InstantLauncher(directory, num_tokens),  # type: ignore[arg-type]  # of other roles
                 RolloutBuffer(run, PromptWorkload(run, Tokenizer()), tokens),
                 Verifier("exact", run.verifier),
+                Transfer,
                 directory,
                 watch=watch,
             )

@@ -69,6 +69,7 @@ async def _execute(run: Run, resume: bool, watch: Watch) -> None:
     from executor.prompts import PromptWorkload, load_tokenizer
     from executor.record import RunDirectory
     from executor.tokens import decode_ids
+    from executor.transfer.transfer import Transfer
     from executor.verifier.verifier import Verifier
     from executor.world import RealWorld
 
@@ -86,6 +87,7 @@ async def _execute(run: Run, resume: bool, watch: Watch) -> None:
             Launcher(run, directory, claim_gpus(run)),
             RolloutBuffer(run, workload, tokens),
             verifier,
+            Transfer,
             directory,
             checkpoint,
             watch,

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from executor.samples import Completion, Manifest, Request, Sample
@@ -97,6 +99,10 @@ class VerifierRole(Protocol):
 
     def close(self) -> None:
         """End at once, whatever is under way."""
+
+
+Write = Callable[[int, Path], Awaitable[Manifest]]
+"""Writes the weights of a version to a directory: a trainer's `push`."""
 
 
 class TransferRole(Protocol):

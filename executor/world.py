@@ -15,11 +15,10 @@ from executor.buffer import RolloutBuffer
 from executor.carriers.handles import WorkerLostError
 from executor.carriers.launch import Launcher
 from executor.record import Checkpoint, RunDirectory
+from executor.roles import TransferRole, VerifierRole, Write
 from executor.rollout.replica import Replica
 from executor.trainer.estimator import AdvantageEstimator
 from executor.trainer.trainer import Trainer
-from executor.transfer.transfer import Transfer
-from executor.verifier.verifier import Verifier
 from streamrl.engine.engine import Engine
 from streamrl.engine.messages import (
     Abort,
@@ -69,7 +68,8 @@ class RealWorld(World[Trace]):
         engine: Engine,
         launcher: Launcher,
         buffer: RolloutBuffer,
-        verifier: Verifier,
+        verifier: VerifierRole,
+        make_transfer: Callable[[Write], TransferRole],
         directory: RunDirectory,
         resume_from: Checkpoint | None = None,
         watch: Callable[[Event, State, float], None] = lambda event, state, now: None,
@@ -84,7 +84,7 @@ class RealWorld(World[Trace]):
         self._replicas: dict[int, Replica] = {}
         estimator = AdvantageEstimator(trace.run.algorithm, buffer)
         self._trainer = Trainer(buffer, estimator, directory, lambda: self.now)
-        self._transfer = Transfer(self._trainer.push)
+        self._transfer = make_transfer(self._trainer.push)
         self._verifier = verifier
         self._has_trainer = False
         self._tasks: set[asyncio.Task[None]] = set()

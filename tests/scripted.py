@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from executor.buffer import RolloutBuffer
 from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
 from executor.prompts import PromptWorkload, Record
 from executor.record import RunDirectory
-from executor.roles import Scoring, VerifierRole
+from executor.roles import Scoring, TransferRole, VerifierRole, Write
+from executor.samples import Manifest
 from executor.world import RealWorld
+from streamrl.engine.messages import PushWeights, WeightsPushed
 from streamrl.engine.systems import build_policies, build_state
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
@@ -43,6 +46,35 @@ class ScriptedVerifier(VerifierRole):
 
     def close(self) -> None:
         pass
+
+
+class ScriptedTransfer(TransferRole):
+    """Brings nothing anywhere: what scripted trainers push has no bytes."""
+
+    def __init__(self, write: Write) -> None:
+        self._write = write
+        self.manifests: dict[int, Manifest] = {}
+        self._held: list[int] = []
+
+    async def push(self, command: PushWeights) -> WeightsPushed:
+        manifest = await self._write(command.version, Path(os.devnull))
+        self.manifests[command.version] = self.manifests.pop(command.version, manifest)
+        self._clear()
+        return WeightsPushed(command.version, manifest.num_bytes)
+
+    def hold(self, version: int) -> None:
+        self._held.append(version)
+
+    def release(self, version: int) -> None:
+        self._held.remove(version)
+        self._clear()
+
+    def stop(self) -> None:
+        self.manifests.clear()
+
+    def _clear(self) -> None:
+        kept = {*self._held, *list(self.manifests)[-1:]}
+        self.manifests = {v: m for v, m in self.manifests.items() if v in kept}
 
 
 class ScriptedLauncher:
@@ -122,7 +154,8 @@ def make_world(
         CheckedEngine(build_state(run), build_policies(run)),
         launcher,  # type: ignore[arg-type]
         RolloutBuffer(run, PromptWorkload(run, ScriptedTokenizer()), tokens),
-        verifier_class(),  # type: ignore[arg-type]
+        verifier_class(),
+        ScriptedTransfer,
         directory,
         checkpoint,
         **kwargs,

@@ -16,7 +16,7 @@ import pytest
 from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
 from executor.carriers.launch import REPLICA, TRAINER
 from executor.carriers.remote import remote
-from executor.roles import ReplicaRole, TrainerRole, TransferRole, VerifierRole
+from executor.roles import ReplicaRole, TrainerRole, TransferRole, VerifierRole, Write
 from executor.samples import Bucket, Completion, Manifest, Request, Sample
 from executor.tokens import TokenSegment, count_tokens, encode_ids, read_block, write_block
 from executor.transfer.shared_memory import write_buckets
@@ -377,7 +377,10 @@ def test_a_verifier_gives_rewards_and_refuses_a_record_that_nothing_can_be_held_
     asyncio.run(asyncio.wait_for(go(), timeout=60))
 
 
-def test_a_transfer_keeps_what_is_wanted_and_leaves_nothing(buckets: list[Bucket]) -> None:
+@pytest.mark.parametrize("kind", [Transfer, scripted.ScriptedTransfer])
+def test_a_transfer_keeps_what_is_wanted_and_leaves_nothing(
+    kind: Callable[[Write], TransferRole], buckets: list[Bucket]
+) -> None:
     found: list[Path] = []
 
     async def write(version: int, directory: Path) -> Manifest:
@@ -385,7 +388,7 @@ def test_a_transfer_keeps_what_is_wanted_and_leaves_nothing(buckets: list[Bucket
         return Manifest(version=version, buckets=buckets)
 
     async def go() -> None:
-        transfer: TransferRole = Transfer(write)
+        transfer = kind(write)
         num_bytes = sum(bucket.num_bytes for bucket in buckets)
         assert await transfer.push(PushWeights(1, 0)) == WeightsPushed(1, num_bytes)
         transfer.hold(1)
@@ -399,4 +402,4 @@ def test_a_transfer_keeps_what_is_wanted_and_leaves_nothing(buckets: list[Bucket
         transfer.stop()
 
     asyncio.run(go())
-    assert not found[0].exists()
+    assert not found[0].is_dir()

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from pathlib import Path
 
-from executor.roles import TransferRole
+from executor.roles import TransferRole, Write
 from executor.samples import Manifest
 from executor.transfer.shared_memory import remove_version, shared_directory
 from streamrl.engine.messages import PushWeights, WeightsPushed
-
-Write = Callable[[int, Path], Awaitable[Manifest]]
-"""Writes the weights of a version to a directory: a trainer's `push`."""
 
 
 class Transfer(TransferRole):
