@@ -123,6 +123,15 @@ def test_a_trace_whose_events_do_not_follow_is_measured_or_refused_in_a_line(
             assert found is not None
 
 
+@pytest.mark.parametrize("run", [None, [], {"workload": None}, {"algorithm": []}])
+def test_an_old_header_without_a_run_is_refused_in_a_line(tmp_path: Path, run: object) -> None:
+    header = json.loads((DATA / "lossy" / "trace.jsonl").open().readline())
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps({**header, "run": run}) + "\n")
+    with pytest.raises(ValueError, match="trace.jsonl:1: not a trace header"):
+        read_trace(path)
+
+
 def test_a_trace_of_no_known_format_is_refused(tmp_path: Path) -> None:
     header = json.loads((DATA / "lossy" / "trace.jsonl").open().readline())
     path = tmp_path / "trace.jsonl"

@@ -191,7 +191,7 @@ def _read_run(path: Path, header: Header, is_old: bool) -> Run:
         if is_old:
             table = msgspec.json.encode(upgrade_run(msgspec.json.decode(table)))
         return decode_run(table)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, TypeError, AttributeError) as error:  # or no table at all
         raise ValueError(f"{path}:1: not a trace header: {error}") from None
 
 
