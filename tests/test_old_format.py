@@ -94,6 +94,44 @@ def test_what_is_no_old_trace_is_refused_in_a_line(tmp_path: Path, line: str, wo
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_value_of_the_wrong_kind_in_an_old_command_is_refused_in_a_line(tmp_path: Path) -> None:
+    header = (DATA / "lossy" / "trace.jsonl").open().readline()
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f'{header}[0.0,{{"type":"Woke","time":0}},[{{"type":"Take","group":[]}}]]\n')
+    with pytest.raises(ValueError, match="unhashable") as caught:
+        read_trace(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: str(path.relative_to(DATA)))
+@pytest.mark.parametrize("kind", ["Generated", "PromptsDrawn", "Stepped"])
+@pytest.mark.parametrize("copies", [0, 2], ids=["missing", "twice"])
+def test_a_trace_whose_events_do_not_follow_is_measured_or_refused_in_a_line(
+    tmp_path: Path, path: Path, kind: str, copies: int
+) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    at = next(number for number, line in enumerate(lines) if f'{{"type":"{kind}"' in line[:60])
+    lines[at : at + 1] = [lines[at]] * copies
+    damaged = tmp_path / "trace.jsonl"
+    damaged.write_text("".join(lines))
+    for look in (replay, measure):
+        try:
+            found = look(read_trace(damaged))
+        except ValueError as error:
+            assert "\n" not in str(error)
+        else:
+            assert found is not None
+
+
+@pytest.mark.parametrize("run", [None, [], {"workload": None}, {"algorithm": []}])
+def test_an_old_header_without_a_run_is_refused_in_a_line(tmp_path: Path, run: object) -> None:
+    header = json.loads((DATA / "lossy" / "trace.jsonl").open().readline())
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps({**header, "run": run}) + "\n")
+    with pytest.raises(ValueError, match=":1: not a trace header"):
+        read_trace(path)
+
+
 def test_a_trace_of_no_known_format_is_refused(tmp_path: Path) -> None:
     header = json.loads((DATA / "lossy" / "trace.jsonl").open().readline())
     path = tmp_path / "trace.jsonl"

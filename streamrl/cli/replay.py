@@ -22,7 +22,10 @@ def replay(
     differing = 0
     for path in traces:
         trace = open_trace(path)
-        divergence = replay_trace(trace)
+        try:
+            divergence = replay_trace(trace)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
         differing += divergence is not None
         facts: dict[str, object] = {
             "trace": str(path),

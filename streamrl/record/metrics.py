@@ -18,7 +18,7 @@ from streamrl.engine.messages import (
 from streamrl.hardware.profiles import price_of
 from streamrl.record.attribution import Attribution, SidesAttribution, attribute_sides
 from streamrl.record.flow import Flow, TrainerFlow, read_flow
-from streamrl.record.trace import Trace
+from streamrl.record.trace import Trace, blaming_damage
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import sides_of, trainer_names
 
@@ -106,8 +106,22 @@ def measure(trace: Trace) -> Metrics:
     """Compute every figure of a trace.
 
     Raises:
+        ValueError: the trace has no finished step, or is damaged.
+    """
+    with blaming_damage(trace):
+        return _measure(trace)
+
+
+def measure_speed(trace: Trace) -> Speed:
+    """Compute the figures of a trace that steps and rollouts tell by themselves.
+
+    Raises:
         ValueError: the trace has no finished step.
     """
+    return _measure_speed(trace)[0]
+
+
+def _measure(trace: Trace) -> Metrics:
     speed, flow = _measure_speed(trace)
     shares, leader = attribute_sides(trace), flow.leader
     return Metrics(
@@ -125,15 +139,6 @@ def measure(trace: Trace) -> Metrics:
         tiers=_tiers(trace, shares),
         **msgspec.structs.asdict(speed),
     )
-
-
-def measure_speed(trace: Trace) -> Speed:
-    """Compute the figures of a trace that steps and rollouts tell by themselves.
-
-    Raises:
-        ValueError: the trace has no finished step.
-    """
-    return _measure_speed(trace)[0]
 
 
 def _measure_speed(trace: Trace) -> tuple[Speed, Flow]:

@@ -7,6 +7,7 @@ same run file and seed give the same bytes; `replay` feeds the events to a fresh
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -20,6 +21,9 @@ from streamrl.runfile.reading import decode_run, encode_run
 from streamrl.runfile.renamed import upgrade_run
 
 FORMAT = 2
+
+UNHEARD_OF = (LookupError, TypeError, ValueError, AttributeError, AssertionError)
+"""What speaking of rollouts, replicas or steps that were never begun is answered with."""
 
 T = TypeVar("T")
 
@@ -131,13 +135,43 @@ def read_trace(path: Path) -> Trace:
 
 
 def replay(trace: Trace) -> Divergence | None:
-    """Feed the recorded events to a fresh engine; return the first decision that differs, if any."""
+    """Feed the recorded events to a fresh engine; return the first decision that differs, if any.
+
+    Raises:
+        ValueError: naming the entry whose event cannot have happened after those before it.
+    """
     engine = build_engine(trace.run)
     for index, (time, event, recorded) in enumerate(trace.entries):
-        decided = engine.handle(event, time)
+        try:
+            decided = engine.handle(event, time)
+        except UNHEARD_OF as error:
+            name = type(event).__name__
+            raise ValueError(_say_damaged(index, f"{name} cannot follow: {error!r}")) from error
         if decided != recorded:
             return Divergence(index, recorded, decided)
     return None
+
+
+@contextmanager
+def blaming_damage(trace: Trace) -> Iterator[None]:
+    """Let what you read out of a trace fail with a line where the trace is damaged, and as it does where it is not.
+
+    Raises:
+        ValueError: naming the entry that does not follow from those before it.
+    """
+    try:
+        yield
+    except UNHEARD_OF as error:
+        if isinstance(error, ValueError):
+            raise
+        divergence = replay(trace)
+        if divergence is None:
+            raise
+        raise ValueError(_say_damaged(divergence.entry, "decided differently now")) from error
+
+
+def _say_damaged(entry: int, why: str) -> str:
+    return f"a damaged trace: entry {entry} does not follow from those before it: {why}"
 
 
 def _read_header(path: Path, line: bytes) -> Header:
@@ -157,7 +191,7 @@ def _read_run(path: Path, header: Header, is_old: bool) -> Run:
         if is_old:
             table = msgspec.json.encode(upgrade_run(msgspec.json.decode(table)))
         return decode_run(table)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, TypeError, AttributeError) as error:  # or no table at all
         raise ValueError(f"{path}:1: not a trace header: {error}") from None
 
 
@@ -166,8 +200,8 @@ def _read_old_entries(path: Path, lines: list[bytes], run: Run) -> list[Entry]:
     try:
         upgraded = upgrade_entries(raw, run.policies.learns_from_siblings)
         return [Entry(*entry) for entry in upgraded]
-    except (msgspec.MsgspecError, KeyError) as error:
-        raise ValueError(f"{path}: not a trace of format {OLD_FORMAT}: {error}") from None
+    except (msgspec.MsgspecError, *UNHEARD_OF) as error:
+        raise ValueError(f"{path}: not a trace of format {OLD_FORMAT}: {error!r}") from None
 
 
 def _read_entries(path: Path, lines: list[bytes], decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
