@@ -289,11 +289,28 @@ def test_a_follower_is_named_by_its_place_in_the_list() -> None:
         ({**QUICK, "algorithm": {"clip": -1.0}}, "trainer.1.algorithm.clip"),
         ({**QUICK, "backlogs": 1}, "trainer.1.backlogs"),
         ({**QUICK, "name": "trainer"}, "trainer.1.name"),
+        ({**QUICK, "name": "two\nlines"}, "trainer.1.name"),
+        ({**QUICK, "algorithm": {"correction": "token_tis"}}, "trainer.1.algorithm.correction"),
         ({**QUICK, "algorithm": {"group_size": 8}}, "trainer.1.algorithm.group_size"),
     ):
         with pytest.raises(RunError) as caught:
             small_run({**THREE, "followers": [change]})
         assert caught.value.key == key
+        assert ("renamed to 'token-tis'" in str(caught.value)) is key.endswith("correction")
+
+
+@pytest.mark.parametrize(
+    ("trainers", "line"),
+    [
+        ([], "trainer is an empty list, got []: it must hold a trainer"),
+        (["a"], "trainer.0 must be a table, got 'a'"),
+        ([{"pool": "near"}, 7], "trainer.1 must be a table, got 7"),
+    ],
+)
+def test_a_list_of_trainers_holds_tables(trainers: list[object], line: str) -> None:
+    with pytest.raises(RunError) as caught:
+        make_run({**make_table(), "trainer": trainers})
+    assert str(caught.value) == line
 
 
 def test_one_trainer_may_stand_in_a_list() -> None:

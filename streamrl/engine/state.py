@@ -270,13 +270,10 @@ class State:
         self.is_stopping = self.is_stopping or self.has_all_steps
 
     def _add_groups(self, event: PromptsDrawn) -> None:
-        if len(event.groups) > self.num_drawing or any(
-            g.group in self.groups for g in event.groups
-        ):
-            raise ValueError(
-                f"{len(event.groups)} groups drawn for step {event.step}, not asked for"
-            )
-        self.num_drawing -= len(event.groups)
+        num_groups, are_known = len(event.groups), any(g.group in self.groups for g in event.groups)
+        if are_known or num_groups > self.num_drawing:
+            raise ValueError(f"{num_groups} groups drawn for step {event.step}, not asked for")
+        self.num_drawing -= num_groups
         for drawn in event.groups:
             group = Group.draw(drawn, event.step, event.oldest_version, len(self.trainers))
             self.next_group = group.id + 1

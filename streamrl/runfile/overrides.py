@@ -47,7 +47,7 @@ def _enter(place: Any, part: str, path: str) -> Any:
 
 
 def _index(entries: list[Any], part: str, path: str) -> int:
-    if not (part.isascii() and part.isdigit()) or int(part) >= len(entries):
+    if part not in map(str, range(len(entries))):
         text = f"--set {path}: no entry {part!r} in a list of {len(entries)}"
         raise RunError(path, entries, list, text)
     return int(part)

@@ -101,9 +101,10 @@ def _check_trainer(run: Run, key: str, trainer: TrainerConfig) -> None:
 def _check_follower_names(run: Run) -> None:
     taken = {"rollout", "trainer", "verifier", "shared"}
     for number, follower in enumerate(run.followers, start=1):
-        if not follower.name.strip() or follower.name in taken:
+        name = follower.name
+        if not name or name != name.strip() or not name.isprintable() or name in taken:
             key = f"{trainer_key(number)}.name"
-            text = f"{key} must be a name that no other side has, got {follower.name!r}"
+            text = f"{key} must be a name on one line that no other side has, got {name!r}"
             raise RunError(key, follower.name, str, text)
         taken.add(follower.name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any, NamedTuple
 
 from streamrl.runfile.errors import OneOf, RunError, shown
@@ -26,6 +27,10 @@ RENAMED = (
 )
 
 
+OF_A_TRAINER = re.compile(r"trainer\.\d+\.(?=algorithm\.)")
+"""What stands before a key of `[algorithm]` where a trainer that follows changes it."""
+
+
 def renamed_key(key: str, value: object) -> RunError | None:
     """Return the error of a key that has another name now; None of any other."""
     for old in RENAMED:
@@ -36,9 +41,9 @@ def renamed_key(key: str, value: object) -> RunError | None:
 
 
 def renamed_value(key: str, value: object) -> RunError | None:
-    """Return the error of a value that has another name now; None of any other."""
+    """Return the error of a value that has another name now, of whichever trainer; None of any other."""
     for old in RENAMED:
-        if old.value is not None and (old.key, old.value) == (key, value):
+        if old.value is not None and (old.key, old.value) == (OF_A_TRAINER.sub("", key), value):
             text = f"{key} {value!r} was renamed to {old.now!r}"
             return RunError(key, value, OneOf([old.now]), text)
     return None

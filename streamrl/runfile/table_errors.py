@@ -39,6 +39,10 @@ def find_errors(table: object) -> Iterator[RunError]:
         text = "trainer is an empty list, got []: it must hold a trainer"
         yield RunError(TRAINER, [], Bounds(1), text)
         return
+    for trainer, entry in enumerate(table[TRAINER]):
+        if not isinstance(entry, dict):
+            yield from _errors(entry, FollowerConfig, f"{TRAINER}.{trainer}")
+            return
     leader, *followers = table[TRAINER]
     yield from _errors({**table, TRAINER: leader}, Run, "")
     for trainer, follower in enumerate(followers, start=1):
