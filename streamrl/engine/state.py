@@ -336,13 +336,11 @@ class State:
         self.pushing = None
         self.num_admitted -= num_steps * trainer.prompts_per_step
         if num_steps:
-            self.outlived = {
-                group.id: group for group in self.groups.values() if trainer.wants(group)
-            }
+            self.outlived = {n: g for n, g in self.groups.items() if trainer.wants(g)}
             self.fleet.fall_back(trainer.version)
 
     def _count_unready(self) -> None:
-        self.num_unready = sum(not trainer.is_ready for trainer in self.trainers)
+        self.num_unready = sum(not side.is_ready for side in self.trainers)
 
     def _fail(self, command: Command, reason: str) -> None:
         match command:
