@@ -31,7 +31,7 @@ from streamrl.engine.state import State
 from streamrl.engine.systems import SYSTEMS
 from streamrl.engine.trainer_side import ROLLED_BACK
 from streamrl.record.metrics import measure
-from streamrl.record.trace import Trace, read_trace, replay
+from streamrl.record.trace import Entry, Trace, read_trace, replay
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import WeightSyncName
 from tests.runs import make_table
@@ -317,3 +317,22 @@ def test_an_error_outside_of_commands_ends_the_run_and_reaches_the_caller(tmp_pa
             await world.run()
 
     asyncio.run(asyncio.wait_for(go(), timeout=30))
+
+
+def test_a_run_that_writes_its_trace_keeps_none_of_it_in_memory(tmp_path: Path) -> None:
+    run = real_run(tmp_path, algorithm__steps=2)
+    sizes = []
+
+    async def go() -> None:
+        world = make_world(run, {}, watch=lambda event, state, now: sizes.append(len(kept())))
+        world.trace = Trace(run, "real", {}, world._directory.trace_file, keeps_entries=False)
+
+        def kept() -> list[Entry]:
+            return world.trace.entries
+
+        await world.run()
+
+    asyncio.run(asyncio.wait_for(go(), timeout=60))
+    assert len(sizes) > 30 and set(sizes) == {0}
+    lines = (tmp_path / "run" / "trace.jsonl").read_bytes().splitlines()
+    assert len(lines) == len(sizes) + 2  # the header of the world's first trace, and the second's
