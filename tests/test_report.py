@@ -65,7 +65,7 @@ PREDICTED = Metrics(
         TrainerMetrics(
             name="trainer",
             num_steps=12,
-            step_time=90.0,
+            mean_step_time=90.0,
             trained=4000,
             goodput=40_000.0,
             staleness={0: 1000, 1: 3000},
