@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,7 @@ def make_world(
     resume: bool = False,
     launcher_class: type[ScriptedLauncher] = ScriptedLauncher,
     verifier_class: type[ScriptedVerifier] = ScriptedVerifier,
+    make_transfer: Callable[[Write], TransferRole] = ScriptedTransfer,
     tokens: Path | None = None,
     **kwargs: Any,
 ) -> RealWorld:
@@ -155,7 +157,7 @@ def make_world(
         launcher,  # type: ignore[arg-type]
         RolloutBuffer(run, PromptWorkload(run, ScriptedTokenizer()), tokens),
         verifier_class(),
-        ScriptedTransfer,
+        make_transfer,
         directory,
         checkpoint,
         **kwargs,

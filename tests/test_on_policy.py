@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from executor.carriers.handles import Handle, InProcess
 from executor.carriers.launch import TRAINER
+from executor.transfer.transfer import Transfer
 from streamrl.engine.messages import Train
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
@@ -63,7 +64,9 @@ def train(run: Run, model: Path) -> tuple[Trace, dict[str, torch.Tensor]]:
     """Run to the end; return the trace and the weights of the last version."""
 
     async def go() -> Trace:
-        world = make_world(run, {"model": str(model)}, launcher_class=RealTrainerLauncher)
+        options = {"model": str(model)}
+        launcher = RealTrainerLauncher
+        world = make_world(run, options, launcher_class=launcher, make_transfer=Transfer)
         return await world.run()
 
     trace = asyncio.run(asyncio.wait_for(go(), timeout=120))
