@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from streamrl.engine.messages import (
     Drop,
     Failed,
+    Generate,
     LoadWeights,
     PushWeights,
     ReplicaLost,
@@ -230,8 +231,10 @@ def test_a_lost_leader_begins_again_at_its_checkpoint_and_replicas_load_that() -
     commands = s.tell(TrainerStarted(LEADER, 2))
     assert of(PushWeights, commands) == [PushWeights(2, LEADER)]
     again = s.draw(commands)
-    assert not of(Stop, again)
+    assert not of(Stop, again) and not of(Generate, again)
     commands = s.tell(WeightsPushed(2, 1))
+    kinds = [type(c) for c in commands if isinstance(c, LoadWeights | Generate)]
+    assert kinds[:3] == [LoadWeights, LoadWeights, Generate], "replicas load before they go on"
     assert [load.version for load in of(LoadWeights, commands)] == [2, 2]
 
 
