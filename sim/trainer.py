@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 import simpy
 
+from sim.costs.trainer_costs import TrainerCosts
 from sim.surroundings import Surroundings
 from streamrl.engine.messages import (
     CheckpointSaved,
@@ -26,23 +27,6 @@ from streamrl.engine.messages import (
 )
 
 Work = Generator[simpy.Event, Any, None]
-
-
-class TrainerCosts(Protocol):
-    """Seconds of what a trainer does."""
-
-    @property
-    def optimizer_time(self) -> float:
-        """Seconds of gradient reduction and optimizer step."""
-        ...
-
-    def score_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
-        """Return the seconds of the forward passes that rollouts of these tokens need first."""
-        ...
-
-    def train_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
-        """Return the seconds of forward and backward passes over rollouts of these tokens."""
-        ...
 
 
 class Trainer:

@@ -10,10 +10,11 @@ import simpy
 
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_policies
+from sim.costs.trainer_costs import TrainerCosts
 from sim.failures import Failures
 from sim.replica import Replica
 from sim.surroundings import DrawnRollout, rollouts_of
-from sim.trainer import Trainer, TrainerCosts
+from sim.trainer import Trainer
 from sim.transfer import Transfer
 from sim.verifier import Verifier
 from streamrl.engine.messages import (

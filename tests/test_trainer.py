@@ -163,6 +163,16 @@ def distance(first: Weights, second: Weights) -> float:
     return math.sqrt(difference / sum(w.double().square().sum() for w in first.values()))
 
 
+def step_by_hand(model: Any, terms: list[torch.Tensor], loss_mean: str) -> float:
+    """Take one AdamW step on the mean of the terms of each rollout; return the norm of its gradient."""
+    means = torch.stack([term.mean() for term in terms])
+    loss: Any = torch.cat(terms).mean() if loss_mean == "token" else means.mean()
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0).step()
+    return float(norm)
+
+
 @pytest.mark.parametrize("loss_mean", ["token", "rollout"])
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
@@ -197,12 +207,8 @@ def test_the_step_is_that_of_the_written_out_loss(
         chosen = logprobs_of(model, sample)
         ratio = (chosen.detach() - torch.tensor(read_blocks(sample.output)[1])).exp().clamp(max=2.0)
         terms.append(-ratio * sample.advantage * chosen)
-    means = torch.stack([term.mean() for term in terms])
-    loss: Any = torch.cat(terms).mean() if loss_mean == "token" else means.mean()
-    loss.backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0).step()
-    assert figures["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    norm = step_by_hand(model, terms, loss_mean)
+    assert figures["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert distance(found, dict(model.state_dict())) < 1e-5
 
 
@@ -256,12 +262,8 @@ def test_what_a_tool_wrote_is_context_and_nothing_is_learned_from_it(
             gap = gap.sum().expand_as(gap)
         ratio = gap.exp() if correction == "none" else gap.exp().clamp(max=2.0)
         terms.append(-ratio * sample.advantage * chosen)
-    means = torch.stack([term.mean() for term in terms])
-    loss: Any = torch.cat(terms).mean() if loss_mean == "token" else means.mean()
-    loss.backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0).step()
-    assert figures["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    norm = step_by_hand(model, terms, loss_mean)
+    assert figures["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert figures["tokens"] == num_policy < sum(count_tokens(s.output) for s in samples)
     assert distance(found, dict(model.state_dict())) < 1e-5
 

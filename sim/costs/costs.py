@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import assert_never
 from sim.costs.cache_transfer import CacheTransfer
 from sim.costs.colocation import PhaseChange
 from sim.costs.curves import DecodeCurve, PrefillCurve, compose_decode
-from sim.costs.follower import FollowerCosts
 from sim.costs.inference import Shard
 from sim.costs.kernels import Kernels
-from sim.costs.machine import MachineCosts, MeasuredPrefill, MeasuredTraining
+from sim.costs.machine import MachineCosts, MeasuredPrefill
 from sim.costs.sync import SyncCosts
+from sim.costs.trainer_costs import FollowerCosts, TrainerCosts
 from sim.costs.training import TrainingCosts
 from streamrl.engine.systems import moves_caches
 from streamrl.hardware.memory import check_memory, kv_capacity, longest_sequence
@@ -26,15 +25,14 @@ from streamrl.runfile.errors import OneOf, RunError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
-    """Seconds, bytes and capacities of one run's hardware."""
+class Costs(TrainerCosts):
+    """Seconds, bytes and capacities of one run's hardware; as `TrainerCosts` those of the trainer that leads."""
 
     decode: DecodeCurve
     prefill: PrefillCurve | MeasuredPrefill
     kv_capacity: int
     """Tokens whose keys and values a replica holds."""
     sync: SyncCosts
-    training: TrainingCosts | MeasuredTraining
     cache_transfer: CacheTransfer
     rides_along: bool = False
     """Whether running rollouts make a token in a pass that prefills for others."""
@@ -46,8 +44,6 @@ class Costs:
     """Passes from the end of a rollout to the one that the next in the queue joins."""
     generation_factor: float = 1.0
     """Seconds of prefill are divided by it; those of `decode` are already."""
-    training_factor: float = 1.0
-    """Seconds of score, train and the optimizer step are divided by it."""
     followers: tuple[FollowerCosts, ...] = ()
     """Of the trainers that follow, in order."""
     provenance: dict[str, Provenance]
@@ -104,24 +100,6 @@ class Costs:
     def load_time(self) -> float:
         """Seconds in which a replica copies pushed weights into its GPUs."""
         return self.sync.load_time
-
-    @property
-    def optimizer_time(self) -> float:
-        """Seconds of gradient reduction and optimizer step."""
-        return self.training.optimizer_time / self.training_factor
-
-    def score_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
-        """Return the seconds of the forward passes that these rollouts (prompt + output tokens) need first.
-
-        `is_continued` says that the trainer comes from other passes without a break.
-        """
-        seconds = self.training.score_time(lengths, is_continued=is_continued)
-        return seconds / self.training_factor
-
-    def train_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
-        """Return the seconds of forward and backward passes over rollouts (prompt + output tokens)."""
-        seconds = self.training.train_time(lengths, is_continued=is_continued)
-        return seconds / self.training_factor
 
     @property
     def facts(self) -> dict[str, dict[str, float] | list[str]]:

@@ -49,8 +49,6 @@ class Group:
     oldest_version: int
     prompt_tokens: int
     rollouts: list[Rollout] = field(default_factory=list)
-    num_users: int = 1
-    """Trainers that may still train on it: the last one that does, or gives it up, lets it be forgotten."""
     is_dropped: bool = False
     num_missing: int = 0
     """Rollouts that are not ready yet."""
@@ -58,9 +56,9 @@ class Group:
     """Whether other lengths are expected of its rollouts than when it was drawn."""
 
     @classmethod
-    def draw(cls, drawn: DrawnGroup, step: int, oldest_version: int, num_users: int = 1) -> Group:
+    def draw(cls, drawn: DrawnGroup, step: int, oldest_version: int) -> Group:
         """Make a group, with its rollouts, as it was drawn for `step`."""
-        group = cls(drawn.group, step, oldest_version, drawn.prompt_tokens, num_users=num_users)
+        group = cls(drawn.group, step, oldest_version, drawn.prompt_tokens)
         group.num_missing = len(drawn.rollouts)
         group.rollouts = [
             Rollout(rollout, group, expected)

@@ -275,7 +275,7 @@ class State:
             raise ValueError(f"{num_groups} groups drawn for step {event.step}, not asked for")
         self.num_drawing -= num_groups
         for drawn in event.groups:
-            group = Group.draw(drawn, event.step, event.oldest_version, len(self.trainers))
+            group = Group.draw(drawn, event.step, event.oldest_version)
             self.next_group = group.id + 1
             self.groups[group.id] = group
             self.num_drawn += len(group.rollouts)
@@ -300,9 +300,8 @@ class State:
         return is_left
 
     def _let_go(self, group: Group) -> None:
-        """Enter that a trainer is done with a group, and forget what was the last one's."""
-        group.num_users -= 1
-        if group.num_users:
+        """Forget a group that a trainer is done with, unless another may still train on it."""
+        if any(trainer.wants(group) for trainer in self.trainers):
             return
         del self.groups[group.id]
         for rollout in group.rollouts:

@@ -49,10 +49,11 @@ class StartOver:
 
     def _clear(self, state: State) -> Iterator[Command]:
         for group in list(state.outlived.values()):
-            if group.num_missing or group.num_users == 1:
-                yield from drop(group, ROLLED_BACK)
-            else:
+            others = (trainer for trainer in state.trainers if not trainer.leads)
+            if not group.num_missing and any(trainer.wants(group) for trainer in others):
                 yield Skip(group.id, LEADER, ROLLED_BACK)
+            else:
+                yield from drop(group, ROLLED_BACK)
 
 
 class WindDown:

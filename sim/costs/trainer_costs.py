@@ -1,4 +1,4 @@
-"""Seconds of a trainer that follows, from its own section of the run file."""
+"""Seconds of what a trainer does: the one that leads, and those that follow."""
 
 from __future__ import annotations
 
@@ -15,12 +15,37 @@ from streamrl.runfile.trainers import trainer_key
 
 
 @dataclass(frozen=True, kw_only=True)
-class FollowerCosts:
-    """What `Costs` says of the trainer that leads."""
+class TrainerCosts:
+    """Seconds of one trainer."""
+
+    training: TrainingCosts | MeasuredTraining
+    training_factor: float = 1.0
+    """Seconds of score, train and the optimizer step are divided by it."""
+
+    @property
+    def optimizer_time(self) -> float:
+        """Seconds of gradient reduction and optimizer step."""
+        return self.training.optimizer_time / self.training_factor
+
+    def score_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
+        """Return the seconds of the forward passes that these rollouts (prompt + output tokens) need first.
+
+        `is_continued` says that the trainer comes from other passes without a break.
+        """
+        seconds = self.training.score_time(lengths, is_continued=is_continued)
+        return seconds / self.training_factor
+
+    def train_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
+        """Return the seconds of forward and backward passes over rollouts (prompt + output tokens)."""
+        seconds = self.training.train_time(lengths, is_continued=is_continued)
+        return seconds / self.training_factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowerCosts(TrainerCosts):
+    """Of a trainer that follows, from its own section of the run file."""
 
     name: str
-    training: TrainingCosts | MeasuredTraining
-    training_factor: float
     provenance: Provenance
 
     @classmethod
@@ -48,18 +73,3 @@ class FollowerCosts:
             training_factor=config.training_factor,
             provenance=provenance,
         )
-
-    @property
-    def optimizer_time(self) -> float:
-        """Seconds of gradient reduction and optimizer step."""
-        return self.training.optimizer_time / self.training_factor
-
-    def score_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
-        """Return the seconds of the forward passes that these rollouts (prompt + output tokens) need first."""
-        seconds = self.training.score_time(lengths, is_continued=is_continued)
-        return seconds / self.training_factor
-
-    def train_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
-        """Return the seconds of forward and backward passes over rollouts (prompt + output tokens)."""
-        seconds = self.training.train_time(lengths, is_continued=is_continued)
-        return seconds / self.training_factor
