@@ -21,9 +21,9 @@ from fit_training import (
     read_rows,
     relative_errors,
 )
+from sim.costs.training_profile import load_training_profile
 
 from sim.costs.training import TrainingCosts
-from sim.costs.training_profile import load_training_profile
 from streamrl.hardware.memory import check_memory
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.config import Run

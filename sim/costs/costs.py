@@ -15,7 +15,7 @@ from sim.costs.kernels import Kernels
 from sim.costs.machine import MachineCosts, MeasuredPrefill
 from sim.costs.sync import SyncCosts
 from sim.costs.trainer_costs import FollowerCosts, TrainerCosts
-from sim.costs.training import TrainingCosts
+from sim.costs.training.training import TrainingCosts
 from streamrl.engine.systems import moves_caches
 from streamrl.hardware.memory import check_memory, kv_capacity, longest_sequence
 from streamrl.hardware.profiles import check_profiles, load_model

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sim.costs.kernels import DTYPE_OF_ATTENTION, Kernels, peak_of
-from sim.costs.training import TrainingCosts
+from sim.costs.training.training import TrainingCosts
 from streamrl.hardware.operators import OPERATORS
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.report.profile_figures import Series
