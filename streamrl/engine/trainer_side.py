@@ -81,11 +81,6 @@ class TrainerSide:
         """Rollouts that one of its steps is made of."""
         return self.prompts_per_step * self.group_size
 
-    @property
-    def has_whole_batch(self) -> bool:
-        """Whether its coming step has all groups that it will be made of."""
-        return len(self.batch.groups) == self.prompts_per_step
-
     def wants(self, group: Group) -> bool:
         """Return whether it may still train on `group`."""
         return group.num_missing > 0 or group.id in self.batch.groups or group in self.line
