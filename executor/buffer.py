@@ -56,7 +56,7 @@ class BufferedRollout:
 class Hold:
     """A context in which nobody writes over the tokens of some rollouts.
 
-    Every rollout is held once or twice: a generator as context manager would take longer than the rest of a handover.
+    Every rollout is held twice or more, so that this is no generator: one as a context manager costs more.
     """
 
     def __init__(
