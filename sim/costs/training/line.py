@@ -62,7 +62,9 @@ class SerialLine:
 class TimeOf(Protocol):
     """Seconds of a command's rollouts."""
 
-    def __call__(self, lengths: Sequence[int]) -> float: ...
+    def __call__(self, lengths: Sequence[int]) -> float:
+        """Return the seconds of rollouts of so many tokens."""
+        ...
 
 
 class PipelinedLine:

@@ -57,8 +57,9 @@ class Constants(ProfileTable, frozen=True, kw_only=True):
 
 
 class GemmRate(ProfileTable, frozen=True, kw_only=True):
-    """How fast matrix products of 16 bits run on one kind of GPU: (m, k) times (k, n) at
-    `flops` / (1 + tokens / m + columns / n + rows / k).
+    """How fast matrix products of 16 bits run on one kind of GPU.
+
+    (m, k) times (k, n) runs at `flops` / (1 + tokens / m + columns / n + rows / k).
     """
 
     flops: float
@@ -75,8 +76,9 @@ class GemmRate(ProfileTable, frozen=True, kw_only=True):
 
 
 class ExpertRate(ProfileTable, frozen=True, kw_only=True):
-    """How fast grouped products of experts run: at `flops` / (1 + tokens / m + width / w), for m tokens of each
-    expert and w channels of it on one GPU.
+    """How fast grouped products of experts run on one kind of GPU.
+
+    With m tokens of each expert and w channels of it on a GPU: at `flops` / (1 + tokens / m + width / w).
     """
 
     flops: float

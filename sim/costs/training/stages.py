@@ -107,8 +107,9 @@ def _with_head(one: Pass, layers: Sequence[int], head: Pass) -> tuple[Pass, ...]
 
 
 def _send_time(ranks: Ranks) -> float:
-    """Seconds of a token between stages, each tensor rank sending its share: over the network, unless all of the
-    trainer is in one node.
+    """Seconds of a token between stages, each tensor rank sending its share.
+
+    Stages are in different nodes unless all of the trainer is in one.
     """
     trainer = ranks.trainer
     if trainer.pipeline_parallel == 1:
