@@ -63,7 +63,7 @@ class Costs(TrainerCosts):
         decode, prefill = _compose_replica(run)
         training = TrainingCosts.load(run)
         sync = PhaseChange.load(run).sync_costs() if run.shares_gpus else SyncCosts.load(run)
-        trained = Provenance.of(training.tier, training.sources)
+        trained = training.provenance
         moved = CacheTransfer.load(run)
         costs = cls(
             decode=decode,
@@ -111,9 +111,10 @@ class Costs(TrainerCosts):
         for costs in self.followers:
             own = costs.provenance.shares.items()
             shares[f"train {costs.name}"] = {str(tier): share for tier, share in own}
+        errors = {name: p.error for name, p in self.provenance.items() if p.error is not None}
         everything = (*self.provenance.values(), *(costs.provenance for costs in self.followers))
         sources = dict.fromkeys(source for found in everything for source in found.sources)
-        return {**shares, "sources": list(sources)}
+        return {**shares, "errors": errors, "sources": list(sources)}
 
 
 def _check_backend(run: Run) -> None:

@@ -69,9 +69,10 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     recompute: Literal["none", "selective", "full"] = "full"
     """Simulated: full keeps the input of each layer and computes the layer again for its backward pass; selective
     makes norms and activations of MLPs again; none keeps all but attention scores, which flash attention never keeps."""
-    kernels: Literal["fused", "uncompiled", "eager"] = "fused"
-    """Simulated: how elementwise work runs: fused (Transformer Engine, torch.compile), with fused attention and norms
-    alone, or as the plain modules of a Hugging Face model one after the other."""
+    kernels: Literal["fused", "uncompiled", "eager"] = "eager"
+    """Simulated: how elementwise work runs: fused (Transformer Engine, torch.compile: tuned pretraining), with fused
+    attention and norms alone, or one operation after the other, as the trainers of RL frameworks mostly run (prime-rl's
+    benchmarks, and the stages that RLinf publishes of itself and verl)."""
     packing: Literal["packed", "padded"] = "packed"
     """Simulated: rollouts of a micro-batch follow each other, or are padded to the longest."""
     order: Literal["sorted", "arrival"] = "sorted"

@@ -40,6 +40,8 @@ REDUCE_BACKWARD = 1.5
 gradient of weights (Korthikanti et al. 2022, section 4.2.2)."""
 REDUCES = 4
 """Gathers and scatters of tensor ranks in one layer's forward pass, two of each."""
+LOGIT_TRAFFIC = 20.0
+"""Bytes through memory for each logit: written and read in 16 bits, as float32, and as probabilities in float32."""
 SELECTIVE = 0.3
 """Share of a forward pass's activation traffic that making norms and activations again takes."""
 PASS_TOKENS = 16384
@@ -112,11 +114,11 @@ class Layer:
                 assert_never(self.ranks.trainer.recompute)
 
     def head(self) -> Pass:
-        """Return the forward pass of the output head, on the stage that has it."""
-        model = self.ranks.model
-        return self._product(
-            model.vocab_size / self.ranks.trainer.tensor_parallel, model.hidden_size
-        )
+        """Return the forward pass of the output head and its softmax, on the stage that has them."""
+        ranks = self.ranks
+        logits = ranks.model.vocab_size / ranks.trainer.tensor_parallel
+        softmax = Pass(per_token=LOGIT_TRAFFIC * logits / ranks.gpu.memory_bandwidth)
+        return self._product(logits, ranks.model.hidden_size) + softmax
 
     # Terms ----------------------------------------------------------------------------------------
 
