@@ -183,7 +183,7 @@ def test_a_72b_model_on_8_h800_is_refused_with_its_numbers(offload: bool) -> Non
     assert f"{72.7e9 * 12 / 8 * (1 if offload else 2) / 1e9:.1f}"[:3] in text
     assert "of optimizer" in text
     assert "tensor_parallel=8" in text
-    assert "H800 80 GB has 80 GB" in text
+    assert "H800 80 GB has 85.0 GB for tensors" in text
     assert ("trainer.offload=true" in text) is not offload
 
 
@@ -203,7 +203,41 @@ def test_a_replica_is_its_weights_and_its_cache_and_what_stays_unused() -> None:
     assert sum(items.values()) == pytest.approx(gpu.memory)
     assert items["weights"] == 2 * SEVEN.num_parameters
     assert items["kv_cache"] == kv_capacity(run) * 56 * 1024
-    assert items["unused"] == pytest.approx(0.2 * gpu.memory, abs=56 * 1024)
+    assert items["unused"] == pytest.approx(0.2 * gpu.usable_memory, abs=56 * 1024)
+    assert items["reserve"] == 2**29
+
+
+def test_the_cache_gets_what_the_driver_reports_less_reserve_weights_and_workspace() -> None:
+    run = small_run({"rollout.memory_utilization": 0.8, "rollout.max_running": 64})
+    reported = 97_871 * 2**20
+    weights = 2 * 7_615_616_512
+    a_pass = 8192 * (2 * 3584 + 3 * 18_944) * 2
+    assert a_pass > 64 * 152_064 * 20  # bytes of sampling
+    room = 0.8 * (reported - 2**29) - weights - a_pass
+    assert kv_capacity(run) == int(room // (2 * 28 * 4 * 128 * 2))
+
+
+def test_a_replica_of_many_rollouts_gives_room_to_sampling() -> None:
+    few, many = (kv_capacity(small_run({"rollout.max_running": number})) for number in (512, 2048))
+    sampling = (2048 - 512) * 152_064 * 20
+    assert (few - many) * 56 * 1024 == pytest.approx(sampling, abs=2 * 56 * 1024)
+
+
+@pytest.mark.parametrize(
+    ("name", "mebibytes"),
+    [
+        ("h100", 81_559),
+        ("h800", 81_559),
+        ("a100", 81_920),
+        ("h20", 97_871),
+        ("h200", 143_771),
+        ("h20-3e", 143_771),
+    ],
+)
+def test_the_memory_of_a_gpu_is_what_its_driver_reports(name: str, mebibytes: int) -> None:
+    gpu = load_gpu(name)
+    assert gpu.memory == mebibytes * 2**20
+    assert gpu.usable_memory == gpu.memory - 2**29
 
 
 def test_gpus_past_the_number_of_key_value_heads_hold_the_same_heads() -> None:

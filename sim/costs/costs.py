@@ -13,6 +13,7 @@ from sim.costs.curves import DecodeCurve, PrefillCurve, compose_decode
 from sim.costs.inference import Shard
 from sim.costs.kernels import Kernels
 from sim.costs.machine import MachineCosts, MeasuredPrefill
+from sim.costs.overheads import load_engine
 from sim.costs.sync import SyncCosts
 from sim.costs.trainer_costs import FollowerCosts, TrainerCosts
 from sim.costs.training import TrainingCosts
@@ -182,6 +183,7 @@ def _compose_replica(run: Run) -> tuple[DecodeCurve, PrefillCurve]:
         Kernels(run.cluster.pools[rollout.pool].gpu, run.model.dtype, run.costs.backend),
         rollout.tensor_parallel,
         rollout.expert_parallel,
+        load_engine(run.costs.engine),
     )
     decode = compose_decode(shard, rollout.max_running, longest_sequence(run), kv_capacity(run))
     return decode, PrefillCurve(shard, rollout.max_running, is_mixed=rollout.chunked_prefill)

@@ -141,7 +141,10 @@ def _fit(run: Run, degrees: Degrees, cut: Counter[str]) -> Degrees | None:
     if degrees.data_parallel * degrees.tensor_parallel % degrees.expert_parallel:
         cut[DIVISIBILITY] += 1
         return None
-    model, memory = load_model(run.model), load_gpu(run.cluster.pools[degrees.pool].gpu).memory
+    model, memory = (
+        load_model(run.model),
+        load_gpu(run.cluster.pools[degrees.pool].gpu).usable_memory,
+    )
     is_split_too_far = degrees.pipeline_parallel > model.num_layers
     if is_split_too_far or (degrees.expert_parallel > 1 and model.experts is None):
         cut[LAYERS] += 1
