@@ -7,6 +7,12 @@ from typing import Any
 
 import pytest
 
+from streamrl.hardware.host_memory import (
+    check_host_memory,
+    check_sync_buffer,
+    host_memory,
+    offloaded_bytes,
+)
 from streamrl.hardware.memory import (
     activation_bytes,
     check_memory,
@@ -221,6 +227,32 @@ def test_a_replica_of_many_rollouts_gives_room_to_sampling() -> None:
     few, many = (kv_capacity(small_run({"rollout.max_running": number})) for number in (512, 2048))
     sampling = (2048 - 512) * 152_064 * 20
     assert (few - many) * 56 * 1024 == pytest.approx(sampling, abs=2 * 56 * 1024)
+
+
+def test_models_that_wait_in_host_memory_must_fit_a_node() -> None:
+    offloaded = {**PPO, "trainer.offload": True}
+    waits = (
+        2 * 7_615_616_512 / 4 * 2 + 2 * 7_615_616_512 * 12 / 8
+    )  # two models' weights, two optimizers
+    run = small_run({**offloaded, "trainer.tensor_parallel": 4, "trainer.data_parallel": 2})
+    assert offloaded_bytes(run) == pytest.approx(8 * waits, rel=0.01)
+    assert host_memory(run) == 8 * 250e9
+    check_host_memory(run)
+    tight = {**offloaded, "cluster.pools.near.host_memory": "100 GB"}
+    with pytest.raises(
+        ValueError, match=r"trainer\.offload: \d+ GB wait .*near\.host_memory is 100"
+    ):
+        check_host_memory(small_run(tight))
+    check_host_memory(small_run({"cluster.pools.near.host_memory": "100 GB"}))
+
+
+def test_a_bucket_of_weights_must_fit_beside_what_a_replica_holds() -> None:
+    room = 0.1 * (97_871 * 2**20 - 2**29)
+    check_sync_buffer(small_run({"sync.bucket_size": f"{room * 0.99 / 1e9} GB"}))
+    large = {"sync.bucket_size": f"{room * 1.01 / 1e9} GB"}
+    with pytest.raises(ValueError, match=r"sync\.bucket_size must fit .* leaves 10\.2\d GB"):
+        check_sync_buffer(small_run(large))
+    check_sync_buffer(small_run({**large, "sync.mode": "delta"}))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from sim.costs.sync import SyncCosts
 from sim.costs.trainer_costs import FollowerCosts, TrainerCosts
 from sim.costs.training import TrainingCosts
 from streamrl.engine.systems import moves_caches
+from streamrl.hardware.host_memory import check_host_memory, check_sync_buffer
 from streamrl.hardware.memory import check_memory, kv_capacity, longest_sequence
 from streamrl.hardware.profiles import check_profiles, load_model
 from streamrl.hardware.tiers import Provenance
@@ -61,6 +62,8 @@ class Costs(TrainerCosts):
         _check_backend(run)
         check_profiles(run)
         check_memory(run)
+        check_host_memory(run)
+        check_sync_buffer(run)
         decode, prefill = _compose_replica(run)
         training = TrainingCosts.load(run)
         sync = PhaseChange.load(run).sync_costs() if run.shares_gpus else SyncCosts.load(run)

@@ -36,7 +36,8 @@ def compose_decode(shard: Shard, max_running: int, longest: float, capacity: flo
 
     Products and overheads depend on the batch alone. Attention is fitted, at batches of powers of two, by a
     straight line in the tokens of context, least squares of relative errors up to `longest` tokens a rollout
-    and `capacity` tokens in all; between those batches the line's two numbers are interpolated.
+    and `capacity` tokens in all; between those batches the line's two numbers are interpolated. A batch takes
+    no less than a smaller one: where a kernel is faster for more rollouts, an engine pads.
     """
     batch = np.arange(1.0, max_running + 1)
     slowdown = shard.engine.constants.slowdown
@@ -47,7 +48,7 @@ def compose_decode(shard: Shard, max_running: int, longest: float, capacity: flo
     fixed = np.interp(batch, knots, [line[0] for line in lines])
     slope = np.interp(batch, knots, [line[1] for line in lines])
     return DecodeCurve(
-        base=[0.0, *(base.seconds + slowdown * fixed).tolist()],
+        base=[0.0, *np.maximum.accumulate(base.seconds + slowdown * fixed).tolist()],
         per_context_token=[slowdown * float(slope[0]), *(slowdown * slope).tolist()],
         provenance=total([base, *(line[2] for line in lines)]).provenance,
     )

@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from sim.costs.overheads import ServingEngine
 from sim.costs.kernels import peak_of, table_path
+from sim.costs.overheads import ServingEngine
 from sim.costs.sync_profiles import Delta, SyncBackend, Transport
 from sim.costs.training_profile import load_training_profile
 from streamrl.cli.shared import AsJson, print_json

@@ -21,8 +21,8 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.sides import trainer_names
 
 FULL = 0.9
-"""Share of a GPU past which a trainer is called tight: CUDA's context, buffers of collectives and what the
-allocator cannot use are not counted, and vLLM leaves as much to them (gpu_memory_utilization 0.9)."""
+"""Share of a GPU past which a trainer is called tight: buffers of collectives and what the allocator cannot use
+are not counted, and vLLM leaves as much to them (gpu_memory_utilization 0.9)."""
 GB = 1e9
 
 
@@ -180,7 +180,7 @@ def find_trainer(run: Run) -> Iterator[Finding]:
     if share > 1:
         yield Finding(level="error", topic="memory", name="trainer-memory", text=text)
     elif share > FULL:
-        text += "; CUDA's context and buffers of collectives come on top"
+        text += "; buffers of collectives come on top"
         yield Finding(level="warning", topic="memory", name="trainer-tight", text=text)
     else:
         yield Finding(level="ok", topic="memory", name="trainer-fits", text=text)

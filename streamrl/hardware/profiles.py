@@ -52,6 +52,8 @@ class Gpu(ProfileTable, frozen=True, kw_only=True):
     """Bytes that the driver reports."""
     reserve: Size = Size(0)
     """Bytes of it that no tensor gets: the driver's own, and the context of a process."""
+    host_memory: Size | None = None
+    """A GPU's share of its node's own memory; None where none is known to bind."""
     memory_bandwidth: Bandwidth
     nvlink: Bandwidth
     network: Bandwidth
