@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from streamrl.hardware.memory import model_state, num_models, num_trained_models
+from streamrl.hardware.memory import model_state, num_models, num_trained_models, weight_bytes
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, RunError
@@ -59,13 +59,14 @@ def check_sync_buffer(run: Run) -> None:
         return
     gpu = load_gpu(run.cluster.pools[run.rollout.pool].gpu)
     room = gpu.usable_memory * (1 - run.rollout.memory_utilization)
-    if run.sync.bucket_size > room:
+    bucket = min(run.sync.bucket_size, weight_bytes(run))
+    if bucket > room:
         raise RunError(
             "sync.bucket_size",
             run.sync.bucket_size,
             Bounds(0, room),
             f"sync.bucket_size must fit beside rollout.memory_utilization "
             f"{run.rollout.memory_utilization:g} of {gpu.name}, which leaves {room / 1e9:.2f} GB, "
-            f"got {run.sync.bucket_size / 1e9:.2f} GB",
+            f"got {bucket / 1e9:.2f} GB",
             ("rollout.memory_utilization",),
         )
