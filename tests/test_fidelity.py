@@ -134,7 +134,10 @@ def test_validate_prints_and_writes_a_figure(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nobody"], "nothing to validate is called 'nobody'; there is serving, paper"),
+        (
+            ["nobody"],
+            "nothing to validate is called 'nobody'; there is serving, training, steps, paper",
+        ),
         (["--figure", "fig99"], "--figure 'fig99' is none of"),
         (["serving", "--figure", "fig6"], "--figure is of the paper, not of 'serving'"),
         (["streamrl"], "streamrl validate paper"),

@@ -16,7 +16,7 @@ from sim.costs.machine import MachineCosts, MeasuredPrefill
 from sim.costs.overheads import load_engine
 from sim.costs.sync import SyncCosts
 from sim.costs.trainer_costs import FollowerCosts, TrainerCosts
-from sim.costs.training import TrainingCosts
+from sim.costs.training.training import TrainingCosts
 from streamrl.engine.systems import moves_caches
 from streamrl.hardware.host_memory import check_host_memory, check_sync_buffer
 from streamrl.hardware.memory import check_memory, kv_capacity, longest_sequence
@@ -67,7 +67,7 @@ class Costs(TrainerCosts):
         decode, prefill = _compose_replica(run)
         training = TrainingCosts.load(run)
         sync = PhaseChange.load(run).sync_costs() if run.shares_gpus else SyncCosts.load(run)
-        trained = Provenance.of(training.tier, training.sources)
+        trained = training.provenance
         moved = CacheTransfer.load(run)
         costs = cls(
             decode=decode,
@@ -115,9 +115,10 @@ class Costs(TrainerCosts):
         for costs in self.followers:
             own = costs.provenance.shares.items()
             shares[f"train {costs.name}"] = {str(tier): share for tier, share in own}
+        errors = {name: p.error for name, p in self.provenance.items() if p.error is not None}
         everything = (*self.provenance.values(), *(costs.provenance for costs in self.followers))
         sources = dict.fromkeys(source for found in everything for source in found.sources)
-        return {**shares, "sources": list(sources)}
+        return {**shares, "errors": errors, "sources": list(sources)}
 
 
 def _check_backend(run: Run) -> None:

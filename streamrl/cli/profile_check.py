@@ -14,7 +14,7 @@ from rich.table import Table
 from sim.costs.kernels import peak_of, table_path
 from sim.costs.overheads import ServingEngine
 from sim.costs.sync_profiles import Delta, SyncBackend, Transport
-from sim.costs.training_profile import load_training_profile
+from sim.costs.training.profile import load_training_profile
 from streamrl.cli.shared import AsJson, print_json
 from streamrl.hardware.machine_profile import read_measured
 from streamrl.hardware.model_shape import ModelShape

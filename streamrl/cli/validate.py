@@ -16,12 +16,18 @@ from sim.fidelity.makespan import dispatch
 from sim.fidelity.published import Row, group_table, grouped, row_table, summarise
 from sim.fidelity.scaling import divisions, scaling
 from sim.fidelity.serving import serving_rows
+from sim.fidelity.steps import steps_rows
 from sim.fidelity.throughput import ablation, end_to_end, heterogeneous, ratios, verl
+from sim.fidelity.training_rows import training_rows
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import AsJson, print_json
 from streamrl.report.fidelity import PaperFigure, fidelity_page, figure_picture, figure_table, slug
 
-ROWS: dict[str, Callable[[], list[Row]]] = {"serving": serving_rows}
+ROWS: dict[str, Callable[[], list[Row]]] = {
+    "serving": serving_rows,
+    "training": training_rows,
+    "steps": steps_rows,
+}
 """Sets of published rows by name."""
 PAPER = "paper"
 FIGURES: dict[str, tuple[Callable[[], PaperFigure], ...]] = {

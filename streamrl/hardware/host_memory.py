@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from streamrl.hardware.memory import model_state, num_models, num_trained_models, weight_bytes
+from streamrl.hardware.memory import model_states, num_models, num_trained_models, weight_bytes
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, RunError
@@ -42,9 +42,9 @@ def offloaded_bytes(run: Run) -> float:
     if not run.trainer.offload:
         return 0.0
     model = load_model(run.model)
-    state = model_state(model, run.trainer, run.model.dtype)
-    waiting = (num_models(run) - 1) * state.weights
-    a_gpu = waiting + num_trained_models(run) * state.optimizer
+    states = model_states(model, run.trainer, run.model.dtype)
+    others, trained = num_models(run) - 1, num_trained_models(run)
+    a_gpu = max(others * state.weights + trained * state.optimizer for state in states)
     num_gpus = min(run.cluster.pools[run.trainer.pool].gpus_per_node, run.trainer.num_gpus)
     return num_gpus * a_gpu
 
