@@ -40,6 +40,7 @@ MODELS = {
     "LLaMA 70B": "llama-2-70b",
     "llama2-70b": "llama-2-70b",
     "LLaMA 7B": "llama-2-7b",
+    "DeepSeek-R1": "deepseek-v3",
     "Qwen3-235B-A22B": "qwen3-235b-a22b",
     "Qwen3-30B-A3B": "qwen3-30b-a3b",
     "Qwen3-Coder-30B-A3B": "qwen3-30b-a3b",
@@ -121,7 +122,8 @@ SGLANG = {
     "assumed": "the version and layout of the page around the table",
 }
 THREADS = {
-    "source": "alibaba/InferSim f2293da README; tenstorrent/tt-inference-server issue 340",
+    "source": "alibaba/InferSim f2293da README; tenstorrent/tt-inference-server issue 340; SemiAnalysisAI/InferenceX "
+    "issue 870",
     "licence": "Apache-2.0; facts",
     "measured": "time a token of output",
     "assumed": "lengths of InferSim are its defaults; one A100 for Qwen3-30B-A3B at batch 1",
@@ -283,15 +285,16 @@ def _threads(table: pd.DataFrame) -> Iterator[ServingRow]:
     for line in table.to_dict("records"):
         model = str(line["model"])
         is_single = line["gpu"] == "A100" and model == "Qwen3-30B-A3B"
-        if not is_single and (line["gpu"], model) != ("H20", "Qwen3-8B"):
+        is_r1 = "issue 870" in str(line["source"]) and "outlier" not in str(line["note"])
+        if not (is_single or is_r1 or (line["gpu"], model) == ("H20", "Qwen3-8B")):
             continue
         yield ServingRow(
             engine="vllm-0.11" if is_single else "sglang-0.5",
-            version="not stated",
+            version="0.5.7" if is_r1 else "not stated",
             gpu=str(line["gpu"]).lower(),
             model=str(model_of(model)),
             dtype="fp8" if line["precision"] == "fp8" else "bfloat16",
-            tensor_parallel=1,
+            tensor_parallel=8 if is_r1 else 1,
             expert_parallel=1,
             kind="step",
             batch=line["concurrency"],
