@@ -19,7 +19,7 @@ from sim.costs.trainer_costs import FollowerCosts, TrainerCosts
 from sim.costs.training.training import TrainingCosts
 from streamrl.engine.systems import moves_caches
 from streamrl.hardware.host_memory import check_host_memory, check_sync_buffer
-from streamrl.hardware.memory import check_memory, kv_capacity, longest_sequence
+from streamrl.hardware.memory import check_memory, kv_capacity, longest_sequence, most_running
 from streamrl.hardware.profiles import check_profiles, load_model
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import CostsConfig, Run
@@ -189,5 +189,6 @@ def _compose_replica(run: Run) -> tuple[DecodeCurve, PrefillCurve]:
         rollout.expert_parallel,
         load_engine(run.costs.engine),
     )
-    decode = compose_decode(shard, rollout.max_running, longest_sequence(run), kv_capacity(run))
-    return decode, PrefillCurve(shard, rollout.max_running, is_mixed=rollout.chunked_prefill)
+    most = most_running(run)
+    decode = compose_decode(shard, most, longest_sequence(run), kv_capacity(run))
+    return decode, PrefillCurve(shard, most, is_mixed=rollout.chunked_prefill)

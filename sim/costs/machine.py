@@ -18,6 +18,7 @@ from streamrl.hardware.machine_fit import (
     fit_prefill,
 )
 from streamrl.hardware.machine_profile import MeasuredProfile, read_measured, shape_digest
+from streamrl.hardware.memory import most_running
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
@@ -122,7 +123,7 @@ class MachineCosts:
         check_fits(profile, run, path)
         measured = Provenance.of("measured", [_source(profile, path)])
         generated = Provenance.of("measured", [*measured.sources, *_extrapolations(profile, run)])
-        fit = fit_decode(profile.decode, run.rollout.max_running)
+        fit = fit_decode(profile.decode, most_running(run))
         return cls(
             decode=DecodeCurve(
                 base=fit.base, per_context_token=fit.per_context_token, provenance=generated
@@ -175,8 +176,8 @@ def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
     longest = max(row.context for row in profile.decode)
     wanted = run.rollout.max_tokens + run.workload.max_prompt_tokens
     notes = []
-    if run.rollout.max_running > most:
-        notes.append(f"decode extrapolated from {most} to {run.rollout.max_running} rollouts")
+    if (running := most_running(run)) > most:
+        notes.append(f"decode extrapolated from {most} to {running} rollouts")
     if wanted > longest:
         notes.append(f"decode extrapolated from {longest:.0f} to {wanted} tokens of a rollout")
     return notes

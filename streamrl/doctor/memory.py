@@ -12,6 +12,7 @@ from streamrl.engine.systems import choose_system
 from streamrl.hardware.memory import (
     kv_capacity,
     longest_sequence,
+    most_running,
     replica_workspace,
     trainer_memory,
 )
@@ -141,13 +142,17 @@ def held(run: Run) -> str:
     )
     if mean is not None:
         held += f", {int(tokens // mean.total):,} of the mean {mean.total:,.0f}"
+    if run.rollout.admission == "reserve":
+        held += f"; admission reserves {run.rollout.max_tokens:,} of each, so {most_running(run):,} run at once"
     return f"{held} (max_running {run.rollout.max_running})"
 
 
 def _find_room(run: Run) -> Iterator[Finding]:
-    """Find that fewer rollouts of mean length fit than a replica should run at once."""
+    """Find that fewer rollouts of mean length fit than a replica should run at once, unless none are preempted."""
     mean = mean_lengths(run)
-    if mean is None or replica_side(run).need > replica_side(run).usable:
+    if run.rollout.admission == "reserve" or mean is None:
+        return
+    if replica_side(run).need > replica_side(run).usable:
         return
     num_held, wanted = int(kv_capacity(run) // mean.total), run.rollout.max_running
     share = rollouts_under_way(run) / run.rollout.replicas

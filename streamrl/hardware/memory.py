@@ -82,6 +82,34 @@ def replica_workspace(run: Run) -> float:
     )
 
 
+def most_running(run: Run) -> int:
+    """Return the most rollouts that a replica ever decodes at once, so that no simulated batch is larger.
+
+    Where admission reserves the longest output of each, memory holds that many of them, whole groups beside each
+    other sharing a prompt; prompts whose lengths only a recorded run tells are not counted.
+
+    Raises:
+        RunError: as `kv_capacity`, where admission reserves memory.
+    """
+    rollout = run.rollout
+    match rollout.admission:
+        case "on-demand":
+            return rollout.max_running
+        case "reserve":
+            return min(rollout.max_running, _num_reserved(run))
+        case _:
+            assert_never(rollout.admission)
+
+
+def _num_reserved(run: Run) -> int:
+    capacity, longest = kv_capacity(run), run.rollout.max_tokens
+    lengths = run.workload.lengths
+    prompt = lengths.prompt_tokens if lengths is not None and lengths.kind != "trace" else 0
+    sharing = run.algorithm.group_size if run.rollout.shares_prefixes else 1
+    groups, rest = divmod(capacity, prompt + sharing * longest)
+    return groups * sharing + max(0, rest - prompt) // longest
+
+
 def replica_memory(run: Run) -> dict[str, float]:
     """Bytes on one GPU of a replica: weights, workspace, KV cache of as many tokens as fit, what stays unused.
 

@@ -11,6 +11,7 @@ from streamrl.runfile.units import Duration, Size
 
 ScorerName = Literal["exact", "math-verify", "reasoning-gym"]
 RolloutBackend = Literal["transformers", "static"]
+AdmissionName = Literal["on-demand", "reserve"]
 
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
@@ -27,6 +28,9 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Most rollouts that a replica decodes at once; KV memory may allow fewer."""
     max_tokens: int
     """Most output tokens of a rollout."""
+    admission: AdmissionName = "on-demand"
+    """Simulated: what a replica lets a rollout in by. on-demand: what it has now fits KV memory, and what outgrows
+    that later is preempted, as engines do; reserve: `max_tokens` of all that run fit, so none is ever preempted."""
     temperature: float = 1.0
     memory_utilization: float = 0.9
     """Share of GPU memory for weights and KV cache."""
