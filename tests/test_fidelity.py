@@ -15,7 +15,6 @@ from sim.fidelity.cases import (
     BATCH,
     GPUS,
     LENGTHS,
-    MAX_RUNNING,
     MODELS,
     SYSTEMS,
     Case,
@@ -26,7 +25,7 @@ from sim.fidelity.cases import (
 from sim.fidelity.paper import load_paper
 from sim.fidelity.throughput import slower
 from streamrl.cli.main import app
-from streamrl.hardware.memory import check_memory
+from streamrl.hardware.memory import check_memory, most_running
 from streamrl.report.fidelity import FigureCell, PaperFigure, fidelity_page
 from streamrl.workload.workload import SimulatedWorkload
 
@@ -46,6 +45,7 @@ def one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate every case on one seed: the page has more, and its verdicts do not hang on which."""
     for seeds in ("sim.fidelity.cases.SEEDS", "sim.fidelity.makespan.SEEDS"):
         monkeypatch.setattr(seeds, (0,))
+    monkeypatch.setattr("sim.fidelity.makespan.TRIED", (20,))
     monkeypatch.setattr("sim.fidelity.cases._TAKEN", {})
 
 
@@ -87,7 +87,8 @@ def test_all_cells_take_one_reading_and_differ_only_in_model_length_and_system()
         for length in LENGTHS:
             for system in SYSTEMS:
                 run = make_case(Case(size, length, system))
-                assert run.rollout.max_running == MAX_RUNNING and run.trainer.offload
+                assert run.rollout.admission == "reserve" and run.trainer.offload
+                assert most_running(run) < run.rollout.max_running
                 assert run.trainer.micro_batch == 4 and run.rollout.memory_utilization == 0.9
 
 

@@ -6,8 +6,9 @@ from sim.costs.curves import compose_decode
 from sim.costs.inference import Shard
 from sim.costs.kernels import Kernels
 from sim.costs.overheads import load_engine
-from sim.fidelity.cases import ENGINE, MAX_RUNNING
+from sim.fidelity.cases import ENGINE, MODELS, Case, make_case
 from sim.fidelity.paper import load_paper
+from streamrl.hardware.memory import most_running
 from streamrl.hardware.profiles import load_model
 from streamrl.report.fidelity import FigureCell, PaperFigure
 from streamrl.runfile.cluster_config import ModelConfig
@@ -59,8 +60,12 @@ def constants() -> list[tuple[str, str, str]]:
         ("verl: generation, the rest", "see Figure 8 verl", "two cells of Figure 8"),
         (
             "reading: rollouts that a replica runs at once",
-            str(MAX_RUNNING),
-            "the paper does not say; chosen among 15, 16, 20, 24, 32 and 256 by Figure 8 and Table 3 "
-            "(`benchmarks/bench_readings.py` has the others)",
+            "as many of the longest as its KV memory holds: at 20K "
+            + ", ".join(
+                f"{most_running(make_case(Case(size, '20K', 'sync')))} ({size})" for size in MODELS
+            ),
+            "Equation 2, whose batch is bounded by KV memory: no number is chosen, and no figure was asked. Against "
+            "20 let in on demand, which suits Table 3 best, Figures 2, 9 and 12 gain and Figure 8, "
+            "Figure 11 and the last row of Table 3 pay (`benchmarks/bench_readings.py`)",
         ),
     ]

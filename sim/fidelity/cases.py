@@ -7,8 +7,8 @@
 | GPUs of each side, 32B and 72B            | as Figure 10 says; 7B half and half                               |
 | key-value heads of 7B                     | 4, as released (its Table 2 prints 8)                             |
 | prompts and samples per prompt            | 1,024 prompts, one sample each; 400 tokens a prompt               |
-| rollouts that a replica decodes at once   | `MAX_RUNNING`: its order inside a replica acts only where more are |
-|                                           | dealt than run, so fewer than the 51 that 32B and 72B are dealt   |
+| rollouts that a replica decodes at once   | as many of the longest as its KV memory holds (`RESERVING`): the   |
+|                                           | paper's Equation 2 has a batch that is "bounded by KV memory"      |
 | what "no barrier" means                   | each replica begins its share of a batch when its last is done    |
 
 Stated by the paper: actor, critic and reference take turns on the trainer's GPUs (`offload`).
@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from sim.world import simulate
 from streamrl.engine.messages import Generated, PromptsDrawn
-from streamrl.record.metrics import measure
+from streamrl.record.metrics import measure_speed
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
@@ -36,7 +36,6 @@ SPLIT: dict[str, tuple[int, int]] = {"7B": (16, 16), "32B": (40, 24), "72B": (80
 GENERATION_TP: dict[str, int] = {"7B": 1, "32B": 2, "72B": 4}
 LENGTHS: dict[str, int] = {"5K": 5000, "10K": 10_000, "20K": 20_000}
 BATCH = 1024
-MAX_RUNNING = 20
 ENGINE = "streamrl"
 """The paper's inference engine, as its decode curve tells."""
 STEPS, WARM_UP = 5, 2
@@ -102,6 +101,9 @@ class Times(NamedTuple):
         return BATCH / self.step_time
 
 
+RESERVING: dict[str, Any] = {"admission": "reserve"}
+"""Nothing else bounds a batch: no replica is dealt as many rollouts as `max_running` is by itself."""
+
 ACROSS: dict[str, Any] = {
     "cluster.pools.h20": {"gpu": "h20", "nodes": 4, "transport": "tcp"},
     "cluster.pools.h800.nodes": 2,
@@ -126,7 +128,7 @@ def make_case(case: Case, seed: int = 0, changes: dict[str, Any] | None = None) 
             "pool": "h800",
             "replicas": generate // GENERATION_TP[case.size],
             "tensor_parallel": GENERATION_TP[case.size],
-            "max_running": MAX_RUNNING,
+            **RESERVING,
             "max_tokens": LENGTHS[case.length],
         },
         "trainer": {
@@ -164,10 +166,19 @@ def make_case(case: Case, seed: int = 0, changes: dict[str, Any] | None = None) 
     return make_run(table)
 
 
-def take_times(case: Case) -> Times:
-    """Simulate a case with every seed."""
-    found = [_measure(simulate(make_case(case, seed))) for seed in SEEDS]
+def take_times(case: Case, changes: dict[str, Any] | None = None) -> Times:
+    """Simulate a case with every seed; dotted keys in `changes` replace values."""
+    found = [_measure(simulate(make_case(case, seed, changes))) for seed in SEEDS]
     return Times(median(t.step_time for t in found), median(t.generation_time for t in found))
+
+
+def on_wider_replicas(case: Case) -> dict[str, Any]:
+    """Return the changes that give each replica of a case twice the GPUs, and so fewer replicas."""
+    rollout = make_case(case).rollout
+    return {
+        "rollout.tensor_parallel": 2 * rollout.tensor_parallel,
+        "rollout.replicas": rollout.replicas // 2,
+    }
 
 
 def take_all_times(cases: Iterable[Case]) -> dict[Case, Times]:
@@ -191,4 +202,4 @@ def _measure(trace: Trace) -> Times:
         elif isinstance(event, Generated):
             ended_at[-1] = time
     took = [end - begin for begin, end in zip(drawn_at, ended_at, strict=True)]
-    return Times(measure(trace).step_time, median(took[WARM_UP:]))
+    return Times(measure_speed(trace).step_time, median(took[WARM_UP:]))
