@@ -17,7 +17,7 @@ from streamrl.runfile.sides_config import RolloutConfig
 class KvCache:
     """Tokens whose keys and values a replica holds, a prompt once for all that share it."""
 
-    capacity: float
+    capacity: int
     """Tokens that fit."""
     held: int = 0
     num_rollouts: int = 0
@@ -27,7 +27,7 @@ class KvCache:
     """Running rollouts by prefix: the first of a group prefills the prompt for all."""
 
     @property
-    def room(self) -> float:
+    def room(self) -> int:
         """Tokens that still fit."""
         return self.capacity - self.held
 
