@@ -22,6 +22,7 @@ from streamrl.hardware.host_memory import check_host_memory, check_sync_buffer
 from streamrl.hardware.memory import check_memory, kv_capacity, longest_sequence, most_running
 from streamrl.hardware.profiles import check_profiles, load_model
 from streamrl.hardware.tiers import Provenance
+from streamrl.record.decode_yield import DecodeYield
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.errors import OneOf, RunError
 
@@ -104,6 +105,12 @@ class Costs(TrainerCosts):
     def load_time(self) -> float:
         """Seconds in which a replica copies pushed weights into its GPUs."""
         return self.sync.load_time
+
+    def decode_yield(self, run: Run) -> DecodeYield:
+        """Return what a trace says of a replica's full batch, which reserved memory bounds by itself."""
+        is_bound = run.rollout.admission == "on-demand"
+        capacity = float(self.kv_capacity) if is_bound and self.kv_capacity < inf else None
+        return DecodeYield.of(self.decode.base, self.decode.per_context_token, capacity)
 
     @property
     def facts(self) -> dict[str, dict[str, float] | list[str]]:
