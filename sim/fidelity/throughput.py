@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from math import log
@@ -21,7 +21,9 @@ from sim.fidelity.cases import (
     take_times,
 )
 from sim.fidelity.paper import load_paper
+from sim.world import simulate
 from streamrl.hardware.memory import most_running
+from streamrl.record.attribution import UNDERFILLED, Attribution, attribute
 from streamrl.report.fidelity import FigureCell, PaperFigure
 from streamrl.runfile.config import Run
 
@@ -154,7 +156,8 @@ def ablation() -> PaperFigure:
             "waits for none: with generation a fifth faster the rows are 1.04, 1.11, 1.31, with twice the GPUs a "
             "replica 1.00, 1.05, 1.20, and with 20 let in on demand, which slows it down, 1.06, 1.21, 1.43 "
             "(`benchmarks/bench_readings.py`). The paper's last row asks for replicas that run fewer rollouts than "
-            "their memory holds of the longest"
+            "their memory holds of the longest",
+            _bubbles_note(names),
         ],
     )
 
@@ -257,6 +260,23 @@ def _longest_note(ours: dict[Case, Times]) -> str:
         f"{alone:.0f} s on the paper's own decode curve; its colocated step of {paper:.0f} s leaves "
         f"{paper - alone:.0f} s to everything else, ours {ours[case].step_time:.0f} s"
     )
+
+
+def _bubbles_note(systems: Sequence[str]) -> str:
+    """Say what the stragglers of a step cost each system: GPUs that stand idle, and GPUs that decode few rollouts."""
+    with ProcessPoolExecutor() as pool:
+        found = list(pool.map(_bubbles, systems))
+    return (
+        "stragglers leave few GPUs idle and many underfilled, decoding a few rollouts: of all GPU-seconds "
+        + ", ".join(
+            f"{shares.idle['skew']:.0%} and {shares.busy[UNDERFILLED]:.0%} ({system})"
+            for system, shares in zip(systems, found, strict=True)
+        )
+    )
+
+
+def _bubbles(system: str) -> Attribution:
+    return attribute(simulate(make_case(Case("72B", "20K", system))))
 
 
 def _wider_note(ours: dict[Case, Times]) -> str:
