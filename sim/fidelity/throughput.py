@@ -152,11 +152,9 @@ def ablation() -> PaperFigure:
         target="every row within 0.05",
         is_met=all(abs(cell.difference) <= 0.05 for cell in cells),
         notes=[
-            "whatever makes generation faster helps the colocated system most, which generates on all GPUs and then "
-            "waits for none: with generation a fifth faster the rows are 1.04, 1.11, 1.31, with twice the GPUs a "
-            "replica 1.00, 1.05, 1.20, and with 20 let in on demand, which slows it down, 1.06, 1.21, 1.43 "
-            "(`benchmarks/bench_readings.py`). The paper's last row asks for replicas that run fewer rollouts than "
-            "their memory holds of the longest",
+            "what makes generation faster helps the colocated system most, which generates on all GPUs and then trains: "
+            "`benchmarks/bench_readings.py` has these rows with generation a fifth faster, with twice the GPUs a "
+            "replica and with other batches",
             _bubbles_note(names),
         ],
     )
