@@ -117,11 +117,13 @@ SEVENTY = _colocated(
     kl_coefficient=0.01,
 )
 NEMO = (
-    "2048 rollouts, a cap of 4096 and mini-batches of 512 are assumed from the recipe of the time"
+    "1024 or 2048 rollouts, a cap of 4096, one or four optimizer steps, packing, recomputation and CUDA graphs (with, as "
+    "vLLM 0.11, or without, as transformers 4.51) are not stated"
 )
 NEMO_OPENS: dict[str, tuple[Any, ...]] = {
     "algorithm.prompts_per_step": (64, 128),
     "framework.optimizer_steps": (1, 4),
+    "costs.engine": ("vllm-0.11", "transformers-4.51"),
     "trainer.packing": ("packed", "padded"),
     "trainer.recompute": ("none", "full"),
 }
@@ -280,6 +282,7 @@ def _generated(model: str, degree: int) -> float:
                 "max_tokens": 1024,
             },
             "trainer": {"pool": "a100", "data_parallel": 2, "tensor_parallel": 8},
+            "costs": {"engine": "vllm-0.2"},
             "algorithm": {"name": "ppo", "steps": 1, "prompts_per_step": 1024},
             "workload": {
                 "lengths": {

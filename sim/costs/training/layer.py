@@ -5,6 +5,7 @@
 | products    | FLOPs at the rate that kernel tables give for their size               | twice    |
 | attention   | the prefill kernel's seconds, a straight line in tokens and pairs      | 2.8 x    |
 | activations | bytes that are kept, times `activation_traffic`, through memory        | twice    |
+| softmax     | `logit_traffic` bytes a logit through memory, on the last stage        | twice    |
 | experts     | grouped products at a rate that falls with few tokens or few channels  | twice    |
 | permutation | tokens into the order of their experts and back, through memory        | twice    |
 | trade       | all-to-all: once a node and GPU where copies are saved, else each copy | as much  |
@@ -40,8 +41,6 @@ REDUCE_BACKWARD = 1.5
 gradient of weights (Korthikanti et al. 2022, section 4.2.2)."""
 REDUCES = 4
 """Gathers and scatters of tensor ranks in one layer's forward pass, two of each."""
-LOGIT_TRAFFIC = 20.0
-"""Bytes through memory for each logit: written and read in 16 bits, as float32, and as probabilities in float32."""
 SELECTIVE = 0.3
 """Share of a forward pass's activation traffic that making norms and activations again takes."""
 PASS_TOKENS = 16384
@@ -117,7 +116,8 @@ class Layer:
         """Return the forward pass of the output head and its softmax, on the stage that has them."""
         ranks = self.ranks
         logits = ranks.model.vocab_size / ranks.trainer.tensor_parallel
-        softmax = Pass(per_token=LOGIT_TRAFFIC * logits / ranks.gpu.memory_bandwidth)
+        moved = self._unfused() * self.constants.logit_traffic * logits
+        softmax = Pass(per_token=moved / ranks.gpu.memory_bandwidth)
         return self._product(logits, ranks.model.hidden_size) + softmax
 
     # Terms ----------------------------------------------------------------------------------------
@@ -167,17 +167,20 @@ class Layer:
     def _activations(self) -> Pass:
         ranks, constants = self.ranks, self.constants
         kept = layer_activation_bytes(ranks.model, ranks.dtype) - self._permuted_bytes()
-        match ranks.trainer.kernels:
+        moved = self._unfused() * constants.activation_traffic * kept
+        return Pass(per_token=moved / ranks.trainer.tensor_parallel / ranks.gpu.memory_bandwidth)
+
+    def _unfused(self) -> float:
+        """Return the traffic of elementwise work, times that of fused kernels."""
+        match self.ranks.trainer.kernels:
             case "fused":
-                times = 1.0
+                return 1.0
             case "uncompiled":
-                times = constants.uncompiled_traffic
+                return self.constants.uncompiled_traffic
             case "eager":
-                times = constants.eager_traffic
+                return self.constants.eager_traffic
             case _:
-                assert_never(ranks.trainer.kernels)
-        moved = times * constants.activation_traffic * kept / ranks.trainer.tensor_parallel
-        return Pass(per_token=moved / ranks.gpu.memory_bandwidth)
+                assert_never(self.ranks.trainer.kernels)
 
     def _attention(self) -> Pass:
         ranks = self.ranks
