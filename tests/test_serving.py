@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ from streamrl.hardware.profiles import PROFILES, load_gpu, load_model
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import CostsConfig
 from streamrl.runfile.units import Duration
+from tests.command_line import streamrl
 from tests.runs import small_run
 
 RUNNER = CliRunner()
@@ -222,6 +224,14 @@ def test_an_unknown_engine_is_refused_in_a_line_with_all_that_there_are() -> Non
         Costs.load(small_run({"costs.engine": "vllm"}))
     assert all(name in str(caught.value) for name in ENGINES)
     assert "\n" not in str(caught.value)
+
+
+def test_the_command_line_refuses_an_unknown_engine_with_exit_status_2() -> None:
+    example = Path(__file__).parents[1] / "examples" / "h20-h800.toml"
+    done = streamrl("simulate", example, "--set", "costs.engine=vllm-9")
+    assert done.returncode == 2
+    line = " ".join(done.stderr.split())
+    assert "costs.engine: no engine 'vllm-9'" in line and "tensorrt-llm-1.0" in line
 
 
 # The command --------------------------------------------------------------------------------------
