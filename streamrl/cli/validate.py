@@ -15,6 +15,7 @@ from sim.fidelity.growth import adjustment
 from sim.fidelity.makespan import dispatch
 from sim.fidelity.published import Row, group_table, grouped, row_table, summarise
 from sim.fidelity.scaling import divisions, scaling
+from sim.fidelity.scorecard import HISTORY, sections, stamp, write_history
 from sim.fidelity.serving import serving_rows
 from sim.fidelity.steps import steps_rows
 from sim.fidelity.throughput import ablation, end_to_end, heterogeneous, ratios, verl
@@ -70,7 +71,7 @@ def validate(
     sets = {name: ROWS[name]() for name in names}
     found = simulate_figures(figure or list(FIGURES)) if what in (None, PAPER) else []
     if output is not None and found:
-        write_page(found, output)
+        write_page(found, output, sets)
     if as_json:
         figures = {one.name: one.describe() for one in found}
         print_json({**{name: describe(some) for name, some in sets.items()}, **figures})
@@ -144,10 +145,13 @@ def simulate_figures(names: list[str]) -> list[PaperFigure]:
     return found
 
 
-def write_page(found: list[PaperFigure], output: Path) -> None:
-    """Write the page and a picture for each figure."""
+def write_page(found: list[PaperFigure], output: Path, sets: dict[str, list[Row]]) -> None:
+    """Write the page, a picture for each figure, and a line of the history where everything was validated."""
     pictures = output / PICTURES
     pictures.mkdir(parents=True, exist_ok=True)
     for one in found:
         figure_picture(one, pictures / f"{slug(one.name)}.png")
-    (output / "fidelity.md").write_text(fidelity_page(found, constants(), PICTURES))
+    first = list(sections(sets))
+    (output / "fidelity.md").write_text(fidelity_page(found, constants(), PICTURES, first, stamp()))
+    if len(sets) == len(ROWS):
+        write_history(sets, {slug(one.name): one.mape for one in found}, output / HISTORY)
