@@ -29,8 +29,8 @@ LIMITS = (
 )
 """What the tool cannot predict."""
 SHOWN = (
-    ("serving", "Llama-3.1-8B, h100 TP1, batch 25"),
-    ("serving", "Qwen3-8B, h100 TP1, batch 25"),
+    ("serving", "Llama-3.1-8B, h100 TP1, batch 255"),
+    ("serving", "Qwen3-8B, h100 TP1, batch 255"),
     ("serving", "Llama-2-70B, h100 TP8, batch 1, context 1,024"),
 )
 """Rows that stand on the page itself, by the beginning of their names: an 8B at a batch of about 256, a 70B at 1."""
