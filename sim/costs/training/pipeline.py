@@ -14,6 +14,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+ROUNDING = 1e-12
+"""Share of an instant by which two sums of the same durations may differ: what comes so late is not late."""
+
 
 @dataclass(slots=True)
 class _Batch:
@@ -46,7 +49,7 @@ class Pipeline:
         self, forward: Sequence[float], backward: Sequence[float], send: float, now: float
     ) -> None:
         """Put a micro-batch through that is there at `now`, given its seconds on each stage and between two."""
-        if now > self.open_until:
+        if now > self.open_until * (1 + ROUNDING):
             self.drain()
         stages, free_at = self.num_stages, self.free_at
         batch, ready_at = _Batch(backward, send), now
