@@ -15,7 +15,7 @@ from typing import assert_never
 
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.profiles import load_gpu, load_model
-from streamrl.hardware.stages import stage_layers
+from streamrl.hardware.slices import stage_layers
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError
 from streamrl.runfile.sides_config import TrainerConfig

@@ -17,7 +17,7 @@ import numpy as np
 from sim.costs.training.interleaved import interleave
 from sim.costs.training.packing import deal, micro_batches
 from sim.costs.training.pipeline import Pipeline
-from sim.costs.training.stages import Stages
+from sim.costs.training.stage_times import StageTimes
 from streamrl.hardware.tables import Floats
 from streamrl.runfile.sides_config import TrainerConfig
 
@@ -73,7 +73,7 @@ class PipelinedLine:
 
     def __init__(
         self,
-        stages: Stages,
+        stages: StageTimes,
         trainer: TrainerConfig,
         *,
         scores: Sequence[float],
@@ -168,15 +168,14 @@ class PipelinedLine:
         """Make an optimizer step between two mini-batches: every rank waits for the slowest."""
         done_at = max(rank.drain() for rank in self._ranks) + self._update_time
         for rank in self._ranks:
-            rank.free_at = [done_at] * len(rank.free_at)
+            rank.resume_at(done_at)
         self._num_trained = 0
 
     def _wait(self, seconds: float, now: float) -> None:
         """Let every stage spend seconds in which nothing else can be done."""
         if seconds:
             for rank in self._ranks:
-                rank.drain()
-                rank.free_at = [max(now, free) + seconds for free in rank.free_at]
+                rank.pause(seconds, now)
 
     def _dealt(self, lengths: Sequence[int], now: float) -> list[list[list[tuple[int, float]]]]:
         """Return the micro-batches of each clock, by the ranks that keep it."""
@@ -216,14 +215,14 @@ class PipelinedLine:
             return
         missing = -len(forward) % self._trainer.pipeline_parallel
         none = [[0.0] * self._trainer.num_slices] * missing
-        rank.free_at = interleave(
+        free_at = interleave(
             forward.tolist() + none,
             None if backward is None else backward.tolist() + none,
             self._trainer.virtual_stages,
             [max(now, free) for free in rank.free_at],
             [*sends, *([0.0] * missing)],
         )
-        rank.open_until = rank.free_at[0]
+        rank.occupy(free_at)
 
     def _open_until(self, now: float) -> float:
         """Return when a mean rank can take more; one that was dealt nothing can at once."""

@@ -16,7 +16,7 @@ from sim.costs.training.layer import Layer
 from sim.costs.training.line import Line, PipelinedLine
 from sim.costs.training.profile import TrainingProfile, load_training_profile
 from sim.costs.training.ranks import Ranks
-from sim.costs.training.stages import Stages
+from sim.costs.training.stage_times import StageTimes
 from streamrl.hardware.memory import ModelState, model_state, num_models, num_trained_models
 from streamrl.hardware.model_shape import BYTES
 from streamrl.hardware.tiers import Tier
@@ -55,7 +55,7 @@ class Switches:
 class TrainingCosts:
     """Seconds of the trainer's commands."""
 
-    stages: Stages
+    stages: StageTimes
     num_scored: int
     """Forward passes that a rollout needs before its gradient."""
     num_trained: int
@@ -132,25 +132,25 @@ class TrainingCosts:
         return line.finish(0.0)
 
 
-def _choose_stages(run: Run, ranks: Ranks) -> tuple[Ranks, Stages, float, Tier, list[str]]:
+def _choose_stages(run: Run, ranks: Ranks) -> tuple[Ranks, StageTimes, float, Tier, list[str]]:
     """Return the best known stages, seconds that a step has beside them, and their tier and sources."""
     efficiency, name = run.trainer.efficiency, run.cluster.pools[run.trainer.pool].gpu
     if efficiency is not None:
         source = f"run file: trainer.efficiency={efficiency} of peak FLOP/s"
-        return ranks, Stages.assumed(ranks, efficiency), 0.0, "roofline", [source]
+        return ranks, StageTimes.assumed(ranks, efficiency), 0.0, "roofline", [source]
     profile = load_training_profile()
     rate = profile.gemm.get(name)
     if rate is None or BYTES[run.model.dtype] != MEASURED_BYTES:
         assumed = ranks.gpu.roofline.training_efficiency
         source = f"profiles/gpus/{name}.toml: assumed training_efficiency={assumed}, unmeasured"
-        return ranks, Stages.assumed(ranks, assumed), 0.0, "roofline", [source]
+        return ranks, StageTimes.assumed(ranks, assumed), 0.0, "roofline", [source]
     constants = profile.constants
     ranks = replace(ranks, collective=constants.collective)
     layer = Layer(ranks=ranks, gemm=rate, experts=profile.experts[name], constants=constants)
     is_mixture = ranks.model.experts is not None
     tier = profile.experts[name].tier if is_mixture and rate.tier == "composed" else rate.tier
     sources = _sources(profile, name, is_mixture=is_mixture)
-    return ranks, Stages.compose(ranks, layer), constants.step_time, tier, sources
+    return ranks, StageTimes.compose(ranks, layer), constants.step_time, tier, sources
 
 
 def _sources(profile: TrainingProfile, gpu: str, *, is_mixture: bool) -> list[str]:
