@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil, inf
 
 from sim.costs.training.layer import Layer
 from sim.costs.training.line import Line, PipelinedLine
@@ -67,8 +68,8 @@ class TrainingCosts:
     """Seconds of gradient reduction and one optimizer step, of all trained models."""
     overhead_time: float
     """Seconds of a step for data, rewards and logging."""
-    mini_batch: int
-    """Rollouts between two optimizer steps."""
+    mini_batch: float
+    """Rollouts between two optimizer steps; inf where a batch has one, whatever its size."""
     epochs: int
     """Times that a batch is trained on."""
     tier: Tier
@@ -99,7 +100,7 @@ class TrainingCosts:
             switches=switches,
             optimizer_time=num_trained * updated + step_time,
             overhead_time=STEP_TIME if framework.step_time is None else framework.step_time,
-            mini_batch=-(-algorithm.rollouts_per_step // framework.optimizer_steps),
+            mini_batch=_mini_batch(run),
             epochs=framework.epochs,
             tier=tier,
             sources=sources,
@@ -130,6 +131,11 @@ class TrainingCosts:
         line = self.line()
         line.score(lengths, 0.0)
         return line.finish(0.0)
+
+
+def _mini_batch(run: Run) -> float:
+    steps = run.framework.optimizer_steps
+    return inf if steps == 1 else ceil(run.algorithm.rollouts_per_step / steps)
 
 
 def _choose_stages(run: Run, ranks: Ranks) -> tuple[Ranks, StageTimes, float, Tier, list[str]]:
