@@ -183,6 +183,16 @@ def shard_parameters(model: ModelShape, trainer: TrainerConfig) -> float:
             f"trainer.pipeline_parallel must be at most the {model.num_layers} layers of "
             f"{model.name}, got {trainer.pipeline_parallel}",
         )
+    if trainer.num_slices > model.num_layers + 2:
+        raise RunError(
+            "trainer.virtual_stages",
+            trainer.virtual_stages,
+            Bounds(1, (model.num_layers + 2) // trainer.pipeline_parallel),
+            f"trainer.virtual_stages={trainer.virtual_stages} x pipeline_parallel="
+            f"{trainer.pipeline_parallel} must be at most the {model.num_layers} layers, embedding and "
+            f"head of {model.name}",
+            ("trainer.pipeline_parallel",),
+        )
     if trainer.expert_parallel > 1 and model.experts is None:
         raise RunError(
             "trainer.expert_parallel",
