@@ -15,7 +15,7 @@ import numpy as np
 from sim.costs.training.profile import load_training_profile
 from sim.costs.training.training import TrainingCosts
 from sim.fidelity.published import Row, summarise
-from sim.fidelity.published_training import Step, read_steps
+from sim.fidelity.published_training import PublishedStep, read_steps
 from sim.fidelity.training_rows import step_memory, training_rows
 from streamrl.hardware.memory import check_memory
 from streamrl.hardware.profiles import load_gpu, load_model
@@ -62,7 +62,7 @@ def main() -> None:
         print(json.dumps({"name": f"training: {name}", "value": round(value, 4), "unit": unit}))
 
 
-def memory_share(step: Step) -> float:
+def memory_share(step: PublishedStep) -> float:
     """Return the share of the GPU's memory that the memory model expects a step to take."""
     need, memory = step_memory(step)
     return need / memory

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from sim.fidelity.published_training import PATH, Step, shape_of
+from sim.fidelity.published_training import PATH, PublishedStep, shape_of
 from streamrl.hardware.profiles import load_gpu
 
 LICENCES = "Apache-2.0 (llm-foundry, Megatron-Bridge, Automodel, prime-rl), MIT (ModelZoo, KempnerForge), BSD-style (Megatron-LM)"
@@ -43,7 +43,7 @@ def main() -> None:
         *others(data / "parallel_training" / "training_other.csv"),
         *prime(data / "parallel_training" / "prime_rl_bench.csv"),
     ]
-    names = Step.__struct_fields__
+    names = PublishedStep.__struct_fields__
     head = [
         "# source: the column `source`, by repository and commit",
         f"# licence: {LICENCES}",
@@ -70,7 +70,7 @@ def _lines(path: Path) -> Iterator[dict[str, str]]:
 # MosaicML: MPT with FSDP --------------------------------------------------------------------------
 
 
-def mosaic(path: Path) -> Iterator[Step]:
+def mosaic(path: Path) -> Iterator[PublishedStep]:
     """Yield MPT steps; the published MFU counts (6 N + 12 layers hidden sequence) FLOPs a token."""
     for line in _lines(path):
         if line["Precision"] == "amp_fp8":
@@ -84,7 +84,7 @@ def mosaic(path: Path) -> Iterator[Step]:
         )
         peak = load_gpu(gpu.removesuffix("-40")).flops["bfloat16"]
         tokens = micro * accumulation * sequence
-        yield Step(
+        yield PublishedStep(
             framework="llm-foundry",
             release="8c8dd48",
             gpu=gpu,
@@ -130,7 +130,7 @@ CARDS = {
 """Verification cards with a known layout and no adapter: what the card's text says of its mixture."""
 
 
-def bridge(path: Path) -> Iterator[Step]:
+def bridge(path: Path) -> Iterator[PublishedStep]:
     """Yield verification cards."""
     for line in _lines(path):
         found = CARDS.get((line["model"], line["item"]))
@@ -139,7 +139,7 @@ def bridge(path: Path) -> Iterator[Step]:
         model, known = found
         gpus = int(line["num_gpus"])
         tensor, pipeline = int(line["tp"] or 1), int(line["pp"] or 1)
-        yield Step(
+        yield PublishedStep(
             framework="Megatron-Bridge",
             release=line["date"],
             gpu="h100",
@@ -168,13 +168,13 @@ ABLATIONS = {
 }
 
 
-def ablations(path: Path) -> Iterator[Step]:
+def ablations(path: Path) -> Iterator[PublishedStep]:
     """Yield the overlap and dispatcher ablations of Qwen3-30B-A3B on 16 H100."""
     for line in _lines(path):
         known = ABLATIONS.get(line["variant"])
         if known is None or not line["step_time_s"]:
             continue
-        yield Step(
+        yield PublishedStep(
             framework="Megatron-Bridge",
             release=line["date"],
             gpu="h100",
@@ -187,7 +187,7 @@ def ablations(path: Path) -> Iterator[Step]:
             routing="balanced",
             seconds=float(line["step_time_s"]),
             source=f"{BRIDGE} {line['topic']}: {line['variant']}",
-            **known,  # type: ignore[arg-type]  # names of Step
+            **known,  # type: ignore[arg-type]  # names of PublishedStep
         )
 
 
@@ -210,7 +210,7 @@ MIXTURES = {
 }
 
 
-def others(path: Path) -> Iterator[Step]:
+def others(path: Path) -> Iterator[PublishedStep]:
     """Yield rows with full layouts of the other sources."""
     for line in _lines(path):
         if line["precision"] != "BF16" or int(line["cp"] or 1) > 1:
@@ -221,7 +221,7 @@ def others(path: Path) -> Iterator[Step]:
             yield mixture(line)
 
 
-def kempner(line: dict[str, str]) -> Step:
+def kempner(line: dict[str, str]) -> PublishedStep:
     """Return a step of KempnerForge: FSDP2 with tensor ranks of a node of 4."""
     gpus, tensor, pipeline = (int(line[key]) for key in ("num_gpus", "tp", "pp"))
     tokens = float(line["tokens_per_s_per_gpu"]) * gpus * float(line["step_time_s"])
@@ -229,7 +229,7 @@ def kempner(line: dict[str, str]) -> Step:
     sequences = int(line["gbs"] or round(tokens / 4096 / data) * data)
     default = 1 if pipeline > 1 else 2 if "70B" in line["model"] else 4
     micro = int(line["mbs"] or default)
-    return Step(
+    return PublishedStep(
         framework="KempnerForge",
         release=line["release"],
         gpu="h200",
@@ -249,7 +249,7 @@ def kempner(line: dict[str, str]) -> Step:
     )
 
 
-def mixture(line: dict[str, str]) -> Step:
+def mixture(line: dict[str, str]) -> PublishedStep:
     """Return a step of a mixture; where a page gives TFLOP/s alone, seconds follow from the model's FLOPs."""
     note, framework = line["note"], line["source"].split()[0]
     gpus, tensor, pipeline = int(line["num_gpus"]), int(line["tp"]), int(line["pp"])
@@ -271,7 +271,7 @@ def mixture(line: dict[str, str]) -> Step:
     if "full recompute" in note:
         recompute = "full"
     release = line["release"]
-    return Step(
+    return PublishedStep(
         framework="Automodel" if framework == "NeMo" else "Megatron-LM",
         release=release,
         gpu="h100",
@@ -309,14 +309,14 @@ PRIME_MODELS = {
 PRIME_GPUS = {"H100 80GB HBM3": "h100", "H200": "h200"}
 
 
-def prime(path: Path) -> Iterator[Step]:
+def prime(path: Path) -> Iterator[PublishedStep]:
     """Yield full-parameter steps; offloaded activations are another amount of work."""
     for line in _lines(path):
         model, gpu = PRIME_MODELS.get(line["model"]), PRIME_GPUS.get(line["system"])
         if model is None or gpu is None or "lora" in line["phase"] or line["act_ckpt"] == "Offload":
             continue
         gpus = int(line["num_gpus"])
-        yield Step(
+        yield PublishedStep(
             framework="prime-rl",
             release=line["run_date"],
             gpu=gpu,

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.costs.training.profile import PATH, Constants, ExpertRate, GemmRate
-from sim.fidelity.published_training import Step, is_plain, read_steps, shape_of
+from sim.fidelity.published_training import PublishedStep, is_plain, read_steps, shape_of
 from sim.fidelity.training_rows import Rates, even_step_time
 from streamrl.hardware.profiles import PROFILES
 from streamrl.hardware.tables import read_table
@@ -190,7 +190,7 @@ class Fit:
         }
         return Constants(**values), triton
 
-    def errors(self, place: Floats, steps: Sequence[Step]) -> Floats:
+    def errors(self, place: Floats, steps: Sequence[PublishedStep]) -> Floats:
         """Return log of predicted over published seconds."""
         constants, triton = self.constants(place)
         found = [
@@ -199,7 +199,9 @@ class Fit:
         ]
         return np.array(found)
 
-    def run(self, steps: Sequence[Step], place: Floats | None = None, turns: int = STEPS) -> Floats:
+    def run(
+        self, steps: Sequence[PublishedStep], place: Floats | None = None, turns: int = STEPS
+    ) -> Floats:
         """Minimise the Huber loss by Gauss-Newton."""
         place = self._start.copy() if place is None else place.copy()
         counts = Counter(step.model for step in steps)
@@ -227,7 +229,7 @@ class Fit:
 
 
 def leave_each_out(
-    fit: Fit, steps: Sequence[Step], place: Floats
+    fit: Fit, steps: Sequence[PublishedStep], place: Floats
 ) -> tuple[dict[str, Floats], dict[str, Floats]]:
     """Return, by shape, the constants without it, and the relative errors on it."""
     places, errors = {}, {}
@@ -242,7 +244,7 @@ def leave_each_out(
 # The profile --------------------------------------------------------------------------------------
 
 
-def profile_text(steps: Sequence[Step]) -> str:
+def profile_text(steps: Sequence[PublishedStep]) -> str:
     """Fit to all steps, and to all but each shape; return training.toml."""
     gemm = {gpu: gemm_rate(gpu) for gpu in GEMM}
     experts = {gpu: expert_rate(gpu) for gpu in EXPERTS}

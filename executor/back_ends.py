@@ -75,6 +75,17 @@ def _limits(run: Run) -> Iterator[Limit]:
         f"one without a critic for backend {trainer.backend}",
     )
     yield Limit(
+        "algorithm.old_log_probs",
+        algorithm.old_log_probs,
+        algorithm.old_log_probs == "engine",
+        "'engine' to be executed: log-probabilities come with the tokens",
+    )
+    for key, times in (
+        ("framework.optimizer_steps", run.framework.optimizer_steps),
+        ("framework.epochs", run.framework.epochs),
+    ):
+        yield Limit(key, times, times == 1, f"1 for backend {trainer.backend}")
+    yield Limit(
         "model.dtype",
         run.model.dtype,
         run.model.dtype != "float16",

@@ -22,6 +22,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rollout.admission": "reserve"}, "rollout.admission=on-demand"),
     ({"rollout.temperature": 0.0}, "rollout.temperature=1.0"),
     ({"rollout.temperature": float("nan")}, "rollout.temperature=1.0"),
+    ({"algorithm.old_log_probs": "trainer"}, "algorithm.old_log_probs=engine"),
+    ({"framework.optimizer_steps": 4}, "framework.optimizer_steps=1"),
+    ({"framework.epochs": 2}, "framework.epochs=1"),
     ({"algorithm.name": "ppo"}, "algorithm.name=grpo algorithm.group_size=8"),
 ]
 

@@ -175,9 +175,11 @@ def test_factors_divide_the_seconds_of_their_side_and_are_named_among_the_source
     lengths = [300, 500]
     assert slow.decode.step_time(3, 900) == pytest.approx(2 * plain.decode.step_time(3, 900))
     assert slow.prefill_time(400, 9e4, 0) == pytest.approx(2 * plain.prefill_time(400, 9e4, 0))
-    assert slow.score_time(lengths) == pytest.approx(4 * plain.score_time(lengths))
-    assert slow.train_time(lengths) == pytest.approx(4 * plain.train_time(lengths))
-    assert slow.optimizer_time == pytest.approx(4 * plain.optimizer_time)
+    slowly, plainly = slow.line(), plain.line()
+    assert slowly.score(lengths, 4.0) == pytest.approx(4 * plainly.score(lengths, 1.0))
+    assert slowly.train(lengths, 40.0) == pytest.approx(4 * plainly.train(lengths, 10.0))
+    assert slowly.finish(0.0) == pytest.approx(4 * plainly.finish(0.0))
+    assert slow.step_time == pytest.approx(4 * plain.step_time)
     assert slow.sync == plain.sync
     for operation, source in (
         ("prefill", "run file: costs.generation_factor=0.5"),

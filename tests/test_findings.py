@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from streamrl.report.findings import Kind, Question, find
-from streamrl.report.study_table import METRICS, MetricTable, Row, Spread, make_table
+from streamrl.report.study_table import METRICS, MetricTable, Spread, StudyRow, make_table
 from streamrl.runfile.grid import Axis, parse_axis
 
 X = parse_axis("rollout.replicas=1,2,4,8")
@@ -19,7 +19,7 @@ def table_of(axes: list[Axis], values: list[list[float]], metric: str = "step_ti
     for series, found in enumerate(values):
         for at, value in enumerate(found):
             place = (at,) if len(axes) == 1 else (at, series)
-            rows.append(Row(place=place, seed=0, figures={metric: value}))
+            rows.append(StudyRow(place=place, seed=0, figures={metric: value}))
     return make_table(metric, axes, rows)
 
 
@@ -138,7 +138,7 @@ def test_crossover_names_a_winner_in_between() -> None:
 def test_crossover_is_told_for_each_point_of_a_third_axis() -> None:
     price = parse_axis("cluster.pools.h800.price=1,2", labels=["cheap", "dear"])
     rows = [
-        Row(place=(at, gpu, dear), seed=0, figures={"cost_per_step": value})
+        StudyRow(place=(at, gpu, dear), seed=0, figures={"cost_per_step": value})
         for dear, winners in enumerate([(1.0, 2.0), (2.0, 1.0)])
         for gpu, value in enumerate(winners)
         for at in range(2)
@@ -192,7 +192,7 @@ def test_every_finding_speaks_of_every_metric_zeros_and_gaps_included(
 
 def test_the_median_over_seeds_is_what_is_spoken_of() -> None:
     rows = [
-        Row(place=(at,), seed=seed, figures={"step_time": value})
+        StudyRow(place=(at,), seed=seed, figures={"step_time": value})
         for at, values in enumerate([[10.0, 11.0, 90.0], [20.0, 20.0, 20.0]])
         for seed, value in enumerate(values)
     ]

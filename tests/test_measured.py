@@ -178,7 +178,7 @@ def test_every_operation_of_a_simulation_is_measured(
     assert costs.decode.step_time(4, 100) == pytest.approx(base(4) + slope(4) * 100, rel=1e-4)
     assert costs.prefill_time(16, 128, 4, 1) == pytest.approx(prefix_time(1, 16), rel=1e-4)
     assert costs.prefill_time(16, 128, 0, 1) == pytest.approx(ALONE + prefix_time(1, 16), rel=1e-4)
-    assert costs.optimizer_time == pytest.approx(5e-4 + 3e-3, rel=1e-4)
+    assert costs.step_time == pytest.approx(5e-4 + 3e-3, rel=1e-4)
     assert costs.sync.push_time == pytest.approx(4e-3)
     assert costs.load_time == pytest.approx(6e-3)
     assert any(
@@ -195,12 +195,12 @@ def test_the_trainer_computes_the_informative_share_and_is_sent_all(
     call = 5e-4 + 1e-6 * 6 * 64
     for share in (1.0, 0.5, 0.0):
         run = measured_run(model, path, workload__informative_share=share)
-        found = Costs.load(run).train_time(lengths)
+        found = Costs.load(run).training.train_time(lengths)
         assert found == pytest.approx(call + share * passes, rel=1e-4)
     whole = measured_run(
         model, path, workload__informative_share=0.5, algorithm__kl_coefficient=0.1
     )
-    assert Costs.load(whole).train_time(lengths) == pytest.approx(call + passes, rel=1e-4)
+    assert Costs.load(whole).training.train_time(lengths) == pytest.approx(call + passes, rel=1e-4)
 
 
 def test_what_lies_beyond_the_measured_range_is_said(

@@ -27,7 +27,7 @@ from streamrl.report.pictures.drawing import (
 )
 from streamrl.report.pictures.study_metric import study_picture
 from streamrl.report.pictures.style import ACTIVITIES, COLOURS, rules, style_of
-from streamrl.report.study_table import Row, make_table
+from streamrl.report.study_table import StudyRow, make_table
 from streamrl.runfile.grid import Axis, parse_axis
 from tests.report_directories import write_runs, write_study
 
@@ -192,7 +192,7 @@ def test_a_third_axis_is_told_apart_by_dashes_or_by_fill() -> None:
 
 def test_shares_on_an_axis_are_written_in_full() -> None:
     axes = [parse_axis("rollout.replicas=1,2")]
-    rows = [Row(place=(at,), seed=0, figures={"idle": 0.01 + 0.14 * at}) for at in (0, 1)]
+    rows = [StudyRow(place=(at,), seed=0, figures={"idle": 0.01 + 0.14 * at}) for at in (0, 1)]
     table = make_table("idle", axes, rows)
     texts = texts_of(study_picture("study", table, "title", "").drawing)
     assert [text for text in texts if text.endswith("%")][:3] == ["0\xa0%", "2.5\xa0%", "5\xa0%"]
@@ -217,7 +217,7 @@ def study_of(*sweeps: str) -> Drawing:
     axes: list[Axis] = [parse_axis(text) for text in sweeps]
     places = np.ndindex(*(len(axis.points) for axis in axes))
     rows = [
-        Row(
+        StudyRow(
             place=place, seed=seed, figures={"step_time": 100.0 + 10 * place[0] + 20 * (seed - 0.5)}
         )
         for place in places

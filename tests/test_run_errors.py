@@ -209,6 +209,21 @@ def test_a_bandwidth_past_all_bounds_is_refused() -> None:
     assert str(error) == "cluster.links.0.bandwidth: '1e999 Gbps' is more than a number can hold"
 
 
+@pytest.mark.parametrize("key", ["framework.step_time", "framework.switch_time"])
+def test_a_framework_takes_no_less_than_no_time(key: str) -> None:
+    assert str(error_of(table_with(key, "-1 s"))).startswith(f"{key}")
+    assert make_run(table_with(key, "0 s"))
+
+
+def test_only_a_pipeline_has_several_slices_of_the_model_on_a_stage() -> None:
+    error = error_of(table_with("trainer.virtual_stages", 2))
+    assert (error.key, error.value) == ("trainer.virtual_stages", 2)
+    assert str(error) == (
+        "trainer.virtual_stages must be 1 where trainer.pipeline_parallel is 1, got 2"
+    )
+    make_run(make_table({"trainer.pipeline_parallel": 2, "trainer.virtual_stages": 2}))
+
+
 def bounds_of(key: str) -> Bounds | None:
     *parents, last = split_key(key)
     section = KEYS[".".join(parents)] if parents else Run
@@ -221,7 +236,10 @@ def test_every_bounded_key_is_there() -> None:
 
 
 def test_counts_of_a_pool_and_a_side_are_at_least_one() -> None:
-    for key in ("cluster.pools.far.nodes", "trainer.data_parallel", "execute.threads"):
+    for key in (
+        *("cluster.pools.far.nodes", "trainer.data_parallel", "execute.threads"),
+        *("trainer.virtual_stages", "framework.optimizer_steps", "framework.epochs"),
+    ):
         assert error_of(table_with(key, 0)).allowed == Bounds(1)
     check_bounds(small_run())
 

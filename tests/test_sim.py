@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.costs.costs import Costs
+from sim.costs.training.training import TrainingCosts
 from sim.replica import Replica
 from sim.surroundings import DrawnRollout
 from sim.trainer import Trainer
@@ -23,6 +24,7 @@ from streamrl.engine.messages import (
     Generated,
     LoadWeights,
     PushWeights,
+    Step,
     Train,
     Verify,
     WeightsLoaded,
@@ -259,22 +261,19 @@ def sent_and_not_ended(bench: Bench) -> int:
 
 
 @pytest.mark.parametrize("num_micro", [1, 2, 8])
-@pytest.mark.parametrize("degree", [2, 4])
-def test_a_pipeline_of_p_stages_and_m_micro_batches_idles_for_its_bubble(
-    num_micro: int, degree: int
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_equal_micro_batches_take_turns_of_the_slowest_stage_and_a_fill_of_the_others(
+    num_micro: int, stages: int
 ) -> None:
-    lengths = [1000] * (2 * num_micro)  # micro-batches of 2
-
-    def train_time(tensor: int, pipeline: int) -> float:
-        changes = {
-            "trainer.tensor_parallel": tensor,
-            "trainer.pipeline_parallel": pipeline,
-            "trainer.efficiency": 0.4,  # of any degree, so that the bubble is all that differs
-        }
-        return Costs.load(small_run(changes)).train_time(lengths)
-
-    busy, total = train_time(4, 1), train_time(4 // degree, degree)
-    assert 1 - busy / total == pytest.approx((degree - 1) / (num_micro + degree - 1))
+    changes = {"trainer.tensor_parallel": 1, "trainer.pipeline_parallel": stages}
+    training = TrainingCosts.load(small_run(changes))
+    micro = [(2000, 1000.0**2)]  # two rollouts
+    times = training.stages.forward_times(micro) + training.stages.backward_times(micro)
+    *others, slowest = times[0]
+    assert slowest > max(others, default=0.0)  # it has the output head
+    total = training.train_time([1000] * (2 * num_micro))
+    sent = 2 * (stages - 1) * 2000 * training.stages.send  # there and back
+    assert total == pytest.approx(num_micro * slowest + sum(others) + sent)
 
 
 def test_only_passes_that_follow_others_without_a_break_find_the_pipeline_full() -> None:
@@ -285,12 +284,18 @@ def test_only_passes_that_follow_others_without_a_break_find_the_pipeline_full()
     trainer = Trainer(bench, 0, costs)
     trainer.train(Train((0, 1), 0))
     trainer.train(Train((2, 3), 0))
+    trainer.step(Step(1, (0, 1), 0))
     bench.at(1000.0, lambda: trainer.train(Train((4, 5), 0)))
+    bench.at(1000.0, lambda: trainer.step(Step(2, (2,), 0)))
     bench.env.run()
-    first, second, late = (time for time, _ in bench.events)
-    fresh, continued = (costs.train_time(lengths, is_continued=c) for c in (False, True))
-    assert continued < 0.5 * fresh
-    assert (first, second - first, late - 1000.0) == pytest.approx((fresh, continued, fresh))
+    first, second, stepped, third, late = (time for time, _ in bench.events)
+    line = costs.line()
+    taken = [line.train(lengths, 0.0), line.train(lengths, first)]
+    assert [first, second] == pytest.approx(taken)
+    fresh, together = (late - 1000.0 - costs.step_time, stepped - costs.step_time)
+    assert together == pytest.approx(line.finish(0.0))
+    assert (third - 1000.0, fresh) == pytest.approx((first, costs.training.train_time(lengths)))
+    assert together < 1.5 * fresh
 
 
 def test_a_push_takes_its_time_and_the_next_one_waits_for_it() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from sim.costs.costs import Costs
 from sim.costs.sync import SyncCosts
+from sim.costs.training.line import Line, SerialLine
 from sim.world import SimWorld
 from streamrl.engine.messages import (
     DrawnGroup,
@@ -88,16 +89,17 @@ class ToyTraining:
     """A trainer that takes the same seconds for each rollout."""
 
     toy: Toy
+    overhead_time: float = 0.0
 
     @property
     def optimizer_time(self) -> float:
         return self.toy.optimizer
 
-    def score_time(self, lengths: list[int], **_: bool) -> float:
-        return self.toy.score * len(lengths)
-
-    def train_time(self, lengths: list[int], **_: bool) -> float:
-        return self.toy.train * len(lengths)
+    def line(self) -> Line:
+        return SerialLine(
+            score_time=lambda lengths: self.toy.score * len(lengths),
+            train_time=lambda lengths: self.toy.train * len(lengths),
+        )
 
 
 def simulate(toy: Toy, system: str, **changes: Any) -> Trace:

@@ -29,7 +29,7 @@ MPT = {
 """Hidden size, layers and heads of the MPT models (llm-foundry, scripts/train/yamls/pretrain)."""
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class PublishedStep(msgspec.Struct, frozen=True, kw_only=True):
     """One published optimizer step."""
 
     framework: str
@@ -64,11 +64,11 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @functools.cache
-def read_steps(path: Path = PATH) -> tuple[Step, ...]:
+def read_steps(path: Path = PATH) -> tuple[PublishedStep, ...]:
     """Read the committed table."""
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
     return tuple(
-        msgspec.convert(_typed(line), Step, strict=False) for line in csv.DictReader(lines)
+        msgspec.convert(_typed(line), PublishedStep, strict=False) for line in csv.DictReader(lines)
     )
 
 
@@ -76,7 +76,7 @@ def _typed(line: dict[str, str]) -> dict[str, object]:
     return {key: {"True": True, "False": False}.get(value, value) for key, value in line.items()}
 
 
-def is_plain(step: Step) -> bool:
+def is_plain(step: PublishedStep) -> bool:
     """Whether a step is of a model with plain attention: latent attention is a group of its own, never fitted."""
     return shape_of(step.model).latent is None
 

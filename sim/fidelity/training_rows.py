@@ -11,9 +11,9 @@ from sim.costs.training.layer import Layer
 from sim.costs.training.line import PipelinedLine
 from sim.costs.training.profile import Constants, ExpertRate, GemmRate, load_training_profile
 from sim.costs.training.ranks import Ranks
-from sim.costs.training.stages import Stages
+from sim.costs.training.stage_times import StageTimes
 from sim.fidelity.published import Row
-from sim.fidelity.published_training import Step, is_plain, read_steps, shape_of
+from sim.fidelity.published_training import PublishedStep, is_plain, read_steps, shape_of
 from streamrl.hardware.memory import activation_bytes, logit_bytes, model_states
 from streamrl.hardware.profiles import Gpu, load_gpu
 from streamrl.runfile.sides_config import TrainerConfig
@@ -62,7 +62,7 @@ def training_rows() -> list[Row]:
 
 
 def step_time(
-    step: Step, rates: Rates, constants: Constants, triton_attention: dict[str, float]
+    step: PublishedStep, rates: Rates, constants: Constants, triton_attention: dict[str, float]
 ) -> float:
     """Return the seconds of a step by the trainer's own schedule; data-parallel ranks are alike, so one is run."""
     ranks, stages = _composed(step, rates, constants, triton_attention)
@@ -72,7 +72,7 @@ def step_time(
     return line.finish(0.0) + _update_time(ranks, constants)
 
 
-def step_memory(step: Step) -> tuple[float, float]:
+def step_memory(step: PublishedStep) -> tuple[float, float]:
     """Return the bytes that the memory model expects on the fullest GPU of a step, and those that the GPU has."""
     model, trainer, gpu = shape_of(step.model), _trainer(step), _gpu(step)
     num_tokens = step.micro_batch * step.tokens
@@ -87,7 +87,7 @@ def step_memory(step: Step) -> tuple[float, float]:
 
 
 def even_step_time(
-    step: Step, rates: Rates, constants: Constants, triton_attention: dict[str, float]
+    step: PublishedStep, rates: Rates, constants: Constants, triton_attention: dict[str, float]
 ) -> float:
     """Return the same in closed form: every micro-batch takes a turn of the slowest stage, and pipelines fill once."""
     ranks, stages = _composed(step, rates, constants, triton_attention)
@@ -100,8 +100,8 @@ def even_step_time(
 
 
 def _composed(
-    step: Step, rates: Rates, constants: Constants, triton_attention: dict[str, float]
-) -> tuple[Ranks, Stages]:
+    step: PublishedStep, rates: Rates, constants: Constants, triton_attention: dict[str, float]
+) -> tuple[Ranks, StageTimes]:
     name = step.gpu.removesuffix("-40")
     if step.framework == "llm-foundry":
         constants = msgspec.structs.replace(constants, attention=triton_attention[name])
@@ -117,14 +117,14 @@ def _composed(
     layer = Layer(
         ranks=ranks, gemm=rates.gemm[name], experts=rates.experts[name], constants=constants
     )
-    return ranks, Stages.compose(ranks, layer)
+    return ranks, StageTimes.compose(ranks, layer)
 
 
 def _update_time(ranks: Ranks, constants: Constants) -> float:
     return ranks.reduce_time() + ranks.update_time() + constants.step_time
 
 
-def _trainer(step: Step) -> TrainerConfig:
+def _trainer(step: PublishedStep) -> TrainerConfig:
     return TrainerConfig(
         pool="published",
         data_parallel=step.data_parallel,
@@ -143,7 +143,7 @@ def _trainer(step: Step) -> TrainerConfig:
     )
 
 
-def _gpu(step: Step) -> Gpu:
+def _gpu(step: PublishedStep) -> Gpu:
     """Return the GPU of a row; in a node of 4, NVLink joins each pair by a third of its links, without a switch."""
     gpu = load_gpu(step.gpu.removesuffix("-40"))
     if step.gpu.endswith("-40"):
@@ -154,7 +154,7 @@ def _gpu(step: Step) -> Gpu:
     return gpu
 
 
-def _name(step: Step) -> str:
+def _name(step: PublishedStep) -> str:
     degrees = f"DP{step.data_parallel} TP{step.tensor_parallel} PP{step.pipeline_parallel}"
     experts = f" EP{step.expert_parallel} {step.routing}" if shape_of(step.model).experts else ""
     load = f"{step.sequences} x {step.tokens}"
@@ -163,7 +163,7 @@ def _name(step: Step) -> str:
     )
 
 
-def _group(step: Step) -> str:
+def _group(step: PublishedStep) -> str:
     kind = "" if shape_of(step.model).experts is None else f", {step.routing} routing"
     latent = "" if is_plain(step) else ", latent attention"
     return f"{step.framework}{kind}{latent}"

@@ -80,22 +80,23 @@ def train_times(run: Run, costs: TrainingCosts, batches: Sequence[FallingLengths
 
 
 def _whole(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
-    score, train = _turns(run, costs, batch.all)
     fills = run.framework.optimizer_steps * run.framework.epochs
-    return _command(run, costs, score, train, fills=fills)
+    return _commands(run, costs, batch.all, commands=1, fills=fills)
 
 
 def _stream(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
     """Seconds of a batch whose commands keep the pipeline full; with scores before each it runs dry in between."""
     most = PASSES_PER_COMMAND * rollouts_that_fill(run)
-    num_commands = max(1, ceil(batch.all.num_rollouts / most))
-    score, train = _turns(run, costs, batch.all)
-    return _command(run, costs, score, train, fills=num_commands if costs.num_scored else 1)
+    commands = max(1, ceil(batch.all.num_rollouts / most))
+    fills = run.framework.optimizer_steps * run.framework.epochs
+    if costs.num_scored:
+        fills = max(fills, commands)
+    return _commands(run, costs, batch.all, commands=commands, fills=fills)
 
 
 def _last(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
-    score, train = _turns(run, costs, batch.longest(rollouts_that_fill(run)))
-    return _command(run, costs, score, train, fills=1)
+    longest = batch.longest(rollouts_that_fill(run))
+    return _commands(run, costs, longest, commands=1, fills=1)
 
 
 def _least(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
@@ -119,8 +120,8 @@ class Turns(NamedTuple):
     """Seconds until a pipeline is full, and until it is empty again."""
 
 
-def _turns(run: Run, costs: TrainingCosts, batch: Sums) -> tuple[Turns, Turns]:
-    """Return the score and train passes of a batch, spread evenly over ranks and micro-batches."""
+def _turns(run: Run, costs: TrainingCosts, batch: Sums) -> tuple[float, Turns]:
+    """Return the score turns and train passes of a batch, spread evenly over ranks and micro-batches."""
     trainer, stages = run.trainer, costs.stages
     ranks, longest = trainer.data_parallel, (batch.longest, batch.longest**2 / 2)
     room = max(trainer.max_tokens_per_pass, batch.longest)
@@ -132,7 +133,7 @@ def _turns(run: Run, costs: TrainingCosts, batch: Sums) -> tuple[Turns, Turns]:
     micro = [mean, longest]
     scored = stages.scored_times(micro)
     trained = stages.forward_times(micro) + stages.backward_times(micro)
-    return _turn(run, scored, num_micro), _turn(run, trained, num_micro)
+    return _turn(run, scored, num_micro).turns, _turn(run, trained, num_micro)
 
 
 def _turn(run: Run, times: Floats, num_micro: int) -> Turns:
@@ -143,12 +144,20 @@ def _turn(run: Run, times: Floats, num_micro: int) -> Turns:
     return Turns(max(num_micro * slowest, float(longest.max())), fill)
 
 
-def _command(run: Run, costs: TrainingCosts, score: Turns, train: Turns, *, fills: int) -> float:
-    """Seconds of scoring and training."""
-    switches, epochs = costs.switches, run.framework.epochs
-    scored = costs.num_scored * (switches.score_time + score.turns + fills * score.fill)
-    computed = costs.informative_share * (epochs * train.turns + fills * train.fill)
-    return scored + costs.num_trained * (epochs * switches.train_time + computed)
+def _commands(
+    run: Run, costs: TrainingCosts, rollouts: Sums, *, commands: int, fills: int
+) -> float:
+    """Seconds of scoring and training rollouts in so many commands, in which pipelines fill so often.
+
+    Training fills a pipeline while scores leave it; models that take turns fill it one by one.
+    """
+    switches, trained = costs.switches, costs.num_trained * run.framework.epochs
+    score_turns, train = _turns(run, costs, rollouts)
+    if switches.train_time:
+        fills *= costs.num_trained
+    switched = costs.num_scored * switches.score_time + trained * switches.train_time
+    computed = costs.informative_share * (trained * train.turns + fills * train.fill)
+    return commands * switched + costs.num_scored * score_turns + computed
 
 
 def _bare(passes: Sequence[Pass], tokens: float, pairs: float) -> Floats:

@@ -12,7 +12,7 @@ from sim.costs.costs import Costs
 from sim.parallel import answers
 from sim.world import simulate
 from streamrl.record.metrics import Metrics, measure
-from streamrl.report.study_table import Row
+from streamrl.report.study_table import StudyRow
 from streamrl.runfile.grid import Grid, GridCell, Refused
 from streamrl.runfile.reading import decode_run, encode_run
 from streamrl.workload.workload import SimulatedWorkload
@@ -27,7 +27,7 @@ def run_sweep(
     *,
     skips: bool = False,
     watch: Watch = lambda what, done, total: None,
-) -> tuple[Grid, list[Row]]:
+) -> tuple[Grid, list[StudyRow]]:
     """Return the grid without what cannot be simulated, and a row for each combination and seed.
 
     Raises:
@@ -57,7 +57,7 @@ def _check(pool: Executor, grid: Grid, skips: bool, watch: Watch) -> Grid:
     return Grid(grid.axes, cells, sorted(refused))
 
 
-def _simulate(pool: Executor, grid: Grid, num_seeds: int, watch: Watch) -> list[Row]:
+def _simulate(pool: Executor, grid: Grid, num_seeds: int, watch: Watch) -> list[StudyRow]:
     tasks = [(cell, cell.run.seed + offset) for cell in grid.cells for offset in range(num_seeds)]
     runs = [encode_run(replace(cell.run, seed=seed)) for cell, seed in tasks]
     found = answers(pool, _measure, runs, _counted(watch, "simulating", len(runs)))
@@ -70,11 +70,11 @@ def _counted(watch: Watch, what: str, total: int) -> Callable[[], None]:
     return lambda: watch(what, next(done), total)
 
 
-def _row(grid: Grid, task: tuple[GridCell, int], found: Metrics | str) -> Row:
+def _row(grid: Grid, task: tuple[GridCell, int], found: Metrics | str) -> StudyRow:
     cell, seed = task
     if isinstance(found, str):
         raise RuntimeError(f"{grid.name(cell.place)}, seed {seed}: {found}")
-    return Row.of(cell.place, seed, found)
+    return StudyRow.of(cell.place, seed, found)
 
 
 def _find_fault(run: bytes) -> str:

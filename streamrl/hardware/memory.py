@@ -15,7 +15,7 @@ from typing import assert_never
 
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.profiles import load_gpu, load_model
-from streamrl.hardware.stages import stage_layers
+from streamrl.hardware.slices import stage_layers
 from streamrl.hardware.workspace import workspace_bytes
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError
@@ -233,6 +233,16 @@ def shard_parameters(model: ModelShape, trainer: TrainerConfig) -> float:
             Bounds(1, model.num_layers),
             f"trainer.pipeline_parallel must be at most the {model.num_layers} layers of "
             f"{model.name}, got {trainer.pipeline_parallel}",
+        )
+    if trainer.num_slices > model.num_layers + 2:
+        raise RunError(
+            "trainer.virtual_stages",
+            trainer.virtual_stages,
+            Bounds(1, (model.num_layers + 2) // trainer.pipeline_parallel),
+            f"trainer.virtual_stages={trainer.virtual_stages} x pipeline_parallel="
+            f"{trainer.pipeline_parallel} must be at most the {model.num_layers} layers, embedding and "
+            f"head of {model.name}",
+            ("trainer.pipeline_parallel",),
         )
     if trainer.expert_parallel > 1 and model.experts is None:
         raise RunError(

@@ -15,7 +15,7 @@ from rich.table import Table as TextTable
 from streamrl.report.figures import study_figure
 from streamrl.report.findings import find
 from streamrl.report.study_file import Study
-from streamrl.report.study_table import MetricTable, Row, label_of, make_table, name_of
+from streamrl.report.study_table import MetricTable, StudyRow, label_of, make_table, name_of
 from streamrl.runfile.grid import Grid
 
 STUDY_CSV = "study.csv"
@@ -30,7 +30,7 @@ class StudyResult:
 
     study: Study
     grid: Grid
-    rows: Sequence[Row]
+    rows: Sequence[StudyRow]
 
     def table(self, metric: str) -> MetricTable:
         """Return one metric over the grid."""

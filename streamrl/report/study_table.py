@@ -37,7 +37,7 @@ METRICS = (*RATIOS, "mean_staleness", "dropped", *SHARES)
 """What a study can be about; `idle` is the sum of its causes."""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class StudyRow(msgspec.Struct, frozen=True, kw_only=True):
     """One simulation."""
 
     place: tuple[int, ...]
@@ -47,7 +47,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Metrics, and what else a row of study.csv has."""
 
     @classmethod
-    def of(cls, place: tuple[int, ...], seed: int, metrics: Metrics) -> Row:
+    def of(cls, place: tuple[int, ...], seed: int, metrics: Metrics) -> StudyRow:
         """Take from a run's metrics what a study is about."""
         trained = sum(metrics.staleness.values())
         behind = sum(versions * count for versions, count in metrics.staleness.items())
@@ -137,7 +137,7 @@ class MetricTable:
         return format_figure(self.metric, value) if self.metric in RATIOS else f"{value:.3g}"
 
 
-def make_table(metric: str, axes: Sequence[Axis], rows: Iterable[Row]) -> MetricTable:
+def make_table(metric: str, axes: Sequence[Axis], rows: Iterable[StudyRow]) -> MetricTable:
     """Put the rows of a study together for one metric."""
     found: dict[tuple[int, ...], list[float]] = {}
     for row in rows:

@@ -51,6 +51,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     RolloutConfig: {"memory_utilization": POSITIVE_SHARE},
     TrainerConfig: {"efficiency": POSITIVE_SHARE},
     FollowerConfig: {"efficiency": POSITIVE_SHARE},
+    FrameworkConfig: {"step_time": Bounds(0), "switch_time": Bounds(0)},
     AlgorithmConfig: {"group_size": Bounds(1, MOST_PER_GROUP), **OF_LOSSES},
     AlgorithmChanges: {"prompts_per_step": Bounds(1), **OF_LOSSES},
     WorkloadConfig: {"informative_share": SHARE},

@@ -96,6 +96,15 @@ def _check_trainer(run: Run, key: str, trainer: TrainerConfig) -> None:
             f"got {trainer.expert_parallel}",
             (f"{key}.data_parallel", f"{key}.tensor_parallel"),
         )
+    if trainer.virtual_stages > 1 and trainer.pipeline_parallel == 1:
+        raise RunError(
+            f"{key}.virtual_stages",
+            trainer.virtual_stages,
+            OneOf([1]),
+            f"{key}.virtual_stages must be 1 where {key}.pipeline_parallel is 1, "
+            f"got {trainer.virtual_stages}",
+            (f"{key}.pipeline_parallel",),
+        )
 
 
 def _check_follower_names(run: Run) -> None:

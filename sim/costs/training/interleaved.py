@@ -12,6 +12,9 @@ from itertools import chain, zip_longest
 from math import inf
 from typing import NamedTuple
 
+Seconds = Sequence[Sequence[float]]
+"""(micro-batches, devices x chunks): of each slice, in the order of the model."""
+
 
 class _Op(NamedTuple):
     is_forward: bool
@@ -20,24 +23,26 @@ class _Op(NamedTuple):
 
 
 def interleave(
-    forward: Sequence[Sequence[float]],
-    backward: Sequence[Sequence[float]],
+    forward: Seconds,
+    backward: Seconds | None,
     chunks: int,
     free_at: Sequence[float],
-    send: float = 0.0,
+    sends: Sequence[float],
 ) -> list[float]:
     """Put micro-batches through; return when each device is free.
 
     Args:
-        forward: (micro-batches, devices x chunks) seconds of each slice, in the order of the model.
-        backward: the same of backward passes.
+        forward: seconds of forward passes.
+        backward: of backward passes; None where there are none, as of scores.
         chunks: slices of each device.
         free_at: (devices,) when each can begin.
-        send: seconds between two slices.
+        sends: (micro-batches,) seconds of each between two slices.
     """
     devices = len(free_at)
     last = devices * chunks - 1
     orders = [_order(device, devices, chunks, len(forward)) for device in range(devices)]
+    if backward is None:
+        orders, backward = [[op for op in order if op.is_forward] for order in orders], []
     free, turns = list(free_at), [0] * devices
     sent = [[inf] * (last + 1) for _ in forward]
     returned = [[inf] * (last + 1) for _ in forward]
@@ -48,12 +53,12 @@ def interleave(
                 op = order[turns[device]]
                 place = op.chunk * devices + device
                 if op.is_forward:
-                    ready = 0.0 if place == 0 else sent[op.micro][place - 1] + send
+                    ready = 0.0 if place == 0 else sent[op.micro][place - 1] + sends[op.micro]
                     seconds = forward[op.micro][place]
                 elif place == last:
                     ready, seconds = sent[op.micro][last], backward[op.micro][last]
                 else:
-                    ready = returned[op.micro][place + 1] + send
+                    ready = returned[op.micro][place + 1] + sends[op.micro]
                     seconds = backward[op.micro][place]
                 if ready == inf:
                     break

@@ -7,6 +7,7 @@ experts, or gather weights for every micro-batch, go in step instead: all wait f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from math import inf
 from statistics import fmean
 from typing import Protocol
@@ -16,7 +17,7 @@ import numpy as np
 from sim.costs.training.interleaved import interleave
 from sim.costs.training.packing import deal, micro_batches
 from sim.costs.training.pipeline import Pipeline
-from sim.costs.training.stages import Stages
+from sim.costs.training.stage_times import StageTimes
 from streamrl.hardware.tables import Floats
 from streamrl.runfile.sides_config import TrainerConfig
 
@@ -72,7 +73,7 @@ class PipelinedLine:
 
     def __init__(
         self,
-        stages: Stages,
+        stages: StageTimes,
         trainer: TrainerConfig,
         *,
         scores: Sequence[float],
@@ -99,6 +100,8 @@ class PipelinedLine:
         self._epochs, self._mini_batch, self._update_time = epochs, mini_batch, update_time
         self._num_trained = 0
         """Rollouts since the last optimizer step, or those of it that are under way."""
+        self._batch: list[int] = []
+        """Rollouts of the step so far, where there are epochs to come."""
         self._goes_in_step = trainer.zero == 3 or trainer.expert_parallel > 1
         num_clocks = 1 if self._goes_in_step else trainer.data_parallel
         self._ranks = [Pipeline(trainer.pipeline_parallel) for _ in range(num_clocks)]
@@ -109,12 +112,32 @@ class PipelinedLine:
             self._wait(switch_time, now)
             for rank, batches in zip(self._ranks, self._dealt(lengths, now), strict=True):
                 times = self._slowest([self._stages.scored_times(b) for b in batches])
-                for row, send in zip(self._by_stage(times), self._sends(batches), strict=True):
+                sends = self._sends(batches)
+                if self._trainer.virtual_stages > 1:
+                    self._interleave(rank, times, None, sends, now)
+                    continue
+                for row, send in zip(times.tolist(), sends, strict=True):
                     rank.score(row, send, now)
-        return self._open_until()
+        return self._open_until(now)
 
     def train(self, lengths: Sequence[int], now: float) -> float:
         """See `Line`."""
+        if self._epochs > 1:
+            self._batch += lengths
+        self._train_in_mini_batches(lengths, now)
+        return self._open_until(now)
+
+    def finish(self, now: float) -> float:
+        """See `Line`; now that the batch is whole, what it is trained on again follows."""
+        for _ in range(1, self._epochs):
+            self._update()
+            self._train_in_mini_batches(self._batch, now)
+        self._num_trained, self._batch = 0, []
+        return max(now, *(rank.drain() for rank in self._ranks))
+
+    # Helpers --------------------------------------------------------------------------------------
+
+    def _train_in_mini_batches(self, lengths: Sequence[int], now: float) -> None:
         rest = list(lengths)
         while rest:
             if self._num_trained >= self._mini_batch:
@@ -123,19 +146,7 @@ class PipelinedLine:
             part = rest if len(rest) <= room else rest[: int(room)]
             rest = rest[len(part) :]
             self._num_trained += len(part)
-            for epoch in range(self._epochs):
-                if epoch:
-                    self._update()
-                    self._num_trained = len(part)
-                self._train(part, now)
-        return self._open_until()
-
-    def finish(self, now: float) -> float:
-        """See `Line`."""
-        self._num_trained = 0
-        return max(now, *(rank.drain() for rank in self._ranks))
-
-    # Helpers --------------------------------------------------------------------------------------
+            self._train(part, now)
 
     def _train(self, lengths: Sequence[int], now: float) -> None:
         for switch_time in self._trains:
@@ -157,15 +168,14 @@ class PipelinedLine:
         """Make an optimizer step between two mini-batches: every rank waits for the slowest."""
         done_at = max(rank.drain() for rank in self._ranks) + self._update_time
         for rank in self._ranks:
-            rank.free_at = [done_at] * len(rank.free_at)
+            rank.resume_at(done_at)
         self._num_trained = 0
 
     def _wait(self, seconds: float, now: float) -> None:
         """Let every stage spend seconds in which nothing else can be done."""
         if seconds:
             for rank in self._ranks:
-                rank.drain()
-                rank.free_at = [max(now, free) + seconds for free in rank.free_at]
+                rank.pause(seconds, now)
 
     def _dealt(self, lengths: Sequence[int], now: float) -> list[list[list[tuple[int, float]]]]:
         """Return the micro-batches of each clock, by the ranks that keep it."""
@@ -187,35 +197,33 @@ class PipelinedLine:
         padded = [np.pad(one, ((0, most - len(one)), (0, 0))) for one in times]
         return np.max(padded, axis=0)  # type: ignore[no-any-return]  # an array
 
-    def _by_stage(self, times: Floats) -> list[list[float]]:
-        """Add the slices of a stage up."""
-        shape = (len(times), self._trainer.virtual_stages, self._trainer.pipeline_parallel)
-        found: list[list[float]] = times.reshape(shape).sum(axis=1).tolist()
-        return found
-
     def _sends(self, batches: Sequence[Sequence[tuple[int, float]]]) -> list[float]:
-        """Return the seconds that each micro-batch of a clock takes from stage to stage."""
-        longest = max(batches, key=len)
-        return [self._stages.send * tokens for tokens, _ in longest]
+        """Return the seconds that each micro-batch of a clock takes from stage to stage, the largest of all ranks'."""
+        tokens = ([size for size, _ in one] for one in batches)
+        return [self._stages.send * max(each) for each in zip_longest(*tokens, fillvalue=0)]
 
     def _interleave(
-        self, rank: Pipeline, forward: Floats, backward: Floats, sends: Sequence[float], now: float
+        self,
+        rank: Pipeline,
+        forward: Floats,
+        backward: Floats | None,
+        sends: Sequence[float],
+        now: float,
     ) -> None:
         """Put a command through by itself; micro-batches of no work make them a multiple of the stages."""
         if not len(forward):
             return
         missing = -len(forward) % self._trainer.pipeline_parallel
-        forward, backward = (np.pad(one, ((0, missing), (0, 0))) for one in (forward, backward))
-        free_at = [max(now, free) for free in rank.free_at]
-        rank.free_at = interleave(
-            forward.tolist(),
-            backward.tolist(),
+        none = [[0.0] * self._trainer.num_slices] * missing
+        free_at = interleave(
+            forward.tolist() + none,
+            None if backward is None else backward.tolist() + none,
             self._trainer.virtual_stages,
-            free_at,
-            max(sends),
+            [max(now, free) for free in rank.free_at],
+            [*sends, *([0.0] * missing)],
         )
-        rank.open_until = rank.free_at[0]
+        rank.occupy(free_at)
 
-    def _open_until(self) -> float:
-        """Return when a mean rank can take more."""
-        return fmean(rank.open_until for rank in self._ranks)
+    def _open_until(self, now: float) -> float:
+        """Return when a mean rank can take more; one that was dealt nothing can at once."""
+        return fmean(max(now, rank.open_until) for rank in self._ranks)

@@ -13,17 +13,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+ROUNDING = 1e-12
+"""Share of an instant by which two sums of the same durations may differ: what comes so late is not late."""
 
 
-@dataclass(slots=True)
-class _Batch:
+class _Batch(NamedTuple):
     """A micro-batch between its two passes."""
 
     backward: Sequence[float]
     send: float
     """Seconds between two stages."""
-    ready_at: float = 0.0
-    """When the stage after has sent its gradient back."""
 
 
 @dataclass(slots=True)
@@ -37,28 +38,31 @@ class Pipeline:
     """When the last micro-batch leaves the first stage: what comes by then finds the pipeline full."""
     _waiting: list[deque[_Batch]] = field(default_factory=list)
     """Micro-batches of which each stage has yet to do the backward pass."""
+    _returned_at: list[deque[float]] = field(default_factory=list)
+    """When the stage after has sent the gradients of those back, of as many as it has done."""
 
     def __post_init__(self) -> None:
         self.free_at = [0.0] * self.num_stages
         self._waiting = [deque() for _ in range(self.num_stages)]
+        self._returned_at = [deque() for _ in range(self.num_stages)]
 
     def train(
         self, forward: Sequence[float], backward: Sequence[float], send: float, now: float
     ) -> None:
         """Put a micro-batch through that is there at `now`, given its seconds on each stage and between two."""
-        if now > self.open_until:
+        if now > self.open_until * (1 + ROUNDING):
             self.drain()
         stages, free_at = self.num_stages, self.free_at
         batch, ready_at = _Batch(backward, send), now
         for stage in range(stages):
             waiting = self._waiting[stage]
             if len(waiting) == stages - stage:
-                self._go_back(stage, waiting.popleft())
+                self._go_back(stage)
             start = max(free_at[stage], ready_at)
             free_at[stage] = start + forward[stage]
             ready_at = free_at[stage] + send
             waiting.append(batch)
-        batch.ready_at = free_at[-1]
+        self._returned_at[-1].append(free_at[-1])
         if stages == 1:
             self.drain()
         self.open_until = free_at[0]
@@ -76,12 +80,26 @@ class Pipeline:
     def drain(self) -> float:
         """Do the backward passes that are left; return when all stages are free."""
         for stage in range(self.num_stages - 1, -1, -1):
-            waiting = self._waiting[stage]
-            while waiting:
-                self._go_back(stage, waiting.popleft())
+            while self._waiting[stage]:
+                self._go_back(stage)
         return max(self.free_at)
 
-    def _go_back(self, stage: int, batch: _Batch) -> None:
-        start = max(self.free_at[stage], batch.ready_at)
+    def pause(self, seconds: float, now: float) -> None:
+        """Let every stage spend seconds in which nothing else can be done, once it is free."""
+        self.drain()
+        self.free_at = [max(now, free) + seconds for free in self.free_at]
+
+    def resume_at(self, instant: float) -> None:
+        """Let no stage do more before `instant`, by when all are free."""
+        self.free_at = [instant] * self.num_stages
+
+    def occupy(self, free_at: Sequence[float]) -> None:
+        """Take when another order of passes leaves each stage free, and the first one open."""
+        self.free_at, self.open_until = list(free_at), free_at[0]
+
+    def _go_back(self, stage: int) -> None:
+        batch = self._waiting[stage].popleft()
+        start = max(self.free_at[stage], self._returned_at[stage].popleft())
         self.free_at[stage] = start + batch.backward[stage]
-        batch.ready_at = self.free_at[stage] + batch.send
+        if stage:
+            self._returned_at[stage - 1].append(self.free_at[stage] + batch.send)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil, inf
 
 from sim.costs.training.layer import Layer
 from sim.costs.training.line import Line, PipelinedLine
 from sim.costs.training.profile import TrainingProfile, load_training_profile
 from sim.costs.training.ranks import Ranks
-from sim.costs.training.stages import Stages
+from sim.costs.training.stage_times import StageTimes
 from streamrl.hardware.memory import ModelState, model_state, num_models, num_trained_models
 from streamrl.hardware.model_shape import BYTES
 from streamrl.hardware.tiers import Provenance
@@ -55,7 +56,7 @@ class Switches:
 class TrainingCosts:
     """Seconds of the trainer's commands."""
 
-    stages: Stages
+    stages: StageTimes
     num_scored: int
     """Forward passes that a rollout needs before its gradient."""
     num_trained: int
@@ -67,8 +68,8 @@ class TrainingCosts:
     """Seconds of gradient reduction and one optimizer step, of all trained models."""
     overhead_time: float
     """Seconds of a step for data, rewards and logging."""
-    mini_batch: int
-    """Rollouts between two optimizer steps."""
+    mini_batch: float
+    """Rollouts between two optimizer steps; inf where a batch has one, whatever its size."""
     epochs: int
     """Times that a batch is trained on."""
     provenance: Provenance
@@ -98,7 +99,7 @@ class TrainingCosts:
             switches=switches,
             optimizer_time=num_trained * updated + step_time,
             overhead_time=STEP_TIME if framework.step_time is None else framework.step_time,
-            mini_batch=-(-algorithm.rollouts_per_step // framework.optimizer_steps),
+            mini_batch=_mini_batch(run),
             epochs=framework.epochs,
             provenance=provenance,
             trainer=run.trainer,
@@ -130,25 +131,30 @@ class TrainingCosts:
         return line.finish(0.0)
 
 
-def _choose_stages(run: Run, ranks: Ranks) -> tuple[Ranks, Stages, float, Provenance]:
+def _mini_batch(run: Run) -> float:
+    steps = run.framework.optimizer_steps
+    return inf if steps == 1 else ceil(run.algorithm.rollouts_per_step / steps)
+
+
+def _choose_stages(run: Run, ranks: Ranks) -> tuple[Ranks, StageTimes, float, Provenance]:
     """Return the best known stages, seconds that a step has beside them, and where they come from."""
     efficiency, name = run.trainer.efficiency, run.cluster.pools[run.trainer.pool].gpu
     if efficiency is not None:
         source = f"run file: trainer.efficiency={efficiency} of peak FLOP/s"
-        return ranks, Stages.assumed(ranks, efficiency), 0.0, Provenance.of("roofline", [source])
+        return ranks, StageTimes.assumed(ranks, efficiency), 0.0, Provenance.of("roofline", [source])
     profile = load_training_profile()
     rate = profile.gemm.get(name)
     if rate is None or BYTES[run.model.dtype] != MEASURED_BYTES:
         assumed = ranks.gpu.roofline.training_efficiency
         source = f"profiles/gpus/{name}.toml: assumed training_efficiency={assumed}, unmeasured"
-        return ranks, Stages.assumed(ranks, assumed), 0.0, Provenance.of("roofline", [source])
+        return ranks, StageTimes.assumed(ranks, assumed), 0.0, Provenance.of("roofline", [source])
     constants = profile.constants
     ranks = replace(ranks, collective=constants.collective)
     layer = Layer(ranks=ranks, gemm=rate, experts=profile.experts[name], constants=constants)
     is_mixture = ranks.model.experts is not None
     tier = profile.experts[name].tier if is_mixture and rate.tier == "composed" else rate.tier
     provenance = Provenance.of(tier, *_checked(profile, name, is_mixture=is_mixture))
-    return ranks, Stages.compose(ranks, layer), constants.step_time, provenance
+    return ranks, StageTimes.compose(ranks, layer), constants.step_time, provenance
 
 
 def _checked(

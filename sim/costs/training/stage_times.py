@@ -11,12 +11,12 @@ import numpy as np
 from sim.costs.training.layer import BACKWARD, Layer, Pass
 from sim.costs.training.packing import MicroBatch
 from sim.costs.training.ranks import Ranks
-from streamrl.hardware.stages import stage_layers
+from streamrl.hardware.slices import stage_layers
 from streamrl.hardware.tables import Floats
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stages:
+class StageTimes:
     """Seconds of every slice of the model, the first first, by direction; a stage has one, interleaved ones several."""
 
     forward: tuple[Pass, ...]
@@ -33,7 +33,7 @@ class Stages:
     """Seconds from stage to stage, of each token."""
 
     @classmethod
-    def compose(cls, ranks: Ranks, layer: Layer) -> Stages:
+    def compose(cls, ranks: Ranks, layer: Layer) -> StageTimes:
         """Put layers and head together; collectives of data-parallel ranks are the slowest stage's."""
         forward, backward, head = layer.forward(), layer.backward(), layer.head()
         layers = stage_layers(ranks.model.num_layers, ranks.trainer.num_slices)
@@ -50,7 +50,7 @@ class Stages:
         )
 
     @classmethod
-    def assumed(cls, ranks: Ranks, efficiency: float) -> Stages:
+    def assumed(cls, ranks: Ranks, efficiency: float) -> StageTimes:
         """Return the stages at a share of peak FLOP/s; recomputation and collectives are part of it."""
         model, trainer = ranks.model, ranks.trainer
         achieved = ranks.gpu.flops[ranks.dtype] * efficiency * trainer.tensor_parallel
