@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sim.costs.training_profile import PATH, load_training_profile
 
 from sim.costs.costs import Costs
 from sim.costs.training import TrainingCosts, ranks_of
-from sim.costs.training_profile import PATH, load_training_profile
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.config import Run
 from tests.runs import small_run
