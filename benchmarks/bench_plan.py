@@ -92,13 +92,12 @@ def cases() -> dict[str, Run]:
 def opened(size: str, changes: dict[str, Any], **plan: Any) -> Run:
     """Return the paper's run of a size as an offer to plan for."""
     run = make_case(Case(size, "20K", "async"), changes=changes)
-    return replace(run, plan=replace(run.plan, steps=STEPS, **plan))
+    return replace(run, plan=replace(run.plan, **plan))
 
 
 def speed() -> None:
     """Time one plan as users make it, and the screening of its candidates."""
     run = cases()["7B-two"]
-    run = replace(run, plan=replace(run.plan, steps=6))
     started_at = time.perf_counter()
     search = Search.open(run)
     search.scores()
@@ -139,7 +138,7 @@ def compare(name: str, run: Run, *, full: bool, sample: int) -> Outcome:
 
 def simulate(search: Search, pool: Executor, indices: range | list[int]) -> dict[int, float]:
     """Return the objective of plans, each from a simulation of its own."""
-    trials = ((i, Trial(search.bases[0], search.space.candidate(i))) for i in indices)
+    trials = ((i, Trial(search.base, search.space.candidate(i))) for i in indices)
     speeds = run_all(pool, speed_of, trials)
     return {i: value_of(search.space.run.plan.objective, speed) for i, speed in speeds.items()}
 

@@ -19,7 +19,7 @@ from sim.fidelity.cases import BATCH, LENGTHS, Case, make_case
 from sim.fidelity.paper import load_paper
 from sim.fidelity.throughput import CELLS, COST, paper_throughput
 from sim.world import simulate
-from streamrl.record.metrics import measure
+from streamrl.record.metrics import measure_speed
 
 SEEDS = (0, 1)
 READINGS: dict[str, dict[str, Any]] = {
@@ -138,7 +138,8 @@ def applied(case: Case, changes: dict[str, Any]) -> dict[str, Any]:
 
 def throughput(job: Job) -> float:
     """Return the samples a second of one run."""
-    return BATCH / measure(simulate(make_case(*job))).step_time
+    step_times = measure_speed(simulate(make_case(*job))).step_times
+    return BATCH / median(step_times[WARM_UP:])
 
 
 def ratio_error(ours: dict[Case, float], system: str) -> float:

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from sim.world import simulate
 from streamrl.engine.messages import Generated, PromptsDrawn
-from streamrl.record.metrics import measure
+from streamrl.record.metrics import measure_speed
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
@@ -117,7 +117,6 @@ def make_case(case: Case, seed: int = 0, changes: dict[str, Any] | None = None) 
     degrees = TRAINING[case.size, train]
     table: dict[str, Any] = {
         "seed": seed,
-        "warm_up_steps": WARM_UP,
         "model": {"name": MODELS[case.size]},
         "cluster": {"pools": {"h800": {"gpu": "h800", "nodes": total // 8}}},
         "rollout": {
@@ -188,4 +187,5 @@ def _measure(trace: Trace) -> Times:
         elif isinstance(event, Generated):
             ended_at[-1] = time
     took = [end - begin for begin, end in zip(drawn_at, ended_at, strict=True)]
-    return Times(measure(trace).step_time, median(took[WARM_UP:]))
+    step_times = measure_speed(trace).step_times
+    return Times(median(step_times[WARM_UP:]), median(took[WARM_UP:]))
