@@ -52,7 +52,7 @@ from streamrl.engine.messages import (
 from streamrl.engine.systems import build_engine
 from streamrl.engine.trainer_side import LEADER
 from streamrl.engine.world import World
-from streamrl.record.steps import Steps
+from streamrl.record.leader_steps import LeaderSteps
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from streamrl.workload.workload import SimulatedWorkload, Workload
@@ -65,7 +65,7 @@ class StepTrace(Trace):
         super().__init__(
             run, "simulated", costs.facts, keeps_entries=keeps_entries, is_endless=is_endless
         )
-        self.steps = Steps()
+        self.steps = LeaderSteps()
 
     def record(self, time: float, event: Event, commands: list[Command]) -> None:
         """Add one entry."""
@@ -161,10 +161,9 @@ class SimWorld(World[Trace]):
                 self.replicas[command.replica].generate(command)
             case Verify():
                 self._verifier.verify(command)
-            case Take() | Resize() | Stop():
-                pass
-            case Skip():
-                self._drawn.leave(command.group, command.trainer)
+            case Take() | Skip() | Resize() | Stop():
+                if isinstance(command, Skip):
+                    self._drawn.leave(command.group, command.trainer)
             case Drop():
                 self._drawn.drop(command.group)
                 self._workload.forget(command.group)
@@ -250,7 +249,7 @@ class SimWorld(World[Trace]):
 
 
 def simulate(run: Run, watch: Callable[[int], None] = lambda version: None) -> Trace:
-    """Simulate a run file from its first prompt to its last step; see `sim.steady` for its steady state.
+    """Simulate a run file from its first prompt to its last step; see `sim.steady_state` for its steady state.
 
     Raises:
         ValueError: the run file asks for what its profiles or memory do not allow.

@@ -134,7 +134,7 @@ LAYERS = {
     ),
     "sim": (
         *("costs", "surroundings", "replica", "trainer", "transfer", "verifier", "failures"),
-        "world",
+        *("drawn", "world", "steady_state"),
         *("batch_time", "parallel", "studies", "planner", "checkup", "fidelity"),
     ),
     "executor": (

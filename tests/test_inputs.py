@@ -106,9 +106,16 @@ def test_a_plan_and_its_simulation_are_one_option_where_their_directory_is_moved
     lengths = {"kind": "empirical", "source": "./lengths.csv"}
     workload = {"lengths": lengths, "prompts": "prompts.jsonl"}
     verifier = {"scorer": "exact"}
-    offer = few({"model": {"path": "small"}, "workload": workload, "verifier": verifier}, steps=2)
+    offer = few(
+        {
+            "model": {"path": "small"},
+            "workload": workload,
+            "verifier": verifier,
+            "simulate.max_steps": 2,
+        }
+    )
     write_run(offer, Path("offer.toml"))
-    plan(Path("offer.toml"), ["plan.simulations=2", "plan.seeds=1"], Path("plan"), as_json=True)
+    plan(Path("offer.toml"), ["plan.finalists=1"], Path("plan"), as_json=True)
     simulate_plan(Path("plan"))
     before = make_page(read_report([Path("plan")]))
     directory = moved(home, "plan", monkeypatch)

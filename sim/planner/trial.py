@@ -15,7 +15,7 @@ from sim.costs.fill import fill_latency
 from sim.parallel import answers
 from sim.planner.generation_time import GenerationTime, summarize
 from sim.planner.space import Candidate
-from sim.steady import sampled, simulate_steady
+from sim.steady_state import sampled, simulate_steady
 from streamrl.record.metrics import Metrics, Speed, measure, measure_speed
 from streamrl.record.trace import Trace
 from streamrl.runfile.checks import check_run

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from sim.costs.costs import Costs
 from sim.parallel import answers
-from sim.steady import simulate_steady
+from sim.steady_state import simulate_steady
 from streamrl.record.metrics import Metrics, measure
 from streamrl.report.study_table import Row
 from streamrl.runfile.grid import Grid, GridCell, Refused

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sim.steady import simulate_steady
+from sim.steady_state import simulate_steady
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import TRACE_FILE, AsJson, Overrides, RunFile, open_trace, print_json
 from streamrl.record.inputs import keep_inputs

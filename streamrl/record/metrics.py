@@ -19,9 +19,9 @@ from streamrl.engine.messages import (
 from streamrl.hardware.profiles import price_of
 from streamrl.record.attribution import Attribution, SidesAttribution, attribute_sides
 from streamrl.record.flow import Flow, read_flow
+from streamrl.record.leader_steps import LeaderSteps, read_steps
 from streamrl.record.steady import Steady, count_steps
 from streamrl.record.steady_run import find_steady_of, tell_doubts
-from streamrl.record.steps import Steps, read_steps
 from streamrl.record.trace import Trace, blaming_damage
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import sides_of, trainer_names
@@ -198,7 +198,7 @@ def _measure_speed(trace: Trace, counted_steps: tuple[int, int] | None) -> tuple
     return speed, flow
 
 
-def _choose(trace: Trace, steps: Steps, counted_steps: tuple[int, int] | None) -> Steady:
+def _choose(trace: Trace, steps: LeaderSteps, counted_steps: tuple[int, int] | None) -> Steady:
     if counted_steps is None:
         return find_steady_of(trace, steps)
     first, last = counted_steps

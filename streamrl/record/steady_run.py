@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from streamrl.engine.systems import choose_system
+from streamrl.record.leader_steps import LeaderSteps
 from streamrl.record.steady import LEAST_STEPS, Steady, find_steady
-from streamrl.record.steps import Steps
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 
@@ -12,7 +12,7 @@ LEAST_FAILURES = 10
 """Failures whose number is known within a third, so that their share in a step's seconds is no luck."""
 
 
-def find_steady_of(trace: Trace, steps: Steps) -> Steady:
+def find_steady_of(trace: Trace, steps: LeaderSteps) -> Steady:
     """Find which of a trace's steps count.
 
     At the end those are left out that were under way when an endless run was cut; of a run that has all its steps
@@ -28,7 +28,9 @@ def find_steady_of(trace: Trace, steps: Steps) -> Steady:
     return find_steady_so_far(run, steps, left_out, drifts=_drifts(trace))
 
 
-def find_steady_so_far(run: Run, steps: Steps, left_out: int, *, drifts: bool = False) -> Steady:
+def find_steady_so_far(
+    run: Run, steps: LeaderSteps, left_out: int, *, drifts: bool = False
+) -> Steady:
     """Find which of the steps that were made count, `left_out` at the end aside."""
     policies = run.policies
     return find_steady(
@@ -40,7 +42,7 @@ def find_steady_so_far(run: Run, steps: Steps, left_out: int, *, drifts: bool = 
     )
 
 
-def tell_doubts(trace: Trace, steps: Steps, steady: Steady) -> str:
+def tell_doubts(trace: Trace, steps: LeaderSteps, steady: Steady) -> str:
     """Say what keeps the figures from being those of a steady state as exactly known as was asked for."""
     if _drifts(trace):
         return _tell_drift(trace.run, steady)
@@ -71,7 +73,7 @@ def _tell_drift(run: Run, steady: Steady) -> str:
     return told
 
 
-def _tell_failures(steps: Steps) -> list[str]:
+def _tell_failures(steps: LeaderSteps) -> list[str]:
     if steps.num_failures >= LEAST_FAILURES:
         return []
     seen = "1 failure was" if steps.num_failures == 1 else f"{steps.num_failures} failures were"

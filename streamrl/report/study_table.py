@@ -77,9 +77,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     def spread(self, metric: str) -> float:
         """Return by what share a figure may be off, as its 95 % interval has it; 0 where that is not known."""
-        step_time = self.figures["step_time"]
-        half = (self.figures["step_time_high"] - self.figures["step_time_low"]) / 2
-        return 0.0 if metric not in RATIOS or isnan(half) else half / step_time
+        low, high = (self.figures.get(f"step_time_{end}", nan) for end in ("low", "high"))
+        if metric not in RATIOS or isnan(high - low):
+            return 0.0
+        return (high - low) / 2 / self.figures["step_time"]
 
 
 class Spread(msgspec.Struct, frozen=True):

@@ -15,9 +15,9 @@ from sim.costs.costs import Costs
 from sim.costs.fill import fill_policies
 from sim.failures import SECONDS_PER_DAY
 from sim.world import SimWorld
+from streamrl.record.leader_steps import LeaderSteps
 from streamrl.record.steady import LEAST_STEPS
 from streamrl.record.steady_run import LEAST_FAILURES, find_steady_so_far
-from streamrl.record.steps import Steps
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from streamrl.runfile.workload_config import LengthsConfig
@@ -68,7 +68,7 @@ def sampled(run: Run) -> Run:
 class Enough:
     """Whether the steps that were simulated are enough."""
 
-    def __init__(self, run: Run, steps: Steps) -> None:
+    def __init__(self, run: Run, steps: LeaderSteps) -> None:
         self._run = run
         self._steps = steps
         self._num_found = 0

@@ -16,15 +16,15 @@ from streamrl.engine.trainer_side import LEADER
 from streamrl.record.trace import Trace
 
 
-def read_steps(trace: Trace) -> Steps:
+def read_steps(trace: Trace) -> LeaderSteps:
     """Read the leader's steps out of a trace."""
-    steps = Steps()
+    steps = LeaderSteps()
     for time, event, commands in trace.entries:
         steps.record(time, event, commands)
     return steps
 
 
-class Steps:
+class LeaderSteps:
     """The leader's steps so far, those that its loss took back left out.
 
     The step that comes after a loss has taken all the time since the last one that stayed.
