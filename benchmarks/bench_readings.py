@@ -15,7 +15,7 @@ from math import log, sqrt
 from statistics import median
 from typing import Any, NamedTuple
 
-from sim.fidelity.cases import BATCH, LENGTHS, Case, make_case
+from sim.fidelity.cases import BATCH, LENGTHS, WARM_UP, Case, make_case
 from sim.fidelity.paper import load_paper
 from sim.fidelity.throughput import CELLS, COST, paper_throughput
 from sim.world import simulate

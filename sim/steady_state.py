@@ -16,7 +16,7 @@ from sim.costs.fill import fill_policies
 from sim.failures import SECONDS_PER_DAY
 from sim.world import SimWorld
 from streamrl.record.leader_steps import LeaderSteps
-from streamrl.record.steady import LEAST_STEPS
+from streamrl.record.steady import LEAST_STEPS, NEGLIGIBLE
 from streamrl.record.steady_run import LEAST_FAILURES, find_steady_so_far
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
@@ -92,7 +92,7 @@ class Enough:
         share = self._run.simulate.interval
         if not found.is_within(share) or self._lacks_failures(found.step_time):
             self._num_found = 0
-        elif found.half_width == 0:
+        elif found.is_within(NEGLIGIBLE):
             self._num_found = LOOKS
         else:
             self._num_found += 1

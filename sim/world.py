@@ -58,6 +58,11 @@ from streamrl.runfile.config import Run
 from streamrl.workload.workload import SimulatedWorkload, Workload
 
 
+COLLECTED_STEPS = 50
+"""Steps after which what they have left in cycles is collected: often enough for memory to stay flat."""
+YOUNGEST = 0  # generation: what was made since the last time
+
+
 class StepTrace(Trace):
     """A trace that tells the leader's steps as they are made."""
 
@@ -130,7 +135,7 @@ class SimWorld(World[Trace]):
             RuntimeError: nothing is left that could happen, but the run is not over.
         """
         was_collecting = gc.isenabled()
-        gc.disable()  # a run makes many objects and no cycles: looking for some costs 5 to 10 %
+        gc.disable()  # a run makes many objects and few cycles: looking for some always costs 5 to 10 %
         try:
             self._run(watch, is_enough)
         except simpy.core.EmptySchedule:
@@ -151,6 +156,8 @@ class SimWorld(World[Trace]):
                 watch(version)
             if self.steps.num_made != num_made:
                 num_made = self.steps.num_made
+                if not num_made % COLLECTED_STEPS:
+                    gc.collect(YOUNGEST)
                 if is_enough():
                     return
 

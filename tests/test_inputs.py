@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sim.world import simulate
+from sim.steady_state import simulate_steady
 from streamrl.cli.compare import compare
 from streamrl.cli.plan import plan
 from streamrl.cli.replay import replay
@@ -92,12 +92,12 @@ def test_a_simulation_says_the_same_where_its_directory_is_moved(
     write_run(local_run(), Path("run.toml"))
     simulate_command(Path("run.toml"), output=Path("what-if"), as_json=True)
     recorded = Path("what-if/trace.jsonl").read_bytes()
-    assert recorded == simulate(load_run(Path("run.toml"))).encode()
+    assert recorded == simulate_steady(load_run(Path("run.toml"))).encode()
     before = render_markdown(make_page(read_report([Path("what-if")])))
     directory = moved(home, "what-if", monkeypatch)
     assert render_markdown(make_page(read_report([directory]))) == before
     trace = read_trace(directory / "trace.jsonl")
-    assert simulate(with_kept_inputs(trace.run, directory)).entries == trace.entries
+    assert simulate_steady(with_kept_inputs(trace.run, directory)).entries == trace.entries
 
 
 def test_a_plan_and_its_simulation_are_one_option_where_their_directory_is_moved(

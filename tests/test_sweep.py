@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from sim.steady_state import simulate_steady
 from sim.studies.study import run_sweep
-from sim.world import simulate
 from streamrl.record.metrics import measure
 from streamrl.report.page.study_json import read_study
 from streamrl.report.pictures.study_metric import study_picture
@@ -179,7 +179,7 @@ def test_every_row_is_what_its_run_and_seed_give_alone() -> None:
     ]
     for row in report.rows[::3]:
         changes = [f"{key}={value}" for key, value in report.grid.values(row.place).items()]
-        alone = measure(simulate(load_run(RUN, [*SMALL, *changes, f"seed={row.seed}"])))
+        alone = measure(simulate_steady(load_run(RUN, [*SMALL, *changes, f"seed={row.seed}"])))
         assert row.figures["step_time"] == alone.step_time
         assert row.figures["cost_per_million_tokens"] == alone.cost_per_million_tokens
         shares = [v for name, v in row.figures.items() if name.startswith(("busy.", "idle."))]

@@ -119,14 +119,15 @@ def judge(
     ]
     speeds = run_all(pool, speed_of, trials, watch)
     objective = run.plan.objective
-    lift = search.value(chosen) / value_of(objective, search.short[chosen])
+    value = value_of(objective, search.speeds[chosen][0])
+    lift = value / value_of(objective, search.short[chosen])
     simulated: dict[tuple[int, Candidate | None], float] = {
         key: lift * value_of(objective, speed) for key, speed in speeds.items()
     }
     return [
         _verdict(
             look,
-            search.value(chosen) * look.ratio,
+            value * look.ratio,
             simulated.get((place, look.chosen)),
             simulated.get((place, look.other)),
         )
