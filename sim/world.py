@@ -57,7 +57,6 @@ from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from streamrl.workload.workload import SimulatedWorkload, Workload
 
-
 COLLECTED_STEPS = 50
 """Steps after which what they have left in cycles is collected: often enough for memory to stay flat."""
 YOUNGEST = 0  # generation: what was made since the last time

@@ -14,7 +14,7 @@ from sim.planner.objective import UNITS, front, value_of, values_of
 from sim.planner.search import MOST_SIMULATED, Search
 from sim.planner.sensitivity import Verdict, judge, shifts
 from sim.planner.space import Candidate
-from sim.planner.trial import SEARCH_STEPS, Trial, metrics_of, run_all, whole
+from sim.planner.trial import SEARCH_STEPS, Trial, metrics_of, run_all
 from streamrl.record.metrics import SECONDS_PER_HOUR, Speed
 from streamrl.record.paired import is_beyond_chance
 from streamrl.report.plan import Change, Choice, Figure, Plan, PlannedSide, Runner, plan_text
@@ -63,7 +63,7 @@ def _plan(
     ranking = search.run(pool, progress.on("simulating"))
     chosen = ranking[0]
     verdicts = judge(search, chosen, pool, progress.on("what if"))
-    trial = Trial(whole(run, run.seed), search.space.candidate(chosen))
+    trial = Trial(search.base, search.space.candidate(chosen))
     metrics = run_all(pool, metrics_of, [(chosen, trial)])[chosen]
     planned = search.space.candidate(chosen).apply(run)
     check_run(planned)
@@ -97,7 +97,7 @@ class _Progress:
 
     def __init__(self, run: Run, watch: Callable[[int, int, str], None]) -> None:
         plan = run.plan
-        self._most = MOST_SIMULATED + plan.finalists * plan.seeds
+        self._most = MOST_SIMULATED + (plan.finalists + 1) * plan.seeds
         self._most += 2 * sum(1 for _ in shifts(run))
         self._watch = watch
         self._done = 0
@@ -153,7 +153,7 @@ def _range(value: float, speed: Speed) -> tuple[float, float]:
 def _runner(search: Search, index: int, chosen: int) -> Runner:
     """Describe a plan that was not chosen, compared on the same prompts and over as many steps."""
     behind = search.behind(index, chosen)
-    one, other = search.pair(index, chosen)
+    (one, *_), (other, *_) = search.pair(index, chosen)
     return Runner(
         choice=_choice(search, index),
         value=search.value(index),

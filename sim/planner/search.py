@@ -1,7 +1,7 @@
 """The planner: screen every plan by estimate, simulate those that may be best, choose by what was simulated.
 
     space ─► bounds and estimates of all plans ─► the best by estimate are simulated, round by round; each
-    simulation corrects the estimates of plans like it ─► the finalists until their step time is known ─► the chosen one
+    simulation corrects the estimates of plans like it ─► the finalists for longer ─► the best until its step time is known
 
 Estimates only say what is worth a simulation. The objective is that of `streamrl simulate` on the plan's file.
 """
@@ -44,6 +44,8 @@ NEAR, NEARER = 1.1, 1.05
 some are only bounded from below many look good, and one batch may be 5 % longer than another."""
 MOST_SIMULATED = 16
 """Plans that are simulated: twice `ROUND`, after which estimates that simulations have corrected bring up no better."""
+FINAL_STEPS = 24
+"""Most steps by which finalists are told apart: as paired comparisons need no more, the chosen one alone has all."""
 MARGIN = 1.03
 """A plan whose estimate is worse than the best simulated one by this is not simulated any more: estimates of
 plans that matter err by 1 to 2 %."""
@@ -60,9 +62,11 @@ class Search:
     base: bytes
     """The run file as trials of the search take it."""
     speeds: dict[int, list[Speed]] = field(default_factory=dict)
-    """What simulations of a plan gave: of a finalist one for each seed, of another its few steps."""
+    """What the longest simulations of a plan gave: of a finalist one for each seed, of another its few steps."""
     short: dict[int, Speed] = field(default_factory=dict)
     """What the few steps of each simulated plan gave, on the same prompts for all."""
+    finals: dict[int, list[Speed]] = field(default_factory=dict)
+    """What those of finalists gave that tell them apart, one for each seed."""
 
     @classmethod
     def open(cls, run: Run) -> Search:
@@ -84,21 +88,18 @@ class Search:
 
     def behind(self, index: int, other: int) -> float:
         """Return the share by which a plan's objective is above another's, both simulated for as long."""
-        if self._are_settled(index, other):
-            return self.value(index) / self.value(other) - 1
         objective = self.space.run.plan.objective
-        ours, theirs = (value_of(objective, speed) for speed in self.pair(index, other))
+        ours, theirs = (
+            median(value_of(objective, speed) for speed in speeds)
+            for speeds in self.pair(index, other)
+        )
         return ours / theirs - 1
 
-    def pair(self, index: int, other: int) -> tuple[Speed, Speed]:
-        """Return simulations of two plans on the same prompts, both until their step times are known or neither."""
-        if self._are_settled(index, other):
-            return self.speeds[index][0], self.speeds[other][0]
-        return self.short[index], self.short[other]
-
-    def _are_settled(self, *indices: int) -> bool:
-        """Whether all of some plans are finalists."""
-        return all(self.speeds[index][0] is not self.short[index] for index in indices)
+    def pair(self, index: int, other: int) -> tuple[list[Speed], list[Speed]]:
+        """Return simulations of two plans on the same prompts for as many steps: those of finalists, or of the search."""
+        if index in self.finals and other in self.finals:
+            return self.finals[index], self.finals[other]
+        return [self.short[index]], [self.short[other]]
 
     def scores(self) -> Floats:
         """Estimate the objective of every plan; what breaks `budget_per_step` comes after all others."""
@@ -151,9 +152,15 @@ class Search:
                 f"{cheapest:.4g} dollars a step"
             )
         for place in range(plan.seeds):
-            self.settle_finalists(pool, finalists, place, watch)
-        kept = [index for index in finalists if self.is_affordable(index)] or finalists
-        return sorted(kept, key=self.value) + [index for index in ranking if index not in kept]
+            self.compare(pool, finalists, place, watch)
+        order = sorted(finalists, key=self.value)
+        for index in order:
+            self.settle_value(pool, index, watch)
+            if self.is_affordable(index):
+                break
+        else:
+            index = order[0]
+        return [index, *(other for other in (*order, *ranking[len(order) :]) if other != index)]
 
     def next_round(self, pool: Executor, most: int) -> list[int]:
         """Return the plans to simulate next, none where no other is likely to be better."""
@@ -224,15 +231,23 @@ class Search:
             self.short[index] = speed
             self.estimates.learn_step(index, speed.step_time)
 
-    def settle_finalists(
+    def compare(
         self, pool: Executor, indices: Iterable[int], place: int, watch: Callable[[], None]
     ) -> None:
-        """Simulate plans until their step time is known, on one of the seeds; the first replaces their few steps."""
-        base = whole(self.space.run, self.space.run.seed + place)
+        """Simulate finalists longer, on one of the seeds."""
+        run = self.space.run
+        base = shortened(run, run.seed + place, FINAL_STEPS)
         trials = [(i, Trial(base, self.space.candidate(i))) for i in indices]
         for index, speed in run_all(pool, speed_of, trials, watch).items():
-            before = self.speeds[index] if place else []
-            self.speeds[index] = [*before, speed]
+            self.finals.setdefault(index, []).append(speed)
+            self.speeds[index] = self.finals[index]
+
+    def settle_value(self, pool: Executor, index: int, watch: Callable[[], None]) -> None:
+        """Simulate a plan until its step time is known, on every seed."""
+        run, candidate = self.space.run, self.space.candidate(index)
+        seeds = range(run.seed, run.seed + run.plan.seeds)
+        trials = [(seed, Trial(whole(run, seed), candidate)) for seed in seeds]
+        self.speeds[index] = list(run_all(pool, speed_of, trials, watch).values())
 
 
 def _best(scores: Floats) -> list[int]:

@@ -42,13 +42,13 @@ class Trial(NamedTuple):
 
 
 def whole(run: Run, seed: int) -> bytes:
-    """Return a run file as finalists take it: until its mean step time is known."""
+    """Return a run file as the chosen plan takes it: until its mean step time is known."""
     return encode_run(replace(run, seed=seed))
 
 
-def shortened(run: Run, seed: int) -> bytes:
+def shortened(run: Run, seed: int, steps: int = SEARCH_STEPS) -> bytes:
     """Return a run file as a search takes it: a few steps of it, which drift as far as the whole run."""
-    most = min(run.simulate.max_steps, SEARCH_STEPS)
+    most = min(run.simulate.max_steps, steps)
     return whole(replace(run, simulate=replace(run.simulate, max_steps=most)), seed)
 
 

@@ -45,7 +45,7 @@ def head_lines(plan: Plan) -> Iterator[str]:
     yield (
         f"  {plan.gap:.1%} above the bound of the best plan; {plan.ruled_out:,} of {plan.candidates:,} plans are "
         f"ruled out by their bound, {plan.simulated} were simulated, {plan.steps} steps each, "
-        f"the best until their step time was known"
+        f"the chosen one until its step time was known"
     )
     tiers = ", ".join(f"{share:.0%} {tier}" for tier, share in plan.tiers.items() if share > 0)
     yield f"  seconds are {tiers}; planned in {plan.seconds:.1f} s"

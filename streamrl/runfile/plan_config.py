@@ -56,6 +56,6 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     sync_modes: list[SyncMode] | None = None
     """The run's own where absent, and delta beside full: both bring replicas the same weights."""
     finalists: int = 3
-    """Plans that are simulated to the interval of `[simulate]`, of which the best is chosen."""
+    """Plans that are simulated for longer, of which the best is chosen and simulated to the interval of `[simulate]`."""
     seeds: int = 1
     """Seeds of a finalist's simulations, from the run's own on; the objective is their median."""

@@ -27,9 +27,9 @@ RENAMED = (
 )
 GONE = {
     "warm_up_steps": "the end of the start-up is found by itself; simulate.interval says how sure a step time must be",
-    "plan.steps": "plans are simulated until simulate.interval is met, for at most simulate.max_steps",
+    "plan.steps": "the chosen plan is simulated until simulate.interval is met, for at most simulate.max_steps",
     "plan.simulations": "as many plans are simulated as estimates leave in question; plan.finalists says how many of "
-    "them until simulate.interval is met",
+    "them for longer",
 }
 """Keys that are no more, and what stands for each."""
 
