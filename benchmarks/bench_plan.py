@@ -34,9 +34,7 @@ MICRO_BATCHES = {"7B": [1, 2, 4, 8], "32B": [4], "72B": [4]}
 """Of the cases in one datacenter: each case has 5,000 to 10,000 plans, of which `--full` can simulate all."""
 LINK = [{"between": ["h20", "h800"], "bandwidth": "80 Gbps", "latency": "10 ms"}]
 ROOM = 1.05
-"""The bound is on a steady step; a few steps after the warm-up may be faster by so much."""
-STEPS = 4
-"""Of a simulation in the comparison, to afford thousands; `streamrl plan` has more."""
+"""The bound is on a steady step; a few steps after the first may be faster by so much."""
 SPLITS = {"32B": (40, 24), "72B": (80, 48)}
 NODE = 8
 

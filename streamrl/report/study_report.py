@@ -50,9 +50,7 @@ class StudyResult:
         seeds = self.study.num_seeds
         spread = f"median of {seeds} seeds" if seeds > 1 else "one seed"
         if widest := self.widest:
-            spread += (
-                f", bars are 95 % intervals, ± {widest * 100:.2g} % at most: less may be chance"
-            )
+            spread += f", bars are 95 % intervals, ± {widest * 100:.2g} % at most (smaller differences may be chance)"
         left_out = f"; {len(self.grid.refused)} combinations left out" if self.grid.refused else ""
         return f"Simulated, {spread}{left_out}: {self.study.run_file.name}."
 
