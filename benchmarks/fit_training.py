@@ -1,59 +1,61 @@
-"""Fit the constants of `sim.costs.training_profile` to measured training, and write the profile.
+"""Fit the constants of `sim.costs.training` to published training steps, and write the profile.
 
-    python benchmarks/fit_training.py [DATA]
+    python benchmarks/fit_training.py
 
-DATA is the published table (mosaicml/llm-foundry, scripts/train/benchmarking/README.md, as one CSV file);
-with it training.csv is derived anew. Without it the fit starts from the committed training.csv.
-
-The model that is fitted is the one that the simulator runs: `sim.costs.passes.Ranks` with a TrainerConfig of
-ZeRO 3, which is PyTorch's FSDP. Its seconds are linear in the constants, so one evaluation for each constant
-gives all that the fit needs.
+Rows are those of profiles/published/training.csv (`derive_training.py` says which are left out, and why). Rates of
+matrix products and of experts come from kernel tables, never from steps. The rest is fitted to all shapes with
+plain attention, every shape weighing alike; then once more without each shape, and the errors
+on the shape left out are what the profile claims.
 """
 
 from __future__ import annotations
 
-import csv
 import datetime
-import functools
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections import Counter
+from collections.abc import Sequence
+from math import exp, log
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.costs.passes import Ranks
-from sim.costs.training_profile import PATH, Constants
-from streamrl.hardware.memory import activation_bytes, logit_bytes, model_state
-from streamrl.hardware.model_shape import ModelShape
-from streamrl.hardware.profiles import PROFILES, Gpu, load_gpu
+from sim.costs.training.profile import PATH, Constants, ExpertRate, GemmRate
+from sim.fidelity.published_training import Step, is_plain, read_steps, shape_of
+from sim.fidelity.training_rows import Rates, even_step_time
+from streamrl.hardware.profiles import PROFILES
 from streamrl.hardware.tables import read_table
-from streamrl.runfile.sides_config import TrainerConfig
-from streamrl.runfile.units import Bandwidth, Size
 
 Floats = NDArray[np.float64]
 
-SOURCE = "github.com/mosaicml/llm-foundry 8c8dd48, scripts/train/benchmarking/README.md"
-LICENCE = "Apache-2.0"
-DATE = datetime.date(2026, 11, 21)
-TABLE = PATH.with_suffix(".csv")
-NAMES = ("activation_traffic", "attention_traffic", "collective")
-VOCABULARY = 50432
-"""Of every MPT model in the table: NumParams minus layers and positions, over the hidden size."""
-SHAPES = {
-    "125m": (768, 12, 12),
-    "350m": (1024, 24, 16),
-    "760m": (1536, 24, 12),
-    "1b": (2048, 24, 16),
-    "3b": (2560, 32, 20),
-    "7b": (4096, 32, 32),
-    "13b": (5120, 40, 40),
-    "30b": (7168, 48, 56),
-    "70b": (8192, 80, 64),
+SOURCE = "profiles/published/training.csv"
+LICENCE = "Apache-2.0, MIT and BSD-style, by row"
+DATE = datetime.date(2026, 11, 22)
+START = {
+    "activation_traffic": 5.0,
+    "logit_traffic": 8.0,
+    "uncompiled_traffic": 1.8,
+    "eager_traffic": 2.5,
+    "attention": 1.0,
+    "permutation_traffic": 2.0,
+    "unfused_traffic": 4.0,
+    "routing_time": 5e-4,
+    "imbalance": 1.5,
+    "trade": 1.2,
+    "trade_overlap": 0.6,
+    "reduce": 1.2,
+    "collective": 1.2,
+    "gather_overlap": 0.5,
+    "step_time": 0.05,
+    "triton_h100": 3.0,
+    "triton_a100": 2.0,
 }
-"""Hidden size, layers and heads of the MPT models (llm-foundry, scripts/train/yamls/pretrain)."""
-DEVICES = {"h100_80gb": "h100", "a100_80gb": "a100", "a100_40gb": "a100-40"}
+"""Where the fit begins, and what a constant that no row speaks of is drawn to."""
+SHARES = ("trade_overlap", "gather_overlap")
+HUBER = 0.1
+"""Relative error past which a row counts linearly: some published rows ran out of memory and thrashed."""
+PULL = 0.005
+"""Weight of a unit of logarithm that a constant moves from where it began, against a squared relative error."""
+STEPS, FOLD_STEPS = 12, 5
+
 GEMM = {
     "a100": ("a100", "gemm.vllm.bfloat16", "composed", "A100"),
     "h100": ("h100", "gemm.vllm.bfloat16", "composed", "H100"),
@@ -73,275 +75,231 @@ GEMM = {
     ),
 }
 """GPU: whose kernel table, which, the tier of what follows, and what the table was measured on."""
-GEMM_ROWS, GEMM_SIDE = 8192, 8192
-"""Large products: tokens in one pass, and the smaller side of the weight matrix, at least."""
-HUBER = 0.1
-"""Relative error past which a row counts linearly: some published rows ran out of memory and thrashed."""
-
-
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One measured training run."""
-
-    gpu: str
-    model: str
-    parameters: int
-    """With position embeddings, as the published MFU counts them."""
-    hidden: int
-    layers: int
-    heads: int
-    sequence: int
-    gpus: int
-    micro_batch: int
-    accumulation: int
-    """Micro-batches of one step."""
-    recompute: str
-    precision: str
-    sharding: str
-    mfu: float
-    """Share of the datasheet's peak; FLOPs (6 N + 12 layers hidden sequence) a token, attention not causal."""
+GEMM_ROWS, GEMM_SIDE = 1024, 256
+"""Tokens and smaller side of the products that rates are fitted to, at least."""
+EXPERTS = {
+    "a100": ("a100", "composed", "A100"),
+    "h100": ("h100", "composed", "H100"),
+    "h800": ("h100", "composed", "H100, whose compute units the H800 has"),
+    "h200": ("h200", "composed", "H200"),
+    "h20": (None, "roofline", "no table of grouped products in 16 bits on H20"),
+    "h20-3e": (None, "roofline", "no table of grouped products in 16 bits on H20-3e"),
+}
+EXPERT_TOKENS = 64
+"""Tokens of each expert that rates of experts are fitted to, at least."""
 
 
 def main() -> None:
-    """Write training.csv where DATA is given, then training.toml."""
-    if len(sys.argv) > 1:
-        write_rows(read_published(Path(sys.argv[1])))
-    rows = read_rows()
-    profile = fit_profile(rows)
-    PATH.write_text(profile)
-    print(profile)
+    """Fit, and write training.toml."""
+    text = profile_text([step for step in read_steps() if is_plain(step)])
+    PATH.write_text(text)
+    print(text)
 
 
-# Rows ---------------------------------------------------------------------------------------------
+# Rates from kernel tables -------------------------------------------------------------------------
 
 
-def read_published(path: Path) -> list[Row]:
-    """Read the 16-bit rows of the published table; 8-bit training is another kernel."""
-    rows = []
-    with path.open() as file:
-        for line in csv.DictReader(file):
-            if line["Precision"] == "amp_fp8":
-                continue
-            hidden, layers, heads = SHAPES[line["Model"]]
-            rows.append(
-                Row(
-                    gpu=DEVICES[line["GPU"]],
-                    model=f"mpt-{line['Model']}",
-                    parameters=int(line["NumParams"]),
-                    hidden=hidden,
-                    layers=layers,
-                    heads=heads,
-                    sequence=int(line["SeqLen (T)"]),
-                    gpus=int(line["# GPUs"]),
-                    micro_batch=int(line["MicroBatchSize"]),
-                    accumulation=int(line["GradAccum"]),
-                    recompute="full" if line["Activation Checkpointing"] == "True" else "none",
-                    precision="pure bf16" if line["MP Mode"] == "PURE" else "mixed bf16",
-                    sharding=line["Sharding Strategy"],
-                    mfu=round(float(line["MFU"]) / 100, 4),
-                )
-            )
-    return rows
-
-
-def write_rows(rows: Sequence[Row]) -> None:
-    """Write the derived table."""
-    head = [
-        f"# source: {SOURCE}",
-        f"# licence: {LICENCE}",
-        f"# date: {DATE}",
-        "# Training of MPT models with PyTorch FSDP and flash attention; mfu is a share of the datasheet's",
-        "# dense 16-bit peak, of FLOPs (6 parameters + 12 layers hidden sequence) a token.",
-    ]
-    names = Row.__struct_fields__
-    body = [",".join(str(getattr(row, name)) for name in names) for row in rows]
-    TABLE.write_text("\n".join([*head, ",".join(names), *body]) + "\n")
-
-
-def read_rows(path: Path = TABLE) -> list[Row]:
-    """Read the committed table."""
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-    return [msgspec.convert(line, Row, strict=False) for line in csv.DictReader(lines)]
-
-
-# One row through the simulator's model ------------------------------------------------------------
-
-
-@functools.cache
-def gpu_of(name: str) -> Gpu:
-    """Return the GPU; the 40 GB A100 is the 80 GB one with NVIDIA's figures for its memory."""
-    if name != "a100-40":
-        return load_gpu(name)
-    return msgspec.structs.replace(
-        load_gpu("a100"), memory=Size(40e9), memory_bandwidth=Bandwidth(1.555e12)
+def gemm_rate(gpu: str) -> GemmRate:
+    """Fit 1 / FLOP/s to a straight line in 1 / m, 1 / n and 1 / k, least squares of relative errors."""
+    place, file, tier, device = GEMM[gpu]
+    table = read_table(PROFILES / "measured" / place / f"{file}.csv")
+    n, k = (table.rows[:, [table.keys.index(key)]] for key in ("n", "k"))
+    m = np.array(list(table.columns), dtype=float)
+    seconds = table.seconds
+    sizes = np.broadcast_arrays(m, n, k)
+    kept = np.isfinite(seconds) & (np.min(sizes[1:], axis=0) >= GEMM_SIDE) & (sizes[0] >= GEMM_ROWS)
+    flops, *slower = _inverse_line(
+        (seconds / (2 * m * n * k))[kept], [size[kept] for size in sizes]
+    )
+    tokens, columns, rows = slower
+    return GemmRate(
+        flops=flops,
+        tokens=tokens,
+        columns=columns,
+        rows=rows,
+        tier=tier,  # type: ignore[arg-type]  # a literal of the table above
+        source=f"products of profiles/measured/{place}/{file}.csv, measured on {device}",
     )
 
 
-@functools.cache
-def gemm_flops(name: str) -> float:
-    """Median FLOP/s of large matrix products on a GPU, from its kernel table."""
-    gpu, file, *_ = GEMM[name.removesuffix("-40")]
-    table = read_table(PROFILES / "measured" / gpu / f"{file}.csv")
-    n, k = (table.rows[:, table.keys.index(key)] for key in ("n", "k"))
-    seconds = table.seconds[:, list(table.columns).index(GEMM_ROWS)]
-    large = (np.minimum(n, k) >= GEMM_SIDE) & np.isfinite(seconds)
-    return float(np.median(2 * GEMM_ROWS * (n * k / seconds)[large]))
+def expert_rate(gpu: str) -> ExpertRate:
+    """Fit the same to grouped products that are not dealt out, in 1 / tokens of an expert and 1 / its channels.
 
-
-def ranks_of(row: Row, collective: float = 1.0) -> Ranks:
-    """Return the row's GPUs; a gated MLP of 8/3 has as many parameters as MPT's plain one of 4."""
-    shape = ModelShape(
-        name=row.model,
-        source=SOURCE,
-        hidden_size=row.hidden,
-        num_layers=row.layers,
-        num_heads=row.heads,
-        num_kv_heads=row.heads,
-        head_dim=row.hidden // row.heads,
-        intermediate_size=round(8 * row.hidden / 3),
-        vocab_size=VOCABULARY,
-        has_qkv_bias=False,
-        has_tied_embeddings=True,
+    Without a table: the GPU's own products, slower by what H100's experts are.
+    """
+    place, tier, device = EXPERTS[gpu]
+    if place is None:
+        known, gemm, own = expert_rate("h100"), gemm_rate("h100"), gemm_rate(gpu)
+        return ExpertRate(
+            flops=own.flops * known.flops / gemm.flops,
+            tokens=known.tokens,
+            width=known.width,
+            tier=tier,  # type: ignore[arg-type]  # a literal of the table above
+            source=f"{device}: as H100's, at the rate of its own products",
+        )
+    table = read_table(PROFILES / "measured" / place / "moe.vllm.bfloat16.csv")
+    of = {key: table.rows[:, [i]] for i, key in enumerate(table.keys)}
+    width = of["intermediate"] / of["tensor_parallel"]
+    tokens = np.array(list(table.columns), dtype=float)
+    each = tokens * of["topk"] / of["experts"]
+    work = 2 * tokens * of["topk"] * 3 * of["hidden"] * width
+    kept = np.isfinite(table.seconds) & (of["expert_parallel"] == 1) & (each >= EXPERT_TOKENS)
+    sizes = np.broadcast_arrays(each, width)
+    flops, slower, narrow = _inverse_line(
+        (table.seconds / work)[kept], [size[kept] for size in sizes]
     )
-    trainer = TrainerConfig(
-        pool="measured",
-        data_parallel=row.gpus,
-        micro_batch=row.micro_batch,
-        max_tokens_per_pass=row.micro_batch * row.sequence,
-        zero=3,
-        recompute="full" if row.recompute == "full" else "none",
-    )
-    return Ranks(
-        model=shape,
-        gpu=gpu_of(row.gpu),
-        trainer=trainer,
-        gpus_per_node=8,
-        dtype="bfloat16",
-        collective=collective,
+    return ExpertRate(
+        flops=flops,
+        tokens=slower,
+        width=narrow,
+        tier=tier,  # type: ignore[arg-type]  # a literal of the table above
+        source=f"whole experts in profiles/measured/{place}/moe.vllm.bfloat16.csv, measured on {device}",
     )
 
 
-def step_time(row: Row, constants: Constants) -> float:
-    """Return the seconds of one optimizer step."""
-    ranks = ranks_of(row, constants.collective)
-    _, train = ranks.fitted_passes(gemm_flops(row.gpu), constants)
-    micro_time = row.micro_batch * train.rollout_time(row.sequence) + train.per_micro_batch
-    return row.accumulation * micro_time + ranks.update_time()
-
-
-def mfu(row: Row, seconds: float) -> float:
-    """Return the MFU of a step of that many seconds, counted as the published one."""
-    per_token = 6 * row.parameters + 12 * row.layers * row.hidden * row.sequence
-    tokens = row.accumulation * row.micro_batch * row.sequence
-    return per_token * tokens / gpu_of(row.gpu).flops["bfloat16"] / seconds
-
-
-def memory_share(row: Row) -> float:
-    """Return the share of the GPU's memory that the memory model expects the row to take."""
-    ranks = ranks_of(row)
-    state = model_state(ranks.model, ranks.trainer, ranks.dtype)
-    tokens = row.micro_batch * row.sequence
-    activations = activation_bytes(ranks.model, ranks.trainer, ranks.dtype, tokens)
-    logits = logit_bytes(ranks.model, ranks.trainer, tokens)
-    states = state.weights + state.gradients + state.optimizer
-    return (states + activations + logits) / ranks.gpu.memory
+def _inverse_line(seconds: Floats, sizes: Sequence[Floats]) -> list[float]:
+    """Return the rate without end, and the sizes at which each term doubles the seconds; none below 0."""
+    columns = [np.ones_like(seconds), *(1 / size for size in sizes)]
+    while True:
+        terms = np.stack(columns, axis=1) / seconds[:, None]
+        found, *_ = np.linalg.lstsq(terms, np.ones(len(seconds)), rcond=None)
+        if (found >= 0).all():
+            return [1 / found[0], *(max(term, 1e-30) / found[0] for term in found[1:])]
+        columns = [
+            column if term >= 0 else column * 0 for column, term in zip(columns, found, strict=True)
+        ]
 
 
 # The fit ------------------------------------------------------------------------------------------
 
 
-def fit(rows: Sequence[Row]) -> Constants:
-    """Minimise the Huber loss of log(predicted / measured) by Gauss-Newton on log constants."""
-    fixed, slopes = linear_terms(rows)
-    measured = np.array([mfu(row, 1.0) / row.mfu for row in rows])
-    logs = np.log([5.0, 0.05, 1.0])
-    for _ in range(100):
-        parts = slopes * np.exp(logs)
-        seconds = fixed + parts.sum(axis=1)
-        error = np.log(seconds / measured)
-        weight = np.minimum(1.0, HUBER / np.maximum(np.abs(error), 1e-12))
-        jacobian = parts / seconds[:, None]
-        normal = jacobian.T @ (weight[:, None] * jacobian)
-        logs = logs - np.clip(np.linalg.solve(normal, jacobian.T @ (weight * error)), -1, 1)
-    return _constants(np.exp(logs))
+class Fit:
+    """Constants as logarithms, shares as logits."""
+
+    def __init__(self, rates: Rates) -> None:
+        self._rates = rates
+        self._start = np.array([self._enter(name, value) for name, value in START.items()])
+
+    def constants(self, place: Floats) -> tuple[Constants, dict[str, float]]:
+        """Return the constants, and how much slower than its kernel table Triton's attention was, by GPU."""
+        values = {name: self._leave(name, v) for name, v in zip(START, place, strict=True)}
+        triton = {
+            name.removeprefix("triton_"): values.pop(name)
+            for name in list(values)
+            if name.startswith("triton_")
+        }
+        return Constants(**values), triton
+
+    def errors(self, place: Floats, steps: Sequence[Step]) -> Floats:
+        """Return log of predicted over published seconds."""
+        constants, triton = self.constants(place)
+        found = [
+            log(even_step_time(step, self._rates, constants, triton) / step.seconds)
+            for step in steps
+        ]
+        return np.array(found)
+
+    def run(self, steps: Sequence[Step], place: Floats | None = None, turns: int = STEPS) -> Floats:
+        """Minimise the Huber loss by Gauss-Newton."""
+        place = self._start.copy() if place is None else place.copy()
+        counts = Counter(step.model for step in steps)
+        share = np.array([1 / counts[step.model] for step in steps])
+        for _ in range(turns):
+            errors = self.errors(place, steps)
+            weight = share * np.minimum(1.0, HUBER / np.maximum(np.abs(errors), 1e-12))
+            moved = [
+                (self.errors(place + 1e-3 * unit, steps) - errors) / 1e-3
+                for unit in np.eye(len(place))
+            ]
+            jacobian = np.stack(moved, axis=1)
+            normal = jacobian.T @ (weight[:, None] * jacobian) + PULL * np.eye(len(place))
+            slope = jacobian.T @ (weight * errors) + PULL * (place - self._start)
+            place = place - np.clip(np.linalg.solve(normal, slope), -0.5, 0.5)
+        return place
+
+    @staticmethod
+    def _enter(name: str, value: float) -> float:
+        return log(value / (1 - value)) if name in SHARES else log(value)
+
+    @staticmethod
+    def _leave(name: str, place: float) -> float:
+        return 1 / (1 + exp(-place)) if name in SHARES else exp(place)
 
 
-def linear_terms(rows: Sequence[Row]) -> tuple[Floats, Floats]:
-    """Return (rows,) seconds at constants of 0, and (rows, constants) seconds that each adds at 1."""
-    ones = np.ones(len(NAMES))
-    base = np.array([step_time(row, _constants(ones)) for row in rows])
-    raised = [
-        [step_time(row, _constants(ones + unit)) for row in rows] for unit in np.eye(len(NAMES))
-    ]
-    slopes = np.array(raised).T - base[:, None]
-    return base - slopes.sum(axis=1), slopes
-
-
-def relative_errors(rows: Sequence[Row], constants: Constants) -> Floats:
-    """Return predicted over measured MFU, minus 1, of each row."""
-    return np.array([mfu(row, step_time(row, constants)) / row.mfu - 1 for row in rows])
-
-
-def halves(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """Split by model: every other size."""
-    even = {f"mpt-{name}" for name in list(SHAPES)[::2]}
-    return [r for r in rows if r.model in even], [r for r in rows if r.model not in even]
-
-
-def _constants(values: Floats) -> Constants:
-    return Constants(**{name: float(value) for name, value in zip(NAMES, values, strict=True)})
+def leave_each_out(
+    fit: Fit, steps: Sequence[Step], place: Floats
+) -> tuple[dict[str, Floats], dict[str, Floats]]:
+    """Return, by shape, the constants without it, and the relative errors on it."""
+    places, errors = {}, {}
+    for model in sorted({step.model for step in steps}):
+        others = [step for step in steps if step.model != model]
+        places[model] = fit.run(others, place, FOLD_STEPS)
+        left_out = [step for step in steps if step.model == model]
+        errors[model] = np.exp(fit.errors(places[model], left_out)) - 1
+    return places, errors
 
 
 # The profile --------------------------------------------------------------------------------------
 
 
-def fit_profile(rows: Sequence[Row]) -> str:
-    """Fit to all rows, and to each half for the spread and the error; return training.toml."""
-    first, second = halves(rows)
-    all_rows, *folds = (fit(some) for some in (rows, first, second))
-    unseen = zip(folds, (second, first), strict=True)
-    errors = np.abs(np.concatenate([relative_errors(some, c) for c, some in unseen]))
-    return "\n".join(
-        [
-            'name = "seconds of training"',
-            f'source = "{SOURCE}"',
-            f'licence = "{LICENCE}"',
-            f"date = {DATE}",
-            'fitted_on = "16-bit rows of training.csv: MPT 125M to 70B, sequences of 512 to 65536, '
-            'PyTorch FSDP on 8 to 512 H100 80 GB, A100 80 GB and A100 40 GB"',
-            f"rows = {len(rows)}",
+def profile_text(steps: Sequence[Step]) -> str:
+    """Fit to all steps, and to all but each shape; return training.toml."""
+    gemm = {gpu: gemm_rate(gpu) for gpu in GEMM}
+    experts = {gpu: expert_rate(gpu) for gpu in EXPERTS}
+    fit = Fit(Rates(gemm, experts))
+    place = fit.run(steps)
+    constants, triton = fit.constants(place)
+    places, errors = leave_each_out(fit, steps, place)
+    folds = {model: fit.constants(found)[0] for model, found in places.items()}
+    names = Constants.__struct_fields__
+    kinds: dict[str, list[Floats]] = {"dense": [], "mixture": []}
+    for model, found in errors.items():
+        kinds["dense" if shape_of(model).experts is None else "mixture"].append(found)
+    lines = [
+        'name = "seconds of training"',
+        f'source = "{SOURCE}"',
+        f'licence = "{LICENCE}"',
+        f"date = {DATE}",
+        'fitted_on = "steps in 16 bits of models with plain attention on A100, H100 and H200: MPT 125M to 70B with FSDP, '
+        "Llama 3, Qwen3 0.6B to 8B, Qwen3-30B-A3B and 235B-A22B, Mixtral 8x7B with Megatron, FSDP2 and their mixtures"
+        '"',
+        f"rows = {len(steps)}",
+        "",
+        "[constants]",
+        *(f"{name} = {getattr(constants, name):.4g}" for name in names),
+        "",
+        "[triton_attention]             # of llm-foundry's rows alone: times the kernel table's seconds, by GPU",
+        *(f"{gpu} = {times:.4g}" for gpu, times in triton.items()),
+        "",
+        "[spread]                       # over fits that leave a shape out",
+        *(f"{name} = {_spread([getattr(one, name) for one in folds.values()])}" for name in names),
+    ]
+    for kind, found in kinds.items():
+        flat = np.concatenate(found)
+        lines += [
             "",
-            "[constants]",
-            *_lines(lambda name: f"{getattr(all_rows, name):.4g}"),
-            "",
-            "[spread]                       # of fits to half of the models",
-            *_lines(lambda name: _spread([getattr(fold, name) for fold in folds])),
-            "",
-            "[held_out]                     # relative error of MFU, on the models of the other half",
-            f"median = {np.median(errors):.4f}",
-            f"p90 = {np.quantile(errors, 0.9):.4f}",
-            *(line for name in GEMM for line in _gemm_lines(name)),
-            "",
+            f"[held_out.{kind}]",
+            f"rows = {len(flat)}",
+            f"median = {np.median(np.abs(flat)):.4f}",
+            f"p90 = {np.quantile(np.abs(flat), 0.9):.4f}",
+            f"bias = {np.median(flat):.4f}",
         ]
-    )
+    for model, one in folds.items():
+        lines += ["", f'[without."{model}"]']
+        lines += [f"{name} = {getattr(one, name):.4g}" for name in names]
+    for section, table in (("gemm", gemm), ("experts", experts)):
+        for gpu, rate in table.items():
+            lines += ["", f"[{section}.{gpu}]"]
+            lines += [f"{name} = {_value(getattr(rate, name))}" for name in rate.__struct_fields__]
+    return "\n".join([*lines, ""])
 
 
-def _lines(value: Callable[[str], str]) -> list[str]:
-    return [f"{name} = {value(name)}" for name in NAMES]
+def _value(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else f'"{value}"'
 
 
 def _spread(values: Sequence[float]) -> str:
     return f"[{min(values):.4g}, {max(values):.4g}]"
-
-
-def _gemm_lines(name: str) -> list[str]:
-    gpu, file, tier, device = GEMM[name]
-    return [
-        "",
-        f"[gemm.{name}]",
-        f"flops = {gemm_flops(name):.4g}",
-        f'tier = "{tier}"',
-        f'source = "large matrix products of profiles/measured/{gpu}/{file}.csv, measured on {device}"',
-    ]
 
 
 if __name__ == "__main__":

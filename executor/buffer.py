@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,7 +40,7 @@ class BufferedRollout:
     def add(self, completion: Completion) -> int:
         """Enter what an attempt made; return the output tokens that the rollout has now."""
         start = self.num_tokens
-        self.versions.extend((version, start + offset) for version, offset in completion.versions)
+        self.versions += [(version, start + offset) for version, offset in completion.versions]
         if completion.output.num_tokens:
             self.num_tokens += completion.output.num_tokens
             self.output += (completion.output,)
@@ -52,6 +51,28 @@ class BufferedRollout:
     def enter(self, reward: float, fault: str | None) -> None:
         """Enter what the verifier said, which nobody needs the text after: a long one is larger than all else here."""
         self.reward, self.fault, self.text = reward, fault, None
+
+
+class Hold:
+    """A context in which nobody writes over the tokens of some rollouts.
+
+    Every rollout is held twice or more, so that this is no generator: one as a context manager costs more.
+    """
+
+    def __init__(
+        self, rollouts: list[BufferedRollout], let_go: Callable[[BufferedRollout], None]
+    ) -> None:
+        self._rollouts = rollouts
+        self._let_go = let_go
+
+    def __enter__(self) -> list[BufferedRollout]:
+        for buffered in self._rollouts:
+            buffered.num_holders += 1
+        return self._rollouts
+
+    def __exit__(self, *error: object) -> None:
+        for buffered in self._rollouts:
+            self._let_go(buffered)
 
 
 class RolloutBuffer:
@@ -127,17 +148,9 @@ class RolloutBuffer:
             advantage=advantage,
         )
 
-    @contextmanager
-    def hold(self, rollouts: Iterable[int]) -> Iterator[list[BufferedRollout]]:
-        """Yield you open rollouts; their files stay until you are done, even where they are closed meanwhile."""
-        held = [self.rollouts[rollout] for rollout in rollouts]
-        for buffered in held:
-            buffered.num_holders += 1
-        try:
-            yield held
-        finally:
-            for buffered in held:
-                self._let_go(buffered)
+    def hold(self, rollouts: Iterable[int]) -> Hold:
+        """Return what gives you open rollouts; their files stay until you are done, even where they are closed meanwhile."""
+        return Hold([self.rollouts[rollout] for rollout in rollouts], self.let_go)
 
     def rollouts_of(self, groups: Iterable[int]) -> list[BufferedRollout]:
         """Return the rollouts of groups, in order."""
@@ -148,7 +161,7 @@ class RolloutBuffer:
         for rollout in self._rollouts(group):
             closed = self.rollouts.pop(rollout, None)
             if closed is not None:
-                self._let_go(closed)
+                self.let_go(closed)
 
     def _rollouts(self, group: int) -> range:
         size = self._run.algorithm.group_size
@@ -163,7 +176,8 @@ class RolloutBuffer:
             self._free_paths.append(str(self._directory / f"{self._num_paths}"))
         return self._free_paths.pop()
 
-    def _let_go(self, buffered: BufferedRollout) -> None:
+    def let_go(self, buffered: BufferedRollout) -> None:
+        """Enter that one holder less needs a rollout's files; after the last they take the tokens of others."""
         buffered.num_holders -= 1
         if not buffered.num_holders:
             self._free_paths += buffered.paths

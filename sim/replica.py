@@ -368,8 +368,16 @@ class Replica:
 
     def _end(self, attempt: Attempt, finish: Finish) -> None:
         run_time = 0.0 if attempt.began_at is None else self._env.now - attempt.began_at
-        made = (attempt.rollout, attempt.done, finish, attempt.version)
-        self._emit(Generated(*made, run_time, attempt.prefill_time))
+        self._emit(
+            Generated(
+                attempt.rollout,
+                attempt.done,
+                finish,
+                attempt.version,
+                run_time,
+                attempt.prefill_time,
+            )
+        )
 
     def _preempt(self) -> None:
         """Put the rollout that joined last back into the queue; its KV cache is recomputed later.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator
-from math import inf
 from typing import Any
 
 import simpy
@@ -37,7 +36,7 @@ class Trainer:
         self._costs = costs
         self._start_time = around.run_file.trainers[trainer_id].start_time
         self._inbox = simpy.Store(around.env)
-        self._passes_until = -inf
+        self._line = costs.line()
         self._under_way: deque[Command] = deque()
         self.id = trainer_id
         self.has_stopped = False
@@ -51,17 +50,16 @@ class Trainer:
     def score(self, command: Score) -> None:
         """Run the forward passes that training needs first."""
         scored = Scored(command.rollouts, command.trainer)
-        self._take(command, self._compute(self._costs.score_time, scored))
+        self._take(command, self._compute(self._line.score, scored))
 
     def train(self, command: Train) -> None:
         """Run forward and backward passes."""
         trained = Trained(command.rollouts, command.trainer)
-        self._take(command, self._compute(self._costs.train_time, trained))
+        self._take(command, self._compute(self._line.train, trained))
 
     def step(self, command: Step) -> None:
         """Reduce the gradient and update the weights."""
-        stepped = Stepped(command.version, command.trainer)
-        self._take(command, self._work(self._costs.optimizer_time, stepped))
+        self._take(command, self._update(Stepped(command.version, command.trainer)))
 
     def save(self, command: SaveCheckpoint) -> None:
         """Write a checkpoint in no time: the host does it while the GPUs go on."""
@@ -91,10 +89,17 @@ class Trainer:
         self._under_way.popleft()
         self._around.emit(event)
 
-    def _compute(self, time_of: Callable[..., float], event: Scored | Trained) -> Work:
-        """Run passes over rollouts; those that follow others without a break find the pipeline full."""
+    def _update(self, event: Stepped) -> Work:
+        """Let the pipelines run dry, and update the weights."""
+        now = self._around.env.now
+        seconds = self._line.finish(now) - now + self._costs.step_time
+        yield from self._work(seconds, event)
+
+    def _compute(
+        self, put_through: Callable[[list[int], float], float], event: Scored | Trained
+    ) -> Work:
+        """Put rollouts through passes until more could come; what is still in the pipeline goes on beside."""
         rollouts = [self._around.rollouts[rollout] for rollout in event.rollouts]
         lengths = [rollout.prompt_tokens + rollout.length for rollout in rollouts]
-        is_continued = self._around.env.now == self._passes_until
-        yield from self._work(time_of(lengths, is_continued=is_continued), event)
-        self._passes_until = self._around.env.now
+        now = self._around.env.now
+        yield from self._work(put_through(lengths, now) - now, event)

@@ -121,7 +121,9 @@ def test_the_page_says_what_was_missed_and_shows_both_numbers() -> None:
 
 
 def test_validate_prints_and_writes_a_figure(tmp_path: Path) -> None:
-    done = RUNNER.invoke(app, ["validate", "--figure", "fig6", "--json", "-o", str(tmp_path)])
+    done = RUNNER.invoke(
+        app, ["validate", "paper", "--figure", "fig6", "--json", "-o", str(tmp_path)]
+    )
     assert done.exit_code == 0, done.output
     figure = json.loads(done.output)["Figure 6"]
     assert figure["is_met"] and figure["max_error"] < 0.1 and len(figure["cells"]) == 10
@@ -131,15 +133,23 @@ def test_validate_prints_and_writes_a_figure(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["nobody"], "no paper 'nobody'"), (["--figure", "fig99"], "--figure 'fig99' is none of")],
+    [
+        (
+            ["nobody"],
+            "nothing to validate is called 'nobody'; there is serving, training, steps, paper",
+        ),
+        (["--figure", "fig99"], "--figure 'fig99' is none of"),
+        (["serving", "--figure", "fig6"], "--figure is of the paper, not of 'serving'"),
+        (["streamrl"], "streamrl validate paper"),
+    ],
 )
-def test_an_unknown_paper_or_figure_is_refused(arguments: list[str], message: str) -> None:
+def test_what_is_not_there_to_validate_is_refused(arguments: list[str], message: str) -> None:
     done = RUNNER.invoke(app, ["validate", *arguments])
     assert isinstance(done.exception, ValueError) and message in str(done.exception)
 
 
 def test_the_papers_evaluation_is_met_as_far_as_its_page_says(one_seed: None) -> None:
-    done = RUNNER.invoke(app, ["validate", "--json"])
+    done = RUNNER.invoke(app, ["validate", "paper", "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.output)
     assert list(found) == [line.split(" |")[0] for line in page_rows()]

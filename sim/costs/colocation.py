@@ -10,8 +10,8 @@ offload   GPU to host memory: what the step changed, weights and optimizers; gra
 wake      what arrived is copied into the replica's weights; the KV cache is empty
 
 What fits beside the generator, in (1 - rollout.memory_utilization) of a GPU, stays there and does not move.
-Bytes cross at the datasheet's bandwidths, so these are the least seconds that it takes: engines that are
-put to sleep and woken spend some on memory maps and kernel graphs, which nothing here measures.
+Bytes cross at the datasheet's bandwidths. What takes longest are a framework's own calls, for every tensor and
+memory map: `framework.switch_time`, by default from published switches.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from streamrl.hardware.tiers import Tier
 from streamrl.runfile.config import Run
 
 TIER: Tier = "roofline"
+SWITCH_TIME, SWITCH_TIME_PER_PARAMETER = 4.0, 0.11e-9
+"""Seconds of a switch, and of each parameter, where a run file does not say: between HybridFlow's 2.7 to 9.7 s for 7B
+to 70B on A100 (arXiv 2409.19256, Figure 14) and NeMo-RL's 5 to 14 s for 8B to 70B on H100 (issue 959)."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class PhaseChange:
     offload_time: float
     reshard_time: float
     wake_time: float
+    switch_time: float
+    """Of the framework, beside bytes that move."""
     sent_bytes: int
     """Bytes that reshards send between all GPUs."""
     sources: tuple[str, ...]
@@ -67,6 +72,7 @@ class PhaseChange:
             onload_time=moved.onloaded / side.gpu.host_link,
             offload_time=moved.offloaded / side.gpu.host_link,
             reshard_time=moved.resharded / wire,
+            switch_time=switch_time(run),
             wake_time=COPY_TRAFFIC * moved.woken / memory_bandwidth,
             sent_bytes=round(moved.resharded * run.rollout.num_gpus),
             sources=sources,
@@ -75,7 +81,7 @@ class PhaseChange:
     @property
     def push_time(self) -> float:
         """Seconds from the end of a step until replicas can wake."""
-        return self.reshard_time + self.offload_time + self.onload_time
+        return self.reshard_time + self.offload_time + self.onload_time + self.switch_time
 
     def sync_costs(self) -> SyncCosts:
         """Return the change as a push and a load, which is how it stands in a trace.
@@ -86,13 +92,21 @@ class PhaseChange:
         """
         return SyncCosts(
             wire_bytes=self.sent_bytes,
-            fill_time=self.offload_time + self.onload_time,
+            fill_time=self.offload_time + self.onload_time + self.switch_time,
             wire_time=self.reshard_time,
             drain_time=0.0,
             load_time=self.wake_time,
             tier=TIER,
             sources=self.sources,
         )
+
+
+def switch_time(run: Run) -> float:
+    """Return the seconds of a framework's calls when GPUs turn from training to generating and back."""
+    stated = run.framework.switch_time
+    if stated is not None:
+        return stated
+    return SWITCH_TIME + SWITCH_TIME_PER_PARAMETER * load_model(run.model).num_parameters
 
 
 def count_moved(run: Run) -> PhaseBytes:
@@ -133,7 +147,7 @@ def _replica_shard(run: Run, model: ModelShape) -> float:
 def _room_beside_generator(run: Run) -> float:
     """Bytes of a GPU that weights and KV cache of a replica leave free."""
     side = SyncSide.load(run, run.rollout.pool, run.rollout.num_gpus)
-    return float(side.gpu.memory * (1 - run.rollout.memory_utilization))
+    return side.gpu.usable_memory * (1 - run.rollout.memory_utilization)
 
 
 def _wire(run: Run, side: SyncSide) -> tuple[float, tuple[str, ...]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sim.costs.curves import DecodeCurve
 from sim.costs.sync import SyncCosts
+from sim.costs.training.line import Line, SerialLine
 from streamrl.hardware.machine_fit import (
     MEDIAN,
     PassFit,
@@ -54,15 +55,19 @@ class MeasuredTraining:
     """Share of rollouts that the passes compute; the others are sent and skipped."""
     max_tokens_per_pass: int
 
-    def train_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
-        """Return the seconds of forward and backward passes over rollouts (prompt + output tokens).
+    overhead_time: float = 0.0
+    """Seconds of a step beside, where a run file states them: calls were measured with all that they do."""
 
-        `is_continued` makes no difference: a trainer of one GPU has no pipeline to fill.
-        """
+    def line(self) -> Line:
+        """Return the trainer's passes, before the first: of one GPU there is no pipeline to fill."""
+        return SerialLine(self.score_time, self.train_time)
+
+    def train_time(self, lengths: Sequence[int]) -> float:
+        """Return the seconds of forward and backward passes over rollouts (prompt + output tokens)."""
         computed = self.informative_share * self._passes_time(self.train, lengths)
         return self._call_time(lengths) + computed
 
-    def score_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
+    def score_time(self, lengths: Sequence[int]) -> float:
         """Return the seconds of the forward passes that rollouts (prompt + output tokens) need first."""
         return self._call_time(lengths) + self.num_scored * self._passes_time(self.score, lengths)
 
@@ -200,7 +205,8 @@ def _training(profile: MeasuredProfile, run: Run) -> MeasuredTraining:
         score=fit_passes(profile.score),
         call=call,
         optimizer_time=call[0] + profile.optimizer.seconds[MEDIAN],
-        num_scored=algorithm.has_reference + (algorithm.correction == "decoupled"),
+        num_scored=algorithm.has_reference + algorithm.recomputes_log_probs,
         informative_share=1.0 if algorithm.has_reference else run.workload.informative_share,
         max_tokens_per_pass=run.trainer.max_tokens_per_pass,
+        overhead_time=run.framework.step_time or 0.0,
     )

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sim.costs.machine import MachineCosts, MeasuredTraining
-from sim.costs.training import TrainingCosts
+from sim.costs.training.line import Line
+from sim.costs.training.training import TrainingCosts
 from streamrl.hardware.memory import check_trainer_memory
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
@@ -23,22 +24,34 @@ class TrainerCosts:
     """Seconds of score, train and the optimizer step are divided by it."""
 
     @property
-    def optimizer_time(self) -> float:
-        """Seconds of gradient reduction and optimizer step."""
-        return self.training.optimizer_time / self.training_factor
+    def step_time(self) -> float:
+        """Seconds of gradient reduction, optimizer step, and what the framework does beside."""
+        training = self.training
+        return training.optimizer_time / self.training_factor + training.overhead_time
 
-    def score_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
-        """Return the seconds of the forward passes that these rollouts (prompt + output tokens) need first.
+    def line(self) -> Line:
+        """Return the trainer's passes, before the first."""
+        line = self.training.line()
+        return line if self.training_factor == 1.0 else ScaledLine(line, self.training_factor)
 
-        `is_continued` says that the trainer comes from other passes without a break.
-        """
-        seconds = self.training.score_time(lengths, is_continued=is_continued)
-        return seconds / self.training_factor
 
-    def train_time(self, lengths: Sequence[int], *, is_continued: bool = False) -> float:
-        """Return the seconds of forward and backward passes over rollouts (prompt + output tokens)."""
-        seconds = self.training.train_time(lengths, is_continued=is_continued)
-        return seconds / self.training_factor
+class ScaledLine:
+    """Another line, so many times as fast."""
+
+    def __init__(self, line: Line, factor: float) -> None:
+        self._line, self._factor = line, factor
+
+    def score(self, lengths: Sequence[int], now: float) -> float:
+        """See `Line`."""
+        return self._line.score(lengths, now * self._factor) / self._factor
+
+    def train(self, lengths: Sequence[int], now: float) -> float:
+        """See `Line`."""
+        return self._line.train(lengths, now * self._factor) / self._factor
+
+    def finish(self, now: float) -> float:
+        """See `Line`."""
+        return self._line.finish(now * self._factor) / self._factor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +76,7 @@ class FollowerCosts(TrainerCosts):
             training, provenance = machine.training, machine.provenance
         else:
             training = TrainingCosts.load(seen)
-            provenance = Provenance.of(training.tier, training.sources)
+            provenance = training.provenance
         if config.training_factor != 1.0:
             source = f"run file: costs.training_factor={config.training_factor:g}"
             provenance = provenance.adjusted(source)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from sim.costs.curves import compose_decode
-from sim.costs.inference import Shard, load_overheads
+from sim.costs.inference import Shard
 from sim.costs.kernels import Kernels
-from sim.fidelity.cases import MAX_RUNNING
+from sim.costs.overheads import load_engine
+from sim.fidelity.cases import ENGINE, MAX_RUNNING
 from sim.fidelity.paper import load_paper
 from streamrl.hardware.profiles import load_model
 from streamrl.report.fidelity import FigureCell, PaperFigure
@@ -19,7 +20,11 @@ curve is met within 3 % with non-negative overheads, above 2,500 it is not."""
 def decode_curve() -> PaperFigure:
     """Figure 6: the decode step that the two overheads were fitted to."""
     paper = load_paper().decode
-    shard = Shard(load_model(ModelConfig(name="qwen2.5-7b")), Kernels("h800", "bfloat16"))
+    shard = Shard(
+        load_model(ModelConfig(name="qwen2.5-7b")),
+        Kernels("h800", "bfloat16"),
+        engine=load_engine(ENGINE),
+    )
     curve = compose_decode(shard, max(paper.batch), longest=20_400, capacity=1e6)
     cells = [
         FigureCell(label=f"batch {b}", paper=ms, ours=curve.step_time(b, b * CONTEXT) * 1e3)
@@ -40,10 +45,10 @@ def decode_curve() -> PaperFigure:
 
 def constants() -> list[tuple[str, str, str]]:
     """Everything that was calibrated, or chosen by its result: name, value, origin."""
-    overheads = load_overheads()
+    overheads = load_engine(ENGINE).constants
     return [
         ("overhead of a layer", f"{overheads.layer * 1e6:.1f} us", "decode curve (Figure 6)"),
-        ("overhead of a rollout", f"{overheads.rollout * 1e6:.1f} us", "decode curve (Figure 6)"),
+        ("overhead of a rollout", f"{overheads.request * 1e6:.1f} us", "decode curve (Figure 6)"),
         ("output lengths", "30 bins", "length histogram (Figure 7)"),
         (
             "training efficiency",

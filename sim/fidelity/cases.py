@@ -37,6 +37,8 @@ GENERATION_TP: dict[str, int] = {"7B": 1, "32B": 2, "72B": 4}
 LENGTHS: dict[str, int] = {"5K": 5000, "10K": 10_000, "20K": 20_000}
 BATCH = 1024
 MAX_RUNNING = 20
+ENGINE = "streamrl"
+"""The paper's inference engine, as its decode curve tells."""
 STEPS, WARM_UP = 5, 2
 SEEDS = (0, 1)
 RECALL = 0.87
@@ -149,6 +151,7 @@ def make_case(case: Case, seed: int = 0, changes: dict[str, Any] | None = None) 
                 "ranker_recall": RECALL,
             }
         },
+        "costs": {"engine": ENGINE},
         "policies": dict(SYSTEMS[case.system]),
     }
     for key, value in {**(ACROSS if case.across else {}), **(changes or {})}.items():

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from sim.costs.costs import Costs
-from sim.costs.training import TrainingCosts
+from sim.costs.training.training import TrainingCosts
 from sim.planner.generation_time import DealtBatch, GenerationTime, LeastTimes, least_times
 from sim.planner.layouts import Degrees, Replicas
 from sim.planner.modes import Mode

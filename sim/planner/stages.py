@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from sim.batch_time import Finish, generate_batch
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_latency
-from sim.costs.training import TrainingCosts
+from sim.costs.training.training import TrainingCosts
 from sim.planner.layouts import (
     Degrees,
     Replicas,
@@ -206,20 +206,20 @@ class Stages:
             tensor_parallel=degrees.tensor_parallel,
             pipeline_parallel=degrees.pipeline_parallel,
             offload=degrees.offload,
-            time=seconds / run.costs.training_factor,
+            time=seconds / run.costs.training_factor + costs.overhead_time,
         )
 
 
 def _passes_time(run: Run, costs: TrainingCosts, batch: list[int]) -> float:
-    """Add up the passes that the trainer is told to make for a batch that waits for it."""
-    seconds, most = 0.0, most_per_command(run, choose_system(run.policies).streaming)
+    """Return the seconds of the passes that the trainer is told to make for a batch that waits for it."""
+    line, now = costs.line(), 0.0
+    most = most_per_command(run, choose_system(run.policies).streaming)
     for start in range(0, len(batch), most):
-        lengths, follows = batch[start : start + most], start > 0
+        lengths = batch[start : start + most]
         if run.algorithm.needs_score:
-            seconds += costs.score_time(lengths, is_continued=follows)
-            follows = True
-        seconds += costs.train_time(lengths, is_continued=follows)
-    return seconds
+            now = line.score(lengths, now)
+        now = line.train(lengths, now)
+    return line.finish(now)
 
 
 def _with_replicas(run: Run, replicas: int, degree: int) -> Run:

@@ -1,7 +1,7 @@
 """Seconds in which a trainer works off whole batches, in closed form: what screens thousands of trainers.
 
-The same costs as `sim.costs.training` has, with the rollouts of a batch put together into four sums; commands of a
-stream are taken to be equal.
+The same costs as `sim.costs.training` has, with the rollouts of a batch put together into four sums, and all
+micro-batches alike.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.costs.passes import Pass
-from sim.costs.training import TrainingCosts
+from sim.costs.training.layer import Pass
+from sim.costs.training.training import TrainingCosts
 from streamrl.engine.systems import PASSES_PER_COMMAND, rollouts_that_fill
 from streamrl.runfile.config import Run
 
@@ -28,15 +28,6 @@ class Sums(NamedTuple):
     tokens: float
     squares: float
     longest: int
-
-    def part(self, share: float) -> Sums:
-        """Return a command with a share of the rollouts, long and short ones alike."""
-        return Sums(
-            max(1, round(self.num_rollouts * share)),
-            self.tokens * share,
-            self.squares * share,
-            self.longest,
-        )
 
 
 class FallingLengths:
@@ -77,64 +68,94 @@ def train_times(run: Run, costs: TrainingCosts, batches: Sequence[FallingLengths
         np.array([one(run, costs, batch) for batch in batches]) / factor
         for one in (_whole, _stream, _last, _least)
     )
+    framework = run.framework
+    between = (framework.optimizer_steps * framework.epochs - 1) * costs.optimizer_time / factor
     return TrainTimes(
-        float(whole.mean()),
-        float(stream.mean()),
+        float(whole.mean()) + between,
+        float(stream.mean()) + between,
         float(last.mean()),
         float(least.min()),
-        costs.optimizer_time / factor,
+        costs.optimizer_time / factor + costs.overhead_time,
     )
 
 
 def _whole(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
-    return _command(run, costs, batch.all, is_continued=False)
+    score, train = _turns(run, costs, batch.all)
+    fills = run.framework.optimizer_steps * run.framework.epochs
+    return _command(run, costs, score, train, fills=fills)
 
 
 def _stream(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
+    """Seconds of a batch whose commands keep the pipeline full; with scores before each it runs dry in between."""
     most = PASSES_PER_COMMAND * rollouts_that_fill(run)
     num_commands = max(1, ceil(batch.all.num_rollouts / most))
-    part = batch.all.part(1 / num_commands)
-    first = _command(run, costs, part, is_continued=False)
-    return first + (num_commands - 1) * _command(run, costs, part, is_continued=True)
+    score, train = _turns(run, costs, batch.all)
+    return _command(run, costs, score, train, fills=num_commands if costs.num_scored else 1)
 
 
 def _last(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
-    return _command(run, costs, batch.longest(rollouts_that_fill(run)), is_continued=False)
+    score, train = _turns(run, costs, batch.longest(rollouts_that_fill(run)))
+    return _command(run, costs, score, train, fills=1)
 
 
 def _least(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
-    score, train = (_even(run, one, batch.all) for one in (costs.forward, costs.train))
-    return costs.num_scored * score + costs.num_trained * costs.informative_share * train
+    """Seconds of arithmetic on the stage that has most."""
+    tokens, pairs = batch.all.tokens, batch.all.squares / 2
+    work = [
+        run.framework.epochs * costs.num_trained * costs.informative_share * seconds
+        for seconds in _of_stages(run, _bare(costs.stages.forward, tokens, pairs))
+        + _of_stages(run, _bare(costs.stages.backward, tokens, pairs))
+    ]
+    scored = costs.num_scored * _of_stages(run, _bare(costs.stages.scored, tokens, pairs))
+    return float(np.max(np.array(work) + scored)) / run.trainer.data_parallel
 
 
-def _command(run: Run, costs: TrainingCosts, batch: Sums, *, is_continued: bool) -> float:
-    """Seconds of scoring and training; training continues what scoring began."""
-    seconds = 0.0
-    if costs.num_scored:
-        score = _pass(run, costs.forward, batch, is_continued=is_continued)
-        seconds += costs.num_scored * (costs.switches.score_time + score)
-        is_continued = True
-    train = _pass(run, costs.train, batch, is_continued=is_continued)
-    return seconds + costs.num_trained * (
-        costs.switches.train_time + costs.informative_share * train
-    )
+class Turns(NamedTuple):
+    """A rank's micro-batches, all alike."""
+
+    turns: float
+    """Seconds of the slowest stage for all of them."""
+    fill: float
+    """Seconds until a pipeline is full, and until it is empty again."""
 
 
-def _pass(run: Run, one: Pass, batch: Sums, *, is_continued: bool) -> float:
-    """Seconds of one pass, as `TrainingCosts.pass_time` has them."""
-    trainer = run.trainer
-    ranks = trainer.data_parallel
+def _turns(run: Run, costs: TrainingCosts, batch: Sums) -> tuple[Turns, Turns]:
+    """Return the score and train passes of a batch, spread evenly over ranks and micro-batches."""
+    trainer, stages = run.trainer, costs.stages
+    ranks, longest = trainer.data_parallel, (batch.longest, batch.longest**2 / 2)
     room = max(trainer.max_tokens_per_pass, batch.longest)
     num_micro = max(
         ceil(batch.num_rollouts / (ranks * trainer.micro_batch)), ceil(batch.tokens / ranks / room)
     )
-    even, gathered = _even(run, one, batch), num_micro * one.per_micro_batch
-    if is_continued:
-        return even + gathered
-    bubble = (trainer.pipeline_parallel - 1) / num_micro
-    return (max(even, one.rollout_time(batch.longest)) + gathered) * (1 + bubble)
+    share = ranks * num_micro
+    mean = (round(batch.tokens / share), batch.squares / 2 / share)
+    micro = [mean, longest]
+    scored = stages.scored_times(micro)
+    trained = stages.forward_times(micro) + stages.backward_times(micro)
+    return _turn(run, scored, num_micro), _turn(run, trained, num_micro)
 
 
-def _even(run: Run, one: Pass, batch: Sums) -> float:
-    seconds = one.per_token * batch.tokens + one.per_pair * batch.squares / 2
-    return seconds / run.trainer.data_parallel
+def _turn(run: Run, times: Floats, num_micro: int) -> Turns:
+    """Add the slices of a stage up; the longest rollout takes a rank no less than it takes alone."""
+    mean, longest = (_of_stages(run, row) for row in times)
+    slowest = float(mean.max())
+    fill = (float(mean.sum()) - slowest) / run.trainer.virtual_stages
+    return Turns(max(num_micro * slowest, float(longest.max())), fill)
+
+
+def _command(run: Run, costs: TrainingCosts, score: Turns, train: Turns, *, fills: int) -> float:
+    """Seconds of scoring and training."""
+    switches, epochs = costs.switches, run.framework.epochs
+    scored = costs.num_scored * (switches.score_time + score.turns + fills * score.fill)
+    computed = costs.informative_share * (epochs * train.turns + fills * train.fill)
+    return scored + costs.num_trained * (epochs * switches.train_time + computed)
+
+
+def _bare(passes: Sequence[Pass], tokens: float, pairs: float) -> Floats:
+    return np.array([one.per_token * tokens + one.per_pair * pairs for one in passes])
+
+
+def _of_stages(run: Run, slices: Floats) -> Floats:
+    """Add the slices of each stage up."""
+    summed: Floats = slices.reshape(-1, run.trainer.pipeline_parallel).sum(axis=0)
+    return summed

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sim.costs.kernels import DTYPE_OF_ATTENTION, Kernels, peak_of
-from sim.costs.training import TrainingCosts
+from sim.costs.training.training import TrainingCosts
 from streamrl.hardware.operators import OPERATORS
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.report.profile_figures import Series
@@ -67,5 +67,5 @@ def training_mfu(run: Run, lengths: Sequence[int], rollouts: int = 256) -> Serie
         label=f"{model.name} on {gpu.name}, {degrees}",
         places=[float(n) for n in lengths],
         values=[flops / peak / time for flops, time in zip(needed, seconds, strict=True)],
-        is_unmeasured=costs.tier == "roofline",
+        is_unmeasured=costs.provenance.tier == "roofline",
     )

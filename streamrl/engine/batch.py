@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from streamrl.engine.entities import Group, Phase, Rollout
+from streamrl.engine.entities import Group, Rollout
 from streamrl.engine.messages import Command, Score, Scored, Train, Trained
 
 
@@ -31,7 +31,7 @@ class Batch:
         self.groups[group.id] = group
         is_any_ready = group.num_missing < len(group.rollouts)
         if not group.num_missing or (is_any_ready and not self.trains_whole_groups):
-            self._supply(r for r in group.rollouts if r.phase is Phase.READY)
+            self._supply(r for r in group.rollouts if r.phase == "ready")
 
     def add_ready(self, rollout: Rollout) -> None:
         """Enter that a rollout has its reward, if its group was taken."""

@@ -64,7 +64,8 @@ class Engine:
         state.observe(event, now)
         commands: list[Command] = []
         for decide in self._deciders:
-            for command in decide(state):
-                state.commit(command)
-                commands.append(command)
+            if decided := decide(state):  # most policies say nothing: a loop over `()` costs more
+                for command in decided:
+                    state.commit(command)
+                    commands.append(command)
         return commands

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from typing import Literal
 
 from streamrl.engine.messages import DrawnGroup
 
+Phase = Literal["waiting", "generating", "finished", "verifying", "ready"]
+"""Where a rollout is on its way from prompt to gradient.
 
-class Phase(Enum):
-    """Where a rollout is on its way from prompt to gradient."""
-
-    WAITING = auto()
-    GENERATING = auto()
-    FINISHED = auto()
-    """Generated; nobody has asked for its reward yet."""
-    VERIFYING = auto()
-    READY = auto()
-    """Has a reward; how far each trainer is with it, the trainer's batch knows."""
+One that is finished is generated, and nobody has asked for its reward yet; one that is ready has it, and how far each
+trainer is with it, the trainer's batch knows.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +22,7 @@ class Rollout:
     id: int
     group: Group
     expected_tokens: int
-    phase: Phase = Phase.WAITING
+    phase: Phase = "waiting"
     replica: Replica | None = None
     is_aborting: bool = False
     tokens: int = 0

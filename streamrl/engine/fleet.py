@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from streamrl.engine.entities import Phase, Replica, Rollout
+from streamrl.engine.entities import Replica, Rollout
 from streamrl.engine.messages import Resize, StartReplica, StopReplica
 
 LOADS_PER_REPLICA = (
@@ -180,7 +180,7 @@ class Fleet:
     def assign(self, rollout: Rollout, replica_id: int, now: float) -> None:
         """Enter that `rollout` was sent to a replica at `now` seconds."""
         replica = self.replicas[replica_id]
-        rollout.phase = Phase.GENERATING
+        rollout.phase = "generating"
         rollout.replica = replica
         rollout.sent_at = now
         replica.rollouts[rollout.id] = rollout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from streamrl.engine.entities import Phase
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import TrainerSide
 
@@ -20,7 +19,7 @@ def check(state: State) -> None:
     _check_replicas(state)
     for trainer in state.trainers:
         _check_trainer(state, trainer)
-    verifying = sum(r.phase is Phase.VERIFYING for r in state.rollouts.values())
+    verifying = sum(r.phase == "verifying" for r in state.rollouts.values())
     assert state.num_verifying == verifying
 
 
@@ -30,20 +29,18 @@ def _check_accounts(state: State) -> None:
         if not rollout.group.is_dropped:
             assert state.groups.get(rollout.group.id) is rollout.group, f"{rollout_id}: no group"
     for group in state.groups.values():
-        missing = sum(rollout.phase is not Phase.READY for rollout in group.rollouts)
+        missing = sum(rollout.phase != "ready" for rollout in group.rollouts)
         assert group.num_missing == missing, f"group {group.id}: {group.num_missing} != {missing}"
         is_wanted = any(trainer.wants(group) for trainer in state.trainers)
         assert is_wanted, f"group {group.id}: kept though no trainer may train on it"
 
 
 def _check_replicas(state: State) -> None:
-    generating = [r for r in state.rollouts.values() if r.phase is Phase.GENERATING]
+    generating = [r for r in state.rollouts.values() if r.phase == "generating"]
     assert state.num_generating == len(generating)
     for rollout in state.rollouts.values():
         is_placed = rollout.replica is not None
-        assert is_placed == (rollout.phase is Phase.GENERATING), (
-            f"rollout {rollout.id} is misplaced"
-        )
+        assert is_placed == (rollout.phase == "generating"), f"rollout {rollout.id} is misplaced"
     serving: dict[int, int] = {}
     for replica in state.fleet.replicas.values():
         is_settled = replica.loading is None and not replica.must_load
@@ -74,6 +71,6 @@ def _check_trainer(state: State, trainer: TrainerSide) -> None:
     for line in (batch.unscored, batch.trainable, batch.in_gradient):
         for rollout in line:
             assert rollout.group.id in batch.groups, f"rollout {rollout.id} was not taken"
-            assert rollout.phase is Phase.READY, f"rollout {rollout.id} is {rollout.phase}"
+            assert rollout.phase == "ready", f"rollout {rollout.id} is {rollout.phase}"
     handled = [*batch.unscored, *batch.trainable, *batch.in_gradient, *batch.in_hand]
     assert len({rollout.id for rollout in handled}) == len(handled), "a rollout is in two places"

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
-from streamrl.engine.entities import Group, Phase, Rollout
+from streamrl.engine.entities import Group, Rollout
 
 Place = tuple[int, ...]
 """Where a rollout stands in line: smaller is earlier."""
@@ -28,7 +28,7 @@ class WaitingRollouts:
 
     def add(self, rollout: Rollout) -> None:
         """Let a rollout wait."""
-        rollout.phase = Phase.WAITING
+        rollout.phase = "waiting"
         place = self._place(rollout) if self._learns else (rollout.id,)
         heappush(self.heap, (place, self._num_added, rollout))
         self._num_added += 1
@@ -37,7 +37,7 @@ class WaitingRollouts:
         """Let a rollout, wherever it is, be expected to be so long; one that waits may change its place."""
         rollout.expected_tokens = tokens
         rollout.group.is_told = True
-        if self._learns and rollout.phase is Phase.WAITING:
+        if self._learns and rollout.phase == "waiting":
             self.add(rollout)
 
     def first(self) -> Rollout | None:
@@ -45,7 +45,7 @@ class WaitingRollouts:
         heap = self.heap
         while heap:
             place, _, rollout = heap[0]
-            is_here = rollout.phase is Phase.WAITING and not rollout.group.is_dropped
+            is_here = rollout.phase == "waiting" and not rollout.group.is_dropped
             if is_here and (not self._learns or place == self._place(rollout)):
                 return rollout
             heappop(heap)
@@ -56,7 +56,7 @@ class WaitingRollouts:
         found = {
             entry[2].id: entry[2]
             for entry in sorted(self.heap)
-            if entry[2].phase is Phase.WAITING
+            if entry[2].phase == "waiting"
             and entry[2].group.step == step
             and not entry[2].group.is_dropped
         }

@@ -19,31 +19,41 @@ class RecentLengths:
         """
         self._enough = enough
         self._arrived: deque[int] = deque()
-        self.ordered: list[int] = []
-        """Shortest first."""
+        self._ordered: list[int] | None = None
+        """None until anyone asks: few runs do, and keeping it costs them all."""
 
     @property
     def is_full(self) -> bool:
         """Whether there are enough to speak for all."""
         return len(self._arrived) >= self._enough
 
+    @property
+    def ordered(self) -> list[int]:
+        """The lengths, shortest first."""
+        if self._ordered is None:
+            self._ordered = sorted(self._arrived)
+        return self._ordered
+
     def add(self, tokens: int) -> None:
         """Enter the length of a rollout that finished, and forget the oldest where it is one too many."""
         if len(self._arrived) == STEPS_KEPT * self._enough:
             oldest = self._arrived.popleft()
-            del self.ordered[bisect_left(self.ordered, oldest)]
+            if self._ordered is not None:
+                del self._ordered[bisect_left(self._ordered, oldest)]
         self._arrived.append(tokens)
-        insort(self.ordered, tokens)
+        if self._ordered is not None:
+            insort(self._ordered, tokens)
 
     def expected_rest(self, done: float) -> float:
         """Return the tokens that a rollout of `done` tokens has ahead: the median of those that got further.
 
         0 where none did: nothing says that it will go on.
         """
-        first = bisect_right(self.ordered, done)
-        if first == len(self.ordered):
+        ordered = self.ordered
+        first = bisect_right(ordered, done)
+        if first == len(ordered):
             return 0.0
-        return self.ordered[(first + len(self.ordered)) // 2] - done
+        return ordered[(first + len(ordered)) // 2] - done
 
 
 def quantile(ordered: Sequence[int], share: float) -> int:

@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from streamrl.engine.entities import Group, Phase, Rollout
+from streamrl.engine.entities import Group, Rollout
 from streamrl.engine.fleet import Fleet
 from streamrl.engine.lines import WaitingRollouts
 from streamrl.engine.messages import (
@@ -179,19 +179,19 @@ class State:
     def commit(self, command: Command) -> None:
         """Enter what a policy has decided, before the next command is asked for."""
         match command:
-            case Generate(rollout_id, replica_id):
-                rollout = self.rollouts[rollout_id]
+            case Generate():  # fields are read, not matched: that takes longer than assigning
+                rollout = self.rollouts[command.rollout]
                 self.num_generating += 1
-                self.fleet.assign(rollout, replica_id, self.now)
+                self.fleet.assign(rollout, command.replica, self.now)
                 self.leader.pace.begin_generation(rollout.group.step, self.now, self.fleet)
-            case Verify(rollout_id):
+            case Verify():
                 rollout = self.unverified.popleft()
-                if rollout.id != rollout_id:
-                    raise ValueError(f"rollout {rollout.id} must be verified before {rollout_id}")
-                rollout.phase = Phase.VERIFYING
+                if rollout.id != command.rollout:
+                    raise ValueError(f"{command} must wait for rollout {rollout.id}")
+                rollout.phase = "verifying"
                 self.num_verifying += 1
-            case Take(group_id, _, trainer):
-                self.trainers[trainer].take(command, self.groups[group_id])
+            case Take():
+                self.trainers[command.trainer].take(command, self.groups[command.group])
             case Score() | Train() | Step() | StartTrainer() | SaveCheckpoint():
                 self.trainers[command.trainer].begin(command, self.now)
             case DrawPrompts(_, num_groups):
@@ -238,7 +238,7 @@ class State:
         elif event.finish == "aborted":
             self.waiting.add(rollout)
         else:
-            rollout.phase = Phase.FINISHED
+            rollout.phase = "finished"
             self.recent.add(event.tokens)
             self.unverified.append(rollout)
 
@@ -251,7 +251,7 @@ class State:
         if group.is_dropped:
             self._forget(rollout)
             return
-        rollout.phase = Phase.READY
+        rollout.phase = "ready"
         if self.failed:
             self.failed.pop(rollout.id, None)
         group.num_missing -= 1
@@ -313,11 +313,11 @@ class State:
             self._leave_out(group, trainer, reason)
         del self.groups[group.id]
         for rollout in group.rollouts:
-            if rollout.phase not in (Phase.GENERATING, Phase.VERIFYING):
+            if rollout.phase not in ("generating", "verifying"):
                 self._forget(rollout)
 
     def _forget(self, rollout: Rollout) -> None:
-        if rollout.phase is Phase.FINISHED:
+        if rollout.phase == "finished":
             self.unverified.remove(rollout)
         self.failed.pop(rollout.id, None)
         del self.rollouts[rollout.id]
@@ -391,8 +391,8 @@ class State:
             return
         rollout.failures += 1
         self.failed[rollout.id] = rollout
-        if rollout.phase is Phase.VERIFYING:
-            rollout.phase = Phase.FINISHED
+        if rollout.phase == "verifying":
+            rollout.phase = "finished"
             self.unverified.append(rollout)
         else:
             self.waiting.add(rollout)

@@ -325,7 +325,7 @@ def _build_side(run: Run, trainer: int) -> TrainerSide:
     return TrainerSide(
         id=trainer,
         prompts_per_step=algorithm.prompts_per_step,
-        group_size=algorithm.group_size,
+        rollouts_per_step=algorithm.rollouts_per_step,
         batch=Batch(algorithm.trains_whole_groups, algorithm.needs_score),
         takes_unfinished=trainer == LEADER
         and choose_system(run.policies).consumption == "strict-fifo",

@@ -40,7 +40,7 @@ class TrainerSide:
 
     id: int
     prompts_per_step: int
-    group_size: int
+    rollouts_per_step: int
     batch: Batch
     takes_unfinished: bool
     """Whether its next step may hold groups of which rollouts are still missing."""
@@ -75,16 +75,6 @@ class TrainerSide:
     def is_free(self) -> bool:
         """Whether it could begin something now."""
         return self.is_ready and self.command is None
-
-    @property
-    def rollouts_per_step(self) -> int:
-        """Rollouts that one of its steps is made of."""
-        return self.prompts_per_step * self.group_size
-
-    @property
-    def has_whole_batch(self) -> bool:
-        """Whether its coming step has all groups that it will be made of."""
-        return len(self.batch.groups) == self.prompts_per_step
 
     def wants(self, group: Group) -> bool:
         """Return whether it may still train on `group`."""

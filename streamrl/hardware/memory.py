@@ -11,9 +11,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import assert_never
 
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.hardware.stages import stage_layers
+from streamrl.hardware.workspace import workspace_bytes
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError
 from streamrl.runfile.sides_config import TrainerConfig
@@ -24,6 +27,9 @@ GRADIENT_BYTES = 4
 """Bytes a parameter: gradients accumulate in float32 over micro-batches."""
 LOGIT_BYTES = 4
 """Bytes a logit: the loss takes its softmax in float32."""
+SELECTIVE_SHARE = 0.25
+"""Share of a layer's activations that selective recomputation drops: of 32 bytes a channel the outputs of two norms
+and, with i = 8h/3, one of three of the MLP's."""
 GATHERED_LAYERS = 2
 """Layers whose weights ZeRO 3 holds whole: the one that computes and the one that is fetched meanwhile."""
 
@@ -44,9 +50,11 @@ def kv_capacity(run: Run) -> int:
     """
     model, gpu = load_model(run.model), load_gpu(run.cluster.pools[run.rollout.pool].gpu)
     gpus, dtype = run.rollout.tensor_parallel, run.model.dtype
-    usable = gpu.memory * run.rollout.memory_utilization
+    usable = gpu.usable_memory * run.rollout.memory_utilization
     weights = model.shard_parameters(gpus, run.rollout.expert_parallel) * BYTES[dtype]
-    capacity = int(max(0.0, usable - weights) // model.shard_kv_bytes_per_token(dtype, gpus))
+    workspace = replica_workspace(run)
+    room = max(0.0, usable - weights - workspace)
+    capacity = int(room // model.shard_kv_bytes_per_token(dtype, gpus))
     longest = longest_sequence(run)
     if capacity < longest:
         raise RunError(
@@ -54,16 +62,28 @@ def kv_capacity(run: Run) -> int:
             gpus,
             None,
             f"rollout.tensor_parallel={gpus}: {model.name} needs {gpus * weights / 1e9:.1f} GB of "
-            f"weights and {longest} tokens of KV cache, but {gpus} x {gpu.name} at "
-            f"memory_utilization {run.rollout.memory_utilization} hold {gpus * usable / 1e9:.1f} GB, "
-            f"which leaves {capacity} tokens",
+            f"weights, {gpus * workspace / 1e9:.1f} GB of workspace and {longest} tokens of KV cache, "
+            f"but {gpus} x {gpu.name} at memory_utilization {run.rollout.memory_utilization} hold "
+            f"{gpus * usable / 1e9:.1f} GB, which leaves {capacity} tokens",
             ("rollout.memory_utilization", "rollout.max_tokens"),
         )
     return capacity
 
 
+def replica_workspace(run: Run) -> float:
+    """Bytes on one GPU of a replica beside weights and KV cache."""
+    rollout = run.rollout
+    return workspace_bytes(
+        load_model(run.model),
+        run.model.dtype,
+        rollout.max_running,
+        rollout.tensor_parallel,
+        rollout.expert_parallel,
+    )
+
+
 def replica_memory(run: Run) -> dict[str, float]:
-    """Bytes on one GPU of a replica: weights, KV cache of as many tokens as fit, what stays unused.
+    """Bytes on one GPU of a replica: weights, workspace, KV cache of as many tokens as fit, what stays unused.
 
     Raises:
         ValueError: as `kv_capacity`.
@@ -71,8 +91,16 @@ def replica_memory(run: Run) -> dict[str, float]:
     model, gpu = load_model(run.model), load_gpu(run.cluster.pools[run.rollout.pool].gpu)
     gpus, dtype = run.rollout.tensor_parallel, run.model.dtype
     weights = model.shard_parameters(gpus, run.rollout.expert_parallel) * BYTES[dtype]
+    workspace = replica_workspace(run)
     cache = kv_capacity(run) * model.shard_kv_bytes_per_token(dtype, gpus)
-    return {"weights": weights, "kv_cache": cache, "unused": gpu.memory - weights - cache}
+    unused = gpu.usable_memory - weights - workspace - cache
+    return {
+        "weights": weights,
+        "workspace": workspace,
+        "kv_cache": cache,
+        "unused": unused,
+        "reserve": gpu.reserve,
+    }
 
 
 def longest_sequence(run: Run) -> int:
@@ -102,23 +130,66 @@ def num_models(run: Run) -> int:
     return num_trained_models(run) + run.algorithm.has_reference
 
 
-def model_state(model: ModelShape, trainer: TrainerConfig, dtype: str) -> ModelState:
-    """Return the bytes of one model on each GPU of the trainer.
+def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[ModelState]:
+    """Return the bytes of one model on a GPU of each pipeline stage.
 
-    Tensor and pipeline ranks split weights and gradients, all ranks the optimizer (ZeRO 1); with ZeRO 3
-    data-parallel ranks split weights and gradients too.
+    Tensor and pipeline ranks split weights and gradients, data-parallel ranks the optimizer too (ZeRO 1); with
+    ZeRO 3 they split weights and gradients as well. Experts that ranks share out have fewer copies to split over.
 
     Raises:
         ValueError: the model has fewer layers than there are pipeline stages, or cannot be split.
     """
-    parameters = shard_parameters(model, trainer)
-    split = trainer.data_parallel if trainer.zero == 3 else 1
-    gathered = GATHERED_LAYERS / model.num_layers if trainer.zero == 3 else 0.0
-    return ModelState(
-        weights=parameters * BYTES[dtype] * (1 / split + gathered),
-        gradients=parameters * GRADIENT_BYTES / split,
-        optimizer=model.num_parameters * OPTIMIZER_BYTES / trainer.num_gpus,
+    experts = shared_out_parameters(model, trainer)
+    copies = max(1, trainer.data_parallel * trainer.tensor_parallel // trainer.expert_parallel)
+    layers = stage_layers(model.num_layers, trainer.pipeline_parallel)
+    states = []
+    for parameters, num_layers in zip(stage_parameters(model, trainer), layers, strict=True):
+        split = (parameters - experts) / trainer.data_parallel + experts / copies
+        held = split if trainer.zero == 3 else parameters
+        gathered = parameters * GATHERED_LAYERS / num_layers if trainer.zero == 3 else 0.0
+        states.append(
+            ModelState(
+                weights=min(parameters, held + gathered) * BYTES[dtype],
+                gradients=held * GRADIENT_BYTES,
+                optimizer=split * OPTIMIZER_BYTES,
+            )
+        )
+    return states
+
+
+def model_state(model: ModelShape, trainer: TrainerConfig, dtype: str) -> ModelState:
+    """Return the bytes of one model on the GPU that has most of it; raises as `model_states`."""
+    return max(
+        model_states(model, trainer, dtype),
+        key=lambda state: state.weights + state.gradients + state.optimizer,
     )
+
+
+def stage_parameters(model: ModelShape, trainer: TrainerConfig) -> list[float]:
+    """Return the parameters on a GPU of each pipeline stage: the first has the embedding, the last the head.
+
+    A tied table is on both, where they are two.
+
+    Raises:
+        RunError: the model has fewer layers than there are pipeline stages, or cannot be split.
+    """
+    table = model.num_embedding_parameters / trainer.tensor_parallel
+    tables = table * (1 if model.has_tied_embeddings else 2)
+    shard = shard_parameters(model, trainer) * trainer.pipeline_parallel
+    each = (shard - tables) / model.num_layers
+    counts = stage_layers(model.num_layers, trainer.pipeline_parallel)
+    stages = [each * count for count in counts]
+    if len(stages) == 1:
+        return [stages[0] + tables]
+    return [stages[0] + table, *stages[1:-1], stages[-1] + table]
+
+
+def shared_out_parameters(model: ModelShape, trainer: TrainerConfig) -> float:
+    """Parameters of experts on one GPU, where ranks share them out, on average over pipeline stages."""
+    if model.experts is None or trainer.expert_parallel == 1:
+        return 0.0
+    routed = model.num_expert_layers * model.experts.num_experts * model.expert_parameters
+    return routed / trainer.expert_parallel / trainer.pipeline_parallel
 
 
 def shard_parameters(model: ModelShape, trainer: TrainerConfig) -> float:
@@ -170,20 +241,34 @@ def layer_activation_bytes(model: ModelShape, dtype: str) -> float:
 
 def activation_bytes(
     model: ModelShape, trainer: TrainerConfig, dtype: str, num_tokens: int
-) -> float:
-    """Bytes of activations on the fullest GPU of the trainer for passes of `num_tokens`.
+) -> list[float]:
+    """Return the bytes of activations on a GPU of each pipeline stage for passes of `num_tokens`.
 
-    The first of p pipeline stages has p micro-batches under way in its share of 1/p of the layers
-    (one forward, one backward in turn), so p cancels. Tensor ranks split every activation (sequence
-    parallelism, Korthikanti et al. 2022, section 4.2). Full recomputation keeps the input of every layer,
-    and the one layer that it computes again.
+    Stage s of p has p - s micro-batches under way in its layers (one forward, one backward in turn), or with v
+    interleaved slices up to (p - s - 1) 2 + (v - 1) p + 1 slices of 1/v of them (Narayanan et al. 2021). Tensor
+    ranks split every activation (sequence parallelism, Korthikanti et al. 2022, section 4.2). Full recomputation
+    keeps the input of every layer, and the one layer that it computes again; selective drops the norms' outputs
+    and the product of gate and up projection.
     """
-    one_layer = layer_activation_bytes(model, dtype)
-    if trainer.recompute == "full":
-        per_token = model.num_layers * model.hidden_size * BYTES[dtype] + one_layer
-    else:
-        per_token = model.num_layers * one_layer
-    return num_tokens * per_token / trainer.tensor_parallel
+    stages, slices = trainer.pipeline_parallel, trainer.virtual_stages
+    one_layer, again = layer_activation_bytes(model, dtype), 0.0
+    match trainer.recompute:
+        case "none":
+            kept = one_layer
+        case "selective":
+            kept = one_layer * (1 - SELECTIVE_SHARE)
+        case "full":
+            kept, again = model.hidden_size * BYTES[dtype], one_layer
+        case _:
+            assert_never(trainer.recompute)
+    found = []
+    for stage, num_layers in enumerate(stage_layers(model.num_layers, stages)):
+        under_way = float(stages - stage)
+        if slices > 1:
+            under_way = ((stages - stage - 1) * 2 + (slices - 1) * stages + 1) / slices
+        per_token = under_way * num_layers * kept + again
+        found.append(num_tokens * per_token / trainer.tensor_parallel)
+    return found
 
 
 def logit_bytes(model: ModelShape, trainer: TrainerConfig, num_tokens: int) -> float:
@@ -197,29 +282,38 @@ def tokens_in_pass(trainer: TrainerConfig, longest: int) -> int:
 
 
 def trainer_memory(run: Run) -> dict[str, float]:
-    """Bytes on the fullest GPU of the trainer, by what takes them, at its fullest moment.
+    """Bytes on the fullest GPU of the trainer, by what takes them, at its fullest moment: of all pipeline stages.
 
     Raises:
         RunError: the model cannot be split as the run file says.
     """
     model, trainer, dtype = load_model(run.model), run.trainer, run.model.dtype
-    state = model_state(model, trainer, dtype)
+    states = model_states(model, trainer, dtype)
     num_tokens = tokens_in_pass(trainer, longest_sequence(run))
-    passes = {
-        "activations": activation_bytes(model, trainer, dtype, num_tokens),
-        "logits": logit_bytes(model, trainer, num_tokens),
-    }
-    if not trainer.offload:
+    activations = activation_bytes(model, trainer, dtype, num_tokens)
+    moments = []
+    for stage, state in enumerate(states):
+        is_last = stage == len(states) - 1
+        passes = {
+            "activations": activations[stage],
+            "logits": logit_bytes(model, trainer, num_tokens) if is_last else 0.0,
+        }
+        moments += _moments(run, state, passes)
+    return max(moments, key=lambda items: sum(items.values()))
+
+
+def _moments(run: Run, state: ModelState, passes: dict[str, float]) -> list[dict[str, float]]:
+    """Return what a GPU of one stage holds, at each moment that may be its fullest."""
+    if not run.trainer.offload:
         trained = num_trained_models(run)
-        return {
+        held = {
             "weights": state.weights * num_models(run),
             "gradients": state.gradients * trained,
             "optimizer": state.optimizer * trained,
-            **passes,
         }
+        return [{**held, **passes}]
     alone = {"weights": state.weights, "gradients": state.gradients}
-    turns = [{**alone, **passes}, {**alone, "optimizer": state.optimizer}]
-    return max(turns, key=lambda items: sum(items.values()))
+    return [{**alone, **passes}, {**alone, "optimizer": state.optimizer}]
 
 
 def check_memory(run: Run) -> None:
@@ -233,7 +327,7 @@ def check_trainer_memory(run: Run, key: str) -> None:
     gpu = load_gpu(run.cluster.pools[run.trainer.pool].gpu)
     items = trainer_memory(run)
     need = sum(items.values())
-    if need > gpu.memory:
+    if need > gpu.usable_memory:
         trainer = run.trainer
         listed = " + ".join(f"{size / 1e9:.1f} of {name}" for name, size in items.items())
         raise RunError(
@@ -243,7 +337,7 @@ def check_trainer_memory(run: Run, key: str) -> None:
             f"{key}: {need / 1e9:.1f} GB a GPU ({listed}) with data_parallel="
             f"{trainer.data_parallel}, tensor_parallel={trainer.tensor_parallel}, "
             f"pipeline_parallel={trainer.pipeline_parallel}, but {gpu.name} has "
-            f"{gpu.memory / 1e9:.0f} GB{_way_out(run, key)}",
+            f"{gpu.usable_memory / 1e9:.1f} GB for tensors{_way_out(run, key)}",
             (f"{key}.pipeline_parallel", f"{key}.data_parallel"),
         )
 

@@ -117,7 +117,7 @@ def fidelity_page(
     lines = [
         "# Fidelity",
         "",
-        "StreamRL (arXiv 2504.15930) in simulation. `streamrl validate --output docs` writes this page and its",
+        "StreamRL (arXiv 2504.15930) in simulation. `streamrl validate paper --output docs` writes this page and its",
         "pictures; every number on it comes from that command.",
         "",
         "| figure | must reach | | mean error | largest |",

@@ -23,6 +23,9 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     learning_rate: float = 1e-6
     correction: CorrectionName = "token-tis"
     """How sampling from an older policy is corrected for."""
+    old_log_probs: Literal["engine", "trainer"] = "engine"
+    """Log-probabilities that the loss compares with: the inference engine's, or (simulated) those of a forward pass
+    of the trainer before it changes the weights, as most frameworks make."""
     clip: float = 0.2
     kl_coefficient: float = 0.0
     """Weight of the KL term against the initial policy; above 0 a reference model runs."""
@@ -59,7 +62,17 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     @property
     def needs_score(self) -> bool:
         """Whether rollouts need forward passes before their gradient."""
-        return self.has_critic or self.has_reference or self.correction == "decoupled"
+        return self.num_scored > 0
+
+    @property
+    def recomputes_log_probs(self) -> bool:
+        """Whether the actor scores rollouts before their gradient."""
+        return self.correction == "decoupled" or self.old_log_probs == "trainer"
+
+    @property
+    def num_scored(self) -> int:
+        """Forward passes that a rollout needs before its gradient."""
+        return self.has_critic + self.has_reference + self.recomputes_log_probs
 
     @property
     def rollouts_per_step(self) -> int:

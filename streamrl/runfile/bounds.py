@@ -12,6 +12,7 @@ from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
 from streamrl.runfile.config import CostsConfig, ExecuteConfig, Run
 from streamrl.runfile.errors import Bounds, RunError
 from streamrl.runfile.failures_config import FailuresConfig
+from streamrl.runfile.framework_config import FrameworkConfig
 from streamrl.runfile.keys import join_key
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.policies_config import PoliciesConfig
@@ -41,11 +42,12 @@ OF_LOSSES = {
 }
 COUNTS = (
     *(PoolConfig, RolloutConfig, TrainerConfig, FollowerConfig, AlgorithmConfig, WorkloadConfig),
-    *(VerifierConfig, SyncConfig, ExecuteConfig),
+    *(VerifierConfig, SyncConfig, ExecuteConfig, FrameworkConfig),
 )
 """Sections whose whole numbers are all at least 1."""
 BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     Run: {"seed": Bounds(0)},
+    PoolConfig: {"host_memory": POSITIVE},
     LinkConfig: {"bandwidth": POSITIVE},
     RolloutConfig: {"memory_utilization": POSITIVE_SHARE},
     TrainerConfig: {"efficiency": POSITIVE_SHARE},

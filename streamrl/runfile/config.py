@@ -14,6 +14,7 @@ import msgspec
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.cluster_config import ClusterConfig, ModelConfig
 from streamrl.runfile.failures_config import FailuresConfig
+from streamrl.runfile.framework_config import FrameworkConfig
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.section import Section
@@ -39,6 +40,9 @@ class CostsConfig(Section, frozen=True, kw_only=True):
     backend: str | None = None
     """Whose operator tables make up decode and prefill, such as "sglang"; the GPU profile's own choice where
     absent."""
+    engine: str = "vllm-0.11"
+    """Whose overheads a decode step has beside its operators: an inference engine and version of
+    `profiles/engines`."""
     generation_factor: float = 1.0
     """Simulated: how fast prefill and decode are, relative to what the profiles say: seconds are divided by
     it. For a framework slower than the engines that were measured: 0.5 takes twice as long."""
@@ -79,6 +83,7 @@ class Run(Section, frozen=True, kw_only=True):
     simulate: SimulateConfig = SimulateConfig()
     plan: PlanConfig = PlanConfig()
     failures: FailuresConfig = FailuresConfig()
+    framework: FrameworkConfig = FrameworkConfig()
     followers: tuple[FollowerConfig, ...] = ()
     """What a run file writes as the second `[[trainer]]` and those after it."""
 

@@ -64,9 +64,25 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     zero: Literal[1, 3] = 1
     """ZeRO stage: what data-parallel ranks split. 1: the optimizer; 3: weights and gradients too, gathered
     for every pass (FSDP's full shard)."""
-    recompute: Literal["none", "full"] = "full"
-    """Simulated: full keeps the input of each layer and computes the layer again for its backward pass;
-    none keeps all activations but attention scores, which flash attention never keeps."""
+    virtual_stages: int = 1
+    """Simulated: slices of the model that each pipeline stage has (Megatron's interleaved schedule)."""
+    recompute: Literal["none", "selective", "full"] = "full"
+    """Simulated: full keeps the input of each layer and computes the layer again for its backward pass; selective
+    makes norms and activations of MLPs again; none keeps all but attention scores, which flash attention never keeps."""
+    kernels: Literal["fused", "uncompiled", "eager"] = "eager"
+    """Simulated: how elementwise work runs: fused (Transformer Engine, torch.compile: tuned pretraining), with fused
+    attention and norms alone, or one operation after the other, as the trainers of RL frameworks mostly run (prime-rl's
+    benchmarks, and the stages that RLinf publishes of itself and verl)."""
+    packing: Literal["packed", "padded"] = "packed"
+    """Simulated: rollouts of a micro-batch follow each other, or are padded to the longest."""
+    order: Literal["sorted", "arrival"] = "sorted"
+    """Simulated: rollouts of a command go to ranks and micro-batches by falling length, or as they came."""
+    routing: Literal["natural", "balanced"] = "natural"
+    """Simulated: the router of a mixture chooses freely, or every expert gets as many tokens (benchmarks force it)."""
+    dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"
+    """Simulated: how tokens go to expert ranks: a copy for each expert, or one a node and GPU (DeepEP, HybridEP)."""
+    overlaps_dispatch: bool = False
+    """Simulated: whether that hides behind another micro-batch (Megatron's EP overlap, DualPipe)."""
     offload: bool = False
     """Simulated: actor, critic and reference take turns on the GPUs, and wait in host memory."""
     efficiency: float | None = None
@@ -80,6 +96,11 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     def num_gpus(self) -> int:
         """GPUs of the trainer."""
         return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def num_slices(self) -> int:
+        """Slices of the model along the pipeline."""
+        return self.pipeline_parallel * self.virtual_stages
 
 
 class AlgorithmChanges(Section, frozen=True, kw_only=True):

@@ -18,10 +18,12 @@ class CheckpointEvery:
     def decide(self, state: State) -> Iterable[Command]:
         """Yield a save where one is due and the trainer is between two steps."""
         trainer = state.trainers[self.trainer]
+        if trainer.batch.in_gradient or not trainer.is_ready or trainer.command is not None:
+            return ()
         num_unsaved = trainer.version - trainer.checkpoint_version
         if not num_unsaved or (num_unsaved < self.num_steps and not state.has_all_steps):
             return ()
-        if not trainer.is_free or trainer.batch.in_gradient or state.failure is not None:
+        if state.failure is not None:
             return ()
         open_groups = (group.id for group in state.groups.values() if trainer.wants(group))
         groups_done = min(open_groups, default=state.next_group)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from streamrl.engine.entities import Phase, Replica, Rollout
+from streamrl.engine.entities import Replica, Rollout
 from streamrl.engine.latency import Latency
 from streamrl.engine.messages import Abort, Command, Generate
 from streamrl.engine.policies.order import Order
@@ -75,11 +75,11 @@ class MoveStragglers:
 
     def _go_on(self, state: State, move: Move) -> Iterator[Command]:
         rollout = state.rollouts.get(move.rollout)
-        if rollout is not None and rollout.phase is Phase.GENERATING:
+        if rollout is not None and rollout.phase == "generating":
             return  # it ends with the decode step under way
         self._move = None
         replica = state.fleet.replicas.get(move.replica)
-        if rollout is None or rollout.phase is not Phase.WAITING or rollout.group.is_dropped:
+        if rollout is None or rollout.phase != "waiting" or rollout.group.is_dropped:
             return  # it finished before it could be aborted, or was dropped
         if replica is not None and replica.promises(rollout.group.oldest_version):
             yield Generate(

@@ -7,6 +7,7 @@ every step that passes it by.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from streamrl.engine.messages import Command, DrawPrompts, Skip, Take
 from streamrl.engine.state import State
@@ -63,15 +64,13 @@ class TakeInLine:
         self.trainer = trainer
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Yield groups until the coming step is full."""
+        """Return the groups that fill the coming step, as far as there are any."""
         trainer = state.trainers[self.trainer]
-        if trainer.has_whole_batch or not trainer.line or state.is_stopping:
+        num_lacking = trainer.prompts_per_step - len(trainer.batch.groups)
+        if not num_lacking or not trainer.line or state.is_stopping:
             return ()
-        return self._take(trainer)
-
-    def _take(self, trainer: TrainerSide) -> Iterator[Command]:
-        while not trainer.has_whole_batch and (group := trainer.line.first()) is not None:
-            yield Take(group.id, trainer.version + 1, trainer.id)
+        first = islice(trainer.line, num_lacking)
+        return [Take(group.id, trainer.version + 1, trainer.id) for group in first]
 
 
 class BoundedBacklog:

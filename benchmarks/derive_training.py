@@ -1,0 +1,337 @@
+"""Derive profiles/published/training.csv: published training steps in one format, one row a step.
+
+    python benchmarks/derive_training.py DATA
+
+DATA is the folder of published tables: `training/mpt_train_mfu.csv` and `parallel_training/*.csv`. Kept are
+steps in 16 bits on A100, H100 and H200 of models that the simulator has costs for, whose layout is published:
+
+| kept                                           | left out, and why                                             |
+|------------------------------------------------|---------------------------------------------------------------|
+| dense models with grouped-query attention      | sliding windows, linear attention, state space: no costs      |
+| mixtures with plain attention                  | expert layers of hybrids, vision towers: no costs             |
+| mixtures with latent attention, a group apart  | adapters (LoRA): another amount of work                       |
+| pipelines, tensor, expert and data parallelism | context parallelism, FP8, optimizer on the host: no costs yet |
+| ZeRO 1 and 3                                   | rows whose batch, layout or GPU is not published              |
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from sim.fidelity.published_training import PATH, Step, shape_of
+from streamrl.hardware.profiles import load_gpu
+
+LICENCES = "Apache-2.0 (llm-foundry, Megatron-Bridge, Automodel, prime-rl), MIT (ModelZoo, KempnerForge), BSD-style (Megatron-LM)"
+MPT_DEVICES = {"h100_80gb": "h100", "a100_80gb": "a100", "a100_40gb": "a100-40"}
+BRIDGE = "Megatron-Bridge 067f987"
+AUTOMODEL = "NeMo Automodel 36044ad"
+ZOO = "Megatron-MoE-ModelZoo e865051"
+PRIME = "prime-rl 559b447"
+KEMPNER = "KempnerForge 5666d0d"
+
+
+def main() -> None:
+    """Write the table."""
+    data = Path(sys.argv[1])
+    rows = [
+        *mosaic(data / "training" / "mpt_train_mfu.csv"),
+        *bridge(data / "parallel_training" / "mbridge_cards_h100.csv"),
+        *ablations(data / "parallel_training" / "training_ablations.csv"),
+        *others(data / "parallel_training" / "training_other.csv"),
+        *prime(data / "parallel_training" / "prime_rl_bench.csv"),
+    ]
+    names = Step.__struct_fields__
+    head = [
+        "# source: the column `source`, by repository and commit",
+        f"# licence: {LICENCES}",
+        "# date: 2026-11-21",
+        "# Published seconds of an optimizer step: forward, backward and update of `sequences` of `tokens`.",
+    ]
+    with PATH.open("w") as file:
+        file.write("\n".join(head) + "\n")
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(names)
+        table.writerows([_cell(getattr(row, name)) for name in names] for row in rows)
+    print(f"{len(rows)} rows in {PATH}")
+
+
+def _cell(value: object) -> object:
+    return f"{value:.5g}" if isinstance(value, float) else value
+
+
+def _lines(path: Path) -> Iterator[dict[str, str]]:
+    with path.open() as file:
+        yield from csv.DictReader(file)
+
+
+# MosaicML: MPT with FSDP --------------------------------------------------------------------------
+
+
+def mosaic(path: Path) -> Iterator[Step]:
+    """Yield MPT steps; the published MFU counts (6 N + 12 layers hidden sequence) FLOPs a token."""
+    for line in _lines(path):
+        if line["Precision"] == "amp_fp8":
+            continue
+        model, gpu = f"mpt-{line['Model']}", MPT_DEVICES[line["GPU"]]
+        shape = shape_of(model)
+        gpus, sequence = int(line["# GPUs"]), int(line["SeqLen (T)"])
+        micro, accumulation = int(line["MicroBatchSize"]), int(line["GradAccum"])
+        per_token = (
+            6 * int(line["NumParams"]) + 12 * shape.num_layers * shape.hidden_size * sequence
+        )
+        peak = load_gpu(gpu.removesuffix("-40")).flops["bfloat16"]
+        tokens = micro * accumulation * sequence
+        yield Step(
+            framework="llm-foundry",
+            release="8c8dd48",
+            gpu=gpu,
+            model=model,
+            sequences=gpus * micro * accumulation,
+            tokens=sequence,
+            micro_batch=micro,
+            data_parallel=gpus,
+            zero=3,
+            recompute="full" if line["Activation Checkpointing"] == "True" else "none",
+            seconds=per_token * tokens / peak / (float(line["MFU"]) / 100),
+            source="mosaicml/llm-foundry 8c8dd48",
+        )
+
+
+# Megatron-Bridge ----------------------------------------------------------------------------------
+
+CARDS = {
+    ("qwen3-8b", "pretrain"): ("qwen3-8b", {}),
+    ("qwen3-8b", "checkpoint_resume"): ("qwen3-8b", {}),
+    ("qwen3-30b-a3b", "pretrain"): ("qwen3-30b-a3b", {"dispatch": "deduplicated"}),
+    ("qwen3-30b-a3b", "sft"): ("qwen3-30b-a3b", {"dispatch": "all-to-all"}),
+    ("qwen3-30b-a3b", "pretrain_performance"): (
+        "qwen3-30b-a3b",
+        {"dispatch": "deduplicated", "routing": "balanced", "overlaps": True},
+    ),
+    ("moonlight-16b-a3b", "pretrain"): ("moonlight-16b-a3b", {"dispatch": "deduplicated"}),
+    ("moonlight-16b-a3b", "checkpoint_resume"): (
+        "moonlight-16b-a3b",
+        {"dispatch": "deduplicated"},
+    ),
+    ("moonlight-16b-a3b", "sft"): ("moonlight-16b-a3b", {"dispatch": "deduplicated"}),
+    ("deepseek-v3", "pretrain_performance"): (
+        "deepseek-v3",
+        {
+            "dispatch": "deduplicated",
+            "routing": "balanced",
+            "overlaps": True,
+            "recompute": "selective",
+        },
+    ),
+}
+"""Verification cards with a known layout and no adapter: what the card's text says of its mixture."""
+
+
+def bridge(path: Path) -> Iterator[Step]:
+    """Yield verification cards."""
+    for line in _lines(path):
+        found = CARDS.get((line["model"], line["item"]))
+        if found is None:
+            continue
+        model, known = found
+        gpus = int(line["num_gpus"])
+        tensor, pipeline = int(line["tp"] or 1), int(line["pp"] or 1)
+        yield Step(
+            framework="Megatron-Bridge",
+            release=line["date"],
+            gpu="h100",
+            model=model,
+            sequences=int(line["gbs"]),
+            tokens=int(line["seq_len"]),
+            micro_batch=int(line["mbs"] or 1),
+            data_parallel=gpus // tensor // pipeline,
+            tensor_parallel=tensor,
+            pipeline_parallel=pipeline,
+            virtual_stages=int(line["vp"] or 1),
+            expert_parallel=int(line["ep"] or (16 if "30b" in model else 1)),
+            seconds=float(line["step_time_s"]),
+            source=f"{BRIDGE} {line['item']}",
+            **known,
+        )
+
+
+ABLATIONS = {
+    "HybridEP, overlap off": {"dispatch": "deduplicated"},
+    "HybridEP, overlap on (search run)": {"dispatch": "deduplicated", "overlaps": True},
+    "HybridEP, overlap on (validation)": {"dispatch": "deduplicated", "overlaps": True},
+    "alltoall, no overlap": {"dispatch": "all-to-all"},
+    "alltoall, overlap": {"dispatch": "all-to-all", "overlaps": True},
+    "alltoall, overlap + delayed wgrad": {"dispatch": "all-to-all", "overlaps": True},
+}
+
+
+def ablations(path: Path) -> Iterator[Step]:
+    """Yield the overlap and dispatcher ablations of Qwen3-30B-A3B on 16 H100."""
+    for line in _lines(path):
+        known = ABLATIONS.get(line["variant"])
+        if known is None or not line["step_time_s"]:
+            continue
+        yield Step(
+            framework="Megatron-Bridge",
+            release=line["date"],
+            gpu="h100",
+            model="qwen3-30b-a3b",
+            sequences=1024,
+            tokens=4096,
+            micro_batch=1,
+            data_parallel=16,
+            expert_parallel=16,
+            routing="balanced",
+            seconds=float(line["step_time_s"]),
+            source=f"{BRIDGE} {line['topic']}: {line['variant']}",
+            **known,  # type: ignore[arg-type]  # names of Step
+        )
+
+
+# Megatron-LM, ModelZoo, Automodel, KempnerForge ---------------------------------------------------
+
+KEMPNER_MODELS = {
+    "Llama-3 7B": "kempner-7b",
+    "Llama-3 7B (8.0B)": "kempner-7b",
+    "Llama-3 13B": "kempner-13b",
+    "Llama-3 13B (14.8B)": "kempner-13b",
+    "Llama-3 70B": "llama-3.1-70b",
+    "Llama-3 70B (70.6B)": "llama-3.1-70b",
+}
+MIXTURES = {
+    "Qwen3-235B-A22B": "qwen3-235b-a22b",
+    "Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "Qwen3 MoE 30B": "qwen3-30b-a3b",
+    "DeepSeek V3 671B": "deepseek-v3",
+    "Mixtral-8x7B": "mixtral-8x7b",
+}
+
+
+def others(path: Path) -> Iterator[Step]:
+    """Yield rows with full layouts of the other sources."""
+    for line in _lines(path):
+        if line["precision"] != "BF16" or int(line["cp"] or 1) > 1:
+            continue
+        if line["source"].startswith("KempnerForge") and line["model"] in KEMPNER_MODELS:
+            yield kempner(line)
+        elif line["model"] in MIXTURES and "H100" in line["system"] and line["num_gpus"]:
+            yield mixture(line)
+
+
+def kempner(line: dict[str, str]) -> Step:
+    """Return a step of KempnerForge: FSDP2 with tensor ranks of a node of 4."""
+    gpus, tensor, pipeline = (int(line[key]) for key in ("num_gpus", "tp", "pp"))
+    tokens = float(line["tokens_per_s_per_gpu"]) * gpus * float(line["step_time_s"])
+    data = gpus // tensor // pipeline
+    sequences = int(line["gbs"] or round(tokens / 4096 / data) * data)
+    default = 1 if pipeline > 1 else 2 if "70B" in line["model"] else 4
+    micro = int(line["mbs"] or default)
+    return Step(
+        framework="KempnerForge",
+        release=line["release"],
+        gpu="h200",
+        gpus_per_node=4,
+        model=KEMPNER_MODELS[line["model"]],
+        sequences=sequences,
+        tokens=4096,
+        micro_batch=min(micro, sequences // data),
+        data_parallel=data,
+        tensor_parallel=tensor,
+        pipeline_parallel=pipeline,
+        zero=3,
+        recompute="full",
+        kernels="uncompiled" if "no compile" in line["note"] else "fused",
+        seconds=float(line["step_time_s"]),
+        source=f"{KEMPNER} {line['source'].split()[1]}",
+    )
+
+
+def mixture(line: dict[str, str]) -> Step:
+    """Return a step of a mixture; where a page gives TFLOP/s alone, seconds follow from the model's FLOPs."""
+    note, framework = line["note"], line["source"].split()[0]
+    gpus, tensor, pipeline = int(line["num_gpus"]), int(line["tp"]), int(line["pp"])
+    sequences = int(line["gbs"] or 256)
+    model, tokens = MIXTURES[line["model"]], int(line["seq_len"])
+    if line["step_time_s"]:
+        seconds = float(line["step_time_s"])
+    else:
+        seconds = (
+            sequences
+            * tokens
+            * flops_per_token(model, tokens)
+            / (float(line["tflops_per_gpu"]) * 1e12 * gpus)
+        )
+    is_fsdp = "FSDP" in line["fsdp"] or framework == "NeMo"
+    recompute = "none"
+    if "recompute norm,act" in note or "selective" in note:
+        recompute = "selective"
+    if "full recompute" in note:
+        recompute = "full"
+    release = line["release"]
+    return Step(
+        framework="Automodel" if framework == "NeMo" else "Megatron-LM",
+        release=release,
+        gpu="h100",
+        model=model,
+        sequences=sequences,
+        tokens=tokens,
+        micro_batch=int(line["mbs"] or 1),
+        data_parallel=gpus // tensor // pipeline,
+        tensor_parallel=tensor,
+        pipeline_parallel=pipeline,
+        virtual_stages=int(line["vp"] or (4 if pipeline == 8 else 1)),
+        expert_parallel=int(line["ep"] or 1),
+        zero=3 if is_fsdp else 1,
+        recompute=recompute,
+        routing="natural" if "natural routing" in note else "balanced",
+        dispatch="all-to-all" if "all-to-all" in note else "deduplicated",
+        overlaps="overlap" in note.lower() or ("PR 5728" in line["source"] and pipeline > 1),
+        seconds=seconds,
+        source=line["source"],
+    )
+
+
+def flops_per_token(model: str, tokens: int) -> float:
+    """Return the FLOPs of a token as Megatron counts them: all products and causal attention, no recomputation."""
+    return 3 * shape_of(model).forward_flops(1, tokens / 2)
+
+
+# prime-rl -----------------------------------------------------------------------------------------
+
+PRIME_MODELS = {
+    "Qwen3-0.6B": "qwen3-0.6b",
+    "Qwen3-4B-Instruct-2507": "qwen3-4b",
+    "Qwen3-30B-A3B-Instruct-2507": "qwen3-30b-a3b",
+}
+PRIME_GPUS = {"H100 80GB HBM3": "h100", "H200": "h200"}
+
+
+def prime(path: Path) -> Iterator[Step]:
+    """Yield full-parameter steps; offloaded activations are another amount of work."""
+    for line in _lines(path):
+        model, gpu = PRIME_MODELS.get(line["model"]), PRIME_GPUS.get(line["system"])
+        if model is None or gpu is None or "lora" in line["phase"] or line["act_ckpt"] == "Offload":
+            continue
+        gpus = int(line["num_gpus"])
+        yield Step(
+            framework="prime-rl",
+            release=line["run_date"],
+            gpu=gpu,
+            model=model,
+            sequences=int(line["gbs"]),
+            tokens=int(line["seq_len"]),
+            micro_batch=1,
+            data_parallel=gpus,
+            zero=3,
+            recompute="full",
+            kernels="eager",
+            seconds=float(line["step_time_s"]),
+            source=f"{PRIME} {line['phase']}",
+        )
+
+
+if __name__ == "__main__":
+    main()

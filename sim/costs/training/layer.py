@@ -1,0 +1,297 @@
+"""Seconds of one layer's passes over a micro-batch on one GPU, term by term.
+
+| term        | forward                                                                | backward |
+|-------------|------------------------------------------------------------------------|----------|
+| products    | FLOPs at the rate that kernel tables give for their size               | twice    |
+| attention   | the prefill kernel's seconds, a straight line in tokens and pairs      | 2.8 x    |
+| activations | bytes that are kept, times `activation_traffic`, through memory        | twice    |
+| softmax     | `logit_traffic` bytes a logit through memory, on the last stage        | twice    |
+| experts     | grouped products at a rate that falls with few tokens or few channels  | twice    |
+| permutation | tokens into the order of their experts and back, through memory        | twice    |
+| trade       | all-to-all: once a node and GPU where copies are saved, else each copy | as much  |
+| routing     | counts of tokens that hosts and GPUs wait for                          | as much  |
+| reduce      | tensor ranks gather and scatter the hidden state twice                 | 1.5 x    |
+
+Recomputation adds the forward pass to the backward one, or (selective) what it takes to make norms and
+activations again. Every term is a constant, so much a token, and so much a pair of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import assert_never
+
+import numpy as np
+
+from sim.costs.kernels import Kernels
+from sim.costs.training.profile import Constants, ExpertRate, GemmRate
+from sim.costs.training.ranks import Ranks
+from streamrl.hardware.memory import layer_activation_bytes
+from streamrl.hardware.operators import HEAD_DIM
+from streamrl.hardware.tables import Floats
+
+BACKWARD = 2.0
+"""Forward passes that a backward pass costs: one for the gradient of inputs, one for that of weights."""
+ATTENTION_BACKWARD = 2.8
+"""Forward passes of attention that its backward pass costs: five products instead of two, at 640 and 570
+TFLOP/s (FlashAttention-3, arXiv 2407.08608, Figures 5 and 6: causal, 128 channels, 16K tokens)."""
+REDUCE_BACKWARD = 1.5
+"""Forward passes' collectives of tensor ranks that a backward pass has: inputs are gathered again for the
+gradient of weights (Korthikanti et al. 2022, section 4.2.2)."""
+REDUCES = 4
+"""Gathers and scatters of tensor ranks in one layer's forward pass, two of each."""
+SELECTIVE = 0.3
+"""Share of a forward pass's activation traffic that making norms and activations again takes."""
+PASS_TOKENS = 16384
+"""Tokens of a pass that attention is measured in, or one sequence if that is longer."""
+LENGTHS = np.geomspace(512, 65536, 8)
+"""Tokens of a sequence over which attention is made a straight line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """Seconds of a pass over one micro-batch."""
+
+    fixed: float = 0.0
+    per_token: float = 0.0
+    per_pair: float = 0.0
+    """For each pair of a token and one before it."""
+
+    def __add__(self, other: Pass) -> Pass:
+        """One after the other."""
+        return Pass(
+            fixed=self.fixed + other.fixed,
+            per_token=self.per_token + other.per_token,
+            per_pair=self.per_pair + other.per_pair,
+        )
+
+    def __mul__(self, times: float) -> Pass:
+        """The same `times` over."""
+        return Pass(
+            fixed=self.fixed * times,
+            per_token=self.per_token * times,
+            per_pair=self.per_pair * times,
+        )
+
+    def time(self, tokens: Floats, pairs: Floats) -> Floats:
+        """Return the seconds of micro-batches of so many tokens and pairs."""
+        return self.fixed + self.per_token * tokens + self.per_pair * pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer of a model on a GPU of the trainer, averaged over layers with experts and without."""
+
+    ranks: Ranks
+    gemm: GemmRate
+    experts: ExpertRate
+    constants: Constants
+
+    # Passes ---------------------------------------------------------------------------------------
+
+    def forward(self) -> Pass:
+        """Return the forward pass."""
+        return self._computed() + self._attention() + self._reduced() + self._routed()
+
+    def backward(self) -> Pass:
+        """Return the backward pass, with what it computes again."""
+        backward = (
+            self._computed() * BACKWARD
+            + self._attention() * ATTENTION_BACKWARD
+            + self._reduced() * REDUCE_BACKWARD
+            + self._routed()
+        )
+        match self.ranks.trainer.recompute:
+            case "none":
+                return backward
+            case "selective":
+                return backward + self._activations() * SELECTIVE
+            case "full":
+                return backward + self.forward()
+            case _:
+                assert_never(self.ranks.trainer.recompute)
+
+    def head(self) -> Pass:
+        """Return the forward pass of the output head and its softmax, on the stage that has them."""
+        ranks = self.ranks
+        logits = ranks.model.vocab_size / ranks.trainer.tensor_parallel
+        moved = self._unfused() * self.constants.logit_traffic * logits
+        softmax = Pass(per_token=moved / ranks.gpu.memory_bandwidth)
+        return self._product(logits, ranks.model.hidden_size) + softmax
+
+    # Terms ----------------------------------------------------------------------------------------
+
+    def _computed(self) -> Pass:
+        """Return what a backward pass does twice."""
+        model = self.ranks.model
+        dense = model.num_dense_layers / model.num_layers
+        found = self._projections() + self._activations()
+        if dense:
+            found += self._mlp(model.intermediate_size) * dense
+        if model.experts is not None:
+            found += self._mixture() * (1 - dense)
+        return found
+
+    def _product(self, columns: float, rows: float) -> Pass:
+        """(tokens, rows) times (rows, columns)."""
+        rate = self.gemm
+        seconds = 2 * columns * rows / rate.flops
+        slower = 1 + rate.columns / columns + rate.rows / rows
+        return Pass(fixed=seconds * rate.tokens, per_token=seconds * slower)
+
+    def _projections(self) -> Pass:
+        model, degree = self.ranks.model, self.ranks.trainer.tensor_parallel
+        hidden, heads = float(model.hidden_size), model.num_heads / degree
+        if model.latent is None:
+            queries = heads * model.head_dim
+            caches = 2 * max(1.0, model.num_kv_heads / degree) * model.head_dim
+            return self._product(queries + caches, hidden) + self._product(hidden, queries)
+        latent = model.latent
+        rank, queries = latent.kv_lora_rank, heads * (latent.nope_head_dim + latent.rope_head_dim)
+        values = heads * latent.v_head_dim
+        found = (
+            self._product(rank + latent.rope_head_dim, hidden)
+            + self._product(heads * latent.nope_head_dim + values, rank)
+            + self._product(hidden, values)
+        )
+        if latent.q_lora_rank is None:
+            return found + self._product(queries, hidden)
+        query = self._product(queries, latent.q_lora_rank)
+        return found + self._product(latent.q_lora_rank, hidden) + query
+
+    def _mlp(self, size: float) -> Pass:
+        width, hidden = size / self.ranks.trainer.tensor_parallel, self.ranks.model.hidden_size
+        return self._product(2 * width, hidden) + self._product(hidden, width)
+
+    def _activations(self) -> Pass:
+        ranks, constants = self.ranks, self.constants
+        kept = layer_activation_bytes(ranks.model, ranks.dtype) - self._permuted_bytes()
+        moved = self._unfused() * constants.activation_traffic * kept
+        return Pass(per_token=moved / ranks.trainer.tensor_parallel / ranks.gpu.memory_bandwidth)
+
+    def _unfused(self) -> float:
+        """Return the traffic of elementwise work, times that of fused kernels."""
+        match self.ranks.trainer.kernels:
+            case "fused":
+                return 1.0
+            case "uncompiled":
+                return self.constants.uncompiled_traffic
+            case "eager":
+                return self.constants.eager_traffic
+            case _:
+                assert_never(self.ranks.trainer.kernels)
+
+    def _attention(self) -> Pass:
+        ranks = self.ranks
+        wide = ranks.model.head_dim / HEAD_DIM
+        heads = ranks.model.num_heads / ranks.trainer.tensor_parallel
+        caches = max(1.0, ranks.model.num_kv_heads / ranks.trainer.tensor_parallel)
+        line = _attention_line(ranks.gpu_name, ranks.dtype, heads * wide, caches * wide)
+        return line * self.constants.attention
+
+    def _reduced(self) -> Pass:
+        """Return the collectives of tensor ranks with sequence parallelism."""
+        ranks = self.ranks
+        degree, hidden = ranks.trainer.tensor_parallel, ranks.model.hidden_size
+        wire = (degree - 1) / degree * hidden * ranks.width / ranks.gpu.nvlink
+        return Pass(per_token=self.constants.reduce * REDUCES * wire)
+
+    # Experts --------------------------------------------------------------------------------------
+
+    def _copies(self) -> float:
+        """Tokens, each counted for every expert that it goes to, on one GPU for one of its micro-batch."""
+        experts, trainer = self.ranks.model.experts, self.ranks.trainer
+        assert experts is not None
+        is_dealt = trainer.expert_parallel > 1
+        return experts.experts_per_token / (trainer.tensor_parallel if is_dealt else 1)
+
+    def _imbalance(self) -> float:
+        trainer = self.ranks.trainer
+        is_uneven = trainer.routing == "natural" and trainer.expert_parallel > 1
+        return self.constants.imbalance if is_uneven else 1.0
+
+    def _mixture(self) -> Pass:
+        """Return grouped products, permutation, and the experts that all tokens pass through."""
+        ranks, constants, rate = self.ranks, self.constants, self.experts
+        experts, trainer = ranks.model.experts, ranks.trainer
+        assert experts is not None
+        is_dealt, hidden = trainer.expert_parallel > 1, ranks.model.hidden_size
+        width = experts.intermediate_size / (1 if is_dealt else trainer.tensor_parallel)
+        copies = self._copies()
+        seconds = 2 * copies * 3 * hidden * width / rate.flops
+        share = copies * max(1, trainer.expert_parallel) / experts.num_experts
+        traffic = constants.permutation_traffic
+        if is_dealt and trainer.dispatch == "all-to-all":
+            traffic += constants.unfused_traffic
+        moved = traffic * 2 * copies * hidden * ranks.width / ranks.gpu.memory_bandwidth
+        found = Pass(
+            fixed=seconds * rate.tokens / share,
+            per_token=seconds * (1 + rate.width / width) + moved,
+        )
+        found *= self._imbalance()
+        if not experts.num_shared_experts:
+            return found
+        return found + self._mlp(experts.num_shared_experts * experts.intermediate_size)
+
+    def _permuted_bytes(self) -> float:
+        """Bytes of activations, averaged over layers, whose traffic `_mixture` has."""
+        model = self.ranks.model
+        if model.experts is None:
+            return 0.0
+        chosen = model.num_expert_layers / model.num_layers * model.experts.experts_per_token
+        return chosen * 2 * model.hidden_size * self.ranks.width
+
+    def _routed(self) -> Pass:
+        """Return the wait for token counts, and both all-to-alls of expert ranks."""
+        model, constants = self.ranks.model, self.constants
+        if model.experts is None:
+            return Pass()
+        shown = 1 - constants.trade_overlap if self.ranks.trainer.overlaps_dispatch else 1.0
+        traded = 2 * constants.trade * self._trade_time() * self._imbalance()
+        share = model.num_expert_layers / model.num_layers
+        return Pass(fixed=constants.routing_time, per_token=traded) * (share * shown)
+
+    def _trade_time(self) -> float:
+        """Seconds of one all-to-all for a token of the micro-batch.
+
+        Where copies are saved, a token crosses to each other node, and then to each GPU, at most once, however
+        many of its experts are there (as DeepEP and HybridEP send it).
+        """
+        ranks, trainer, experts = self.ranks, self.ranks.trainer, self.ranks.model.experts
+        degree = trainer.expert_parallel
+        if degree == 1 or experts is None:
+            return 0.0
+        nodes, chosen = max(1.0, degree / ranks.gpus_per_node), experts.experts_per_token
+        num_bytes = ranks.model.hidden_size * ranks.width / trainer.tensor_parallel
+        match trainer.dispatch:
+            case "deduplicated":
+                reached = nodes * (1 - (1 - 1 / nodes) ** chosen) if nodes > 1 else 0.0
+                outside = reached * (nodes - 1) / nodes
+                inside = degree * (1 - (1 - 1 / degree) ** chosen)
+            case "all-to-all":
+                outside, inside = chosen * (nodes - 1) / nodes, chosen / nodes
+            case _:
+                assert_never(trainer.dispatch)
+        return num_bytes * (outside / ranks.gpu.network + inside / ranks.gpu.nvlink)
+
+
+@lru_cache(maxsize=1024)
+def _attention_line(gpu: str, dtype: str, heads: float, caches: float) -> Pass:
+    """Fit a straight line in tokens and pairs to the prefill kernel, least squares of relative errors.
+
+    As many sequences as fill a pass share a call: a short one alone would not fill the GPU.
+    """
+    kernels = Kernels(gpu, dtype)
+    seconds = []
+    for length in LENGTHS:
+        batch = max(1.0, PASS_TOKENS / length)
+        one = kernels.time(
+            "prefill_attention", np.array([length]), heads=heads, kv_heads=caches, batch=batch
+        )
+        seconds.append(float(one.seconds[0]) / batch)
+    terms = np.stack([LENGTHS, LENGTHS**2 / 2], axis=1) / np.array(seconds)[:, None]
+    (per_token, per_pair), *_ = np.linalg.lstsq(terms, np.ones(len(LENGTHS)), rcond=None)
+    if per_token < 0:
+        per_token, per_pair = 0.0, terms[:, 1].sum() / (terms[:, 1] ** 2).sum()
+    return Pass(per_token=float(per_token), per_pair=float(per_pair))

@@ -1,0 +1,106 @@
+"""The trainer's GPUs: how they share one model, and what they send each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from streamrl.hardware.memory import (
+    GRADIENT_BYTES,
+    OPTIMIZER_BYTES,
+    shared_out_parameters,
+    stage_parameters,
+)
+from streamrl.hardware.model_shape import BYTES, ModelShape
+from streamrl.hardware.profiles import Gpu, load_gpu, load_model
+from streamrl.runfile.config import Run
+from streamrl.runfile.sides_config import TrainerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """One model on the trainer's GPUs, split as the run file says."""
+
+    model: ModelShape
+    gpu: Gpu
+    gpu_name: str
+    """Of its profile, where its kernel tables are found."""
+    trainer: TrainerConfig
+    gpus_per_node: int
+    dtype: str
+    collective: float = 1.0
+    """Seconds of a collective for each second that its bytes take at the datasheet's bandwidth."""
+
+    @classmethod
+    def of(cls, run: Run) -> Ranks:
+        """Return the ranks of a run's trainer."""
+        pool = run.cluster.pools[run.trainer.pool]
+        return cls(
+            model=load_model(run.model),
+            gpu=load_gpu(pool.gpu),
+            gpu_name=pool.gpu,
+            trainer=run.trainer,
+            gpus_per_node=pool.gpus_per_node,
+            dtype=run.model.dtype,
+        )
+
+    @property
+    def width(self) -> int:
+        """Bytes of a value."""
+        return BYTES[self.dtype]
+
+    # Data-parallel ranks --------------------------------------------------------------------------
+
+    def gather_time(self) -> float:
+        """Seconds in which ZeRO 3 gathers the weights of a stage once.
+
+        Every micro-batch gathers them for its forward and for its backward pass, and scatters gradients.
+        """
+        return self._data_time(self.width) if self.trainer.zero == 3 else 0.0
+
+    def scatter_time(self) -> float:
+        """Seconds in which ZeRO 3 reduces and scatters the gradients of a stage once."""
+        return self._data_time(GRADIENT_BYTES) if self.trainer.zero == 3 else 0.0
+
+    def reduce_time(self) -> float:
+        """Seconds in which a step of ZeRO 1 sums gradients over ranks and gathers the new weights."""
+        return self._data_time(GRADIENT_BYTES + self.width) if self.trainer.zero == 1 else 0.0
+
+    def _data_time(self, num_bytes: float) -> float:
+        """Seconds of a ring over all copies of each parameter on the fullest stage, `num_bytes` of each.
+
+        Experts that ranks share out have fewer copies.
+        """
+        trainer, data = self.trainer, self.trainer.data_parallel
+        experts = shared_out_parameters(self.model, trainer)
+        dense = max(stage_parameters(self.model, trainer)) - experts
+        copies = max(1, data * trainer.tensor_parallel // trainer.expert_parallel)
+        return self.ring_time(num_bytes * dense, data, trainer.tensor_parallel) + self.ring_time(
+            num_bytes * experts, copies, trainer.expert_parallel
+        )
+
+    def ring_time(self, num_bytes: float, ranks: int, spacing: int = 1) -> float:
+        """Seconds in which a ring gathers a message of `num_bytes`, or reduces and scatters it.
+
+        Each of r ranks sends (r-1)/r of it. An all-reduce is both, one after the other.
+        """
+        share = (ranks - 1) / ranks
+        return self.collective * share * num_bytes / self._ring_bandwidth(ranks, spacing)
+
+    def _ring_bandwidth(self, ranks: int, spacing: int) -> float:
+        """Bytes a second that each of `ranks` GPUs, `spacing` apart, sends around their rings.
+
+        Inside a node over NVLink. Beyond it every rank of a node brings its own network port, and a ring
+        crosses to the next node through one of them.
+        """
+        if ranks * spacing <= self.gpus_per_node:
+            return self.gpu.nvlink
+        ports = max(1, self.gpus_per_node // spacing)
+        return min(self.gpu.nvlink, ports * self.gpu.network)
+
+    # Optimizer ------------------------------------------------------------------------------------
+
+    def update_time(self) -> float:
+        """Seconds in which one model's optimizer reads gradients, and reads and writes its state."""
+        num_bytes = self.model.num_parameters * (GRADIENT_BYTES + 2 * OPTIMIZER_BYTES)
+        achieved = self.gpu.memory_bandwidth * self.gpu.roofline.bandwidth_efficiency
+        return num_bytes / self.trainer.num_gpus / achieved

@@ -1,0 +1,119 @@
+"""The stages of a trainer's pipeline: what each computes for a micro-batch, and what it sends on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from sim.costs.training.layer import BACKWARD, Layer, Pass
+from sim.costs.training.packing import MicroBatch
+from sim.costs.training.ranks import Ranks
+from streamrl.hardware.stages import stage_layers
+from streamrl.hardware.tables import Floats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """Seconds of every slice of the model, the first first, by direction; a stage has one, interleaved ones several."""
+
+    forward: tuple[Pass, ...]
+    backward: tuple[Pass, ...]
+    scored: tuple[Pass, ...]
+    """Of a forward pass that no backward one follows."""
+    gather_time: float = 0.0
+    """Seconds of ZeRO 3 for the forward pass of a micro-batch, hidden or not."""
+    scatter_time: float = 0.0
+    """The same for its backward pass."""
+    overlap: float = 0.0
+    """Share of both that is hidden behind computing that lasts long enough."""
+    send: float = 0.0
+    """Seconds from stage to stage, of each token."""
+
+    @classmethod
+    def compose(cls, ranks: Ranks, layer: Layer) -> Stages:
+        """Put layers and head together; collectives of data-parallel ranks are the slowest stage's."""
+        forward, backward, head = layer.forward(), layer.backward(), layer.head()
+        layers = stage_layers(ranks.model.num_layers, ranks.trainer.num_slices)
+        gather, scatter = ranks.gather_time(), ranks.scatter_time()
+        slices = ranks.trainer.virtual_stages
+        return cls(
+            forward=_with_head(forward, layers, head),
+            backward=_with_head(backward, layers, head * BACKWARD),
+            scored=_with_head(forward, layers, head),
+            gather_time=gather / slices,
+            scatter_time=(gather + scatter) / slices,
+            overlap=layer.constants.gather_overlap,
+            send=_send_time(ranks),
+        )
+
+    @classmethod
+    def assumed(cls, ranks: Ranks, efficiency: float) -> Stages:
+        """Return the stages at a share of peak FLOP/s; recomputation and collectives are part of it."""
+        model, trainer = ranks.model, ranks.trainer
+        achieved = ranks.gpu.flops[ranks.dtype] * efficiency * trainer.tensor_parallel
+        head = 2.0 * model.num_embedding_parameters
+        layer = Pass(
+            per_token=(model.forward_flops(1, 0) - head) / achieved / model.num_layers,
+            per_pair=model.forward_flops(0, 1) / achieved / model.num_layers,
+        )
+        layers = stage_layers(model.num_layers, trainer.num_slices)
+        forward = _with_head(layer, layers, Pass(per_token=head / achieved))
+        backward = tuple(one * BACKWARD for one in forward)
+        return cls(forward=forward, backward=backward, scored=forward)
+
+    # Micro-batches --------------------------------------------------------------------------------
+
+    def forward_times(self, batches: Sequence[MicroBatch]) -> Floats:
+        """Return (micro-batches, slices) seconds of forward passes that training needs."""
+        return self._times(self.forward, batches, self.gather_time)
+
+    def backward_times(self, batches: Sequence[MicroBatch]) -> Floats:
+        """Return (micro-batches, slices) seconds of backward passes."""
+        return self._times(self.backward, batches, self.scatter_time)
+
+    def scored_times(self, batches: Sequence[MicroBatch]) -> Floats:
+        """Return (micro-batches, slices) seconds of forward passes alone."""
+        return self._times(self.scored, batches, self.gather_time)
+
+    def rollout_time(self, length: int) -> float:
+        """Return the seconds of a rollout's own work, forward and backward, in all slices."""
+        return self._per_token * length + self._per_pair * length * length / 2
+
+    @cached_property
+    def _per_token(self) -> float:
+        return sum(one.per_token for one in (*self.forward, *self.backward))
+
+    @cached_property
+    def _per_pair(self) -> float:
+        return sum(one.per_pair for one in (*self.forward, *self.backward))
+
+    def _times(
+        self, passes: Sequence[Pass], batches: Sequence[MicroBatch], wire_time: float
+    ) -> Floats:
+        sizes = np.array(batches, dtype=float).reshape(-1, 2)
+        tokens, pairs = sizes[:, 0], sizes[:, 1]
+        computed = np.stack([one.time(tokens, pairs) for one in passes], axis=1)
+        if not wire_time:
+            return computed
+        return computed + np.maximum((1 - self.overlap) * wire_time, wire_time - computed)
+
+
+def _with_head(one: Pass, layers: Sequence[int], head: Pass) -> tuple[Pass, ...]:
+    *stages, last = (one * count for count in layers)
+    return (*stages, last + head)
+
+
+def _send_time(ranks: Ranks) -> float:
+    """Seconds of a token between stages, each tensor rank sending its share.
+
+    Stages are in different nodes unless all of the trainer is in one.
+    """
+    trainer = ranks.trainer
+    if trainer.pipeline_parallel == 1:
+        return 0.0
+    is_near = trainer.num_gpus <= ranks.gpus_per_node
+    wire = ranks.gpu.nvlink if is_near else ranks.gpu.network
+    return ranks.model.hidden_size * ranks.width / trainer.tensor_parallel / wire

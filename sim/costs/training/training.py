@@ -1,0 +1,166 @@
+"""What training costs: seconds of the trainer's commands, and how well they are known.
+
+A stage takes seconds for a micro-batch by its tokens and its pairs of tokens. How many comes from, in this order:
+1. `trainer.efficiency` of the run file, a share of peak FLOP/s (tier roofline);
+2. the terms of `sim.costs.training.layer`, fitted to published training in profiles/measured/training.toml, where
+   that knows the GPU and the dtype;
+3. the GPU's own assumed `training_efficiency` (tier roofline).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sim.costs.training.layer import Layer
+from sim.costs.training.line import Line, PipelinedLine
+from sim.costs.training.profile import TrainingProfile, load_training_profile
+from sim.costs.training.ranks import Ranks
+from sim.costs.training.stages import Stages
+from streamrl.hardware.memory import ModelState, model_state, num_models, num_trained_models
+from streamrl.hardware.model_shape import BYTES
+from streamrl.hardware.tiers import Provenance
+from streamrl.runfile.config import Run
+from streamrl.runfile.sides_config import TrainerConfig
+
+STEP_TIME = 2.5
+"""Seconds of a step for data, rewards and logging where a run file does not say; its docstring has the source."""
+MEASURED_BYTES = 2
+"""Bytes of a value in the training that was measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switches:
+    """Seconds in which one model comes from host memory, and what it changed goes back there."""
+
+    score_time: float = 0.0
+    """Weights in; they do not change."""
+    train_time: float = 0.0
+    """Weights and gradients in, gradients out."""
+    step_time: float = 0.0
+    """Gradients in, optimizer in and out, weights out."""
+
+    @classmethod
+    def of(cls, state: ModelState, host_link: float) -> Switches:
+        """Move a model's bytes over `host_link` bytes a second, one direction at a time."""
+        weights, gradients, optimizer = state.weights, state.gradients, state.optimizer
+        return cls(
+            score_time=weights / host_link,
+            train_time=(weights + 2 * gradients) / host_link,
+            step_time=(gradients + 2 * optimizer + weights) / host_link,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingCosts:
+    """Seconds of the trainer's commands."""
+
+    stages: Stages
+    num_scored: int
+    """Forward passes that a rollout needs before its gradient."""
+    num_trained: int
+    """Models that a step updates."""
+    informative_share: float
+    """Share of rollouts that have a gradient; the trainer skips the others."""
+    switches: Switches
+    optimizer_time: float
+    """Seconds of gradient reduction and one optimizer step, of all trained models."""
+    overhead_time: float
+    """Seconds of a step for data, rewards and logging."""
+    mini_batch: int
+    """Rollouts between two optimizer steps."""
+    epochs: int
+    """Times that a batch is trained on."""
+    provenance: Provenance
+    trainer: TrainerConfig
+
+    @classmethod
+    def load(cls, run: Run) -> TrainingCosts:
+        """Put the costs of a run's trainer together.
+
+        Raises:
+            ValueError: a profile is missing, or the model cannot be split as the run file says.
+        """
+        algorithm, ranks = run.algorithm, Ranks.of(run)
+        ranks, stages, step_time, provenance = _choose_stages(run, ranks)
+        switches = Switches()
+        if run.trainer.offload and num_models(run) > 1:
+            state = model_state(ranks.model, run.trainer, run.model.dtype)
+            switches = Switches.of(state, ranks.gpu.host_link)
+        num_trained = num_trained_models(run)
+        framework = run.framework
+        updated = ranks.reduce_time() + ranks.update_time() + switches.step_time
+        return cls(
+            stages=stages,
+            num_scored=algorithm.num_scored,
+            num_trained=num_trained,
+            informative_share=1.0 if algorithm.has_reference else run.workload.informative_share,
+            switches=switches,
+            optimizer_time=num_trained * updated + step_time,
+            overhead_time=STEP_TIME if framework.step_time is None else framework.step_time,
+            mini_batch=-(-algorithm.rollouts_per_step // framework.optimizer_steps),
+            epochs=framework.epochs,
+            provenance=provenance,
+            trainer=run.trainer,
+        )
+
+    def line(self) -> Line:
+        """Return the trainer's passes, before the first."""
+        return PipelinedLine(
+            self.stages,
+            self.trainer,
+            scores=[self.switches.score_time] * self.num_scored,
+            trains=[self.switches.train_time] * self.num_trained,
+            share=self.informative_share,
+            epochs=self.epochs,
+            mini_batch=self.mini_batch,
+            update_time=self.optimizer_time,
+        )
+
+    def train_time(self, lengths: Sequence[int]) -> float:
+        """Return the seconds of forward and backward passes over rollouts (prompt + output tokens), alone."""
+        line = self.line()
+        line.train(lengths, 0.0)
+        return line.finish(0.0)
+
+    def score_time(self, lengths: Sequence[int]) -> float:
+        """Return the seconds of the forward passes that rollouts (prompt + output tokens) need first, alone."""
+        line = self.line()
+        line.score(lengths, 0.0)
+        return line.finish(0.0)
+
+
+def _choose_stages(run: Run, ranks: Ranks) -> tuple[Ranks, Stages, float, Provenance]:
+    """Return the best known stages, seconds that a step has beside them, and where they come from."""
+    efficiency, name = run.trainer.efficiency, run.cluster.pools[run.trainer.pool].gpu
+    if efficiency is not None:
+        source = f"run file: trainer.efficiency={efficiency} of peak FLOP/s"
+        return ranks, Stages.assumed(ranks, efficiency), 0.0, Provenance.of("roofline", [source])
+    profile = load_training_profile()
+    rate = profile.gemm.get(name)
+    if rate is None or BYTES[run.model.dtype] != MEASURED_BYTES:
+        assumed = ranks.gpu.roofline.training_efficiency
+        source = f"profiles/gpus/{name}.toml: assumed training_efficiency={assumed}, unmeasured"
+        return ranks, Stages.assumed(ranks, assumed), 0.0, Provenance.of("roofline", [source])
+    constants = profile.constants
+    ranks = replace(ranks, collective=constants.collective)
+    layer = Layer(ranks=ranks, gemm=rate, experts=profile.experts[name], constants=constants)
+    is_mixture = ranks.model.experts is not None
+    tier = profile.experts[name].tier if is_mixture and rate.tier == "composed" else rate.tier
+    provenance = Provenance.of(tier, *_checked(profile, name, is_mixture=is_mixture))
+    return ranks, Stages.compose(ranks, layer), constants.step_time, provenance
+
+
+def _checked(
+    profile: TrainingProfile, gpu: str, *, is_mixture: bool
+) -> tuple[list[str], float | None]:
+    """Return the sources, and the error on shapes left out where training was measured on this GPU."""
+    kind = "mixture" if is_mixture else "dense"
+    found = profile.held_out[kind]
+    fitted = (
+        f"training fitted on {profile.rows} published steps ({profile.source}, {profile.licence}); "
+        f"{kind} models left out: {found.median:.1%} in median, {found.p90:.1%} at p90"
+    )
+    rates = [profile.gemm[gpu].source, *([profile.experts[gpu].source] if is_mixture else [])]
+    is_known = profile.gemm[gpu].tier == "composed"
+    return [f"{fitted}; {'; '.join(rates)}"], found.median if is_known else None

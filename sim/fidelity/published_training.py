@@ -1,0 +1,206 @@
+"""Published training steps: the rows of profiles/published/training.csv."""
+
+from __future__ import annotations
+
+import csv
+import functools
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from streamrl.hardware.model_shape import Experts, LatentAttention, ModelShape
+from streamrl.hardware.profiles import PROFILES, find_profile, read_profile
+
+PATH = PROFILES / "published" / "training.csv"
+MPT_VOCABULARY = 50432
+"""Of every MPT model in the table: parameters minus layers and positions, over the hidden size."""
+MPT = {
+    "125m": (768, 12, 12),
+    "350m": (1024, 24, 16),
+    "760m": (1536, 24, 12),
+    "1b": (2048, 24, 16),
+    "3b": (2560, 32, 20),
+    "7b": (4096, 32, 32),
+    "13b": (5120, 40, 40),
+    "30b": (7168, 48, 56),
+    "70b": (8192, 80, 64),
+}
+"""Hidden size, layers and heads of the MPT models (llm-foundry, scripts/train/yamls/pretrain)."""
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One published optimizer step."""
+
+    framework: str
+    release: str
+    gpu: str
+    gpus_per_node: int = 8
+    model: str
+    sequences: int
+    """Of the whole step."""
+    tokens: int
+    """Of a sequence; packed or padded to that many."""
+    micro_batch: int
+    data_parallel: int
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    virtual_stages: int = 1
+    expert_parallel: int = 1
+    zero: Literal[1, 3] = 1
+    recompute: Literal["none", "selective", "full"] = "none"
+    routing: Literal["natural", "balanced"] = "natural"
+    dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"
+    overlaps: bool = False
+    """Whether expert dispatch hides behind other micro-batches."""
+    kernels: Literal["fused", "uncompiled", "eager"] = "fused"
+    seconds: float
+    source: str
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the step."""
+        return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
+
+
+@functools.cache
+def read_steps(path: Path = PATH) -> tuple[Step, ...]:
+    """Read the committed table."""
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    return tuple(
+        msgspec.convert(_typed(line), Step, strict=False) for line in csv.DictReader(lines)
+    )
+
+
+def _typed(line: dict[str, str]) -> dict[str, object]:
+    return {key: {"True": True, "False": False}.get(value, value) for key, value in line.items()}
+
+
+def is_plain(step: Step) -> bool:
+    """Whether a step is of a model with plain attention: latent attention is a group of its own, never fitted."""
+    return shape_of(step.model).latent is None
+
+
+@functools.cache
+def shape_of(model: str) -> ModelShape:
+    """Return the shape of a published model: a profile's, or one of those that only these tables have.
+
+    A gated MLP of 8/3 has as many parameters as MPT's plain one of 4.
+    """
+    if model.startswith("mpt-"):
+        hidden, layers, heads = MPT[model.removeprefix("mpt-")]
+        return ModelShape(
+            name=model,
+            source="mosaicml/llm-foundry, scripts/train/yamls/pretrain",
+            hidden_size=hidden,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=hidden // heads,
+            intermediate_size=round(8 * hidden / 3),
+            vocab_size=MPT_VOCABULARY,
+            has_qkv_bias=False,
+            has_tied_embeddings=True,
+        )
+    if model in OTHERS:
+        return OTHERS[model]
+    return read_profile(find_profile("models", model, ".toml"), ModelShape)
+
+
+OTHERS = {
+    "kempner-7b": ModelShape(
+        name="kempner-7b",
+        source="KempnerForge 5666d0d, configs: Llama 3 8.0B",
+        hidden_size=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=14336,
+        vocab_size=128256,
+        has_qkv_bias=False,
+        has_tied_embeddings=False,
+    ),
+    "kempner-13b": ModelShape(
+        name="kempner-13b",
+        source="KempnerForge 5666d0d: 14.8B of Llama 3's kind; Llama 2 13B's with its vocabulary assumed",
+        hidden_size=5120,
+        num_layers=40,
+        num_heads=40,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=17920,
+        vocab_size=128256,
+        has_qkv_bias=False,
+        has_tied_embeddings=False,
+    ),
+    "qwen3-0.6b": ModelShape(
+        name="Qwen3-0.6B",
+        source="config.json of Qwen/Qwen3-0.6B on the Hugging Face hub",
+        hidden_size=1024,
+        num_layers=28,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=3072,
+        vocab_size=151936,
+        has_qkv_bias=False,
+        has_tied_embeddings=True,
+        has_qk_norm=True,
+    ),
+    "qwen3-4b": ModelShape(
+        name="Qwen3-4B",
+        source="config.json of Qwen/Qwen3-4B on the Hugging Face hub",
+        hidden_size=2560,
+        num_layers=36,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=9728,
+        vocab_size=151936,
+        has_qkv_bias=False,
+        has_tied_embeddings=True,
+        has_qk_norm=True,
+    ),
+    "mixtral-8x7b": ModelShape(
+        name="Mixtral-8x7B",
+        source="config.json of mistralai/Mixtral-8x7B-v0.1 on the Hugging Face hub",
+        hidden_size=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=14336,
+        vocab_size=32000,
+        has_qkv_bias=False,
+        has_tied_embeddings=False,
+        experts=Experts(num_experts=8, experts_per_token=2, intermediate_size=14336),
+    ),
+    "moonlight-16b-a3b": ModelShape(
+        name="Moonlight-16B-A3B",
+        source="config.json of moonshotai/Moonlight-16B-A3B on the Hugging Face hub",
+        hidden_size=2048,
+        num_layers=27,
+        num_heads=16,
+        num_kv_heads=16,
+        head_dim=192,
+        intermediate_size=11264,
+        vocab_size=163840,
+        has_qkv_bias=False,
+        has_tied_embeddings=False,
+        experts=Experts(
+            num_experts=64,
+            experts_per_token=6,
+            intermediate_size=1408,
+            num_shared_experts=2,
+            num_dense_layers=1,
+        ),
+        latent=LatentAttention(
+            q_lora_rank=None,
+            kv_lora_rank=512,
+            nope_head_dim=128,
+            rope_head_dim=64,
+            v_head_dim=128,
+        ),
+    ),
+}

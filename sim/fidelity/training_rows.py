@@ -1,0 +1,169 @@
+"""Published training steps, predicted by the costs that the simulator runs on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from sim.costs.training.layer import Layer
+from sim.costs.training.line import PipelinedLine
+from sim.costs.training.profile import Constants, ExpertRate, GemmRate, load_training_profile
+from sim.costs.training.ranks import Ranks
+from sim.costs.training.stages import Stages
+from sim.fidelity.published import Row
+from sim.fidelity.published_training import Step, is_plain, read_steps, shape_of
+from streamrl.hardware.memory import activation_bytes, logit_bytes, model_states
+from streamrl.hardware.profiles import Gpu, load_gpu
+from streamrl.runfile.sides_config import TrainerConfig
+from streamrl.runfile.units import Bandwidth, Size
+
+SMALL_A100 = (Size(40e9), Bandwidth(1.555e12))
+"""Memory and its bandwidth of the 40 GB A100, the rest of which is the 80 GB one (NVIDIA A100 datasheet)."""
+
+
+MESH = 4
+"""GPUs of a node whose NVLinks go to each other directly."""
+
+
+class Rates(NamedTuple):
+    """Of matrix products and of experts, by GPU."""
+
+    gemm: dict[str, GemmRate]
+    experts: dict[str, ExpertRate]
+
+
+def training_rows() -> list[Row]:
+    """Return every published step with its prediction, and that of the constants fitted without its model."""
+    profile = load_training_profile()
+    rates = Rates(profile.gemm, profile.experts)
+    rows = []
+    for step in read_steps():
+        seconds = step_time(step, rates, profile.constants, profile.triton_attention)
+        without = profile.without.get(step.model)
+        left_out = None
+        if without is not None:
+            left_out = step_time(step, rates, without, profile.triton_attention)
+        rows.append(
+            Row(
+                name=_name(step),
+                group=_group(step),
+                shape=step.model,
+                unit="s a step",
+                published=(step.seconds, step.seconds),
+                predicted=(seconds, seconds),
+                is_fitted=is_plain(step),
+                left_out=left_out,
+                source=step.source,
+            )
+        )
+    return rows
+
+
+def step_time(
+    step: Step, rates: Rates, constants: Constants, triton_attention: dict[str, float]
+) -> float:
+    """Return the seconds of a step by the trainer's own schedule; data-parallel ranks are alike, so one is run."""
+    ranks, stages = _composed(step, rates, constants, triton_attention)
+    alone = msgspec.structs.replace(ranks.trainer, data_parallel=1, expert_parallel=1, zero=1)
+    line = PipelinedLine(stages, alone, scores=[], trains=[0.0])
+    line.train([step.tokens] * (step.sequences // step.data_parallel), 0.0)
+    return line.finish(0.0) + _update_time(ranks, constants)
+
+
+def step_memory(step: Step) -> tuple[float, float]:
+    """Return the bytes that the memory model expects on the fullest GPU of a step, and those that the GPU has."""
+    model, trainer, gpu = shape_of(step.model), _trainer(step), _gpu(step)
+    num_tokens = step.micro_batch * step.tokens
+    states = model_states(model, trainer, "bfloat16")
+    activations = activation_bytes(model, trainer, "bfloat16", num_tokens)
+    logits = [0.0] * (len(states) - 1) + [logit_bytes(model, trainer, num_tokens)]
+    need = max(
+        state.weights + state.gradients + state.optimizer + kept + last
+        for state, kept, last in zip(states, activations, logits, strict=True)
+    )
+    return need, gpu.memory
+
+
+def even_step_time(
+    step: Step, rates: Rates, constants: Constants, triton_attention: dict[str, float]
+) -> float:
+    """Return the same in closed form: every micro-batch takes a turn of the slowest stage, and pipelines fill once."""
+    ranks, stages = _composed(step, rates, constants, triton_attention)
+    num_micro = step.sequences // step.data_parallel // step.micro_batch
+    batch = [(step.micro_batch * step.tokens, step.micro_batch * step.tokens**2 / 2)]
+    times = stages.forward_times(batch) + stages.backward_times(batch)
+    turns = times.reshape(-1, step.pipeline_parallel).sum(axis=0)
+    fill = (np.sum(turns) - np.max(turns)) / step.virtual_stages
+    return float(num_micro * np.max(turns) + fill) + _update_time(ranks, constants)
+
+
+def _composed(
+    step: Step, rates: Rates, constants: Constants, triton_attention: dict[str, float]
+) -> tuple[Ranks, Stages]:
+    name = step.gpu.removesuffix("-40")
+    if step.framework == "llm-foundry":
+        constants = msgspec.structs.replace(constants, attention=triton_attention[name])
+    ranks = Ranks(
+        model=shape_of(step.model),
+        gpu=_gpu(step),
+        gpu_name=name,
+        trainer=_trainer(step),
+        gpus_per_node=step.gpus_per_node,
+        dtype="bfloat16",
+        collective=constants.collective,
+    )
+    layer = Layer(
+        ranks=ranks, gemm=rates.gemm[name], experts=rates.experts[name], constants=constants
+    )
+    return ranks, Stages.compose(ranks, layer)
+
+
+def _update_time(ranks: Ranks, constants: Constants) -> float:
+    return ranks.reduce_time() + ranks.update_time() + constants.step_time
+
+
+def _trainer(step: Step) -> TrainerConfig:
+    return TrainerConfig(
+        pool="published",
+        data_parallel=step.data_parallel,
+        tensor_parallel=step.tensor_parallel,
+        pipeline_parallel=step.pipeline_parallel,
+        virtual_stages=step.virtual_stages,
+        expert_parallel=step.expert_parallel,
+        micro_batch=step.micro_batch,
+        max_tokens_per_pass=step.micro_batch * step.tokens,
+        zero=step.zero,
+        recompute=step.recompute,
+        kernels=step.kernels,
+        routing=step.routing,
+        dispatch=step.dispatch,
+        overlaps_dispatch=step.overlaps,
+    )
+
+
+def _gpu(step: Step) -> Gpu:
+    """Return the GPU of a row; in a node of 4, NVLink joins each pair by a third of its links, without a switch."""
+    gpu = load_gpu(step.gpu.removesuffix("-40"))
+    if step.gpu.endswith("-40"):
+        memory, bandwidth = SMALL_A100
+        return msgspec.structs.replace(gpu, memory=memory, memory_bandwidth=bandwidth)
+    if step.gpus_per_node == MESH and step.tensor_parallel == 2:
+        return msgspec.structs.replace(gpu, nvlink=Bandwidth(gpu.nvlink / (MESH - 1)))
+    return gpu
+
+
+def _name(step: Step) -> str:
+    degrees = f"DP{step.data_parallel} TP{step.tensor_parallel} PP{step.pipeline_parallel}"
+    experts = f" EP{step.expert_parallel} {step.routing}" if shape_of(step.model).experts else ""
+    load = f"{step.sequences} x {step.tokens}"
+    return (
+        f"{step.model} on {step.num_gpus} {step.gpu}, {degrees}{experts}, ZeRO {step.zero}, {load}"
+    )
+
+
+def _group(step: Step) -> str:
+    kind = "" if shape_of(step.model).experts is None else f", {step.routing} routing"
+    latent = "" if is_plain(step) else ", latent attention"
+    return f"{step.framework}{kind}{latent}"
