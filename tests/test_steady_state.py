@@ -16,16 +16,18 @@ from sim.costs.fill import fill_policies
 from sim.steady_state import Enough, sampled, simulate_steady
 from sim.world import SimWorld
 from streamrl.engine.systems import SYSTEMS, build_policies, build_state
-from streamrl.record.leader_steps import read_steps
+from streamrl.record.leader_steps import LeaderSteps, read_steps
 from streamrl.record.metrics import Metrics, measure
 from streamrl.record.paired import is_beyond_chance, ratio_half_width
 from streamrl.record.steady import LEAST_STEPS
+from streamrl.record.steady_run import find_steady_so_far
 from streamrl.record.trace import read_trace, replay
 from streamrl.runfile.config import Run
 from streamrl.workload.workload import SimulatedWorkload
 from tests.command_line import streamrl
 from tests.random_runs import runs
 from tests.runs import CheckedEngine, small_run
+from tests.test_steady import autoregressive
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "h20-h800.toml"
 SOME: dict[str, Any] = {
@@ -100,6 +102,24 @@ def test_the_mean_is_that_of_a_run_many_times_as_long() -> None:
     metrics = figures(some_run(simulate__interval=0.02))
     long = figures(some_run(simulate__interval=1e-9, simulate__max_steps=600))
     assert metrics.step_time == pytest.approx(long.step_time, rel=0.03)
+
+
+def test_a_simulation_that_ends_once_its_interval_is_narrow_holds_the_mean_as_often() -> None:
+    run = small_run()  # known within 1 %
+    found = []
+    for seed in range(200):
+        durations, steps = autoregressive(0.3, 0.03, 420, seed), LeaderSteps()
+        enough = Enough(run, steps)
+        for duration in durations.tolist():
+            steps.ended_at.append((steps.ended_at or [0.0])[-1] + duration)
+            steps.num_generated.append(4)
+            steps.num_made += 1
+            if enough.is_there():
+                break
+        interval = find_steady_so_far(run, steps, 1).interval
+        assert interval is not None
+        found.append(interval[0] <= 1 <= interval[1])
+    assert 0.90 <= sum(found) / len(found) <= 0.99
 
 
 # What is cut --------------------------------------------------------------------------------------
