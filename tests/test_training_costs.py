@@ -486,9 +486,7 @@ def test_only_gpus_like_those_that_were_measured_are_more_than_a_roofline(
     assert ("no training was measured" in source) == (gpu in ("h20", "h20-3e"))
 
 
-@pytest.mark.parametrize(
-    ("model", "kind"), [("qwen2.5-7b", "dense"), ("qwen3-30b-a3b", "mixture")]
-)
+@pytest.mark.parametrize(("model", "kind"), [("qwen2.5-7b", "dense"), ("qwen3-30b-a3b", "mixture")])
 def test_a_source_says_how_far_the_fit_missed_models_that_it_had_not_seen(
     model: str, kind: str
 ) -> None:
