@@ -23,8 +23,10 @@ READINGS: dict[str, dict[str, Any]] = {
     "as the other figures": {},
     "trainer does not offload": {"trainer.offload": False},
     "decides at once": {"policies.resize_window": 1},
-    "16 rollouts a replica": {"rollout.max_running": 16},
-    "64 rollouts a replica": {"rollout.max_running": 64},
+    **{
+        f"{n} let in on demand": {"rollout.admission": "on-demand", "rollout.max_running": n}
+        for n in (16, 20, 64)
+    },
     "batch by batch": {"policies.waits_for_whole_batches": True},
 }
 

@@ -1,7 +1,7 @@
 """How far composed seconds are from measured ones.
 
     python benchmarks/bench_costs.py          # cross-validation of the tables, and the composed decode curve
-    python benchmarks/bench_costs.py --fit    # the two overheads that fit the curve best, for overheads.toml
+    python benchmarks/bench_costs.py --fit    # the two overheads that fit the curve best, for profiles/engines/streamrl.toml
 
 Every operator table is cross-validated: a part of its cells is held out, the rest interpolates them. Only
 held-out cells inside the range of the rest count; at its edges there is nothing to interpolate between.
@@ -21,7 +21,9 @@ from rich.table import Table as RichTable
 from sim.costs.curves import compose_decode
 from sim.costs.inference import Shard
 from sim.costs.kernels import MEASURED, Kernels, peak_of, table_path
+from sim.costs.overheads import load_engine
 from sim.fidelity.calibration import CONTEXT
+from sim.fidelity.cases import ENGINE
 from sim.fidelity.paper import load_paper
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.hardware.surface import Surface
@@ -44,7 +46,7 @@ def main() -> None:
     """Print both parts; with --fit the overheads alone."""
     if "--fit" in sys.argv:
         layer, rollout = fit_overheads()
-        print(f'layer = "{layer * 1e6:.1f} us"\nrollout = "{rollout * 1e6:.2f} us"')
+        print(f'layer = "{layer * 1e6:.1f} us"\nrequest = "{rollout * 1e6:.2f} us"')
         return
     console = Console()
     console.print(validate_tables())
@@ -117,7 +119,7 @@ def _errors_of(table: Table, is_held: np.ndarray) -> Iterator[Floats]:
 
 def validate_curve() -> RichTable:
     """Compare the composed decode step of Qwen2.5-7B on one H800 with the paper's."""
-    shard = Shard(load_model(ModelConfig(name="qwen2.5-7b")), Kernels("h800", "bfloat16"))
+    shard = papers_shard()
     curve = compose_decode(shard, max(PAPER_CURVE), longest=20_400, capacity=1e6)
     view = RichTable("rollouts", "paper", "composed", "error", title="Qwen2.5-7B on one H800")
     errors = []
@@ -131,9 +133,15 @@ def validate_curve() -> RichTable:
     return view
 
 
+def papers_shard() -> Shard:
+    """Return the 7B model on one H800, in the paper's engine."""
+    model = load_model(ModelConfig(name="qwen2.5-7b"))
+    return Shard(model, Kernels("h800", "bfloat16"), engine=load_engine(ENGINE))
+
+
 def fit_overheads() -> tuple[float, float]:
     """Fit seconds a layer and seconds a rollout: least squares of relative errors over the curve."""
-    shard = Shard(load_model(ModelConfig(name="qwen2.5-7b")), Kernels("h800", "bfloat16"))
+    shard = papers_shard()
     batch, measured = (np.array(list(v), dtype=float) for v in (PAPER_CURVE, PAPER_CURVE.values()))
     bare = shard.products(batch).seconds + shard.head(batch).seconds
     bare += [shard.decode_attention(int(b), np.array([float(CONTEXT)])).seconds[0] for b in batch]

@@ -1,9 +1,9 @@
 """What skewness-aware dispatch is worth: StreamRL (arXiv 2504.15930), Figure 9, and what goes beyond it.
 
 Generation of one batch of 1,024 rollouts of the 20K histogram on H800, as a share of what random dispatch in
-first-in-first-out order takes; median over seeds. The paper does not say how many rollouts a replica runs at
-once, on which it all depends: where all of them run, order decides nothing. `MAX_RUNNING` is one reading for
-all six figures; `--sweep` shows the others. One JSON object per figure ends the output.
+first-in-first-out order takes; median over seeds. It all depends on how many rollouts a replica runs at once:
+where all of them run, order decides nothing. Here memory is reserved for the longest output of each, as in all
+figures of `sim/fidelity`; `--sweep` lets in other numbers on demand. One JSON object per figure ends the output.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
+from sim.fidelity.cases import BATCH, RESERVING
 from sim.world import simulate
 from streamrl.engine.messages import Generated, PromptsDrawn
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
 
-BATCH = 1024
-MAX_RUNNING = 15  # of 8 to 64 the one with the smallest mean error over the six figures
 SWEPT = (8, 10, 12, 14, 15, 16, 20, 24, 32, 64, 256)
 TOLERANCE = 0.05
 
@@ -58,27 +57,28 @@ def main() -> None:
     """Print tables, then figures."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--seeds", type=int, default=31)
-    arguments.add_argument("--max-running", type=int, default=MAX_RUNNING)
     arguments.add_argument("--sweep", action="store_true", help="other batches and GPU counts too")
     chosen = arguments.parse_args()
     if chosen.sweep:
         sweep(range(chosen.seeds))
-    figures = compare(range(chosen.seeds), chosen.max_running)
+    figures = compare(range(chosen.seeds))
     for name, value in figures.items():
         print(json.dumps({"name": name, "value": round(value, 4), "unit": "ratio"}))
 
 
-def compare(seeds: range, max_running: int) -> dict[str, float]:
+def compare(seeds: range) -> dict[str, float]:
     """Print every way beside the paper's figures; return the ratios and how far off they are."""
-    print(f"\ngeneration as a share of random-FIFO's, at most {max_running} running on a replica")
+    print(
+        "\ngeneration as a share of random-FIFO's, memory reserved for the longest output of each"
+    )
     print("model  lengths  paper " + "".join(f"{way:>15}" for way in WAYS))
     figures: dict[str, float] = {}
     errors = []
     for name, setting in FIGURE_9.items():
-        base = makespan(setting, RANDOM, "none", seeds, max_running)
+        base = makespan(setting, RANDOM, "none", seeds, RESERVING)
         for ranker, paper in (("recall", setting.ranked), ("oracle", setting.oracle)):
             found = {
-                way: makespan(setting, policies, ranker, seeds, max_running) / base
+                way: makespan(setting, policies, ranker, seeds, RESERVING) / base
                 for way, policies in WAYS.items()
             }
             cells = "".join(f"{ratio:15.3f}" for ratio in found.values())
@@ -98,7 +98,8 @@ def sweep(seeds: range) -> None:
         for num_gpus in (setting.num_gpus, *OTHER_GPUS[name]):
             for max_running in SWEPT:
                 other = setting._replace(num_gpus=num_gpus)
-                took = partial(makespan, other, seeds=seeds, max_running=max_running)
+                on_demand = {"admission": "on-demand", "max_running": max_running}
+                took = partial(makespan, other, seeds=seeds, admission=on_demand)
                 base = took(RANDOM, "none")
                 ranked, oracle = (took(SKEWED, r) / base for r in ("recall", "oracle"))
                 print(
@@ -109,18 +110,18 @@ def sweep(seeds: range) -> None:
 
 
 def makespan(
-    setting: Setting, policies: dict[str, str], ranker: str, seeds: range, max_running: int
+    setting: Setting, policies: dict[str, str], ranker: str, seeds: range, admission: dict[str, Any]
 ) -> float:
     """Return the median seconds from the draw of a batch to its last token."""
     return median(
-        _makespan(make_batch(setting, policies, ranker, seed, max_running)) for seed in seeds
+        _makespan(make_batch(setting, policies, ranker, seed, admission)) for seed in seeds
     )
 
 
 def make_batch(
-    setting: Setting, policies: dict[str, str], ranker: str, seed: int, max_running: int
+    setting: Setting, policies: dict[str, str], ranker: str, seed: int, admission: dict[str, Any]
 ) -> Run:
-    """Return the run of one step; its trainer is there because a run has one."""
+    """Return the run of one step, `admission` being keys of [rollout]; its trainer is there because a run has one."""
     table: dict[str, Any] = {
         "seed": seed,
         "model": {"name": setting.model},
@@ -135,7 +136,7 @@ def make_batch(
             "pool": "generation",
             "replicas": setting.num_gpus // setting.tensor_parallel,
             "tensor_parallel": setting.tensor_parallel,
-            "max_running": max_running,
+            **admission,
             "max_tokens": 20000,
         },
         "trainer": {

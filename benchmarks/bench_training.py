@@ -1,35 +1,27 @@
-"""How well seconds of training are predicted: relative error of MFU against published measurements.
+"""How well seconds and memory of training are predicted, against published steps; `validate training` has the rows.
 
     python benchmarks/bench_training.py
 
-Constants are fitted on half of the model sizes and tested on the other half, then the other way round;
-on one generation of GPUs and tested on the other; and the memory model is asked whether what ran fits.
+Errors are those of constants that were fitted without the model. The memory model is asked whether what ran fits.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import defaultdict
 
 import numpy as np
-from fit_training import (
-    Floats,
-    Row,
-    fit,
-    halves,
-    memory_share,
-    read_rows,
-    relative_errors,
-)
-from sim.costs.training_profile import load_training_profile
 
-from sim.costs.training import TrainingCosts
+from sim.costs.training.profile import load_training_profile
+from sim.costs.training.training import TrainingCosts
+from sim.fidelity.published import Row, summarise
+from sim.fidelity.published_training import PublishedStep, read_steps
+from sim.fidelity.training_rows import step_memory, training_rows
 from streamrl.hardware.memory import check_memory
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
 
-GPUS = ("h100", "a100", "a100-40")
 PLANS = (
     ("qwen2.5-7b", (4, 4, 1), False),
     ("qwen2.5-7b", (8, 2, 1), False),
@@ -46,59 +38,34 @@ PAPER_TOKENS = 5330
 
 def main() -> None:
     """Print a table, then one JSON object per figure."""
-    rows = read_rows()
-    first, second = halves(rows)
-    ampere = [row for row in rows if row.gpu != "h100"]
-    hopper = [row for row in rows if row.gpu == "h100"]
-    splits = {
-        "125M 760M 3B 13B 70B, tested on 350M 1B 7B 30B": (first, second),
-        "350M 1B 7B 30B, tested on 125M 760M 3B 13B 70B": (second, first),
-        "A100, tested on H100": (ampere, hopper),
-        "H100, tested on A100": (hopper, ampere),
-    }
-    figures = [figure for name, split in splits.items() for figure in held_out(name, *split)]
-    shares = [memory_share(row) for row in rows]
-    print(f"\nmemory of the {len(rows)} rows, which all ran: {describe(shares)} of the GPU's")
-    figures.append(("share of measured rows that the memory model lets run", mean_fits(shares), ""))
+    groups: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in training_rows():
+        groups[row.group].append(row)
+    figures = []
+    for name, rows in sorted(groups.items()):
+        found = summarise(rows)
+        print(
+            f"{name:58s} {found.rows:3d} rows: median {found.median:.1%}, bias {found.bias:+.1%}, "
+            f"90 % below {found.p90:.1%}"
+        )
+        figures.append((f"median error of {name}", found.median, ""))
+    shares = [memory_share(step) for step in read_steps()]
+    print(
+        f"\nmemory of the {len(shares)} steps, which all ran: median {np.median(shares):.0%}, "
+        f"most {max(shares):.0%} of the GPU's"
+    )
+    fitting = float(np.mean(np.array(shares) <= 1))
+    figures.append(("share of published steps that the memory model lets run", fitting, ""))
     figures += predictions()
     print()
     for name, value, unit in figures:
         print(json.dumps({"name": f"training: {name}", "value": round(value, 4), "unit": unit}))
 
 
-def held_out(name: str, train: Sequence[Row], test: Sequence[Row]) -> list[tuple[str, float, str]]:
-    """Fit on some rows, print errors on others, and return their median."""
-    constants = fit(train)
-    errors = relative_errors(test, constants)
-    print(f"\nfitted on {name}\n  {constants}")
-    print(f"  all      {summary(errors)}")
-    for gpu in GPUS:
-        if any(row.gpu == gpu for row in test):
-            print(f"  {gpu:8s} {summary(errors[[row.gpu == gpu for row in test]])}")
-    worst = sorted(zip(errors, test, strict=True), key=lambda pair: -abs(pair[0]))[:3]
-    for error, row in worst:
-        where = f"{row.model} on {row.gpus} {row.gpu}, {row.micro_batch} x {row.sequence} tokens"
-        print(f"  worst    {error:+.1%} {where}, measured MFU {row.mfu:.1%}")
-    return [(f"median error of MFU, fitted on {name}", float(np.median(np.abs(errors))), "")]
-
-
-def summary(errors: Floats) -> str:
-    """Say how large relative errors are."""
-    size = np.abs(errors)
-    return (
-        f"{len(errors):3d} rows: median {np.median(size):.1%}, bias {np.median(errors):+.1%}, "
-        f"90 % below {np.quantile(size, 0.9):.1%}, worst {size.max():.1%}"
-    )
-
-
-def describe(shares: Sequence[float]) -> str:
-    """Say how full GPUs are."""
-    return f"median {np.median(shares):.0%}, most {max(shares):.0%}"
-
-
-def mean_fits(shares: Sequence[float]) -> float:
-    """Return the share of rows that fit."""
-    return float(np.mean(np.array(shares) <= 1))
+def memory_share(step: PublishedStep) -> float:
+    """Return the share of the GPU's memory that the memory model expects a step to take."""
+    need, memory = step_memory(step)
+    return need / memory
 
 
 def predictions() -> list[tuple[str, float, str]]:

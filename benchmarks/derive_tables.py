@@ -194,11 +194,15 @@ def _attention(
 
 
 def _moe(table: pd.DataFrame, gpu: str, facts: dict[str, str]) -> None:
-    table = table[(table.distribution == "power_law_1.2") & table.num_tokens.isin(MOE_TOKENS)]
+    """Keep even shares; where they were not measured, the least uneven ones."""
+    is_even = table.distribution == "balanced"
+    kept = is_even if is_even.any() else table.distribution == "power_law_1.01"
+    table = table[kept & table.num_tokens.isin(MOE_TOKENS)]
     names = {"hidden_size": "hidden", "inter_size": "intermediate", "num_experts": "experts"}
     names |= {"moe_tp_size": "tensor_parallel", "moe_ep_size": "expert_parallel"}
     table = table.rename(columns=names).drop_duplicates([*MOE_KEYS, "num_tokens"])
-    note = {"distribution": "power law 1.2 of tokens over experts"}
+    shares = "even" if is_even.any() else "power law 1.01"
+    note = {"distribution": f"{shares} shares of tokens over experts"}
     _write(table, gpu, "moe", "bfloat16", MOE_KEYS, "num_tokens", {**facts, **note})
 
 

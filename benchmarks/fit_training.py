@@ -31,6 +31,7 @@ LICENCE = "Apache-2.0, MIT and BSD-style, by row"
 DATE = datetime.date(2026, 11, 22)
 START = {
     "activation_traffic": 5.0,
+    "logit_traffic": 8.0,
     "uncompiled_traffic": 1.8,
     "eager_traffic": 2.5,
     "attention": 1.0,

@@ -50,6 +50,13 @@ def _limits(run: Run) -> Iterator[Limit]:
         f"1 for backend {rollout.backend}",
     )
     yield Limit(
+        "rollout.admission",
+        rollout.admission,
+        rollout.admission == "on-demand",
+        f"'on-demand' for backend {rollout.backend}, which reserves the longest output of max_running rollouts",
+        "--set rollout.admission=on-demand executes the run with rollout.max_running at once",
+    )
+    yield Limit(
         "rollout.migration_transfer",
         rollout.migration_transfer,
         rollout.migration_transfer == "recompute",

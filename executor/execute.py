@@ -20,6 +20,7 @@ from streamrl.engine.messages import Event
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_engine
 from streamrl.hardware.profiles import load_model
+from streamrl.record.measured_yield import measured_yield
 from streamrl.record.prompt_tokens import write_prompt_tokens
 from streamrl.record.trace import Trace, read_trace
 from streamrl.runfile.config import Run
@@ -82,7 +83,14 @@ async def _execute(run: Run, resume: bool, watch: Watch) -> None:
     write_prompt_tokens(directory.path, [decode_ids(prompt) for prompt in workload.prompts])
     with token_directory(run) as tokens:
         world = RealWorld(
-            Trace(run, "real", facts(), directory.trace_file, keeps_entries=False),
+            Trace(
+                run,
+                "real",
+                facts(),
+                directory.trace_file,
+                keeps_entries=False,
+                decode=measured_yield(run),
+            ),
             build_engine(run),
             Launcher(run, directory, claim_gpus(run)),
             RolloutBuffer(run, workload, tokens),

@@ -9,13 +9,14 @@ steps has a closed form and a rollout costs a few events, however long it is:
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import ceil, sqrt
 from typing import Any
 
 import simpy
 
+from sim.admission import KvCache, choose_admission
+from sim.attempt import Attempt
 from sim.surroundings import Surroundings
 from streamrl.engine.messages import (
     Command,
@@ -29,35 +30,6 @@ from streamrl.engine.messages import (
 ROUNDING = (
     1e-9  # share of a decode step by which an instant may miss a step's end in floating point
 )
-
-
-@dataclass(slots=True, eq=False)
-class Attempt:
-    """One `Generate` on this replica."""
-
-    rollout: int
-    prefix: int
-    """Whose prompt it shares: its group, or itself where the backend shares none."""
-    priority: int
-    prompt_tokens: int
-    done: int
-    """Output tokens made so far, counted when it joined the batch."""
-    length: int
-    """Output tokens at which it finishes."""
-    brings_cache: bool = False
-    """Whether its context comes from another replica, not to be computed."""
-    finish_at: int = 0
-    """Decode step of the replica with which it finishes."""
-    version: int = 0
-    began_at: float | None = None
-    prefill_time: float = 0.0
-    computed: int = 0
-    """Tokens of its prefix that passes have computed while it waits for the rest."""
-
-    @property
-    def ahead(self) -> int:
-        """Tokens of its context less the replica's step: the same from one to the next while it runs."""
-        return self.prompt_tokens + self.length - self.finish_at
 
 
 class Replica:
@@ -81,11 +53,10 @@ class Replica:
         self._finishing: list[tuple[int, int]] = []
         self._by_length: list[tuple[int, int]] = []
         """Heap of (-tokens of context beyond the replica's step, rollout), where contexts are padded."""
-        self._prefixes: dict[int, int] = {}
-        """Running rollouts by prefix: the first of a group prefills the prompt for all."""
+        self._cache = KvCache(self._costs.kv_capacity)
+        self._admission = choose_admission(rollout)
         self._step = 0
         self._context = 0
-        self._kv = 0
         self._is_full = False
         self._freed_at = self._num_freed = 0
         """Decode step with which rollouts ended last, and how many did."""
@@ -174,10 +145,9 @@ class Replica:
                 heappop(self._queue)
                 continue
             context = attempt.prompt_tokens + attempt.done
-            is_first = attempt.prefix not in self._prefixes
-            fresh = context if is_first else attempt.done
+            fresh = context if self._cache.lacks_prompt(attempt) else attempt.done
             riding = len(self._running) if self._costs.rides_along and not num_prefixes else 0
-            if self._kv + riding + fresh + 1 > self._costs.kv_capacity:
+            if not self._admission.has_room(self._cache, attempt, fresh, riding):
                 break
             if attempt.brings_cache:
                 heappop(self._queue)
@@ -237,7 +207,7 @@ class Replica:
     def _decode(self) -> Generator[simpy.Event, Any, None]:
         """Decode until a rollout finishes, the KV cache is full, or someone calls."""
         num_running = len(self._running)
-        room = (self._costs.kv_capacity - self._kv) // num_running
+        room = self._cache.room // num_running
         if room < 1:
             self._preempt()
             return
@@ -262,7 +232,7 @@ class Replica:
         """Give every running rollout a token for each of `steps` passes."""
         self._step += steps
         self._context += steps * len(self._running)
-        self._kv += steps * len(self._running)
+        self._cache.grow(steps)
 
     def _time_of(self, steps: int) -> float:
         """Seconds of the next `steps` decode steps with the batch as it is."""
@@ -305,26 +275,19 @@ class Replica:
             attempt.version = self.version
         attempt.done += num_new
         attempt.finish_at = self._step + attempt.length - attempt.done
-        self._prefixes[attempt.prefix] = self._prefixes.get(attempt.prefix, 0) + 1
         self._running[attempt.rollout] = attempt
         heappush(self._finishing, (attempt.finish_at, attempt.rollout))
         if self._costs.pads_context:
             heappush(self._by_length, (-attempt.ahead, attempt.rollout))
         self._context += attempt.prompt_tokens + attempt.done
-        self._kv += fresh + num_new
+        self._cache.enter(attempt, fresh + num_new)
 
     def _leave(self, attempt: Attempt) -> None:
         """Take a rollout out of the batch with the tokens it has now."""
         del self._running[attempt.rollout]
         attempt.done = attempt.length - (attempt.finish_at - self._step)
         self._context -= attempt.prompt_tokens + attempt.done
-        self._kv -= attempt.done
-        siblings = self._prefixes[attempt.prefix] - 1
-        if siblings:
-            self._prefixes[attempt.prefix] = siblings
-        else:
-            del self._prefixes[attempt.prefix]
-            self._kv -= attempt.prompt_tokens
+        self._cache.leave(attempt)
 
     def _next_finish(self) -> int:
         """Return the decode step with which the next rollout finishes."""

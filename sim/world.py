@@ -59,7 +59,7 @@ class SimWorld(World[Trace]):
     """Carries commands out in simulated seconds."""
 
     def __init__(self, run: Run, costs: Costs, workload: Workload) -> None:
-        trace = Trace(run, "simulated", costs.facts)
+        trace = Trace(run, "simulated", costs.facts, decode=costs.decode_yield(run))
         super().__init__(build_engine(run), trace, workload.learn)
         self.run_file = run
         self.costs = costs

@@ -41,7 +41,7 @@ from streamrl.engine.messages import (
 from streamrl.engine.siblings import SiblingLengths
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_engine, build_policies, build_state
-from streamrl.hardware.memory import weight_bytes
+from streamrl.hardware.memory import replica_workspace, weight_bytes
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
@@ -100,8 +100,8 @@ def run_with_capacity(tokens: int, changes: dict[str, Any] | None = None) -> Run
     """Return a small run whose replicas hold the KV cache of about `tokens` tokens."""
     run = small_run(changes)
     kv = load_model(run.model).kv_bytes_per_token(run.model.dtype)
-    memory = load_gpu(run.cluster.pools[run.rollout.pool].gpu).memory
-    share = (weight_bytes(run) + tokens * kv) / memory
+    memory = load_gpu(run.cluster.pools[run.rollout.pool].gpu).usable_memory
+    share = (weight_bytes(run) + replica_workspace(run) + tokens * kv) / memory
     return small_run({**(changes or {}), "rollout.memory_utilization": share})
 
 

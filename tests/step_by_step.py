@@ -47,6 +47,8 @@ class StepByStep:
     aborts: list[tuple[float, int]] = field(default_factory=list)
     """(time, rollout); what is aborted is sent again at once, with what it has."""
     load: tuple[float, LoadWeights] | None = None
+    reserved: int | None = None
+    """Output tokens that memory must have for each that runs; None where what it has now must fit."""
     now: float = 0.0
     queue: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
@@ -111,7 +113,7 @@ class StepByStep:
             is_cached = any(s.job.group == sequence.job.group for s in self.running)
             context = sequence.job.prompt_tokens + sequence.done
             fresh = sequence.done if is_cached else context
-            if self.kv + fresh + 1 > self.costs.kv_capacity:
+            if not self._has_room(sequence, fresh):
                 break
             tokens += max(fresh, 1)
             pairs += fresh * (context - fresh / 2)
@@ -121,6 +123,13 @@ class StepByStep:
         if joined:
             self.now += self.costs.prefill_time(tokens, pairs, len(self.running) - joined)
         return joined > 0
+
+    def _has_room(self, sequence: Sequence, fresh: int) -> bool:
+        if self.reserved is None:
+            return self.kv + fresh + 1 <= self.costs.kv_capacity
+        batch = [*self.running, sequence]
+        prompts = {s.job.group: s.job.prompt_tokens for s in batch}
+        return sum(prompts.values()) + len(batch) * self.reserved <= self.costs.kv_capacity
 
     def _end_finished(self) -> None:
         for sequence in [s for s in self.running if s.done == s.job.length]:

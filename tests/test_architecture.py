@@ -133,8 +133,8 @@ LAYERS = {
         *("api", "cli"),
     ),
     "sim": (
-        *("costs", "surroundings", "replica", "trainer", "transfer", "verifier", "failures"),
-        "world",
+        *("costs", "surroundings", "attempt", "admission"),
+        *("replica", "trainer", "transfer", "verifier", "failures", "world"),
         *("batch_time", "parallel", "studies", "planner", "checkup", "fidelity"),
     ),
     "executor": (

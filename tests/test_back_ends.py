@@ -19,6 +19,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sync.mode": "delta", "model.dtype": "bfloat16"}, "sync.mode=full"),
     ({"sync.mode": "lora"}, "sync.mode=full"),
     ({"model.dtype": "float16"}, "model.dtype=bfloat16"),
+    ({"rollout.admission": "reserve"}, "rollout.admission=on-demand"),
     ({"rollout.temperature": 0.0}, "rollout.temperature=1.0"),
     ({"rollout.temperature": float("nan")}, "rollout.temperature=1.0"),
     ({"algorithm.old_log_probs": "trainer"}, "algorithm.old_log_probs=engine"),

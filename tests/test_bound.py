@@ -21,6 +21,7 @@ from sim.planner.search import Search
 from sim.planner.space import Candidate, Space
 from sim.planner.train_time import FallingLengths, train_times
 from sim.planner.trial import Trial, generation_of, open_trial, shortened, speed_of
+from streamrl.hardware.memory import most_running
 from streamrl.runfile.config import Run
 from tests.test_search_space import offer
 
@@ -104,13 +105,15 @@ def test_a_trainer_of_a_stream_is_done_at_the_latest_of_any_arrival_and_all_work
         assert end == pytest.approx(latest, rel=1e-9, abs=1e-9)
 
 
+@pytest.mark.parametrize("admission", ["on-demand", "reserve"])
 @pytest.mark.parametrize("max_running", [8, 256])
 @pytest.mark.parametrize("tensor_parallel", [1, 4])
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_no_replicas_generate_a_batch_faster_than_its_bound(
-    replicas: int, tensor_parallel: int, max_running: int
+    replicas: int, tensor_parallel: int, max_running: int, admission: str
 ) -> None:
-    run = offer({**LARGE, "rollout.max_running": max_running}, dispatch=["least-loaded"])
+    changes = {"rollout.max_running": max_running, "rollout.admission": admission}
+    run = offer({**LARGE, **changes}, dispatch=["least-loaded"])
     found = next(
         c
         for c in map(Space.open(run).candidate, range(10**6))
@@ -125,6 +128,7 @@ def test_no_replicas_generate_a_batch_faster_than_its_bound(
     least = least_times(costs.decode, costs.kv_capacity, work)
     bound = max(least.longest, least.work / replicas)
     assert 0.4 * seconds < bound <= seconds
+    assert len(costs.decode.base) - 1 == most_running(found.apply(run))
 
 
 # Steps --------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def test_a_cache_that_arrives_costs_its_transfer_and_then_every_token_is_decoded
     assert (end.tokens, end.time) == (30, pytest.approx(arrival + decode, rel=1e-12))
     ((_, event),) = bench.events
     assert isinstance(event, Generated) and event.prefill_time == pytest.approx(arrival)
-    assert bench.replica._kv == bench.replica._context == 0
+    assert bench.replica._cache.held == bench.replica._context == 0
 
 
 def test_a_rollout_that_is_sent_again_without_its_cache_is_computed_again() -> None:
@@ -111,7 +111,7 @@ def test_a_cache_that_was_given_up_for_room_is_computed_again() -> None:
     assert [end.tokens for end in bench.ends] == [60, 40]
     (again,) = (e for _, e in bench.events if isinstance(e, Generated) and e.rollout == 1)
     assert again.prefill_time == pytest.approx(COSTS.cache_transfer.time(25))
-    assert bench.replica._kv == 0
+    assert bench.replica._cache.held == 0
 
 
 # The policy ---------------------------------------------------------------------------------------

@@ -78,8 +78,8 @@ def test_what_does_not_fit_beside_the_generator_goes_to_host_memory_and_comes_ba
 def test_the_room_beside_the_generator_keeps_that_many_bytes_from_moving() -> None:
     full = count_moved(shared_run(rollout__memory_utilization=1.0, **PPO))
     most = count_moved(shared_run(rollout__memory_utilization=0.9, **PPO))
-    assert full.offloaded - most.offloaded == pytest.approx(0.1 * H800.memory)
-    assert full.onloaded - most.onloaded == pytest.approx(0.1 * H800.memory)
+    assert full.offloaded - most.offloaded == pytest.approx(0.1 * H800.usable_memory)
+    assert full.onloaded - most.onloaded == pytest.approx(0.1 * H800.usable_memory)
 
 
 def test_models_that_take_turns_on_the_gpus_are_moved_by_their_turns_alone() -> None:

@@ -41,8 +41,8 @@ SELF_EVIDENT: list[tuple[dict[str, Any], str, str]] = [
         {
             "trainer.tensor_parallel": 2,
             "cluster.pools.near.gpus_per_node": 2,
-            "trainer.micro_batch": 4,
-            "trainer.max_tokens_per_pass": 12288,
+            "trainer.micro_batch": 8,
+            "trainer.max_tokens_per_pass": 40000,
         },
         "trainer-tight",
         "warning",
@@ -208,7 +208,7 @@ def followed(second: dict[str, Any], **changes: Any) -> Run:
 @pytest.mark.parametrize(
     ("second", "name", "words", "fix"),
     [
-        ({"data_parallel": 2}, "memory", "second: 93.6 of 80 GB a GPU", "set trainer.1."),
+        ({"data_parallel": 2}, "memory", "second: 93.6 of 85 GB a GPU", "set trainer.1."),
         ({"tensor_parallel": 4, "data_parallel": 2, "pipeline_parallel": 1}, None, "", ""),
         (
             {"tensor_parallel": 2, "data_parallel": 3},

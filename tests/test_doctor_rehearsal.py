@@ -114,3 +114,12 @@ def test_what_does_not_fit_is_rehearsed_with_a_stand_in() -> None:
     went = rehearsal.rehearse(run)
     assert went.is_stand_in and went.version == went.steps and not went.problem
     assert not rehearsal.rehearse(full_run()).is_stand_in
+
+
+def test_a_rehearsal_says_where_most_of_decoding_is_in_batches_far_from_full() -> None:
+    def progress(**changes: Any) -> str:
+        run = full_run({key.replace("__", "."): value for key, value in changes.items()})
+        return next(f.text for f in check_up(run).findings if f.name == "progress")
+
+    assert "far from full" in progress(rollout__max_running=512, algorithm__prompts_per_step=8)
+    assert "far from full" not in progress(rollout__max_running=1)

@@ -67,7 +67,9 @@ def test_tokens_per_dollar_are_tokens_per_gpu_second_over_the_price() -> None:
 
 def test_a_batch_ends_where_memory_does() -> None:
     weights = 15.23e9
-    tokens = (96e9 * 0.9 - weights) / (56 * 1024)
+    workspace = 512 * 152_064 * 20
+    usable = 97_871 * 2**20 - 2**29
+    tokens = (usable * 0.9 - weights - workspace) / (56 * 1024)
     assert H20.most_running == pytest.approx(tokens / 2000, rel=0.01)
     assert study_generation(MODEL, "h20", context=20_000).points[-1].num_running == pytest.approx(
         tokens / 20_000, abs=1
@@ -76,7 +78,7 @@ def test_a_batch_ends_where_memory_does() -> None:
 
 def test_a_model_that_leaves_no_room_is_refused_with_the_numbers() -> None:
     big = load_model(ModelConfig(name="qwen2.5-72b"))
-    with pytest.raises(ValueError, match=r"1 x NVIDIA H800 80 GB hold 80 GB each: .* 145\.4 GB"):
+    with pytest.raises(ValueError, match=r"1 x NVIDIA H800 80 GB hold 85 GB each: .* 145\.4 GB"):
         study_generation(big, "h800")
 
 

@@ -10,10 +10,12 @@ import pytest
 
 from sim.costs.costs import Costs
 from sim.costs.curves import PrefillCurve, compose_decode
-from sim.costs.inference import CHUNK, Shard, load_overheads
+from sim.costs.inference import Shard
 from sim.costs.kernels import Kernels
+from sim.costs.overheads import TERMS, load_engine
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_model
+from streamrl.hardware.workspace import CHUNK
 from streamrl.runfile.cluster_config import ModelConfig
 from tests.runs import small_run
 
@@ -24,8 +26,14 @@ def model(name: str = "qwen2.5-7b") -> ModelShape:
     return load_model(ModelConfig(name=name))
 
 
-def shard(name: str = "qwen2.5-7b", gpu: str = "h800", tp: int = 1, ep: int = 1) -> Shard:
-    return Shard(model(name), Kernels(gpu, "bfloat16"), tp, ep)
+def shard(
+    name: str = "qwen2.5-7b",
+    gpu: str = "h800",
+    tp: int = 1,
+    ep: int = 1,
+    engine: str = "vllm-0.11",
+) -> Shard:
+    return Shard(model(name), Kernels(gpu, "bfloat16"), tp, ep, load_engine(engine))
 
 
 # Decode ------------------------------------------------------------------------------------------
@@ -34,15 +42,16 @@ def shard(name: str = "qwen2.5-7b", gpu: str = "h800", tp: int = 1, ep: int = 1)
 def test_the_papers_decode_curve_is_met_within_ten_percent() -> None:
     measured = {1: 8.4, 2: 8.75, 4: 8.95, 8: 9.0, 16: 9.5, 32: 10.3}
     measured |= {64: 11.7, 128: 15.3, 256: 21.5, 512: 37.0}
-    curve = compose_decode(shard(), 512, longest=20_400, capacity=1e6)
+    curve = compose_decode(shard(engine="streamrl"), 512, longest=20_400, capacity=1e6)
     for num_running, milliseconds in measured.items():
         seconds = curve.step_time(num_running, num_running * 1500)
         assert seconds == pytest.approx(milliseconds * 1e-3, rel=0.1), num_running
 
 
-def test_two_constants_are_fitted_and_no_more() -> None:
-    fields = set(load_overheads().__struct_fields__) - {"source"}
-    assert fields == {"layer", "rollout"}
+def test_two_constants_are_fitted_to_the_papers_curve_and_no_more() -> None:
+    constants = load_engine("streamrl").constants
+    given = {name for name in TERMS if getattr(constants, name)}
+    assert (given, constants.slowdown) == ({"layer", "request"}, 1.0)
 
 
 def test_a_step_is_never_faster_than_the_datasheet() -> None:
@@ -107,7 +116,7 @@ def test_a_measured_gpu_is_composed_for_the_most_part_and_says_of_what() -> None
     assert curve.provenance.shares["composed"] > 0.8
     assert sum(curve.provenance.shares.values()) == pytest.approx(1.0)
     sources = " ".join(curve.provenance.sources)
-    assert "flashinfer" in sources and "H20-3e" in sources and "two constants" in sources
+    assert "flashinfer" in sources and "H20-3e" in sources and "overheads of vLLM" in sources
 
 
 def test_another_backends_tables_can_be_asked_for() -> None:

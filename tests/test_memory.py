@@ -10,6 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.hardware.host_memory import (
+    check_host_memory,
+    check_sync_buffer,
+    host_memory,
+    offloaded_bytes,
+)
 from streamrl.hardware.memory import (
     SELECTIVE_SHARE,
     activation_bytes,
@@ -264,7 +270,7 @@ def test_a_72b_model_on_8_h800_is_refused_with_its_numbers(offload: bool) -> Non
     assert f"{72.7e9 * 12 / 8 * (1 if offload else 2) / 1e9:.1f}"[:3] in text
     assert "of optimizer" in text
     assert "tensor_parallel=8" in text
-    assert "H800 80 GB has 80 GB" in text
+    assert "H800 80 GB has 85.0 GB for tensors" in text
     assert ("trainer.offload=true" in text) is not offload
 
 
@@ -307,7 +313,67 @@ def test_a_replica_is_its_weights_and_its_cache_and_what_stays_unused() -> None:
     assert sum(items.values()) == pytest.approx(gpu.memory)
     assert items["weights"] == 2 * SEVEN.num_parameters
     assert items["kv_cache"] == kv_capacity(run) * 56 * 1024
-    assert items["unused"] == pytest.approx(0.2 * gpu.memory, abs=56 * 1024)
+    assert items["unused"] == pytest.approx(0.2 * gpu.usable_memory, abs=56 * 1024)
+    assert items["reserve"] == 2**29
+
+
+def test_the_cache_gets_what_the_driver_reports_less_reserve_weights_and_workspace() -> None:
+    run = small_run({"rollout.memory_utilization": 0.8, "rollout.max_running": 64})
+    reported = 97_871 * 2**20
+    weights = 2 * 7_615_616_512
+    a_pass = 8192 * (2 * 3584 + 3 * 18_944) * 2
+    assert a_pass > 64 * 152_064 * 20  # bytes of sampling
+    room = 0.8 * (reported - 2**29) - weights - a_pass
+    assert kv_capacity(run) == int(room // (2 * 28 * 4 * 128 * 2))
+
+
+def test_a_replica_of_many_rollouts_gives_room_to_sampling() -> None:
+    few, many = (kv_capacity(small_run({"rollout.max_running": number})) for number in (512, 2048))
+    sampling = (2048 - 512) * 152_064 * 20
+    assert (few - many) * 56 * 1024 == pytest.approx(sampling, abs=2 * 56 * 1024)
+
+
+def test_models_that_wait_in_host_memory_must_fit_a_node() -> None:
+    offloaded = {**PPO, "trainer.offload": True}
+    waits = (
+        2 * 7_615_616_512 / 4 * 2 + 2 * 7_615_616_512 * 12 / 8
+    )  # two models' weights, two optimizers
+    run = small_run({**offloaded, "trainer.tensor_parallel": 4, "trainer.data_parallel": 2})
+    assert offloaded_bytes(run) == pytest.approx(8 * waits, rel=0.01)
+    assert host_memory(run) == 8 * 250e9
+    check_host_memory(run)
+    tight = {**offloaded, "cluster.pools.near.host_memory": "100 GB"}
+    with pytest.raises(
+        ValueError, match=r"trainer\.offload: \d+ GB wait .*near\.host_memory is 100"
+    ):
+        check_host_memory(small_run(tight))
+    check_host_memory(small_run({"cluster.pools.near.host_memory": "100 GB"}))
+
+
+def test_a_bucket_of_weights_must_fit_beside_what_a_replica_holds() -> None:
+    room = 0.1 * (97_871 * 2**20 - 2**29)
+    check_sync_buffer(small_run({"sync.bucket_size": f"{room * 0.99 / 1e9} GB"}))
+    large = {"sync.bucket_size": f"{room * 1.01 / 1e9} GB"}
+    with pytest.raises(ValueError, match=r"sync\.bucket_size must fit .* leaves 10\.2\d GB"):
+        check_sync_buffer(small_run(large))
+    check_sync_buffer(small_run({**large, "sync.mode": "delta"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "mebibytes"),
+    [
+        ("h100", 81_559),
+        ("h800", 81_559),
+        ("a100", 81_920),
+        ("h20", 97_871),
+        ("h200", 143_771),
+        ("h20-3e", 143_771),
+    ],
+)
+def test_the_memory_of_a_gpu_is_what_its_driver_reports(name: str, mebibytes: int) -> None:
+    gpu = load_gpu(name)
+    assert gpu.memory == mebibytes * 2**20
+    assert gpu.usable_memory == gpu.memory - 2**29
 
 
 def test_gpus_past_the_number_of_key_value_heads_hold_the_same_heads() -> None:

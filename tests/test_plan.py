@@ -359,7 +359,7 @@ def test_a_plan_that_cannot_be_is_one_line_and_status_two(
 def test_the_papers_pools_are_split_as_in_the_paper(size: str, split: tuple[int, int]) -> None:
     run = make_case(Case(size, "20K", "async"))
     options: dict[str, Any] = {"objective": "step-time", "systems": ["stream-async"], "seeds": 1}
-    search = Search.open(replace(run, plan=replace(run.plan, simulations=4, steps=4, **options)))
+    search = Search.open(replace(run, plan=replace(run.plan, steps=4, **options)))
     chosen = search.space.candidate(search.run(Here(), lambda: None)[0])
     sides = (chosen.replicas.num_gpus, chosen.trainer.num_gpus)
     assert max(abs(ours - papers) for ours, papers in zip(sides, split, strict=True)) <= 8

@@ -81,7 +81,7 @@ def test_a_wrong_run_file_is_refused_with_one_line_that_names_key_and_value(
 
 def test_a_model_that_does_not_fit_a_replica_is_refused_with_the_numbers() -> None:
     message = error_of({"model.name": "qwen2.5-72b"})
-    for part in ("rollout.tensor_parallel=1", "145.4 GB", "86.4 GB", "2304 tokens"):
+    for part in ("rollout.tensor_parallel=1", "145.4 GB", "91.9 GB", "2304 tokens"):
         assert part in message
 
 

@@ -36,6 +36,9 @@ from tests.step_by_step import End, Job, StepByStep
 from tests.traces import check_every_rollout_is_accounted_for
 
 RUN = small_run({"rollout.max_running": 8})
+RESERVING = small_run(
+    {"rollout.max_running": 8, "rollout.max_tokens": 130, "rollout.admission": "reserve"}
+)
 COSTS = Costs.load(RUN)
 
 
@@ -130,21 +133,27 @@ def some_jobs(rng: Random, num: int, siblings: int) -> list[Job]:
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.integers(0, 10**9), st.integers(1, 4), st.sampled_from([190, 400, 10**6]))
+@given(
+    st.integers(0, 10**9),
+    st.integers(1, 4),
+    st.sampled_from([190, 400, 700, 10**6]),
+    st.booleans(),
+)
 def test_a_replica_agrees_with_one_stepped_token_by_token(
-    seed: int, siblings: int, capacity: int
+    seed: int, siblings: int, capacity: int, reserves: bool
 ) -> None:
     rng = Random(seed)
     jobs = some_jobs(rng, rng.randint(1, 14), siblings)
     aborts = sorted((rng.uniform(0, 1.5), rng.choice(jobs).rollout) for _ in range(4))
     load = (rng.uniform(0, 1.5), LoadWeights(0, 1, rng.choice([True, False])))
     costs = replace(COSTS, kv_capacity=capacity)
-    bench = Bench(costs=costs)
+    bench = Bench(RESERVING if reserves else RUN, costs)
     for time, rollout in aborts:
         bench.at(time, lambda rollout=rollout: bench.replica.abort(rollout))
     bench.at(load[0], lambda: bench.replica.load(load[1]))
     bench.run(jobs)
-    naive = StepByStep(costs, 8, list(jobs), aborts, load).run()
+    reserved = RESERVING.rollout.max_tokens if reserves else None
+    naive = StepByStep(costs, 8, list(jobs), aborts, load, reserved).run()
     assert sorted(bench.ends) == [
         (r, tokens, aborted, pytest.approx(time, rel=1e-9))
         for r, tokens, aborted, time in sorted(naive.ends)
@@ -152,6 +161,7 @@ def test_a_replica_agrees_with_one_stepped_token_by_token(
     loaded_at = [time for time, event in bench.events if isinstance(event, WeightsLoaded)]
     assert loaded_at == [pytest.approx(naive.loaded_at, rel=1e-9)]
     assert bench.replica.num_preempted == naive.num_preempted
+    assert not (reserves and naive.num_preempted)
 
 
 def test_a_full_kv_cache_preempts_and_every_rollout_still_finishes() -> None:

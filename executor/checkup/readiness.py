@@ -15,6 +15,7 @@ from streamrl.runfile.config import Run
 
 LIMITS: tuple[Changes, ...] = (
     {"rollout.tensor_parallel": 1, "rollout.expert_parallel": 1},
+    {"rollout.admission": "on-demand"},
     {"rollout.migration_transfer": "recompute"},
     {
         "trainer.data_parallel": 1,

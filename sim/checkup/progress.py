@@ -15,6 +15,7 @@ from streamrl.doctor.finding import Changes, Finding, Level, is_error
 from streamrl.doctor.fix import Fix
 from streamrl.doctor.lengths import mean_lengths
 from streamrl.engine.systems import SYSTEMS, choose_system
+from streamrl.record.attribution import UNDERFILLED
 from streamrl.record.metrics import Metrics
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import PoliciesConfig
@@ -24,6 +25,7 @@ POLICIES = (
     *("dispatch", "migration", "resize", "tail_batching", "learns_from_siblings"),
 )
 """Policies that are tried at their system's own, one by one, where a run is stuck."""
+MUCH_UNDERFILLED = 0.5  # share of decode seconds from which it is worth a word
 MOST_TRIALS = 6
 """Values tried of a number, each four times, or a quarter of, the one before."""
 
@@ -41,10 +43,23 @@ def find(run: Run, rehearsal: Rehearsal, metrics: Metrics | None) -> Iterator[Fi
         yield _finding("error", name, f"{what} does not come to its end: {rehearsal.problem}")
         return
     reached = "" if metrics is None else f"; {_staleness(metrics)}"
+    if metrics is not None and not rehearsal.is_stand_in:
+        reached += _underfilled(metrics)
     yield _finding("ok", "progress", f"{what} comes to its end{reached}")
     if metrics is not None and not rehearsal.is_stand_in:
         yield from _find_losses(run, metrics)
         yield from _find_stale(run, metrics)
+
+
+def _underfilled(metrics: Metrics) -> str:
+    """Say that much of what replicas decode is in batches far from full."""
+    lost, decode = metrics.busy.get(UNDERFILLED, 0.0), metrics.busy["decode"]
+    if lost < MUCH_UNDERFILLED * (lost + decode):
+        return ""
+    return (
+        f"; batches of replicas are far from full: {lost / (lost + decode):.0%} of their decode seconds, "
+        f"{lost:.0%} of all GPU-seconds, are underfilled"
+    )
 
 
 def _should_be_simulated(run: Run) -> bool:

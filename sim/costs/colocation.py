@@ -147,7 +147,7 @@ def _replica_shard(run: Run, model: ModelShape) -> float:
 def _room_beside_generator(run: Run) -> float:
     """Bytes of a GPU that weights and KV cache of a replica leave free."""
     side = SyncSide.load(run, run.rollout.pool, run.rollout.num_gpus)
-    return float(side.gpu.memory * (1 - run.rollout.memory_utilization))
+    return side.gpu.usable_memory * (1 - run.rollout.memory_utilization)
 
 
 def _wire(run: Run, side: SyncSide) -> tuple[float, tuple[str, ...]]:

@@ -13,13 +13,16 @@ from sim.costs.curves import DecodeCurve, PrefillCurve, compose_decode
 from sim.costs.inference import Shard
 from sim.costs.kernels import Kernels
 from sim.costs.machine import MachineCosts, MeasuredPrefill
+from sim.costs.overheads import load_engine
 from sim.costs.sync import SyncCosts
 from sim.costs.trainer_costs import FollowerCosts, TrainerCosts
 from sim.costs.training.training import TrainingCosts
 from streamrl.engine.systems import moves_caches
-from streamrl.hardware.memory import check_memory, kv_capacity, longest_sequence
+from streamrl.hardware.host_memory import check_host_memory, check_sync_buffer
+from streamrl.hardware.memory import check_memory, kv_capacity, longest_sequence, most_running
 from streamrl.hardware.profiles import check_profiles, load_model
 from streamrl.hardware.tiers import Provenance
+from streamrl.record.decode_yield import DecodeYield
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.errors import OneOf, RunError
 
@@ -60,10 +63,12 @@ class Costs(TrainerCosts):
         _check_backend(run)
         check_profiles(run)
         check_memory(run)
+        check_host_memory(run)
+        check_sync_buffer(run)
         decode, prefill = _compose_replica(run)
         training = TrainingCosts.load(run)
         sync = PhaseChange.load(run).sync_costs() if run.shares_gpus else SyncCosts.load(run)
-        trained = Provenance.of(training.tier, training.sources)
+        trained = training.provenance
         moved = CacheTransfer.load(run)
         costs = cls(
             decode=decode,
@@ -101,6 +106,12 @@ class Costs(TrainerCosts):
         """Seconds in which a replica copies pushed weights into its GPUs."""
         return self.sync.load_time
 
+    def decode_yield(self, run: Run) -> DecodeYield:
+        """Return what a trace says of a replica's full batch, which reserved memory bounds by itself."""
+        is_bound = run.rollout.admission == "on-demand"
+        capacity = float(self.kv_capacity) if is_bound and self.kv_capacity < inf else None
+        return DecodeYield.of(self.decode.base, self.decode.per_context_token, capacity)
+
     @property
     def facts(self) -> dict[str, dict[str, float] | list[str]]:
         """What a trace says of its seconds: the tiers' shares of each operation, and all sources."""
@@ -111,9 +122,10 @@ class Costs(TrainerCosts):
         for costs in self.followers:
             own = costs.provenance.shares.items()
             shares[f"train {costs.name}"] = {str(tier): share for tier, share in own}
+        errors = {name: p.error for name, p in self.provenance.items() if p.error is not None}
         everything = (*self.provenance.values(), *(costs.provenance for costs in self.followers))
         sources = dict.fromkeys(source for found in everything for source in found.sources)
-        return {**shares, "sources": list(sources)}
+        return {**shares, "errors": errors, "sources": list(sources)}
 
 
 def _check_backend(run: Run) -> None:
@@ -182,6 +194,8 @@ def _compose_replica(run: Run) -> tuple[DecodeCurve, PrefillCurve]:
         Kernels(run.cluster.pools[rollout.pool].gpu, run.model.dtype, run.costs.backend),
         rollout.tensor_parallel,
         rollout.expert_parallel,
+        load_engine(run.costs.engine),
     )
-    decode = compose_decode(shard, rollout.max_running, longest_sequence(run), kv_capacity(run))
-    return decode, PrefillCurve(shard, rollout.max_running, is_mixed=rollout.chunked_prefill)
+    most = most_running(run)
+    decode = compose_decode(shard, most, longest_sequence(run), kv_capacity(run))
+    return decode, PrefillCurve(shard, most, is_mixed=rollout.chunked_prefill)

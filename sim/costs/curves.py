@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sim.costs.inference import CHUNK, SHORTEST_CONTEXT, Shard
+from sim.costs.inference import SHORTEST_CONTEXT, Shard
 from sim.costs.kernels import Estimate, total
 from streamrl.hardware.tables import Floats
 from streamrl.hardware.tiers import Provenance
+from streamrl.hardware.workspace import CHUNK
 
 KNOTS_PER_DOUBLING = 3
 """Points at which prefill passes are composed; between them seconds are linear in tokens."""
@@ -35,17 +36,20 @@ def compose_decode(shard: Shard, max_running: int, longest: float, capacity: flo
 
     Products and overheads depend on the batch alone. Attention is fitted, at batches of powers of two, by a
     straight line in the tokens of context, least squares of relative errors up to `longest` tokens a rollout
-    and `capacity` tokens in all; between those batches the line's two numbers are interpolated.
+    and `capacity` tokens in all; between those batches the line's two numbers are interpolated. A batch takes
+    no less than a smaller one: where a kernel is faster for more rollouts, an engine pads.
     """
     batch = np.arange(1.0, max_running + 1)
-    base = total([shard.products(batch), shard.head(batch), shard.overhead(batch)])
+    slowdown = shard.engine.constants.slowdown
+    kernels = (shard.products(batch) + shard.head(batch)) * slowdown
+    base = total([kernels, shard.waiting(kernels.seconds), shard.overhead(batch)])
     knots = [b for b in (2**i for i in range(17)) if b < max_running] + [max_running]
     lines = [_attention_line(shard, b, longest, capacity) for b in knots]
     fixed = np.interp(batch, knots, [line[0] for line in lines])
     slope = np.interp(batch, knots, [line[1] for line in lines])
     return DecodeCurve(
-        base=[0.0, *(base.seconds + fixed).tolist()],
-        per_context_token=[float(slope[0]), *slope.tolist()],
+        base=[0.0, *np.maximum.accumulate(base.seconds + slowdown * fixed).tolist()],
+        per_context_token=[slowdown * float(slope[0]), *(slowdown * slope).tolist()],
         provenance=total([base, *(line[2] for line in lines)]).provenance,
     )
 
@@ -84,7 +88,7 @@ class PrefillCurve:
         knots = np.geomspace(1, CHUNK + max_running, num_knots).round()
         tokens = np.array(sorted(set(knots.tolist())))
         products = shard.products(tokens)
-        overhead = shard.overhead(np.ones(1))
+        overhead = shard.overhead(np.ones(1)) + shard.waiting(products.seconds[:1])
         contexts = np.geomspace(16, LONGEST_PROMPT, 27)
         alone = shard.prefill_attention(1, contexts)
         packed = [shard.prefill_attention(max(1.0, CHUNK / c), np.array([c])) for c in contexts]

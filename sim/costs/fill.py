@@ -6,7 +6,7 @@ import msgspec
 
 from sim.costs.costs import Costs
 from streamrl.engine.systems import moves_caches, needs_latency
-from streamrl.hardware.memory import longest_sequence
+from streamrl.hardware.memory import longest_sequence, most_running
 from streamrl.runfile.config import Run
 
 
@@ -33,12 +33,15 @@ def _context_time(run: Run, costs: Costs) -> float:
 def fill_latency(run: Run, costs: Costs) -> Run:
     """Return the run with `policies.latency` filled in from the decode curve, where it is absent.
 
-    Read at half the longest rollout's context, the middle of its life, up to the batch that memory holds.
+    Read at half the longest rollout's context, the middle of its life, up to the batch that memory holds of
+    these, or of the longest where admission reserves them.
     """
     if run.policies.latency is not None:
         return run
     context = longest_sequence(run) / 2
-    most = max(1, min(run.rollout.max_running, int(costs.kv_capacity / context)))
+    most = most_running(run)
+    if run.rollout.admission == "on-demand":
+        most = max(1, min(most, int(costs.kv_capacity / context)))
     batches = [b for b in (2**i for i in range(17)) if b < most] + [most]
     points = tuple((b, costs.decode.step_time(b, b * context)) for b in batches)
     policies = msgspec.structs.replace(run.policies, latency=points)

@@ -2,52 +2,28 @@
 
 One layer is four matrix products (queries, keys and values; output; gate and up; down), attention, the
 collectives of tensor parallelism and elementwise kernels; the head is one product more. Beside them a step
-takes an overhead for each layer and for each running rollout: two constants, fitted once (`overheads.toml`)
-and the same for every model and GPU.
+takes the overheads of the inference engine (`sim.costs.overheads`), the same for every model and GPU.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from sim.costs.kernels import MEASURED, Estimate, Kernels, total, unmeasured
-from streamrl.hardware.model_shape import BYTES, ModelShape, check_positive
+from sim.costs.experts import experts_time
+from sim.costs.kernels import Estimate, Kernels, total, unmeasured
+from sim.costs.overheads import ServingEngine, load_engine
+from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.operators import HEAD_DIM
-from streamrl.hardware.profile_table import ProfileTable
-from streamrl.hardware.profiles import read_profile
 from streamrl.hardware.tables import Floats
-from streamrl.runfile.units import Duration
 
-CHUNK = 8192
-"""Tokens of one prefill pass: vLLM's default of max_num_batched_tokens for throughput."""
 SHORTEST_CONTEXT = 512.0
 """Tokens from which decode attention is fitted: where its tables begin."""
 NORM_BYTES, MLP_BYTES, SAMPLE_BYTES = 16, 6, 16
 """Bytes of elementwise kernels in 16 bits: a layer reads and writes the residual stream around two norms
 (4 passes of 2 + 2 bytes a channel), gate and up once and their product (3 of 2 bytes a channel of the MLP);
 sampling reads and writes the logits in float32 twice."""
-
-
-class Overheads(ProfileTable, frozen=True, kw_only=True):
-    """What a decode step takes beside its operators."""
-
-    layer: Duration
-    """Seconds of each layer: launches and gaps between kernels."""
-    rollout: Duration
-    """Seconds of each running rollout: scheduling, sampling, hand-over."""
-    source: str
-
-    def __post_init__(self) -> None:
-        check_positive(self)
-
-
-@lru_cache(maxsize=1)
-def load_overheads() -> Overheads:
-    """Read the two fitted constants."""
-    return read_profile(MEASURED / "overheads.toml", Overheads)
 
 
 @dataclass(frozen=True)
@@ -58,6 +34,7 @@ class Shard:
     kernels: Kernels
     tensor_parallel: int = 1
     expert_parallel: int = 1
+    engine: ServingEngine = field(default_factory=load_engine)
 
     # A layer ------------------------------------------------------------------------------------------
 
@@ -127,16 +104,13 @@ class Shard:
     def _experts(self, tokens: Floats) -> Estimate:
         experts = self.model.experts
         assert experts is not None
-        is_split = self.expert_parallel > 1
-        routed = self.kernels.time(
-            "moe",
+        routed = experts_time(
+            self.kernels,
             tokens,
-            hidden=self.model.hidden_size,
-            intermediate=experts.intermediate_size,
-            topk=experts.experts_per_token,
-            experts=experts.num_experts,
-            tensor_parallel=1 if is_split else self.tensor_parallel,
-            expert_parallel=self.expert_parallel,
+            experts,
+            self.model.hidden_size,
+            self.tensor_parallel,
+            self.expert_parallel,
         )
         router = self.kernels.time("gemm", tokens, n=experts.num_experts, k=self.model.hidden_size)
         if not experts.num_shared_experts:
@@ -147,8 +121,12 @@ class Shard:
     # Attention ----------------------------------------------------------------------------------------
 
     def decode_attention(self, rollouts: int, contexts: Floats) -> Estimate:
-        """Seconds of attention in all layers, each rollout reading `contexts` cached tokens."""
+        """Seconds of attention in all layers, each rollout reading `contexts` cached tokens.
+
+        A narrower cache is read as fast as one of fewer tokens: decode attention is bound by its reads.
+        """
         model, degree = self.model, self.tensor_parallel
+        contexts = contexts * (BYTES[self.kernels.cache_dtype] / BYTES[self.kernels.wire_dtype])
         if model.latent is not None:
             return (
                 self.kernels.time(
@@ -208,6 +186,14 @@ class Shard:
         if not self.kernels.is_measured:
             assumed = np.full(len(rollouts), float(gpu.roofline.step_overhead))
             return unmeasured(assumed, f"assumed overhead of a step on {gpu.name}")
-        fitted = load_overheads()
-        seconds = fitted.layer * self.model.num_layers + fitted.rollout * rollouts
-        return Estimate(seconds, np.zeros_like(seconds), (fitted.source,))
+        constants = self.engine.constants
+        seconds = constants.step + constants.layer * self.model.num_layers + 0 * rollouts
+        seconds += (constants.request + constants.logit * self.model.vocab_size) * rollouts
+        return Estimate(seconds, np.zeros_like(seconds), (self.engine.source,))
+
+    def waiting(self, seconds: Floats) -> Estimate:
+        """Seconds by which the host is still launching kernels after `seconds` of them."""
+        launching = self.engine.constants.launch * self.model.num_layers
+        is_modelled = float(self.kernels.is_measured)
+        waited = np.maximum(0.0, launching - seconds) * is_modelled
+        return Estimate(waited, np.zeros_like(waited), (self.engine.source,))

@@ -75,14 +75,27 @@ def total(estimates: Iterable[Estimate]) -> Estimate:
 class Kernels:
     """One kind of GPU, computing in one dtype."""
 
-    def __init__(self, gpu_name: str, dtype: str, backend: str | None = None) -> None:
+    def __init__(
+        self,
+        gpu_name: str,
+        dtype: str,
+        backend: str | None = None,
+        cache_dtype: str | None = None,
+    ) -> None:
         """Take the GPU's own choice of tables, or those of one backend on it.
+
+        Keys and values are never narrower than 16 bits, unless `cache_dtype` says so.
 
         Raises:
             ValueError: nothing of that backend was measured on this GPU.
         """
         self.gpu = load_gpu(gpu_name)
         self.dtype = dtype
+        wide = DTYPE_OF_ATTENTION if BYTES[dtype] <= BYTES[DTYPE_OF_ATTENTION] else dtype
+        self.wire_dtype = wide
+        """Dtype of what GPUs send each other, and in which attention computes."""
+        self.cache_dtype = cache_dtype or wide
+        """Dtype of keys and values."""
         self._tables = dict(self.gpu.tables)
         if backend is not None:
             self._tables |= _tables_of(gpu_name, backend)
@@ -92,10 +105,10 @@ class Kernels:
         """Whether any operator has a table."""
         return bool(self._tables)
 
-    @property
-    def cache_dtype(self) -> str:
-        """Dtype of keys and values, and of what GPUs send each other: never narrower than 16 bits."""
-        return DTYPE_OF_ATTENTION if BYTES[self.dtype] <= BYTES[DTYPE_OF_ATTENTION] else self.dtype
+    def distribution(self, operator: str) -> str:
+        """Return how an operator's table dealt tokens out over experts: evenly where nothing says otherwise."""
+        surface = _surface(self._tables.get(operator, ""), operator, self.dtype)
+        return (surface.table.facts.distribution if surface else "") or "even"
 
     def time(self, operator: str, columns: Floats, **shape: float) -> Estimate:
         """Return an operator's seconds for every value of its last axis.
@@ -105,7 +118,7 @@ class Kernels:
             columns: (n,) values of the last axis: m, context, tokens or bytes.
             shape: value of every other axis.
         """
-        dtype = self.dtype if operator in ("gemm", "moe") else self.cache_dtype
+        dtype = self.dtype if operator in ("gemm", "moe") else self.wire_dtype
         surface = _surface(self._tables.get(operator, ""), operator, dtype)
         if surface is None:
             return self._roofline(OPERATORS[operator], operator, dtype, columns, shape)

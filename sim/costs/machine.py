@@ -17,12 +17,12 @@ from streamrl.hardware.machine_fit import (
     fit_passes,
     fit_prefill,
 )
-from streamrl.hardware.machine_profile import MeasuredProfile, read_measured, shape_digest
-from streamrl.hardware.profiles import load_model
+from streamrl.hardware.machine_profile import MeasuredProfile, read_measured
+from streamrl.hardware.memory import most_running
+from streamrl.hardware.profile_match import check_fits
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.keys import pool_key
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class MachineCosts:
         check_fits(profile, run, path)
         measured = Provenance.of("measured", [_source(profile, path)])
         generated = Provenance.of("measured", [*measured.sources, *_extrapolations(profile, run)])
-        fit = fit_decode(profile.decode, run.rollout.max_running)
+        fit = fit_decode(profile.decode, most_running(run))
         return cls(
             decode=DecodeCurve(
                 base=fit.base, per_context_token=fit.per_context_token, provenance=generated
@@ -137,33 +137,6 @@ class MachineCosts:
         )
 
 
-def check_fits(profile: MeasuredProfile, run: Run, path: Path) -> None:
-    """Raise `RunError` where the profile is of something else than the run, with the run's key."""
-    shape = load_model(run.model)
-    model_key = "model.name" if run.model.path is None else "model.path"
-    pools, rollout, trainer = run.cluster.pools, run.rollout, run.trainer
-    ours = (
-        (pool_key(rollout.pool, "gpu"), pools[rollout.pool].gpu, profile.gpu),
-        (pool_key(trainer.pool, "gpu"), pools[trainer.pool].gpu, profile.gpu),
-        ("model.dtype", run.model.dtype, profile.dtype),
-        ("rollout.backend", rollout.backend, profile.backend),
-        ("rollout.tensor_parallel", rollout.tensor_parallel, profile.tensor_parallel),
-        ("rollout.shares_prefixes", rollout.shares_prefixes, profile.shares_prefixes),
-        ("trainer GPUs", trainer.num_gpus, 1),
-    )
-    if shape_digest(shape) != profile.model.digest:
-        text = (
-            f"costs.profile: {path} was measured for {profile.model.name} "
-            f"({profile.model.num_parameters} parameters), but {model_key} has the shape of "
-            f"{shape.name} ({shape.num_parameters} parameters)"
-        )
-        raise RunError("costs.profile", str(path), None, text, (model_key,))
-    for key, value, measured in ours:
-        if value != measured:
-            text = f"costs.profile: {path} was measured with {measured!r}, but {key} is {value!r}"
-            raise RunError("costs.profile", str(path), None, text)
-
-
 def _source(profile: MeasuredProfile, path: Path) -> str:
     host = profile.host
     return f"{path}: {profile.source}, {host.device}, {profile.backend}, {profile.date}"
@@ -175,8 +148,8 @@ def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
     longest = max(row.context for row in profile.decode)
     wanted = run.rollout.max_tokens + run.workload.max_prompt_tokens
     notes = []
-    if run.rollout.max_running > most:
-        notes.append(f"decode extrapolated from {most} to {run.rollout.max_running} rollouts")
+    if (running := most_running(run)) > most:
+        notes.append(f"decode extrapolated from {most} to {running} rollouts")
     if wanted > longest:
         notes.append(f"decode extrapolated from {longest:.0f} to {wanted} tokens of a rollout")
     return notes

@@ -76,7 +76,7 @@ class FollowerCosts(TrainerCosts):
             training, provenance = machine.training, machine.provenance
         else:
             training = TrainingCosts.load(seen)
-            provenance = Provenance.of(training.tier, training.sources)
+            provenance = training.provenance
         if config.training_factor != 1.0:
             source = f"run file: costs.training_factor={config.training_factor:g}"
             provenance = provenance.adjusted(source)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from sim.costs.curves import compose_decode
-from sim.costs.inference import Shard, load_overheads
+from sim.costs.inference import Shard
 from sim.costs.kernels import Kernels
-from sim.fidelity.cases import MAX_RUNNING
+from sim.costs.overheads import load_engine
+from sim.fidelity.cases import ENGINE, MODELS, Case, make_case
 from sim.fidelity.paper import load_paper
+from streamrl.hardware.memory import most_running
 from streamrl.hardware.profiles import load_model
 from streamrl.report.fidelity import FigureCell, PaperFigure
 from streamrl.runfile.cluster_config import ModelConfig
@@ -19,7 +21,11 @@ curve is met within 3 % with non-negative overheads, above 2,500 it is not."""
 def decode_curve() -> PaperFigure:
     """Figure 6: the decode step that the two overheads were fitted to."""
     paper = load_paper().decode
-    shard = Shard(load_model(ModelConfig(name="qwen2.5-7b")), Kernels("h800", "bfloat16"))
+    shard = Shard(
+        load_model(ModelConfig(name="qwen2.5-7b")),
+        Kernels("h800", "bfloat16"),
+        engine=load_engine(ENGINE),
+    )
     curve = compose_decode(shard, max(paper.batch), longest=20_400, capacity=1e6)
     cells = [
         FigureCell(label=f"batch {b}", paper=ms, ours=curve.step_time(b, b * CONTEXT) * 1e3)
@@ -40,10 +46,10 @@ def decode_curve() -> PaperFigure:
 
 def constants() -> list[tuple[str, str, str]]:
     """Everything that was calibrated, or chosen by its result: name, value, origin."""
-    overheads = load_overheads()
+    overheads = load_engine(ENGINE).constants
     return [
         ("overhead of a layer", f"{overheads.layer * 1e6:.1f} us", "decode curve (Figure 6)"),
-        ("overhead of a rollout", f"{overheads.rollout * 1e6:.1f} us", "decode curve (Figure 6)"),
+        ("overhead of a rollout", f"{overheads.request * 1e6:.1f} us", "decode curve (Figure 6)"),
         ("output lengths", "30 bins", "length histogram (Figure 7)"),
         (
             "training efficiency",
@@ -54,8 +60,12 @@ def constants() -> list[tuple[str, str, str]]:
         ("verl: generation, the rest", "see Figure 8 verl", "two cells of Figure 8"),
         (
             "reading: rollouts that a replica runs at once",
-            str(MAX_RUNNING),
-            "the paper does not say; chosen among 15, 16, 20, 24, 32 and 256 by Figure 8 and Table 3 "
-            "(`benchmarks/bench_readings.py` has the others)",
+            "as many of the longest as its KV memory holds: at 20K "
+            + ", ".join(
+                f"{most_running(make_case(Case(size, '20K', 'sync')))} ({size})" for size in MODELS
+            ),
+            "Equation 2, whose batch is bounded by KV memory: no number is chosen, and no figure was asked. Against "
+            "20 let in on demand, which suits Table 3 best, Figures 2, 9 and 12 gain and Figure 8, "
+            "Figure 11 and the last row of Table 3 pay (`benchmarks/bench_readings.py`)",
         ),
     ]

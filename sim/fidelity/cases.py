@@ -3,12 +3,13 @@
 | left open by the paper                    | read as                                                           |
 |-------------------------------------------|-------------------------------------------------------------------|
 | generation parallelism                    | the smallest that fits: 7B TP1, 32B TP2, 72B TP4                   |
-| training parallelism                      | `TRAINING` below, per number of GPUs                              |
+| training parallelism                      | the fastest that fits, by our own costs (`TRAINING` below)        |
+| kernels of the trainer                    | fused: an in-house trainer with 3D parallelism                    |
 | GPUs of each side, 32B and 72B            | as Figure 10 says; 7B half and half                               |
 | key-value heads of 7B                     | 4, as released (its Table 2 prints 8)                             |
 | prompts and samples per prompt            | 1,024 prompts, one sample each; 400 tokens a prompt               |
-| rollouts that a replica decodes at once   | `MAX_RUNNING`: its order inside a replica acts only where more are |
-|                                           | dealt than run, so fewer than the 51 that 32B and 72B are dealt   |
+| rollouts that a replica decodes at once   | as many of the longest as its KV memory holds (`RESERVING`): the   |
+|                                           | paper's Equation 2 has a batch that is "bounded by KV memory"      |
 | what "no barrier" means                   | each replica begins its share of a batch when its last is done    |
 
 Stated by the paper: actor, critic and reference take turns on the trainer's GPUs (`offload`).
@@ -23,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 from sim.world import simulate
 from streamrl.engine.messages import Generated, PromptsDrawn
-from streamrl.record.metrics import measure
+from streamrl.record.metrics import measure_speed
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
@@ -36,7 +37,8 @@ SPLIT: dict[str, tuple[int, int]] = {"7B": (16, 16), "32B": (40, 24), "72B": (80
 GENERATION_TP: dict[str, int] = {"7B": 1, "32B": 2, "72B": 4}
 LENGTHS: dict[str, int] = {"5K": 5000, "10K": 10_000, "20K": 20_000}
 BATCH = 1024
-MAX_RUNNING = 20
+ENGINE = "streamrl"
+"""The paper's inference engine, as its decode curve tells."""
 STEPS, WARM_UP = 5, 2
 SEEDS = (0, 1)
 RECALL = 0.87
@@ -52,17 +54,18 @@ class CaseDegrees(NamedTuple):
 
 
 TRAINING: dict[tuple[str, int], CaseDegrees] = {
-    ("7B", 8): CaseDegrees(4, 2, 1),
-    ("7B", 16): CaseDegrees(8, 2, 1),
-    ("7B", 24): CaseDegrees(12, 2, 1),
-    ("7B", 32): CaseDegrees(16, 2, 1),
-    ("32B", 24): CaseDegrees(3, 4, 2),
-    ("32B", 32): CaseDegrees(2, 4, 4),
-    ("32B", 64): CaseDegrees(4, 4, 4),
-    ("72B", 48): CaseDegrees(3, 4, 4),
-    ("72B", 64): CaseDegrees(4, 4, 4),
-    ("72B", 128): CaseDegrees(8, 4, 4),
+    ("7B", 8): CaseDegrees(8, 1, 1),
+    ("7B", 16): CaseDegrees(8, 1, 2),
+    ("7B", 24): CaseDegrees(12, 1, 2),
+    ("7B", 32): CaseDegrees(16, 1, 2),
+    ("32B", 24): CaseDegrees(6, 2, 2),
+    ("32B", 32): CaseDegrees(8, 2, 2),
+    ("32B", 64): CaseDegrees(16, 2, 2),
+    ("72B", 48): CaseDegrees(6, 4, 2),
+    ("72B", 64): CaseDegrees(8, 4, 2),
+    ("72B", 128): CaseDegrees(16, 4, 2),
 }
+"""The fastest that fits for 20K outputs, as `sim.planner.stages` finds it: no figure was asked."""
 
 SKEWNESS_AWARE = {
     "dispatch": "skewness-aware",
@@ -100,6 +103,9 @@ class Times(NamedTuple):
         return BATCH / self.step_time
 
 
+RESERVING: dict[str, Any] = {"admission": "reserve"}
+"""Nothing else bounds a batch: no replica is dealt as many rollouts as `max_running` is by itself."""
+
 ACROSS: dict[str, Any] = {
     "cluster.pools.h20": {"gpu": "h20", "nodes": 4, "transport": "tcp"},
     "cluster.pools.h800.nodes": 2,
@@ -124,7 +130,7 @@ def make_case(case: Case, seed: int = 0, changes: dict[str, Any] | None = None) 
             "pool": "h800",
             "replicas": generate // GENERATION_TP[case.size],
             "tensor_parallel": GENERATION_TP[case.size],
-            "max_running": MAX_RUNNING,
+            **RESERVING,
             "max_tokens": LENGTHS[case.length],
         },
         "trainer": {
@@ -133,6 +139,7 @@ def make_case(case: Case, seed: int = 0, changes: dict[str, Any] | None = None) 
             "tensor_parallel": degrees.tensor,
             "pipeline_parallel": degrees.pipeline,
             "offload": True,
+            "kernels": "fused",
         },
         "algorithm": {
             "name": "ppo",
@@ -150,6 +157,7 @@ def make_case(case: Case, seed: int = 0, changes: dict[str, Any] | None = None) 
                 "ranker_recall": RECALL,
             }
         },
+        "costs": {"engine": ENGINE},
         "policies": dict(SYSTEMS[case.system]),
     }
     for key, value in {**(ACROSS if case.across else {}), **(changes or {})}.items():
@@ -161,10 +169,19 @@ def make_case(case: Case, seed: int = 0, changes: dict[str, Any] | None = None) 
     return make_run(table)
 
 
-def take_times(case: Case) -> Times:
-    """Simulate a case with every seed."""
-    found = [_measure(simulate(make_case(case, seed))) for seed in SEEDS]
+def take_times(case: Case, changes: dict[str, Any] | None = None) -> Times:
+    """Simulate a case with every seed; dotted keys in `changes` replace values."""
+    found = [_measure(simulate(make_case(case, seed, changes))) for seed in SEEDS]
     return Times(median(t.step_time for t in found), median(t.generation_time for t in found))
+
+
+def on_wider_replicas(case: Case) -> dict[str, Any]:
+    """Return the changes that give each replica of a case twice the GPUs, and so fewer replicas."""
+    rollout = make_case(case).rollout
+    return {
+        "rollout.tensor_parallel": 2 * rollout.tensor_parallel,
+        "rollout.replicas": rollout.replicas // 2,
+    }
 
 
 def take_all_times(cases: Iterable[Case]) -> dict[Case, Times]:
@@ -188,4 +205,4 @@ def _measure(trace: Trace) -> Times:
         elif isinstance(event, Generated):
             ended_at[-1] = time
     took = [end - begin for begin, end in zip(drawn_at, ended_at, strict=True)]
-    return Times(measure(trace).step_time, median(took[WARM_UP:]))
+    return Times(measure_speed(trace).step_time, median(took[WARM_UP:]))

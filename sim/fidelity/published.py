@@ -66,6 +66,27 @@ def summarise(rows: Sequence[Row]) -> Summary:
     )
 
 
+def grouped(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Return the rows of each group, in order of appearance."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+    return groups
+
+
+def group_table(rows: Sequence[Row], title: str) -> Table:
+    """Lay the errors of each group out for the terminal, and of all rows."""
+    table = Table(title=title, box=None, pad_edge=False, title_justify="left")
+    table.add_column("group")
+    for name in ("rows", "median", "p90", "bias"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, some in (*grouped(rows).items(), ("all", rows)):
+        found = summarise(some)
+        figures = f"{found.median:.1%}", f"{found.p90:.1%}", f"{found.bias:+.1%}"
+        table.add_row(name, str(found.rows), *figures)
+    return table
+
+
 def row_table(rows: Iterable[Row], title: str) -> Table:
     """Lay rows out for the terminal."""
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")

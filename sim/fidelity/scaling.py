@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from sim.fidelity.cases import GPUS, Case, make_case
 from sim.fidelity.paper import load_paper
@@ -71,11 +71,10 @@ def divisions() -> PaperFigure:
     """Figure 10: GPUs that generate by Algorithm 1, and stage seconds at the even and the chosen split."""
     paper = load_paper().allocation
     with ProcessPoolExecutor() as pool:
-        smallest = dict(zip(paper, pool.map(_search, paper, [True] * len(paper)), strict=True))
-        fastest = dict(zip(paper, pool.map(_search, paper, [False] * len(paper)), strict=True))
+        divided = dict(zip(paper, pool.map(_divide, paper), strict=True))
     cells, notes = [], []
     for size, splits in paper.items():
-        found = smallest[size]
+        found = divided[size].smallest
         generations = {entry.generation.num_gpus: entry.generation for entry in found.table}
         trainings = {entry.training.num_gpus: entry.training for entry in found.table}
         base = generations[splits.even.generate[0]].time
@@ -97,7 +96,7 @@ def divisions() -> PaperFigure:
             )
             for stage, (gpus, value), by_gpus in stages
         ]
-        notes.append(_division_note(size, found, fastest[size]))
+        notes.append(_division_note(size, divided[size]))
     chosen = [cell for cell in cells if "that generate" in cell.label]
     return PaperFigure(
         name="Figure 10",
@@ -110,14 +109,25 @@ def divisions() -> PaperFigure:
     )
 
 
-def _search(size: str, smallest: bool) -> Comparison:
+class Divided(NamedTuple):
+    """A model's GPUs divided by Algorithm 1."""
+
+    smallest: Comparison
+    """With the smallest replicas that fit."""
+    fastest: Comparison
+    """With those that generate fastest."""
+
+
+def _divide(size: str) -> Divided:
     run = make_case(
         Case(size, "20K", "async"), changes={"cluster.pools.h800.nodes": GPUS[size] // NODE}
     )
-    return search(run, Stages(run, smallest_tensor_parallel=smallest), unit=NODE)
+    stages = Stages(run, smallest_tensor_parallel=True)
+    smallest = search(run, stages, unit=NODE)
+    return Divided(smallest, search(run, stages.with_fastest_replicas(), unit=NODE))
 
 
-def _division_note(size: str, smallest: Comparison, fastest: Comparison) -> str:
+def _division_note(size: str, divided: Divided) -> str:
     def describe(found: Comparison) -> str:
         generation: Generation = found.chosen.generation
         training: Training = found.chosen.training
@@ -127,6 +137,6 @@ def _division_note(size: str, smallest: Comparison, fastest: Comparison) -> str:
         )
 
     return (
-        f"{size}: {describe(smallest)} with the smallest replicas that fit, as all figures here have them; "
-        f"{describe(fastest)} where replicas may be larger, which is what the planner would choose"
+        f"{size}: {describe(divided.smallest)} with the smallest replicas that fit, as all figures here have them; "
+        f"{describe(divided.fastest)} where replicas may be larger, which is what the planner would choose"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from math import log
 from statistics import median
@@ -10,14 +12,20 @@ from sim.fidelity.cases import (
     ACROSS,
     BATCH,
     LENGTHS,
-    MAX_RUNNING,
     MODELS,
     Case,
     Times,
+    make_case,
+    on_wider_replicas,
     take_all_times,
+    take_times,
 )
 from sim.fidelity.paper import load_paper
+from sim.world import simulate
+from streamrl.hardware.memory import most_running
+from streamrl.record.attribution import UNDERFILLED, Attribution, attribute
 from streamrl.report.fidelity import FigureCell, PaperFigure
+from streamrl.runfile.config import Run
 
 COLUMNS = ("verl", "colocated", "sync", "async")
 CELLS = [
@@ -49,7 +57,7 @@ def end_to_end() -> PaperFigure:
         cells=cells,
         target="mean error at most 15 %, none above 30 %",
         is_met=sum(errors) / len(errors) <= 0.15 and max(errors) <= 0.30,
-        notes=[_consistency_note(), _doubling_note(), _longest_note(ours)],
+        notes=[_consistency_note(), _doubling_note(), _longest_note(ours), _wider_note(ours)],
     )
 
 
@@ -143,6 +151,12 @@ def ablation() -> PaperFigure:
         cells=cells,
         target="every row within 0.05",
         is_met=all(abs(cell.difference) <= 0.05 for cell in cells),
+        notes=[
+            "what makes generation faster helps the colocated system most, which generates on all GPUs and then trains: "
+            "`benchmarks/bench_readings.py` has these rows with generation a fifth faster, with twice the GPUs a "
+            "replica and with other batches",
+            _bubbles_note(names),
+        ],
     )
 
 
@@ -179,9 +193,9 @@ def heterogeneous() -> PaperFigure:
                 f"{a / b * COST[True] / COST[False]:.2f}"
                 for a, b in load_paper().heterogeneous.values()
             ),
-            f"each of 16 H800 replicas is dealt 64 rollouts and runs {MAX_RUNNING}, each of 32 H20 ones is dealt 32: "
-            "that is where the one reading for all cells hurts most. `benchmarks/bench_readings.py` has these ratios "
-            "for others; running all that memory holds comes nearest, and misses Table 3",
+            f"each of 16 H800 replicas is dealt 64 rollouts and runs {_held_at_once()} of them, each of 32 H20 ones "
+            "is dealt 32 and runs all: the ratio is above the paper's where some have to wait, and below it where none "
+            "has (`benchmarks/bench_readings.py` has other readings)",
         ],
     )
 
@@ -243,6 +257,56 @@ def _longest_note(ours: dict[Case, Times]) -> str:
         f"7B at 20K: the longest rollout alone takes 19,869 tokens x {load_paper().decode.milliseconds[0]} ms = "
         f"{alone:.0f} s on the paper's own decode curve; its colocated step of {paper:.0f} s leaves "
         f"{paper - alone:.0f} s to everything else, ours {ours[case].step_time:.0f} s"
+    )
+
+
+def _bubbles_note(systems: Sequence[str]) -> str:
+    """Say what the stragglers of a step cost each system: GPUs that stand idle, and GPUs that decode few rollouts."""
+    with ProcessPoolExecutor() as pool:
+        found = list(pool.map(_bubbles, systems))
+    return (
+        "stragglers leave few GPUs idle and many underfilled, decoding a few rollouts: of all GPU-seconds "
+        + ", ".join(
+            f"{shares.idle['skew']:.0%} and {shares.busy[UNDERFILLED]:.0%} ({system})"
+            for system, shares in zip(systems, found, strict=True)
+        )
+    )
+
+
+def _bubbles(system: str) -> Attribution:
+    return attribute(simulate(make_case(Case("72B", "20K", system))))
+
+
+def _wider_note(ours: dict[Case, Times]) -> str:
+    """Say what twice the GPUs a replica do to the cells whose batches memory makes smallest."""
+    cases = [Case("32B", "20K", system) for system in COLUMNS[1:]]
+    changes = [on_wider_replicas(case) for case in cases]
+    with ProcessPoolExecutor() as pool:
+        wider = list(pool.map(take_times, cases, changes))
+
+    def errors(times: Iterable[Times]) -> str:
+        pairs = zip(times, cases, strict=True)
+        return ", ".join(f"{t.throughput / paper_throughput(case) - 1:+.0%}" for t, case in pairs)
+
+    narrow, wide = (make_case(cases[1], changes=each) for each in ({}, changes[1]))
+    return (
+        f"32B at 20K: a replica on {narrow.rollout.tensor_parallel} GPUs is dealt {_share(narrow)} rollouts and has memory "
+        f"for {most_running(narrow)} of the longest, which is the smallest part of all cells; on "
+        f"{wide.rollout.tensor_parallel} GPUs it is dealt {_share(wide)} and has memory for {most_running(wide)}, and its "
+        f"three cells are at {errors(wider)} instead of {errors(ours[case] for case in cases)}. The paper does not say "
+        "how many it used (all models on twice the GPUs: `benchmarks/bench_readings.py`)"
+    )
+
+
+def _share(run: Run) -> int:
+    return BATCH // run.rollout.replicas
+
+
+def _held_at_once() -> str:
+    """Return how many of the 64 rollouts an H800 replica of 7B runs at once, by length."""
+    runs = {length: make_case(Case("7B", length, "async")) for length in LENGTHS}
+    return ", ".join(
+        f"{min(_share(run), most_running(run))} ({length})" for length, run in runs.items()
     )
 
 

@@ -14,6 +14,7 @@ from sim.costs.training.ranks import Ranks
 from sim.costs.training.stage_times import StageTimes
 from sim.fidelity.published import Row
 from sim.fidelity.published_training import PublishedStep, is_plain, read_steps, shape_of
+from streamrl.hardware.memory import activation_bytes, logit_bytes, model_states
 from streamrl.hardware.profiles import Gpu, load_gpu
 from streamrl.runfile.sides_config import TrainerConfig
 from streamrl.runfile.units import Bandwidth, Size
@@ -69,6 +70,20 @@ def step_time(
     line = PipelinedLine(stages, alone, scores=[], trains=[0.0])
     line.train([step.tokens] * (step.sequences // step.data_parallel), 0.0)
     return line.finish(0.0) + _update_time(ranks, constants)
+
+
+def step_memory(step: PublishedStep) -> tuple[float, float]:
+    """Return the bytes that the memory model expects on the fullest GPU of a step, and those that the GPU has."""
+    model, trainer, gpu = shape_of(step.model), _trainer(step), _gpu(step)
+    num_tokens = step.micro_batch * step.tokens
+    states = model_states(model, trainer, "bfloat16")
+    activations = activation_bytes(model, trainer, "bfloat16", num_tokens)
+    logits = [0.0] * (len(states) - 1) + [logit_bytes(model, trainer, num_tokens)]
+    need = max(
+        state.weights + state.gradients + state.optimizer + kept + last
+        for state, kept, last in zip(states, activations, logits, strict=True)
+    )
+    return need, gpu.memory
 
 
 def even_step_time(

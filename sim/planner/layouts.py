@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from streamrl.hardware.host_memory import host_memory, offloaded_bytes
 from streamrl.hardware.memory import kv_capacity, longest_sequence, num_models, trainer_memory
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.cluster_config import PoolConfig
@@ -141,14 +142,18 @@ def _fit(run: Run, degrees: Degrees, cut: Counter[str]) -> Degrees | None:
     if degrees.data_parallel * degrees.tensor_parallel % degrees.expert_parallel:
         cut[DIVISIBILITY] += 1
         return None
-    model, memory = load_model(run.model), load_gpu(run.cluster.pools[degrees.pool].gpu).memory
+    model, memory = (
+        load_model(run.model),
+        load_gpu(run.cluster.pools[degrees.pool].gpu).usable_memory,
+    )
     is_split_too_far = degrees.pipeline_parallel > model.num_layers
     if is_split_too_far or (degrees.expert_parallel > 1 and model.experts is None):
         cut[LAYERS] += 1
         return None
     for offload in (False, True) if num_models(run) > 1 else (False,):
         found = degrees._replace(offload=offload)
-        if _trainer_bytes(found.apply(run)) <= memory:
+        split = found.apply(run)
+        if _trainer_bytes(split) <= memory and offloaded_bytes(split) <= host_memory(split):
             return found
     cut[TRAINER_MEMORY] += 1
     return None

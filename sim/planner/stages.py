@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
@@ -28,6 +29,7 @@ from sim.planner.layouts import (
     fitting_trainers,
     holds_rollouts,
 )
+from sim.planner.train_time import FallingLengths, train_times
 from streamrl.engine.systems import choose_system, most_per_command
 from streamrl.runfile.config import Run
 from streamrl.workload.workload import Draw, SimulatedWorkload
@@ -36,6 +38,9 @@ FEWEST_LONGEST = 8
 """Rollouts of the longest kind that a replica must hold at once for its tensor parallelism to count as fitting:
 with fewer, the tail of a batch waits for memory. Qwen2.5 7B, 32B and 72B then fit 1, 2 and 4 H800."""
 
+NEAR = 1.3
+"""Closed form of a trainer over that of the best one up to which its passes are computed one by one: closed forms of
+data, tensor and short pipelines lie within 10 % of that, and of long pipelines, which are slow, above it."""
 TRAINED_BATCHES = 4
 """Batches over which training time is averaged: it goes with their tokens, and is quickly computed."""
 
@@ -117,9 +122,15 @@ class Stages:
     def training(self, num_gpus: int) -> Training | None:
         """Return the fastest trainer on `num_gpus`; None where none fits."""
         if num_gpus not in self._trainings:
-            found = list(self._fitting_trainings(num_gpus))
+            found = map(self._train, self._near_fastest(list(self._fitting(num_gpus))))
             self._trainings[num_gpus] = min(found, key=lambda t: t.time, default=None)
         return self._trainings[num_gpus]
+
+    def with_fastest_replicas(self) -> Stages:
+        """Return the same stages with replicas of any degree; what is known of training stays known."""
+        other = copy(self)
+        other._smallest, other._generations = False, {}
+        return other
 
     # Generation -----------------------------------------------------------------------------------
 
@@ -167,9 +178,8 @@ class Stages:
     def _any_trainer(self) -> Run:
         pool = self._run.cluster.pools[self._run.trainer.pool]
         for num_gpus in range(pool.num_gpus, 0, -1):
-            training = self.training(num_gpus)
-            if training is not None:
-                return training.apply(self._run)
+            for degrees in self._fitting(num_gpus):
+                return degrees.apply(self._run)
         raise ValueError(
             f"trainer: no parallelism fits the {pool.num_gpus} GPUs of pool {self._run.trainer.pool!r}"
         )
@@ -184,7 +194,7 @@ class Stages:
             for batch in self._batches[:TRAINED_BATCHES]
         ]
 
-    def _fitting_trainings(self, num_gpus: int) -> Iterator[Training]:
+    def _fitting(self, num_gpus: int) -> Iterator[Degrees]:
         """Yield every trainer that fits, with the run's own micro-batch and ZeRO stage."""
         config = self._run.trainer
         among = TrainerRange(
@@ -192,8 +202,23 @@ class Stages:
             micro_batch=(config.micro_batch,),
             zero=(config.zero,),
         )
-        for degrees in fitting_trainers(self._run, config.pool, num_gpus, among, Counter()):
-            yield self._train(degrees)
+        yield from fitting_trainers(self._run, config.pool, num_gpus, among, Counter())
+
+    def _near_fastest(self, fitting: list[Degrees]) -> list[Degrees]:
+        """Return the trainers that closed forms put so near the fastest that only the passes themselves decide."""
+        estimates = [self._estimate(degrees) for degrees in fitting]
+        most = NEAR * min(estimates, default=0.0)
+        return [each for each, time in zip(fitting, estimates, strict=True) if time <= most]
+
+    def _estimate(self, degrees: Degrees) -> float:
+        run = degrees.apply(self._run)
+        times = train_times(run, TrainingCosts.load(run), self._falling)
+        is_streamed = choose_system(run.policies).streaming == "stream"
+        return (times.stream if is_streamed else times.whole) + times.optimizer
+
+    @cached_property
+    def _falling(self) -> list[FallingLengths]:
+        return [FallingLengths(lengths) for lengths in self._lengths]
 
     def _train(self, degrees: Degrees) -> Training:
         run = degrees.apply(self._run)

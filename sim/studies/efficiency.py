@@ -67,5 +67,5 @@ def training_mfu(run: Run, lengths: Sequence[int], rollouts: int = 256) -> Serie
         label=f"{model.name} on {gpu.name}, {degrees}",
         places=[float(n) for n in lengths],
         values=[flops / peak / time for flops, time in zip(needed, seconds, strict=True)],
-        is_unmeasured=costs.tier == "roofline",
+        is_unmeasured=costs.provenance.tier == "roofline",
     )

@@ -8,6 +8,7 @@ from sim.costs.curves import compose_decode
 from sim.costs.inference import Shard
 from sim.costs.kernels import Kernels
 from streamrl.hardware.model_shape import BYTES, ModelShape
+from streamrl.hardware.workspace import workspace_bytes
 from streamrl.report.generation import GenerationCurve, GenerationPoint
 
 SECONDS_PER_HOUR = 3600
@@ -34,11 +35,12 @@ def study_generation(
     hardware = shard.kernels.gpu
     weights = model.shard_parameters(tensor_parallel, expert_parallel) * BYTES[dtype]
     per_token = model.shard_kv_bytes_per_token(shard.kernels.cache_dtype, tensor_parallel)
-    capacity = (hardware.memory * memory_utilization - weights) / per_token
+    workspace = workspace_bytes(model, dtype, max_running, tensor_parallel, expert_parallel)
+    capacity = (hardware.usable_memory * memory_utilization - weights - workspace) / per_token
     most_running = int(capacity // context)
     if most_running < 1:
         raise ValueError(
-            f"{tensor_parallel} x {hardware.name} hold {hardware.memory / 1e9:.0f} GB each: "
+            f"{tensor_parallel} x {hardware.name} hold {hardware.usable_memory / 1e9:.0f} GB each: "
             f"{model.name} takes {weights / 1e9:.1f} GB of it for weights, and no rollout of "
             f"{context:,} tokens fits beside"
         )

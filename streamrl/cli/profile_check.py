@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from sim.costs.inference import Overheads
 from sim.costs.kernels import peak_of, table_path
+from sim.costs.overheads import ServingEngine
 from sim.costs.sync_profiles import Delta, SyncBackend, Transport
 from sim.costs.training.profile import load_training_profile
 from streamrl.cli.shared import AsJson, print_json
@@ -113,9 +113,8 @@ def _check_transport(path: Path) -> list[str]:
     return []
 
 
-def _check_overheads(path: Path) -> list[str]:
-    read_profile(path, Overheads)
-    return []
+def _check_engine(path: Path) -> list[str]:
+    return [read_profile(path, ServingEngine).fitted_on]
 
 
 def _check_training(path: Path) -> list[str]:
@@ -142,7 +141,7 @@ _READERS: list[tuple[str, Callable[[Path], list[str]]]] = [
     ("lengths/*.csv", _check_lengths),
     ("transports/*.toml", _check_transport),
     ("sync/*.toml", _check_sync),
-    ("measured/overheads.toml", _check_overheads),
+    ("engines/*.toml", _check_engine),
     ("measured/training.toml", _check_training),
     ("measured/*/*.csv", _check_table),
     ("hosts/*.toml", _check_host),

@@ -1,4 +1,4 @@
-"""`streamrl validate`: a paper's evaluation in simulation, figure by figure."""
+"""`streamrl validate`: published measurements beside what the costs and the simulation say of them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 
 from sim.fidelity.calibration import constants, decode_curve
 from sim.fidelity.growth import adjustment
 from sim.fidelity.makespan import dispatch
+from sim.fidelity.published import Row, group_table, grouped, row_table, summarise
 from sim.fidelity.scaling import divisions, scaling
+from sim.fidelity.scorecard import HISTORY, sections, stamp, write_history
+from sim.fidelity.serving import serving_rows
+from sim.fidelity.steps import steps_rows
 from sim.fidelity.throughput import ablation, end_to_end, heterogeneous, ratios, verl
+from sim.fidelity.training_rows import training_rows
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import AsJson, print_json
 from streamrl.report.fidelity import PaperFigure, fidelity_page, figure_picture, figure_table, slug
 
-PAPERS = ("streamrl",)
+ROWS: dict[str, Callable[[], list[Row]]] = {
+    "serving": serving_rows,
+    "training": training_rows,
+    "steps": steps_rows,
+}
+"""Sets of published rows by name."""
+PAPER = "paper"
 FIGURES: dict[str, tuple[Callable[[], PaperFigure], ...]] = {
     "fig2": (scaling,),
     "fig6": (decode_curve,),
@@ -29,40 +41,96 @@ FIGURES: dict[str, tuple[Callable[[], PaperFigure], ...]] = {
     "fig11": (adjustment,),
     "fig12": (heterogeneous,),
 }
+"""Figures of the StreamRL paper."""
 PICTURES = "fidelity"
 
 
 def validate(
-    paper: Annotated[str, typer.Argument(help="Which paper: streamrl.")] = "streamrl",
-    figure: Annotated[
-        list[str] | None, typer.Option(help=f"Only these: {', '.join(FIGURES)}.")
+    what: Annotated[
+        str | None,
+        typer.Argument(help=f"One of {', '.join((*ROWS, PAPER))}; all where absent."),
     ] = None,
+    figure: Annotated[
+        list[str] | None, typer.Option(help=f"Of the paper, only these: {', '.join(FIGURES)}.")
+    ] = None,
+    rows: Annotated[
+        bool, typer.Option("--rows", help="Print each published row beside its prediction.")
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Write fidelity.md and its pictures there."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate the paper's evaluation, and print its numbers, ours and the error.
+    """Compare predictions with published measurements: serving row by row, the paper figure by figure.
 
-    Example: streamrl validate --figure fig8 --figure table3
+    Example: streamrl validate paper --figure fig8 --figure table3
     """
-    if paper not in PAPERS:
-        raise ValueError(f"no paper {paper!r}; there is {', '.join(PAPERS)}")
-    for name in figure or ():
-        if name not in FIGURES:
-            raise ValueError(f"--figure {name!r} is none of {', '.join(FIGURES)}")
-    found = simulate_figures(figure or list(FIGURES))
-    if output is not None:
-        write_page(found, output)
+    _check(what, figure)
+    names = [name for name in ROWS if what == name or (what is None and not figure)]
+    sets = {name: ROWS[name]() for name in names}
+    found = simulate_figures(figure or list(FIGURES)) if what in (None, PAPER) else []
+    if output is not None and found:
+        write_page(found, output, sets)
     if as_json:
-        print_json({one.name: one.describe() for one in found})
+        figures = {one.name: one.describe() for one in found}
+        print_json({**{name: describe(some) for name, some in sets.items()}, **figures})
         return
+    for name, some in sets.items():
+        print_rows(name, some, rows)
     for one in found:
         Console().print(figure_table(one))
         for note in one.notes:
             Console().print(f"  {note}", highlight=False)
         Console().print()
+
+
+def _check(what: str | None, figure: list[str] | None) -> None:
+    """Raise `ValueError` where nothing is called so, or no such figure is asked for."""
+    if what == "streamrl":
+        raise ValueError("the StreamRL paper is called 'paper' here: streamrl validate paper")
+    if what not in (None, PAPER, *ROWS):
+        raise ValueError(
+            f"nothing to validate is called {what!r}; there is {', '.join((*ROWS, PAPER))}"
+        )
+    if figure and what not in (None, PAPER):
+        raise ValueError(f"--figure is of the paper, not of {what!r}")
+    for name in figure or ():
+        if name not in FIGURES:
+            raise ValueError(f"--figure {name!r} is none of {', '.join(FIGURES)}")
+
+
+# Rows ---------------------------------------------------------------------------------------------
+
+
+def describe(rows: list[Row]) -> dict[str, object]:
+    """Return a JSON object: errors of all rows and by group, and the rows."""
+    summaries = {name: summarise(some) for name, some in grouped(rows).items()}
+    errors = summarise(rows)
+    return {
+        "rows_total": errors.rows,
+        "median": errors.median,
+        "p90": errors.p90,
+        "bias": errors.bias,
+        "groups": summaries,
+        "rows": [{**msgspec.structs.asdict(row), "error": row.error} for row in rows],
+    }
+
+
+def print_rows(name: str, rows: list[Row], has_rows: bool) -> None:
+    """Print errors by group, and each row where asked for."""
+    console = Console()
+    console.print(group_table(rows, name))
+    if has_rows:
+        for group, some in grouped(rows).items():
+            console.print()
+            console.print(row_table(some, group))
+            for note in dict.fromkeys(row.note for row in some if row.note):
+                console.print(f"  {note}", highlight=False)
+    console.print()
+
+
+# The paper ----------------------------------------------------------------------------------------
 
 
 def simulate_figures(names: list[str]) -> list[PaperFigure]:
@@ -77,10 +145,13 @@ def simulate_figures(names: list[str]) -> list[PaperFigure]:
     return found
 
 
-def write_page(found: list[PaperFigure], output: Path) -> None:
-    """Write the page and a picture for each figure."""
+def write_page(found: list[PaperFigure], output: Path, sets: dict[str, list[Row]]) -> None:
+    """Write the page, a picture for each figure, and a line of the history where everything was validated."""
     pictures = output / PICTURES
     pictures.mkdir(parents=True, exist_ok=True)
     for one in found:
         figure_picture(one, pictures / f"{slug(one.name)}.png")
-    (output / "fidelity.md").write_text(fidelity_page(found, constants(), PICTURES))
+    first = list(sections(sets))
+    (output / "fidelity.md").write_text(fidelity_page(found, constants(), PICTURES, first, stamp()))
+    if len(sets) == len(ROWS):
+        write_history(sets, {slug(one.name): one.mape for one in found}, output / HISTORY)

@@ -9,15 +9,21 @@ import msgspec
 from streamrl.doctor.finding import Finding
 from streamrl.doctor.lengths import mean_lengths
 from streamrl.engine.systems import choose_system
-from streamrl.hardware.memory import kv_capacity, longest_sequence, trainer_memory
+from streamrl.hardware.memory import (
+    kv_capacity,
+    longest_sequence,
+    most_running,
+    replica_workspace,
+    trainer_memory,
+)
 from streamrl.hardware.model_shape import BYTES
 from streamrl.hardware.profiles import Gpu, load_gpu, load_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import trainer_names
 
 FULL = 0.9
-"""Share of a GPU past which a trainer is called tight: CUDA's context, buffers of collectives and what the
-allocator cannot use are not counted, and vLLM leaves as much to them (gpu_memory_utilization 0.9)."""
+"""Share of a GPU past which a trainer is called tight: buffers of collectives and what the allocator cannot use
+are not counted, and vLLM leaves as much to them (gpu_memory_utilization 0.9)."""
 GB = 1e9
 
 
@@ -72,16 +78,21 @@ def replica_side(run: Run) -> SideMemory:
     model, gpu = load_model(run.model), _gpu(run, rollout.pool)
     weights = model.shard_parameters(rollout.tensor_parallel, rollout.expert_parallel)
     per_token = model.shard_kv_bytes_per_token(dtype, rollout.tensor_parallel)
-    usable = gpu.memory * rollout.memory_utilization
-    room = usable - weights * BYTES[dtype]
+    usable = gpu.usable_memory * rollout.memory_utilization
+    workspace = replica_workspace(run)
+    room = usable - weights * BYTES[dtype] - workspace
     num_tokens = max(int(max(0.0, room) // per_token), longest_sequence(run))
     return SideMemory(
         side="rollout",
         gpu=gpu.name,
         num_gpus=rollout.num_gpus,
-        capacity=gpu.memory,
+        capacity=gpu.usable_memory,
         usable=usable,
-        parts={"weights": weights * BYTES[dtype], "kv_cache": num_tokens * per_token},
+        parts={
+            "weights": weights * BYTES[dtype],
+            "workspace": workspace,
+            "kv_cache": num_tokens * per_token,
+        },
     )
 
 
@@ -92,8 +103,8 @@ def trainer_side(run: Run) -> SideMemory:
         side="trainer",
         gpu=gpu.name,
         num_gpus=run.trainer.num_gpus,
-        capacity=gpu.memory,
-        usable=gpu.memory,
+        capacity=gpu.usable_memory,
+        usable=gpu.usable_memory,
         parts=trainer_memory(run),
     )
 
@@ -131,13 +142,17 @@ def held(run: Run) -> str:
     )
     if mean is not None:
         held += f", {int(tokens // mean.total):,} of the mean {mean.total:,.0f}"
+    if run.rollout.admission == "reserve":
+        held += f"; admission reserves {run.rollout.max_tokens:,} of each, so {most_running(run):,} run at once"
     return f"{held} (max_running {run.rollout.max_running})"
 
 
 def _find_room(run: Run) -> Iterator[Finding]:
-    """Find that fewer rollouts of mean length fit than a replica should run at once."""
+    """Find that fewer rollouts of mean length fit than a replica should run at once, unless none are preempted."""
     mean = mean_lengths(run)
-    if mean is None or replica_side(run).need > replica_side(run).usable:
+    if run.rollout.admission == "reserve" or mean is None:
+        return
+    if replica_side(run).need > replica_side(run).usable:
         return
     num_held, wanted = int(kv_capacity(run) // mean.total), run.rollout.max_running
     share = rollouts_under_way(run) / run.rollout.replicas
@@ -170,7 +185,7 @@ def find_trainer(run: Run) -> Iterator[Finding]:
     if share > 1:
         yield Finding(level="error", topic="memory", name="trainer-memory", text=text)
     elif share > FULL:
-        text += "; CUDA's context and buffers of collectives come on top"
+        text += "; buffers of collectives come on top"
         yield Finding(level="warning", topic="memory", name="trainer-tight", text=text)
     else:
         yield Finding(level="ok", topic="memory", name="trainer-fits", text=text)

@@ -16,6 +16,7 @@ from typing import assert_never
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.hardware.slices import stage_layers
+from streamrl.hardware.workspace import workspace_bytes
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError
 from streamrl.runfile.sides_config import TrainerConfig
@@ -49,9 +50,11 @@ def kv_capacity(run: Run) -> int:
     """
     model, gpu = load_model(run.model), load_gpu(run.cluster.pools[run.rollout.pool].gpu)
     gpus, dtype = run.rollout.tensor_parallel, run.model.dtype
-    usable = gpu.memory * run.rollout.memory_utilization
+    usable = gpu.usable_memory * run.rollout.memory_utilization
     weights = model.shard_parameters(gpus, run.rollout.expert_parallel) * BYTES[dtype]
-    capacity = int(max(0.0, usable - weights) // model.shard_kv_bytes_per_token(dtype, gpus))
+    workspace = replica_workspace(run)
+    room = max(0.0, usable - weights - workspace)
+    capacity = int(room // model.shard_kv_bytes_per_token(dtype, gpus))
     longest = longest_sequence(run)
     if capacity < longest:
         raise RunError(
@@ -59,16 +62,56 @@ def kv_capacity(run: Run) -> int:
             gpus,
             None,
             f"rollout.tensor_parallel={gpus}: {model.name} needs {gpus * weights / 1e9:.1f} GB of "
-            f"weights and {longest} tokens of KV cache, but {gpus} x {gpu.name} at "
-            f"memory_utilization {run.rollout.memory_utilization} hold {gpus * usable / 1e9:.1f} GB, "
-            f"which leaves {capacity} tokens",
+            f"weights, {gpus * workspace / 1e9:.1f} GB of workspace and {longest} tokens of KV cache, "
+            f"but {gpus} x {gpu.name} at memory_utilization {run.rollout.memory_utilization} hold "
+            f"{gpus * usable / 1e9:.1f} GB, which leaves {capacity} tokens",
             ("rollout.memory_utilization", "rollout.max_tokens"),
         )
     return capacity
 
 
+def replica_workspace(run: Run) -> float:
+    """Bytes on one GPU of a replica beside weights and KV cache."""
+    rollout = run.rollout
+    return workspace_bytes(
+        load_model(run.model),
+        run.model.dtype,
+        rollout.max_running,
+        rollout.tensor_parallel,
+        rollout.expert_parallel,
+    )
+
+
+def most_running(run: Run) -> int:
+    """Return the most rollouts that a replica ever decodes at once, so that no simulated batch is larger.
+
+    Where admission reserves the longest output of each, memory holds that many of them, whole groups beside each
+    other sharing a prompt; prompts whose lengths only a recorded run tells are not counted.
+
+    Raises:
+        RunError: as `kv_capacity`, where admission reserves memory.
+    """
+    rollout = run.rollout
+    match rollout.admission:
+        case "on-demand":
+            return rollout.max_running
+        case "reserve":
+            return min(rollout.max_running, _num_reserved(run))
+        case _:
+            assert_never(rollout.admission)
+
+
+def _num_reserved(run: Run) -> int:
+    capacity, longest = kv_capacity(run), run.rollout.max_tokens
+    lengths = run.workload.lengths
+    prompt = lengths.prompt_tokens if lengths is not None and lengths.kind != "trace" else 0
+    sharing = run.algorithm.group_size if run.rollout.shares_prefixes else 1
+    groups, rest = divmod(capacity, prompt + sharing * longest)
+    return groups * sharing + max(0, rest - prompt) // longest
+
+
 def replica_memory(run: Run) -> dict[str, float]:
-    """Bytes on one GPU of a replica: weights, KV cache of as many tokens as fit, what stays unused.
+    """Bytes on one GPU of a replica: weights, workspace, KV cache of as many tokens as fit, what stays unused.
 
     Raises:
         ValueError: as `kv_capacity`.
@@ -76,8 +119,16 @@ def replica_memory(run: Run) -> dict[str, float]:
     model, gpu = load_model(run.model), load_gpu(run.cluster.pools[run.rollout.pool].gpu)
     gpus, dtype = run.rollout.tensor_parallel, run.model.dtype
     weights = model.shard_parameters(gpus, run.rollout.expert_parallel) * BYTES[dtype]
+    workspace = replica_workspace(run)
     cache = kv_capacity(run) * model.shard_kv_bytes_per_token(dtype, gpus)
-    return {"weights": weights, "kv_cache": cache, "unused": gpu.memory - weights - cache}
+    unused = gpu.usable_memory - weights - workspace - cache
+    return {
+        "weights": weights,
+        "workspace": workspace,
+        "kv_cache": cache,
+        "unused": unused,
+        "reserve": gpu.reserve,
+    }
 
 
 def longest_sequence(run: Run) -> int:
@@ -314,7 +365,7 @@ def check_trainer_memory(run: Run, key: str) -> None:
     gpu = load_gpu(run.cluster.pools[run.trainer.pool].gpu)
     items = trainer_memory(run)
     need = sum(items.values())
-    if need > gpu.memory:
+    if need > gpu.usable_memory:
         trainer = run.trainer
         listed = " + ".join(f"{size / 1e9:.1f} of {name}" for name, size in items.items())
         raise RunError(
@@ -324,7 +375,7 @@ def check_trainer_memory(run: Run, key: str) -> None:
             f"{key}: {need / 1e9:.1f} GB a GPU ({listed}) with data_parallel="
             f"{trainer.data_parallel}, tensor_parallel={trainer.tensor_parallel}, "
             f"pipeline_parallel={trainer.pipeline_parallel}, but {gpu.name} has "
-            f"{gpu.memory / 1e9:.0f} GB{_way_out(run, key)}",
+            f"{gpu.usable_memory / 1e9:.1f} GB for tensors{_way_out(run, key)}",
             (f"{key}.pipeline_parallel", f"{key}.data_parallel"),
         )
 

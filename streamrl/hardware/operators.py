@@ -97,16 +97,14 @@ def _latent_decode_attention(axes: Axes, width: float) -> Work:
 
 
 def _moe(axes: Axes, width: float) -> Work:
-    """Gated MLPs of the experts on one GPU; an expert that any token chose is read once.
+    """Gated MLPs of the experts on one GPU, tokens dealt out evenly: an expert that has any is read once.
 
-    `tokens` are those of all GPUs that share the layer. Under even routing an expert stays unread with
-    probability (1 - topk/experts)^tokens.
+    `tokens` are those of all GPUs that share the layer.
     """
     split = axes["tensor_parallel"] * axes["expert_parallel"]
     one_expert = 3 * axes["hidden"] * axes["intermediate"] / split
-    miss = 1 - np.minimum(axes["topk"] / axes["experts"], 1 - 1e-9)
-    num_read = axes["experts"] * (1 - miss ** axes["tokens"])
     chosen = axes["tokens"] * axes["topk"]
+    num_read = np.minimum(axes["experts"], chosen)
     return Work(2 * chosen * one_expert, width * num_read * one_expert, NOTHING)
 
 

@@ -49,6 +49,11 @@ class Gpu(ProfileTable, frozen=True, kw_only=True):
     source: str
     date: datetime.date
     memory: Size
+    """Bytes that the driver reports."""
+    reserve: Size = Size(0)
+    """Bytes of it that no tensor gets: the driver's own, and the context of a process."""
+    host_memory: Size | None = None
+    """A GPU's share of its node's own memory; None where none is known to bind."""
     memory_bandwidth: Bandwidth
     nvlink: Bandwidth
     network: Bandwidth
@@ -62,8 +67,17 @@ class Gpu(ProfileTable, frozen=True, kw_only=True):
     tables: dict[str, str] = msgspec.field(default_factory=dict)
     """Which measured table stands for each operator, as "GPU/BACKEND"; the roofline where none does."""
 
+    @property
+    def usable_memory(self) -> float:
+        """Bytes that tensors can take."""
+        return self.memory - self.reserve
+
     def __post_init__(self) -> None:
-        check_positive(self)
+        check_positive(self, ("reserve",))
+        if self.reserve >= self.memory:
+            raise ValueError(
+                f"reserve must be less than memory {self.memory:g}, got {self.reserve:g}"
+            )
         for dtype, peak in self.flops.items():
             if dtype not in BYTES:
                 raise ValueError(f"flops.{dtype} is no dtype; there is {', '.join(BYTES)}")
@@ -103,11 +117,20 @@ def check_profiles(run: Run) -> None:
     """Raise `RunError`, with the closest names, where a run names a GPU, model or lengths that have no profile."""
     for name, pool in run.cluster.pools.items():
         _check_name(pool_key(name, "gpu"), "gpus", pool.gpu, ".toml")
+    check_engine(run.costs.engine)
     if run.model.name is not None:
         _check_name("model.name", "models", run.model.name, ".toml")
     lengths = run.workload.lengths
     if lengths is not None and lengths.kind != "trace" and not lengths.names_a_file:
         _check_name("workload.lengths.source", "lengths", lengths.source, ".csv")
+
+
+def check_engine(name: str) -> None:
+    """Raise `RunError`, with all names, where `costs.engine` is no engine of profiles/engines."""
+    known = _names(PROFILES / "engines", ".toml")
+    if name not in known:
+        text = f"costs.engine: no engine {shown(name)} in profiles/engines; there is {', '.join(known)}"
+        raise RunError("costs.engine", name, OneOf(known), text)
 
 
 def _check_name(key: str, folder: str, name: str, ending: str) -> None:

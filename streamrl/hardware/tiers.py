@@ -20,11 +20,13 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     shares: dict[Tier, float]
     """Share of the seconds by tier, together 1."""
     sources: tuple[str, ...] = ()
+    error: float | None = None
+    """Median relative error of such seconds on shapes that nothing was fitted to; None where nobody checked."""
 
     @classmethod
-    def of(cls, tier: Tier, sources: Iterable[str] = ()) -> Provenance:
+    def of(cls, tier: Tier, sources: Iterable[str] = (), error: float | None = None) -> Provenance:
         """All seconds are of one tier."""
-        return cls(shares={tier: 1.0}, sources=tuple(sources))
+        return cls(shares={tier: 1.0}, sources=tuple(sources), error=error)
 
     def adjusted(self, source: str) -> Provenance:
         """Return what it is after a factor of the run file: what was measured is then composed."""

@@ -1,5 +1,8 @@
 """Where the GPU-seconds of a run went: busy by activity, idle by cause, together all of them.
 
+Of the seconds in which replicas decode, those that full batches would not have needed are "underfilled": busy, not
+idle, and lost all the same (`streamrl.record.underfilled`).
+
 cause         who                           waits for
 start-up      replica, trainer, verifier    itself, or the replicas that come up with it
 failure       replica, trainer, verifier    the replacement of a replica, or a lost trainer to be up again
@@ -37,9 +40,11 @@ from streamrl.engine.trainer_side import LEADER
 from streamrl.record.counts import Counts, read_changes
 from streamrl.record.timeline import Timeline, read_timeline
 from streamrl.record.trace import Trace
+from streamrl.record.underfilled import YieldSource, read_underfilled
 from streamrl.runfile.config import Run
 
-BUSY = ("prefill", "decode", "score", "train", "verify")
+UNDERFILLED = "underfilled"
+BUSY = ("prefill", "decode", UNDERFILLED, "score", "train", "verify")
 IDLE = (
     "start-up",
     "failure",
@@ -60,8 +65,11 @@ class Attribution(NamedTuple):
     """Shares of GPU-seconds; `busy` and `idle` sum to 1, or to 0 where there are none."""
 
     busy: dict[str, float]
+    """What is underfilled is no part of "decode"; where it is not known it is left out, and "decode" is all of it."""
     idle: dict[str, float]
     gpu_seconds: float
+    underfilled_from: YieldSource
+    """Where it is known from what is underfilled."""
 
 
 class SidesAttribution(NamedTuple):
@@ -81,24 +89,42 @@ def attribute_sides(trace: Trace, window: tuple[float, float] = (0.0, inf)) -> S
     """Attribute every GPU-second as `attribute` does, of all sides together and of each."""
     timeline = read_timeline(trace)
     seconds = _sweep(trace, timeline, window)
-    prefill = _prefill_seconds(trace, timeline, window)
+    parts = _parts(trace, timeline, window)
     return SidesAttribution(
-        whole=_shares(seconds.whole, prefill),
-        sides={name: _shares(of_side, prefill) for name, of_side in seconds.sides.items()},
+        whole=_shares(seconds.whole, parts),
+        sides={name: _shares(of_side, parts) for name, of_side in seconds.sides.items()},
     )
 
 
-def _shares(found: dict[str, float], prefill: float) -> Attribution:
-    """Return the shares of GPU-seconds, where `prefill` of those that generate went into prefixes."""
+class _Parts(NamedTuple):
+    """Parts of the GPU-seconds that generate."""
+
+    prefill: float
+    underfilled: float
+    source: YieldSource
+
+
+def _parts(trace: Trace, timeline: Timeline, window: tuple[float, float]) -> _Parts:
+    underfilled = read_underfilled(trace, timeline)
+    lost = trace.run.rollout.tensor_parallel * underfilled.seconds(window)
+    return _Parts(_prefill_seconds(trace, timeline, window), lost, underfilled.source)
+
+
+def _shares(found: dict[str, float], parts: _Parts) -> Attribution:
+    """Return the shares of GPU-seconds, those that generate divided into their parts."""
     seconds = dict(found)
     generating = seconds.pop("generate", 0.0)
-    seconds["prefill"] = min(prefill, generating)
+    seconds["prefill"] = min(parts.prefill, generating)
     seconds["decode"] = generating - seconds["prefill"]
     total = sum(seconds.values())
+    names = [name for name in BUSY if name != UNDERFILLED or parts.source != "unknown"]
+    seconds[UNDERFILLED] = min(parts.underfilled, seconds["decode"])
+    seconds["decode"] -= seconds[UNDERFILLED]
     return Attribution(
-        busy={name: seconds.get(name, 0.0) / (total or 1.0) for name in BUSY},
+        busy={name: seconds.get(name, 0.0) / (total or 1.0) for name in names},
         idle={name: seconds.get(name, 0.0) / (total or 1.0) for name in IDLE},
         gpu_seconds=total,
+        underfilled_from=parts.source,
     )
 
 

@@ -1,7 +1,8 @@
 """A run as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
 
     process     tracks
-    replicas    a thread a replica with its activities; its rollouts as overlapping (async) slices
+    replicas    a thread a replica with its activities; its rollouts as overlapping (async) slices; how many run on all,
+                and on how many GPUs' worth a full batch would be missed, as counters
     trainers    a thread a trainer: score, train, checkpoint, failure; its version as a counter; an instant for each
                 step of the one that leads
     links       pushes of weights
@@ -12,11 +13,13 @@ Format: "Trace Event Format", Google, 2016; times are microseconds.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import Literal, TypeAlias
 
 import msgspec
+import numpy as np
 
 from streamrl.engine.messages import (
     Failed,
@@ -30,8 +33,9 @@ from streamrl.engine.messages import (
     TrainerStarted,
 )
 from streamrl.engine.trainer_side import LEADER
-from streamrl.record.timeline import Span, read_timeline
+from streamrl.record.timeline import Span, Timeline, read_timeline
 from streamrl.record.trace import Trace
+from streamrl.record.underfilled import read_underfilled
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import trainer_names
 
@@ -74,6 +78,7 @@ def chrome_trace(trace: Trace) -> bytes:
         events.extend(_slices(timeline.verifier, VERIFIERS, 0))
     events.extend(_rollouts(trace))
     events.extend(_running(span for spans in timeline.rollouts.values() for span in spans))
+    events.extend(_underfilled(trace, timeline))
     events.extend(_versions(trace))
     events.sort(key=attrgetter("ts"))
     return msgspec.json.encode(
@@ -196,6 +201,20 @@ def _running(spans: Iterable[Span]) -> Iterator[TraceEvent]:
         yield _counter("running rollouts", REPLICAS, time, running)
 
 
+def _underfilled(trace: Trace, timeline: Timeline) -> Iterator[TraceEvent]:
+    """Count the GPUs whose decoding full batches would not have needed; nothing where that is not known."""
+    changes: dict[float, float] = defaultdict(float)
+    for lost in read_underfilled(trace, timeline).replicas.values():
+        for start, end, share in zip(*map(np.ndarray.tolist, lost), strict=True):
+            changes[start] += share
+            changes[end] -= share
+    replicas = 0.0
+    for time in sorted(changes):
+        replicas += changes[time]
+        gpus = round(replicas * trace.run.rollout.tensor_parallel, 3)
+        yield _counter("underfilled GPUs", REPLICAS, time, gpus)
+
+
 def _versions(trace: Trace) -> Iterator[TraceEvent]:
     """Count policy versions, and mark what concerns the whole run."""
     names = ["policy version", *(f"version of {name}" for name in trainer_names(trace.run)[1:])]
@@ -223,7 +242,7 @@ def _versions(trace: Trace) -> Iterator[TraceEvent]:
                 pass  # concerns one resource
 
 
-def _counter(name: str, pid: int, time: float, value: int) -> TraceEvent:
+def _counter(name: str, pid: int, time: float, value: float) -> TraceEvent:
     return TraceEvent(
         ph="C", name=name, pid=pid, tid=0, ts=_microseconds(time), args={"value": value}
     )

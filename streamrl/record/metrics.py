@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from statistics import median
 
@@ -16,14 +17,26 @@ from streamrl.engine.messages import (
     StopReplica,
 )
 from streamrl.hardware.profiles import price_of
-from streamrl.record.attribution import Attribution, SidesAttribution, attribute_sides
+from streamrl.record.attribution import (
+    UNDERFILLED,
+    Attribution,
+    SidesAttribution,
+    attribute_sides,
+)
 from streamrl.record.flow import Flow, TrainerFlow, read_flow
 from streamrl.record.trace import Trace, blaming_damage
+from streamrl.record.underfilled import YieldSource
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import sides_of, trainer_names
 
 SECONDS_PER_HOUR = 3600.0
-TIER_OF_ACTIVITY = {"prefill": "prefill", "decode": "decode", "score": "score", "train": "train"}
+TIER_OF_ACTIVITY = {
+    "prefill": "prefill",
+    "decode": "decode",
+    UNDERFILLED: "decode",
+    "score": "score",
+    "train": "train",
+}
 """Operation whose tiers an activity has; what verifiers take stands in the run file."""
 TRAINING = ("score", "train")
 
@@ -85,9 +98,12 @@ class Metrics(Speed, frozen=True, kw_only=True):
     num_gpus: dict[str, int]
     """GPUs allocated at the start by side, each once: "shared" ones generate and train in turn."""
     busy: dict[str, float]
-    """Share of all GPU-seconds, by activity."""
+    """Share of all GPU-seconds, by activity; "underfilled" is what full batches would not have needed to decode."""
     idle: dict[str, float]
     """Share of all GPU-seconds, by cause; `busy` and `idle` sum to 1."""
+    underfilled_from: YieldSource = "unknown"
+    """What a full batch yields is known from the decode curve, or observed; where it is not, `busy` has no
+    "underfilled", and "decode" is all of it."""
     sides: dict[str, SideMetrics]
     """The same of each side alone; what replicas and the leading trainer share is one, "shared"."""
     staleness: dict[int, int]
@@ -131,6 +147,7 @@ def _measure(trace: Trace) -> Metrics:
         num_gpus={side.name: side.num_gpus for side in sides_of(trace.run)},
         busy=shares.whole.busy,
         idle=shares.whole.idle,
+        underfilled_from=shares.whole.underfilled_from,
         sides={name: _side(of_side) for name, of_side in shares.sides.items()},
         staleness=dict(sorted(leader.staleness.items())),
         rewards=[_mean([flow.rewards[r] for r in rollouts]) for rollouts in leader.trained],
@@ -249,7 +266,9 @@ def _tiers(trace: Trace, shares: SidesAttribution) -> dict[str, float]:
     if trace.world == "real":
         return {"measured": 1.0}
     tiers: dict[str, float] = {}
-    weights = dict(_weights(trace.run, shares))
+    weights: dict[str, float] = defaultdict(float)
+    for operation, weight in _weights(trace.run, shares):
+        weights[operation] += weight
     busy = sum(weights.values()) or 1.0
     for operation, weight in weights.items():
         found = trace.facts[operation]
@@ -269,7 +288,7 @@ def _weights(run: Run, shares: SidesAttribution) -> Iterator[tuple[str, float]]:
         others = {activity: others[activity] + own[activity] for activity in TRAINING}
         yield f"train {follower.name}", sum(own.values())
     for activity, operation in TIER_OF_ACTIVITY.items():
-        yield operation, shares.whole.busy[activity] - others.get(activity, 0.0)
+        yield operation, shares.whole.busy.get(activity, 0.0) - others.get(activity, 0.0)
 
 
 def _mean(values: list[float]) -> float:

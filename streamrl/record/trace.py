@@ -15,6 +15,7 @@ import msgspec
 
 from streamrl.engine.messages import Command, Event
 from streamrl.engine.systems import build_engine
+from streamrl.record.decode_yield import DecodeYield
 from streamrl.record.upgrade import OLD_FORMAT, RawEntry, upgrade_entries
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import decode_run, encode_run
@@ -41,13 +42,15 @@ Facts: TypeAlias = Mapping[str, str | float | dict[str, float] | list[str]]
 run host and versions."""
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True):
+class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a trace is of."""
 
     format: int
     world: Literal["simulated", "real"]
     run: msgspec.Raw
     facts: Facts
+    decode: DecodeYield | None = None
+    """What a full batch of a replica yields, where that was known beforehand."""
 
 
 class Divergence(NamedTuple):
@@ -68,6 +71,7 @@ class Trace:
         facts: Facts | None = None,
         file: IO[bytes] | None = None,
         keeps_entries: bool = True,
+        decode: DecodeYield | None = None,
     ) -> None:
         """Begin a trace.
 
@@ -77,10 +81,12 @@ class Trace:
             facts: where seconds come from.
             file: where entries are written as they happen.
             keeps_entries: whether they stay in memory; a run of days writes them, and they are read back.
+            decode: what a full batch of a replica yields, where it is known.
         """
         self.run = run
         self.world = world
         self.facts: Facts = facts or {}
+        self.decode = decode
         self.entries: list[Entry] = []
         self._file = file
         self._keeps_entries = keeps_entries
@@ -105,6 +111,7 @@ class Trace:
             world=self.world,
             run=msgspec.Raw(encode_run(self.run)),
             facts=self.facts,
+            decode=self.decode,
         )
         return _ENCODER.encode(header) + b"\n"
 
@@ -126,7 +133,8 @@ def read_trace(path: Path) -> Trace:
         raise ValueError(f"{path}: {error.strerror}") from None
     header = _read_header(path, lines[0])
     is_old = header.format == OLD_FORMAT
-    trace = Trace(_read_run(path, header, is_old), header.world, header.facts)
+    run = _read_run(path, header, is_old)
+    trace = Trace(run, header.world, header.facts, decode=header.decode)
     if is_old:
         trace.entries = _read_old_entries(path, lines[1:], trace.run)
     else:

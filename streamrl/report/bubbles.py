@@ -8,7 +8,7 @@ from itertools import accumulate
 import msgspec
 from rich.table import Table
 
-from streamrl.record.attribution import IDLE, attribute
+from streamrl.record.attribution import IDLE, UNDERFILLED, attribute
 from streamrl.record.flow import read_flow
 from streamrl.record.metrics import dollars_per_second, mean_replicas, measure
 from streamrl.record.trace import Trace
@@ -39,6 +39,11 @@ class Bubbles(msgspec.Struct, frozen=True, kw_only=True):
     def idle_share(self) -> float:
         """Share of the GPU-seconds in which a GPU waits."""
         return sum(self.idle.values()) / self.gpu_seconds
+
+    @property
+    def underfilled(self) -> float | None:
+        """GPU-seconds of decoding that full batches would not have needed; None where nobody knows."""
+        return self.busy.get(UNDERFILLED)
 
 
 def read_bubbles(name: str, trace: Trace, steps: tuple[int, int]) -> Bubbles:
@@ -77,6 +82,8 @@ def bubble_table(runs: Sequence[Bubbles]) -> Table:
         table.add_row(f"idle: {cause}", *(f"{run.idle[cause]:,.0f}" for run in runs))
     table.add_row("idle", *(f"{sum(run.idle.values()):,.0f}" for run in runs))
     table.add_row("busy", *(f"{sum(run.busy.values()):,.0f}" for run in runs))
+    if any(run.underfilled is not None for run in runs):
+        table.add_row(f"  {UNDERFILLED}", *(_known(run.underfilled) for run in runs))
     table.add_row("idle share", *(format_share(run.idle_share) for run in runs))
     table.add_row()
     table.add_row("step time, s", *(f"{run.step_time:,.0f}" for run in runs))
@@ -85,6 +92,10 @@ def bubble_table(runs: Sequence[Bubbles]) -> Table:
         "$ per million tokens", *(format_dollars(run.cost_per_million_tokens) for run in runs)
     )
     return table
+
+
+def _known(gpu_seconds: float | None) -> str:
+    return "?" if gpu_seconds is None else f"{gpu_seconds:,.0f}"
 
 
 def causes(runs: Sequence[Bubbles], least: float = 0.0) -> list[str]:
@@ -123,15 +134,14 @@ def _step_note(before: Bubbles, after: Bubbles) -> str:
 
 
 def _cause_notes(before: Bubbles, after: Bubbles) -> Iterator[str]:
-    """Name the bubbles that changed, the most first."""
-    changes = {cause: after.idle[cause] - before.idle[cause] for cause in IDLE}
-    for cause, change in sorted(changes.items(), key=lambda item: -abs(item[1])):
-        if abs(change) > WORTH_SAYING * before.gpu_seconds:
-            verb = "shrinks" if change < 0 else "grows"
-            yield (
-                f"  {cause} {verb} from {before.idle[cause]:,.0f} to {after.idle[cause]:,.0f} "
-                "GPU-seconds a step"
-            )
+    """Name the bubbles that changed, the most first, and with them what is underfilled."""
+    pairs = {cause: (before.idle[cause], after.idle[cause]) for cause in IDLE}
+    if before.underfilled is not None and after.underfilled is not None:
+        pairs[UNDERFILLED] = (before.underfilled, after.underfilled)
+    for cause, (old, new) in sorted(pairs.items(), key=lambda item: -abs(item[1][1] - item[1][0])):
+        if abs(new - old) > WORTH_SAYING * before.gpu_seconds:
+            verb = "shrinks" if new < old else "grows"
+            yield f"  {cause} {verb} from {old:,.0f} to {new:,.0f} GPU-seconds a step"
 
 
 def _rest_note(run: Bubbles) -> str:

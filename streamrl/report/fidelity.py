@@ -105,20 +105,31 @@ def figure_picture(figure: PaperFigure, path: Path) -> None:
 
 
 def fidelity_page(
-    figures: Sequence[PaperFigure], constants: Sequence[tuple[str, str, str]], pictures: str
+    figures: Sequence[PaperFigure],
+    constants: Sequence[tuple[str, str, str]],
+    pictures: str,
+    first: Sequence[str] = (),
+    stamp: str = "",
 ) -> str:
-    """Write the page: what was met, the constants with their origin, and each figure with its notes.
+    """Write the page: published rows, what the paper's figures met, constants, and each figure with its notes.
 
     Args:
         figures: in the order of the page.
         constants: name, value and origin of everything that was calibrated.
         pictures: folder of the pictures, relative to the page.
+        first: lines that come before the paper.
+        stamp: what was running, and when.
     """
     lines = [
         "# Fidelity",
         "",
-        "StreamRL (arXiv 2504.15930) in simulation. `streamrl validate --output docs` writes this page and its",
-        "pictures; every number on it comes from that command.",
+        f"`streamrl validate --output docs` writes this page and its pictures ({stamp}); every number on it comes from",
+        "that command. First what others measured and nobody here wrote, then the paper that this follows.",
+        *first,
+        "",
+        "## The paper",
+        "",
+        "StreamRL (arXiv 2504.15930) in simulation.",
         "",
         "| figure | must reach | | mean error | largest |",
         "|---|---|---|---|---|",

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from rich.table import Table
 
+from streamrl.record.attribution import UNDERFILLED
 from streamrl.record.metrics import Metrics
 
 Deviation: TypeAlias = dict[str, float | None]
@@ -25,6 +26,9 @@ BAR_WIDTH = 24  # characters of a share of 100 %
 TWO_SIDES = ("rollout", "trainer")
 """Sides of a run that the shares of all GPU-seconds say enough of."""
 WORTH_A_WORD = 0.005  # share of a side's GPU-seconds
+UNKNOWN_YIELD = (
+    "no replica was seen with max_running rollouts, and costs.profile names none of this run"
+)
 NUM_REWARDS = 5  # shown from the start and from the end of a run
 
 
@@ -49,6 +53,8 @@ def metrics_table(metrics: Metrics) -> Table:
         for name, share in shares.items():
             if share > 0:
                 table.add_row(f"  {name}", format_share(share), f"[{colour}]{_bar(share)}[/]")
+        if title == "busy" and metrics.underfilled_from == "unknown" and metrics.busy.get("decode"):
+            table.add_row(f"  {UNDERFILLED}", "?", UNKNOWN_YIELD)
     if len(metrics.sides) > len(TWO_SIDES):
         table.add_row()
         for row in _side_rows(metrics):
@@ -71,10 +77,8 @@ def comparison_table(predicted: Metrics, measured: Metrics) -> Table:
             _relative(_relative_error(ours, theirs)),
         )
     table.add_row("seconds from", format_tiers(predicted.tiers), format_tiers(measured.tiers))
-    for title, ours, theirs in (
-        ("busy", predicted.busy, measured.busy),
-        ("idle", predicted.idle, measured.idle),
-    ):
+    kinds = (_comparable(predicted, measured), (predicted.idle, measured.idle))
+    for title, (ours, theirs) in zip(("busy", "idle"), kinds, strict=True):
         table.add_row()
         _add_shares(table, title, sum(ours.values()), sum(theirs.values()))
         for name in _names(ours, theirs):
@@ -93,11 +97,25 @@ def compare(predicted: Metrics, measured: Metrics) -> dict[str, object]:
     for name in RATIOS:
         ours, theirs = getattr(predicted, name), getattr(measured, name)
         figures[name] = _deviation(ours, theirs, _relative_error(ours, theirs))
-    figures["busy"] = _share_deviations(predicted.busy, measured.busy)
+    figures["busy"] = _share_deviations(*_comparable(predicted, measured))
     figures["idle"] = _share_deviations(predicted.idle, measured.idle)
     figures["staleness"] = {"predicted": predicted.staleness, "measured": measured.staleness}
     figures["tiers"] = {"predicted": predicted.tiers, "measured": measured.tiers}
     return figures
+
+
+def _comparable(predicted: Metrics, measured: Metrics) -> tuple[dict[str, float], dict[str, float]]:
+    """Return what both were busy with, decoding as a whole where only one tells what of it was underfilled."""
+    if UNDERFILLED in predicted.busy and UNDERFILLED in measured.busy:
+        return predicted.busy, measured.busy
+    return _with_all_decoding(predicted.busy), _with_all_decoding(measured.busy)
+
+
+def _with_all_decoding(busy: Mapping[str, float]) -> dict[str, float]:
+    whole = {name: share for name, share in busy.items() if name != UNDERFILLED}
+    if UNDERFILLED in busy:
+        whole["decode"] = busy["decode"] + busy[UNDERFILLED]
+    return whole
 
 
 LABELS = {

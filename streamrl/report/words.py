@@ -27,6 +27,7 @@ CAUSES = {
 ACTIVITIES = {
     "prefill": "reading prompts",
     "decode": "generating tokens",
+    "underfilled": "generating too, in batches so small that full ones would not have needed these seconds",
     "score": "forward passes of critic and reference",
     "train": "forward and backward passes, and the optimizer",
     "verify": "computing rewards, on GPUs of the verifiers' own",
@@ -41,6 +42,7 @@ GLOSSARY = {
     "step": "one update of the weights, from a batch of rollouts",
     "tokens trained on": "output tokens of rollouts that went into an update; what the money is for",
     "goodput": "tokens trained on per second",
+    "full batch": "as many rollouts as a replica's memory, or its run file, lets it generate at once",
     "replica": "one copy of the model that generates, with its GPUs",
     "trainer": "the GPUs that compute updates; of several, the first leads, and the others learn from the same rollouts",
     "weight sync": "sending updated weights to the replicas",

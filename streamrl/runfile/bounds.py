@@ -46,6 +46,7 @@ COUNTS = (
 """Sections whose whole numbers are all at least 1."""
 BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     Run: {"seed": Bounds(0), "warm_up_steps": Bounds(0)},
+    PoolConfig: {"host_memory": POSITIVE},
     LinkConfig: {"bandwidth": POSITIVE},
     RolloutConfig: {"memory_utilization": POSITIVE_SHARE},
     TrainerConfig: {"efficiency": POSITIVE_SHARE},

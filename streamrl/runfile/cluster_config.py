@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from streamrl.runfile.section import Section
-from streamrl.runfile.units import Bandwidth, Duration
+from streamrl.runfile.units import Bandwidth, Duration, Size
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -30,6 +30,9 @@ class PoolConfig(Section, frozen=True, kw_only=True):
     gpus_per_node: int = 8
     price: float | None = None
     """Dollars per GPU-hour; the GPU's own figure where absent."""
+    host_memory: Size | None = None
+    """Memory of one node beside its GPUs, where models wait that `trainer.offload` moves out; the GPU's own
+    figure where absent."""
     transport: Literal["tcp", "rdma"] = "rdma"
     """What its nodes speak to each other; over tcp weights reach a GPU through host memory."""
 

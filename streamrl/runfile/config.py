@@ -39,6 +39,9 @@ class CostsConfig(Section, frozen=True, kw_only=True):
     backend: str | None = None
     """Whose operator tables make up decode and prefill, such as "sglang"; the GPU profile's own choice where
     absent."""
+    engine: str = "vllm-0.11"
+    """Whose overheads a decode step has beside its operators: an inference engine and version of
+    `profiles/engines`."""
     generation_factor: float = 1.0
     """Simulated: how fast prefill and decode are, relative to what the profiles say: seconds are divided by
     it. For a framework slower than the engines that were measured: 0.5 takes twice as long."""

@@ -11,6 +11,7 @@ from streamrl.runfile.units import Duration, Size
 
 ScorerName = Literal["exact", "math-verify", "reasoning-gym"]
 RolloutBackend = Literal["transformers", "static"]
+AdmissionName = Literal["on-demand", "reserve"]
 
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
@@ -27,6 +28,9 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Most rollouts that a replica decodes at once; KV memory may allow fewer."""
     max_tokens: int
     """Most output tokens of a rollout."""
+    admission: AdmissionName = "on-demand"
+    """Simulated: what a replica lets a rollout in by. on-demand: what it has now fits KV memory, and what outgrows
+    that later is preempted, as engines do; reserve: `max_tokens` of all that run fit, so none is ever preempted."""
     temperature: float = 1.0
     memory_utilization: float = 0.9
     """Share of GPU memory for weights and KV cache."""
@@ -69,9 +73,10 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     recompute: Literal["none", "selective", "full"] = "full"
     """Simulated: full keeps the input of each layer and computes the layer again for its backward pass; selective
     makes norms and activations of MLPs again; none keeps all but attention scores, which flash attention never keeps."""
-    kernels: Literal["fused", "uncompiled", "eager"] = "fused"
-    """Simulated: how elementwise work runs: fused (Transformer Engine, torch.compile), with fused attention and norms
-    alone, or as the plain modules of a Hugging Face model one after the other."""
+    kernels: Literal["fused", "uncompiled", "eager"] = "eager"
+    """Simulated: how elementwise work runs: fused (Transformer Engine, torch.compile: tuned pretraining), with fused
+    attention and norms alone, or one operation after the other, as the trainers of RL frameworks mostly run (prime-rl's
+    benchmarks, and the stages that RLinf publishes of itself and verl)."""
     packing: Literal["packed", "padded"] = "packed"
     """Simulated: rollouts of a micro-batch follow each other, or are padded to the longest."""
     order: Literal["sorted", "arrival"] = "sorted"

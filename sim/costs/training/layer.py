@@ -5,6 +5,7 @@
 | products    | FLOPs at the rate that kernel tables give for their size               | twice    |
 | attention   | the prefill kernel's seconds, a straight line in tokens and pairs      | 2.8 x    |
 | activations | bytes that are kept, times `activation_traffic`, through memory        | twice    |
+| softmax     | `logit_traffic` bytes a logit through memory, on the last stage        | twice    |
 | experts     | grouped products at a rate that falls with few tokens or few channels  | twice    |
 | permutation | tokens into the order of their experts and back, through memory        | twice    |
 | trade       | all-to-all: once a node and GPU where copies are saved, else each copy | as much  |
@@ -112,11 +113,12 @@ class Layer:
                 assert_never(self.ranks.trainer.recompute)
 
     def head(self) -> Pass:
-        """Return the forward pass of the output head, on the stage that has it."""
-        model = self.ranks.model
-        return self._product(
-            model.vocab_size / self.ranks.trainer.tensor_parallel, model.hidden_size
-        )
+        """Return the forward pass of the output head and its softmax, on the stage that has them."""
+        ranks = self.ranks
+        logits = ranks.model.vocab_size / ranks.trainer.tensor_parallel
+        moved = self._unfused() * self.constants.logit_traffic * logits
+        softmax = Pass(per_token=moved / ranks.gpu.memory_bandwidth)
+        return self._product(logits, ranks.model.hidden_size) + softmax
 
     # Terms ----------------------------------------------------------------------------------------
 
@@ -165,17 +167,20 @@ class Layer:
     def _activations(self) -> Pass:
         ranks, constants = self.ranks, self.constants
         kept = layer_activation_bytes(ranks.model, ranks.dtype) - self._permuted_bytes()
-        match ranks.trainer.kernels:
+        moved = self._unfused() * constants.activation_traffic * kept
+        return Pass(per_token=moved / ranks.trainer.tensor_parallel / ranks.gpu.memory_bandwidth)
+
+    def _unfused(self) -> float:
+        """Return the traffic of elementwise work, times that of fused kernels."""
+        match self.ranks.trainer.kernels:
             case "fused":
-                times = 1.0
+                return 1.0
             case "uncompiled":
-                times = constants.uncompiled_traffic
+                return self.constants.uncompiled_traffic
             case "eager":
-                times = constants.eager_traffic
+                return self.constants.eager_traffic
             case _:
-                assert_never(ranks.trainer.kernels)
-        moved = times * constants.activation_traffic * kept / ranks.trainer.tensor_parallel
-        return Pass(per_token=moved / ranks.gpu.memory_bandwidth)
+                assert_never(self.ranks.trainer.kernels)
 
     def _attention(self) -> Pass:
         ranks = self.ranks

@@ -25,6 +25,8 @@ class Constants(ProfileTable, frozen=True, kw_only=True):
 
     activation_traffic: float
     """Bytes through memory in a forward pass for each byte of activations that it keeps, with fused kernels."""
+    logit_traffic: float
+    """Bytes through memory for each logit in a forward pass, with fused kernels."""
     uncompiled_traffic: float
     """Times that of fused kernels where elementwise operations are not fused."""
     eager_traffic: float

@@ -20,7 +20,7 @@ from sim.costs.training.ranks import Ranks
 from sim.costs.training.stage_times import StageTimes
 from streamrl.hardware.memory import ModelState, model_state, num_models, num_trained_models
 from streamrl.hardware.model_shape import BYTES
-from streamrl.hardware.tiers import Tier
+from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides_config import TrainerConfig
 
@@ -72,8 +72,7 @@ class TrainingCosts:
     """Rollouts between two optimizer steps; inf where a batch has one, whatever its size."""
     epochs: int
     """Times that a batch is trained on."""
-    tier: Tier
-    sources: list[str]
+    provenance: Provenance
     trainer: TrainerConfig
 
     @classmethod
@@ -84,7 +83,7 @@ class TrainingCosts:
             ValueError: a profile is missing, or the model cannot be split as the run file says.
         """
         algorithm, ranks = run.algorithm, Ranks.of(run)
-        ranks, stages, step_time, tier, sources = _choose_stages(run, ranks)
+        ranks, stages, step_time, provenance = _choose_stages(run, ranks)
         switches = Switches()
         if run.trainer.offload and num_models(run) > 1:
             state = model_state(ranks.model, run.trainer, run.model.dtype)
@@ -102,8 +101,7 @@ class TrainingCosts:
             overhead_time=STEP_TIME if framework.step_time is None else framework.step_time,
             mini_batch=_mini_batch(run),
             epochs=framework.epochs,
-            tier=tier,
-            sources=sources,
+            provenance=provenance,
             trainer=run.trainer,
         )
 
@@ -138,28 +136,31 @@ def _mini_batch(run: Run) -> float:
     return inf if steps == 1 else ceil(run.algorithm.rollouts_per_step / steps)
 
 
-def _choose_stages(run: Run, ranks: Ranks) -> tuple[Ranks, StageTimes, float, Tier, list[str]]:
-    """Return the best known stages, seconds that a step has beside them, and their tier and sources."""
+def _choose_stages(run: Run, ranks: Ranks) -> tuple[Ranks, StageTimes, float, Provenance]:
+    """Return the best known stages, seconds that a step has beside them, and where they come from."""
     efficiency, name = run.trainer.efficiency, run.cluster.pools[run.trainer.pool].gpu
     if efficiency is not None:
         source = f"run file: trainer.efficiency={efficiency} of peak FLOP/s"
-        return ranks, StageTimes.assumed(ranks, efficiency), 0.0, "roofline", [source]
+        return ranks, StageTimes.assumed(ranks, efficiency), 0.0, Provenance.of("roofline", [source])
     profile = load_training_profile()
     rate = profile.gemm.get(name)
     if rate is None or BYTES[run.model.dtype] != MEASURED_BYTES:
         assumed = ranks.gpu.roofline.training_efficiency
         source = f"profiles/gpus/{name}.toml: assumed training_efficiency={assumed}, unmeasured"
-        return ranks, StageTimes.assumed(ranks, assumed), 0.0, "roofline", [source]
+        return ranks, StageTimes.assumed(ranks, assumed), 0.0, Provenance.of("roofline", [source])
     constants = profile.constants
     ranks = replace(ranks, collective=constants.collective)
     layer = Layer(ranks=ranks, gemm=rate, experts=profile.experts[name], constants=constants)
     is_mixture = ranks.model.experts is not None
     tier = profile.experts[name].tier if is_mixture and rate.tier == "composed" else rate.tier
-    sources = _sources(profile, name, is_mixture=is_mixture)
-    return ranks, StageTimes.compose(ranks, layer), constants.step_time, tier, sources
+    provenance = Provenance.of(tier, *_checked(profile, name, is_mixture=is_mixture))
+    return ranks, StageTimes.compose(ranks, layer), constants.step_time, provenance
 
 
-def _sources(profile: TrainingProfile, gpu: str, *, is_mixture: bool) -> list[str]:
+def _checked(
+    profile: TrainingProfile, gpu: str, *, is_mixture: bool
+) -> tuple[list[str], float | None]:
+    """Return the sources, and the error on shapes left out where training was measured on this GPU."""
     kind = "mixture" if is_mixture else "dense"
     found = profile.held_out[kind]
     fitted = (
@@ -167,4 +168,5 @@ def _sources(profile: TrainingProfile, gpu: str, *, is_mixture: bool) -> list[st
         f"{kind} models left out: {found.median:.1%} in median, {found.p90:.1%} at p90"
     )
     rates = [profile.gemm[gpu].source, *([profile.experts[gpu].source] if is_mixture else [])]
-    return [f"{fitted}; {'; '.join(rates)}"]
+    is_known = profile.gemm[gpu].tier == "composed"
+    return [f"{fitted}; {'; '.join(rates)}"], found.median if is_known else None

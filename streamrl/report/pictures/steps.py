@@ -14,6 +14,7 @@ from streamrl.engine.trainer_side import LEADER
 from streamrl.record.metrics import Metrics
 from streamrl.record.timeline import Span, Timeline, read_timeline
 from streamrl.record.trace import Trace
+from streamrl.record.underfilled import read_underfilled
 from streamrl.report.pictures.drawing import (
     SMALL,
     Drawing,
@@ -81,7 +82,7 @@ def timeline_picture(
     window, timeline = _window(metrics, steps, longest), read_timeline(trace)
     shown = _evenly(list(timeline.replicas), MOST_ROWS)
     lanes = lanes_of(trace.run, timeline)
-    words = list(step_words(trace.run, timeline, window))
+    words = [*step_words(trace.run, timeline, window), *_underfilled_words(trace, timeline, window)]
     if hidden := len(timeline.replicas) - len(shown):
         words.append(f"{hidden} of {len(timeline.replicas)} replicas are not drawn.")
     title = f"{label}: {_steps_text(window, metrics)}"
@@ -154,6 +155,15 @@ def step_words(run: Run, timeline: Timeline, window: Window) -> Iterator[str]:
         share = _within(timeline.verifier, window, "verify") / took
         yield f"Rewards are being computed for {percent(share)} of the time."
     yield f"The link carries weights for {seconds(_within(timeline.link, window, 'push'))}."
+
+
+def _underfilled_words(trace: Trace, timeline: Timeline, window: Window) -> Iterator[str]:
+    """Say what of the time in which replicas generate full batches would not have needed."""
+    underfilled = read_underfilled(trace, timeline)
+    took = sum(_within(spans, window, "generate") for spans in timeline.replicas.values())
+    if underfilled.source != "unknown" and took:
+        share = underfilled.seconds((window.start, window.end)) / took
+        yield f"Full batches would not have needed {percent(share)} of the time in which they generate."
 
 
 def _shares_of(spans: Sequence[Span], window: Window) -> str:

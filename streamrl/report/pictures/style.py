@@ -38,6 +38,7 @@ ACTIVITIES = {
     "start-up": Colour("#999999", "#8a929b"),
     "prefill": Colour("#003C5F", "#7f9fd6"),
     "decode": Colour("#0072B2", "#2d8cc9"),
+    "underfilled": Colour("#8EC1E5", "#24587c"),
     "verify": Colour("#6A3D9A", "#b295d6"),
     "failure": Colour("#000000", "#f5f7f9"),
     "skew": Colour("#CC79A7", "#CC79A7"),

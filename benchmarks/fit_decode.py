@@ -1,0 +1,269 @@
+"""Fit what a decode step takes beside its operators to published steps, and write profiles/engines.
+
+    python benchmarks/fit_decode.py [ENGINE ...]
+
+Rows are those of profiles/published (`benchmarks/derive_serving.py`, which lists the architectures that are
+supported and those left out). A row's seconds are linear in the constants, so one prediction for each constant gives
+all that a fit needs: least squares of relative errors, none of the constants negative, a row that is off by more
+than `HUBER` counting linearly. Errors are those of rows predicted by constants fitted without their shape: all
+rows of one model config, whatever its name, its GPU or its layout.
+
+The paper's own engine (`streamrl`) is fitted by `benchmarks/bench_costs.py --fit`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from msgspec.structs import replace
+
+from sim.costs.overheads import Overheads, load_engine
+from sim.fidelity.serving_prediction import predict
+from sim.fidelity.serving_table import ServingRow, read_serving
+from streamrl.hardware.profiles import PROFILES
+from streamrl.hardware.tables import Floats
+from streamrl.runfile.units import Duration
+
+DATE = datetime.date(2026, 11, 21)
+HUBER = 0.1
+"""Relative error past which a row counts linearly."""
+LAUNCHES = np.arange(100e-6, 1000e-6, 5e-6)
+"""Seconds of a layer's launches that are tried: a step is no linear function of them."""
+REQUEST = load_engine("streamrl").constants.request
+"""Seconds of a rollout where sampling sorts nothing: the paper's decode curve. Published steps do not tell it from
+`logit`, as the vocabularies of their models are too alike: either alone meets them as well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What is fitted to which rows of an engine."""
+
+    name: str
+    terms: tuple[str, ...]
+    fixed: dict[str, Duration]
+    """Constants that are taken from elsewhere."""
+    is_fitted: Callable[[ServingRow], bool] = lambda row: True
+    note: str = ""
+
+
+FITS = {
+    "vllm-0.11": Fit(
+        name="vLLM 0.11.1, async scheduling, CUDA graphs",
+        terms=("step", "layer", "logit"),
+        fixed={"request": REQUEST},
+        is_fitted=lambda row: (
+            row.kind == "step" and row.dtype == "bfloat16" and row.version == "0.11.1"
+        ),
+        note="decode steps in 16 bits on H100 (rows in fp8 and busy steps are predicted only)",
+    ),
+    "vllm-0.6": Fit(
+        name="vLLM 0.6.3, CUDA graphs",
+        terms=("step", "layer"),
+        fixed={"request": REQUEST},
+        note="batch 1 on A100, so `request` is the paper's",
+    ),
+    "vllm-0.2": Fit(
+        name="vLLM of 2023, without CUDA graphs",
+        terms=("launch", "request"),
+        fixed={},
+        note="one shape on hosts of two kinds",
+    ),
+    "sglang-0.4": Fit(
+        name="SGLang 0.4.6, CUDA graphs",
+        terms=("slowdown", "step", "layer"),
+        fixed={"request": REQUEST},
+        note="batch 1 on H20, so `request` is the paper's; `slowdown`: weights and cache are read at half the "
+        "bandwidth that the tables of H20 and H20-3e reach, whatever the size of the model",
+    ),
+    "sglang-0.5": Fit(
+        name="SGLang 0.5.6, CUDA graphs",
+        terms=("layer",),
+        fixed={"request": REQUEST},
+        is_fitted=lambda row: row.gpu == "a100",
+        note="one shape on A100, so `request` is the paper's",
+    ),
+    "tensorrt-llm-1.0": Fit(
+        name="TensorRT-LLM 1.0 and 1.2, PyTorch back end",
+        terms=("step", "layer", "request"),
+        fixed={},
+        note="throughput at full load in fp8 on H100 and H200",
+    ),
+    "tensorrt-llm-0.5": Fit(
+        name="TensorRT-LLM 0.5.0 and 0.6.1",
+        terms=("step", "layer"),
+        fixed={},
+        is_fitted=lambda row: row.model == "llama-2-7b",
+        note="multi-head attention only: with grouped queries these versions read a cache several times over",
+    ),
+    "transformers-4.51": Fit(
+        name="Hugging Face Transformers 4.51.3, eager",
+        terms=("launch",),
+        fixed={},
+        note="batch 1 and contexts of up to 2,000 tokens on H20",
+    ),
+}
+
+
+def main() -> None:
+    """Write the profiles of the engines that are named, or of all."""
+    for engine in sys.argv[1:] or FITS:
+        text = engine_profile(engine)
+        (PROFILES / "engines" / f"{engine}.toml").write_text(text)
+        print(f"--- {engine}\n{text}")
+
+
+def rows_of(engine: str) -> list[ServingRow]:
+    """Return the rows that an engine's constants are fitted to."""
+    rows = (row for row in read_serving() if row.engine == engine)
+    return [row for row in rows if FITS[engine].is_fitted(row)]
+
+
+# The fit ------------------------------------------------------------------------------------------
+
+
+def fit(engine: str, rows: Sequence[ServingRow]) -> Overheads:
+    """Return the constants with the least loss; of launches the best of `LAUNCHES`."""
+    plan = FITS[engine]
+    if "launch" not in plan.terms:
+        return _fit_linear(plan, rows, 0.0)
+    found = [_fit_linear(plan, rows, float(launch)) for launch in LAUNCHES]
+    return min(found, key=lambda constants: _loss(relative_errors(rows, constants)))
+
+
+def _fit_linear(plan: Fit, rows: Sequence[ServingRow], launch: float) -> Overheads:
+    terms = [term for term in plan.terms if term != "launch"]
+    start = Overheads(**plan.fixed, launch=Duration(launch))
+    published, bare = _published(rows), _seconds(rows, start)
+    if not terms:
+        return start
+    slopes = np.stack([_slope(rows, start, term) for term in terms], axis=1)
+    weights = np.ones(len(rows))
+    values = np.zeros(len(terms))
+    for _ in range(50):
+        scale = np.sqrt(weights) / published
+        values = _least_squares(slopes * scale[:, None], (published - bare) * scale)
+        error = (bare + slopes @ values) / published - 1
+        weights = np.minimum(1.0, HUBER / np.maximum(np.abs(error), 1e-12))
+    found = zip(terms, values.tolist(), strict=True)
+    return replace(start, **{term: getattr(start, term) + value for term, value in found})
+
+
+def _slope(rows: Sequence[ServingRow], start: Overheads, term: str) -> Floats:
+    """Seconds that a constant adds for each unit of it."""
+    unit = {"slowdown": 1.0, "step": 1e-3, "logit": 1e-9}.get(term, 1e-5)
+    raised = replace(start, **{term: getattr(start, term) + unit})
+    return (_seconds(rows, raised) - _seconds(rows, start)) / unit
+
+
+def _least_squares(terms: Floats, target: Floats) -> Floats:
+    """Solve without negative values: terms that would be are left out one after the other."""
+    kept = list(range(terms.shape[1]))
+    while kept:
+        solved = np.linalg.lstsq(terms[:, kept], target, rcond=None)[0]
+        if solved.min() >= 0:
+            break
+        del kept[int(solved.argmin())]
+    values = np.zeros(terms.shape[1])
+    if kept:
+        values[kept] = solved
+    return values
+
+
+def _loss(errors: Floats) -> float:
+    size = np.abs(errors)
+    return float(np.sum(np.where(size < HUBER, size**2 / 2, HUBER * (size - HUBER / 2))))
+
+
+def relative_errors(rows: Sequence[ServingRow], constants: Overheads) -> Floats:
+    """Return predicted over published, minus 1, of each row."""
+    return np.array([predict(row, constants) / row.value - 1 for row in rows])
+
+
+def _seconds(rows: Sequence[ServingRow], constants: Overheads) -> Floats:
+    """Return what is linear in the constants: milliseconds, or the inverse of a throughput."""
+    return np.array([_linear(row, predict(row, constants)) for row in rows])
+
+
+def _published(rows: Sequence[ServingRow]) -> Floats:
+    return np.array([_linear(row, row.value) for row in rows])
+
+
+def _linear(row: ServingRow, value: float) -> float:
+    return 1 / value if row.kind == "full load" else value
+
+
+# Leaving one shape out ----------------------------------------------------------------------------
+
+
+@cache
+def left_out(engine: str) -> dict[str, Overheads]:
+    """Return the constants without each shape, where there are two shapes or more."""
+    rows = rows_of(engine)
+    shapes = sorted({row.model for row in rows})
+    if len(shapes) < 2:
+        return {}
+    return {shape: fit(engine, [row for row in rows if row.model != shape]) for shape in shapes}
+
+
+def held_out_errors(engine: str) -> Floats:
+    """Return the relative error of every fitted row under the constants without its shape."""
+    rows, found = rows_of(engine), left_out(engine)
+    return np.array([predict(row, found[row.model]) / row.value - 1 for row in rows])
+
+
+# The profile --------------------------------------------------------------------------------------
+
+
+def engine_profile(engine: str) -> str:
+    """Return the TOML text of an engine."""
+    plan, rows = FITS[engine], rows_of(engine)
+    sources = "; ".join(sorted({row.source for row in rows}))
+    lines = [
+        f'name = "{plan.name}"',
+        f'source = "overheads of {plan.name}, fitted by benchmarks/fit_decode.py to {sources}"',
+        'licence = "facts; the fit Apache-2.0"',
+        f"date = {DATE}",
+        f'fitted_on = "{plan.note}: {", ".join(sorted({row.model for row in rows}))}"',
+        f"rows = {len(rows)}",
+        "",
+        "[constants]",
+        *_lines(fit(engine, rows)),
+    ]
+    found = left_out(engine)
+    if found:
+        errors = held_out_errors(engine)
+        lines += ["", "[spread]                       # of fits that leave one shape out"]
+        for term in plan.terms:
+            values = [float(getattr(constants, term)) for constants in found.values()]
+            lines.append(f"{term} = [{min(values):.4g}, {max(values):.4g}]")
+        lines += [
+            "",
+            "[held_out]                     # of rows predicted without their shape",
+            f"median = {np.median(np.abs(errors)):.4f}",
+            f"p90 = {np.quantile(np.abs(errors), 0.9):.4f}",
+            f"bias = {np.median(errors):.4f}",
+        ]
+    for shape, constants in found.items():
+        lines += ["", f'[left_out."{shape}"]', *_lines(constants)]
+    return "\n".join([*lines, ""])
+
+
+def _lines(constants: Overheads) -> list[str]:
+    written = {
+        "step": f'"{constants.step * 1e6:.4g} us"',
+        "layer": f'"{constants.layer * 1e6:.4g} us"',
+        "launch": f'"{constants.launch * 1e6:.4g} us"',
+        "request": f'"{constants.request * 1e6:.4g} us"',
+        "logit": f'"{constants.logit * 1e9:.4g} ns"',
+    }
+    lines = [f"{term} = {text}" for term, text in written.items() if getattr(constants, term)]
+    return lines + [f"slowdown = {constants.slowdown:.4g}"] * (constants.slowdown != 1)
+
+
+if __name__ == "__main__":
+    main()

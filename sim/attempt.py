@@ -1,0 +1,34 @@
+"""One rollout on one simulated replica, from the queue to its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One `Generate` on this replica."""
+
+    rollout: int
+    prefix: int
+    """Whose prompt it shares: its group, or itself where the backend shares none."""
+    priority: int
+    prompt_tokens: int
+    done: int
+    """Output tokens made so far, counted when it joined the batch."""
+    length: int
+    """Output tokens at which it finishes."""
+    brings_cache: bool = False
+    """Whether its context comes from another replica, not to be computed."""
+    finish_at: int = 0
+    """Decode step of the replica with which it finishes."""
+    version: int = 0
+    began_at: float | None = None
+    prefill_time: float = 0.0
+    computed: int = 0
+    """Tokens of its prefix that passes have computed while it waits for the rest."""
+
+    @property
+    def ahead(self) -> int:
+        """Tokens of its context less the replica's step: the same from one to the next while it runs."""
+        return self.prompt_tokens + self.length - self.finish_at

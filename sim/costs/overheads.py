@@ -1,0 +1,79 @@
+"""What a decode step takes beside its operators: constants of an inference engine and its version.
+
+| term       | seconds of                                                                           |
+|------------|--------------------------------------------------------------------------------------|
+| `step`     | each step: scheduling, inputs, hand-over                                             |
+| `layer`    | each layer: gaps between kernels, elementwise kernels that no table has              |
+| `launch`   | each layer's launches by the host, without CUDA graphs: kernels wait for them        |
+| `request`  | each running rollout: scheduling, detokenising, handing over                         |
+| `logit`    | each running rollout and word of the vocabulary: sampling, which sorts them          |
+| `slowdown` | (a factor) the decode kernels of this version, relative to those of the tables       |
+
+They are fitted to published steps by `benchmarks/fit_decode.py`, one file of `profiles/engines/` each.
+"""
+
+from __future__ import annotations
+
+import datetime
+from functools import cache
+
+import msgspec
+
+from streamrl.hardware.model_shape import check_positive
+from streamrl.hardware.profile_table import ProfileTable
+from streamrl.hardware.profiles import PROFILES, check_engine, read_profile
+from streamrl.runfile.config import CostsConfig
+from streamrl.runfile.units import Duration
+
+TERMS = ("step", "layer", "launch", "request", "logit")
+"""Those that are durations; 0 where an engine has none."""
+
+
+class Overheads(ProfileTable, frozen=True, kw_only=True):
+    """Seconds of a decode step beside its operators, by what they grow with."""
+
+    step: Duration = Duration(0)
+    layer: Duration = Duration(0)
+    launch: Duration = Duration(0)
+    request: Duration = Duration(0)
+    logit: Duration = Duration(0)
+    slowdown: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive(self, TERMS)
+
+
+class HeldOut(ProfileTable, frozen=True, kw_only=True):
+    """Relative errors of rows predicted by constants that were fitted without their shape."""
+
+    median: float
+    """Of absolute errors."""
+    p90: float
+    bias: float
+    """Median of the signed errors."""
+
+
+class ServingEngine(ProfileTable, frozen=True, kw_only=True):
+    """One inference engine at one version."""
+
+    name: str
+    source: str
+    licence: str
+    date: datetime.date
+    fitted_on: str
+    """Which published rows, and which constants were taken from elsewhere."""
+    rows: int
+    constants: Overheads
+    spread: dict[str, tuple[float, float]] = msgspec.field(default_factory=dict)
+    """Least and greatest value of each constant, over the fits that leave one shape out: seconds, or a factor."""
+    held_out: HeldOut | None = None
+    """Absent where one shape is all there is."""
+    left_out: dict[str, Overheads] = msgspec.field(default_factory=dict)
+    """Constants fitted without the rows of a shape, by its name in profiles/models."""
+
+
+@cache
+def load_engine(name: str = CostsConfig().engine) -> ServingEngine:
+    """Read an engine by its file name in profiles/engines; `RunError` with all names where there is none."""
+    check_engine(name)
+    return read_profile(PROFILES / "engines" / f"{name}.toml", ServingEngine)

@@ -1,0 +1,332 @@
+"""Published RL steps, stage by stage, beside their simulation.
+
+Left out: NeMo-Aligner's five steps (arXiv 2405.01481), whose response lengths are not published, and RLHFuse's twelve
+(arXiv 2409.13221), whose critics and reward models are of other sizes than the actor. Inputs that a source does not
+state are taken as ranges: a row is predicted with every combination in `opens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sim.batch_time import generate_batch
+from sim.costs.colocation import switch_time
+from sim.costs.costs import Costs
+from sim.fidelity.published import Row
+from sim.fidelity.stage_seconds import StageSeconds, stage_seconds
+from sim.world import simulate
+from streamrl.hardware.memory import check_memory
+from streamrl.runfile.config import Run
+from streamrl.runfile.errors import RunError
+from streamrl.runfile.reading import make_run
+from streamrl.workload.workload import SimulatedWorkload
+
+STEPS = 3
+SAMPLE_CAP, SAMPLED_PROMPTS = 10**6, 512
+"""Tokens that no output reaches, and prompts over which a mean length is taken."""
+LENGTHS = "r1-distill-aime"
+"""Whose shape output lengths are taken to have, scaled to the mean that is published: another shape moves the
+seconds of generation, and hardly those of the other stages."""
+
+
+class Published(NamedTuple):
+    """One published step."""
+
+    name: str
+    source: str
+    note: str
+    mean_tokens: float
+    table: dict[str, Any]
+    opens: dict[str, tuple[Any, ...]]
+    """Values of dotted keys that the source does not state."""
+    stages: dict[str, float]
+    """Seconds by stage, as `StageSeconds` names them."""
+
+
+def _colocated(model: str, gpus: int, degrees: tuple[int, int, int], **keys: Any) -> dict[str, Any]:
+    """Return the run file of a colocated GRPO step on H100 with dotted keys added."""
+    generate, tensor, pipeline = degrees
+    return {
+        "model": {"name": model},
+        "cluster": {"pools": {"h100": {"gpu": "h100", "nodes": gpus // 8}}},
+        "rollout": {
+            "pool": "h100",
+            "replicas": gpus // generate,
+            "tensor_parallel": generate,
+            "max_tokens": keys["max_tokens"],
+        },
+        "trainer": {
+            "pool": "h100",
+            "data_parallel": gpus // tensor // pipeline,
+            "tensor_parallel": tensor,
+            "pipeline_parallel": pipeline,
+            "micro_batch": 64,
+            "offload": keys["kl_coefficient"] > 0,
+            "max_tokens_per_pass": keys["pass_tokens"],
+        },
+        "algorithm": {
+            "name": "grpo",
+            "steps": STEPS,
+            "group_size": keys["group_size"],
+            "prompts_per_step": keys["rollouts"] // keys["group_size"],
+            "old_log_probs": "trainer",
+            "kl_coefficient": keys["kl_coefficient"],
+            "correction": "none",
+        },
+        "workload": {
+            "max_prompt_tokens": 1024,
+            "lengths": {"kind": "histogram", "source": LENGTHS, "prompt_tokens": 150},
+        },
+        "policies": {"system": "colocated"},
+    }
+
+
+SMALL = _colocated(
+    "r1-distill-qwen-1.5b",
+    8,
+    (2, 2, 1),
+    max_tokens=27648,
+    pass_tokens=28672,
+    group_size=8,
+    rollouts=512,
+    kl_coefficient=0.0,
+)
+EIGHT = _colocated(
+    "llama-3.1-8b",
+    8,
+    (1, 1, 2),
+    max_tokens=4096,
+    pass_tokens=16384,
+    group_size=16,
+    rollouts=2048,
+    kl_coefficient=0.01,
+)
+SEVENTY = _colocated(
+    "llama-3.1-70b",
+    64,
+    (4, 4, 4),
+    max_tokens=4096,
+    pass_tokens=16384,
+    group_size=16,
+    rollouts=2048,
+    kl_coefficient=0.01,
+)
+NEMO = (
+    "1024 or 2048 rollouts, a cap of 4096, one or four optimizer steps, packing, recomputation and CUDA graphs (with, as "
+    "vLLM 0.11, or without, as transformers 4.51) are not stated"
+)
+NEMO_OPENS: dict[str, tuple[Any, ...]] = {
+    "algorithm.prompts_per_step": (64, 128),
+    "framework.optimizer_steps": (1, 4),
+    "costs.engine": ("vllm-0.11", "transformers-4.51"),
+    "trainer.packing": ("packed", "padded"),
+    "trainer.recompute": ("none", "full"),
+}
+
+PUBLISHED = (
+    Published(
+        "RLinf: R1-Distill-Qwen-1.5B on 8 H100",
+        "RLinf docs compare_with_verl.rst a3816b5",
+        "recomputation is not stated",
+        13975,
+        SMALL,
+        {"trainer.recompute": ("none", "full")},
+        {"generation": 266.08, "score": 17.78, "train": 61.12, "step": 346.33},
+    ),
+    Published(
+        "verl 0.5.0: R1-Distill-Qwen-1.5B on 8 H100",
+        "RLinf docs compare_with_verl.rst a3816b5",
+        "recomputation is not stated",
+        14254.84,
+        SMALL,
+        {"trainer.recompute": ("none", "full")},
+        {"generation": 260.92, "score": 17.51, "train": 66.53, "step": 363.55},
+    ),
+    Published(
+        "NeMo-RL 0.3: Llama-3.1-8B on 8 H100",
+        "NVIDIA-NeMo/RL issue 959",
+        NEMO,
+        795,
+        EIGHT,
+        NEMO_OPENS,
+        {"generation": 58, "score": 18, "train": 28, "refit": 5, "step": 112},
+    ),
+    Published(
+        "NeMo-RL 0.3: Llama-3.1-8B on 8 H100, second run",
+        "NVIDIA-NeMo/RL issue 959",
+        NEMO,
+        811,
+        EIGHT,
+        NEMO_OPENS,
+        {"generation": 56, "score": 18, "train": 27, "refit": 8, "step": 116},
+    ),
+    Published(
+        "NeMo-RL 0.3: Llama-3.1-70B on 64 H100",
+        "NVIDIA-NeMo/RL issue 959",
+        f"{NEMO}; degrees are not stated",
+        398,
+        SEVENTY,
+        {**NEMO_OPENS, "trainer.pipeline_parallel": (2, 4)},
+        {"generation": 84, "score": 18, "train": 28, "refit": 14, "step": 147},
+    ),
+)
+
+GENERATED = {
+    ("llama-2-7b", 8): 86,
+    ("llama-2-7b", 4): 44.5,
+    ("llama-2-7b", 2): 34,
+    ("llama-2-7b", 1): 32,
+    ("llama-2-13b", 8): 224,
+    ("llama-2-13b", 4): 141,
+    ("llama-2-13b", 2): 159,
+    ("llama-2-13b", 1): 230,
+}
+"""Seconds of 1,024 rollouts of 1,024 + 1,024 tokens on 16 A100, by model and tensor parallelism (HybridFlow, arXiv
+2409.19256, Figure 15: read off within 3 %, switch included; vLLM of 2024)."""
+
+SWITCHED = {
+    "llama-2-7b": (2.7, 3.8),
+    "llama-2-13b": (3.0, 3.2),
+    "llama-3.1-70b": (9.7, 9.7),
+}
+"""Seconds from training to generation (HybridFlow, Figure 14)."""
+
+
+def steps_rows() -> list[Row]:
+    """Return every published stage with its prediction, on all cores."""
+    wanted = [(step, choice) for step in PUBLISHED for choice in _choices(step)]
+    with ProcessPoolExecutor() as pool:
+        found = list(pool.map(_simulated, *zip(*wanted, strict=True)))
+        generated = list(pool.map(_generated, *zip(*GENERATED, strict=True)))
+    rows = []
+    for step in PUBLISHED:
+        times = [t for (one, _), t in zip(wanted, found, strict=True) if one is step and t]
+        rows += list(_stage_rows(step, times))
+    rows += [
+        Row(
+            name=f"HybridFlow: {model} on 16 A100 at TP{degree}, 1,024 rollouts of 1,024 + 1,024",
+            group="generation by tensor parallelism, vLLM of 2024",
+            shape=model,
+            unit="s generation",
+            published=(seconds * 0.97, seconds * 1.03),
+            predicted=(ours, ours),
+            source="HybridFlow arXiv 2409.19256 Figure 15",
+        )
+        for ((model, degree), seconds), ours in zip(GENERATED.items(), generated, strict=True)
+    ]
+    return rows + list(_switch_rows())
+
+
+def _choices(step: Published) -> Iterator[dict[str, Any]]:
+    """Yield every combination of what is open."""
+    for values in product(*step.opens.values()):
+        yield dict(zip(step.opens, values, strict=True))
+
+
+def _simulated(step: Published, choice: dict[str, Any]) -> StageSeconds | None:
+    """Simulate a choice; None where it does not fit the GPUs that ran it."""
+    run = _run(step.table, {**choice, **_scaled(step)})
+    try:
+        check_memory(run)
+    except RunError:
+        return None
+    return stage_seconds(simulate(run))
+
+
+def _run(table: dict[str, Any], changes: dict[str, Any]) -> Run:
+    made = _copy(table)
+    gpus = made["trainer"]["data_parallel"] * made["trainer"]["pipeline_parallel"]
+    for key, value in changes.items():
+        *parents, last = key.split(".")
+        place = made
+        for part in parents:
+            place = place.setdefault(part, {})
+        place[last] = value
+    made["trainer"]["data_parallel"] = gpus // made["trainer"]["pipeline_parallel"]
+    return make_run(made)
+
+
+def _copy(table: dict[str, Any]) -> dict[str, Any]:
+    return {k: _copy(v) if isinstance(v, dict) else v for k, v in table.items()}
+
+
+def _scaled(step: Published) -> dict[str, Any]:
+    """Return the scale at which lengths, cut off at the cap, have the published mean."""
+    cap = step.table["rollout"]["max_tokens"]
+    run = _run(step.table, {"rollout.max_tokens": SAMPLE_CAP, "algorithm.prompts_per_step": 8})
+    draws = SimulatedWorkload(run).draw(0, SAMPLED_PROMPTS)
+    lengths = np.array([length for draw in draws for length in draw.lengths], dtype=float)
+    low, high = 0.01, 100.0
+    for _ in range(50):
+        scale = (low * high) ** 0.5
+        is_short = np.minimum(lengths * scale, cap).mean() < step.mean_tokens
+        low, high = (scale, high) if is_short else (low, scale)
+    return {"workload.lengths.scale": round(scale, 4)}
+
+
+def _generated(model: str, degree: int) -> float:
+    """Return the seconds in which 16 A100 generate the batch; every output is cut off at 1,024 tokens."""
+    run = make_run(
+        {
+            "model": {"name": model, "dtype": "bfloat16"},
+            "cluster": {"pools": {"a100": {"gpu": "a100", "nodes": 2}}},
+            "rollout": {
+                "pool": "a100",
+                "replicas": 16 // degree,
+                "tensor_parallel": degree,
+                "max_tokens": 1024,
+            },
+            "trainer": {"pool": "a100", "data_parallel": 2, "tensor_parallel": 8},
+            "costs": {"engine": "vllm-0.2"},
+            "algorithm": {"name": "ppo", "steps": 1, "prompts_per_step": 1024},
+            "workload": {
+                "lengths": {
+                    "kind": "histogram",
+                    "source": LENGTHS,
+                    "scale": 2000.0,
+                    "prompt_tokens": 1024,
+                }
+            },
+            "policies": {"system": "colocated"},
+        }
+    )
+    batch = SimulatedWorkload(run).draw(0, 1024)
+    return generate_batch(run, Costs.load(run), batch)[-1].time
+
+
+def _stage_rows(step: Published, times: list[StageSeconds]) -> Iterator[Row]:
+    for stage, seconds in step.stages.items():
+        ours = [getattr(one, stage) for one in times]
+        yield Row(
+            name=f"{step.name}: {stage}",
+            group=f"stages of RL steps: {stage}",
+            shape=step.table["model"]["name"],
+            unit="s",
+            published=(seconds, seconds),
+            predicted=(min(ours), max(ours)),
+            note=step.note,
+            source=step.source,
+        )
+
+
+def _switch_rows() -> Iterator[Row]:
+    """Yield the framework's part of a switch: bytes over the wire come on top."""
+    for model, (least, most) in SWITCHED.items():
+        run = _run({**EIGHT, "model": {"name": model}}, {})
+        seconds = switch_time(run)
+        yield Row(
+            name=f"HybridFlow: {model}, from training to generation",
+            group="switch of colocated systems",
+            shape=model,
+            unit="s",
+            published=(least, most),
+            predicted=(seconds, seconds),
+            is_fitted=True,
+            note="on A100; the default lies between this and NeMo-RL's 5 to 14 s",
+            source="HybridFlow arXiv 2409.19256 Figure 14",
+        )

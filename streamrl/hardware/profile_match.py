@@ -1,0 +1,38 @@
+"""Whether seconds that were measured on a machine are those of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from streamrl.hardware.machine_profile import MeasuredProfile, shape_digest
+from streamrl.hardware.profiles import load_model
+from streamrl.runfile.config import Run
+from streamrl.runfile.errors import RunError
+from streamrl.runfile.keys import pool_key
+
+
+def check_fits(profile: MeasuredProfile, run: Run, path: Path) -> None:
+    """Raise `RunError` where the profile is of something else than the run, with the run's key."""
+    shape = load_model(run.model)
+    model_key = "model.name" if run.model.path is None else "model.path"
+    pools, rollout, trainer = run.cluster.pools, run.rollout, run.trainer
+    ours = (
+        (pool_key(rollout.pool, "gpu"), pools[rollout.pool].gpu, profile.gpu),
+        (pool_key(trainer.pool, "gpu"), pools[trainer.pool].gpu, profile.gpu),
+        ("model.dtype", run.model.dtype, profile.dtype),
+        ("rollout.backend", rollout.backend, profile.backend),
+        ("rollout.tensor_parallel", rollout.tensor_parallel, profile.tensor_parallel),
+        ("rollout.shares_prefixes", rollout.shares_prefixes, profile.shares_prefixes),
+        ("trainer GPUs", trainer.num_gpus, 1),
+    )
+    if shape_digest(shape) != profile.model.digest:
+        text = (
+            f"costs.profile: {path} was measured for {profile.model.name} "
+            f"({profile.model.num_parameters} parameters), but {model_key} has the shape of "
+            f"{shape.name} ({shape.num_parameters} parameters)"
+        )
+        raise RunError("costs.profile", str(path), None, text, (model_key,))
+    for key, value, measured in ours:
+        if value != measured:
+            text = f"costs.profile: {path} was measured with {measured!r}, but {key} is {value!r}"
+            raise RunError("costs.profile", str(path), None, text)

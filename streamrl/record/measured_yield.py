@@ -1,0 +1,28 @@
+"""What a full batch yields on a machine that was measured: what an executed run knows of it beforehand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from streamrl.hardware.machine_fit import fit_decode
+from streamrl.hardware.machine_profile import read_measured
+from streamrl.hardware.profile_match import check_fits
+from streamrl.record.decode_yield import DecodeYield
+from streamrl.runfile.config import Run
+
+
+def measured_yield(run: Run) -> DecodeYield | None:
+    """Return what a full batch yields by the profile that the run file names; None where it names none of this run.
+
+    Executed replicas have memory for the longest output of `max_running` rollouts, so nothing else bounds a batch.
+    """
+    if run.costs.profile is None:
+        return None
+    path = Path(run.costs.profile)
+    try:
+        profile = read_measured(path)
+        check_fits(profile, run, path)
+    except ValueError:
+        return None
+    fit = fit_decode(profile.decode, run.rollout.max_running)
+    return DecodeYield.of(fit.base, fit.per_context_token, None)

@@ -1,0 +1,62 @@
+"""How far simulated seconds may be off: errors that were found on shapes nothing was fitted to.
+
+Errors of one side add up: what its operations are composed of is fitted together. Those of different sides are
+independent. Two plans that share a stage share its error, so their difference knows less of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import hypot
+
+import msgspec
+
+MOST_UNMEASURED = 0.2
+"""Share of busy seconds from datasheets alone, above which a figure is a guess and says so."""
+
+
+class Uncertainty(msgspec.Struct, frozen=True, kw_only=True):
+    """Relative errors of simulated seconds; such an error is as often passed as not."""
+
+    stages: dict[str, float]
+    """By operation; of what is missing nobody knows."""
+    step_time: float | None
+    """Of the mean step; None where an operation that takes seconds was never checked."""
+
+
+def uncertainty_of(
+    errors: Mapping[str, float], sides: Mapping[str, Mapping[str, float]]
+) -> Uncertainty:
+    """Put the errors of stages together.
+
+    Args:
+        errors: median relative error by operation.
+        sides: by side, the share of a step that it spends on each operation.
+    """
+    spent = {
+        operation for shares in sides.values() for operation, share in shares.items() if share > 0
+    }
+    stages = {operation: errors[operation] for operation in sorted(spent) if operation in errors}
+    if not stages or spent - set(stages):
+        return Uncertainty(stages=stages, step_time=None)
+    of_sides = [
+        sum(share * errors[operation] for operation, share in shares.items() if share > 0)
+        for shares in sides.values()
+    ]
+    return Uncertainty(stages=stages, step_time=hypot(*of_sides))
+
+
+def difference_error(
+    first: Mapping[str, float], second: Mapping[str, float], errors: Mapping[str, float]
+) -> float:
+    """Return the error of the difference of two step times, relative to them: what they share cancels.
+
+    Args:
+        first: share of a step by operation, of the one plan.
+        second: the same of the other.
+        errors: median relative error by operation.
+    """
+    operations = {*first, *second}
+    return hypot(
+        *((first.get(o, 0.0) - second.get(o, 0.0)) * errors.get(o, 0.0) for o in sorted(operations))
+    )

@@ -1,0 +1,156 @@
+"""Decode seconds that full batches would not have needed: busy GPUs that yield less than they could.
+
+A replica that still decodes the last few rollouts of a step reads all its weights for few tokens. Of such a second
+the share
+
+    1 - (tokens/s of this batch) / (tokens/s of a full batch)
+
+is underfilled. What a full batch yields is known from
+
+curve      the decode curve in the trace's header: of the largest batch that `rollout.max_running` and KV memory allow
+           at the same mean context
+observed   where the header has none: the median tokens/s of what the trace shows of batches of `max_running`
+unknown    where it shows no such batch
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from streamrl.hardware.tables import Floats
+from streamrl.record.decode_yield import DecodeYield
+from streamrl.record.decoding import Decoding, read_decoding
+from streamrl.record.timeline import Span, Timeline
+from streamrl.record.trace import Trace
+from streamrl.runfile.config import Run
+
+YieldSource = Literal["curve", "observed", "unknown"]
+"""Where it is known from what a full batch yields."""
+
+
+class Lost(NamedTuple):
+    """Stretches of one replica's time, and the share of each that a full batch would not have needed."""
+
+    start: Floats
+    end: Floats
+    share: Floats
+
+
+class Underfilled(NamedTuple):
+    """What decoding lost to batches that were not full."""
+
+    source: YieldSource
+    replicas: dict[int, Lost]
+    """By replica; empty where it is not known."""
+    paused: dict[int, list[Span]]
+    """By replica: when it computed prefixes or loaded weights and decoded nothing."""
+
+    def seconds(self, window: tuple[float, float]) -> float:
+        """Return the seconds lost in a window, of all replicas together."""
+        return sum(
+            _seconds_of(lost, self.paused.get(replica, []), window)
+            for replica, lost in self.replicas.items()
+        )
+
+
+def read_underfilled(trace: Trace, timeline: Timeline) -> Underfilled:
+    """Return what the batches of a run lost, from its trace alone."""
+    decoding = read_decoding(trace)
+    paused = {replica: _paused(timeline, replica) for replica in decoding}
+    if trace.decode is not None:
+        curve = trace.decode
+        return Underfilled(
+            "curve",
+            {r: _lost(each, _share_by(curve, each, trace.run)) for r, each in decoding.items()},
+            paused,
+        )
+    full = _observed(decoding, trace.run.rollout.max_running)
+    if full is None:
+        return Underfilled("unknown", {}, paused)
+    return Underfilled(
+        "observed",
+        {r: _lost(each, np.clip(1 - each.rate / full, 0.0, 1.0)) for r, each in decoding.items()},
+        paused,
+    )
+
+
+def _lost(decoding: Decoding, share: Floats) -> Lost:
+    return Lost(decoding.start, decoding.end, share)
+
+
+def _share_by(curve: DecodeYield, decoding: Decoding, run: Run) -> Floats:
+    """Return the share lost by a decode curve; a prompt that a group shares is held once."""
+    siblings = run.algorithm.group_size if run.rollout.shares_prefixes else 1
+    own = decoding.context - decoding.prompt * (1 - 1 / siblings)
+    running = np.minimum(decoding.num_running, curve.most_running)
+    return share_lost(curve, running, decoding.context, own)
+
+
+def share_lost(curve: DecodeYield, num_running: Floats, context: Floats, own: Floats) -> Floats:
+    """Return the share of each decode second that a full batch of the same mean context would not have needed.
+
+    Args:
+        curve: of one replica.
+        num_running: rollouts in the batch.
+        context: mean tokens that one of them attends to.
+        own: mean tokens that one of them holds beside what it shares.
+    """
+    full = _full_batch(curve, num_running, own)
+    here = num_running / _step_time(curve, num_running, context)
+    best = full / _step_time(curve, full, context)
+    return np.clip(1.0 - here / best, 0.0, 1.0)
+
+
+def _full_batch(curve: DecodeYield, num_running: Floats, own: Floats) -> Floats:
+    """Return the largest batch of rollouts that each hold `own` tokens: no less than what runs."""
+    most = np.full_like(own, curve.most_running)
+    if curve.kv_capacity is not None:
+        most = np.minimum(most, np.floor(curve.kv_capacity / np.maximum(own, 1.0)))
+    full: Floats = np.maximum(most, num_running)
+    return full
+
+
+def _step_time(curve: DecodeYield, num_running: Floats, context: Floats) -> Floats:
+    base = np.interp(num_running, curve.batches, curve.base)
+    slope = np.interp(num_running, curve.batches, curve.per_context_token)
+    seconds: Floats = base + slope * num_running * context
+    return seconds
+
+
+def _observed(decoding: dict[int, Decoding], most: int) -> float | None:
+    """Return the median tokens/s of full batches, each second of them counted once; None where there are none."""
+    rates = [each.rate[each.num_running >= most] for each in decoding.values()]
+    seconds = [each.seconds[each.num_running >= most] for each in decoding.values()]
+    if not sum(map(len, rates)):
+        return None
+    rate, weight = np.concatenate(rates), np.concatenate(seconds)
+    order = np.argsort(rate)
+    below = np.cumsum(weight[order])
+    middle = float(rate[order][np.searchsorted(below, below[-1] / 2)])
+    return middle or None
+
+
+def _paused(timeline: Timeline, replica: int) -> list[Span]:
+    """Return when a replica computed prefixes or loaded weights; prefills have no loads in them."""
+    loads = [span for span in timeline.replicas.get(replica, []) if span.activity == "sync"]
+    return sorted([*timeline.prefills.get(replica, []), *loads])
+
+
+def _seconds_of(lost: Lost, paused: list[Span], window: tuple[float, float]) -> float:
+    """Return the seconds lost in a window, what was paused left out."""
+    start, end = np.clip(lost.start, *window), np.clip(lost.end, *window)
+    decoded = (end - start) - (_paused_until(paused, end) - _paused_until(paused, start))
+    return float(np.sum(lost.share * np.maximum(decoded, 0.0)))
+
+
+def _paused_until(paused: list[Span], times: Floats) -> Floats:
+    """Return the paused seconds before each instant."""
+    if not paused:
+        return np.zeros_like(times)
+    edges = np.array([(span.start, span.end) for span in paused])
+    lengths = np.cumsum(edges[:, 1] - edges[:, 0])
+    before = np.column_stack([lengths - (edges[:, 1] - edges[:, 0]), lengths])
+    seconds: Floats = np.interp(times, edges.ravel(), before.ravel())
+    return seconds

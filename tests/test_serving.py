@@ -1,0 +1,307 @@
+"""Overheads of inference engines, fitted to published steps: what they reach, and what they may not do."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.fit_decode import FITS, fit, held_out_errors, left_out, rows_of
+from sim.costs.costs import Costs
+from sim.costs.curves import compose_decode
+from sim.costs.experts import num_experts_read
+from sim.costs.inference import Shard
+from sim.costs.kernels import Kernels
+from sim.costs.overheads import TERMS, Overheads, load_engine
+from sim.fidelity.published import Row, summarise
+from sim.fidelity.serving import serving_rows
+from sim.fidelity.serving_prediction import predict
+from sim.fidelity.serving_table import ServingRow, read_serving
+from streamrl.cli.main import app
+from streamrl.hardware.model_shape import Experts
+from streamrl.hardware.profiles import PROFILES, load_gpu, load_model
+from streamrl.runfile.cluster_config import ModelConfig
+from streamrl.runfile.config import CostsConfig
+from streamrl.runfile.units import Duration
+from tests.command_line import streamrl
+from tests.runs import small_run
+
+RUNNER = CliRunner()
+ENGINES = sorted(path.stem for path in (PROFILES / "engines").glob("*.toml"))
+NEWEST = CostsConfig().engine
+
+
+def shard(engine: str = NEWEST, model: str = "qwen3-8b", gpu: str = "h100", tp: int = 1) -> Shard:
+    shape = load_model(ModelConfig(name=model))
+    return Shard(shape, Kernels(gpu, "bfloat16"), tp, engine=load_engine(engine))
+
+
+def steps(replica: Shard, batches: list[int], context: float = 2000.0) -> list[float]:
+    curve = compose_decode(replica, max(batches), longest=2 * context, capacity=1e7)
+    return [curve.step_time(batch, batch * context) for batch in batches]
+
+
+# What the profiles say ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_engine_says_where_it_is_from_and_how_well_it_does(engine: str) -> None:
+    profile = load_engine(engine)
+    assert profile.source and profile.licence and profile.fitted_on and profile.rows > 5
+    assert set(profile.spread) <= {*TERMS, "slowdown"}
+    assert (profile.held_out is not None) == bool(profile.left_out)
+    for term, (least, most) in profile.spread.items():
+        fitted = [getattr(constants, term) for constants in profile.left_out.values()]
+        assert min(fitted) == pytest.approx(least, rel=1e-3, abs=1e-12)
+        assert max(fitted) == pytest.approx(most, rel=1e-3, abs=1e-12)
+
+
+@pytest.mark.parametrize("engine", [NEWEST, "transformers-4.51"])
+def test_a_fit_without_a_shape_finds_what_the_profile_says(engine: str) -> None:
+    shape = sorted(load_engine(engine).left_out)[-1]
+    others = [row for row in rows_of(engine) if row.model != shape]
+    assert others and len(others) < len(rows_of(engine))
+    found, written = fit(engine, others), load_engine(engine).left_out[shape]
+    for term in TERMS:
+        expected = pytest.approx(getattr(written, term), rel=1e-3, abs=1e-12)
+        assert getattr(found, term) == expected, term
+
+
+def test_the_errors_that_a_profile_states_are_those_of_its_rows_predicted_without_their_shape() -> (
+    None
+):
+    profile = load_engine(NEWEST)
+    errors = [predict(row, profile.left_out[row.model]) / row.value - 1 for row in rows_of(NEWEST)]
+    assert profile.held_out is not None
+    assert np.median(np.abs(errors)) == pytest.approx(profile.held_out.median, abs=5e-4)
+    assert np.quantile(np.abs(errors), 0.9) == pytest.approx(profile.held_out.p90, abs=5e-4)
+    assert np.median(errors) == pytest.approx(profile.held_out.bias, abs=5e-4)
+    assert profile.held_out.median < 0.08
+    assert profile.held_out.p90 < 0.20
+    assert abs(profile.held_out.bias) < 0.03
+
+
+def test_all_published_models_of_one_config_are_left_out_together() -> None:
+    shapes = {row.model for row in rows_of(NEWEST)}
+    assert shapes == set(load_engine(NEWEST).left_out)
+    with (PROFILES / "published" / "serving_mlenergy.csv").open() as file:
+        lines = [line for line in file if not line.startswith("#")]
+    tasks = {line["output"] for line in csv.DictReader(lines) if line["model"] == "qwen3-30b-a3b"}
+    assert len(tasks) > 20  # chat, thinking and code: three published models
+
+
+def test_rows_that_are_only_predicted_take_no_part_in_a_fit() -> None:
+    kinds = {(row.kind, row.dtype) for row in rows_of(NEWEST)}
+    assert kinds == {("step", "bfloat16")}
+    assert {row.kind for row in read_serving() if row.engine == NEWEST} == {"step", "busy step"}
+
+
+# What a step may not do ---------------------------------------------------------------------------
+
+
+def physical_rows() -> Iterator[tuple[ServingRow, Shard]]:
+    for row in read_serving():
+        if row.batch is not None and row.kind == "step":
+            model = load_model(ModelConfig(name=row.model))
+            kernels = Kernels(row.gpu, row.dtype)
+            yield row, Shard(model, kernels, row.tensor_parallel, row.expert_parallel)
+
+
+def test_no_step_is_faster_than_the_weights_and_caches_that_it_reads() -> None:
+    bare = Overheads()
+    for row, replica in physical_rows():
+        assert row.batch is not None
+        batch = max(1, int(row.batch))
+        flops, num_bytes = replica.step_work(batch, int(row.context))
+        gpu = replica.kernels.gpu
+        least = max(flops / gpu.flops[row.dtype], num_bytes / gpu.memory_bandwidth)
+        whole = msgspec.structs.replace(row, batch=float(batch))
+        assert predict(whole, bare) * 1e-3 > least, row
+        assert predict(whole, load_engine(row.engine).constants) * 1e-3 > least, row
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("model", "tp"), [("qwen2.5-0.5b", 1), ("qwen3-30b-a3b", 1), ("llama-3.1-405b", 8)]
+)
+def test_a_step_is_bound_by_physics_at_every_batch_and_grows_with_batch_and_context(
+    engine: str, model: str, tp: int
+) -> None:
+    replica = shard(engine, model, tp=tp)
+    batches = [1, 2, 3, 8, 24, 64, 200, 512]
+    short, long = (steps(replica, batches, context) for context in (1000.0, 4000.0))
+    for batch, seconds, more in zip(batches, short, long, strict=True):
+        _, num_bytes = replica.step_work(batch, 1000)
+        assert seconds > num_bytes / 3.35e12
+        assert more > seconds
+    assert (np.diff(short) >= 0).all() and short[-1] > short[0]
+
+
+def test_a_step_without_cuda_graphs_is_no_shorter_than_its_launches() -> None:
+    eager, graphs = (steps(shard(name), [1])[0] for name in ("transformers-4.51", NEWEST))
+    assert eager > 36 * 590e-6 > 2 * graphs
+    slow = shard("transformers-4.51", "llama-3.1-70b", "h100", tp=1)
+    launches = 80 * load_engine("transformers-4.51").constants.launch
+    without = steps(shard("tensorrt-llm-1.0", "llama-3.1-70b"), [64])[0]
+    assert without > launches
+    assert steps(slow, [64])[0] == pytest.approx(without, rel=0.02)  # they hide behind kernels
+
+
+def test_overheads_are_what_a_step_takes_on_top() -> None:
+    bare = shard()
+    constants = Overheads(
+        step=Duration(1e-3),
+        layer=Duration(1e-5),
+        request=Duration(2e-5),
+        logit=Duration(1e-10),
+    )
+    engine = msgspec.structs.replace(bare.engine, constants=constants)
+    none = msgspec.structs.replace(bare.engine, constants=Overheads())
+    with_, without = (
+        steps(Shard(bare.model, bare.kernels, engine=some), [64])[0] for some in (engine, none)
+    )
+    assert with_ - without == pytest.approx(1e-3 + 36e-5 + 64 * (2e-5 + 151_936e-10))
+
+
+def test_a_slower_engine_takes_its_kernels_as_many_times() -> None:
+    bare = shard()
+    none, slow = (
+        msgspec.structs.replace(bare.engine, constants=Overheads(slowdown=factor))
+        for factor in (1.0, 2.0)
+    )
+    once, twice = (
+        steps(Shard(bare.model, bare.kernels, engine=some), [1, 64]) for some in (none, slow)
+    )
+    assert twice == pytest.approx([2 * seconds for seconds in once])
+
+
+# Mixtures -----------------------------------------------------------------------------------------
+
+
+def test_the_fullest_gpu_reads_more_experts_than_the_mean_and_no_more_than_it_has() -> None:
+    experts = Experts(num_experts=128, experts_per_token=8, intermediate_size=768)
+    tokens = np.array([1.0, 16.0, 64.0, 4096.0])
+    alone = num_experts_read(tokens, experts)
+    assert alone == pytest.approx(128 * (1 - (1 - 8 / 128) ** tokens))
+    shared = num_experts_read(tokens, experts, 8)
+    assert (shared[:3] > alone[:3] / 8).all() and (shared <= 16).all()
+    assert shared[-1] == pytest.approx(16)
+
+
+def test_a_few_tokens_cost_a_mixture_the_experts_that_they_choose() -> None:
+    replica = shard(model="qwen3-30b-a3b")
+    few, some, many = replica.products(np.array([16.0, 64.0, 512.0])).seconds
+    assert 0.60 < few / some < 0.80  # 82 and 126 of 128 experts
+    assert many < 1.4 * some
+
+
+# The run file -------------------------------------------------------------------------------------
+
+
+def test_a_run_chooses_the_engine_and_the_newest_vllm_is_the_default() -> None:
+    releases = {
+        name: int(name.rpartition(".")[2]) for name in ENGINES if name.startswith("vllm-0.")
+    }
+    assert CostsConfig().engine == max(releases, key=releases.__getitem__)
+    newest, papers = (
+        Costs.load(small_run({**changes, "rollout.max_running": 64}))
+        for changes in ({}, {"costs.engine": "streamrl"})
+    )
+    assert papers.decode.base[1] > newest.decode.base[1]
+    assert any("vLLM 0.11.1" in source for source in newest.decode.provenance.sources)
+    assert any("Figure 6" in source for source in papers.decode.provenance.sources)
+
+
+def test_an_unknown_engine_is_refused_in_a_line_with_all_that_there_are() -> None:
+    with pytest.raises(ValueError, match=r"costs\.engine: no engine 'vllm' in") as caught:
+        Costs.load(small_run({"costs.engine": "vllm"}))
+    assert all(name in str(caught.value) for name in ENGINES)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_line_refuses_an_unknown_engine_with_exit_status_2() -> None:
+    example = Path(__file__).parents[1] / "examples" / "h20-h800.toml"
+    done = streamrl("simulate", example, "--set", "costs.engine=vllm-9")
+    assert done.returncode == 2
+    line = " ".join(done.stderr.split())
+    assert "costs.engine: no engine 'vllm-9'" in line and "tensorrt-llm-1.0" in line
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return serving_rows()
+
+
+def test_every_row_has_its_source_and_a_model_that_is_a_profile(rows: list[Row]) -> None:
+    assert len(rows) == len(read_serving()) > 400
+    assert all(row.source and load_model(ModelConfig(name=row.shape)) for row in rows)
+    assert all(row.predicted[0] <= row.predicted[1] for row in rows)
+    assert len({row.group for row in rows}) > 10
+
+
+def test_rows_that_were_fitted_are_judged_without_their_shape(rows: list[Row]) -> None:
+    fitted = [row for row in rows if row.is_fitted]
+    assert fitted and all(row.left_out is not None for row in fitted)
+    assert any(row.left_out != row.predicted[0] for row in fitted)
+
+
+def test_steps_of_vllm_are_met_within_eight_percent(rows: list[Row]) -> None:
+    group = "vllm 0.11.1 on h100 in bfloat16: step"
+    found = summarise([row for row in rows if row.group == group])
+    assert (found.median < 0.08, found.p90 < 0.20, abs(found.bias) < 0.03) == (True,) * 3
+
+
+def test_full_load_is_met_without_a_batch_being_published(rows: list[Row]) -> None:
+    found = summarise([row for row in rows if row.unit == "tokens/s"])
+    assert found.rows > 60
+    assert (found.median < 0.08, found.p90 < 0.20) == (True, True)
+
+
+def test_validate_serving_prints_groups_and_on_demand_rows() -> None:
+    done = RUNNER.invoke(app, ["validate", "serving"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert "vllm 0.11.1 on h100 in bfloat16: step" in done.output
+    assert "Qwen3-8B, h100" not in done.output
+    more = RUNNER.invoke(app, ["validate", "serving", "--rows"], env={"COLUMNS": "200"})
+    assert "Qwen3-8B, h100 TP1, batch 7.97" in more.output
+    assert "batch not published" in more.output
+
+
+def test_validate_serving_gives_scripts_every_row_and_the_errors_of_each_group() -> None:
+    done = RUNNER.invoke(app, ["validate", "serving", "--json"])
+    found: dict[str, Any] = json.loads(done.output)["serving"]
+    assert len(found["rows"]) == found["rows_total"] == len(read_serving())
+    one = found["rows"][0]
+    assert {"name", "group", "published", "predicted", "error", "source"} <= one.keys()
+    assert sum(group["rows"] for group in found["groups"].values()) == len(found["rows"])
+    assert 0 < found["median"] < found["p90"]
+
+
+def test_the_memory_of_the_largest_published_batch_is_there() -> None:
+    """Weights and the assumed context of every published step fit the GPU that it ran on."""
+    for row, replica in physical_rows():
+        assert row.batch is not None
+        weights = replica.model.shard_parameters(row.tensor_parallel, row.expert_parallel)
+        weights *= 1 if row.dtype == "fp8" else 2
+        cache = replica.model.shard_kv_bytes_per_token("bfloat16", row.tensor_parallel)
+        taken = weights + cache * row.batch * row.context
+        assert taken < load_gpu(row.gpu).usable_memory, row
+
+
+def test_constants_of_left_out_shapes_are_shipped_as_found() -> None:
+    errors = held_out_errors("transformers-4.51")
+    held_out = load_engine("transformers-4.51").held_out
+    assert held_out is not None
+    assert np.median(np.abs(errors)) == pytest.approx(held_out.median, abs=1e-4)
+    assert left_out("transformers-4.51").keys() == load_engine("transformers-4.51").left_out.keys()
+    assert set(FITS) | {"streamrl"} == set(ENGINES)
