@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from streamrl.hardware.host_memory import (
     check_host_memory,
@@ -14,17 +17,21 @@ from streamrl.hardware.host_memory import (
     offloaded_bytes,
 )
 from streamrl.hardware.memory import (
+    SELECTIVE_SHARE,
     activation_bytes,
     check_memory,
     kv_capacity,
     layer_activation_bytes,
+    model_states,
     replica_memory,
     shard_parameters,
+    stage_parameters,
     tokens_in_pass,
     trainer_memory,
 )
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.hardware.slices import stage_layers
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run, make_run
@@ -54,12 +61,69 @@ def test_weights_and_gradients_are_split_over_a_rank_and_the_optimizer_over_all(
     half = SEVEN.shard_parameters(2)
     assert items["weights"] == pytest.approx(2 * half)
     assert items["gradients"] == pytest.approx(4 * half)
-    assert items["optimizer"] == pytest.approx(12 * SEVEN.num_parameters / 8)
+    assert items["optimizer"] == pytest.approx(12 * half / 4)
 
 
 def test_pipeline_stages_split_weights_evenly() -> None:
     trainer = TrainerConfig(pool="near", pipeline_parallel=4)
     assert shard_parameters(SEVEN, trainer) == pytest.approx(SEVEN.num_parameters / 4)
+
+
+def test_the_first_stage_has_the_embedding_and_the_last_the_head() -> None:
+    trainer = TrainerConfig(pool="near", pipeline_parallel=8)
+    stages, table = stage_parameters(SEVEN, trainer), 152064 * 3584
+    layer = (SEVEN.num_parameters - 2 * table) / 28
+    layers = [3, 4, 4, 4, 4, 3, 3, 3]
+    tables = [table, *[0] * 6, table]
+    expected = [count * layer + more for count, more in zip(layers, tables, strict=True)]
+    assert stages == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 5, 16])
+@pytest.mark.parametrize("name", ["qwen2.5-7b", "qwen2.5-32b", "qwen3-30b-a3b", "qwen2.5-1.5b"])
+def test_stages_have_all_parameters_between_them_and_a_tied_table_at_both_ends(
+    name: str, stages: int
+) -> None:
+    model = load_model(ModelConfig(name=name))
+    found = stage_parameters(model, TrainerConfig(pool="near", pipeline_parallel=stages))
+    twice = model.num_embedding_parameters if model.has_tied_embeddings and stages > 1 else 0
+    assert sum(found) == pytest.approx(model.num_parameters + twice)
+    assert len(found) == stages
+
+
+@given(st.integers(1, 130), st.integers(1, 32))
+def test_layers_are_dealt_out_whole_and_evenly_and_ends_have_no_more_than_others(
+    num_layers: int, stages: int
+) -> None:
+    if stages > num_layers + 2:
+        with pytest.raises(ValueError, match=f"{stages} pipeline stages for {num_layers} layers"):
+            stage_layers(num_layers, stages)
+        return
+    layers = stage_layers(num_layers, stages)
+    assert sum(layers) == num_layers and len(layers) == stages
+    assert max(layers) - min(layers) <= 1
+    if stages > 2:
+        assert max(layers[0], layers[-1]) <= min(layers[1:-1]) + (num_layers % stages > stages - 2)
+
+
+def test_a_gpu_is_as_full_as_the_fullest_stage() -> None:
+    run = small_run(
+        {
+            "cluster.pools.near": {"gpu": "h800", "nodes": 4},
+            "trainer": {"pool": "near", "pipeline_parallel": 4, "micro_batch": 2},
+        }
+    )
+    items, trainer = trainer_memory(run), run.trainer
+    num_tokens = tokens_in_pass(trainer, 256 + 2048)
+    last = model_states(SEVEN, trainer, "bfloat16")[-1]
+    assert items["weights"] == last.weights and items["optimizer"] == last.optimizer
+    assert items["logits"] == num_tokens * 152064 * 4
+    found = activation_bytes(SEVEN, trainer, "bfloat16", num_tokens)
+    assert items["activations"] == found[-1] < found[0]
+    long = msgspec.structs.replace(trainer, recompute="none", max_tokens_per_pass=2**16)
+    long = msgspec.structs.replace(long, micro_batch=16)
+    first = trainer_memory(msgspec.structs.replace(run, trainer=long))
+    assert first["logits"] == 0.0  # its four micro-batches take more than those of the last
 
 
 def test_zero_3_splits_weights_and_gradients_over_data_parallel_ranks_too() -> None:
@@ -124,19 +188,36 @@ def test_full_recomputation_keeps_the_input_of_each_layer_and_one_layer_whole() 
     one_layer = layer_activation_bytes(SEVEN, "bfloat16")
     kept = {
         mode: activation_bytes(SEVEN, TrainerConfig(pool="p", recompute=mode), "bfloat16", 1000)
-        for mode in ("full", "none")
+        for mode in ("full", "selective", "none")
     }
-    assert kept["full"] == pytest.approx(1000 * (28 * 2 * 3584 + one_layer))
-    assert kept["none"] == pytest.approx(1000 * 28 * one_layer)
+    assert kept["full"] == pytest.approx([1000 * (28 * 2 * 3584 + one_layer)])
+    assert kept["selective"] == pytest.approx([1000 * 28 * one_layer * (1 - SELECTIVE_SHARE)])
+    assert kept["none"] == pytest.approx([1000 * 28 * one_layer])
 
 
-def test_tensor_ranks_split_activations_and_pipeline_stages_do_not() -> None:
-    alone, tensor, pipeline = (
-        activation_bytes(SEVEN, TrainerConfig(pool="p", **degrees), "bfloat16", 1000)
+def test_tensor_ranks_split_activations_and_the_first_of_several_stages_does_not() -> None:
+    (alone,), (tensor,), pipeline = (
+        activation_bytes(
+            SEVEN, TrainerConfig(pool="p", recompute="none", **degrees), "bfloat16", 1000
+        )
         for degrees in ({}, {"tensor_parallel": 4}, {"pipeline_parallel": 4})
     )
     assert tensor == pytest.approx(alone / 4)
-    assert pipeline == alone
+    assert pipeline[0] == pytest.approx(alone)
+
+
+def test_a_stage_holds_one_micro_batch_for_itself_and_one_for_each_after_it() -> None:
+    one_layer = layer_activation_bytes(SEVEN, "bfloat16")
+    trainer = TrainerConfig(pool="p", pipeline_parallel=4)
+    kept = [1000 * (count * 7 * 2 * 3584 + one_layer) for count in (4, 3, 2, 1)]
+    assert activation_bytes(SEVEN, trainer, "bfloat16", 1000) == pytest.approx(kept)
+
+
+def test_interleaved_slices_hold_more_than_a_plain_pipeline() -> None:
+    trainer = TrainerConfig(pool="p", pipeline_parallel=4, virtual_stages=7, recompute="none")
+    one_layer = layer_activation_bytes(SEVEN, "bfloat16")
+    kept = [1000 * (2 * (3 - stage) + 6 * 4 + 1) * one_layer for stage in range(4)]
+    assert activation_bytes(SEVEN, trainer, "bfloat16", 1000) == pytest.approx(kept)
 
 
 def test_experts_of_a_token_count_and_the_others_do_not() -> None:
@@ -198,6 +279,29 @@ def test_a_plan_that_keeps_every_activation_of_a_long_rollout_is_told_what_would
     with pytest.raises(ValueError, match=r"of activations.*trainer.recompute=\"full\""):
         check_memory(run)
     check_memory(small_run({"rollout.max_tokens": 60000}))
+
+
+def test_a_plan_of_32b_whose_end_stages_do_not_fit_is_refused() -> None:
+    def plan(**trainer: Any) -> Run:
+        return small_run(
+            {
+                "model.name": "qwen2.5-32b",
+                "rollout.tensor_parallel": 4,
+                "cluster.pools.near": {"gpu": "h800", "nodes": 4},
+                "trainer": {"pool": "near", "pipeline_parallel": 8, "micro_batch": 1, **trainer},
+            }
+        )
+
+    run = plan()
+    items = trainer_memory(run)
+    model = load_model(run.model)
+    middle = model_states(model, run.trainer, "bfloat16")[3]
+    held = middle.weights + middle.gradients + middle.optimizer
+    assert held < load_gpu("h800").memory < sum(items.values())
+    with pytest.raises(ValueError, match=r"trainer: \d+\.\d GB a GPU .*pipeline_parallel=8"):
+        check_memory(run)
+    check_memory(plan(pipeline_parallel=16))
+    check_memory(plan(tensor_parallel=2))
 
 
 # Replicas -----------------------------------------------------------------------------------------

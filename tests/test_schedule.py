@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sim.costs.trainer_costs import ScaledLine
 from sim.costs.training.interleaved import interleave
 from sim.costs.training.packing import MicroBatch, deal, micro_batches
 from sim.costs.training.pipeline import Pipeline
@@ -281,6 +282,17 @@ def test_rounding_makes_nothing_late() -> None:
     pipeline.train([0.1, 0.1], [0.2, 0.2], 0.0, 0.3)
     pipeline.train([0.1, 0.1], [0.2, 0.2], 0.0, np.nextafter(pipeline.open_until, 1.0))
     assert pipeline.drain() == pytest.approx(0.3 + 3 * 0.3)
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.7])
+def test_a_factor_changes_the_seconds_of_a_stream_and_not_its_schedule(factor: float) -> None:
+    costs = TrainingCosts.load(train_run(data_parallel=3, pipeline_parallel=4))
+    line, now = costs.line(), 0.0
+    scaled, later = ScaledLine(costs.line(), factor), 0.0
+    for seed in range(20):
+        lengths = heavy_tailed(24, seed)
+        now, later = line.train(lengths, now), scaled.train(lengths, later)
+    assert scaled.finish(later) == pytest.approx(line.finish(now) / factor)
 
 
 def test_a_rank_that_is_dealt_nothing_holds_up_nobody() -> None:

@@ -1,29 +1,36 @@
-"""What training costs: closed forms of each term, the choice of source, and the fit to measured training."""
+"""What training costs: closed forms of each term from its constants, and where these come from."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import tomllib
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
-from sim.costs.training_profile import PATH, load_training_profile
 
 from sim.costs.costs import Costs
-from sim.costs.training import TrainingCosts, ranks_of
+from sim.costs.kernels import Kernels
+from sim.costs.training.layer import Layer, Pass
+from sim.costs.training.profile import PATH, load_training_profile
+from sim.costs.training.ranks import Ranks
+from sim.costs.training.stage_times import StageTimes
+from sim.costs.training.training import TrainingCosts
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.config import Run
 from tests.runs import small_run
 
-ROOT = Path(__file__).parent.parent
-DATA = Path(__file__).parents[2] / "shared" / "data" / "training" / "mpt_train_mfu.csv"
 PPO = {"algorithm.name": "ppo", "algorithm.kl_coefficient": 0.001}
+MIXTURE = {"model.name": "qwen3-30b-a3b"}
 H800 = load_gpu("h800")
 FIT = load_training_profile()
+CONSTANTS, GEMM, EXPERTS = FIT.constants, FIT.gemm["h800"], FIT.experts["h800"]
+NOTHING = 1e-30
+"""Stands for a constant whose term is to vanish."""
+MICRO = (3000, 7e6)
+"""Tokens and pairs of a micro-batch."""
 
 
 def train_run(changes: dict[str, Any] | None = None, **trainer: Any) -> Run:
@@ -32,7 +39,7 @@ def train_run(changes: dict[str, Any] | None = None, **trainer: Any) -> Run:
         {
             "cluster.pools.near": {"gpu": "h800", "nodes": 4},
             "algorithm.prompts_per_step": 64,
-            "trainer": {"pool": "near", "micro_batch": 2, "offload": False, **trainer},
+            "trainer": {"pool": "near", "micro_batch": 2, **trainer},
             **(changes or {}),
         }
     )
@@ -42,78 +49,255 @@ def train_costs(changes: dict[str, Any] | None = None, **trainer: Any) -> Traini
     return TrainingCosts.load(train_run(changes, **trainer))
 
 
-# Passes -------------------------------------------------------------------------------------------
+def a_layer(
+    changes: dict[str, Any] | None = None,
+    constants: dict[str, float] | None = None,
+    **trainer: Any,
+) -> Layer:
+    """Return a layer whose constants are the shipped ones, apart from those that a test replaces."""
+    return Layer(
+        ranks=replace(Ranks.of(train_run(changes, **trainer)), collective=CONSTANTS.collective),
+        gemm=GEMM,
+        experts=EXPERTS,
+        constants=msgspec.structs.replace(CONSTANTS, **(constants or {})),
+    )
 
 
-def test_data_parallel_ranks_divide_the_time_of_equal_rollouts() -> None:
-    lengths = [1000] * 16
-    one, two = (train_costs(data_parallel=ranks) for ranks in (1, 2))
-    assert two.train_time(lengths) == pytest.approx(one.train_time(lengths) / 2)
-    assert two.score_time(lengths) == pytest.approx(one.score_time(lengths) / 2)
+def seconds(one: Pass, tokens: float = MICRO[0], pairs: float = 0.0) -> float:
+    return one.fixed + one.per_token * tokens + one.per_pair * pairs
 
 
-def test_a_rank_with_one_long_rollout_is_what_a_pass_waits_for() -> None:
-    costs = train_costs(data_parallel=4)
-    alone = costs.train_time([9000])
-    assert costs.train_time([9000, 1000, 1000, 1000]) == alone
-    assert costs.train_time([9000] * 5) == pytest.approx(1.25 * alone)
+def product(columns: float, rows: float, tokens: float = MICRO[0]) -> float:
+    """Return the seconds of (tokens, rows) times (rows, columns), by what the rate says of itself."""
+    slower = 1 + GEMM.tokens / tokens + GEMM.columns / columns + GEMM.rows / rows
+    return 2 * tokens * columns * rows * slower / GEMM.flops
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("num_micro", [1, 2, 6])
-def test_a_pipeline_takes_one_turn_for_each_micro_batch_and_for_each_stage_but_one(
-    stages: int, num_micro: int
+# A dense layer ------------------------------------------------------------------------------------
+
+
+def products(degree: int) -> float:
+    """Of a layer of the 7B model: queries, keys and values; their output; gate and up; down."""
+    return (
+        product((28 * 128 + 2 * max(1, 4 / degree) * 128 * degree) / degree, 3584)
+        + product(3584, 3584 / degree)
+        + product(2 * 18944 / degree, 3584)
+        + product(3584, 18944 / degree)
+    )
+
+
+def activations(tokens: float = MICRO[0]) -> float:
+    """Of a layer of the 7B model on one GPU: what a forward pass keeps, times the traffic that it takes."""
+    kept = 2 * (4 * 3584 + 2 * (28 + 4) * 128 + 3 * 18944)
+    return CONSTANTS.activation_traffic * kept * tokens / H800.memory_bandwidth
+
+
+def test_a_layer_computes_its_products_and_moves_its_activations() -> None:
+    layer = a_layer(constants={"attention": NOTHING})
+    assert seconds(layer.forward()) == pytest.approx(products(1) + activations())
+    backward = a_layer(constants={"attention": NOTHING}, recompute="none").backward()
+    assert seconds(backward) == pytest.approx(2 * seconds(layer.forward()))
+
+
+def test_attention_takes_the_prefill_kernels_seconds_of_a_causal_sequence() -> None:
+    kernels = Kernels("h800", "bfloat16")
+    with_attention, without = a_layer(), a_layer(constants={"attention": NOTHING})
+    for length in (2048, 8192, 32768):
+        batch = max(1.0, 16384 / length)
+        found = kernels.time(
+            "prefill_attention", np.array([length]), heads=28.0, kv_heads=4.0, batch=batch
+        ).seconds
+        kernel = CONSTANTS.attention * float(found[0]) / batch
+        size = (length, length**2 / 2)
+        term = seconds(with_attention.forward(), *size) - seconds(without.forward(), *size)
+        assert term == pytest.approx(kernel, rel=0.15)
+        both = (a_layer(recompute="none"), a_layer(None, {"attention": NOTHING}, recompute="none"))
+        back = [seconds(one.backward(), *size) for one in both]
+        assert back[0] - back[1] == pytest.approx(2.8 * term)
+
+
+def test_packed_sequences_attend_each_to_itself() -> None:
+    forward = a_layer().forward()
+    one, two = seconds(forward, 8000, 8000**2 / 2), seconds(forward, 8000, 2 * 4000**2 / 2)
+    assert one - two == pytest.approx(forward.per_pair * 4000**2)
+    assert forward.per_pair > 0
+
+
+def test_recomputation_adds_a_forward_pass_or_norms_and_activations_again() -> None:
+    none, selective, full = (
+        seconds(a_layer(recompute=mode).backward(), *MICRO)
+        for mode in ("none", "selective", "full")
+    )
+    assert none < selective < full
+    assert selective - none == pytest.approx(0.3 * activations())
+    assert full - none == pytest.approx(seconds(a_layer().forward(), *MICRO))
+
+
+def test_unfused_kernels_move_activations_more_often() -> None:
+    fused, uncompiled, eager = (
+        seconds(a_layer(kernels=kind).forward()) for kind in ("fused", "uncompiled", "eager")
+    )
+    assert fused < uncompiled < eager
+    assert uncompiled - fused == pytest.approx(activations() * (CONSTANTS.uncompiled_traffic - 1))
+    assert eager - fused == pytest.approx(activations() * (CONSTANTS.eager_traffic - 1))
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_tensor_ranks_have_slices_of_products_and_gather_the_hidden_state(degree: int) -> None:
+    layer = a_layer(constants={"attention": NOTHING}, tensor_parallel=degree, recompute="none")
+    wire = MICRO[0] * 4 * (degree - 1) / degree * 3584 * 2 / H800.nvlink
+    sliced = products(degree) + activations() / degree
+    assert seconds(layer.forward()) == pytest.approx(sliced + CONSTANTS.reduce * wire)
+    backward = 2 * sliced + 1.5 * CONSTANTS.reduce * wire
+    assert seconds(layer.backward()) == pytest.approx(backward)
+
+
+def test_tensor_ranks_beyond_the_heads_of_keys_have_one_each() -> None:
+    four, eight = (
+        a_layer(constants={"attention": NOTHING, "reduce": NOTHING}, tensor_parallel=degree)
+        for degree in (4, 8)
+    )
+    assert seconds(eight.forward()) > seconds(four.forward()) / 2
+
+
+# Stages -------------------------------------------------------------------------------------------
+
+
+def stages_of(**trainer: Any) -> StageTimes:
+    layer = a_layer(**trainer)
+    return StageTimes.compose(layer.ranks, layer)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "layers"),
+    [(1, [28]), (4, [7] * 4), (8, [3, 4, 4, 4, 4, 3, 3, 3]), (16, [1, *[2] * 12, 1, 1, 1])],
+)
+def test_the_last_stage_has_the_head_and_those_in_the_middle_what_is_left_of_layers(
+    num_stages: int, layers: list[int]
 ) -> None:
-    costs = train_costs(pipeline_parallel=stages)
-    turn = costs.train_time([1000] * 2) / stages  # one micro-batch of 2 passes through every stage
-    total = costs.train_time([1000] * 2 * num_micro)
-    assert total == pytest.approx((num_micro + stages - 1) * turn)
-    bubble = 1 - num_micro * turn / total
-    assert bubble == pytest.approx((stages - 1) / (num_micro + stages - 1))
+    stages, layer = stages_of(pipeline_parallel=num_stages), a_layer()
+    forward = stages.forward_times([MICRO])[0]
+    backward = stages.backward_times([MICRO])[0]
+    head = [0.0] * (num_stages - 1) + [product(152064, 3584)]
+    one, back = seconds(layer.forward(), *MICRO), seconds(layer.backward(), *MICRO)
+    expected = [count * one + more for count, more in zip(layers, head, strict=True)]
+    assert forward == pytest.approx(expected)
+    expected = [count * back + 2 * more for count, more in zip(layers, head, strict=True)]
+    assert backward == pytest.approx(expected)
+    assert stages.scored_times([MICRO])[0] == pytest.approx(forward)
 
 
-def test_a_micro_batch_ends_at_its_rollouts_or_at_its_tokens() -> None:
-    costs = train_costs(max_tokens_per_pass=3000, data_parallel=2)
-    assert costs.num_micro_batches([100] * 8) == 2
-    assert costs.num_micro_batches([2900] * 8) == 4
-    assert costs.num_micro_batches([9000] * 2) == 1
+def test_tensor_ranks_split_the_vocabulary() -> None:
+    assert seconds(a_layer(tensor_parallel=4).head()) == pytest.approx(product(152064 / 4, 3584))
 
 
-def test_recomputation_adds_exactly_one_forward_pass_of_the_layers() -> None:
-    none, full = (train_costs(recompute=mode) for mode in ("none", "full"))
-    model = load_model(train_run().model)
-    head = 2 * model.num_embedding_parameters / FIT.gemm["h800"].flops
-    assert full.forward == none.forward
-    assert full.train.per_pair / none.train.per_pair == pytest.approx(4 / 3)
-    without_head = [costs.train.per_token - 3 * head for costs in (full, none)]
-    assert without_head[0] / without_head[1] == pytest.approx(4 / 3)
-    added = full.train.per_token - none.train.per_token
-    assert added == pytest.approx(full.forward.per_token - head)
+def test_stages_of_one_node_send_over_nvlink_and_others_over_the_network() -> None:
+    near, far = stages_of(pipeline_parallel=4), stages_of(pipeline_parallel=16)
+    assert near.send == pytest.approx(2 * 3584 / H800.nvlink)
+    assert far.send == pytest.approx(2 * 3584 / H800.network)
+    split = stages_of(pipeline_parallel=4, tensor_parallel=8)
+    assert split.send == pytest.approx(2 * 3584 / 8 / H800.network)
+    assert stages_of(data_parallel=8).send == 0.0
 
 
-def test_a_token_costs_its_flops_at_the_measured_rate_and_its_activations_through_memory() -> None:
-    model, forward = load_model(train_run().model), train_costs().forward
-    compute = model.forward_flops(1, 0) / FIT.gemm["h800"].flops
-    values = 28 * (4 * 3584 + 2 * 32 * 128 + 3 * 18944)
-    memory = FIT.constants.activation_traffic * 2 * values / H800.memory_bandwidth
-    assert forward.per_token == pytest.approx(compute + memory)
-    softmax = FIT.constants.attention_traffic * 28 * 3584 / H800.memory_bandwidth
-    pair = 4 * 28 * 3584 / FIT.gemm["h800"].flops + softmax
-    assert forward.per_pair == pytest.approx(pair)
+def test_interleaved_slices_have_all_layers_between_them() -> None:
+    whole, sliced = (
+        stages_of(pipeline_parallel=4, virtual_stages=slices).forward_times([MICRO])
+        for slices in (1, 7)
+    )
+    assert sliced.shape == (1, 28)
+    assert sliced.sum() == pytest.approx(whole.sum())
+
+
+# A mixture ----------------------------------------------------------------------------------------
+
+
+def an_expert_layer(constants: dict[str, float] | None = None, **trainer: Any) -> Layer:
+    """Return a layer of 128 experts, 8 of them for a token, whose attention takes nothing."""
+    return a_layer(MIXTURE, {"attention": NOTHING, **(constants or {})}, **trainer)
+
+
+def dense_part() -> float:
+    """Of a layer of the mixture: projections, and activations that are not permuted."""
+    kept = 2 * (4 * 2048 + 2 * (32 + 4) * 128 + 8 * 3 * 768)
+    moved = CONSTANTS.activation_traffic * kept * MICRO[0] / H800.memory_bandwidth
+    return product(40 * 128, 2048) + product(2048, 32 * 128) + moved
+
+
+def expert_part(ranks: int, traffic: float) -> float:
+    """Of a layer of the mixture: grouped products over what each expert is sent, and permutation."""
+    tokens = MICRO[0] * 8 * ranks / 128
+    flops = 2 * MICRO[0] * 8 * 3 * 2048 * 768
+    computed = flops / EXPERTS.flops * (1 + EXPERTS.tokens / tokens + EXPERTS.width / 768)
+    return computed + MICRO[0] * traffic * 2 * 8 * 2048 * 2 / H800.memory_bandwidth
+
+
+def test_a_mixture_on_one_gpu_computes_all_experts_and_permutes_tokens() -> None:
+    expected = dense_part() + expert_part(1, CONSTANTS.permutation_traffic)
+    forward = an_expert_layer().forward()
+    assert seconds(forward) == pytest.approx(expected + CONSTANTS.routing_time)
+
+
+@pytest.mark.parametrize("routing", ["natural", "balanced"])
+def test_expert_ranks_trade_copies_and_wait_for_the_fullest(routing: str) -> None:
+    layer = an_expert_layer(data_parallel=8, expert_parallel=8, routing=routing)
+    fullest = CONSTANTS.imbalance if routing == "natural" else 1.0
+    traffic = CONSTANTS.permutation_traffic + CONSTANTS.unfused_traffic
+    traded = 2 * CONSTANTS.trade * MICRO[0] * 8 * 2048 * 2 / H800.nvlink
+    expected = dense_part() + fullest * (expert_part(8, traffic) + traded)
+    assert seconds(layer.forward()) == pytest.approx(expected + CONSTANTS.routing_time)
+    assert CONSTANTS.imbalance > 1
+
+
+def test_a_mixture_without_expert_ranks_has_no_fullest_one() -> None:
+    natural, balanced = (an_expert_layer(routing=kind) for kind in ("natural", "balanced"))
+    assert natural.forward() == balanced.forward()
+
+
+def traded(**trainer: Any) -> float:
+    """Return the seconds of both all-to-alls of a layer."""
+    with_trade, without = (
+        an_expert_layer(constants, expert_parallel=16, data_parallel=16, **trainer)
+        for constants in ({}, {"trade": NOTHING})
+    )
+    return seconds(with_trade.forward()) - seconds(without.forward())
+
+
+def test_a_copy_for_each_expert_crosses_to_other_nodes_as_often_as_it_is_there() -> None:
+    each = MICRO[0] * 2048 * 2
+    wire = each * (8 / 2 / H800.network + 8 / 2 / H800.nvlink)
+    assert traded(routing="balanced") == pytest.approx(2 * CONSTANTS.trade * wire)
+
+
+def test_deduplicated_copies_cross_once_a_node_and_once_a_gpu() -> None:
+    each = MICRO[0] * 2048 * 2
+    nodes, gpus = 2 * (1 - 0.5**8), 16 * (1 - (15 / 16) ** 8)
+    wire = each * (nodes / 2 / H800.network + gpus / H800.nvlink)
+    found = traded(routing="balanced", dispatch="deduplicated")
+    assert found == pytest.approx(2 * CONSTANTS.trade * wire)
+    assert found < traded(routing="balanced")
+    packed = [
+        an_expert_layer({"trade": NOTHING}, data_parallel=8, expert_parallel=8, dispatch=kind)
+        for kind in ("deduplicated", "all-to-all")
+    ]
+    less, more = (seconds(layer.forward()) for layer in packed)
+    unfused = MICRO[0] * CONSTANTS.unfused_traffic * 2 * 8 * 2048 * 2 / H800.memory_bandwidth
+    assert more - less == pytest.approx(CONSTANTS.imbalance * unfused)
+
+
+def test_dispatch_that_overlaps_hides_its_share() -> None:
+    shown = 1 - CONSTANTS.trade_overlap
+    assert traded(overlaps_dispatch=True) == pytest.approx(shown * traded())
+
+
+def test_tensor_ranks_without_expert_ranks_slice_every_expert() -> None:
+    one, two = (
+        an_expert_layer({"reduce": NOTHING}, tensor_parallel=degree).forward() for degree in (1, 2)
+    )
+    assert one.per_token / 2 < two.per_token < one.per_token  # thin slices are slower
 
 
 # What ranks send ----------------------------------------------------------------------------------
-
-
-def test_tensor_ranks_reduce_the_hidden_state_twice_a_layer_and_direction() -> None:
-    one, four = (train_costs(tensor_parallel=degree) for degree in (1, 4))
-    num_bytes = (
-        28 * 2 * 2 * (3 / 4) * 3584 * 2
-    )  # layers, reduces, there and back, ring, values, bytes
-    wire = FIT.constants.collective * num_bytes / H800.nvlink
-    assert four.forward.per_token - one.forward.per_token / 4 == pytest.approx(wire)
-    assert four.train.per_token - one.train.per_token / 4 == pytest.approx(3 * wire)
-    assert four.forward.per_pair == pytest.approx(one.forward.per_pair / 4)
 
 
 @pytest.mark.parametrize(("ranks", "wire"), [(8, H800.nvlink), (16, 8 * H800.network)])
@@ -124,41 +308,78 @@ def test_a_step_sums_gradients_over_nvlink_in_a_node_and_over_its_ports_beyond(
     model = load_model(run.model)
     ring = (ranks - 1) / ranks * (4 + 2) * model.num_parameters / wire  # gradients, then weights
     update = 28 * model.num_parameters / ranks / (0.8 * H800.memory_bandwidth)
-    expected = FIT.constants.collective * ring + update
+    expected = CONSTANTS.collective * ring + update + CONSTANTS.step_time
     assert TrainingCosts.load(run).optimizer_time == pytest.approx(expected)
 
 
 def test_ranks_of_a_whole_node_each_have_one_port() -> None:
-    ranks = ranks_of(train_run(data_parallel=4, tensor_parallel=8))
+    ranks = Ranks.of(train_run(data_parallel=4, tensor_parallel=8))
     assert ranks.ring_time(1e9, 4, 8) == pytest.approx(3 / 4 * 1e9 / H800.network)
 
 
+def test_gradients_of_the_fullest_stage_are_what_a_step_waits_for() -> None:
+    run = train_run(data_parallel=2, pipeline_parallel=4)
+    model = load_model(run.model)
+    table = 152064 * 3584
+    fullest = (model.num_parameters - 2 * table) / 4 + table
+    ring = CONSTANTS.collective / 2 * 6 * fullest / H800.nvlink
+    update = 28 * model.num_parameters / 8 / (0.8 * H800.memory_bandwidth)
+    found = TrainingCosts.load(run).optimizer_time
+    assert found == pytest.approx(ring + update + CONSTANTS.step_time)
+
+
 def test_zero_3_gathers_weights_and_scatters_gradients_for_every_micro_batch() -> None:
-    one, three = (train_costs(data_parallel=8, zero=stage) for stage in (1, 3))
+    one, three = (stages_of(data_parallel=8, zero=stage) for stage in (1, 3))
     parameters = load_model(train_run().model).num_parameters
-    gather = FIT.constants.collective * 7 / 8 * parameters / H800.nvlink
-    lengths = [1000] * 16 * 3
-    assert three.num_micro_batches(lengths) == 3
-    added = three.train_time(lengths) - one.train_time(lengths)
-    assert added == pytest.approx(3 * 8 * gather)  # 2 bytes forward, 2 backward, gradients of 4
-    assert three.forward.per_micro_batch == pytest.approx(2 * gather)
-    assert three.optimizer_time < one.optimizer_time
+    gather = CONSTANTS.collective * 7 / 8 * 2 * parameters / H800.nvlink
+    for micro in ((20, 200.0), (16384, 1e7)):  # too little to hide behind, and plenty
+        for times, wire in (
+            ([s.forward_times([micro])[0, 0] for s in (one, three)], gather),
+            ([s.backward_times([micro])[0, 0] for s in (one, three)], 3 * gather),
+        ):
+            computed, found = times
+            shown = max((1 - CONSTANTS.gather_overlap) * wire, wire - computed)
+            assert found == pytest.approx(computed + shown)
+    reduced, plain = (train_costs(data_parallel=8, zero=stage) for stage in (3, 1))
+    assert reduced.optimizer_time < plain.optimizer_time
 
 
-def test_expert_ranks_trade_each_token_for_each_expert_that_is_elsewhere() -> None:
-    moe = {"model.name": "qwen3-30b-a3b"}
-    alone, shared = (train_costs(moe, data_parallel=8, expert_parallel=e) for e in (1, 8))
-    num_bytes = (
-        48 * 2 * 8 * (7 / 8) * 2048 * 2
-    )  # layers, there and back, experts, elsewhere, values
-    wire = FIT.constants.collective * num_bytes / H800.nvlink
-    assert shared.forward.per_token - alone.forward.per_token == pytest.approx(wire)
-    experts = 48 * 128 * 3 * 2048 * 768  # no other rank has the same ones, so none are summed
-    summed = FIT.constants.collective * 7 / 8 * (4 + 2) * experts / H800.nvlink
+def test_expert_ranks_sum_no_gradients_of_experts_that_no_other_has() -> None:
+    alone, shared = (train_costs(MIXTURE, data_parallel=8, expert_parallel=e) for e in (1, 8))
+    experts = 48 * 128 * 3 * 2048 * 768
+    summed = CONSTANTS.collective * 7 / 8 * (4 + 2) * experts / H800.nvlink
     assert alone.optimizer_time - shared.optimizer_time == pytest.approx(summed)
 
 
-# Models that take turns ---------------------------------------------------------------------------
+# Commands -----------------------------------------------------------------------------------------
+
+
+def test_data_parallel_ranks_divide_the_time_of_equal_rollouts() -> None:
+    lengths = [1000] * 16
+    one, two = (train_costs(PPO, data_parallel=ranks) for ranks in (1, 2))
+    assert two.train_time(lengths) == pytest.approx(one.train_time(lengths) / 2)
+    assert two.score_time(lengths) == pytest.approx(one.score_time(lengths) / 2)
+
+
+def test_a_rank_with_one_long_rollout_is_what_a_step_waits_for() -> None:
+    costs = train_costs(data_parallel=4)
+    alone = costs.train_time([9000])
+    assert costs.train_time([9000, 1000, 1000, 1000]) == pytest.approx(alone)
+    assert costs.train_time([9000] * 5) > 1.5 * alone
+
+
+def test_a_critic_is_trained_and_a_reference_only_scores() -> None:
+    actor, ppo = train_costs(), train_costs(PPO)
+    forward = ppo.stages.forward_times([(1000, 1000**2 / 2)]).sum()
+    assert ppo.train_time([1000]) == pytest.approx(2 * actor.train_time([1000]))
+    assert ppo.score_time([1000]) == pytest.approx(2 * forward)
+    assert actor.score_time([1000]) == 0
+
+
+def test_the_trainers_own_log_probabilities_are_a_forward_pass() -> None:
+    costs = train_costs({"algorithm.old_log_probs": "trainer"})
+    forward = costs.stages.forward_times([(1000, 1000**2 / 2)]).sum()
+    assert costs.score_time([1000]) == pytest.approx(forward)
 
 
 def test_offloading_costs_its_bytes_over_the_link_to_the_host() -> None:
@@ -168,7 +389,7 @@ def test_offloading_costs_its_bytes_over_the_link_to_the_host() -> None:
     )
     model = load_model(train_run().model)
     shard = model.shard_parameters(4)
-    weights, gradients, optimizer = 2 * shard, 4 * shard, 12 * model.num_parameters / 8
+    weights, gradients, optimizer = 2 * shard, 4 * shard, 12 * shard / 2
     link, lengths = H800.host_link, [1000, 2000]
     score = offloaded.score_time(lengths) - resident.score_time(lengths)
     train = offloaded.train_time(lengths) - resident.train_time(lengths)
@@ -184,11 +405,64 @@ def test_a_model_that_is_alone_never_leaves() -> None:
     assert offloaded.optimizer_time == resident.optimizer_time
 
 
-def test_a_critic_is_trained_and_a_reference_only_scores() -> None:
-    actor, ppo = train_costs(), train_costs(PPO)
-    assert ppo.train_time([1000]) == pytest.approx(2 * actor.train_time([1000]))
-    assert ppo.score_time([1000]) == pytest.approx(2 * ppo.forward.rollout_time(1000))
-    assert actor.score_time([1000]) == 0
+def test_rollouts_without_an_advantage_cost_a_gradient_only_where_a_kl_term_gives_them_one() -> (
+    None
+):
+    lengths = [900, 80]
+    everything = train_costs().train_time(lengths)
+    half = train_costs({"workload.informative_share": 0.5}).train_time(lengths)
+    assert half == pytest.approx(everything / 2)
+    kl = {"algorithm.kl_coefficient": 0.001}
+    with_kl = train_costs(kl).train_time(lengths)
+    assert train_costs({**kl, "workload.informative_share": 0.5}).train_time(lengths) == with_kl
+
+
+def test_mini_batches_drain_the_pipelines_and_update_the_weights_between_them() -> None:
+    split = {"framework.optimizer_steps": 4}  # of 128 rollouts
+    costs = train_costs(split, data_parallel=2, pipeline_parallel=4)
+    each = train_costs(data_parallel=2, pipeline_parallel=4).train_time([700] * 32)
+    expected = 4 * each + 3 * costs.optimizer_time
+    assert costs.train_time([700] * 128) == pytest.approx(expected)
+    assert costs.train_time([700] * 64) == pytest.approx(2 * each + costs.optimizer_time)
+
+
+def test_further_epochs_begin_when_the_batch_is_whole() -> None:
+    costs = train_costs({"framework.epochs": 3}, pipeline_parallel=4)
+    once = train_costs(pipeline_parallel=4)
+    whole = once.train_time([700] * 128)
+    expected = 3 * whole + 2 * costs.optimizer_time
+    assert costs.train_time([700] * 128) == pytest.approx(expected)
+    line, now = costs.line(), 0.0
+    for _ in range(16):
+        now = line.train([700] * 8, now)
+    assert line.finish(now) == pytest.approx(expected)
+    after = line.finish(now)
+    line.train([700] * 128, after)
+    assert line.finish(after) - after == pytest.approx(expected)  # the next step begins afresh
+
+
+def test_mini_batches_of_every_epoch_each_have_an_optimizer_step() -> None:
+    changes = {"framework.epochs": 2, "framework.optimizer_steps": 2}
+    costs = train_costs(changes)
+    half = train_costs().train_time([700] * 64)
+    assert costs.train_time([700] * 128) == pytest.approx(4 * half + 3 * costs.optimizer_time)
+
+
+def test_a_batch_of_one_optimizer_step_has_one_however_large_it_is() -> None:
+    costs = train_costs()
+    assert costs.train_time([700] * 512) == pytest.approx(4 * costs.train_time([700] * 128))
+
+
+def test_a_framework_adds_its_seconds_to_each_step_and_a_factor_changes_them_not() -> None:
+    stated = {"framework.step_time": "3 s"}
+    costs = Costs.load(train_run({**stated, "costs.training_factor": 0.5}, tensor_parallel=4))
+    training = costs.training
+    assert costs.step_time == pytest.approx(2 * training.optimizer_time + 3.0)
+    usual = train_run(tensor_parallel=4)
+    usual = msgspec.structs.replace(
+        usual, framework=msgspec.structs.replace(usual.framework, step_time=None)
+    )
+    assert TrainingCosts.load(usual).overhead_time == 2.5
 
 
 # Where the figures come from ----------------------------------------------------------------------
@@ -199,15 +473,28 @@ def test_a_critic_is_trained_and_a_reference_only_scores() -> None:
     [(gpu, "composed") for gpu in ("h100", "h800", "h200", "a100")]
     + [(gpu, "roofline") for gpu in ("h20", "h20-3e", "cpu")],
 )
+@pytest.mark.parametrize("model", ["qwen2.5-7b", "qwen3-30b-a3b"])
 def test_only_gpus_like_those_that_were_measured_are_more_than_a_roofline(
-    gpu: str, tier: str
+    model: str, gpu: str, tier: str
 ) -> None:
-    run = train_run({"cluster.pools.near": {"gpu": gpu, "nodes": 4}}, tensor_parallel=4)
-    costs = TrainingCosts.load(run)
+    changes = {"cluster.pools.near": {"gpu": gpu, "nodes": 4}, "model.name": model}
+    costs = TrainingCosts.load(train_run(changes, tensor_parallel=4))
+    source = costs.sources[0]
     assert costs.tier == tier
-    assert ("llm-foundry" in costs.sources[0]) == (gpu != "cpu")
-    assert ("unmeasured" in costs.sources[0]) == (gpu == "cpu")
-    assert ("no training was measured" in costs.sources[0]) == (gpu in ("h20", "h20-3e"))
+    assert ("published steps" in source) == (gpu != "cpu")
+    assert ("unmeasured" in source) == (gpu == "cpu")
+    assert ("no training was measured" in source) == (gpu in ("h20", "h20-3e"))
+
+
+@pytest.mark.parametrize(("model", "kind"), [("qwen2.5-7b", "dense"), ("qwen3-30b-a3b", "mixture")])
+def test_a_source_says_how_far_the_fit_missed_models_that_it_had_not_seen(
+    model: str, kind: str
+) -> None:
+    (source,) = train_costs({"model.name": model}).sources
+    found = FIT.held_out[kind]
+    assert f"{kind} models left out: {found.median:.1%} in median, {found.p90:.1%} at p90" in source
+    assert f"{FIT.rows} published steps" in source and GEMM.source in source
+    assert (EXPERTS.source in source) == (kind == "mixture")
 
 
 def test_a_stated_efficiency_is_used_as_it_is_and_says_that_the_run_file_states_it() -> None:
@@ -222,15 +509,21 @@ def test_a_stated_efficiency_is_used_as_it_is_and_says_that_the_run_file_states_
 def test_32_bit_training_was_not_measured() -> None:
     costs = train_costs({"model.dtype": "float32"}, tensor_parallel=4)
     assert costs.tier == "roofline"
-    assert "training_efficiency=0.4" in costs.sources[0]
+    assert "training_efficiency=0.4" in costs.sources[0] and "unmeasured" in costs.sources[0]
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int4"])
+def test_a_dtype_that_nothing_trains_in_is_refused(dtype: str) -> None:
+    with pytest.raises(ValueError, match=f"model.dtype must be one of .*, got '{dtype}'"):
+        train_run({"model.dtype": dtype})
 
 
 def test_a_run_takes_its_training_seconds_and_tiers_from_here() -> None:
     run = train_run(PPO, tensor_parallel=4)
     costs, training = Costs.load(run), TrainingCosts.load(run)
-    assert costs.train_time([900, 80]) == training.train_time([900, 80])
-    assert costs.score_time([900, 80]) == training.score_time([900, 80])
-    assert costs.optimizer_time == training.optimizer_time
+    line = costs.line()
+    assert line.score([900, 80], 0.0) == pytest.approx(training.score_time([900, 80]))
+    assert costs.step_time == training.optimizer_time
     assert costs.provenance["train"].tier == costs.provenance["score"].tier == "composed"
 
 
@@ -240,6 +533,11 @@ def test_a_run_takes_its_training_seconds_and_tiers_from_here() -> None:
         ({}, {"tensor_parallel": 16}, ["trainer.tensor_parallel", "8 GPUs of a node", "16"]),
         ({}, {"tensor_parallel": 3}, ["trainer.tensor_parallel", "8 GPUs of a node", "3"]),
         ({}, {"pipeline_parallel": 32}, ["trainer.pipeline_parallel", "28 layers", "32"]),
+        (
+            {},
+            {"pipeline_parallel": 4, "virtual_stages": 8},
+            ["trainer.virtual_stages=8 x pipeline_parallel=4", "28 layers"],
+        ),
         ({}, {"expert_parallel": 4}, ["trainer.expert_parallel", "= 1", "4"]),
         (
             {},
@@ -248,7 +546,8 @@ def test_a_run_takes_its_training_seconds_and_tiers_from_here() -> None:
         ),
         ({}, {"efficiency": 1.5}, ["trainer.efficiency", "(0, 1]", "1.5"]),
         ({}, {"zero": 2}, ["trainer.zero", "1, 3", "2"]),
-        ({}, {"recompute": "some"}, ["trainer.recompute", "none, full", "'some'"]),
+        ({}, {"recompute": "some"}, ["trainer.recompute", "none, selective, full", "'some'"]),
+        ({}, {"kernels": "slow"}, ["trainer.kernels", "fused, uncompiled, eager", "'slow'"]),
     ],
 )
 def test_degrees_that_no_trainer_can_have_are_refused_by_key_and_value(
@@ -259,94 +558,21 @@ def test_degrees_that_no_trainer_can_have_are_refused_by_key_and_value(
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
-def test_a_profile_with_a_wrong_figure_is_refused_by_file_and_key(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["collective", "activation_traffic", "flops"])
+def test_a_profile_with_a_wrong_figure_is_refused_by_file_and_key(tmp_path: Path, key: str) -> None:
     path = tmp_path / "training.toml"
-    path.write_text(PATH.read_text().replace("collective = ", "collective = -", 1))
-    with pytest.raises(ValueError, match=r"training\.toml: collective must be positive"):
+    path.write_text(PATH.read_text().replace(f"\n{key} = ", f"\n{key} = -", 1))
+    with pytest.raises(ValueError, match=rf"training\.toml: {key} must be positive"):
         load_training_profile(path)
-
-
-# The fit ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def fitting() -> ModuleType:
-    """The script that fits the constants."""
-    path = ROOT / "benchmarks" / "fit_training.py"
-    spec = importlib.util.spec_from_file_location("fit_training", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_mfu_of_models_that_the_fit_has_not_seen_is_predicted_within_a_tenth(
-    fitting: ModuleType,
-) -> None:
-    halves = fitting.halves(fitting.read_rows())
-    assert {row.model for row in halves[0]}.isdisjoint(row.model for row in halves[1])
-    for train, test in (halves, halves[::-1]):
-        errors = np.abs(fitting.relative_errors(test, fitting.fit(train)))
-        assert np.median(errors) < 0.05
-        for gpu in ("h100", "a100", "a100-40"):
-            assert np.median(errors[[row.gpu == gpu for row in test]]) < 0.1, gpu
-
-
-def test_the_shipped_constants_are_those_that_the_fit_finds(fitting: ModuleType) -> None:
-    fitted = tomllib.loads(fitting.fit_profile(fitting.read_rows()))
-    shipped = tomllib.loads(PATH.read_text())
-    for section in ("constants", "held_out"):
-        assert shipped.pop(section) == pytest.approx(fitted.pop(section), rel=1e-2)
-    assert {**shipped, "spread": {}} == {**fitted, "spread": {}}
-
-
-def test_a_published_mfu_is_seconds_and_back(fitting: ModuleType) -> None:
-    row = fitting.read_rows()[2]  # 70B on 128 H100, 1,058 tokens a second and GPU
-    assert (row.model, row.gpus) == ("mpt-70b", 128)
-    seconds = row.micro_batch * row.sequence / 1058
-    assert fitting.mfu(row, seconds) == pytest.approx(row.mfu, rel=1e-3)
-
-
-def test_every_training_run_that_was_measured_fits_in_memory_and_the_fullest_nearly_fills_it(
-    fitting: ModuleType,
-) -> None:
-    shares = [fitting.memory_share(row) for row in fitting.read_rows()]
-    assert 0.9 < max(shares) <= 1
-
-
-def test_the_table_holds_every_16_bit_row_that_was_published(fitting: ModuleType) -> None:
-    if not DATA.is_file():
-        pytest.skip("the published table is not on this machine")
-    assert fitting.read_published(DATA) == fitting.read_rows()
 
 
 def test_a_gpu_with_little_arithmetic_and_much_bandwidth_comes_closer_to_its_peak() -> None:
     def share_of_peak(gpu: str) -> float:
         run = train_run({"cluster.pools.near": {"gpu": gpu, "nodes": 4}}, tensor_parallel=4)
-        flops = load_model(run.model).forward_flops(3 * 1000, 0)
+        flops = load_model(run.model).forward_flops(3 * 1000, 3 * 1000**2 / 2)
         peak = 4 * load_gpu(gpu).flops["bfloat16"]
-        return flops / peak / (1000 * TrainingCosts.load(run).train.per_token)
+        return flops / peak / TrainingCosts.load(run).train_time([1000])
 
-    shares = {gpu: share_of_peak(gpu) for gpu in ("h800", "h100", "a100", "h20")}
-    assert sorted(shares, key=lambda gpu: shares[gpu]) == ["h800", "h100", "a100", "h20"]
-    assert all(math.isfinite(share) and share < 0.75 for share in shares.values())
-
-
-def test_rollouts_without_an_advantage_cost_a_gradient_only_where_a_kl_term_gives_them_one() -> (
-    None
-):
-    lengths = [900, 80]
-    everything = train_costs().train_time(lengths)
-    half = train_costs({"workload.informative_share": 0.5}).train_time(lengths)
-    assert half == pytest.approx(everything / 2)
-    kl = {"algorithm.kl_coefficient": 0.001}
-    with_kl = train_costs(kl).train_time(lengths)
-    assert train_costs({**kl, "workload.informative_share": 0.5}).train_time(lengths) == with_kl
-
-
-@pytest.mark.parametrize(("stages", "fullest"), [(1, 28), (4, 7), (8, 4), (16, 2)])
-def test_a_pass_waits_for_the_stage_with_most_layers(stages: int, fullest: int) -> None:
-    even = train_costs(pipeline_parallel=1, data_parallel=1).train
-    split = train_costs(pipeline_parallel=stages, data_parallel=1).train
-    assert split.per_pair == pytest.approx(even.per_pair / stages * (fullest * stages / 28))
+    shares = {gpu: share_of_peak(gpu) for gpu in ("h100", "a100", "h20")}
+    assert sorted(shares, key=lambda gpu: shares[gpu]) == ["h100", "a100", "h20"]
+    assert all(math.isfinite(share) and 0.05 < share < 0.8 for share in shares.values())

@@ -167,11 +167,11 @@ def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[
     Raises:
         ValueError: the model has fewer layers than there are pipeline stages, or cannot be split.
     """
-    experts = shared_out_parameters(model, trainer)
+    shards, experts = stage_parameters(model, trainer), shared_out_parameters(model, trainer)
     copies = max(1, trainer.data_parallel * trainer.tensor_parallel // trainer.expert_parallel)
     layers = stage_layers(model.num_layers, trainer.pipeline_parallel)
     states = []
-    for parameters, num_layers in zip(stage_parameters(model, trainer), layers, strict=True):
+    for parameters, num_layers in zip(shards, layers, strict=True):
         split = (parameters - experts) / trainer.data_parallel + experts / copies
         held = split if trainer.zero == 3 else parameters
         gathered = parameters * GATHERED_LAYERS / num_layers if trainer.zero == 3 else 0.0
