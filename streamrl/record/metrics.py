@@ -19,7 +19,6 @@ from streamrl.engine.messages import (
 )
 from streamrl.hardware.profiles import price_of
 from streamrl.record.attribution import (
-    UNDERFILLED,
     Attribution,
     SidesAttribution,
     attribute_sides,
@@ -29,19 +28,17 @@ from streamrl.record.leader_steps import LeaderSteps, read_steps
 from streamrl.record.steady import Steady, count_steps
 from streamrl.record.steady_run import find_steady_of, tell_doubts
 from streamrl.record.trace import Trace, blaming_damage
+from streamrl.record.uncertainty import (
+    OPERATION_OF_ACTIVITY,
+    Uncertainty,
+    read_uncertainty,
+    tell_unmeasured,
+)
 from streamrl.record.underfilled import YieldSource
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import sides_of, trainer_names
 
 SECONDS_PER_HOUR = 3600.0
-TIER_OF_ACTIVITY = {
-    "prefill": "prefill",
-    "decode": "decode",
-    UNDERFILLED: "decode",
-    "score": "score",
-    "train": "train",
-}
-"""Operation whose tiers an activity has; what verifiers take stands in the run file."""
 TRAINING = ("score", "train")
 
 
@@ -134,6 +131,8 @@ class Metrics(Speed, frozen=True, kw_only=True):
     """Every trainer, the one that leads first: all other figures of steps are its own."""
     tiers: dict[str, float]
     """Share of busy seconds, but those of verifiers, by where they came from: measured, composed, roofline."""
+    uncertainty: Uncertainty | None = None
+    """How far simulated seconds may be off, by stage and of the step; None of a real run."""
 
 
 def measure(trace: Trace, counted_steps: tuple[int, int] | None = None) -> Metrics:
@@ -165,6 +164,9 @@ def _measure(trace: Trace, counted_steps: tuple[int, int] | None) -> Metrics:
     window = leader.window(first, last)
     shares = attribute_sides(trace, window)
     training_time = _training_time(trace.run, speed)
+    tiers = _tiers(trace, shares)
+    notes = [note for note in (speed.note, tell_unmeasured(tiers)) if note]
+    speed = msgspec.structs.replace(speed, note="; ".join(notes))
     return Metrics(
         world=trace.world,
         num_steps=len(speed.step_times),
@@ -181,7 +183,8 @@ def _measure(trace: Trace, counted_steps: tuple[int, int] | None) -> Metrics:
         rewards=[_mean([flow.rewards[r] for r in rollouts]) for rollouts in leader.trained],
         dropped=dict(leader.lost),
         trainers=list(_trainers(trace.run, flow, window)),
-        tiers=_tiers(trace, shares),
+        tiers=tiers,
+        uncertainty=read_uncertainty(trace, shares),
         **msgspec.structs.asdict(speed),
     )
 
@@ -313,7 +316,7 @@ def _weights(run: Run, shares: SidesAttribution) -> Iterator[tuple[str, float]]:
         own = {activity: part * of_side.busy[activity] for activity in TRAINING}
         others = {activity: others[activity] + own[activity] for activity in TRAINING}
         yield f"train {follower.name}", sum(own.values())
-    for activity, operation in TIER_OF_ACTIVITY.items():
+    for activity, operation in OPERATION_OF_ACTIVITY.items():
         yield operation, shares.whole.busy.get(activity, 0.0) - others.get(activity, 0.0)
 
 

@@ -11,6 +11,17 @@ from math import hypot
 
 import msgspec
 
+from streamrl.record.attribution import UNDERFILLED, SidesAttribution
+from streamrl.record.trace import Trace
+
+OPERATION_OF_ACTIVITY = {
+    "prefill": "prefill",
+    "decode": "decode",
+    UNDERFILLED: "decode",
+    "score": "score",
+    "train": "train",
+}
+"""Operation whose tiers and errors an activity has; what verifiers take stands in the run file."""
 MOST_UNMEASURED = 0.2
 """Share of busy seconds from datasheets alone, above which a figure is a guess and says so."""
 
@@ -44,6 +55,31 @@ def uncertainty_of(
         for shares in sides.values()
     ]
     return Uncertainty(stages=stages, step_time=hypot(*of_sides))
+
+
+def read_uncertainty(trace: Trace, shares: SidesAttribution) -> Uncertainty | None:
+    """Return what the costs of a simulated run say of themselves; None of a real one, whose seconds are a clock's."""
+    if trace.world == "real":
+        return None
+    errors = trace.facts.get("errors", {})
+    assert isinstance(errors, Mapping), "errors are given by operation"
+    sides: dict[str, dict[str, float]] = {}
+    for name, of_side in shares.sides.items():
+        spent: dict[str, float] = {}
+        for activity, share in of_side.busy.items():
+            operation = OPERATION_OF_ACTIVITY.get(activity)
+            if operation is not None:
+                spent[operation] = spent.get(operation, 0.0) + share
+        sides[name] = spent
+    return uncertainty_of(errors, sides)
+
+
+def tell_unmeasured(tiers: Mapping[str, float]) -> str:
+    """Warn where more than a fifth of the busy seconds come from datasheets alone; say nothing otherwise."""
+    share = tiers.get("roofline", 0.0)
+    if share <= MOST_UNMEASURED:
+        return ""
+    return f"{share:.0%} of the busy seconds come from datasheets alone, so this is a guess"
 
 
 def difference_error(

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from streamrl.record.attribution import UNDERFILLED
 from streamrl.record.metrics import Metrics
+from streamrl.record.uncertainty import Uncertainty
 
 Interval: TypeAlias = tuple[float, float]
 """Least and most, of 95 %."""
@@ -217,6 +218,13 @@ def format_tiers(tiers: Mapping[str, float]) -> str:
     )
 
 
+def _errors(found: Uncertainty) -> tuple[str, str]:
+    """Say how far models left out of the fits were off, by stage."""
+    whole = "unknown" if found.step_time is None else f"± {found.step_time:.0%}"
+    stages = ", ".join(f"{stage} {error:.0%}" for stage, error in found.stages.items())
+    return whole, f"of the step; of models that no fit saw: {stages or 'none was checked'}"
+
+
 def _summary(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
     first, last = metrics.counted_steps
     steps = f"mean of steps {first} to {last}" if last > first else f"step {first} alone"
@@ -235,6 +243,8 @@ def _summary(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
     yield "GPUs", str(sum(metrics.num_gpus.values())), sides
     yield "staleness", _mean_staleness(metrics.staleness), _histogram(metrics.staleness)
     yield "seconds from", "", format_tiers(metrics.tiers)
+    if metrics.uncertainty is not None:
+        yield "typical error", *_errors(metrics.uncertainty)
     if any(metrics.rewards):
         yield "mean reward", f"{metrics.rewards[-1]:.3f}", _ends(metrics.rewards)
     for reason, count in metrics.dropped.items():
