@@ -87,6 +87,7 @@ def _plan(
         pareto=_pareto(search),
         sensitivity=[_change(search, chosen, verdict) for verdict in verdicts],
         tiers=metrics.tiers,
+        uncertainty=metrics.uncertainty,
         steps=min(run.simulate.max_steps, SEARCH_STEPS),
     )
     return Planned(planned, plan)

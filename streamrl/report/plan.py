@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from streamrl.record.uncertainty import Uncertainty
 from streamrl.runfile.plan_config import ObjectiveName
 
 PLAN_JSON = "plan.json"
@@ -139,6 +140,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     sensitivity: list[Change]
     tiers: dict[str, float]
     """Share of the busy seconds of the chosen plan by where they come from."""
+    uncertainty: Uncertainty | None = None
+    """How far its simulated seconds may be off."""
     steps: int
     """Steps by which a search compares plans; a finalist has as many as its interval needs."""
 

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from streamrl.record.uncertainty import unshared_error
 from streamrl.report.plan import Choice, Plan, Runner
 from streamrl.report.run_tables import format_step_time
 from streamrl.runfile.plan_config import ObjectiveName
@@ -57,7 +58,7 @@ def _choices(plan: Plan) -> Table:
         choice = runner.choice
         table.add_row(
             choice.text,
-            _behind_text(runner),
+            _behind_text(plan, runner),
             _step_text(choice),
             f"{choice.cost_per_step:.2f}",
             f"{choice.dollars_per_hour:.2f}",
@@ -77,9 +78,25 @@ def _step_text(choice: Choice) -> str:
     return format_step_time(choice.step_time, choice.step_time_interval)
 
 
-def _behind_text(runner: Runner) -> str:
-    """Say by how much a plan is behind, and where that may be chance."""
-    return f"{runner.behind:+.1%}" + (", may be chance" if runner.is_beyond_chance is False else "")
+def _behind_text(plan: Plan, runner: Runner) -> str:
+    """Say by how much a plan is behind, and where that may be chance, or what the costs of the two may be off by.
+
+    What both do alike on the same GPUs is off by the same, and says nothing of which is better.
+    """
+    text = f"{runner.behind:+.1%}"
+    if runner.is_beyond_chance is False:
+        return f"{text}, may be chance"
+    if plan.uncertainty is None:
+        return text
+    shared = set()
+    if runner.choice.rollout == plan.allocation.rollout:
+        shared.add("decode")
+    if runner.choice.trainer == plan.allocation.trainer:
+        shared.add("train")
+    error = unshared_error(plan.uncertainty.stages, shared)
+    if error is None:
+        return f"{text}, costs never checked there"
+    return f"{text}, within costs' {error:.0%}" if runner.behind < error else text
 
 
 def _sensitivity(plan: Plan) -> Table:
