@@ -146,7 +146,7 @@ def learned(estimates: Estimates, base: bytes, indices: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("system", "error"),
-    [("colocated", 0.03), ("disaggregated", 0.03), ("stream-sync", 0.09), ("one-step-async", 0.06)],
+    [("colocated", 0.03), ("disaggregated", 0.03), ("stream-sync", 0.13), ("one-step-async", 0.09)],
 )
 def test_estimates_of_steps_are_what_simulations_take(system: str, error: float) -> None:
     search = searched(systems=[system])
@@ -168,7 +168,7 @@ def test_a_step_that_training_binds_takes_what_its_trainer_does() -> None:
     index = int(np.argmin(stages.step))
     speed = speed_of(Trial(search.bases[0], search.space.candidate(index)))
     assert stages.step[index] == stages.training[index]
-    assert stages.step[index] == pytest.approx(np.mean(speed.step_times[1:]), rel=0.05)
+    assert stages.step[index] == pytest.approx(np.mean(speed.step_times[1:]), rel=0.08)
 
 
 def test_where_steps_overlap_a_simulation_corrects_the_estimates_of_the_same_replicas() -> None:

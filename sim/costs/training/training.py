@@ -141,7 +141,12 @@ def _choose_stages(run: Run, ranks: Ranks) -> tuple[Ranks, StageTimes, float, Pr
     efficiency, name = run.trainer.efficiency, run.cluster.pools[run.trainer.pool].gpu
     if efficiency is not None:
         source = f"run file: trainer.efficiency={efficiency} of peak FLOP/s"
-        return ranks, StageTimes.assumed(ranks, efficiency), 0.0, Provenance.of("roofline", [source])
+        return (
+            ranks,
+            StageTimes.assumed(ranks, efficiency),
+            0.0,
+            Provenance.of("roofline", [source]),
+        )
     profile = load_training_profile()
     rate = profile.gemm.get(name)
     if rate is None or BYTES[run.model.dtype] != MEASURED_BYTES:
