@@ -35,14 +35,7 @@ KEMPNER = "KempnerForge 5666d0d"
 
 def main() -> None:
     """Write the table."""
-    data = Path(sys.argv[1])
-    rows = [
-        *mosaic(data / "training" / "mpt_train_mfu.csv"),
-        *bridge(data / "parallel_training" / "mbridge_cards_h100.csv"),
-        *ablations(data / "parallel_training" / "training_ablations.csv"),
-        *others(data / "parallel_training" / "training_other.csv"),
-        *prime(data / "parallel_training" / "prime_rl_bench.csv"),
-    ]
+    rows = derived(Path(sys.argv[1]))
     names = PublishedStep.__struct_fields__
     head = [
         "# source: the column `source`, by repository and commit",
@@ -56,6 +49,17 @@ def main() -> None:
         table.writerow(names)
         table.writerows([_cell(getattr(row, name)) for name in names] for row in rows)
     print(f"{len(rows)} rows in {PATH}")
+
+
+def derived(data: Path) -> list[PublishedStep]:
+    """Return the rows of the table, from a folder of published ones."""
+    return [
+        *mosaic(data / "training" / "mpt_train_mfu.csv"),
+        *bridge(data / "parallel_training" / "mbridge_cards_h100.csv"),
+        *ablations(data / "parallel_training" / "training_ablations.csv"),
+        *others(data / "parallel_training" / "training_other.csv"),
+        *prime(data / "parallel_training" / "prime_rl_bench.csv"),
+    ]
 
 
 def _cell(value: object) -> object:

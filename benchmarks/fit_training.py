@@ -252,7 +252,9 @@ def profile_text(steps: Sequence[PublishedStep]) -> str:
     place = fit.run(steps)
     constants, triton = fit.constants(place)
     places, errors = leave_each_out(fit, steps, place)
-    folds = {model: fit.constants(found)[0] for model, found in places.items()}
+    folds, triton_folds = (
+        {model: fit.constants(found)[part] for model, found in places.items()} for part in (0, 1)
+    )
     names = Constants.__struct_fields__
     kinds: dict[str, list[Floats]] = {"dense": [], "mixture": []}
     for model, found in errors.items():
@@ -289,6 +291,9 @@ def profile_text(steps: Sequence[PublishedStep]) -> str:
     for model, one in folds.items():
         lines += ["", f'[without."{model}"]']
         lines += [f"{name} = {getattr(one, name):.4g}" for name in names]
+    for model, one in triton_folds.items():
+        lines += ["", f'[triton_without."{model}"]']
+        lines += [f"{gpu} = {times:.4g}" for gpu, times in one.items()]
     for section, table in (("gemm", gemm), ("experts", experts)):
         for gpu, rate in table.items():
             lines += ["", f"[{section}.{gpu}]"]

@@ -39,7 +39,7 @@ def train_run(changes: dict[str, Any] | None = None, **trainer: Any) -> Run:
         {
             "cluster.pools.near": {"gpu": "h800", "nodes": 4},
             "algorithm.prompts_per_step": 64,
-            "trainer": {"pool": "near", "micro_batch": 2, **trainer},
+            "trainer": {"pool": "near", "micro_batch": 2, "kernels": "fused", **trainer},
             **(changes or {}),
         }
     )
@@ -163,6 +163,12 @@ def test_tensor_ranks_beyond_the_heads_of_keys_have_one_each() -> None:
 # Stages -------------------------------------------------------------------------------------------
 
 
+def head(degree: int = 1, kernels: float = 1.0) -> float:
+    """Of the last stage: logits, and their softmax."""
+    moved = kernels * CONSTANTS.logit_traffic * MICRO[0] * 152064 / degree
+    return product(152064 / degree, 3584) + moved / H800.memory_bandwidth
+
+
 def stages_of(**trainer: Any) -> StageTimes:
     layer = a_layer(**trainer)
     return StageTimes.compose(layer.ranks, layer)
@@ -178,17 +184,19 @@ def test_the_last_stage_has_the_head_and_those_in_the_middle_what_is_left_of_lay
     stages, layer = stages_of(pipeline_parallel=num_stages), a_layer()
     forward = stages.forward_times([MICRO])[0]
     backward = stages.backward_times([MICRO])[0]
-    head = [0.0] * (num_stages - 1) + [product(152064, 3584)]
+    ends = [0.0] * (num_stages - 1) + [head()]
     one, back = seconds(layer.forward(), *MICRO), seconds(layer.backward(), *MICRO)
-    expected = [count * one + more for count, more in zip(layers, head, strict=True)]
+    expected = [count * one + more for count, more in zip(layers, ends, strict=True)]
     assert forward == pytest.approx(expected)
-    expected = [count * back + 2 * more for count, more in zip(layers, head, strict=True)]
+    expected = [count * back + 2 * more for count, more in zip(layers, ends, strict=True)]
     assert backward == pytest.approx(expected)
     assert stages.scored_times([MICRO])[0] == pytest.approx(forward)
 
 
-def test_tensor_ranks_split_the_vocabulary() -> None:
-    assert seconds(a_layer(tensor_parallel=4).head()) == pytest.approx(product(152064 / 4, 3584))
+def test_tensor_ranks_split_the_vocabulary_and_unfused_kernels_move_logits_more_often() -> None:
+    assert seconds(a_layer(tensor_parallel=4).head()) == pytest.approx(head(4))
+    eager = head(kernels=CONSTANTS.eager_traffic)
+    assert seconds(a_layer(kernels="eager").head()) == pytest.approx(eager)
 
 
 def test_stages_of_one_node_send_over_nvlink_and_others_over_the_network() -> None:
@@ -479,8 +487,9 @@ def test_only_gpus_like_those_that_were_measured_are_more_than_a_roofline(
 ) -> None:
     changes = {"cluster.pools.near": {"gpu": gpu, "nodes": 4}, "model.name": model}
     costs = TrainingCosts.load(train_run(changes, tensor_parallel=4))
-    source = costs.sources[0]
-    assert costs.tier == tier
+    source = costs.provenance.sources[0]
+    assert costs.provenance.tier == tier
+    assert (costs.provenance.error is None) == (tier == "roofline")
     assert ("published steps" in source) == (gpu != "cpu")
     assert ("unmeasured" in source) == (gpu == "cpu")
     assert ("no training was measured" in source) == (gpu in ("h20", "h20-3e"))
@@ -490,9 +499,11 @@ def test_only_gpus_like_those_that_were_measured_are_more_than_a_roofline(
 def test_a_source_says_how_far_the_fit_missed_models_that_it_had_not_seen(
     model: str, kind: str
 ) -> None:
-    (source,) = train_costs({"model.name": model}).sources
+    costs = train_costs({"model.name": model})
+    (source,) = costs.provenance.sources
     found = FIT.held_out[kind]
     assert f"{kind} models left out: {found.median:.1%} in median, {found.p90:.1%} at p90" in source
+    assert costs.provenance.error == found.median
     assert f"{FIT.rows} published steps" in source and GEMM.source in source
     assert (EXPERTS.source in source) == (kind == "mixture")
 
@@ -502,14 +513,17 @@ def test_a_stated_efficiency_is_used_as_it_is_and_says_that_the_run_file_states_
     costs, model = TrainingCosts.load(run), load_model(run.model)
     flops = 3 * model.forward_flops(1000, 1000**2 / 2)
     assert costs.train_time([1000]) == pytest.approx(flops / (0.3 * 4 * 989.5e12))
-    assert costs.tier == "roofline"
-    assert costs.sources == ["run file: trainer.efficiency=0.3 of peak FLOP/s"]
+    assert costs.provenance.tier == "roofline"
+    assert costs.provenance.sources == ("run file: trainer.efficiency=0.3 of peak FLOP/s",)
 
 
 def test_32_bit_training_was_not_measured() -> None:
     costs = train_costs({"model.dtype": "float32"}, tensor_parallel=4)
-    assert costs.tier == "roofline"
-    assert "training_efficiency=0.4" in costs.sources[0] and "unmeasured" in costs.sources[0]
+    assert costs.provenance.tier == "roofline"
+    assert (
+        "training_efficiency=0.4" in costs.provenance.sources[0]
+        and "unmeasured" in costs.provenance.sources[0]
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "int4"])

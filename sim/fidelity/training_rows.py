@@ -44,7 +44,7 @@ def training_rows() -> list[Row]:
         without = profile.without.get(step.model)
         left_out = None
         if without is not None:
-            left_out = step_time(step, rates, without, profile.triton_attention)
+            left_out = step_time(step, rates, without, profile.triton_without[step.model])
         rows.append(
             Row(
                 name=_name(step),

@@ -118,6 +118,8 @@ class TrainingProfile(ProfileTable, frozen=True, kw_only=True):
     """Seconds of the attention that llm-foundry's rows were measured with, times those of the kernel table, by GPU."""
     without: dict[str, Constants]
     """The constants of a fit that left a model out, by its name among published steps."""
+    triton_without: dict[str, dict[str, float]]
+    """`triton_attention` of a fit that left a model out, by the model's name."""
     held_out: dict[str, Errors]
     """By kind of model: dense, mixture."""
     gemm: dict[str, GemmRate]
