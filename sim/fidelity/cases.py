@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from sim.world import simulate
-from streamrl.engine.messages import Generated, PromptsDrawn
+from streamrl.engine.messages import Generated, PromptsDrawn, WeightsLoaded
 from streamrl.record.metrics import measure_speed
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
@@ -95,7 +95,8 @@ class Times(NamedTuple):
 
     step_time: float
     generation_time: float
-    """From its prompts to its last rollout, or to the next prompts where these come earlier."""
+    """From its prompts (on shared GPUs from its weights) to its last rollout, or to the next prompts where these come
+    earlier."""
 
     @property
     def throughput(self) -> float:
@@ -203,6 +204,8 @@ def _measure(trace: Trace) -> Times:
             ended_at.append(time)
         elif isinstance(event, Generated):
             ended_at[-1] = time
+        elif isinstance(event, WeightsLoaded) and trace.run.shares_gpus:
+            drawn_at[-1] = ended_at[-1] = time
     took = [end - begin for begin, end in zip(drawn_at, ended_at, strict=True)]
     step_times = measure_speed(trace).step_times
     return Times(median(step_times[WARM_UP:]), median(took[WARM_UP:]))
