@@ -1,0 +1,141 @@
+"""Stages of published RL steps, the page they stand on, and how far simulated seconds may be off."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from sim.costs.overheads import decode_error, load_engine
+from sim.fidelity.phases import phase_seconds
+from sim.fidelity.published import Row
+from sim.fidelity.rl_steps import PUBLISHED, _choices, _scaled, _simulated
+from sim.fidelity.scorecard import LIMITS, sections, write_history
+from sim.world import simulate
+from streamrl.record.metrics import measure
+from streamrl.record.uncertainty import tell_unmeasured, uncertainty_of, unshared_error
+from tests.runs import small_run
+
+ROW = Row(
+    name="a model",
+    group="a framework",
+    shape="a",
+    unit="s",
+    published=(10.0, 10.0),
+    predicted=(9.0, 9.0),
+    source="a page",
+)
+MOST = 0.12
+"""By which a stage of the two published steps of a 1.5B may be off."""
+
+
+# Steps --------------------------------------------------------------------------------------------
+
+
+def test_stages_of_a_colocated_step_follow_each_other_and_fill_it() -> None:
+    changes = {
+        "policies.system": "colocated",
+        "rollout.pool": "near",
+        "trainer.pool": "near",
+        "algorithm.steps": 4,
+        "algorithm.kl_coefficient": 0.1,
+        "framework.step_time": "0 s",
+    }
+    found = phase_seconds(simulate(small_run(changes)))
+    parts = found.generation + found.score + found.train + found.refit
+    assert found.step == pytest.approx(parts, rel=0.02)
+    assert min(found[:4]) > 0
+
+
+@pytest.mark.parametrize("step", PUBLISHED[:2], ids=["RLinf", "verl"])
+def test_the_two_steps_of_a_small_model_are_met_stage_by_stage(step) -> None:  # type: ignore[no-untyped-def]
+    times = [_simulated(step, choice) for choice in _choices(step)]
+    for stage, seconds in step.stages.items():
+        ours = [getattr(one, stage) for one in times]
+        assert min(ours) <= seconds * (1 + MOST), stage
+        assert max(ours) >= seconds * (1 - MOST), stage
+
+
+def test_lengths_are_scaled_to_the_published_mean_once_they_are_cut_off() -> None:
+    (first, *_), (second, *_) = (_scaled(step).values() for step in PUBLISHED[:2])
+    assert first < second  # 13,975 and 14,255 tokens in mean
+
+
+# Errors -------------------------------------------------------------------------------------------
+
+
+def test_a_row_with_unknown_inputs_is_off_by_what_its_nearest_end_is() -> None:
+    published, predicted = (10.0, 12.0), (20.0, 30.0)
+    made = [
+        Row(**{**_fields(ROW), "published": published, "predicted": predicted}),
+        Row(**{**_fields(ROW), "published": predicted, "predicted": published}),
+        Row(**{**_fields(ROW), "published": (10.0, 25.0), "predicted": predicted}),
+    ]
+    assert [row.error for row in made] == pytest.approx([20 / 12 - 1, 12 / 20 - 1, 0.0])
+
+
+def test_a_fitted_row_is_judged_without_its_model() -> None:
+    row = Row(**{**_fields(ROW), "left_out": 12.0})
+    assert row.error == pytest.approx(0.2)
+    assert ROW.error == pytest.approx(-0.1)
+
+
+def test_errors_of_a_side_add_up_and_those_of_two_sides_are_independent() -> None:
+    errors = {"decode": 0.1, "train": 0.2, "score": 0.2}
+    sides = {"rollout": {"decode": 0.8}, "trainer": {"train": 0.3, "score": 0.1}}
+    found = uncertainty_of(errors, sides)
+    assert found.step_time == pytest.approx(((0.8 * 0.1) ** 2 + (0.4 * 0.2) ** 2) ** 0.5)
+    assert uncertainty_of({"decode": 0.1}, sides).step_time is None
+    assert uncertainty_of(
+        errors, {"rollout": {"decode": 0.8, "prefill": 0.0}}
+    ).step_time == pytest.approx(0.08)
+
+
+def test_what_two_plans_share_says_nothing_of_which_is_better() -> None:
+    stages = {"decode": 0.04, "train": 0.06}
+    assert unshared_error(stages, {"decode"}) == 0.06
+    assert unshared_error(stages, {"train"}) == 0.04
+    assert unshared_error(stages, {"decode", "train"}) == 0.0
+    assert unshared_error({"decode": 0.04}, {"decode"}) is None
+
+
+def test_more_than_a_fifth_from_datasheets_is_called_a_guess() -> None:
+    assert tell_unmeasured({"composed": 0.8, "roofline": 0.2}) == ""
+    assert "21%" in tell_unmeasured({"composed": 0.79, "roofline": 0.21})
+    run = small_run({"model.dtype": "float32"})
+    metrics = measure(simulate(run))
+    assert metrics.tiers["roofline"] > 0.2 and "guess" in metrics.note
+
+
+def test_an_engine_answers_for_gpus_that_it_was_measured_on_and_others_for_the_rest() -> None:
+    vllm, sglang = load_engine("vllm-0.11").held_out, load_engine("sglang-0.4").held_out
+    assert vllm is not None and sglang is not None
+    assert decode_error("vllm-0.11", "h100") == decode_error("vllm-0.11", "h800") == vllm.median
+    assert decode_error("vllm-0.11", "h20") == sglang.median
+    assert decode_error("vllm-0.11", "cpu") is None
+
+
+# The page -----------------------------------------------------------------------------------------
+
+
+def test_the_page_has_each_group_with_its_errors_and_what_cannot_be_predicted() -> None:
+    lines = list(sections({"training": [ROW]}))
+    assert "| a framework | 1 | 10.0% | 10.0% | -10.0% |" in lines
+    assert all(f"- {limit}" in lines for limit in LIMITS)
+
+
+def test_the_history_has_a_line_a_commit(tmp_path: Path) -> None:
+    path = tmp_path / "history.csv"
+    path.write_text("date,commit,version,serving_median\n2026-01-01,abc,0.1,0.5\n")
+    for _ in range(2):
+        write_history({"training": [ROW]}, {"figure-8": 0.1}, path)
+    with path.open() as file:
+        lines = list(csv.DictReader(file))
+    assert [line["commit"] == "abc" for line in lines] == [True, False]
+    assert lines[0]["serving_median"] == "0.5" and lines[1]["serving_median"] == ""
+    assert lines[1]["training_median"] == "0.1000" and lines[1]["paper_figure-8"] == "0.1000"
+
+
+def _fields(row: Row) -> dict[str, object]:
+    return {name: getattr(row, name) for name in row.__struct_fields__}
