@@ -17,8 +17,8 @@ import numpy as np
 from sim.batch_time import generate_batch
 from sim.costs.colocation import switch_time
 from sim.costs.costs import Costs
-from sim.fidelity.published import Row
 from sim.fidelity.phases import PhaseSeconds, phase_seconds
+from sim.fidelity.published import Row
 from sim.world import simulate
 from streamrl.hardware.memory import check_memory
 from streamrl.runfile.config import Run
