@@ -34,9 +34,7 @@ MICRO_BATCHES = {"7B": [1, 2, 4, 8], "32B": [4], "72B": [4]}
 """Of the cases in one datacenter: each case has 5,000 to 10,000 plans, of which `--full` can simulate all."""
 LINK = [{"between": ["h20", "h800"], "bandwidth": "80 Gbps", "latency": "10 ms"}]
 ROOM = 1.05
-"""The bound is on a steady step; a few steps after the warm-up may be faster by so much."""
-STEPS = 4
-"""Of a simulation in the comparison, to afford thousands; `streamrl plan` has more."""
+"""The bound is on a steady step; a few steps after the first may be faster by so much."""
 SPLITS = {"32B": (40, 24), "72B": (80, 48)}
 NODE = 8
 
@@ -92,13 +90,12 @@ def cases() -> dict[str, Run]:
 def opened(size: str, changes: dict[str, Any], **plan: Any) -> Run:
     """Return the paper's run of a size as an offer to plan for."""
     run = make_case(Case(size, "20K", "async"), changes=changes)
-    return replace(run, plan=replace(run.plan, steps=STEPS, **plan))
+    return replace(run, plan=replace(run.plan, **plan))
 
 
 def speed() -> None:
     """Time one plan as users make it, and the screening of its candidates."""
     run = cases()["7B-two"]
-    run = replace(run, plan=replace(run.plan, steps=6))
     started_at = time.perf_counter()
     search = Search.open(run)
     search.scores()
@@ -139,7 +136,7 @@ def compare(name: str, run: Run, *, full: bool, sample: int) -> Outcome:
 
 def simulate(search: Search, pool: Executor, indices: range | list[int]) -> dict[int, float]:
     """Return the objective of plans, each from a simulation of its own."""
-    trials = ((i, Trial(search.bases[0], search.space.candidate(i))) for i in indices)
+    trials = ((i, Trial(search.base, search.space.candidate(i))) for i in indices)
     speeds = run_all(pool, speed_of, trials)
     return {i: value_of(search.space.run.plan.objective, speed) for i, speed in speeds.items()}
 

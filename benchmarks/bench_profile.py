@@ -60,7 +60,7 @@ class Outcome(NamedTuple):
     """One executed run beside its simulation."""
 
     measured: float
-    """Seconds of a median step."""
+    """Seconds of a mean step."""
     predicted: float
     """The same, simulated: the mean by the profile before the run and the one after it."""
 
@@ -112,7 +112,8 @@ def predict(trace: Trace, file: Path, profile: Path) -> Metrics:
     workload = recorded_workload(trace, file)
     rollout = replace(run.rollout, shares_prefixes=False)
     costs = CostsConfig(profile=str(profile))
-    return measure(simulate(replace(run, workload=workload, rollout=rollout, costs=costs)))
+    predicted = simulate(replace(run, workload=workload, rollout=rollout, costs=costs))
+    return measure(predicted, measure(trace).counted_steps)
 
 
 def make_runs(data: Path, scratch: Path) -> dict[str, Run]:

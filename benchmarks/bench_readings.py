@@ -15,7 +15,7 @@ from math import log, sqrt
 from statistics import median
 from typing import Any, NamedTuple
 
-from sim.fidelity.cases import BATCH, LENGTHS, MODELS, Case, make_case, on_wider_replicas
+from sim.fidelity.cases import BATCH, LENGTHS, MODELS, WARM_UP, Case, make_case, on_wider_replicas
 from sim.fidelity.paper import load_paper
 from sim.fidelity.throughput import CELLS, COST, paper_throughput
 from sim.world import simulate
@@ -154,7 +154,8 @@ def mean_at_20k(ours: dict[Case, float], size: str) -> float:
 
 def throughput(job: Job) -> float:
     """Return the samples a second of one run."""
-    return BATCH / measure_speed(simulate(make_case(*job))).step_time
+    step_times = measure_speed(simulate(make_case(*job))).step_times
+    return BATCH / median(step_times[WARM_UP:])
 
 
 def ratio_error(ours: dict[Case, float], system: str) -> float:

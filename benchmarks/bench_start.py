@@ -21,7 +21,7 @@ HERE = Path(__file__).parent.parent
 RUN_FILE = str(HERE / "examples" / "h20-h800.toml")
 SMALL_PLAN = (
     *("algorithm.prompts_per_step=64", "plan.systems=['stream-async']", "plan.unit=16"),
-    *("plan.simulations=1", "plan.finalists=1", "plan.seeds=1", "plan.steps=4"),
+    *("plan.finalists=1", "simulate.max_steps=4"),
 )
 """An offer with few plans, for more of the time to be the start."""
 

@@ -14,6 +14,7 @@ The paper's own engine (`streamrl`) is fitted by `benchmarks/bench_costs.py --fi
 from __future__ import annotations
 
 import datetime
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -229,6 +230,7 @@ def engine_profile(engine: str) -> str:
         'licence = "facts; the fit Apache-2.0"',
         f"date = {DATE}",
         f'fitted_on = "{plan.note}: {", ".join(sorted({row.model for row in rows}))}"',
+        f"gpus = {json.dumps(sorted({row.gpu for row in rows}))}",
         f"rows = {len(rows)}",
         "",
         "[constants]",

@@ -11,9 +11,10 @@ import simpy
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_policies
 from sim.costs.trainer_costs import TrainerCosts
+from sim.drawn import Drawn
 from sim.failures import Failures
 from sim.replica import Replica
-from sim.surroundings import DrawnRollout, rollouts_of
+from sim.surroundings import DrawnRollout
 from sim.trainer import Trainer
 from sim.transfer import Transfer
 from sim.verifier import Verifier
@@ -22,6 +23,7 @@ from streamrl.engine.messages import (
     Command,
     DrawPrompts,
     Drop,
+    Event,
     Failed,
     Generate,
     LoadWeights,
@@ -50,21 +52,65 @@ from streamrl.engine.messages import (
 from streamrl.engine.systems import build_engine
 from streamrl.engine.trainer_side import LEADER
 from streamrl.engine.world import World
+from streamrl.record.leader_steps import LeaderSteps
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from streamrl.workload.workload import SimulatedWorkload, Workload
+
+COLLECTED_STEPS = 50
+"""Steps after which what they have left in cycles is collected: often enough for memory to stay flat."""
+YOUNGEST = 0  # generation: what was made since the last time
+
+
+class StepTrace(Trace):
+    """A trace that tells the leader's steps as they are made."""
+
+    def __init__(self, run: Run, costs: Costs, *, is_endless: bool, keeps_entries: bool) -> None:
+        super().__init__(
+            run,
+            "simulated",
+            costs.facts,
+            keeps_entries=keeps_entries,
+            decode=costs.decode_yield(run),
+            is_endless=is_endless,
+        )
+        self.steps = LeaderSteps()
+
+    def record(self, time: float, event: Event, commands: list[Command]) -> None:
+        """Add one entry."""
+        super().record(time, event, commands)
+        self.steps.record(time, event, commands)
 
 
 class SimWorld(World[Trace]):
     """Carries commands out in simulated seconds."""
 
-    def __init__(self, run: Run, costs: Costs, workload: Workload) -> None:
-        trace = Trace(run, "simulated", costs.facts, decode=costs.decode_yield(run))
-        super().__init__(build_engine(run), trace, workload.learn)
+    def __init__(
+        self,
+        run: Run,
+        costs: Costs,
+        workload: Workload,
+        *,
+        is_endless: bool = False,
+        keeps_entries: bool = True,
+    ) -> None:
+        """Make a world before its first event.
+
+        Args:
+            run: the run file.
+            costs: its seconds.
+            workload: what is generated.
+            is_endless: whether it goes on past the last step, until it is left.
+            keeps_entries: whether the trace does; without them a run takes as much memory however long it is.
+        """
+        trace = StepTrace(run, costs, is_endless=is_endless, keeps_entries=keeps_entries)
+        super().__init__(build_engine(run, is_endless=is_endless), trace, workload.learn)
         self.run_file = run
         self.costs = costs
         self.env = simpy.Environment()
-        self.rollouts: dict[int, DrawnRollout] = {}
+        self.steps = trace.steps
+        self._drawn = Drawn(run.num_trainers)
+        self.rollouts: dict[int, DrawnRollout] = self._drawn.rollouts
         self.replicas: dict[int, Replica] = {}
         self._workload = workload
         self._next_group = 0
@@ -78,16 +124,24 @@ class SimWorld(World[Trace]):
         """Simulated seconds since the run's start."""
         return self.env.now
 
-    def run(self, watch: Callable[[int], None] = lambda version: None) -> Trace:
-        """Simulate to the end; `watch` is told each policy version as it is made.
+    def run(
+        self,
+        watch: Callable[[int], None] = lambda version: None,
+        is_enough: Callable[[], bool] = lambda: False,
+    ) -> Trace:
+        """Simulate to the end, or until `is_enough`, which is asked after each step.
+
+        Args:
+            watch: told each policy version as it is made.
+            is_enough: whether the world may be left as it is then.
 
         Raises:
             RuntimeError: nothing is left that could happen, but the run is not over.
         """
         was_collecting = gc.isenabled()
-        gc.disable()  # a run makes many objects and no cycles: looking for some costs 5 to 10 %
+        gc.disable()  # a run makes many objects and few cycles: looking for some always costs 5 to 10 %
         try:
-            self._run(watch)
+            self._run(watch, is_enough)
         except simpy.core.EmptySchedule:
             raise RuntimeError(f"the run is stuck at {self.now:.3f} s: {self.engine}") from None
         finally:
@@ -95,15 +149,21 @@ class SimWorld(World[Trace]):
                 gc.enable()
         return self.trace
 
-    def _run(self, watch: Callable[[int], None]) -> None:
+    def _run(self, watch: Callable[[int], None], is_enough: Callable[[], bool]) -> None:
         state, step = self.engine.state, self.env.step
         self.emit(RunStarted(0, 0))
-        version = 0
+        version = num_made = 0
         while not (state.is_stopping and state.is_finished):
             step()
             if state.leader.version != version:
                 version = state.leader.version
                 watch(version)
+            if self.steps.num_made != num_made:
+                num_made = self.steps.num_made
+                if not num_made % COLLECTED_STEPS:
+                    gc.collect(YOUNGEST)
+                if is_enough():
+                    return
 
     def start(self, command: Command) -> None:
         """Hand a command to the resource it is for."""
@@ -113,14 +173,17 @@ class SimWorld(World[Trace]):
             case Verify():
                 self._verifier.verify(command)
             case Take() | Skip() | Resize() | Stop():
-                pass
+                if isinstance(command, Skip):
+                    self._drawn.leave(command.group, command.trainer)
             case Drop():
+                self._drawn.drop(command.group)
                 self._workload.forget(command.group)
             case Score():
                 self.trainers[command.trainer].score(command)
             case Train():
                 self.trainers[command.trainer].train(command)
             case Step():
+                self._drawn.end_step(command.version, command.groups, command.trainer)
                 self.trainers[command.trainer].step(command)
             case PushWeights():
                 self._transfer.push(command)
@@ -168,7 +231,7 @@ class SimWorld(World[Trace]):
     def _draw(self, command: DrawPrompts) -> None:
         draws = self._workload.draw(self._next_group, command.num_groups)
         self._next_group += command.num_groups
-        self.rollouts.update(rollouts_of(draws))
+        self._drawn.add(draws)
         groups = tuple(draw.drawn for draw in draws)
         self.emit(PromptsDrawn(command.step, command.oldest_version, groups))
 
@@ -197,7 +260,7 @@ class SimWorld(World[Trace]):
 
 
 def simulate(run: Run, watch: Callable[[int], None] = lambda version: None) -> Trace:
-    """Simulate a run file from its first prompt to its last step.
+    """Simulate a run file from its first prompt to its last step; see `sim.steady_state` for its steady state.
 
     Raises:
         ValueError: the run file asks for what its profiles or memory do not allow.

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sim.planner.planner import make_plan as plan
+    from sim.steady_state import simulate_steady as simulate
     from sim.studies.efficiency import operator_efficiency, training_mfu
     from sim.studies.replica_speed import study_generation
-    from sim.world import simulate
     from streamrl.hardware.profiles import load_model
     from streamrl.record.metrics import measure
     from streamrl.record.trace import read_trace
@@ -32,7 +32,7 @@ PLACES = {
     "load_model": "streamrl.hardware.profiles:load_model",
     "plan": "sim.planner.planner:make_plan",
     "plan_report": "streamrl.report.plan_report:plan_report",
-    "simulate": "sim.world:simulate",
+    "simulate": "sim.steady_state:simulate_steady",
     "read_trace": "streamrl.record.trace:read_trace",
     "timeline_figure": "streamrl.report.figures:timeline_figure",
     "measure": "streamrl.record.metrics:measure",

@@ -58,7 +58,7 @@ class HandTrace:
     def __init__(self, replicas: int = 1, **changes: Any) -> None:
         algorithm = {"algorithm.name": "ppo", "algorithm.group_size": 1}
         sizes = {"rollout.replicas": replicas, "trainer.tensor_parallel": 1}
-        prompts = {"algorithm.prompts_per_step": 1, "algorithm.steps": 1, "warm_up_steps": 0}
+        prompts = {"algorithm.prompts_per_step": 1, "algorithm.steps": 1}
         system = {"policies.system": "stream-sync"}
         named = {key.replace("__", "."): value for key, value in changes.items()}
         run = small_run({**algorithm, **sizes, **prompts, **system, **named})

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sim.world import simulate
+from msgspec.structs import replace
+
+from sim.steady_state import simulate_steady
 from streamrl.report.plan import PLAN_TOML, write_plan
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
@@ -60,7 +62,8 @@ STUDY: dict[str, Any] = {
 def write_trace(directory: Path, run: Run) -> Path:
     """Simulate a run into a directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "trace.jsonl").write_bytes(simulate(run).encode())
+    short = replace(run, simulate=replace(run.simulate, max_steps=4))
+    (directory / "trace.jsonl").write_bytes(simulate_steady(short).encode())
     return directory
 
 
@@ -72,7 +75,7 @@ def write_runs(parent: Path, **changes: dict[str, Any]) -> list[Path]:
 def write_planned(directory: Path, **plan: Any) -> Path:
     """Plan a small offer into a directory; its own seed is one of two."""
     directory.mkdir(parents=True)
-    found = planned(few(**{"seeds": 2, "finalists": 2, "simulations": 6, **plan}))
+    found = planned(few(**{"seeds": 2, "finalists": 2, **plan}))
     write_plan(found.plan, directory)
     write_run(found.run, directory / PLAN_TOML, ["a plan"], found.plan.allocation.settings)
     return directory

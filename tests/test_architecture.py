@@ -134,7 +134,8 @@ LAYERS = {
     ),
     "sim": (
         *("costs", "surroundings", "attempt", "admission"),
-        *("replica", "trainer", "transfer", "verifier", "failures", "world"),
+        *("replica", "trainer", "transfer", "verifier", "failures", "drawn", "world"),
+        "steady_state",
         *("batch_time", "parallel", "studies", "planner", "checkup", "fidelity"),
     ),
     "executor": (

@@ -30,6 +30,7 @@ LARGE: dict[str, Any] = {
     "rollout.max_running": 256,
     "workload.lengths.scale": 1.0,
     "algorithm.steps": 5,
+    "simulate.max_steps": 5,
     "algorithm.prompts_per_step": 256,
     "algorithm.group_size": 1,
     "algorithm.name": "ppo",
@@ -153,11 +154,11 @@ def test_estimates_of_steps_are_what_simulations_take(system: str, error: float)
     values = search.estimates.bound()
     likely = np.nonzero(values <= np.quantile(values, 0.5))[0]
     picked = np.random.default_rng(1).choice(likely, 6, replace=False).tolist()
-    learned(search.estimates, search.bases[0], picked)
+    learned(search.estimates, search.base, picked)
     steps, bounds = search.estimates.estimate().step, search.estimates.bound()
     for index in picked:
-        speed = speed_of(Trial(search.bases[0], search.space.candidate(index)))
-        mean = float(np.mean(speed.step_times[1:]))
+        speed = speed_of(Trial(search.base, search.space.candidate(index)))
+        mean = speed.step_time
         assert steps[index] == pytest.approx(mean, rel=error)
         assert bounds[index] <= mean
 
@@ -166,9 +167,9 @@ def test_a_step_that_training_binds_takes_what_its_trainer_does() -> None:
     search = searched({"costs": {"training_factor": 0.1}}, systems=["stream-async"])
     stages = search.estimates.estimate()
     index = int(np.argmin(stages.step))
-    speed = speed_of(Trial(search.bases[0], search.space.candidate(index)))
+    speed = speed_of(Trial(search.base, search.space.candidate(index)))
     assert stages.step[index] == stages.training[index]
-    assert stages.step[index] == pytest.approx(np.mean(speed.step_times[1:]), rel=0.08)
+    assert stages.step[index] == pytest.approx(speed.step_time, rel=0.08)
 
 
 def test_where_steps_overlap_a_simulation_corrects_the_estimates_of_the_same_replicas() -> None:

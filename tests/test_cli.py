@@ -15,7 +15,7 @@ from tests.command_line import streamrl
 from tests.test_plan import few
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "h20-h800.toml"
-SMALL = ["--set", "algorithm.prompts_per_step=64", "--set", "algorithm.steps=3"]
+SMALL = ["--set", "algorithm.prompts_per_step=64", "--set", "simulate.max_steps=3"]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,9 @@ def test_simulate_prints_the_figures_that_scripts_rely_on() -> None:
         assert figures[key] > 0
     total = sum(figures["busy"].values()) + sum(figures["idle"].values())
     assert total == pytest.approx(1.0, abs=1e-9)
-    assert sum(figures["staleness"].values()) == 3 * 64
+    assert sum(figures["staleness"].values()) == 2 * 64  # of three steps the first does not count
+    assert figures["step_time_interval"] is None and figures["median_step_time"] > 0
+    assert figures["note"] == "2 steps count, too few for an interval"
     assert sum(figures["tiers"].values()) == pytest.approx(1.0)
     assert figures["tiers"]["composed"] > 0.5
 

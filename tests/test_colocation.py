@@ -143,11 +143,9 @@ def test_a_step_is_generation_then_forward_passes_then_training_then_the_change(
     name: str, group_size: int, kl: float
 ) -> None:
     changes = {"algorithm__name": name, "algorithm__kl_coefficient": kl}
-    run = shared_run(
-        algorithm__group_size=group_size, algorithm__prompts_per_step=8, **changes, warm_up_steps=0
-    )
+    run = shared_run(algorithm__group_size=group_size, algorithm__prompts_per_step=8, **changes)
     trace, costs = simulate(run), Costs.load(run)
-    timeline, metrics = read_timeline(trace), measure(trace)
+    timeline, metrics = read_timeline(trace), measure(trace, (1, run.algorithm.steps))
     stepped = [entry.time for entry in trace.entries if isinstance(entry.event, Stepped)]
     began = stepped[0] + costs.sync.push_time + costs.load_time
     lasts = [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sim.world import simulate
+from sim.steady_state import simulate_steady
 from streamrl.cli.compare import compare
 from streamrl.cli.plan import plan
 from streamrl.cli.replay import replay
@@ -92,12 +92,12 @@ def test_a_simulation_says_the_same_where_its_directory_is_moved(
     write_run(local_run(), Path("run.toml"))
     simulate_command(Path("run.toml"), output=Path("what-if"), as_json=True)
     recorded = Path("what-if/trace.jsonl").read_bytes()
-    assert recorded == simulate(load_run(Path("run.toml"))).encode()
+    assert recorded == simulate_steady(load_run(Path("run.toml"))).encode()
     before = render_markdown(make_page(read_report([Path("what-if")])))
     directory = moved(home, "what-if", monkeypatch)
     assert render_markdown(make_page(read_report([directory]))) == before
     trace = read_trace(directory / "trace.jsonl")
-    assert simulate(with_kept_inputs(trace.run, directory)).entries == trace.entries
+    assert simulate_steady(with_kept_inputs(trace.run, directory)).entries == trace.entries
 
 
 def test_a_plan_and_its_simulation_are_one_option_where_their_directory_is_moved(
@@ -106,9 +106,16 @@ def test_a_plan_and_its_simulation_are_one_option_where_their_directory_is_moved
     lengths = {"kind": "empirical", "source": "./lengths.csv"}
     workload = {"lengths": lengths, "prompts": "prompts.jsonl"}
     verifier = {"scorer": "exact"}
-    offer = few({"model": {"path": "small"}, "workload": workload, "verifier": verifier}, steps=2)
+    offer = few(
+        {
+            "model": {"path": "small"},
+            "workload": workload,
+            "verifier": verifier,
+            "simulate.max_steps": 2,
+        }
+    )
     write_run(offer, Path("offer.toml"))
-    plan(Path("offer.toml"), ["plan.simulations=2", "plan.seeds=1"], Path("plan"), as_json=True)
+    plan(Path("offer.toml"), ["plan.finalists=1"], Path("plan"), as_json=True)
     simulate_plan(Path("plan"))
     before = make_page(read_report([Path("plan")]))
     directory = moved(home, "plan", monkeypatch)

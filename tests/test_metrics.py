@@ -28,12 +28,13 @@ from streamrl.runfile.config import Run
 from tests.hand_traces import LEARNERS, HandTrace
 from tests.random_runs import FaultyWorld, failures, runs_of_several
 
+BOTH, ALL = (1, 2), (1, 3)
+"""First and last step that count."""
 
-def two_steps(warm_up_steps: int) -> Trace:
+
+def two_steps() -> Trace:
     """Return a run of two steps, of 16 and 10 seconds, the second trained on a stale rollout."""
-    hand = HandTrace(
-        algorithm__steps=2, policies__system="stream-async", warm_up_steps=warm_up_steps
-    )
+    hand = HandTrace(algorithm__steps=2, policies__system="stream-async")
     hand.begin()
     hand.draw(0.0, 1, 1)
     hand.draw(0.0, 2, 1, is_taken=False)
@@ -45,17 +46,20 @@ def two_steps(warm_up_steps: int) -> Trace:
     return hand.trace
 
 
-def test_rates_count_tokens_between_the_warm_up_and_the_last_step() -> None:
-    metrics = measure(two_steps(warm_up_steps=1))
+def test_rates_count_what_the_steps_that_count_are_made_of() -> None:
+    metrics = measure(two_steps())
+    assert metrics.counted_steps == (2, 2) and metrics.step_time_interval is None
+    assert metrics.note == "1 step counts, too few for an interval"
     assert metrics.step_times == [16, 10]
     assert metrics.step_time == 10
     assert metrics.throughput == metrics.goodput == 300 / 10
     assert metrics.samples_per_second == 1 / 10
-    assert measure(two_steps(warm_up_steps=0)).goodput == 400 / 26
+    whole = measure(two_steps(), BOTH)
+    assert (whole.step_time, whole.median_step_time, whole.goodput) == (13, 13, 400 / 26)
 
 
 def test_staleness_is_the_version_trained_from_minus_the_one_born_under() -> None:
-    assert measure(two_steps(0)).staleness == {0: 1, 1: 1}
+    assert measure(two_steps(), BOTH).staleness == {0: 1, 1: 1}
 
 
 def test_a_resumed_run_counts_staleness_from_its_version() -> None:
@@ -88,7 +92,7 @@ def test_a_rollout_dropped_before_its_step_counts_as_dropped_only() -> None:
 
 
 def test_dollars_are_gpus_by_price_by_time() -> None:
-    trace = two_steps(warm_up_steps=1)
+    trace = two_steps()
     per_second = (1.85 + load_gpu("h800").price) / 3600
     metrics = measure(trace)
     assert dollars_per_second(trace.run) == pytest.approx(per_second)
@@ -97,7 +101,7 @@ def test_dollars_are_gpus_by_price_by_time() -> None:
 
 
 def test_tiers_weigh_busy_seconds() -> None:
-    metrics = measure(two_steps(0))
+    metrics = measure(two_steps(), BOTH)
     assert metrics.tiers == {
         "measured": pytest.approx(20 / 32),
         "roofline": pytest.approx(12 / 32),
@@ -131,7 +135,7 @@ def two_learners() -> HandTrace:
 
 
 def test_figures_are_the_leaders_and_each_trainer_has_its_own() -> None:
-    metrics = measure(two_learners().trace)
+    metrics = measure(two_learners().trace, ALL)
     assert metrics.step_times == [2, 4, 6] and metrics.num_steps == 3
     assert metrics.staleness == {0: 1, 1: 2} and metrics.dropped == {}
     leader, second = metrics.trainers
@@ -139,13 +143,13 @@ def test_figures_are_the_leaders_and_each_trainer_has_its_own() -> None:
     assert (leader.trained, leader.goodput, leader.lost) == (3, 300 / 12, {})
     assert leader.staleness == metrics.staleness
     assert (second.name, second.num_steps, second.mean_step_time) == ("second", 1, 10)
-    assert (second.trained, second.goodput) == (2, 200 / 10)
+    assert (second.trained, second.goodput) == (2, 200 / 12)
     assert second.lost == {"the trainer was behind": 1}
 
 
 def test_a_follower_is_as_stale_as_its_rollouts_are_behind_the_leaders_newest() -> None:
     # both were born under version 0, and the leader had made version 2 when the follower trained on them
-    assert measure(two_learners().trace).trainers[1].staleness == {2: 2}
+    assert measure(two_learners().trace, ALL).trainers[1].staleness == {2: 2}
 
 
 def test_what_the_leader_skips_is_dropped_for_the_leader_alone() -> None:
@@ -188,14 +192,14 @@ def test_steps_that_a_loss_takes_back_are_lost_and_the_next_one_has_their_time()
     hand.generate(14.0, 3)
     hand.generated(16.0, 3, run_time=2.0, version=1)
     hand.train(16.0, 20.0, 2, 3)
-    metrics = measure(hand.trace)
+    metrics = measure(hand.trace, BOTH)
     assert metrics.step_times == [4, 16]
     assert metrics.dropped == {"rolled back": 2}
     assert metrics.staleness == {0: 2} and len(metrics.rewards) == 2
 
 
 def test_tiers_weigh_what_each_trainer_takes_and_no_verifier() -> None:
-    metrics = measure(two_learners().trace)
+    metrics = measure(two_learners().trace, ALL)
     generated, led, followed = 3, 1 + 3 + 5, 2 * 3
     assert metrics.tiers == {
         "measured": pytest.approx(generated / (generated + led + followed)),
@@ -205,7 +209,7 @@ def test_tiers_weigh_what_each_trainer_takes_and_no_verifier() -> None:
 
 
 def test_the_shares_of_a_side_are_of_its_own_gpu_seconds() -> None:
-    sides = measure(two_learners().trace).sides
+    sides = measure(two_learners().trace, ALL).sides
     assert list(sides) == ["rollout", "trainer", "second", "verifier"]
     assert sides["second"].busy == {"train": pytest.approx(3 / 12)}
     for side in sides.values():

@@ -17,9 +17,9 @@ from streamrl.runfile.writing import write_run
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 EXAMPLES = NOTEBOOKS[0].parent.parent / "examples"
 SHORT = {
-    "02_bubbles": ["algorithm.prompts_per_step=64"],
+    "02_bubbles": ["algorithm.prompts_per_step=64", "simulate.max_steps=6"],
     "03_plan_a_cluster": [
-        *("algorithm.prompts_per_step=64", "plan.simulations=4", "plan.seeds=1"),
+        *("algorithm.prompts_per_step=64", "simulate.max_steps=6", "plan.finalists=1"),
         *("plan.rollout_tensor_parallel=[1]", "plan.trainer_tensor_parallel=[4]"),
         *("plan.micro_batch=[2]", "plan.sync_modes=['full']"),
     ],

@@ -15,10 +15,10 @@ from msgspec.structs import replace
 from sim.fidelity.cases import Case, make_case
 from sim.planner.objective import front, value_of
 from sim.planner.planner import Planned, make_plan, settings_of
-from sim.planner.search import Search
+from sim.planner.search import MOST_SIMULATED, Search
 from sim.planner.sensitivity import SHARE, judge, shifts
-from sim.planner.trial import Trial, shortened, speed_of
-from sim.world import simulate
+from sim.planner.trial import Trial, shortened, speed_of, whole
+from sim.steady_state import simulate_steady
 from streamrl.record.metrics import measure
 from streamrl.report.plan import read_plan, write_plan
 from streamrl.runfile.config import Run
@@ -36,6 +36,7 @@ FEW: dict[str, Any] = {
     "rollout.max_running": 64,
     "workload.lengths.scale": 0.4,
     "algorithm.steps": 4,
+    "simulate.max_steps": 4,
     "algorithm.prompts_per_step": 64,
     "algorithm.group_size": 1,
     "algorithm.name": "ppo",
@@ -92,7 +93,7 @@ def test_no_plan_is_better_than_the_chosen_one_by_more_than_two_percent() -> Non
     open_keys: dict[str, Any] = {"rollout_tensor_parallel": [1], "trainer_tensor_parallel": [4]}
     search = Search.open(few(SMALL, **open_keys))
     speeds = [
-        speed_of(Trial(search.bases[0], search.space.candidate(index)))
+        speed_of(Trial(search.base, search.space.candidate(index)))
         for index in range(len(search.space))
     ]
     assert len(speeds) > 60
@@ -102,7 +103,7 @@ def test_no_plan_is_better_than_the_chosen_one_by_more_than_two_percent() -> Non
         search = Search.open(few(SMALL, objective=objective, **open_keys))
         chosen = search.run(Here(), lambda: None)[0]
         assert search.value(chosen) == values[chosen] <= 1.02 * min(values)
-        assert len(search.speeds) <= search.space.run.plan.simulations < len(values)
+        assert len(search.speeds) <= MOST_SIMULATED < len(values)
 
 
 def test_finalists_are_judged_by_the_median_of_their_seeds() -> None:
@@ -113,9 +114,11 @@ def test_finalists_are_judged_by_the_median_of_their_seeds() -> None:
     assert {len(search.speeds[index]) for index in ranking[2:]} == {1}
     costs = sorted(speed.cost_per_million_tokens for speed in search.speeds[ranking[0]])
     assert search.value(ranking[0]) == costs[1] <= search.value(ranking[1])
-    trial = Trial(search.bases[2], search.space.candidate(ranking[0]))
-    assert speed_of(trial) == search.speeds[ranking[0]][2]
-    assert msgspec.json.decode(search.bases[2])["seed"] == run.seed + 2
+    third = whole(run, run.seed + 2)
+    assert (
+        speed_of(Trial(third, search.space.candidate(ranking[0]))) == search.speeds[ranking[0]][2]
+    )
+    assert msgspec.json.decode(third)["seed"] == run.seed + 2
 
 
 def test_a_budget_an_hour_bounds_the_rent_and_one_a_step_its_cost() -> None:
@@ -195,7 +198,7 @@ def test_a_choice_changes_with_the_price_that_it_hangs_on_and_stays_where_it_doe
     verdicts = {verdict.what: verdict for verdict in judge(search, chosen, Here())}
     assert set(verdicts) == {shift.what for shift in shifts(run)}
     pool = search.space.candidate(chosen).replicas.pool
-    was, seconds = search.value(chosen, 1), SHARE
+    was, seconds = search.value(chosen), SHARE
     dearer, cheaper = (verdicts[f"price of {pool} {sign}{seconds:.0%}"] for sign in "+-")
     assert cheaper.value < was < dearer.value
     for verdict in verdicts.values():
@@ -219,7 +222,7 @@ def test_a_slower_trainer_costs_what_a_simulation_of_it_says() -> None:
         trial = Trial(shortened(shifted[name], run.seed), plan)
         simulated = value_of(run.plan.objective, speed_of(trial))
         assert verdicts[name].value == pytest.approx(simulated, rel=0.03)
-    assert verdicts["speed of training (MFU) -20%"].value > search.value(chosen, 1)
+    assert verdicts["speed of training (MFU) -20%"].value > search.value(chosen)
 
 
 def test_a_plan_that_longer_outputs_no_longer_fit_says_so() -> None:
@@ -234,7 +237,7 @@ def test_a_plan_that_longer_outputs_no_longer_fit_says_so() -> None:
         for index in range(len(search.space))
         if search.space.candidate(index).mode.system == "stream-async"
     )
-    search.simulate(Here(), [small], 0, lambda: None)
+    search.simulate(Here(), [small], lambda: None)
     longer = next(v for v in judge(search, small, Here()) if v.what == "lengths +20%")
     fits = Search.open(next(s.run for s in shifts(run) if s.what == "lengths +20%")).space.find(
         search.space.candidate(small)
@@ -256,10 +259,11 @@ def test_the_planned_run_file_loads_and_simulates_to_the_figure_it_was_chosen_fo
     loaded = load_run(path)
     assert Path(loaded.execute.output) == path.parent / "runs" / "run"
     assert replace(loaded, execute=run.execute) == run
-    metrics = measure(simulate(loaded))
+    metrics = measure(simulate_steady(loaded))
     assert metrics.cost_per_million_tokens == plan.objective.value
-    assert metrics.mean_step_time == plan.allocation.step_time
-    assert metrics.step_time == plan.allocation.median_step_time
+    assert metrics.step_time == plan.allocation.step_time
+    assert metrics.step_time_interval == plan.allocation.step_time_interval
+    assert metrics.median_step_time == plan.allocation.median_step_time
     stated = path.read_text()
     assert all(key.split(".")[1] in stated for key in plan.allocation.settings)
 
@@ -359,7 +363,8 @@ def test_a_plan_that_cannot_be_is_one_line_and_status_two(
 def test_the_papers_pools_are_split_as_in_the_paper(size: str, split: tuple[int, int]) -> None:
     run = make_case(Case(size, "20K", "async"))
     options: dict[str, Any] = {"objective": "step-time", "systems": ["stream-async"], "seeds": 1}
-    search = Search.open(replace(run, plan=replace(run.plan, steps=4, **options)))
+    few_steps = replace(run.simulate, max_steps=4)
+    search = Search.open(replace(run, plan=replace(run.plan, **options), simulate=few_steps))
     chosen = search.space.candidate(search.run(Here(), lambda: None)[0])
     sides = (chosen.replicas.num_gpus, chosen.trainer.num_gpus)
     assert max(abs(ours - papers) for ours, papers in zip(sides, split, strict=True)) <= 8
@@ -382,7 +387,7 @@ def test_7b_is_cheaper_on_h20_and_h800_than_on_h800_alone() -> None:
             "rollout_tensor_parallel": [1],
             "systems": ["stream-async"],
         }
-        plan = replace(run.plan, seeds=1, simulations=2, steps=4, **options)
-        search = Search.open(replace(run, plan=plan))
+        plan = replace(run.plan, seeds=1, **options)
+        search = Search.open(replace(run, plan=plan, simulate=replace(run.simulate, max_steps=4)))
         costs.append(search.value(search.run(Here(), lambda: None)[0]))
     assert costs[1] / costs[0] > 1.1

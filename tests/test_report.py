@@ -43,8 +43,14 @@ PREDICTED = Metrics(
     world="simulated",
     num_steps=12,
     total_time=7200.0,
+    training_steps=100,
+    training_time=9000.0,
+    training_cost=450.0,
     step_time=90.0,
-    mean_step_time=90.0,
+    step_time_interval=(89.0, 91.0),
+    median_step_time=90.0,
+    counted_steps=(2, 12),
+    note="",
     step_times=[90.0] * 12,
     throughput=44_000.0,
     goodput=40_000.0,
@@ -78,6 +84,7 @@ MEASURED = msgspec.structs.replace(
     PREDICTED,
     world="real",
     step_time=100.0,
+    step_time_interval=(95.0, 105.0),
     throughput=40_000.0,
     busy={"prefill": 0.1, "decode": 0.4, "score": 0.0, "train": 0.1},
     idle={"skew": 0.2, "pipeline": 0.2, "sync": 0.0},
@@ -234,7 +241,7 @@ def test_a_chrome_trace_has_a_slice_for_each_attempt(trace: Trace) -> None:
     tokens = sum(e["args"]["tokens"] for e in begun)
     assert tokens == sum(e.event.tokens for e in trace.entries if isinstance(e.event, Generated))
     staleness = Counter(str(e["args"]["staleness"]) for e in begun)
-    assert staleness == {str(k): v for k, v in measure(trace).staleness.items()}
+    assert staleness == {str(k): v for k, v in measure(trace, (1, 4)).staleness.items()}
 
 
 def test_a_chrome_trace_is_in_order_with_each_kind_well_formed(trace: Trace) -> None:

@@ -136,11 +136,13 @@ def test_bars_of_a_tornado_that_go_one_way_hide_nothing() -> None:
     assert "less +10\N{NO-BREAK SPACE}%, more +20\N{NO-BREAK SPACE}%" in texts
 
 
-def test_the_typical_step_is_neither_warm_up_nor_last() -> None:
+def test_the_typical_step_is_one_that_counts_and_not_the_last() -> None:
     times = [50.0, 90.0, 100.0, 110.0, 40.0]
-    metrics = replace(PREDICTED, num_steps=5, step_times=times)
-    assert typical_step(metrics, warm_up=1) == 3
-    assert typical_step(replace(PREDICTED, num_steps=1, step_times=[5.0]), warm_up=1) == 1
+    metrics = replace(PREDICTED, num_steps=5, step_times=times, counted_steps=(2, 5))
+    assert typical_step(metrics) == 3
+    assert typical_step(replace(metrics, counted_steps=(4, 4))) == 4
+    one = replace(PREDICTED, num_steps=1, step_times=[5.0], counted_steps=(1, 1))
+    assert typical_step(one) == 1
 
 
 def test_ticks_are_round_few_and_within() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from sim.steady_state import simulate_steady
 from sim.studies.study import run_sweep
-from sim.world import simulate
 from streamrl.record.metrics import measure
 from streamrl.report.page.study_json import read_study
 from streamrl.report.pictures.study_metric import study_picture
@@ -22,7 +22,7 @@ from tests.command_line import streamrl
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 RUN = EXAMPLES / "h20-h800.toml"
-SMALL = ("algorithm.prompts_per_step=64", "algorithm.steps=2", "workload.lengths.scale=0.1")
+SMALL = ("algorithm.prompts_per_step=64", "simulate.max_steps=3", "workload.lengths.scale=0.1")
 STUDIES = sorted((EXAMPLES / "studies").glob("*.toml"))
 QUICK = [argument for key in SMALL for argument in ("--set", key)]
 
@@ -179,7 +179,7 @@ def test_every_row_is_what_its_run_and_seed_give_alone() -> None:
     ]
     for row in report.rows[::3]:
         changes = [f"{key}={value}" for key, value in report.grid.values(row.place).items()]
-        alone = measure(simulate(load_run(RUN, [*SMALL, *changes, f"seed={row.seed}"])))
+        alone = measure(simulate_steady(load_run(RUN, [*SMALL, *changes, f"seed={row.seed}"])))
         assert row.figures["step_time"] == alone.step_time
         assert row.figures["cost_per_million_tokens"] == alone.cost_per_million_tokens
         shares = [v for name, v in row.figures.items() if name.startswith(("busy.", "idle."))]
@@ -312,9 +312,7 @@ def test_a_ready_made_study_checks_runs_shortened_and_finds_something(
     assert study.question.endswith("?")
     assert len(make_grid(study.run_file, study.overrides, study.axes).cells) > 2
     ends = tuple(_ends(axis) for axis in study.axes)
-    taken = {"algorithm.steps", "warm_up_steps"}
-    kept = [text for text in study.overrides if text.partition("=")[0] not in taken]
-    quick = (*kept, "algorithm.steps=2", "warm_up_steps=1")
+    quick = (*study.overrides, "simulate.max_steps=2")
     swept = {key for axis in study.axes for key in axis.keys}
     if "algorithm.prompts_per_step" not in swept:
         quick = (*quick, "algorithm.prompts_per_step=64")

@@ -89,7 +89,7 @@ def expected_losses(run: Run, step_time: float) -> Losses:
 
 
 def _find_losses(run: Run, metrics: Metrics) -> Iterator[Finding]:
-    (losses, what), most = expected_losses(run, metrics.mean_step_time), run.policies.max_restarts
+    (losses, what), most = expected_losses(run, metrics.step_time), run.policies.max_restarts
     if losses > most:
         text = (
             f"at {run.failures.per_gpu_day:g} failures of a GPU in a day {run.algorithm.steps} steps lose "
@@ -146,7 +146,7 @@ def fixes(metrics: Metrics | None) -> dict[str, Fix]:
     return {
         "no-progress": Fix(_unstuck, "go back to the policies of a system as it is"),
         "stops-early": Fix(_more_restarts, "see why replicas are lost: more restarts do not help"),
-        "restarts": _enough_restarts(0.0 if metrics is None else metrics.mean_step_time),
+        "restarts": _enough_restarts(0.0 if metrics is None else metrics.step_time),
         "refused": Fix(lambda run: iter(()), "change the key that it names"),
         "bound-broken": Fix(
             lambda run: iter(()), "this is a defect of the policies: please report it"

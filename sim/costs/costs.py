@@ -7,24 +7,30 @@ from math import inf
 from pathlib import Path
 from typing import assert_never
 
+import msgspec
+
 from sim.costs.cache_transfer import CacheTransfer
 from sim.costs.colocation import PhaseChange
 from sim.costs.curves import DecodeCurve, PrefillCurve, compose_decode
 from sim.costs.inference import Shard
 from sim.costs.kernels import Kernels
 from sim.costs.machine import MachineCosts, MeasuredPrefill
-from sim.costs.overheads import load_engine
+from sim.costs.overheads import decode_error, load_engine
 from sim.costs.sync import SyncCosts
 from sim.costs.trainer_costs import FollowerCosts, TrainerCosts
 from sim.costs.training.training import TrainingCosts
 from streamrl.engine.systems import moves_caches
 from streamrl.hardware.host_memory import check_host_memory, check_sync_buffer
 from streamrl.hardware.memory import check_memory, kv_capacity, longest_sequence, most_running
+from streamrl.hardware.model_shape import BYTES
 from streamrl.hardware.profiles import check_profiles, load_model
 from streamrl.hardware.tiers import Provenance
 from streamrl.record.decode_yield import DecodeYield
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.errors import OneOf, RunError
+
+CHECKED_BYTES = 2
+"""Bytes of a weight in the decode steps that engines' overheads were checked on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +85,8 @@ class Costs(TrainerCosts):
             cache_transfer=moved,
             followers=tuple(FollowerCosts.load(run, n) for n in range(1, run.num_trainers)),
             provenance={
-                "prefill": prefill.provenance,
-                "decode": decode.provenance,
+                "prefill": _checked(prefill.provenance, run),
+                "decode": _checked(decode.provenance, run),
                 "score": trained,
                 "train": trained,
                 "sync": Provenance.of(sync.tier, sync.sources),
@@ -184,6 +190,14 @@ def _with_factors(costs: Costs, config: CostsConfig) -> Costs:
         training_factor=config.training_factor,
         provenance=provenance,
     )
+
+
+def _checked(provenance: Provenance, run: Run) -> Provenance:
+    """Return where seconds of a replica come from with the error of its engine's fit, in 16 bits as that was."""
+    if provenance.tier != "composed" or BYTES[run.model.dtype] != CHECKED_BYTES:
+        return provenance
+    error = decode_error(run.costs.engine, run.cluster.pools[run.rollout.pool].gpu)
+    return msgspec.structs.replace(provenance, error=error)
 
 
 def _compose_replica(run: Run) -> tuple[DecodeCurve, PrefillCurve]:

@@ -21,7 +21,7 @@ import msgspec
 
 from streamrl.hardware.model_shape import check_positive
 from streamrl.hardware.profile_table import ProfileTable
-from streamrl.hardware.profiles import PROFILES, check_engine, read_profile
+from streamrl.hardware.profiles import PROFILES, check_engine, known_engines, load_gpu, read_profile
 from streamrl.runfile.config import CostsConfig
 from streamrl.runfile.units import Duration
 
@@ -62,6 +62,8 @@ class ServingEngine(ProfileTable, frozen=True, kw_only=True):
     date: datetime.date
     fitted_on: str
     """Which published rows, and which constants were taken from elsewhere."""
+    gpus: list[str]
+    """On which the rows were measured."""
     rows: int
     constants: Overheads
     spread: dict[str, tuple[float, float]] = msgspec.field(default_factory=dict)
@@ -70,6 +72,20 @@ class ServingEngine(ProfileTable, frozen=True, kw_only=True):
     """Absent where one shape is all there is."""
     left_out: dict[str, Overheads] = msgspec.field(default_factory=dict)
     """Constants fitted without the rows of a shape, by its name in profiles/models."""
+
+
+@cache
+def decode_error(engine: str, gpu: str) -> float | None:
+    """Return the median error of decode steps on a GPU, on shapes left out: None where nobody checked.
+
+    Of the engine itself where it was measured on such GPUs, otherwise the largest of those that were: overheads are
+    an engine's own, but what kernel tables miss is the GPU's.
+    """
+    alike = {gpu, load_gpu(gpu).tables.get("gemm", gpu).partition("/")[0]}
+    own = load_engine(engine)
+    others = (load_engine(name) for name in known_engines())
+    checked = [own] if alike & set(own.gpus) else [one for one in others if alike & set(one.gpus)]
+    return max((one.held_out.median for one in checked if one.held_out), default=None)
 
 
 @cache

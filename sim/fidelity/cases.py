@@ -123,7 +123,6 @@ def make_case(case: Case, seed: int = 0, changes: dict[str, Any] | None = None) 
     degrees = TRAINING[case.size, train]
     table: dict[str, Any] = {
         "seed": seed,
-        "warm_up_steps": WARM_UP,
         "model": {"name": MODELS[case.size]},
         "cluster": {"pools": {"h800": {"gpu": "h800", "nodes": total // 8}}},
         "rollout": {
@@ -205,4 +204,5 @@ def _measure(trace: Trace) -> Times:
         elif isinstance(event, Generated):
             ended_at[-1] = time
     took = [end - begin for begin, end in zip(drawn_at, ended_at, strict=True)]
-    return Times(measure_speed(trace).step_time, median(took[WARM_UP:]))
+    step_times = measure_speed(trace).step_times
+    return Times(median(step_times[WARM_UP:]), median(took[WARM_UP:]))

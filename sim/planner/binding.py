@@ -35,10 +35,10 @@ def find_binding(estimates: Estimates, index: int, speed: Speed) -> Binding:
     return Binding(
         stage=stage,
         resource=resource,
-        seconds={**seconds, "step": speed.mean_step_time},
+        seconds={**seconds, "step": speed.step_time},
         text=(
             f"{stage} binds, by {resource}: generation {seconds['generation']:.1f} s {overlap} training "
-            f"{seconds['training']:.1f} s, sync {seconds['sync']:.1f} s, a step {speed.mean_step_time:.1f} s"
+            f"{seconds['training']:.1f} s, sync {seconds['sync']:.1f} s, a step {speed.step_time:.1f} s"
         ),
     )
 

@@ -21,7 +21,7 @@ UNITS: dict[ObjectiveName, str] = {
 
 
 def value_of(objective: ObjectiveName, speed: Speed) -> float:
-    """Read a simulation, by the mean of its steps: the median of a few is luck where steps overlap.
+    """Read a simulation.
 
     The Pareto set is searched for the least product of seconds and dollars.
     """
@@ -29,18 +29,13 @@ def value_of(objective: ObjectiveName, speed: Speed) -> float:
         case "cost-per-million-tokens":
             return speed.cost_per_million_tokens
         case "cost-per-step":
-            return mean_cost(speed)
+            return speed.cost_per_step
         case "step-time":
-            return speed.mean_step_time
+            return speed.step_time
         case "pareto":
-            return speed.mean_step_time * mean_cost(speed)
+            return speed.step_time * speed.cost_per_step
         case _:
             assert_never(objective)
-
-
-def mean_cost(speed: Speed) -> float:
-    """Return the dollars of a mean step."""
-    return speed.cost_per_step / speed.step_time * speed.mean_step_time
 
 
 def values_of(

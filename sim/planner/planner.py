@@ -10,12 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from sim.planner.binding import find_binding
-from sim.planner.objective import UNITS, front, mean_cost, value_of, values_of
-from sim.planner.search import Search
+from sim.planner.objective import UNITS, front, value_of, values_of
+from sim.planner.search import MOST_SIMULATED, Search
 from sim.planner.sensitivity import Verdict, judge, shifts
 from sim.planner.space import Candidate
-from sim.planner.trial import Trial, metrics_of, run_all
-from streamrl.record.metrics import SECONDS_PER_HOUR
+from sim.planner.trial import SEARCH_STEPS, Trial, metrics_of, run_all
+from streamrl.record.metrics import SECONDS_PER_HOUR, Speed
+from streamrl.record.paired import is_beyond_chance
 from streamrl.report.plan import Change, Choice, Figure, Plan, PlannedSide, Runner, plan_text
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
@@ -62,7 +63,7 @@ def _plan(
     ranking = search.run(pool, progress.on("simulating"))
     chosen = ranking[0]
     verdicts = judge(search, chosen, pool, progress.on("what if"))
-    trial = Trial(search.bases[0], search.space.candidate(chosen))
+    trial = Trial(search.base, search.space.candidate(chosen))
     metrics = run_all(pool, metrics_of, [(chosen, trial)])[chosen]
     planned = search.space.candidate(chosen).apply(run)
     check_run(planned)
@@ -86,7 +87,8 @@ def _plan(
         pareto=_pareto(search),
         sensitivity=[_change(search, chosen, verdict) for verdict in verdicts],
         tiers=metrics.tiers,
-        steps=metrics.num_steps,
+        uncertainty=metrics.uncertainty,
+        steps=min(run.simulate.max_steps, SEARCH_STEPS),
     )
     return Planned(planned, plan)
 
@@ -96,7 +98,7 @@ class _Progress:
 
     def __init__(self, run: Run, watch: Callable[[int, int, str], None]) -> None:
         plan = run.plan
-        self._most = plan.simulations + plan.finalists * (plan.seeds - 1)
+        self._most = MOST_SIMULATED + (plan.finalists + 1) * plan.seeds
         self._most += 2 * sum(1 for _ in shifts(run))
         self._watch = watch
         self._done = 0
@@ -121,29 +123,44 @@ def _bounds(search: Search) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
 def _choice(search: Search, index: int) -> Choice:
     """Describe a simulated plan."""
     candidate, speeds = search.space.candidate(index), search.speeds[index]
-    values = [value_of(search.space.run.plan.objective, speed) for speed in speeds]
+    ranges = [_range(value_of(search.space.run.plan.objective, speed), speed) for speed in speeds]
     return Choice(
         rollout=_side(search.space.run, candidate, "rollout"),
         trainer=_side(search.space.run, candidate, "trainer"),
         settings=settings_of(candidate),
         dollars_per_hour=float(search.space.prices[index]) * SECONDS_PER_HOUR,
-        step_time=speeds[0].mean_step_time,
-        median_step_time=speeds[0].step_time,
-        cost_per_step=mean_cost(speeds[0]),
+        step_time=speeds[0].step_time,
+        step_time_interval=speeds[0].step_time_interval,
+        median_step_time=speeds[0].median_step_time,
+        steps=len(speeds[0].step_times),
+        note=speeds[0].note,
+        cost_per_step=speeds[0].cost_per_step,
         cost_per_million_tokens=speeds[0].cost_per_million_tokens,
-        least=min(values),
-        most=max(values),
-        num_seeds=len(values),
+        least=min(least for least, _ in ranges),
+        most=max(most for _, most in ranges),
+        num_seeds=len(ranges),
         estimate=float(search.estimates.estimate().step[index]),
     )
 
 
+def _range(value: float, speed: Speed) -> tuple[float, float]:
+    """Return what the interval of the step time leaves open of an objective that grows with it."""
+    if speed.step_time_interval is None:
+        return value, value
+    least, most = (seconds / speed.step_time for seconds in speed.step_time_interval)
+    return value * least, value * most
+
+
 def _runner(search: Search, index: int, chosen: int) -> Runner:
-    """Describe a plan that was not chosen, compared on the seeds that it was simulated on."""
-    num_seeds = len(search.speeds[index])
-    value = search.value(index)
-    behind = value / search.value(chosen, num_seeds) - 1
-    return Runner(choice=_choice(search, index), value=value, behind=behind)
+    """Describe a plan that was not chosen, compared on the same prompts and over as many steps."""
+    behind = search.behind(index, chosen)
+    (one, *_), (other, *_) = search.pair(index, chosen)
+    return Runner(
+        choice=_choice(search, index),
+        value=search.value(index),
+        behind=behind,
+        is_beyond_chance=is_beyond_chance(one, other, 1 + behind),
+    )
 
 
 def _side(run: Run, candidate: Candidate, section: str) -> PlannedSide:
@@ -177,7 +194,7 @@ def _pareto(search: Search) -> list[Choice]:
         return []
     indices = search.ranking()
     speeds = [search.speeds[i][0] for i in indices]
-    points = [(speed.mean_step_time, mean_cost(speed)) for speed in speeds]
+    points = [(speed.step_time, speed.cost_per_step) for speed in speeds]
     return [_choice(search, indices[place]) for place in front(points)]
 
 

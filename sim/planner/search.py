@@ -1,7 +1,7 @@
 """The planner: screen every plan by estimate, simulate those that may be best, choose by what was simulated.
 
     space ─► bounds and estimates of all plans ─► the best by estimate are simulated, round by round; each
-    simulation corrects the estimates of plans like it ─► the finalists on several seeds ─► the chosen one
+    simulation corrects the estimates of plans like it ─► the finalists for longer ─► the best until its step time is known
 
 Estimates only say what is worth a simulation. The objective is that of `streamrl simulate` on the plan's file.
 """
@@ -17,9 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.planner.bound import Estimates
-from sim.planner.objective import distance_to_front, mean_cost, value_of, values_of
+from sim.planner.objective import distance_to_front, value_of, values_of
 from sim.planner.space import Space
-from sim.planner.trial import Trial, generation_of, open_trial, run_all, shortened, speed_of
+from sim.planner.trial import (
+    Trial,
+    generation_of,
+    open_trial,
+    run_all,
+    shortened,
+    speed_of,
+    whole,
+)
 from streamrl.record.metrics import Speed
 from streamrl.runfile.config import Run
 from streamrl.workload.workload import Draw
@@ -34,6 +42,10 @@ FIRST_LOOK = 1
 NEAR, NEARER = 1.1, 1.05
 """How far from the best estimate a plan may be whose replicas are simulated on one batch, and on all: while
 some are only bounded from below many look good, and one batch may be 5 % longer than another."""
+MOST_SIMULATED = 16
+"""Plans that are simulated: twice `ROUND`, after which estimates that simulations have corrected bring up no better."""
+FINAL_STEPS = 24
+"""Most steps by which finalists are told apart: as paired comparisons need no more, the chosen one alone has all."""
 MARGIN = 1.03
 """A plan whose estimate is worse than the best simulated one by this is not simulated any more: estimates of
 plans that matter err by 1 to 2 %."""
@@ -47,10 +59,14 @@ class Search:
 
     space: Space
     estimates: Estimates
-    bases: list[bytes]
-    """The run file as trials take it, for each seed."""
+    base: bytes
+    """The run file as trials of the search take it."""
     speeds: dict[int, list[Speed]] = field(default_factory=dict)
-    """What simulations of a plan gave, in the order of seeds."""
+    """What the longest simulations of a plan gave: of a finalist one for each seed, of another its few steps."""
+    short: dict[int, Speed] = field(default_factory=dict)
+    """What the few steps of each simulated plan gave, on the same prompts for all."""
+    finals: dict[int, list[Speed]] = field(default_factory=dict)
+    """What those of finalists gave that tell them apart, one for each seed."""
 
     @classmethod
     def open(cls, run: Run) -> Search:
@@ -60,15 +76,30 @@ class Search:
             ValueError: no plan is left, or costs are missing.
         """
         space = Space.open(run)
-        bases = [shortened(run, run.seed + place) for place in range(run.plan.seeds)]
-        return cls(space=space, estimates=Estimates(space, _draw(bases[0])), bases=bases)
+        base = shortened(run, run.seed)
+        return cls(space=space, estimates=Estimates(space, _draw(base)), base=base)
 
     # Values ---------------------------------------------------------------------------------------
 
-    def value(self, index: int, num_seeds: int | None = None) -> float:
-        """Return the objective of a simulated plan: the median over its seeds, or the first of them."""
+    def value(self, index: int) -> float:
+        """Return the objective of a simulated plan: the median over its seeds."""
         objective = self.space.run.plan.objective
-        return median(value_of(objective, speed) for speed in self.speeds[index][:num_seeds])
+        return median(value_of(objective, speed) for speed in self.speeds[index])
+
+    def behind(self, index: int, other: int) -> float:
+        """Return the share by which a plan's objective is above another's, both simulated for as long."""
+        objective = self.space.run.plan.objective
+        ours, theirs = (
+            median(value_of(objective, speed) for speed in speeds)
+            for speeds in self.pair(index, other)
+        )
+        return ours / theirs - 1
+
+    def pair(self, index: int, other: int) -> tuple[list[Speed], list[Speed]]:
+        """Return simulations of two plans on the same prompts for as many steps: those of finalists, or of the search."""
+        if index in self.finals and other in self.finals:
+            return self.finals[index], self.finals[other]
+        return [self.short[index]], [self.short[other]]
 
     def scores(self) -> Floats:
         """Estimate the objective of every plan; what breaks `budget_per_step` comes after all others."""
@@ -87,7 +118,9 @@ class Search:
     def is_affordable(self, index: int) -> bool:
         """Whether a simulated plan keeps to `plan.budget_per_step`."""
         budget = self.space.run.plan.budget_per_step
-        return budget is None or median(map(mean_cost, self.speeds[index])) <= budget
+        return (
+            budget is None or median(speed.cost_per_step for speed in self.speeds[index]) <= budget
+        )
 
     def ranking(self) -> list[int]:
         """Return the simulated plans within budget, the best first."""
@@ -99,26 +132,35 @@ class Search:
     def run(self, pool: Executor, watch: Callable[[], None]) -> list[int]:
         """Simulate until no other plan is likely to be better; return the simulated plans, the best first.
 
-        `watch` is called after every simulation, of which there are at most `num_simulations`.
+        `watch` is called after every simulation, of which there are at most `MOST_SIMULATED` plus one for each
+        finalist and seed.
 
         Raises:
             ValueError: no plan keeps to `plan.budget_per_step`.
         """
         plan = self.space.run.plan
-        while chosen := self.next_round(pool, plan.simulations - len(self.speeds)):
-            self.simulate(pool, chosen, 0, watch)
-        finalists = self.ranking()[: plan.finalists]
+        while chosen := self.next_round(pool, MOST_SIMULATED - len(self.speeds)):
+            self.simulate(pool, chosen, watch)
+        ranking = self.ranking()
+        finalists = ranking[: plan.finalists]
         if not finalists:
-            cheapest = min(median(map(mean_cost, speeds)) for speeds in self.speeds.values())
+            cheapest = min(
+                median(speed.cost_per_step for speed in speeds) for speeds in self.speeds.values()
+            )
             raise ValueError(
                 f"plan.budget_per_step {plan.budget_per_step:g}: the cheapest plan that was simulated costs "
                 f"{cheapest:.4g} dollars a step"
             )
-        for place in range(1, plan.seeds):
-            self.simulate(pool, finalists, place, watch)
-        return sorted(finalists, key=self.value) + [
-            index for index in self.ranking() if index not in finalists
-        ]
+        for place in range(plan.seeds):
+            self.compare(pool, finalists, place, watch)
+        order = sorted(finalists, key=self.value)
+        for index in order:
+            self.settle_value(pool, index, watch)
+            if self.is_affordable(index):
+                break
+        else:
+            index = order[0]
+        return [index, *(other for other in (*order, *ranking[len(order) :]) if other != index)]
 
     def next_round(self, pool: Executor, most: int) -> list[int]:
         """Return the plans to simulate next, none where no other is likely to be better."""
@@ -134,7 +176,7 @@ class Search:
         num_batches: int | None = None,
     ) -> list[int]:
         """Simulate the replicas of what is picked, on all batches or on the first, until the pick has no others."""
-        measured = _measured_batches(self.bases[0])[:num_batches]
+        measured = _measured_batches(self.base)[:num_batches]
         while True:
             scores = self.scores()
             picked = pick(_best(scores), scores)
@@ -142,7 +184,7 @@ class Search:
             if not asked:
                 return picked
             batches = tuple(measured)
-            trials = [(a, Trial(self.bases[0], self.estimates.like(a), batches)) for a in asked]
+            trials = [(a, Trial(self.base, self.estimates.like(a), batches)) for a in asked]
             for which, found in run_all(pool, generation_of, trials).items():
                 self.estimates.learn(which, found)
 
@@ -181,14 +223,31 @@ class Search:
         replicas, trainer, mode = self.space.candidate(index)
         return replicas, trainer.pool, trainer.num_gpus, mode._replace(sync_mode="full")
 
-    def simulate(
-        self, pool: Executor, indices: Iterable[int], seed: int, watch: Callable[[], None]
-    ) -> None:
-        """Simulate plans on a seed and learn from it."""
-        trials = [(i, Trial(self.bases[seed], self.space.candidate(i))) for i in indices]
+    def simulate(self, pool: Executor, indices: Iterable[int], watch: Callable[[], None]) -> None:
+        """Simulate a few steps of plans and learn from them."""
+        trials = [(i, Trial(self.base, self.space.candidate(i))) for i in indices]
         for index, speed in run_all(pool, speed_of, trials, watch).items():
-            self.speeds.setdefault(index, []).append(speed)
-            self.estimates.learn_step(index, speed.mean_step_time)
+            self.speeds[index] = [speed]
+            self.short[index] = speed
+            self.estimates.learn_step(index, speed.step_time)
+
+    def compare(
+        self, pool: Executor, indices: Iterable[int], place: int, watch: Callable[[], None]
+    ) -> None:
+        """Simulate finalists longer, on one of the seeds."""
+        run = self.space.run
+        base = shortened(run, run.seed + place, FINAL_STEPS)
+        trials = [(i, Trial(base, self.space.candidate(i))) for i in indices]
+        for index, speed in run_all(pool, speed_of, trials, watch).items():
+            self.finals.setdefault(index, []).append(speed)
+            self.speeds[index] = self.finals[index]
+
+    def settle_value(self, pool: Executor, index: int, watch: Callable[[], None]) -> None:
+        """Simulate a plan until its step time is known, on every seed."""
+        run, candidate = self.space.run, self.space.candidate(index)
+        seeds = range(run.seed, run.seed + run.plan.seeds)
+        trials = [(seed, Trial(whole(run, seed), candidate)) for seed in seeds]
+        self.speeds[index] = list(run_all(pool, speed_of, trials, watch).values())
 
 
 def _best(scores: Floats) -> list[int]:
@@ -205,9 +264,10 @@ def _within(order: list[int], scores: Floats, reach: float) -> list[int]:
 
 
 def _measured_batches(base: bytes) -> range:
-    """Return the batches that a trial's steps after the warm-up train on."""
+    """Return the batches that the steps of a trial that count train on."""
     run, _ = open_trial(base)
-    return range(min(run.warm_up_steps, run.algorithm.steps - 1), run.algorithm.steps)
+    most = run.simulate.max_steps
+    return range(min(1, most - 1), most)
 
 
 def _draw(base: bytes) -> list[list[Draw]]:

@@ -104,7 +104,10 @@ def _with_price(run: Run, pool: str, factor: float) -> Run:
 def judge(
     search: Search, chosen: int, pool: Executor, watch: Callable[[], None] = lambda: None
 ) -> list[Verdict]:
-    """Plan again for every shift; `watch` is called after each simulation."""
+    """Plan again for every shift; `watch` is called after each simulation.
+
+    A few steps are simulated after a shift: how much they differ from as many before it says what it changes.
+    """
     run = search.space.run
     looks = [_look(shift, search, chosen, pool) for shift in shifts(run)]
     trials = [
@@ -115,13 +118,16 @@ def judge(
         if who is not None
     ]
     speeds = run_all(pool, speed_of, trials, watch)
+    objective = run.plan.objective
+    value = value_of(objective, search.speeds[chosen][0])
+    lift = value / value_of(objective, search.short[chosen])
     simulated: dict[tuple[int, Candidate | None], float] = {
-        key: value_of(run.plan.objective, speed) for key, speed in speeds.items()
+        key: lift * value_of(objective, speed) for key, speed in speeds.items()
     }
     return [
         _verdict(
             look,
-            search.value(chosen, 1) * look.ratio,
+            value * look.ratio,
             simulated.get((place, look.chosen)),
             simulated.get((place, look.other)),
         )

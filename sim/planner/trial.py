@@ -11,17 +11,21 @@ from msgspec.structs import replace
 
 from sim.batch_time import generate_batch
 from sim.costs.costs import Costs
-from sim.costs.fill import fill_latency, fill_policies
+from sim.costs.fill import fill_latency
 from sim.parallel import answers
 from sim.planner.generation_time import GenerationTime, summarize
 from sim.planner.space import Candidate
-from sim.world import SimWorld
+from sim.steady_state import sampled, simulate_steady
 from streamrl.record.metrics import Metrics, Speed, measure, measure_speed
 from streamrl.record.trace import Trace
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import decode_run, encode_run
 from streamrl.workload.workload import SimulatedWorkload
+
+SEARCH_STEPS = 6
+"""Most steps by which a search compares plans: all take the same prompts and lengths, so that their difference is known
+better than the time of any. The first is left out."""
 
 Key = TypeVar("Key")
 Answer = TypeVar("Answer")
@@ -31,31 +35,30 @@ class Trial(NamedTuple):
     """One plan to simulate."""
 
     run: bytes
-    """The run file as JSON that plans are made of: with its seed and its steps."""
+    """The run file as JSON that plans are made of: with its seed, and how many steps are simulated."""
     candidate: Candidate
     batches: tuple[int, ...] = (0,)
     """Which batches are generated, where generation alone is asked for."""
 
 
-def shortened(run: Run, seed: int) -> bytes:
-    """Return a run file as trials take it, with at most `plan.steps` steps, drifting as the whole run would."""
-    algorithm, lengths = run.algorithm, run.workload.lengths
-    steps = min(run.plan.steps, algorithm.steps)
-    workload = run.workload
-    if lengths is not None and lengths.scale_to is not None and lengths.drift_steps is None:
-        lengths = replace(lengths, drift_steps=max(2, algorithm.steps))
-        workload = replace(workload, lengths=lengths)
-    algorithm = replace(algorithm, steps=steps)
-    return encode_run(replace(run, seed=seed, algorithm=algorithm, workload=workload))
+def whole(run: Run, seed: int) -> bytes:
+    """Return a run file as the chosen plan takes it: until its mean step time is known."""
+    return encode_run(replace(run, seed=seed))
+
+
+def shortened(run: Run, seed: int, steps: int = SEARCH_STEPS) -> bytes:
+    """Return a run file as a search takes it: a few steps of it, which drift as far as the whole run."""
+    most = min(run.simulate.max_steps, steps)
+    return whole(replace(run, simulate=replace(run.simulate, max_steps=most)), seed)
 
 
 def speed_of(trial: Trial) -> Speed:
-    """Simulate a plan from its first prompt to its last step."""
+    """Simulate the steady state of a plan."""
     return measure_speed(trace_of(trial))
 
 
 def metrics_of(trial: Trial) -> Metrics:
-    """Simulate a plan and measure all of it."""
+    """Simulate the steady state of a plan and measure all of it."""
     return measure(trace_of(trial))
 
 
@@ -68,8 +71,7 @@ def trace_of(trial: Trial) -> Trace:
     base, workload = open_trial(trial.run)
     run = trial.candidate.apply(base)
     check_run(run)
-    costs = Costs.load(run)
-    return SimWorld(fill_policies(run, costs), costs, workload).run()
+    return simulate_steady(run, workload=workload)
 
 
 def generation_of(trial: Trial) -> GenerationTime:
@@ -86,7 +88,7 @@ def generation_of(trial: Trial) -> GenerationTime:
 def open_trial(run: bytes) -> tuple[Run, SimulatedWorkload]:
     """Read a run file and its workload, which all its plans share: to calibrate a ranker takes as long as a trial."""
     decoded = decode_run(run)
-    return decoded, SimulatedWorkload(decoded)
+    return decoded, SimulatedWorkload(sampled(decoded))
 
 
 def run_all(

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from sim.costs.costs import Costs
 from sim.parallel import answers
-from sim.world import simulate
+from sim.steady_state import simulate_steady
 from streamrl.record.metrics import Metrics, measure
 from streamrl.report.study_table import StudyRow
 from streamrl.runfile.grid import Grid, GridCell, Refused
@@ -91,6 +91,6 @@ def _find_fault(run: bytes) -> str:
 def _measure(run: bytes) -> Metrics | str:
     """Simulate and measure a run, or say why that failed."""
     try:
-        return measure(simulate(decode_run(run)))
+        return measure(simulate_steady(decode_run(run)))
     except (ValueError, RuntimeError) as error:
         return str(error)

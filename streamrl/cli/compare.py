@@ -32,7 +32,7 @@ def compare(
     """Compare a run with its simulation: step time, throughput, and idle time by cause.
 
     Without a second trace the run file in the trace is simulated with the output lengths and the share of
-    non-zero advantages that the run had, so that only the seconds differ.
+    non-zero advantages that the run had, so that only the seconds differ; figures of both are over the same steps.
 
     Example: streamrl compare runs/quickstart
     """
@@ -41,7 +41,8 @@ def compare(
     if predicted is not None:
         expected = measure(_open(predicted, "simulated", "what predicts must be simulated"))
     else:
-        expected = measure(_simulate(trace, trace_file(measured), figures.num_steps))
+        simulated = _simulate(trace, trace_file(measured), figures.num_steps)
+        expected = measure(simulated, figures.counted_steps)
     if as_json:
         print_json(compare_metrics(expected, figures))
     else:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sim.world import simulate as simulate_run
+from sim.steady_state import simulate_steady
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import TRACE_FILE, AsJson, Overrides, RunFile, open_trace, print_json
 from streamrl.record.inputs import keep_inputs
@@ -54,6 +54,9 @@ def simulate(
 ) -> None:
     """Simulate a run file and say what a step takes, costs, and where GPUs stand idle.
 
+    All figures are those of the steady state: as many steps are simulated as `simulate.interval` needs, at most
+    `simulate.max_steps`, whatever `algorithm.steps` is.
+
     Example: streamrl simulate examples/h20-h800.toml --set policies.system=stream-sync -o runs/what-if
 
     With --sweep, or a study file instead of a run file, every combination is simulated, and what follows said.
@@ -94,8 +97,8 @@ def refuse_real_run(output: Path) -> None:
 
 def _simulate(run: Run) -> Trace:
     with make_progress() as progress:
-        task = progress.add_task("step", total=run.algorithm.steps, facts="")
-        return simulate_run(run, lambda version: progress.update(task, completed=version))
+        task = progress.add_task("step", total=run.simulate.max_steps, facts="")
+        return simulate_steady(run, lambda version: progress.update(task, completed=version))
 
 
 def _write(trace: Trace, output: Path) -> None:

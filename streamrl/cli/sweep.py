@@ -64,6 +64,9 @@ def run_study(study: Study, output: Path | None, *, skips: bool, as_json: bool) 
     console.print()
     for sentence in dict.fromkeys(s for m in study.metrics for s in report.sentences(m)):
         console.print(sentence, highlight=False)
+    console.print(report.note, highlight=False)
+    for doubt in report.doubts:
+        console.print(doubt, highlight=False)
     for refused in report.grid.refused:
         console.print(
             f"left out: {report.grid.name(refused.place)}: {refused.reason}", highlight=False

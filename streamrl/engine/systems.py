@@ -11,6 +11,7 @@ fully-async     as rollouts arrive     max_staleness steps ahead     overlapped,
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import assert_never
@@ -63,6 +64,9 @@ from streamrl.runfile.pools import most_replicas, replicas_per_node
 PASSES_PER_COMMAND = (
     4  # a streamed command is at most this many fills: work that arrives waits no longer
 )
+
+
+ENDLESS = sys.maxsize  # steps of a run that is ended from outside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,16 +302,16 @@ def rollouts_that_fill(run: Run) -> int:
     return run.trainer.data_parallel * run.trainer.micro_batch
 
 
-def build_engine(run: Run) -> Engine:
-    """Make the engine of a run, before its first event."""
-    return Engine(build_state(run), build_policies(run))
+def build_engine(run: Run, *, is_endless: bool = False) -> Engine:
+    """Make the engine of a run, before its first event; of one that is endless it goes on past the last step."""
+    return Engine(build_state(run, is_endless=is_endless), build_policies(run))
 
 
-def build_state(run: Run) -> State:
+def build_state(run: Run, *, is_endless: bool = False) -> State:
     """Make the state that a run begins with, before its `RunStarted`."""
     trainers = [_build_side(run, trainer) for trainer in range(run.num_trainers)]
     return State(
-        num_steps=run.algorithm.steps,
+        num_steps=ENDLESS if is_endless else run.algorithm.steps,
         trainers=trainers,
         leader=trainers[LEADER],
         fleet=Fleet(num_wanted=run.rollout.replicas),

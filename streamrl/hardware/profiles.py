@@ -125,9 +125,14 @@ def check_profiles(run: Run) -> None:
         _check_name("workload.lengths.source", "lengths", lengths.source, ".csv")
 
 
+def known_engines() -> list[str]:
+    """Return the names of all inference engines."""
+    return _names(PROFILES / "engines", ".toml")
+
+
 def check_engine(name: str) -> None:
     """Raise `RunError`, with all names, where `costs.engine` is no engine of profiles/engines."""
-    known = _names(PROFILES / "engines", ".toml")
+    known = known_engines()
     if name not in known:
         text = f"costs.engine: no engine {shown(name)} in profiles/engines; there is {', '.join(known)}"
         raise RunError("costs.engine", name, OneOf(known), text)

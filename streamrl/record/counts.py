@@ -95,7 +95,7 @@ def _run_changes(trace: Trace) -> Iterator[CountChange]:
     """Which replicas there are, and whether there is anything to generate yet, or ever again."""
     yield CountChange(0.0, "wanted", trace.run.rollout.replicas)
     wanted = trace.run.rollout.replicas
-    prompts = _LastPrompts(trace.run.algorithm.steps)
+    prompts = _LastPrompts(None if trace.is_endless else trace.run.algorithm.steps)
     for time, event, commands in trace.entries:
         match event:
             case PromptsDrawn():
@@ -124,7 +124,7 @@ LEADS_TO_PROMPTS = (PromptsDrawn, RunStarted, Stepped, CheckpointSaved, TrainerL
 class _LastPrompts:
     """Counts draws for the last step; those that the leader's loss takes back are drawn for once more."""
 
-    def __init__(self, last_step: int) -> None:
+    def __init__(self, last_step: int | None) -> None:
         self._last_step = last_step
         self._num_drawn = 0
         self._version = self._saved = 0

@@ -7,7 +7,7 @@ after the loss has taken all the time since the last one that stayed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from streamrl.engine.messages import (
@@ -38,6 +38,8 @@ class TrainerFlow:
     """Rollouts of each step."""
     lost: Counter[str] = field(default_factory=Counter)
     """Rollouts that it never trains on, by reason."""
+    lost_at: list[tuple[float, list[int]]] = field(default_factory=list)
+    """Instant at which rollouts were lost to it, and which."""
 
     _behind: list[Counter[int]] = field(default_factory=list)
     _coming: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
@@ -53,11 +55,22 @@ class TrainerFlow:
     @property
     def staleness(self) -> Counter[int]:
         """Rollouts by how many versions of the leader they were behind its newest when trained on."""
-        return sum(self._behind, Counter())
+        return self.staleness_of(0, len(self._behind))
+
+    def staleness_of(self, first: int, last: int) -> Counter[int]:
+        """Return the same of the steps at places `first` to `last`, that one left out."""
+        found = Counter[int]()
+        for behind in self._behind[first:last]:
+            found.update(behind)
+        return found
 
     def step_times(self) -> list[float]:
         """Return the seconds of each step: those since the one before it."""
         return [b - a for a, b in zip([0.0, *self.stepped_at], self.stepped_at, strict=False)]
+
+    def window(self, first: int, last: int) -> tuple[float, float]:
+        """Return the instants at which the time of step `first` begins and that of step `last` ends."""
+        return self.stepped_at[first - 2] if first > 1 else 0.0, self.stepped_at[last - 1]
 
     # Changes --------------------------------------------------------------------------------------
 
@@ -93,22 +106,24 @@ class TrainerFlow:
         """Enter that its checkpoint of `version` is on disk."""
         self._saved = version - self._first_version
 
-    def leave_out(self, group: int, reason: str) -> None:
+    def leave_out(self, group: int, reason: str, time: float) -> None:
         """Enter that it never trains on a group, unless it has, or has given it up before."""
         rollouts = self._open.pop(group, None)
         if rollouts is None:
             return
         self.lost[reason] += len(rollouts)
+        self.lost_at.append((time, list(rollouts)))
         gone = set(rollouts)
         self._coming = [
             (tuple(r for r in trained if r not in gone), newest) for trained, newest in self._coming
         ]
 
-    def fall_back(self) -> None:
+    def fall_back(self, time: float) -> None:
         """Enter that it is lost, and with it every step after its last checkpoint."""
-        taken_back = sum(map(len, self.trained[self._saved :]))
+        taken_back = [rollout for step in self.trained[self._saved :] for rollout in step]
         if taken_back:
-            self.lost[ROLLED_BACK] += taken_back
+            self.lost[ROLLED_BACK] += len(taken_back)
+            self.lost_at.append((time, taken_back))
         for steps in (self.stepped_at, self.trained, self._behind):
             del steps[self._saved :]
         self._coming = []
@@ -129,9 +144,9 @@ class Flow:
         """The trainer whose versions replicas load."""
         return self.trainers[LEADER]
 
-    def num_tokens(self, steps: Sequence[Sequence[int]]) -> int:
+    def num_tokens(self, steps: Iterable[Sequence[int]]) -> int:
         """Return the output tokens of all rollouts of some steps."""
-        return sum(self.tokens[rollout] for rollouts in steps for rollout in rollouts)
+        return sum(self.tokens.get(rollout, 0) for rollouts in steps for rollout in rollouts)
 
 
 def read_flow(trace: Trace) -> Flow:
@@ -164,24 +179,24 @@ def read_flow(trace: Trace) -> Flow:
             case TrainerStarted(trainer, version) if trainer == LEADER:
                 newest = version
             case TrainerLost(trainer):
-                flow.trainers[trainer].fall_back()
+                flow.trainers[trainer].fall_back(time)
             case _:
                 pass  # says nothing of rollouts
         for command in commands:
-            _enter(command, flow, newest)
+            _enter(command, flow, newest, time)
     return flow
 
 
-def _enter(command: Command, flow: Flow, newest: int) -> None:
+def _enter(command: Command, flow: Flow, newest: int, time: float) -> None:
     match command:
         case Train(rollouts, trainer):
             flow.trainers[trainer].train(rollouts, newest)
         case Step(_, groups, trainer):
             flow.trainers[trainer].begin_step(groups)
         case Skip(group, trainer, reason):
-            flow.trainers[trainer].leave_out(group, reason)
+            flow.trainers[trainer].leave_out(group, reason, time)
         case Drop(group, reason):
             for each in flow.trainers:
-                each.leave_out(group, reason)
+                each.leave_out(group, reason, time)
         case _:
             pass  # says nothing of who trains on what

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from statistics import median
@@ -18,26 +19,26 @@ from streamrl.engine.messages import (
 )
 from streamrl.hardware.profiles import price_of
 from streamrl.record.attribution import (
-    UNDERFILLED,
     Attribution,
     SidesAttribution,
     attribute_sides,
 )
-from streamrl.record.flow import Flow, TrainerFlow, read_flow
+from streamrl.record.flow import Flow, read_flow
+from streamrl.record.leader_steps import LeaderSteps, read_steps
+from streamrl.record.steady import Steady, count_steps
+from streamrl.record.steady_run import find_steady_of, tell_doubts
 from streamrl.record.trace import Trace, blaming_damage
+from streamrl.record.uncertainty import (
+    OPERATION_OF_ACTIVITY,
+    Uncertainty,
+    read_uncertainty,
+    tell_unmeasured,
+)
 from streamrl.record.underfilled import YieldSource
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import sides_of, trainer_names
 
 SECONDS_PER_HOUR = 3600.0
-TIER_OF_ACTIVITY = {
-    "prefill": "prefill",
-    "decode": "decode",
-    UNDERFILLED: "decode",
-    "score": "score",
-    "train": "train",
-}
-"""Operation whose tiers an activity has; what verifiers take stands in the run file."""
 TRAINING = ("score", "train")
 
 
@@ -45,18 +46,26 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     """What a trace says of seconds and dollars, which takes no look at every GPU's every second."""
 
     step_time: float
-    """Median seconds of a step, the warm-up left out; of tail batching the median of whole cycles' mean step."""
-    mean_step_time: float
-    """Mean seconds of a step, the warm-up left out: what a run of many steps takes."""
+    """Mean seconds of a step of the steady state, over which all these figures are."""
+    step_time_interval: tuple[float, float] | None
+    """95 % interval of that mean; None where too few steps count."""
+    median_step_time: float
+    """Median seconds of a step."""
     step_times: list[float]
+    """Seconds of every step from the first on."""
+    counted_steps: tuple[int, int]
+    """First and last step that count."""
+    note: str
+    """What keeps the figures from being those of a steady state as exactly known as was asked for; empty where
+    nothing does."""
     throughput: float
-    """Output tokens generated a second, the warm-up left out."""
+    """Output tokens generated a second: those that the steps were made of, and those that were lost meanwhile."""
     goodput: float
-    """Output tokens trained on a second, the warm-up left out."""
+    """Output tokens trained on a second."""
     samples_per_second: float
-    """Rollouts trained on a second, the warm-up left out."""
+    """Rollouts trained on a second."""
     cost_per_step: float
-    """Dollars of all allocated GPUs for a median step."""
+    """Dollars of all allocated GPUs for a mean step."""
     cost_per_million_tokens: float
     """Dollars for a million tokens trained on."""
 
@@ -76,12 +85,12 @@ class TrainerMetrics(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     num_steps: int
     mean_step_time: float | None
-    """Mean seconds of a step, the warm-up left out; None where it made none. Steps of a trainer that follows come in
-    bursts, as groups do, so their median says little."""
+    """Mean seconds of a step in the time that counts; None where it made none. Steps of a trainer that follows come
+    in bursts, as groups do, so their median says little."""
     trained: int
-    """Rollouts that its steps were made of."""
+    """Rollouts that its steps were made of, from the first on."""
     goodput: float
-    """Output tokens trained on a second, the warm-up left out."""
+    """Output tokens trained on a second, in the time that counts."""
     staleness: dict[int, int]
     """Rollouts by how many versions of the leader they were behind its newest when trained on."""
     lost: dict[str, int]
@@ -95,6 +104,12 @@ class Metrics(Speed, frozen=True, kw_only=True):
     num_steps: int
     total_time: float
     """Seconds from the first to the last entry."""
+    training_steps: int
+    """Steps of the whole training."""
+    training_time: float
+    """Seconds of all `algorithm.steps`, with its start: an estimate, where they are not what is recorded."""
+    training_cost: float
+    """Dollars of that."""
     num_gpus: dict[str, int]
     """GPUs allocated at the start by side, each once: "shared" ones generate and train in turn."""
     busy: dict[str, float]
@@ -107,7 +122,7 @@ class Metrics(Speed, frozen=True, kw_only=True):
     sides: dict[str, SideMetrics]
     """The same of each side alone; what replicas and the leading trainer share is one, "shared"."""
     staleness: dict[int, int]
-    """Rollouts by how many versions they were behind when the leader trained on them."""
+    """Rollouts by how many versions they were behind when the leader trained on them, of steps that count."""
     rewards: list[float]
     """Mean reward of each step's rollouts."""
     dropped: dict[str, int]
@@ -116,16 +131,22 @@ class Metrics(Speed, frozen=True, kw_only=True):
     """Every trainer, the one that leads first: all other figures of steps are its own."""
     tiers: dict[str, float]
     """Share of busy seconds, but those of verifiers, by where they came from: measured, composed, roofline."""
+    uncertainty: Uncertainty | None = None
+    """How far simulated seconds may be off, by stage and of the step; None of a real run."""
 
 
-def measure(trace: Trace) -> Metrics:
+def measure(trace: Trace, counted_steps: tuple[int, int] | None = None) -> Metrics:
     """Compute every figure of a trace.
+
+    Args:
+        trace: a record of a run.
+        counted_steps: first and last step to count; those of the steady state where absent.
 
     Raises:
         ValueError: the trace has no finished step, or is damaged.
     """
     with blaming_damage(trace):
-        return _measure(trace)
+        return _measure(trace, counted_steps)
 
 
 def measure_speed(trace: Trace) -> Speed:
@@ -134,79 +155,100 @@ def measure_speed(trace: Trace) -> Speed:
     Raises:
         ValueError: the trace has no finished step.
     """
-    return _measure_speed(trace)[0]
+    return _measure_speed(trace, None)[0]
 
 
-def _measure(trace: Trace) -> Metrics:
-    speed, flow = _measure_speed(trace)
-    shares, leader = attribute_sides(trace), flow.leader
+def _measure(trace: Trace, counted_steps: tuple[int, int] | None) -> Metrics:
+    speed, flow = _measure_speed(trace, counted_steps)
+    leader, (first, last) = flow.leader, speed.counted_steps
+    window = leader.window(first, last)
+    shares = attribute_sides(trace, window)
+    training_time = _training_time(trace.run, speed)
+    tiers = _tiers(trace, shares)
+    notes = [note for note in (speed.note, tell_unmeasured(tiers)) if note]
+    speed = msgspec.structs.replace(speed, note="; ".join(notes))
     return Metrics(
         world=trace.world,
         num_steps=len(speed.step_times),
         total_time=trace.entries[-1].time,
+        training_steps=trace.run.algorithm.steps,
+        training_time=training_time,
+        training_cost=training_time * speed.cost_per_step / speed.step_time,
         num_gpus={side.name: side.num_gpus for side in sides_of(trace.run)},
         busy=shares.whole.busy,
         idle=shares.whole.idle,
         underfilled_from=shares.whole.underfilled_from,
         sides={name: _side(of_side) for name, of_side in shares.sides.items()},
-        staleness=dict(sorted(leader.staleness.items())),
+        staleness=dict(sorted(leader.staleness_of(first - 1, last).items())),
         rewards=[_mean([flow.rewards[r] for r in rollouts]) for rollouts in leader.trained],
         dropped=dict(leader.lost),
-        trainers=list(_trainers(trace.run, flow)),
-        tiers=_tiers(trace, shares),
+        trainers=list(_trainers(trace.run, flow, window)),
+        tiers=tiers,
+        uncertainty=read_uncertainty(trace, shares),
         **msgspec.structs.asdict(speed),
     )
 
 
-def _measure_speed(trace: Trace) -> tuple[Speed, Flow]:
-    flow = read_flow(trace)
+def _measure_speed(trace: Trace, counted_steps: tuple[int, int] | None) -> tuple[Speed, Flow]:
+    flow, steps = read_flow(trace), read_steps(trace)
     run, leader = trace.run, flow.leader
     if not leader.stepped_at:
         raise ValueError("the trace has no finished step, so there is nothing to measure")
-    step_times = leader.step_times()
-    warm_up = num_warm_up(run, leader)
-    began = leader.stepped_at[warm_up - 1] if warm_up else 0.0
-    ended = leader.stepped_at[-1]
-    span = ended - began
-    trained = leader.trained[warm_up:]
-    goodput = flow.num_tokens(trained) / span
-    step_time = _typical_time(run, step_times[warm_up:])
+    steady = _choose(trace, steps, counted_steps)
+    first, last = steady.first, steady.last
+    began, ended = leader.window(first + 1, last)
+    trained = leader.trained[first:last]
+    num_tokens = flow.num_tokens(trained)
+    lost = flow.num_tokens(r for time, r in leader.lost_at if began < time <= ended)
     dollars = dollars_per_second(run, mean_replicas(trace, began, ended))
-    made = sum(tokens for time, tokens in flow.generated if began < time <= ended)
+    step_times = leader.step_times()
     speed = Speed(
-        step_time=step_time,
-        mean_step_time=_mean(step_times[warm_up:]),
+        step_time=steady.step_time,
+        step_time_interval=steady.interval,
+        median_step_time=median(step_times[first:last]),
         step_times=step_times,
-        throughput=made / span,
-        goodput=goodput,
-        samples_per_second=sum(map(len, trained)) / span,
-        cost_per_step=step_time * dollars,
-        cost_per_million_tokens=dollars / goodput * 1e6 if goodput else 0.0,
+        counted_steps=(first + 1, last),
+        note=tell_doubts(trace, steps, steady),
+        throughput=(num_tokens + lost) / (ended - began),
+        goodput=num_tokens / (ended - began),
+        samples_per_second=sum(map(len, trained)) / (ended - began),
+        cost_per_step=steady.step_time * dollars,
+        cost_per_million_tokens=dollars * (ended - began) / num_tokens * 1e6 if num_tokens else 0.0,
     )
     return speed, flow
 
 
-def num_warm_up(run: Run, trainer: TrainerFlow) -> int:
-    """Return the steps that figures leave out; the last one never is."""
-    return min(run.warm_up_steps, len(trainer.stepped_at) - 1)
+def _choose(trace: Trace, steps: LeaderSteps, counted_steps: tuple[int, int] | None) -> Steady:
+    if counted_steps is None:
+        return find_steady_of(trace, steps)
+    first, last = counted_steps
+    return count_steps(steps.durations(), first - 1, last)
 
 
-def _trainers(run: Run, flow: Flow) -> Iterator[TrainerMetrics]:
-    """Yield the figures of every trainer, each over its own time."""
+def _training_time(run: Run, speed: Speed) -> float:
+    """Return the seconds of the whole training: what comes before the steps that count, and all others at their mean."""
+    num_before = min(speed.counted_steps[0] - 1, run.algorithm.steps)
+    before = sum(speed.step_times[:num_before])
+    return before + (run.algorithm.steps - num_before) * speed.step_time
+
+
+def _trainers(run: Run, flow: Flow, window: tuple[float, float]) -> Iterator[TrainerMetrics]:
+    """Yield the figures of every trainer, all over the same time."""
+    began, ended = window
     for name, trainer in zip(trainer_names(run), flow.trainers, strict=True):
+        first, last = (bisect_right(trainer.stepped_at, time) for time in window)
         mean_step_time, goodput = None, 0.0
-        if trainer.stepped_at:
-            warm_up = num_warm_up(run, trainer)
-            began = trainer.stepped_at[warm_up - 1] if warm_up else 0.0
-            mean_step_time = _mean(trainer.step_times()[warm_up:])
-            goodput = flow.num_tokens(trainer.trained[warm_up:]) / (trainer.stepped_at[-1] - began)
+        if last > first:
+            since = trainer.stepped_at[first - 1] if first else 0.0
+            mean_step_time = (trainer.stepped_at[last - 1] - since) / (last - first)
+            goodput = flow.num_tokens(trainer.trained[first:last]) / (ended - began)
         yield TrainerMetrics(
             name=name,
             num_steps=len(trainer.stepped_at),
             mean_step_time=mean_step_time,
             trained=sum(map(len, trainer.trained)),
             goodput=goodput,
-            staleness=dict(sorted(trainer.staleness.items())),
+            staleness=dict(sorted(trainer.staleness_of(first, last).items())),
             lost=dict(trainer.lost),
         )
 
@@ -216,19 +258,6 @@ def _side(shares: Attribution) -> SideMetrics:
         busy={name: share for name, share in shares.busy.items() if share},
         idle={name: share for name, share in shares.idle.items() if share},
     )
-
-
-def _typical_time(run: Run, step_times: list[float]) -> float:
-    """Return the seconds of a median step.
-
-    Where one step in a cycle takes the longest rollouts of all, the median step would not be what steps take:
-    any cycle of steps has one, so their means are alike.
-    """
-    if run.policies.tail_batching == "none":
-        return median(step_times)
-    size = min(run.policies.tail_every, len(step_times))
-    starts = range(0, len(step_times) - size + 1, size)
-    return median(_mean(step_times[start : start + size]) for start in starts)
 
 
 def dollars_per_second(run: Run, num_replicas: float | None = None) -> float:
@@ -287,7 +316,7 @@ def _weights(run: Run, shares: SidesAttribution) -> Iterator[tuple[str, float]]:
         own = {activity: part * of_side.busy[activity] for activity in TRAINING}
         others = {activity: others[activity] + own[activity] for activity in TRAINING}
         yield f"train {follower.name}", sum(own.values())
-    for activity, operation in TIER_OF_ACTIVITY.items():
+    for activity, operation in OPERATION_OF_ACTIVITY.items():
         yield operation, shares.whole.busy.get(activity, 0.0) - others.get(activity, 0.0)
 
 

@@ -51,6 +51,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     facts: Facts
     decode: DecodeYield | None = None
     """What a full batch of a replica yields, where that was known beforehand."""
+    is_endless: bool = False
+    """Whether the engine knew of no last step."""
 
 
 class Divergence(NamedTuple):
@@ -72,6 +74,7 @@ class Trace:
         file: IO[bytes] | None = None,
         keeps_entries: bool = True,
         decode: DecodeYield | None = None,
+        is_endless: bool = False,
     ) -> None:
         """Begin a trace.
 
@@ -82,11 +85,14 @@ class Trace:
             file: where entries are written as they happen.
             keeps_entries: whether they stay in memory; a run of days writes them, and they are read back.
             decode: what a full batch of a replica yields, where it is known.
+            is_endless: whether the engine knows of no last step: the steady state of a training, which is cut
+                while things are under way, so that nothing winds down in it.
         """
         self.run = run
         self.world = world
         self.facts: Facts = facts or {}
         self.decode = decode
+        self.is_endless = is_endless
         self.entries: list[Entry] = []
         self._file = file
         self._keeps_entries = keeps_entries
@@ -112,6 +118,7 @@ class Trace:
             run=msgspec.Raw(encode_run(self.run)),
             facts=self.facts,
             decode=self.decode,
+            is_endless=self.is_endless,
         )
         return _ENCODER.encode(header) + b"\n"
 
@@ -133,8 +140,10 @@ def read_trace(path: Path) -> Trace:
         raise ValueError(f"{path}: {error.strerror}") from None
     header = _read_header(path, lines[0])
     is_old = header.format == OLD_FORMAT
-    run = _read_run(path, header, is_old)
-    trace = Trace(run, header.world, header.facts, decode=header.decode)
+    run = _read_run(path, header)
+    trace = Trace(
+        run, header.world, header.facts, decode=header.decode, is_endless=header.is_endless
+    )
     if is_old:
         trace.entries = _read_old_entries(path, lines[1:], trace.run)
     else:
@@ -148,7 +157,7 @@ def replay(trace: Trace) -> Divergence | None:
     Raises:
         ValueError: naming the entry whose event cannot have happened after those before it.
     """
-    engine = build_engine(trace.run)
+    engine = build_engine(trace.run, is_endless=trace.is_endless)
     for index, (time, event, recorded) in enumerate(trace.entries):
         try:
             decided = engine.handle(event, time)
@@ -193,12 +202,11 @@ def _read_header(path: Path, line: bytes) -> Header:
     return header
 
 
-def _read_run(path: Path, header: Header, is_old: bool) -> Run:
+def _read_run(path: Path, header: Header) -> Run:
+    """Read the run file of a header, whichever version wrote it."""
     try:
-        table = bytes(header.run)
-        if is_old:
-            table = msgspec.json.encode(upgrade_run(msgspec.json.decode(table)))
-        return decode_run(table)
+        table = upgrade_run(msgspec.json.decode(bytes(header.run)))
+        return decode_run(msgspec.json.encode(table))
     except (msgspec.MsgspecError, TypeError, AttributeError) as error:  # or no table at all
         raise ValueError(f"{path}:1: not a trace header: {error}") from None
 

@@ -6,11 +6,24 @@ independent. Two plans that share a stage share its error, so their difference k
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from math import hypot
 
 import msgspec
 
+from streamrl.record.attribution import UNDERFILLED, SidesAttribution
+from streamrl.record.trace import Trace
+
+OPERATION_OF_ACTIVITY = {
+    "prefill": "prefill",
+    "decode": "decode",
+    UNDERFILLED: "decode",
+    "score": "score",
+    "train": "train",
+}
+"""Operation whose tiers and errors an activity has; what verifiers take stands in the run file."""
+DECIDING = ("decode", "train")
+"""Operations that a plan's seconds are mostly made of, one of each side."""
 MOST_UNMEASURED = 0.2
 """Share of busy seconds from datasheets alone, above which a figure is a guess and says so."""
 
@@ -46,17 +59,42 @@ def uncertainty_of(
     return Uncertainty(stages=stages, step_time=hypot(*of_sides))
 
 
-def difference_error(
-    first: Mapping[str, float], second: Mapping[str, float], errors: Mapping[str, float]
-) -> float:
-    """Return the error of the difference of two step times, relative to them: what they share cancels.
+def read_uncertainty(trace: Trace, shares: SidesAttribution) -> Uncertainty | None:
+    """Return what the costs of a simulated run say of themselves; None of a real one, whose seconds are a clock's."""
+    if trace.world == "real":
+        return None
+    errors = trace.facts.get("errors", {})
+    assert isinstance(errors, Mapping), "errors are given by operation"
+    sides: dict[str, dict[str, float]] = {}
+    for name, of_side in shares.sides.items():
+        spent: dict[str, float] = {}
+        for activity, share in of_side.busy.items():
+            operation = OPERATION_OF_ACTIVITY.get(activity)
+            if operation is not None:
+                spent[operation] = spent.get(operation, 0.0) + share
+        sides[name] = spent
+    return uncertainty_of(errors, sides)
+
+
+def tell_unmeasured(tiers: Mapping[str, float]) -> str:
+    """Warn where more than a fifth of the busy seconds come from datasheets alone; say nothing otherwise."""
+    share = tiers.get("roofline", 0.0)
+    if share <= MOST_UNMEASURED:
+        return ""
+    return f"{share:.0%} of the busy seconds come from datasheets alone, so this is a guess"
+
+
+def unshared_error(stages: Mapping[str, float], shared: Set[str]) -> float | None:
+    """Return how far the difference of two plans may be off: what both have alike cancels.
 
     Args:
-        first: share of a step by operation, of the one plan.
-        second: the same of the other.
-        errors: median relative error by operation.
+        stages: errors by operation.
+        shared: operations that both plans do on the same GPUs in the same way.
+
+    Returns:
+        The largest error of the others, 0.0 where there are none; None where one of them was never checked.
     """
-    operations = {*first, *second}
-    return hypot(
-        *((first.get(o, 0.0) - second.get(o, 0.0)) * errors.get(o, 0.0) for o in sorted(operations))
-    )
+    others = [operation for operation in DECIDING if operation not in shared]
+    if any(operation not in stages for operation in others):
+        return None
+    return max((stages[operation] for operation in others), default=0.0)

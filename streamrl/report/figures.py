@@ -25,13 +25,13 @@ NUM_STEPS = 3  # in the default window: few enough that bubbles have width
 def timeline_figure(trace: Trace, path: Path | None = None, steps: Steps | None = None) -> Figure:
     """Draw who did what when, from the first to the last of `steps`; write a .png or .svg file to a path.
 
-    Without `steps` the window has a few after the warm-up, so that bubbles can be seen.
+    Without `steps` the window has a few of the steady state, so that bubbles can be seen.
 
     Raises:
         ValueError: the trace has no finished step, or `steps` are none of its steps.
     """
     metrics, system = measure(trace), trace.run.policies.system
-    window = _default_steps(trace, metrics) if steps is None else steps
+    window = _default_steps(metrics) if steps is None else steps
     return _draw(timeline_picture("timeline", system, trace, metrics, window), path)
 
 
@@ -55,8 +55,8 @@ def study_figure(
     return _draw(study_picture("study", table, title, "\n".join(sentences)), path)
 
 
-def _default_steps(trace: Trace, metrics: Metrics) -> Steps:
-    first = min(trace.run.warm_up_steps + 1, metrics.num_steps)
+def _default_steps(metrics: Metrics) -> Steps:
+    first = metrics.counted_steps[0]
     return first, min(first + NUM_STEPS - 1, metrics.num_steps)
 
 

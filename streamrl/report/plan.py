@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from streamrl.record.uncertainty import Uncertainty
 from streamrl.runfile.plan_config import ObjectiveName
 
 PLAN_JSON = "plan.json"
@@ -49,14 +50,20 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """Every key of the run file that is chosen: what `--set` would be given."""
     dollars_per_hour: float
     step_time: float
-    """Mean seconds of a step after the warm-up, on the run's own seed."""
+    """Mean seconds of a step in the steady state, on the run's own seed: what `simulate` gives."""
+    step_time_interval: tuple[float, float] | None = None
+    """Its 95 % interval; None where too few steps were simulated."""
     median_step_time: float
-    """What `simulate` gives as step_time."""
+    """Median seconds of a step."""
+    steps: int = 0
+    """Steps that were simulated."""
+    note: str = ""
+    """What keeps its figures from being as exactly known as was asked for."""
     cost_per_step: float
     """Dollars of a mean step."""
     cost_per_million_tokens: float
     least: float
-    """Of the objective over all seeds that were simulated."""
+    """Of the objective: the least that the 95 % interval of the step time leaves open, over all seeds."""
     most: float
     num_seeds: int
     estimate: float
@@ -86,6 +93,8 @@ class Runner(msgspec.Struct, frozen=True, kw_only=True):
     value: float
     behind: float
     """Share by which its objective is above the chosen plan's."""
+    is_beyond_chance: bool | None = None
+    """Whether that is more than its 95 % interval, on the same prompts and lengths; None where too few steps tell."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,8 +140,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     sensitivity: list[Change]
     tiers: dict[str, float]
     """Share of the busy seconds of the chosen plan by where they come from."""
+    uncertainty: Uncertainty | None = None
+    """How far its simulated seconds may be off."""
     steps: int
-    """Steps of each simulation."""
+    """Steps by which a search compares plans; a finalist has as many as its interval needs."""
 
 
 def write_plan(plan: Plan, directory: Path) -> None:

@@ -8,7 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from streamrl.report.plan import Choice, Plan
+from streamrl.record.uncertainty import unshared_error
+from streamrl.report.plan import Choice, Plan, Runner
+from streamrl.report.run_tables import format_step_time
 from streamrl.runfile.plan_config import ObjectiveName
 
 VALUES: dict[ObjectiveName, str] = {
@@ -33,15 +35,18 @@ def head_lines(plan: Plan) -> Iterator[str]:
     chosen, show = plan.allocation, VALUES[plan.objective.name].format
     yield chosen.text
     yield (
-        f"  {show(plan.objective.value)}; a step {chosen.step_time:.1f} s and ${chosen.cost_per_step:.2f}, "
+        f"  {show(plan.objective.value)}; a step {_step_text(chosen)} and ${chosen.cost_per_step:.2f}, "
         f"${chosen.dollars_per_hour:.2f} an hour"
     )
     if chosen.num_seeds > 1:
         yield f"  over {chosen.num_seeds} seeds {show(chosen.least)} to {show(chosen.most)}"
+    if chosen.note:
+        yield f"  {chosen.note}"
     yield f"  {plan.binding.text}"
     yield (
         f"  {plan.gap:.1%} above the bound of the best plan; {plan.ruled_out:,} of {plan.candidates:,} plans are "
-        f"ruled out by their bound, {plan.simulated} were simulated, {plan.steps} steps each"
+        f"ruled out by their bound, {plan.simulated} were simulated, {plan.steps} steps each, "
+        f"the chosen one until its step time was known"
     )
     tiers = ", ".join(f"{share:.0%} {tier}" for tier, share in plan.tiers.items() if share > 0)
     yield f"  seconds are {tiers}; planned in {plan.seconds:.1f} s"
@@ -53,8 +58,8 @@ def _choices(plan: Plan) -> Table:
         choice = runner.choice
         table.add_row(
             choice.text,
-            f"{runner.behind:+.1%}",
-            f"{choice.step_time:.1f} s",
+            _behind_text(plan, runner),
+            _step_text(choice),
             f"{choice.cost_per_step:.2f}",
             f"{choice.dollars_per_hour:.2f}",
         )
@@ -64,8 +69,34 @@ def _choices(plan: Plan) -> Table:
 def _pareto(choices: list[Choice]) -> Table:
     table = Table("none beats in time and cost", "step", "$ a step", box=None, pad_edge=False)
     for choice in choices:
-        table.add_row(choice.text, f"{choice.step_time:.1f} s", f"{choice.cost_per_step:.2f}")
+        table.add_row(choice.text, _step_text(choice), f"{choice.cost_per_step:.2f}")
     return table
+
+
+def _step_text(choice: Choice) -> str:
+    """Write the seconds of a step with half their interval."""
+    return format_step_time(choice.step_time, choice.step_time_interval)
+
+
+def _behind_text(plan: Plan, runner: Runner) -> str:
+    """Say by how much a plan is behind, and where that may be chance, or what the costs of the two may be off by.
+
+    What both do alike on the same GPUs is off by the same, and says nothing of which is better.
+    """
+    text = f"{runner.behind:+.1%}"
+    if runner.is_beyond_chance is False:
+        return f"{text}, may be chance"
+    if plan.uncertainty is None:
+        return text
+    shared = set()
+    if runner.choice.rollout == plan.allocation.rollout:
+        shared.add("decode")
+    if runner.choice.trainer == plan.allocation.trainer:
+        shared.add("train")
+    error = unshared_error(plan.uncertainty.stages, shared)
+    if error is None:
+        return f"{text}, costs never checked there"
+    return f"{text}, within costs' {error:.0%}" if runner.behind < error else text
 
 
 def _sensitivity(plan: Plan) -> Table:

@@ -10,7 +10,10 @@ from rich.table import Table
 
 from streamrl.record.attribution import UNDERFILLED
 from streamrl.record.metrics import Metrics
+from streamrl.record.uncertainty import Uncertainty
 
+Interval: TypeAlias = tuple[float, float]
+"""Least and most, of 95 %."""
 Deviation: TypeAlias = dict[str, float | None]
 """predicted, measured and error of one figure; the error is None where it is not defined."""
 
@@ -70,12 +73,13 @@ def comparison_table(predicted: Metrics, measured: Metrics) -> Table:
         table.add_column(title, justify="right", no_wrap=True)
     for name in RATIOS:
         ours, theirs = getattr(predicted, name), getattr(measured, name)
-        table.add_row(
-            LABELS[name],
-            format_figure(name, ours),
-            format_figure(name, theirs),
-            _relative(_relative_error(ours, theirs)),
-        )
+        shown = [format_figure(name, value) for value in (ours, theirs)]
+        if name == "step_time":
+            shown = [
+                format_step_time(m.step_time, m.step_time_interval) for m in (predicted, measured)
+            ]
+        table.add_row(LABELS[name], *shown, _relative(_relative_error(ours, theirs)))
+    table.add_row("", "", "", _beyond_text(are_apart(predicted, measured)))
     table.add_row("seconds from", format_tiers(predicted.tiers), format_tiers(measured.tiers))
     kinds = (_comparable(predicted, measured), (predicted.idle, measured.idle))
     for title, (ours, theirs) in zip(("busy", "idle"), kinds, strict=True):
@@ -97,6 +101,12 @@ def compare(predicted: Metrics, measured: Metrics) -> dict[str, object]:
     for name in RATIOS:
         ours, theirs = getattr(predicted, name), getattr(measured, name)
         figures[name] = _deviation(ours, theirs, _relative_error(ours, theirs))
+    figures["step_time_interval"] = {
+        "predicted": predicted.step_time_interval,
+        "measured": measured.step_time_interval,
+    }
+    figures["is_beyond_intervals"] = are_apart(predicted, measured)
+    figures["notes"] = {"predicted": predicted.note, "measured": measured.note}
     figures["busy"] = _share_deviations(*_comparable(predicted, measured))
     figures["idle"] = _share_deviations(predicted.idle, measured.idle)
     figures["staleness"] = {"predicted": predicted.staleness, "measured": measured.staleness}
@@ -116,6 +126,24 @@ def _with_all_decoding(busy: Mapping[str, float]) -> dict[str, float]:
     if UNDERFILLED in busy:
         whole["decode"] = busy["decode"] + busy[UNDERFILLED]
     return whole
+
+
+def are_apart(one: Metrics, other: Metrics) -> bool | None:
+    """Return whether the 95 % intervals of two step times lie apart; None where one has none."""
+    if one.step_time_interval is None or other.step_time_interval is None:
+        return None
+    (low, high), (least, most) = one.step_time_interval, other.step_time_interval
+    return high < least or most < low
+
+
+def _beyond_text(is_apart: bool | None) -> str:
+    match is_apart:
+        case None:
+            return "too few steps for an interval"
+        case True:
+            return "beyond the intervals"
+        case False:
+            return "within the intervals"
 
 
 LABELS = {
@@ -149,6 +177,19 @@ def format_duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
+def format_step_time(step_time: float, interval: Interval | None) -> str:
+    """Write the seconds of a step with half their 95 % interval: "164.7 s ± 1.2", "13.5 ms ± 0.2", "12 min ± 0.9 %"."""
+    text = format_duration(step_time)
+    if interval is None:
+        return text
+    half = (interval[1] - interval[0]) / 2
+    if 1 <= step_time < 600:
+        return f"{text} ± {half:.2g}"
+    if 1e-3 <= step_time < 1:
+        return f"{text} ± {half * 1e3:.2g}"
+    return f"{text} ± {half / step_time * 100:.2g} %"
+
+
 def format_count(value: float) -> str:
     """Write a number for people: "9.21", "44.2 k", "1.84 M"."""
     for scale, prefix in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
@@ -177,15 +218,33 @@ def format_tiers(tiers: Mapping[str, float]) -> str:
     )
 
 
+def _errors(found: Uncertainty) -> tuple[str, str]:
+    """Say how far models left out of the fits were off, by stage."""
+    whole = "unknown" if found.step_time is None else f"± {found.step_time:.0%}"
+    stages = ", ".join(f"{stage} {error:.0%}" for stage, error in found.stages.items())
+    return whole, f"of the step; of models that no fit saw: {stages or 'none was checked'}"
+
+
 def _summary(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
-    steps = f"median of {metrics.num_steps} steps" if metrics.num_steps > 1 else "one step"
-    notes = {"step_time": f"{steps}, {metrics.world}, {format_duration(metrics.total_time)} in all"}
-    for name in RATIOS:
-        yield LABELS[name], format_figure(name, getattr(metrics, name)), notes.get(name, "")
+    first, last = metrics.counted_steps
+    steps = f"mean of steps {first} to {last}" if last > first else f"step {first} alone"
+    total = format_duration(metrics.total_time)
+    took = f"median {format_duration(metrics.median_step_time)}, {metrics.world}, {total} in all"
+    step_time = format_step_time(metrics.step_time, metrics.step_time_interval)
+    yield LABELS["step_time"], step_time, f"{steps}, {took}"
+    if metrics.note:
+        yield "", "", f"[yellow]{metrics.note}[/]"
+    for name in RATIOS[1:]:
+        yield LABELS[name], format_figure(name, getattr(metrics, name)), ""
+    if metrics.world == "simulated":
+        training = f"{format_dollars(metrics.training_cost)}: all {metrics.training_steps:,} steps at that mean, after the start"
+        yield "whole training", format_duration(metrics.training_time), training
     sides = ", ".join(f"{count} {side}" for side, count in metrics.num_gpus.items())
     yield "GPUs", str(sum(metrics.num_gpus.values())), sides
     yield "staleness", _mean_staleness(metrics.staleness), _histogram(metrics.staleness)
     yield "seconds from", "", format_tiers(metrics.tiers)
+    if metrics.uncertainty is not None:
+        yield "typical error", *_errors(metrics.uncertainty)
     if any(metrics.rewards):
         yield "mean reward", f"{metrics.rewards[-1]:.3f}", _ends(metrics.rewards)
     for reason, count in metrics.dropped.items():

@@ -48,11 +48,26 @@ class StudyResult:
     def note(self) -> str:
         """Say what a value of a figure is."""
         seeds = self.study.num_seeds
-        spread = (
-            f"median of {seeds} seeds, bars from the least to the most" if seeds > 1 else "one seed"
-        )
+        spread = f"median of {seeds} seeds" if seeds > 1 else "one seed"
+        if widest := self.widest:
+            spread += f", bars are 95 % intervals, ± {widest * 100:.2g} % at most (smaller differences may be chance)"
         left_out = f"; {len(self.grid.refused)} combinations left out" if self.grid.refused else ""
         return f"Simulated, {spread}{left_out}: {self.study.run_file.name}."
+
+    @property
+    def widest(self) -> float:
+        """Return half the widest 95 % interval of a step time, as a share of it."""
+        return max(row.spread("step_time") for row in self.rows)
+
+    @property
+    def doubts(self) -> list[str]:
+        """Say which combinations are not known as exactly as was asked for, and why."""
+        named: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.note:
+                places = named.setdefault(row.note, [])
+                places += [name for name in (self.grid.name(row.place),) if name not in places]
+        return [f"{'; '.join(places)}: {note}" for note, places in named.items()]
 
 
 def describe(report: StudyResult) -> Json:
@@ -86,6 +101,7 @@ def describe(report: StudyResult) -> Json:
             }
             for cell in grid.cells
         ],
+        "notes": report.doubts,
         "refused": [
             {"values": grid.values(refused.place), "reason": refused.reason}
             for refused in grid.refused
@@ -131,6 +147,6 @@ def text_table(report: StudyResult) -> TextTable:
         text.add_column(name_of(table.metric), justify="right")
     for cell in report.grid.cells:
         labels = [a.point_labels[at] for a, at in zip(report.grid.axes, cell.place, strict=True)]
-        values = [table.format(table.spreads[cell.place].median) for table in tables]
+        values = [table.format_spread(table.spreads[cell.place]) for table in tables]
         text.add_row(*labels, *values)
     return text

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import isnan, nan
 from statistics import median
 from typing import NamedTuple, get_args
 
@@ -14,7 +15,13 @@ import msgspec
 from streamrl.hardware.tiers import Tier
 from streamrl.record.attribution import BUSY, IDLE
 from streamrl.record.metrics import Metrics
-from streamrl.report.run_tables import LABELS, RATIOS, format_figure, format_share
+from streamrl.report.run_tables import (
+    LABELS,
+    RATIOS,
+    format_figure,
+    format_share,
+    format_step_time,
+)
 from streamrl.runfile.grid import Axis
 
 BETTER_LESS = ("step_time", "cost_per_step", "cost_per_million_tokens", "dropped", "mean_staleness")
@@ -29,7 +36,7 @@ UNITS = {
 NAMES = {
     **LABELS,
     "mean_staleness": "mean staleness",
-    "dropped": "rollouts never trained on",
+    "dropped": "rollouts a step never trained on",
     "idle": "GPU time idle",
 }
 SHARES = ("idle", *(f"idle.{c}" for c in IDLE), *(f"busy.{a}" for a in BUSY))
@@ -45,6 +52,8 @@ class StudyRow(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     figures: dict[str, float]
     """Metrics, and what else a row of study.csv has."""
+    note: str = ""
+    """What keeps them from being as exactly known as was asked for."""
 
     @classmethod
     def of(cls, place: tuple[int, ...], seed: int, metrics: Metrics) -> StudyRow:
@@ -53,16 +62,25 @@ class StudyRow(msgspec.Struct, frozen=True, kw_only=True):
         behind = sum(versions * count for versions, count in metrics.staleness.items())
         figures: dict[str, float] = {
             "num_steps": metrics.num_steps,
+            "step_time_low": metrics.step_time_interval[0] if metrics.step_time_interval else nan,
+            "step_time_high": metrics.step_time_interval[1] if metrics.step_time_interval else nan,
             "num_gpus": sum(metrics.num_gpus.values()),
             **{name: getattr(metrics, name) for name in RATIOS},
             "mean_staleness": behind / trained if trained else 0.0,
-            "dropped": sum(metrics.dropped.values()),
+            "dropped": sum(metrics.dropped.values()) / metrics.num_steps,
             "idle": sum(metrics.idle.values()),
             **{f"idle.{cause}": metrics.idle.get(cause, 0.0) for cause in IDLE},
             **{f"busy.{activity}": metrics.busy.get(activity, 0.0) for activity in BUSY},
             **{f"tiers.{tier}": metrics.tiers.get(tier, 0.0) for tier in get_args(Tier)},
         }
-        return cls(place=place, seed=seed, figures=figures)
+        return cls(place=place, seed=seed, figures=figures, note=metrics.note)
+
+    def spread(self, metric: str) -> float:
+        """Return by what share a figure may be off, as its 95 % interval has it; 0 where that is not known."""
+        low, high = (self.figures.get(f"step_time_{end}", nan) for end in ("low", "high"))
+        if metric not in RATIOS or isnan(high - low):
+            return 0.0
+        return (high - low) / 2 / self.figures["step_time"]
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -70,7 +88,13 @@ class Spread(msgspec.Struct, frozen=True):
 
     median: float
     least: float
+    """Of the 95 % intervals of all seeds, where there are intervals."""
     most: float
+
+    @property
+    def half(self) -> float:
+        """Half the way from the least to the most."""
+        return (self.most - self.least) / 2
 
 
 class MetricSeries(NamedTuple):
@@ -130,6 +154,14 @@ class MetricTable:
         """Return the best of some values of the metric."""
         return min(values) if self.is_less_better else max(values)
 
+    def format_spread(self, spread: Spread) -> str:
+        """Write a value with half of what it may be, such as "164.7 s ± 1.2"."""
+        if self.metric == "step_time" and spread.half:
+            return format_step_time(spread.median, (spread.least, spread.most))
+        if self.is_share or not spread.half or not spread.median:
+            return self.format(spread.median)
+        return f"{self.format(spread.median)} ± {spread.half / spread.median * 100:.2g} %"
+
     def format(self, value: float) -> str:
         """Write a value for people."""
         if self.is_share:
@@ -139,11 +171,19 @@ class MetricTable:
 
 def make_table(metric: str, axes: Sequence[Axis], rows: Iterable[StudyRow]) -> MetricTable:
     """Put the rows of a study together for one metric."""
-    found: dict[tuple[int, ...], list[float]] = {}
+    found: dict[tuple[int, ...], list[StudyRow]] = {}
     for row in rows:
-        found.setdefault(row.place, []).append(row.figures[metric])
-    spreads = {place: Spread(median(v), min(v), max(v)) for place, v in sorted(found.items())}
+        found.setdefault(row.place, []).append(row)
+    spreads = {place: _spread(metric, each) for place, each in sorted(found.items())}
     return MetricTable(metric, tuple(axes), spreads)
+
+
+def _spread(metric: str, rows: Sequence[StudyRow]) -> Spread:
+    """Put the seeds of a combination together."""
+    values = [row.figures[metric] for row in rows]
+    lows = [value * (1 - row.spread(metric)) for value, row in zip(values, rows, strict=True)]
+    highs = [value * (1 + row.spread(metric)) for value, row in zip(values, rows, strict=True)]
+    return Spread(median(values), min(lows), max(highs))
 
 
 def label_of(axes: Sequence[Axis], place: Sequence[int]) -> str:

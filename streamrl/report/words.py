@@ -72,6 +72,14 @@ def seconds(value: float) -> str:
     return f"{value:,.0f}{NBSP}s" if value >= 100 else f"{value:.3g}{NBSP}s"
 
 
+def step_seconds(value: float, interval: tuple[float, float] | None) -> str:
+    """Write the seconds of a step with half their 95 % interval: "243 s ± 2"."""
+    if interval is None:
+        return seconds(value)
+    half = (interval[1] - interval[0]) / 2 * (1e3 if value < 1 else 1)
+    return f"{seconds(value)}{NBSP}±{NBSP}{half:.2g}"
+
+
 def rounded(value: float) -> str:
     """Write a large number with three digits: "20,700"."""
     digits = max(0, len(f"{value:.0f}") - 3)

@@ -16,6 +16,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
 
     name: AlgorithmName = "grpo"
     steps: int
+    """Optimizer steps of the whole training; a simulation takes as many as its figures need (`simulate`)."""
     prompts_per_step: int
     group_size: int = 1
     """Rollouts of each prompt."""

@@ -25,6 +25,7 @@ from streamrl.runfile.sides_config import (
     TrainerConfig,
     VerifierConfig,
 )
+from streamrl.runfile.simulate_config import SimulateConfig
 from streamrl.runfile.trainers import FOLLOWERS, trainer_key
 from streamrl.runfile.workload_config import TAIL_SHARE, LengthsConfig, WorkloadConfig
 
@@ -45,7 +46,7 @@ COUNTS = (
 )
 """Sections whose whole numbers are all at least 1."""
 BOUNDS: dict[type[Section], dict[str, Bounds]] = {
-    Run: {"seed": Bounds(0), "warm_up_steps": Bounds(0)},
+    Run: {"seed": Bounds(0)},
     PoolConfig: {"host_memory": POSITIVE},
     LinkConfig: {"bandwidth": POSITIVE},
     RolloutConfig: {"memory_utilization": POSITIVE_SHARE},
@@ -86,11 +87,10 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "budget_per_hour": POSITIVE,
         "budget_per_step": POSITIVE,
         "unit": Bounds(1),
-        "simulations": Bounds(1),
         "finalists": Bounds(1),
         "seeds": Bounds(1),
-        "steps": Bounds(1),
     },
+    SimulateConfig: {"interval": POSITIVE_SHARE, "max_steps": Bounds(1)},
     FailuresConfig: {"per_gpu_day": Bounds(0)},
 }
 

@@ -25,6 +25,7 @@ from streamrl.runfile.sides_config import (
     TrainerConfig,
     VerifierConfig,
 )
+from streamrl.runfile.simulate_config import SimulateConfig
 from streamrl.runfile.workload_config import WorkloadConfig
 
 DEVICE = re.compile(r"auto|cpu|cuda(?::(?P<index>\d+))?")
@@ -68,8 +69,6 @@ class Run(Section, frozen=True, kw_only=True):
     """A whole run file."""
 
     seed: int = 0
-    warm_up_steps: int = 1
-    """Steps at the start that reported medians leave out."""
     model: ModelConfig
     cluster: ClusterConfig
     rollout: RolloutConfig
@@ -81,6 +80,7 @@ class Run(Section, frozen=True, kw_only=True):
     costs: CostsConfig = CostsConfig()
     policies: PoliciesConfig = PoliciesConfig()
     execute: ExecuteConfig = ExecuteConfig()
+    simulate: SimulateConfig = SimulateConfig()
     plan: PlanConfig = PlanConfig()
     failures: FailuresConfig = FailuresConfig()
     framework: FrameworkConfig = FrameworkConfig()

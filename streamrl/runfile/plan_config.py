@@ -19,7 +19,7 @@ class PlanConfig(Section, frozen=True, kw_only=True):
 
     objective: ObjectiveName = "cost-per-million-tokens"
     """What is made least: dollars for a million tokens trained on, dollars of a step, or its seconds, on average
-    over the steps after the warm-up. pareto: all plans that none beats in both seconds and dollars of a step; chosen is the one with the least
+    over the steady state. pareto: all plans that none beats in both seconds and dollars of a step; chosen is the one with the least
     product of the two."""
     budget_per_hour: float | None = None
     """Most dollars an hour that all GPUs of a plan may cost."""
@@ -55,11 +55,7 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     """The run's own where absent; where a ranker is named least-loaded and skewness-aware too."""
     sync_modes: list[SyncMode] | None = None
     """The run's own where absent, and delta beside full: both bring replicas the same weights."""
-    simulations: int = 16
-    """Most plans that are simulated."""
     finalists: int = 3
-    """Plans that are simulated on every seed, of which the best is chosen."""
-    seeds: int = 3
+    """Plans that are simulated for longer, of which the best is chosen and simulated to the interval of `[simulate]`."""
+    seeds: int = 1
     """Seeds of a finalist's simulations, from the run's own on; the objective is their median."""
-    steps: int = 6
-    """Most steps of a simulation; fewer where the run has fewer."""

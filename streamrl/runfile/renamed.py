@@ -25,6 +25,13 @@ RENAMED = (
     Renamed("algorithm.correction", "token-tis", value="token_tis"),
     Renamed("algorithm.correction", "seq-tis", value="seq_tis"),
 )
+GONE = {
+    "warm_up_steps": "the end of the start-up is found by itself; simulate.interval says how sure a step time must be",
+    "plan.steps": "the chosen plan is simulated until simulate.interval is met, for at most simulate.max_steps",
+    "plan.simulations": "as many plans are simulated as estimates leave in question; plan.finalists says how many of "
+    "them for longer",
+}
+"""Keys that are no more, and what stands for each."""
 
 
 OF_A_TRAINER = re.compile(r"trainer\.\d+\.(?=algorithm\.)")
@@ -32,7 +39,10 @@ OF_A_TRAINER = re.compile(r"trainer\.\d+\.(?=algorithm\.)")
 
 
 def renamed_key(key: str, value: object) -> RunError | None:
-    """Return the error of a key that has another name now; None of any other."""
+    """Return the error of a key that has another name now, or is no more; None of any other."""
+    if key in GONE:
+        text = f"{key} is no key any more, got {shown(value)}: {GONE[key]}"
+        return RunError(key, value, OneOf(()), text, problem="unknown key")
     for old in RENAMED:
         if (old.key, old.value) == (key, None):
             text = f"{key} was renamed to {old.now}, got {shown(value)}"
@@ -52,6 +62,8 @@ def renamed_value(key: str, value: object) -> RunError | None:
 def upgrade_run(table: dict[str, Any]) -> dict[str, Any]:
     """Return a run as an older `encode_run` wrote it, in the names of today's; what has them already stays as it is.
 
+    What is no more is left out.
+
     Args:
         table: the JSON object of a trace's header, or of a run.json.
     """
@@ -64,6 +76,9 @@ def upgrade_run(table: dict[str, Any]) -> dict[str, Any]:
         elif name in section:
             new_section, new_name = _place(upgraded, old.now)
             new_section[new_name] = section.pop(name)
+    for key in GONE:
+        section, name = _place(upgraded, key)
+        section.pop(name, None)
     return upgraded
 
 

@@ -44,6 +44,11 @@ class LengthsConfig(Section, frozen=True, kw_only=True):
     """Past samples of each prompt that a ranker of kind history knows."""
 
     @property
+    def drifts(self) -> bool:
+        """Whether lengths, or what the ranker knows of them, change over a training."""
+        return self.scale_to is not None or self.ranker_recall_to is not None
+
+    @property
     def names_a_file(self) -> bool:
         """Whether `source` is a path, not the name of a profile."""
         return "/" in self.source or "." in self.source

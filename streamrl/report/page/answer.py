@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from streamrl.report.page.options import Option
 from streamrl.report.page.sources import Sources
-from streamrl.report.words import CAUSES, change, dollars, percent, rounded, seconds
+from streamrl.report.words import CAUSES, change, dollars, percent, rounded, step_seconds
 
 SAME = 0.02  # relative difference of two costs that is called none: what seeds do to a run
 
@@ -37,7 +37,7 @@ def answer_of(sources: Sources, options: list[Option]) -> str:
         model = sources.plans[0].model.name
         return (
             f"To post-train {model}, rent {chosen.rent}: a million tokens trained on then cost {_cost(chosen)}, and an "
-            f"optimizer step takes {seconds(chosen.step_time)} at {dollars(chosen.dollars_per_hour)} an hour."
+            f"optimizer step takes {_step(chosen)} at {dollars(chosen.dollars_per_hour)} an hour."
         )
     rivals = [option for option in options if option is not chosen]
     if not rivals:
@@ -54,7 +54,7 @@ def _of_one(option: Option) -> str:
     if cause and idle[cause] > 0:
         waits = f"; GPUs stand idle for {percent(sum(idle.values()))} of their time, mostly by {cause}: {CAUSES[cause]}"
     return (
-        f"With {option.rent}, an optimizer step of {model} takes {seconds(option.step_time)}, a million tokens trained on "
+        f"With {option.rent}, an optimizer step of {model} takes {_step(option)}, a million tokens trained on "
         f"cost {_cost(option)}{waits}."
     )
 
@@ -78,6 +78,10 @@ def _of_study(sources: Sources) -> str:
     return study.findings[next(iter(study.findings))] if study.findings else study.title
 
 
+def _step(option: Option) -> str:
+    return step_seconds(option.step_time, option.step_time_interval)
+
+
 def _cost(option: Option) -> str:
     value = dollars(option.cost_per_million_tokens)
     least, most = map(dollars, option.cost_range)
@@ -95,7 +99,7 @@ def tiles_of(option: Option) -> list[Tile]:
             f"{least} to {most}" if least != most else "",
         ),
         Tile(
-            seconds(option.step_time),
+            _step(option),
             "per optimizer step",
             f"{dollars(option.cost_per_step)} a step",
         ),

@@ -156,5 +156,8 @@ def _with_origin(source: str) -> str:
 
 def _of_plan(run: Run, plan: Plan) -> Iterator[Assumption]:
     yield Assumption("what a plan is judged by", plan.objective.unit, f"{RUN_FILE}: plan.objective")
-    steps = f"{plan.steps} steps on {plan.allocation.num_seeds} seeds, the first {run.warm_up_steps} left out"
-    yield Assumption("simulation of the chosen plan", steps, f"{RUN_FILE}: plan.steps, plan.seeds")
+    seeds = plan.allocation.num_seeds
+    steps = f"{plan.allocation.steps} steps on {'one seed' if seeds == 1 else f'each of {seeds} seeds'}, "
+    steps += f"until the mean step is known within {run.simulate.interval:.2g} of itself"
+    source = f"{RUN_FILE}: simulate.interval, plan.seeds"
+    yield Assumption("simulation of the chosen plan", steps, source)

@@ -18,6 +18,7 @@ from streamrl.report.words import (
     percent,
     rounded,
     seconds,
+    step_seconds,
     tiers_text,
     tokens_per_second,
 )
@@ -56,6 +57,8 @@ def _alternatives(sources: Sources, options: list[Option]) -> PageSection:
     drawn = _apart(shown)
     section.is_pair, section.pictures = True, _bars(drawn, chosen)
     section.notes += _left_out(shown, drawn)
+    section.notes += [f"{option.letter}: {option.note}." for option in shown if option.note]
+    section.notes += _chance(sources)
     rows = [_row(option, chosen) for option in shown]
     section.tables.append(
         PageTable(
@@ -90,7 +93,10 @@ def _row(option: Option, chosen: Option) -> list[PageCell]:
         PageCell(option.name, option.what),
         PageCell(dollars(option.cost_per_million_tokens), band),
         PageCell("" if option is chosen else change(against)),
-        PageCell(seconds(option.step_time), f"{dollars(option.cost_per_step)} each"),
+        PageCell(
+            step_seconds(option.step_time, option.step_time_interval),
+            f"{dollars(option.cost_per_step)} each",
+        ),
         PageCell(tokens_per_second(option.goodput)),
         PageCell(dollars(option.dollars_per_hour)),
         PageCell(f"{option.world}, {tiers_text(option.band.tiers)}", f"{seeds}; {option.source}"),
@@ -107,13 +113,26 @@ def _why(made: PlanMade) -> Iterator[str]:
     stages = [f"{STAGES[name]} {seconds(alone[name])}" for name in STAGES if name in alone]
     yield (
         f"What a step of the plan waits for is {STAGES.get(plan.binding.stage, plan.binding.stage)}, limited by {plan.binding.resource}. Each alone would take: "
-        f"{listing(stages)}; a simulated step takes {seconds(plan.allocation.median_step_time)}."
+        f"{listing(stages)}; a simulated step takes {step_seconds(plan.allocation.step_time, plan.allocation.step_time_interval)}."
     )
     yield (
         f"Of {plan.candidates:,} plans that fit, {plan.ruled_out:,} cannot be better than the chosen one even if nothing "
         f"waited for anything, and {plan.simulated} were simulated. The chosen one is {percent(plan.gap)} above the lower bound "
         "over all plans, which no plan need reach."
     )
+
+
+def _chance(sources: Sources) -> Iterator[str]:
+    """Name the runners-up that are not behind by more than the interval of the difference."""
+    for made in sources.plans:
+        alike = [
+            f"runner-up {place}"
+            for place, runner in enumerate(made.plan.runners_up, start=1)
+            if runner.is_beyond_chance is False
+        ]
+        if alike:
+            verb = "is" if len(alike) == 1 else "are"
+            yield f"{listing(alike)} {verb} behind by no more than the 95 % interval of the difference: that may be chance."
 
 
 def _other_gpus(chosen: Option, options: list[Option]) -> Iterator[str]:

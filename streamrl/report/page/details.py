@@ -89,17 +89,13 @@ def step_section(options: Sequence[Option]) -> PageSection:
 
 
 def _step_time(run: RecordedRun) -> float:
-    return run.metrics.step_times[_typical_step(run) - 1]
+    return run.metrics.step_times[typical_step(run.metrics) - 1]
 
 
 def _step_picture(option: Option, run: RecordedRun, longest: float) -> Picture:
-    step = _typical_step(run)
+    step = typical_step(run.metrics)
     name, label = f"step-{option.letter}", f"{option.letter} · {option.name}"
     return timeline_picture(name, label, run.trace, run.metrics, (step, step), longest)
-
-
-def _typical_step(run: RecordedRun) -> int:
-    return typical_step(run.metrics, run.trace.run.warm_up_steps)
 
 
 def sensitivity_section(sources: Sources, options: Sequence[Option]) -> PageSection:
@@ -227,6 +223,7 @@ def study_sections(studies: Sequence[RecordedStudy]) -> Iterator[PageSection]:
             section.notes.append(
                 f"{len(found.refused)} combinations cannot run: {'; '.join(reasons)}."
             )
+        section.notes += [f"{note}." for note in found.notes]
         if study.tiers:
             section.notes.append(
                 f"Of the busy seconds of all combinations {tiers_text(study.tiers)}."
@@ -236,10 +233,8 @@ def study_sections(studies: Sequence[RecordedStudy]) -> Iterator[PageSection]:
 
 def _study_caption(study: RecordedStudy) -> str:
     seeds = study.found.seeds
-    spread = (
-        "one seed" if seeds == 1 else f"median of {seeds} seeds, bars from the least to the most"
-    )
-    return f"Simulated, {spread}; from {study.name}/{study.path.name}."
+    spread = "one seed" if seeds == 1 else f"median of {seeds} seeds"
+    return f"Simulated, {spread}, bars are 95 % intervals; from {study.name}/{study.path.name}."
 
 
 def _spread_cell(table: MetricTable, spread: Spread) -> PageCell:

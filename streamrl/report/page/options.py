@@ -44,6 +44,10 @@ class Option:
     """Keys of the run file with their values, such as rollout.replicas."""
     world: str
     step_time: float
+    step_time_interval: tuple[float, float] | None = None
+    """95 % interval of it; None where too few steps tell."""
+    note: str = ""
+    """What keeps its figures from being as exactly known as was asked for."""
     goodput: float
     cost_per_step: float
     cost_per_million_tokens: float
@@ -157,9 +161,11 @@ def _of_choice(
         rent=rent_text(team, system),
         config={**flatten(made.run, made.inputs), **choice.settings},
         world="simulated",
-        step_time=choice.median_step_time,
+        step_time=choice.step_time,
+        step_time_interval=choice.step_time_interval,
+        note=choice.note,
         goodput=per_second / cost * 1e6,
-        cost_per_step=choice.median_step_time * per_second,
+        cost_per_step=choice.cost_per_step,
         cost_per_million_tokens=cost,
         dollars_per_hour=choice.dollars_per_hour,
         band=Band(
@@ -182,6 +188,8 @@ def _of_run(run: RecordedRun) -> Option:
         config=flatten(config, run.inputs),
         world="executed" if metrics.world == "real" else "simulated",
         step_time=metrics.step_time,
+        step_time_interval=metrics.step_time_interval,
+        note=metrics.note,
         goodput=metrics.goodput,
         cost_per_step=metrics.cost_per_step,
         cost_per_million_tokens=metrics.cost_per_million_tokens,
@@ -212,7 +220,7 @@ def _is_same(option: Option, found: Mapping[str, object]) -> bool:
 
 def is_aside(key: str) -> bool:
     """Whether a key says nothing of what a run takes: its seed, what was on offer, what is filled in."""
-    return key.partition(".")[0] in ("seed", "plan", "execute") or key.endswith(ASIDE)
+    return key.partition(".")[0] in ("seed", "simulate", "plan", "execute") or key.endswith(ASIDE)
 
 
 def _merged(option: Option, run: RecordedRun) -> Option:

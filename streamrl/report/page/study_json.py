@@ -43,6 +43,8 @@ class StudyJson(msgspec.Struct, frozen=True, kw_only=True):
     findings: dict[str, str]
     """A sentence or more for each metric."""
     rows: list[Combination]
+    notes: list[str] = []
+    """What keeps combinations from being as exactly known as was asked for."""
     refused: list[RecordedRefusal] = []
 
 

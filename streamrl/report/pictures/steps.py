@@ -102,10 +102,10 @@ def timeline_picture(
     )
 
 
-def typical_step(metrics: Metrics, warm_up: int) -> int:
-    """Return the number of the step nearest the median, warm-up and last step left out where others remain."""
-    steps = range(1, metrics.num_steps + 1)
-    inner = [step for step in steps if warm_up < step < metrics.num_steps] or list(steps)
+def typical_step(metrics: Metrics) -> int:
+    """Return the number of the step nearest the median of those that count, the run's last one left out if it can be."""
+    first, last = metrics.counted_steps
+    inner = range(first, max(first + 1, min(last + 1, metrics.num_steps)))
     middle = median(metrics.step_times[step - 1] for step in inner)
     return min(inner, key=lambda step: abs(metrics.step_times[step - 1] - middle))
 
@@ -123,7 +123,7 @@ def _window(metrics: Metrics, steps: Steps, longest: float | None) -> Window:
 def _steps_text(window: Window, metrics: Metrics) -> str:
     first, last = window.steps
     which = f"step {first}" if first == last else f"steps {first} to {last}"
-    took = f"{seconds(window.seconds)} (median step {seconds(metrics.step_time)})"
+    took = f"{seconds(window.seconds)} (mean step {seconds(metrics.step_time)})"
     return f"{which} of {metrics.num_steps}, {took}"
 
 

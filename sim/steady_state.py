@@ -1,0 +1,107 @@
+"""Simulate a run until its mean step time is known: its steady state, whatever the length of its training.
+
+The engine knows of no last step, so that nothing winds down, and the world is left while things are under way. A
+step more than those that count is simulated: what was under way at the end of them has told of itself by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil
+
+from msgspec.structs import replace
+
+from sim.costs.costs import Costs
+from sim.costs.fill import fill_policies
+from sim.failures import SECONDS_PER_DAY
+from sim.world import SimWorld
+from streamrl.record.leader_steps import LeaderSteps
+from streamrl.record.steady import LEAST_STEPS, NEGLIGIBLE
+from streamrl.record.steady_run import LEAST_FAILURES, find_steady_so_far
+from streamrl.record.trace import Trace
+from streamrl.runfile.config import Run
+from streamrl.runfile.workload_config import LengthsConfig
+from streamrl.workload.workload import SimulatedWorkload, Workload
+
+GROWTH = 1.1
+"""How many times as many steps there are when it is looked again whether they are enough: looking costs little for
+each step then, and few are simulated in vain."""
+LOOKS = 2
+"""Looks in a row that must find enough: one alone finds it too early where the first steps are alike by luck, which
+makes 95 % intervals hold 80 to 90 % of the time."""
+
+
+def simulate_steady(
+    run: Run,
+    watch: Callable[[int], None] = lambda version: None,
+    workload: Workload | None = None,
+) -> Trace:
+    """Simulate a run file until `[simulate]` is satisfied; of lengths that drift, the whole training.
+
+    Args:
+        run: the run file.
+        watch: told each policy version as it is made.
+        workload: what is generated; that of the run where absent.
+
+    Raises:
+        ValueError: the run file asks for what its profiles or memory do not allow.
+        RuntimeError: nothing is left that could happen.
+    """
+    costs = Costs.load(run)
+    drawn = SimulatedWorkload(sampled(run)) if workload is None else workload
+    world = SimWorld(fill_policies(run, costs), costs, drawn, is_endless=True)
+    enough = Enough(run, world.steps)
+    return world.run(watch, enough.is_there)
+
+
+def sampled(run: Run) -> Run:
+    """Return a run whose lengths drift as far in `simulate.max_steps` steps as in its whole training, if that is longer."""
+    lengths, steps, most = run.workload.lengths, run.algorithm.steps, run.simulate.max_steps
+    if lengths is None or not lengths.drifts or steps <= most:
+        return run
+    drifted: LengthsConfig = replace(
+        lengths, drift_steps=max(2, round((lengths.drift_steps or steps) * most / steps))
+    )
+    return replace(run, workload=replace(run.workload, lengths=drifted))
+
+
+class Enough:
+    """Whether the steps that were simulated are enough."""
+
+    def __init__(self, run: Run, steps: LeaderSteps) -> None:
+        self._run = run
+        self._steps = steps
+        self._num_found = 0
+        """Looks in a row that found enough."""
+        self._next_look = min(LEAST_STEPS, run.simulate.max_steps)
+        self._most = run.simulate.max_steps
+        lengths = run.workload.lengths
+        self._drifts = lengths is not None and lengths.drifts
+        if self._drifts:
+            self._most = min(self._most, run.algorithm.steps)
+
+    def is_there(self) -> bool:
+        """Return whether no further step is needed; to be asked once after each."""
+        steps = self._steps
+        if steps.num_made > self._most:
+            return True  # the one more has been made
+        if self._drifts or self._num_found == LOOKS or len(steps) < self._next_look:
+            return self._num_found == LOOKS
+        self._next_look = ceil(GROWTH * len(steps))
+        found = find_steady_so_far(self._run, steps, 0)
+        share = self._run.simulate.interval
+        if not found.is_within(share) or self._lacks_failures(found.step_time):
+            self._num_found = 0
+        elif found.is_within(NEGLIGIBLE):
+            self._num_found = LOOKS
+        else:
+            self._num_found += 1
+        return False
+
+    def _lacks_failures(self, step_time: float) -> bool:
+        """Return whether too few failures were seen, though there will be enough."""
+        run = self._run
+        num_gpus = run.rollout.num_gpus + run.failures.trainers * run.trainer.num_gpus
+        seconds = run.simulate.max_steps * step_time
+        expected = run.failures.per_gpu_day * num_gpus * seconds / SECONDS_PER_DAY
+        return self._steps.num_failures < LEAST_FAILURES <= expected

@@ -1,0 +1,78 @@
+"""When the leading trainer made its steps, read entry by entry: what a run's steady state is found from."""
+
+from __future__ import annotations
+
+from streamrl.engine.messages import (
+    CheckpointSaved,
+    Command,
+    Event,
+    Generated,
+    ReplicaLost,
+    RunStarted,
+    Stepped,
+    TrainerLost,
+)
+from streamrl.engine.trainer_side import LEADER
+from streamrl.record.trace import Trace
+
+
+def read_steps(trace: Trace) -> LeaderSteps:
+    """Read the leader's steps out of a trace."""
+    steps = LeaderSteps()
+    for time, event, commands in trace.entries:
+        steps.record(time, event, commands)
+    return steps
+
+
+class LeaderSteps:
+    """The leader's steps so far, those that its loss took back left out.
+
+    The step that comes after a loss has taken all the time since the last one that stayed.
+    """
+
+    def __init__(self) -> None:
+        self.ended_at: list[float] = []
+        self.num_generated: list[int] = []
+        """Rollouts that ended in each step's time."""
+        self.num_made = 0
+        """Steps that were made, taken back or not."""
+        self.num_failures = 0
+        """Replicas and trainers that were lost."""
+        self._first_version = 0
+        self._num_saved = 0
+        self._generated = 0
+        self._generated_before = 0
+
+    def __len__(self) -> int:
+        return len(self.ended_at)
+
+    def record(self, time: float, event: Event, commands: list[Command]) -> None:
+        """Take one entry of a trace."""
+        match event:
+            case Generated():
+                self._generated += event.finish != "aborted"
+            case Stepped(_, trainer) if trainer == LEADER:
+                self._end_step(time)
+            case CheckpointSaved(version, trainer) if trainer == LEADER:
+                self._num_saved = version - self._first_version
+            case RunStarted(version):
+                self._first_version = version
+            case TrainerLost(trainer):
+                self.num_failures += 1
+                if trainer == LEADER:
+                    del self.ended_at[self._num_saved :]
+                    del self.num_generated[self._num_saved :]
+            case ReplicaLost():
+                self.num_failures += 1
+            case _:
+                pass  # says nothing of steps
+
+    def durations(self) -> list[float]:
+        """Return the seconds of each step: those since the one before it."""
+        return [b - a for a, b in zip([0.0, *self.ended_at], self.ended_at, strict=False)]
+
+    def _end_step(self, time: float) -> None:
+        self.ended_at.append(time)
+        self.num_made += 1
+        self.num_generated.append(self._generated - self._generated_before)
+        self._generated_before = self._generated

@@ -1,0 +1,85 @@
+"""The steady state of a recorded or simulated run, by what its run file and its record say of it."""
+
+from __future__ import annotations
+
+from streamrl.engine.systems import choose_system
+from streamrl.record.leader_steps import LeaderSteps
+from streamrl.record.steady import LEAST_STEPS, Steady, find_steady
+from streamrl.record.trace import Trace
+from streamrl.runfile.config import Run
+
+LEAST_FAILURES = 10
+"""Failures whose number is known within a third, so that their share in a step's seconds is no luck."""
+
+
+def find_steady_of(trace: Trace, steps: LeaderSteps) -> Steady:
+    """Find which of a trace's steps count.
+
+    At the end those are left out that were under way when an endless run was cut; of a run that has all its steps
+    those that nothing is generated beside any more, where enough are left without them.
+    """
+    run, num_steps = trace.run, len(steps)
+    left_out = 0
+    if trace.is_endless:
+        left_out = 1
+    elif num_steps >= run.algorithm.steps:
+        ahead = choose_system(run.policies).max_staleness
+        left_out = ahead if num_steps - ahead >= LEAST_STEPS else 0
+    return find_steady_so_far(run, steps, left_out, drifts=_drifts(trace))
+
+
+def find_steady_so_far(
+    run: Run, steps: LeaderSteps, left_out: int, *, drifts: bool = False
+) -> Steady:
+    """Find which of the steps that were made count, `left_out` at the end aside."""
+    policies = run.policies
+    return find_steady(
+        steps.durations(),
+        steps.num_generated,
+        cycle=1 if policies.tail_batching == "none" else policies.tail_every,
+        left_out=left_out,
+        drifts=drifts,
+    )
+
+
+def tell_doubts(trace: Trace, steps: LeaderSteps, steady: Steady) -> str:
+    """Say what keeps the figures from being those of a steady state as exactly known as was asked for."""
+    if _drifts(trace):
+        return _tell_drift(trace.run, steady)
+    doubts = []
+    if not steady.has_settled:
+        doubts.append(f"no steady state was found in {steady.last} steps")
+    if steady.half_width is None:
+        num, verb = (
+            steady.last - steady.first,
+            "counts" if steady.last - steady.first == 1 else "count",
+        )
+        doubts.append(f"{num} step{'s' * (num != 1)} {verb}, too few for an interval")
+    elif trace.is_endless and not steady.is_within(share := trace.run.simulate.interval):
+        doubts.append(
+            f"simulate.max_steps={trace.run.simulate.max_steps} came before the interval of "
+            f"{share:.2g} that is wanted (simulate.interval)"
+        )
+    if trace.run.failures.per_gpu_day and trace.is_endless:
+        doubts += _tell_failures(steps)
+    return "; ".join(doubts)
+
+
+def _tell_drift(run: Run, steady: Steady) -> str:
+    counted, steps = steady.last - steady.first, run.algorithm.steps
+    told = f"lengths drift: figures are the mean over {counted} steps"
+    if steady.last < steps:
+        return f"{told}, which drift as far as the {steps} of the training"
+    return told
+
+
+def _tell_failures(steps: LeaderSteps) -> list[str]:
+    if steps.num_failures >= LEAST_FAILURES:
+        return []
+    seen = "1 failure was" if steps.num_failures == 1 else f"{steps.num_failures} failures were"
+    return [f"{seen} seen, too few for their share to be in the interval"]
+
+
+def _drifts(trace: Trace) -> bool:
+    lengths = trace.run.workload.lengths
+    return trace.world == "simulated" and lengths is not None and lengths.drifts
