@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from sim.world import simulate
-from streamrl.engine.messages import Generated, PromptsDrawn
+from streamrl.engine.messages import Generated, PromptsDrawn, WeightsLoaded
 from streamrl.record.metrics import measure_speed
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
@@ -196,13 +196,16 @@ _TAKEN: dict[Case, Times] = {}
 
 
 def _measure(trace: Trace) -> Times:
-    drawn_at, ended_at = [], []
+    """Read the times of a trace; a batch whose prompts wait for weights is generated from when these are loaded."""
+    began_at, ended_at = [], []
     for time, event, _ in trace.entries:
         if isinstance(event, PromptsDrawn):
-            drawn_at.append(time)
+            began_at.append(time)
             ended_at.append(time)
         elif isinstance(event, Generated):
             ended_at[-1] = time
-    took = [end - begin for begin, end in zip(drawn_at, ended_at, strict=True)]
+        elif isinstance(event, WeightsLoaded) and ended_at[-1] == began_at[-1]:
+            began_at[-1] = ended_at[-1] = time
+    took = [end - begin for begin, end in zip(began_at, ended_at, strict=True)]
     step_times = measure_speed(trace).step_times
     return Times(median(step_times[WARM_UP:]), median(took[WARM_UP:]))
