@@ -255,6 +255,8 @@ def test_32b_on_64_gpus_is_divided_as_in_the_paper() -> None:
         algorithm__prompts_per_step=1024,
         workload__lengths__ranker="recall",
         policies__order="longest-first",
+        trainer__kernels="fused",
+        rollout__admission="reserve",
     )
     chosen = search(run, Stages(run, smallest_tensor_parallel=True)).chosen
     assert (chosen.generation.num_gpus, chosen.training.num_gpus) == (40, 24)

@@ -18,7 +18,7 @@ from sim.batch_time import generate_batch
 from sim.costs.colocation import switch_time
 from sim.costs.costs import Costs
 from sim.fidelity.published import Row
-from sim.fidelity.stage_seconds import SecondsByStage, stage_seconds
+from sim.fidelity.phases import PhaseSeconds, phase_seconds
 from sim.world import simulate
 from streamrl.hardware.memory import check_memory
 from streamrl.runfile.config import Run
@@ -45,7 +45,7 @@ class Published(NamedTuple):
     opens: dict[str, tuple[Any, ...]]
     """Values of dotted keys that the source does not state."""
     stages: dict[str, float]
-    """Seconds by stage, as `SecondsByStage` names them."""
+    """Seconds by stage, as `PhaseSeconds` names them."""
 
 
 def _colocated(model: str, gpus: int, degrees: tuple[int, int, int], **keys: Any) -> dict[str, Any]:
@@ -228,14 +228,14 @@ def _choices(step: Published) -> Iterator[dict[str, Any]]:
         yield dict(zip(step.opens, values, strict=True))
 
 
-def _simulated(step: Published, choice: dict[str, Any]) -> SecondsByStage | None:
+def _simulated(step: Published, choice: dict[str, Any]) -> PhaseSeconds | None:
     """Simulate a choice; None where it does not fit the GPUs that ran it."""
     run = _run(step.table, {**choice, **_scaled(step)})
     try:
         check_memory(run)
     except RunError:
         return None
-    return stage_seconds(simulate(run))
+    return phase_seconds(simulate(run))
 
 
 def _run(table: dict[str, Any], changes: dict[str, Any]) -> Run:
@@ -299,7 +299,7 @@ def _generated(model: str, degree: int) -> float:
     return generate_batch(run, Costs.load(run), batch)[-1].time
 
 
-def _stage_rows(step: Published, times: list[SecondsByStage]) -> Iterator[Row]:
+def _stage_rows(step: Published, times: list[PhaseSeconds]) -> Iterator[Row]:
     for stage, seconds in step.stages.items():
         ours = [getattr(one, stage) for one in times]
         yield Row(

@@ -44,7 +44,7 @@ class Commands(LazyGroup):
         ),
         "validate": (
             "streamrl.cli.validate:validate",
-            "Simulate the paper's evaluation, and print its numbers, ours and the error.",
+            "Compare predictions with published measurements: serving row by row, the paper figure by figure.",
         ),
         "doctor": (
             "streamrl.cli.doctor:doctor",

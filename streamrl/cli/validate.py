@@ -14,10 +14,10 @@ from sim.fidelity.calibration import constants, decode_curve
 from sim.fidelity.growth import adjustment
 from sim.fidelity.makespan import dispatch
 from sim.fidelity.published import Row, group_table, grouped, row_table, summarise
-from sim.fidelity.rl_steps import steps_rows
 from sim.fidelity.scaling import divisions, scaling
 from sim.fidelity.scorecard import HISTORY, sections, stamp, write_history
 from sim.fidelity.serving import serving_rows
+from sim.fidelity.rl_steps import steps_rows
 from sim.fidelity.throughput import ablation, end_to_end, heterogeneous, ratios, verl
 from sim.fidelity.training_rows import training_rows
 from streamrl.cli.progress import make_progress

@@ -21,7 +21,7 @@ from streamrl.engine.messages import (
 from streamrl.record.trace import Trace
 
 
-class SecondsByStage(NamedTuple):
+class PhaseSeconds(NamedTuple):
     """Mean seconds over the steps of a run but the first, which nothing was generated or loaded before."""
 
     generation: float
@@ -35,7 +35,7 @@ class SecondsByStage(NamedTuple):
     """From version to version."""
 
 
-def stage_seconds(trace: Trace) -> SecondsByStage:
+def phase_seconds(trace: Trace) -> PhaseSeconds:
     """Read the stages of a run whose sides take turns."""
     drawn: dict[int, float] = {}
     ended: dict[int, float] = {}
@@ -71,7 +71,7 @@ def stage_seconds(trace: Trace) -> SecondsByStage:
                 case _:
                     pass
     steps = [step for step in stepped if step > 1]
-    return SecondsByStage(
+    return PhaseSeconds(
         generation=fmean(ended[n] - drawn[n] for n in steps),
         score=fmean(scored[n] for n in steps),
         train=fmean(trained[n] for n in steps),
