@@ -95,7 +95,8 @@ class Times(NamedTuple):
 
     step_time: float
     generation_time: float
-    """From its prompts to its last rollout, or to the next prompts where these come earlier."""
+    """From its prompts (on shared GPUs from its weights) to its last rollout, or to the next prompts where these come
+    earlier."""
 
     @property
     def throughput(self) -> float:
@@ -196,16 +197,15 @@ _TAKEN: dict[Case, Times] = {}
 
 
 def _measure(trace: Trace) -> Times:
-    """Read the times of a trace; a batch whose prompts wait for weights is generated from when these are loaded."""
-    began_at, ended_at = [], []
+    drawn_at, ended_at = [], []
     for time, event, _ in trace.entries:
         if isinstance(event, PromptsDrawn):
-            began_at.append(time)
+            drawn_at.append(time)
             ended_at.append(time)
         elif isinstance(event, Generated):
             ended_at[-1] = time
-        elif isinstance(event, WeightsLoaded) and ended_at[-1] == began_at[-1]:
-            began_at[-1] = ended_at[-1] = time
-    took = [end - begin for begin, end in zip(began_at, ended_at, strict=True)]
+        elif isinstance(event, WeightsLoaded) and trace.run.shares_gpus:
+            drawn_at[-1] = ended_at[-1] = time
+    took = [end - begin for begin, end in zip(drawn_at, ended_at, strict=True)]
     step_times = measure_speed(trace).step_times
     return Times(median(step_times[WARM_UP:]), median(took[WARM_UP:]))

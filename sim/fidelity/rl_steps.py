@@ -282,7 +282,7 @@ def _generated(model: str, degree: int) -> float:
                 "max_tokens": 1024,
             },
             "trainer": {"pool": "a100", "data_parallel": 2, "tensor_parallel": 8},
-            "costs": {"engine": "vllm-0.2"},
+            "costs": {"engine": "vllm-0.6"},
             "algorithm": {"name": "ppo", "steps": 1, "prompts_per_step": 1024},
             "workload": {
                 "lengths": {
