@@ -31,6 +31,8 @@ PAPER: dict[str, Any] = {
     "rollout.max_running": 256,
     "rollout.max_tokens": 20000,
     "trainer.pool": "h800",
+    "trainer.kernels": "fused",
+    "trainer.micro_batch": 4,
     "algorithm.name": "ppo",
     "algorithm.kl_coefficient": 0.001,
     "algorithm.group_size": 1,
