@@ -24,6 +24,10 @@ def read_steps(trace: Trace) -> LeaderSteps:
     return steps
 
 
+OF_STEPS = {Generated, Stepped, CheckpointSaved, RunStarted, TrainerLost, ReplicaLost}
+"""Events that say something of steps: most do not, and every one passes here."""
+
+
 class LeaderSteps:
     """The leader's steps so far, those that its loss took back left out.
 
@@ -48,6 +52,8 @@ class LeaderSteps:
 
     def record(self, time: float, event: Event, commands: list[Command]) -> None:
         """Take one entry of a trace."""
+        if type(event) not in OF_STEPS:
+            return
         match event:
             case Generated():
                 self._generated += event.finish != "aborted"

@@ -6,16 +6,14 @@ experts, or gather weights for every micro-batch, go in step instead: all wait f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Sequence
+from itertools import islice, zip_longest
 from math import inf
 from statistics import fmean
 from typing import Protocol
 
-import numpy as np
-
 from sim.costs.training.interleaved import interleave
-from sim.costs.training.packing import deal, micro_batches
+from sim.costs.training.packing import MicroBatch, deal, micro_batches
 from sim.costs.training.pipeline import Pipeline
 from sim.costs.training.stage_times import StageTimes
 from streamrl.hardware.tables import Floats
@@ -108,15 +106,15 @@ class PipelinedLine:
 
     def score(self, lengths: Sequence[int], now: float) -> float:
         """See `Line`."""
+        dealt = self._dealt(lengths, now)
+        times, sends = self._by_clock(dealt, self._stages.scored_times), self._sends(dealt)
         for switch_time in self._scores:
             self._wait(switch_time, now)
-            for rank, batches in zip(self._ranks, self._dealt(lengths, now), strict=True):
-                times = self._slowest([self._stages.scored_times(b) for b in batches])
-                sends = self._sends(batches)
+            for rank, rows, between in zip(self._ranks, times, sends, strict=True):
                 if self._trainer.virtual_stages > 1:
-                    self._interleave(rank, times, None, sends, now)
+                    self._interleave(rank, rows, None, between, now)
                     continue
-                for row, send in zip(times.tolist(), sends, strict=True):
+                for row, send in zip(rows, between, strict=True):
                     rank.score(row, send, now)
         return self._open_until(now)
 
@@ -149,19 +147,19 @@ class PipelinedLine:
             self._train(part, now)
 
     def _train(self, lengths: Sequence[int], now: float) -> None:
+        dealt = self._dealt(lengths, now)
+        forward = self._by_clock(dealt, self._stages.forward_times, self._share)
+        backward = self._by_clock(dealt, self._stages.backward_times, self._share)
+        sends = self._sends(dealt)
         for switch_time in self._trains:
             self._wait(switch_time, now)
-            for rank, batches in zip(self._ranks, self._dealt(lengths, now), strict=True):
-                forward = self._slowest([self._stages.forward_times(b) for b in batches])
-                backward = self._slowest([self._stages.backward_times(b) for b in batches])
-                forward, backward = forward * self._share, backward * self._share
-                sends = self._sends(batches)
+            for rank, rows, others, between in zip(
+                self._ranks, forward, backward, sends, strict=True
+            ):
                 if self._trainer.virtual_stages > 1:
-                    self._interleave(rank, forward, backward, sends, now)
+                    self._interleave(rank, rows, others, between, now)
                     continue
-                for one, other, send in zip(
-                    forward.tolist(), backward.tolist(), sends, strict=True
-                ):
+                for one, other, send in zip(rows, others, between, strict=True):
                     rank.train(one, other, send, now)
 
     def _update(self) -> None:
@@ -177,47 +175,57 @@ class PipelinedLine:
             for rank in self._ranks:
                 rank.pause(seconds, now)
 
-    def _dealt(self, lengths: Sequence[int], now: float) -> list[list[list[tuple[int, float]]]]:
-        """Return the micro-batches of each clock, by the ranks that keep it."""
+    def _dealt(self, lengths: Sequence[int], now: float) -> list[list[MicroBatch]]:
+        """Return the micro-batches of each data-parallel rank."""
         trainer = self._trainer
         if self._goes_in_step:
             loads = [0.0] * trainer.data_parallel
         else:
             loads = [max(0.0, rank.free_at[0] - now) for rank in self._ranks]
         dealt = deal(lengths, loads, self._stages.rollout_time, trainer)
-        batches = [micro_batches(part, trainer) for part in dealt]
-        return [batches] if self._goes_in_step else [[one] for one in batches]
+        return [micro_batches(part, trainer) for part in dealt]
 
-    @staticmethod
-    def _slowest(times: Sequence[Floats]) -> Floats:
-        """Return the seconds of each micro-batch on the rank where it takes longest."""
-        if len(times) == 1:
-            return times[0]
-        most = max(len(one) for one in times)
-        padded = [np.pad(one, ((0, most - len(one)), (0, 0))) for one in times]
-        return np.max(padded, axis=0)  # type: ignore[no-any-return]  # an array
+    def _by_clock(
+        self,
+        dealt: Sequence[Sequence[MicroBatch]],
+        times_of: Callable[[Sequence[MicroBatch]], Floats],
+        share: float = 1.0,
+    ) -> list[list[list[float]]]:
+        """Return, for each clock, the seconds of each micro-batch in every slice.
 
-    def _sends(self, batches: Sequence[Sequence[tuple[int, float]]]) -> list[float]:
-        """Return the seconds that each micro-batch of a clock takes from stage to stage, the largest of all ranks'."""
-        tokens = ([size for size, _ in one] for one in batches)
-        return [self._stages.send * max(each) for each in zip_longest(*tokens, fillvalue=0)]
+        Ranks that go in step keep one clock: a micro-batch takes as long as on the rank where it takes longest.
+        """
+        rows = iter((times_of([b for part in dealt for b in part]) * share).tolist())
+        by_rank = [list(islice(rows, len(part))) for part in dealt]
+        if not self._goes_in_step:
+            return by_rank
+        none = [0.0] * self._trainer.num_slices
+        in_step = zip_longest(*by_rank, fillvalue=none)
+        return [[[max(each) for each in zip(*ranks, strict=True)] for ranks in in_step]]
+
+    def _sends(self, dealt: Sequence[Sequence[MicroBatch]]) -> list[list[float]]:
+        """Return, for each clock, the seconds that each micro-batch takes from stage to stage."""
+        by_rank = [[self._stages.send * tokens for tokens, _ in part] for part in dealt]
+        if not self._goes_in_step:
+            return by_rank
+        return [[max(each) for each in zip_longest(*by_rank, fillvalue=0.0)]]
 
     def _interleave(
         self,
         rank: Pipeline,
-        forward: Floats,
-        backward: Floats | None,
+        forward: list[list[float]],
+        backward: list[list[float]] | None,
         sends: Sequence[float],
         now: float,
     ) -> None:
         """Put a command through by itself; micro-batches of no work make them a multiple of the stages."""
-        if not len(forward):
+        if not forward:
             return
         missing = -len(forward) % self._trainer.pipeline_parallel
         none = [[0.0] * self._trainer.num_slices] * missing
         free_at = interleave(
-            forward.tolist() + none,
-            None if backward is None else backward.tolist() + none,
+            forward + none,
+            None if backward is None else backward + none,
             self._trainer.virtual_stages,
             [max(now, free) for free in rank.free_at],
             [*sends, *([0.0] * missing)],

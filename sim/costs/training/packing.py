@@ -41,23 +41,30 @@ def micro_batches(lengths: Sequence[int], trainer: TrainerConfig) -> list[MicroB
     A micro-batch has at most `micro_batch` rollouts, and `max_tokens_per_pass` tokens unless one rollout has more.
     Packed rollouts follow each other without padding; padded ones are all as long as the longest.
     """
-    batches: list[list[int]] = []
-    tokens = longest = 0
+    is_packed, most, room = (
+        trainer.packing == "packed",
+        trainer.micro_batch,
+        trainer.max_tokens_per_pass,
+    )
+    batches: list[MicroBatch] = []
+    count = tokens = longest = squares = 0
     for length in lengths:
-        longest = max(longest, length)
-        count = len(batches[-1]) + 1 if batches else 0
-        grown = tokens + length if trainer.packing == "packed" else count * longest
-        if batches and count <= trainer.micro_batch and grown <= trainer.max_tokens_per_pass:
-            batches[-1].append(length)
-            tokens += length
-        else:
-            batches.append([length])
-            tokens = longest = length
-    return [_size(batch, trainer) for batch in batches]
+        longest_then = length if length > longest else longest
+        grown = tokens + length if is_packed else (count + 1) * longest_then
+        if count and (count == most or grown > room):
+            batches.append(_size(count, tokens, longest, squares, is_packed=is_packed))
+            count = tokens = squares = 0
+            longest_then = length
+        count += 1
+        tokens += length
+        squares += length * length
+        longest = longest_then
+    if count:
+        batches.append(_size(count, tokens, longest, squares, is_packed=is_packed))
+    return batches
 
 
-def _size(batch: Sequence[int], trainer: TrainerConfig) -> MicroBatch:
-    if trainer.packing == "packed":
-        return sum(batch), sum(length * length for length in batch) / 2
-    longest = max(batch)
-    return len(batch) * longest, len(batch) * longest * longest / 2
+def _size(count: int, tokens: int, longest: int, squares: int, *, is_packed: bool) -> MicroBatch:
+    if is_packed:
+        return tokens, squares / 2
+    return count * longest, count * longest * longest / 2

@@ -50,6 +50,10 @@ class Pipeline:
         self, forward: Sequence[float], backward: Sequence[float], send: float, now: float
     ) -> None:
         """Put a micro-batch through that is there at `now`, given its seconds on each stage and between two."""
+        if self.num_stages == 1:
+            self.open_until = max(self.free_at[0], now) + forward[0] + backward[0]
+            self.free_at[0] = self.open_until
+            return
         if now > self.open_until * (1 + ROUNDING):
             self.drain()
         stages, free_at = self.num_stages, self.free_at
@@ -63,8 +67,6 @@ class Pipeline:
             ready_at = free_at[stage] + send
             waiting.append(batch)
         self._returned_at[-1].append(free_at[-1])
-        if stages == 1:
-            self.drain()
         self.open_until = free_at[0]
 
     def score(self, forward: Sequence[float], send: float, now: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from sim.costs.training.packing import MicroBatch
 from sim.costs.training.ranks import Ranks
 from streamrl.hardware.slices import stage_layers
 from streamrl.hardware.tables import Floats
+
+Lines: TypeAlias = tuple[Floats, Floats]
+"""(slices,) seconds of a micro-batch, and (2, slices) seconds of its tokens and of its pairs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +72,15 @@ class StageTimes:
 
     def forward_times(self, batches: Sequence[MicroBatch]) -> Floats:
         """Return (micro-batches, slices) seconds of forward passes that training needs."""
-        return self._times(self.forward, batches, self.gather_time)
+        return self._times(self._forward_lines, batches, self.gather_time)
 
     def backward_times(self, batches: Sequence[MicroBatch]) -> Floats:
         """Return (micro-batches, slices) seconds of backward passes."""
-        return self._times(self.backward, batches, self.scatter_time)
+        return self._times(self._backward_lines, batches, self.scatter_time)
 
     def scored_times(self, batches: Sequence[MicroBatch]) -> Floats:
         """Return (micro-batches, slices) seconds of forward passes alone."""
-        return self._times(self.scored, batches, self.gather_time)
+        return self._times(self._scored_lines, batches, self.gather_time)
 
     def rollout_time(self, length: int) -> float:
         """Return the seconds of a rollout's own work, forward and backward, in all slices."""
@@ -90,15 +94,33 @@ class StageTimes:
     def _per_pair(self) -> float:
         return sum(one.per_pair for one in (*self.forward, *self.backward))
 
-    def _times(
-        self, passes: Sequence[Pass], batches: Sequence[MicroBatch], wire_time: float
-    ) -> Floats:
-        sizes = np.array(batches, dtype=float).reshape(-1, 2)
-        tokens, pairs = sizes[:, 0], sizes[:, 1]
-        computed = np.stack([one.time(tokens, pairs) for one in passes], axis=1)
+    @cached_property
+    def _forward_lines(self) -> Lines:
+        return _lines(self.forward)
+
+    @cached_property
+    def _backward_lines(self) -> Lines:
+        return _lines(self.backward)
+
+    @cached_property
+    def _scored_lines(self) -> Lines:
+        return _lines(self.scored)
+
+    def _times(self, lines: Lines, batches: Sequence[MicroBatch], wire_time: float) -> Floats:
+        fixed, slopes = lines
+        computed = fixed + np.array(batches, dtype=float).reshape(-1, 2) @ slopes
         if not wire_time:
             return computed
         return computed + np.maximum((1 - self.overlap) * wire_time, wire_time - computed)
+
+
+def _lines(passes: Sequence[Pass]) -> Lines:
+    """Put the passes of all slices together."""
+    fixed = np.array([one.fixed for one in passes])
+    slopes = np.array(
+        [[one.per_token for one in passes], [one.per_pair for one in passes]],
+    )
+    return fixed, slopes
 
 
 def _with_head(one: Pass, layers: Sequence[int], head: Pass) -> tuple[Pass, ...]:
