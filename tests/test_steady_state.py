@@ -220,7 +220,7 @@ def test_the_ratio_of_two_runs_on_the_same_prompts_is_known_better_than_either()
 def test_a_long_run_takes_no_more_memory_than_a_short_one() -> None:
     peaks = [_peak(some_run(simulate__max_steps=most)) for most in (100, 400)]
     per_step = (peaks[1] - peaks[0]) / 300
-    assert per_step < 1000  # bytes: a few numbers, where the rollouts of one step take 16 kB
+    assert per_step < 2000  # bytes: a few numbers, where the rollouts of one step take 16 kB
 
 
 def _peak(run: Run) -> int:

@@ -306,6 +306,7 @@ class State:
         del self.groups[group.id]
         for rollout in group.rollouts:
             del self.rollouts[rollout.id]
+        group.rollouts.clear()  # each knows its group: without this circle both are freed at once
 
     def _drop(self, group: Group, reason: str) -> None:
         group.is_dropped = True
