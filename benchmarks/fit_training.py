@@ -38,7 +38,7 @@ START = {
     "permutation_traffic": 2.0,
     "unfused_traffic": 4.0,
     "routing_time": 5e-4,
-    "imbalance": 1.5,
+    "imbalance": 1.0,
     "trade": 1.2,
     "trade_overlap": 0.6,
     "reduce": 1.2,
@@ -75,7 +75,7 @@ GEMM = {
     ),
 }
 """GPU: whose kernel table, which, the tier of what follows, and what the table was measured on."""
-GEMM_ROWS, GEMM_SIDE = 1024, 256
+GEMM_ROWS, GEMM_SIDE = 4096, 256
 """Tokens and smaller side of the products that rates are fitted to, at least."""
 EXPERTS = {
     "a100": ("a100", "composed", "A100"),

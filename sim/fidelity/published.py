@@ -53,6 +53,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     p90: float
     bias: float
     """Median of the signed errors."""
+    width: float
+    """Median of the greatest prediction over the least, less 1: what unknown inputs leave open."""
 
 
 def summarise(rows: Sequence[Row]) -> Summary:
@@ -63,6 +65,7 @@ def summarise(rows: Sequence[Row]) -> Summary:
         median=float(np.median(abs(errors))),
         p90=float(np.quantile(abs(errors), 0.9)),
         bias=float(np.median(errors)),
+        width=float(np.median([max(row.predicted) / min(row.predicted) - 1 for row in rows])),
     )
 
 
@@ -78,11 +81,12 @@ def group_table(rows: Sequence[Row], title: str) -> Table:
     """Lay the errors of each group out for the terminal, and of all rows."""
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
     table.add_column("group")
-    for name in ("rows", "median", "p90", "bias"):
+    for name in ("rows", "median", "p90", "bias", "range"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, some in (*grouped(rows).items(), ("all", rows)):
         found = summarise(some)
-        figures = f"{found.median:.1%}", f"{found.p90:.1%}", f"{found.bias:+.1%}"
+        width = f"{found.width:.0%}" if found.width > 0 else ""
+        figures = f"{found.median:.1%}", f"{found.p90:.1%}", f"{found.bias:+.1%}", width
         table.add_row(name, str(found.rows), *figures)
     return table
 

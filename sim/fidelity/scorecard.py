@@ -41,12 +41,16 @@ def sections(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
     for name, rows in sets.items():
         yield from ("", f"## {TITLES[name]}", "")
         yield f"`streamrl validate {name} --rows` prints each row. Errors of rows that a fit saw are those of a fit without"
-        yield "their model; a row with unknown inputs is a range, and its error is that of the nearest end."
-        yield from ("", "| group | rows | median | p90 | bias |", "|---|---|---|---|---|")
+        yield "their model; a row with unknown inputs is a range, its error is that of the nearest end, and `range` says how wide it is."
+        yield from (
+            "",
+            "| group | rows | median | p90 | bias | range |",
+            "|---|---|---|---|---|---|",
+        )
         for group, some in (*grouped(rows).items(), ("all", rows)):
             found = summarise(some)
             yield (
-                f"| {group} | {found.rows} | {found.median:.1%} | {found.p90:.1%} | {found.bias:+.1%} |"
+                f"| {group} | {found.rows} | {found.median:.1%} | {found.p90:.1%} | {found.bias:+.1%} | {found.width:.0%} |"
             )
         shown = [row for row in rows if _is_shown(name, row)]
         if shown:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from sim.planner.binding import find_binding
@@ -155,11 +156,27 @@ def _runner(search: Search, index: int, chosen: int) -> Runner:
     """Describe a plan that was not chosen, compared on the same prompts and over as many steps."""
     behind = search.behind(index, chosen)
     (one, *_), (other, *_) = search.pair(index, chosen)
+    longer = search.speeds[chosen][0].step_time / other.step_time
     return Runner(
-        choice=_choice(search, index),
+        choice=_scaled(_choice(search, index), one, longer),
         value=search.value(index),
         behind=behind,
         is_beyond_chance=is_beyond_chance(one, other, 1 + behind),
+    )
+
+
+def _scaled(choice: Choice, speed: Speed, factor: float) -> Choice:
+    """Return a plan with the seconds and dollars that its paired run stands for, as the chosen plan's are known.
+
+    A few steps from a start are shorter than those of a steady state, for both plans alike.
+    """
+    return msgspec.structs.replace(
+        choice,
+        step_time=speed.step_time * factor,
+        step_time_interval=None,
+        median_step_time=speed.median_step_time * factor,
+        cost_per_step=speed.cost_per_step * factor,
+        cost_per_million_tokens=speed.cost_per_million_tokens * factor,
     )
 
 

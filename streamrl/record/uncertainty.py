@@ -34,7 +34,8 @@ class Uncertainty(msgspec.Struct, frozen=True, kw_only=True):
     stages: dict[str, float]
     """By operation; of what is missing nobody knows."""
     step_time: float | None
-    """Of the mean step; None where an operation that takes seconds was never checked."""
+    """Of the mean step by its passes: sync, switches and what frameworks add are not in it. None where an operation
+    that takes seconds was never checked."""
 
 
 def uncertainty_of(

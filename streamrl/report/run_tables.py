@@ -219,7 +219,7 @@ def format_tiers(tiers: Mapping[str, float]) -> str:
 
 
 def _errors(found: Uncertainty) -> tuple[str, str]:
-    """Say how far models left out of the fits were off, by stage."""
+    """Say how far passes of models left out of the fits were off, by stage; whole steps are `validate steps`'."""
     whole = "unknown" if found.step_time is None else f"± {found.step_time:.0%}"
     stages = ", ".join(f"{stage} {error:.0%}" for stage, error in found.stages.items())
     return whole, f"of the step; of models that no fit saw: {stages or 'none was checked'}"
@@ -244,7 +244,7 @@ def _summary(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
     yield "staleness", _mean_staleness(metrics.staleness), _histogram(metrics.staleness)
     yield "seconds from", "", format_tiers(metrics.tiers)
     if metrics.uncertainty is not None:
-        yield "typical error", *_errors(metrics.uncertainty)
+        yield "error of kernels", *_errors(metrics.uncertainty)
     if any(metrics.rewards):
         yield "mean reward", f"{metrics.rewards[-1]:.3f}", _ends(metrics.rewards)
     for reason, count in metrics.dropped.items():

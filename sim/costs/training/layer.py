@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import log, sqrt
 from typing import assert_never
 
 import numpy as np
@@ -207,9 +208,17 @@ class Layer:
         return experts.experts_per_token / (trainer.tensor_parallel if is_dealt else 1)
 
     def _imbalance(self) -> float:
-        trainer = self.ranks.trainer
-        is_uneven = trainer.routing == "natural" and trainer.expert_parallel > 1
-        return self.constants.imbalance if is_uneven else 1.0
+        """Return the tokens of the fullest rank over those of a mean one.
+
+        A rank has the mean of its experts, whose tokens deviate by `imbalance` of theirs; of e ranks the fullest is
+        sqrt(2 ln e) deviations above the mean (the largest of e normal values).
+        """
+        experts, trainer = self.ranks.model.experts, self.ranks.trainer
+        ranks = trainer.expert_parallel
+        if experts is None or trainer.routing == "balanced" or ranks == 1:
+            return 1.0
+        deviation = self.constants.imbalance * sqrt(ranks / experts.num_experts)
+        return 1 + deviation * sqrt(2 * log(ranks))
 
     def _mixture(self) -> Pass:
         """Return grouped products, permutation, and the experts that all tokens pass through."""
@@ -268,9 +277,9 @@ class Layer:
             case "deduplicated":
                 reached = nodes * (1 - (1 - 1 / nodes) ** chosen) if nodes > 1 else 0.0
                 outside = reached * (nodes - 1) / nodes
-                inside = degree * (1 - (1 - 1 / degree) ** chosen)
+                inside = (degree - 1) * (1 - (1 - 1 / degree) ** chosen)
             case "all-to-all":
-                outside, inside = chosen * (nodes - 1) / nodes, chosen / nodes
+                outside, inside = chosen * (nodes - 1) / nodes, chosen * (1 / nodes - 1 / degree)
             case _:
                 assert_never(trainer.dispatch)
         return num_bytes * (outside / ranks.gpu.network + inside / ranks.gpu.nvlink)

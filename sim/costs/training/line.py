@@ -127,7 +127,7 @@ class PipelinedLine:
 
     def finish(self, now: float) -> float:
         """See `Line`; now that the batch is whole, what it is trained on again follows."""
-        for _ in range(1, self._epochs):
+        for _ in range(1, self._epochs if self._batch else 1):
             self._update()
             self._train_in_mini_batches(self._batch, now)
         self._num_trained, self._batch = 0, []

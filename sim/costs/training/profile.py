@@ -40,7 +40,7 @@ class Constants(ProfileTable, frozen=True, kw_only=True):
     routing_time: float
     """Seconds of a layer with experts and direction in which hosts and GPUs wait for token counts."""
     imbalance: float
-    """Tokens of the fullest rank over those of a mean one, where the router chooses freely."""
+    """Standard deviation of tokens over experts, relative to their mean, where the router chooses freely."""
     trade: float
     """Seconds of an all-to-all of expert ranks for each second that its bytes take at the datasheet's bandwidth."""
     trade_overlap: float

@@ -42,9 +42,14 @@ class Switches:
     """Gradients in, optimizer in and out, weights out."""
 
     @classmethod
-    def of(cls, state: ModelState, host_link: float) -> Switches:
-        """Move a model's bytes over `host_link` bytes a second, one direction at a time."""
+    def of(cls, state: ModelState, host_link: float, *, is_alone: bool = False) -> Switches:
+        """Move a model's bytes over `host_link` bytes a second, one direction at a time.
+
+        A model that is alone keeps its weights and gradients on the GPUs: its optimizer comes for the step.
+        """
         weights, gradients, optimizer = state.weights, state.gradients, state.optimizer
+        if is_alone:
+            return cls(step_time=2 * optimizer / host_link)
         return cls(
             score_time=weights / host_link,
             train_time=(weights + 2 * gradients) / host_link,
@@ -85,9 +90,9 @@ class TrainingCosts:
         algorithm, ranks = run.algorithm, Ranks.of(run)
         ranks, stages, step_time, provenance = _choose_stages(run, ranks)
         switches = Switches()
-        if run.trainer.offload and num_models(run) > 1:
+        if run.trainer.offload:
             state = model_state(ranks.model, run.trainer, run.model.dtype)
-            switches = Switches.of(state, ranks.gpu.host_link)
+            switches = Switches.of(state, ranks.gpu.host_link, is_alone=num_models(run) == 1)
         num_trained = num_trained_models(run)
         framework = run.framework
         updated = ranks.reduce_time() + ranks.update_time() + switches.step_time
