@@ -75,7 +75,7 @@ GEMM = {
     ),
 }
 """GPU: whose kernel table, which, the tier of what follows, and what the table was measured on."""
-GEMM_ROWS, GEMM_SIDE = 4096, 256
+GEMM_ROWS, GEMM_SIDE = 1024, 256
 """Tokens and smaller side of the products that rates are fitted to, at least."""
 EXPERTS = {
     "a100": ("a100", "composed", "A100"),

@@ -196,7 +196,7 @@ def test_what_was_measured_is_composed_once_a_factor_changes_it() -> None:
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_factor_must_be_a_positive_number(factor: float) -> None:
-    with pytest.raises(ValueError, match=r"costs\.training_factor must be above 0"):
+    with pytest.raises(ValueError, match=r"costs\.training_factor must be in"):
         shared_run(costs__training_factor=factor)
 
 

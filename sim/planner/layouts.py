@@ -63,8 +63,10 @@ class Degrees(NamedTuple):
         return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
 
     def apply(self, run: Run) -> Run:
-        """Return the run with this trainer."""
-        return replace(run, trainer=replace(run.trainer, **self._asdict()))
+        """Return the run with this trainer; one stage has one slice, whatever pipelines have."""
+        slices = run.trainer.virtual_stages if self.pipeline_parallel > 1 else 1
+        trainer = replace(run.trainer, **self._asdict(), virtual_stages=slices)
+        return replace(run, trainer=trainer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +148,7 @@ def _fit(run: Run, degrees: Degrees, cut: Counter[str]) -> Degrees | None:
         load_model(run.model),
         load_gpu(run.cluster.pools[degrees.pool].gpu).usable_memory,
     )
-    is_split_too_far = degrees.pipeline_parallel > model.num_layers
+    is_split_too_far = degrees.apply(run).trainer.num_slices > model.num_layers
     if is_split_too_far or (degrees.expert_parallel > 1 and model.experts is None):
         cut[LAYERS] += 1
         return None

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from sim.planner.planner import Planned, make_plan
 from streamrl.cli.progress import make_progress
-from streamrl.cli.shared import AsJson, Overrides, RunFile, print_json
+from streamrl.cli.shared import AsJson, Overrides, RunFile, claim_directory, print_json
 from streamrl.record.inputs import keep_inputs
 from streamrl.report.plan import PLAN_JSON, PLAN_TOML, write_plan
 from streamrl.report.plan_report import head_lines, plan_report
@@ -39,6 +39,7 @@ def plan(
     for name in (PLAN_TOML, PLAN_JSON):
         if (output / name).exists() and not force:
             raise ValueError(f"{output / name} is there already: --force replaces it")
+    claim_directory(output)
     planned = _plan(run)
     output.mkdir(parents=True, exist_ok=True)
     write_plan(planned.plan, output)

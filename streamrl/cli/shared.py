@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import msgspec
@@ -25,6 +26,16 @@ TRACE_FILE = "trace.jsonl"
 def print_json(value: object) -> None:
     """Print one JSON object on a line of its own."""
     typer.echo(msgspec.json.encode(value).decode())
+
+
+def claim_directory(path: Path) -> None:
+    """Raise `ValueError` where results could not be written to a directory, before any work; nothing is left there."""
+    place = next(each for each in (path, *path.absolute().parents) if each.exists())
+    try:
+        with TemporaryDirectory(dir=place):
+            pass
+    except OSError as error:
+        raise ValueError(f"--output {path}: cannot be written: {error.strerror}") from None
 
 
 def trace_file(path: Path) -> Path:

@@ -10,7 +10,15 @@ from rich.console import Console
 
 from sim.steady_state import simulate_steady
 from streamrl.cli.progress import make_progress
-from streamrl.cli.shared import TRACE_FILE, AsJson, Overrides, RunFile, open_trace, print_json
+from streamrl.cli.shared import (
+    TRACE_FILE,
+    AsJson,
+    Overrides,
+    RunFile,
+    claim_directory,
+    open_trace,
+    print_json,
+)
 from streamrl.record.inputs import keep_inputs
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace
@@ -65,6 +73,7 @@ def simulate(
     """
     if output is not None:
         refuse_real_run(output)
+        claim_directory(output)
     if sweep or is_study(run_file):
         from streamrl.cli.sweep import make_study, run_study
 

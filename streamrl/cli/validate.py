@@ -21,7 +21,7 @@ from sim.fidelity.serving import serving_rows
 from sim.fidelity.throughput import ablation, end_to_end, heterogeneous, ratios, verl
 from sim.fidelity.training_rows import training_rows
 from streamrl.cli.progress import make_progress
-from streamrl.cli.shared import AsJson, print_json
+from streamrl.cli.shared import AsJson, claim_directory, print_json
 from streamrl.report.fidelity import PaperFigure, fidelity_page, figure_picture, figure_table, slug
 
 ROWS: dict[str, Callable[[], list[Row]]] = {
@@ -67,10 +67,14 @@ def validate(
     Example: streamrl validate paper --figure fig8 --figure table3
     """
     _check(what, figure)
+    if rows and what == PAPER:
+        raise ValueError("--rows is of serving, training and steps: the paper has --figure")
+    if output is not None:
+        claim_directory(output)
     names = [name for name in ROWS if what == name or (what is None and not figure)]
     sets = {name: ROWS[name]() for name in names}
     found = simulate_figures(figure or list(FIGURES)) if what in (None, PAPER) else []
-    if output is not None and found:
+    if output is not None:
         write_page(found, output, sets)
     if as_json:
         figures = {one.name: one.describe() for one in found}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from streamrl.engine.messages import Stop
 from streamrl.engine.systems import choose_system
 from streamrl.record.leader_steps import LeaderSteps
 from streamrl.record.steady import LEAST_STEPS, Steady, find_steady
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 
+STOPPING = 1000
+"""Entries at the end of a trace among which a run stops."""
 LEAST_FAILURES = 10
 """Failures whose number is known within a third, so that their share in a step's seconds is no luck."""
 
@@ -47,6 +50,9 @@ def tell_doubts(trace: Trace, steps: LeaderSteps, steady: Steady) -> str:
     if _drifts(trace):
         return _tell_drift(trace.run, steady)
     doubts = []
+    stopped_for = _stopped_for(trace) if trace.is_endless else ""
+    if stopped_for:
+        doubts.append(f"the run stopped by itself: {stopped_for} (policies.max_restarts)")
     if not steady.has_settled:
         doubts.append(f"no steady state was found in {steady.last} steps")
     if steady.half_width is None:
@@ -55,7 +61,11 @@ def tell_doubts(trace: Trace, steps: LeaderSteps, steady: Steady) -> str:
             "counts" if steady.last - steady.first == 1 else "count",
         )
         doubts.append(f"{num} step{'s' * (num != 1)} {verb}, too few for an interval")
-    elif trace.is_endless and not steady.is_within(share := trace.run.simulate.interval):
+    elif (
+        trace.is_endless
+        and not stopped_for
+        and not steady.is_within(share := trace.run.simulate.interval)
+    ):
         doubts.append(
             f"simulate.max_steps={trace.run.simulate.max_steps} came before the interval of "
             f"{share:.2g} that is wanted (simulate.interval)"
@@ -63,6 +73,15 @@ def tell_doubts(trace: Trace, steps: LeaderSteps, steady: Steady) -> str:
     if trace.run.failures.per_gpu_day and trace.is_endless:
         doubts += _tell_failures(steps)
     return "; ".join(doubts)
+
+
+def _stopped_for(trace: Trace) -> str:
+    """Return why a run that has no last step stopped by itself; empty where it was cut."""
+    for entry in reversed(trace.entries[-STOPPING:]):
+        for command in entry.commands:
+            if isinstance(command, Stop):
+                return command.reason
+    return ""
 
 
 def _tell_drift(run: Run, steady: Steady) -> str:

@@ -31,6 +31,10 @@ from streamrl.runfile.workload_config import TAIL_SHARE, LengthsConfig, Workload
 
 POSITIVE = Bounds(0, excludes_least=True)
 SHARE = Bounds(0, 1)
+SECONDS = Bounds(0, 1e7)
+"""Of something that happens within a run: at most four months."""
+FACTOR = Bounds(1e-4, 1e4)
+MOST_EPOCHS = 100
 POSITIVE_SHARE = Bounds(0, 1, excludes_least=True)
 MOST_PER_GROUP = 2**14
 """Rollouts of one prompt; lengths of a thousand groups are drawn at once, which this keeps below 128 MiB."""
@@ -49,10 +53,9 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     Run: {"seed": Bounds(0)},
     PoolConfig: {"host_memory": POSITIVE},
     LinkConfig: {"bandwidth": POSITIVE},
-    RolloutConfig: {"memory_utilization": POSITIVE_SHARE},
-    TrainerConfig: {"efficiency": POSITIVE_SHARE},
-    FollowerConfig: {"efficiency": POSITIVE_SHARE},
-    FrameworkConfig: {"step_time": Bounds(0), "switch_time": Bounds(0)},
+    RolloutConfig: {"memory_utilization": POSITIVE_SHARE, "start_time": SECONDS},
+    TrainerConfig: {"efficiency": POSITIVE_SHARE, "start_time": SECONDS},
+    FollowerConfig: {"efficiency": POSITIVE_SHARE, "start_time": SECONDS},
     AlgorithmConfig: {"group_size": Bounds(1, MOST_PER_GROUP), **OF_LOSSES},
     AlgorithmChanges: {"prompts_per_step": Bounds(1), **OF_LOSSES},
     WorkloadConfig: {"informative_share": SHARE},
@@ -71,7 +74,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "memory_limit": POSITIVE,
     },
     SyncConfig: {"bucket_size": POSITIVE, "changed_share": POSITIVE_SHARE},
-    CostsConfig: {"generation_factor": POSITIVE, "training_factor": POSITIVE},
+    CostsConfig: {"generation_factor": FACTOR, "training_factor": FACTOR},
     PoliciesConfig: {
         "max_staleness": Bounds(0),
         "tail_share": SHARE,
@@ -92,6 +95,11 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     },
     SimulateConfig: {"interval": POSITIVE_SHARE, "max_steps": Bounds(1)},
     FailuresConfig: {"per_gpu_day": Bounds(0)},
+    FrameworkConfig: {
+        "epochs": Bounds(1, MOST_EPOCHS),
+        "step_time": SECONDS,
+        "switch_time": SECONDS,
+    },
 }
 
 

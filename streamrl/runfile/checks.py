@@ -64,6 +64,18 @@ def _check_batch(run: Run) -> None:
         )
 
 
+def _check_optimizer_steps(run: Run) -> None:
+    steps, rollouts = run.framework.optimizer_steps, run.algorithm.rollouts_per_step
+    if steps > rollouts:
+        raise RunError(
+            "framework.optimizer_steps",
+            steps,
+            Bounds(1, rollouts),
+            f"framework.optimizer_steps must be at most the {rollouts} rollouts of a step, got {steps}",
+            ("algorithm.prompts_per_step",),
+        )
+
+
 def _check_step(run: Run) -> None:
     algorithm = run.algorithm
     if algorithm.rollouts_per_step > MOST_ROLLOUTS:
@@ -168,6 +180,7 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
         _check_group,
         _check_batch,
         _check_step,
+        _check_optimizer_steps,
         _check_lengths,
     ),
     *(

@@ -16,7 +16,7 @@ class FrameworkConfig(Section, frozen=True, kw_only=True):
     step_time: Duration | None = None
     """Seconds of a step for data, rewards, metrics and logging, in which the trainer does nothing else. Absent: 2.5 s,
     the median of what eight published steps have beside their stages (NeMo-RL issue 959, RLinf docs, NeMo-Aligner
-    arXiv 2405.01481 Table 2); none where `costs.profile` measured the framework that runs."""
+    arXiv 2405.01481 Table 2); none on CPUs, nor where `costs.profile` measured the framework that runs."""
     switch_time: Duration | None = None
     """Seconds that a colocated system takes to put engines to sleep, wake them and hand weights over, beside the bytes
     that cross wires: allocation and calls for every tensor. Absent: 4 s and 0.11 s for each billion parameters, between

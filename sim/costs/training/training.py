@@ -103,7 +103,7 @@ class TrainingCosts:
             informative_share=1.0 if algorithm.has_reference else run.workload.informative_share,
             switches=switches,
             optimizer_time=num_trained * updated + step_time,
-            overhead_time=STEP_TIME if framework.step_time is None else framework.step_time,
+            overhead_time=_overhead_time(run),
             mini_batch=_mini_batch(run),
             epochs=framework.epochs,
             provenance=provenance,
@@ -134,6 +134,13 @@ class TrainingCosts:
         line = self.line()
         line.score(lengths, 0.0)
         return line.finish(0.0)
+
+
+def _overhead_time(run: Run) -> float:
+    """Return a framework's own seconds of a step; published ones are of clusters, and say nothing of CPUs."""
+    if run.framework.step_time is not None:
+        return run.framework.step_time
+    return 0.0 if run.cluster.pools[run.trainer.pool].gpu == "cpu" else STEP_TIME
 
 
 def _mini_batch(run: Run) -> float:
