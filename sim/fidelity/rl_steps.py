@@ -132,19 +132,19 @@ PUBLISHED = (
     Published(
         "RLinf: R1-Distill-Qwen-1.5B on 8 H100",
         "RLinf docs compare_with_verl.rst a3816b5",
-        "recomputation, and whether rollouts are sorted before they are dealt out, are not stated",
+        "recomputation, and how long prompts are, are not stated",
         13975,
         SMALL,
-        {"trainer.recompute": ("none", "full"), "trainer.order": ("sorted", "arrival")},
+        {"trainer.recompute": ("none", "full"), "workload.lengths.prompt_tokens": (100, 400)},
         {"generation": 266.08, "score": 17.78, "train": 61.12, "step": 346.33},
     ),
     Published(
         "verl 0.5.0: R1-Distill-Qwen-1.5B on 8 H100",
         "RLinf docs compare_with_verl.rst a3816b5",
-        "recomputation, and whether rollouts are sorted before they are dealt out, are not stated",
+        "recomputation, and how long prompts are, are not stated",
         14254.84,
         SMALL,
-        {"trainer.recompute": ("none", "full"), "trainer.order": ("sorted", "arrival")},
+        {"trainer.recompute": ("none", "full"), "workload.lengths.prompt_tokens": (100, 400)},
         {"generation": 260.92, "score": 17.51, "train": 66.53, "step": 363.55},
     ),
     Published(
