@@ -156,7 +156,9 @@ def test_the_papers_evaluation_is_met_as_far_as_its_page_says(one_seed: None) ->
     assert list(found) == [line.split(" |")[0] for line in page_rows()]
     for line in page_rows():
         name, _, mark = (part.strip() for part in line.split("|")[:3])
-        if name != "Figure 8 verl":  # whose mean is within a point of what it must reach: seeds decide
+        if (
+            name != "Figure 8 verl"
+        ):  # whose mean is within a point of what it must reach: seeds decide
             assert found[name]["is_met"] == (mark == "met"), name
         if name == "Figure 8":
             shown = float(line.split("|")[3].strip().removesuffix("%")) / 100
