@@ -9,8 +9,8 @@ from streamrl.engine.trainer_side import LEADER
 from streamrl.workload.workload import Draw
 
 KEPT_STEPS = 2
-"""Steps of the leader's for which a group is still known after the last trainer is done with it: a step that is lost
-while it is made is made again of the same groups."""
+"""Steps of the leader's for which a group is still known after the last trainer is done with it: what replicas still
+make of a dropped one is looked up until it is aborted."""
 
 
 class Drawn:
@@ -33,7 +33,7 @@ class Drawn:
         self._groups.update((draw.drawn.group, draw.drawn.rollouts) for draw in draws)
 
     def end_step(self, version: int, groups: Iterable[int], trainer: int) -> None:
-        """Take note that a trainer makes a step of groups; forget what all were done with long before."""
+        """Take note that a trainer has made a step of groups; forget what all were done with long before."""
         for group in groups:
             self.leave(group, trainer)
         if trainer == LEADER:

@@ -40,6 +40,7 @@ from streamrl.engine.messages import (
     StartReplica,
     StartTrainer,
     Step,
+    Stepped,
     Stop,
     StopReplica,
     Take,
@@ -110,6 +111,8 @@ class SimWorld(World[Trace]):
         self.env = simpy.Environment()
         self.steps = trace.steps
         self._drawn = Drawn(run.num_trainers)
+        self._stepping: dict[int, tuple[int, ...]] = {}
+        """Groups of the step that each trainer makes: a lost one makes it again of them."""
         self.rollouts: dict[int, DrawnRollout] = self._drawn.rollouts
         self.replicas: dict[int, Replica] = {}
         self._workload = workload
@@ -165,6 +168,13 @@ class SimWorld(World[Trace]):
                 if is_enough():
                     return
 
+    def emit(self, event: Event) -> None:
+        """Let the engine handle `event`, and forget what the trainers have stepped past."""
+        if isinstance(event, Stepped):
+            groups = self._stepping.pop(event.trainer)
+            self._drawn.end_step(event.version, groups, event.trainer)
+        super().emit(event)
+
     def start(self, command: Command) -> None:
         """Hand a command to the resource it is for."""
         match command:
@@ -183,7 +193,7 @@ class SimWorld(World[Trace]):
             case Train():
                 self.trainers[command.trainer].train(command)
             case Step():
-                self._drawn.end_step(command.version, command.groups, command.trainer)
+                self._stepping[command.trainer] = command.groups
                 self.trainers[command.trainer].step(command)
             case PushWeights():
                 self._transfer.push(command)

@@ -169,7 +169,7 @@ def test_a_step_that_training_binds_takes_what_its_trainer_does() -> None:
     index = int(np.argmin(stages.step))
     speed = speed_of(Trial(search.base, search.space.candidate(index)))
     assert stages.step[index] == stages.training[index]
-    assert stages.step[index] == pytest.approx(speed.step_time, rel=0.08)
+    assert stages.step[index] == pytest.approx(speed.step_time, rel=0.1)
 
 
 def test_where_steps_overlap_a_simulation_corrects_the_estimates_of_the_same_replicas() -> None:

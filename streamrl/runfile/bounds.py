@@ -34,7 +34,6 @@ SHARE = Bounds(0, 1)
 SECONDS = Bounds(0, 1e7)
 """Of something that happens within a run: at most four months."""
 FACTOR = Bounds(1e-4, 1e4)
-MOST_EPOCHS = 100
 POSITIVE_SHARE = Bounds(0, 1, excludes_least=True)
 MOST_PER_GROUP = 2**14
 """Rollouts of one prompt; lengths of a thousand groups are drawn at once, which this keeps below 128 MiB."""
@@ -96,7 +95,6 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     SimulateConfig: {"interval": POSITIVE_SHARE, "max_steps": Bounds(1)},
     FailuresConfig: {"per_gpu_day": Bounds(0)},
     FrameworkConfig: {
-        "epochs": Bounds(1, MOST_EPOCHS),
         "step_time": SECONDS,
         "switch_time": SECONDS,
     },
