@@ -11,6 +11,7 @@ WIDTH = 460.0
 ROW = 44.0  # a line of text over a bar
 BAR = 16.0
 ROOM = 106.0  # right of the longest bar, for its value
+OVERHANG = 3.0  # left of a label, for letters such as J that reach back
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def _draw(
     show: Callable[[float], str],
 ) -> None:
     label = shortened(bar.label, 200)
-    drawing.text(0, top, label, "strong")
+    drawing.text(OVERHANG, top, label, "strong")
     space = WIDTH - 12 - len(label) * 8
     drawing.text(WIDTH, top, shortened(bar.note, space), "muted small", "end")
     y = top + 7
