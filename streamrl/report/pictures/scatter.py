@@ -11,7 +11,7 @@ from streamrl.report.words import dollars
 
 WIDTH, HEIGHT = 900.0, 400.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 24.0, 28.0, 52.0
-NEAR = 20.0  # units between two points whose letters would overlap
+NEAR = 20.0  # units that a point's letter takes: letters of points nearer than that would overlap
 MARGIN = 0.08  # of the range, around the outermost points
 CAPTION = "Each letter is an option, at its simulated or executed figures. The line joins those that none beats in both."
 LEGEND = (("dot chosen", "chosen"), ("dot on-front", "on the front"), ("dot", "beaten in both"))
@@ -93,7 +93,7 @@ def _clusters(
         for cluster in clusters:
             first = cluster[0]
             gap_x = abs(across(point.speed) - across(first.speed))
-            if gap_x < NEAR and abs(up(point.cost) - up(first.cost)) < NEAR:
+            if gap_x < NEAR * len(cluster) and abs(up(point.cost) - up(first.cost)) < NEAR:
                 cluster.append(point)
                 break
         else:
