@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from streamrl.report.pictures.drawing import Anchor, Drawing, Picture, scale, ticks
 from streamrl.report.words import dollars
@@ -87,17 +87,21 @@ def stairs(corners: list[tuple[float, float]]) -> list[tuple[float, float]]:
 def _clusters(
     points: Sequence[Point], across: Callable[[float], float], up: Callable[[float], float]
 ) -> list[list[Point]]:
-    """Put points together whose letters would overlap."""
-    clusters: list[list[Point]] = []
-    for point in points:
-        for cluster in clusters:
-            first = cluster[0]
-            gap_x = abs(across(point.speed) - across(first.speed))
-            if gap_x < NEAR * len(cluster) and abs(up(point.cost) - up(first.cost)) < NEAR:
-                cluster.append(point)
-                break
-        else:
-            clusters.append([point])
+    """Put points together whose letters would overlap; those of a cluster stand in a row at its rightmost point."""
+    clusters = [[point] for point in points]
+
+    def place(cluster: list[Point]) -> tuple[float, float]:
+        right = max(cluster, key=lambda point: point.speed)
+        return across(right.speed), up(right.cost)
+
+    def overlap(one: list[Point], other: list[Point]) -> bool:
+        (x, y), (u, v) = place(one), place(other)
+        return x < u + NEAR * len(other) and u < x + NEAR * len(one) and abs(y - v) < NEAR
+
+    while pair := next((p for p in combinations(clusters, 2) if overlap(*p)), None):
+        one, other = pair
+        clusters.remove(other)
+        one += other
     return clusters
 
 
