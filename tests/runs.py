@@ -44,6 +44,7 @@ from streamrl.engine.systems import build_engine, build_policies, build_state
 from streamrl.hardware.memory import replica_workspace, weight_bytes
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.config import Run
+from streamrl.runfile.keys import place_of
 from streamrl.runfile.reading import make_run
 from streamrl.workload.workload import SimulatedWorkload
 
@@ -79,10 +80,7 @@ def make_table(changes: dict[str, Any] | None = None) -> dict[str, Any]:
     changes = dict(changes or {})
     followers = changes.pop("followers", [])
     for key, value in changes.items():
-        *parents, last = key.split(".")
-        place = table
-        for part in parents:
-            place = place.setdefault(part, {})
+        place, last = place_of(table, key)
         place[last] = value
     if table["policies"].get("system") == "colocated":
         table["trainer"]["pool"] = table["rollout"]["pool"]

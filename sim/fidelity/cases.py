@@ -27,6 +27,7 @@ from streamrl.engine.messages import Generated, PromptsDrawn, WeightsLoaded
 from streamrl.record.metrics import measure_speed
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
+from streamrl.runfile.keys import place_of
 from streamrl.runfile.reading import make_run
 
 Size = Literal["7B", "32B", "72B"]
@@ -161,10 +162,7 @@ def make_case(case: Case, seed: int = 0, changes: dict[str, Any] | None = None) 
         "policies": dict(SYSTEMS[case.system]),
     }
     for key, value in {**(ACROSS if case.across else {}), **(changes or {})}.items():
-        *parents, last = key.split(".")
-        place = table
-        for part in parents:
-            place = place.setdefault(part, {})
+        place, last = place_of(table, key)
         place[last] = value
     return make_run(table)
 

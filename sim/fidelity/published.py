@@ -100,7 +100,12 @@ def row_table(rows: Iterable[Row], title: str) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         without = "" if row.left_out is None else f"{row.left_out:.4g}"
-        cells = _range(row.published), _range(row.predicted), without, f"{row.error:+.1%}"
+        cells = (
+            range_text(row.published, 4),
+            range_text(row.predicted, 4),
+            without,
+            f"{row.error:+.1%}",
+        )
         table.add_row(row.name, row.unit, *cells)
     return table
 
@@ -112,6 +117,7 @@ def _distance(published: tuple[float, float], predicted: tuple[float, float]) ->
     return high / least - 1 if high < least else 0.0
 
 
-def _range(ends: tuple[float, float]) -> str:
-    low, high = ends
-    return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+def range_text(ends: tuple[float, float], digits: int) -> str:
+    """Write both ends of a range, or one figure where they are the same."""
+    low, high = (f"{end:.{digits}g}" for end in ends)
+    return low if ends[0] == ends[1] else f"{low} to {high}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from copy import deepcopy
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from sim.world import simulate
 from streamrl.hardware.memory import check_memory
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.keys import place_of
 from streamrl.runfile.reading import make_run
 from streamrl.workload.workload import SimulatedWorkload
 
@@ -223,14 +225,15 @@ def steps_rows() -> list[Row]:
 
 
 def _choices(step: Published) -> Iterator[dict[str, Any]]:
-    """Yield every combination of what is open."""
+    """Yield every combination of what is open, with lengths of the published mean."""
+    scaled = _scaled(step)
     for values in product(*step.opens.values()):
-        yield dict(zip(step.opens, values, strict=True))
+        yield {**dict(zip(step.opens, values, strict=True)), **scaled}
 
 
 def _simulated(step: Published, choice: dict[str, Any]) -> PhaseSeconds | None:
     """Simulate a choice; None where it does not fit the GPUs that ran it."""
-    run = _run(step.table, {**choice, **_scaled(step)})
+    run = _run(step.table, choice)
     try:
         check_memory(run)
     except RunError:
@@ -239,20 +242,13 @@ def _simulated(step: Published, choice: dict[str, Any]) -> PhaseSeconds | None:
 
 
 def _run(table: dict[str, Any], changes: dict[str, Any]) -> Run:
-    made = _copy(table)
+    made = deepcopy(table)
     gpus = made["trainer"]["data_parallel"] * made["trainer"]["pipeline_parallel"]
     for key, value in changes.items():
-        *parents, last = key.split(".")
-        place = made
-        for part in parents:
-            place = place.setdefault(part, {})
+        place, last = place_of(made, key)
         place[last] = value
     made["trainer"]["data_parallel"] = gpus // made["trainer"]["pipeline_parallel"]
     return make_run(made)
-
-
-def _copy(table: dict[str, Any]) -> dict[str, Any]:
-    return {k: _copy(v) if isinstance(v, dict) else v for k, v in table.items()}
 
 
 def _scaled(step: Published) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from sim.fidelity.published import Row, grouped, summarise
+from sim.fidelity.published import Row, grouped, range_text, summarise
 
 HISTORY = "fidelity-history.csv"
 TITLES = {
@@ -61,7 +61,7 @@ def sections(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
             )
         for row in shown:
             without = "" if row.left_out is None else f"{row.left_out:.3g}"
-            figures = f"{_range(row.published)} {row.unit} | {_range(row.predicted)} | {without}"
+            figures = f"{range_text(row.published, 3)} {row.unit} | {range_text(row.predicted, 3)} | {without}"
             yield f"| {row.name} | {figures} |"
     yield from ("", "## What it cannot predict", "")
     yield from (f"- {limit}" for limit in LIMITS)
@@ -111,8 +111,3 @@ def _commit() -> str:
 def _is_shown(name: str, row: Row) -> bool:
     """Whether a row stands on the page: all of those of whole steps, and a few others."""
     return name == "steps" or any(name == of and row.name.startswith(begin) for of, begin in SHOWN)
-
-
-def _range(ends: tuple[float, float]) -> str:
-    low, high = ends
-    return f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"

@@ -9,8 +9,6 @@ from streamrl.record.steady import LEAST_STEPS, Steady, find_steady
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 
-STOPPING = 1000
-"""Entries at the end of a trace among which a run stops."""
 LEAST_FAILURES = 10
 """Failures whose number is known within a third, so that their share in a step's seconds is no luck."""
 
@@ -77,11 +75,8 @@ def tell_doubts(trace: Trace, steps: LeaderSteps, steady: Steady) -> str:
 
 def _stopped_for(trace: Trace) -> str:
     """Return why a run that has no last step stopped by itself; empty where it was cut."""
-    for entry in reversed(trace.entries[-STOPPING:]):
-        for command in entry.commands:
-            if isinstance(command, Stop):
-                return command.reason
-    return ""
+    commands = (command for entry in reversed(trace.entries) for command in entry.commands)
+    return next((command.reason for command in commands if isinstance(command, Stop)), "")
 
 
 def _tell_drift(run: Run, steady: Steady) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 _PART = re.compile(r'"(?:[^"\\]|\\.)*"|[^."]+')
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
@@ -32,3 +33,14 @@ def split_key(key: str) -> list[str]:
     if not parts or ".".join(parts) != key:
         raise ValueError(f"{key!r} is no dotted key")
     return [json.loads(part) if part.startswith('"') else part for part in parts]
+
+
+def place_of(table: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """Return the table that a key stands in, which is made where there is none, and its name there.
+
+    For keys that the project spells out itself: no name in them is quoted, none is of a list.
+    """
+    *parents, last = key.split(".")
+    for parent in parents:
+        table = table.setdefault(parent, {})
+    return table, last

@@ -7,6 +7,7 @@ import re
 from typing import Any, NamedTuple
 
 from streamrl.runfile.errors import OneOf, RunError, shown
+from streamrl.runfile.keys import place_of
 
 
 class Renamed(NamedTuple):
@@ -69,22 +70,14 @@ def upgrade_run(table: dict[str, Any]) -> dict[str, Any]:
     """
     upgraded = copy.deepcopy(table)
     for old in RENAMED:
-        section, name = _place(upgraded, old.key)
+        section, name = place_of(upgraded, old.key)
         if old.value is not None:
             if section.get(name) == old.value:
                 section[name] = old.now
         elif name in section:
-            new_section, new_name = _place(upgraded, old.now)
+            new_section, new_name = place_of(upgraded, old.now)
             new_section[new_name] = section.pop(name)
     for key in GONE:
-        section, name = _place(upgraded, key)
+        section, name = place_of(upgraded, key)
         section.pop(name, None)
     return upgraded
-
-
-def _place(table: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    """Return the table that a key stands in, which is made where there is none, and its name there."""
-    *parents, last = key.split(".")
-    for parent in parents:
-        table = table.setdefault(parent, {})
-    return table, last

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice, zip_longest
 from math import inf
 from statistics import fmean
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from sim.costs.training.interleaved import interleave
 from sim.costs.training.packing import MicroBatch, deal, micro_batches
@@ -36,6 +36,10 @@ class Line(Protocol):
         ...
 
 
+TimeOf: TypeAlias = Callable[[Sequence[int]], float]
+"""Seconds of a command's rollouts, by the tokens of each."""
+
+
 class SerialLine:
     """One rank without a pipeline, whose commands take so many seconds each."""
 
@@ -56,14 +60,6 @@ class SerialLine:
     def finish(self, now: float) -> float:
         """See `Line`."""
         return max(now, self._free_at)
-
-
-class TimeOf(Protocol):
-    """Seconds of a command's rollouts."""
-
-    def __call__(self, lengths: Sequence[int]) -> float:
-        """Return the seconds of rollouts of so many tokens."""
-        ...
 
 
 class PipelinedLine:
