@@ -201,6 +201,7 @@ class Stages:
             expert_parallel=(config.expert_parallel,),
             micro_batch=(config.micro_batch,),
             zero=(config.zero,),
+            recompute=(config.recompute,),
         )
         yield from fitting_trainers(self._run, config.pool, num_gpus, among, Counter())
 

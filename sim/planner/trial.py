@@ -23,9 +23,12 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.reading import decode_run, encode_run
 from streamrl.workload.workload import SimulatedWorkload
 
-SEARCH_STEPS = 6
+SEARCH_STEPS = 8
 """Most steps by which a search compares plans: all take the same prompts and lengths, so that their difference is known
-better than the time of any. The first is left out."""
+better than the time of any."""
+START = 3
+"""Steps at the start that a search leaves out: where generation is ahead the first one fills replicas, and those that
+follow are shorter than they will be; with them six steps are 13 to 17 % faster than the steady state, without 1 %."""
 
 Key = TypeVar("Key")
 Answer = TypeVar("Answer")
@@ -57,6 +60,19 @@ def speed_of(trial: Trial) -> Speed:
     return measure_speed(trace_of(trial))
 
 
+def short_speed_of(trial: Trial) -> Speed:
+    """Simulate as many steps of a plan as the run file has at most, those at the start left out."""
+    trace = trace_of(trial)
+    first, last = counted_steps(trace.run)
+    return measure_speed(trace, (first, last))
+
+
+def counted_steps(run: Run) -> tuple[int, int]:
+    """Return the first and last step by which a search compares plans of a shortened run."""
+    most = run.simulate.max_steps
+    return min(START, most - 1) + 1, most
+
+
 def metrics_of(trial: Trial) -> Metrics:
     """Simulate the steady state of a plan and measure all of it."""
     return measure(trace_of(trial))
@@ -81,7 +97,9 @@ def generation_of(trial: Trial) -> GenerationTime:
     costs, size = Costs.load(run), run.algorithm.prompts_per_step
     run = fill_latency(run, costs)
     draws = [workload.draw(batch * size, size) for batch in trial.batches]
-    return summarize([generate_batch(run, costs, batch) for batch in draws])
+    batches = [generate_batch(run, costs, batch) for batch in draws]
+    waits = run.algorithm.trains_whole_groups
+    return summarize(batches, run.rollout.replicas, waits_for_groups=waits)
 
 
 @lru_cache(maxsize=8)

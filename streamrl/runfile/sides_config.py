@@ -12,6 +12,7 @@ from streamrl.runfile.units import Duration, Size
 ScorerName = Literal["exact", "math-verify", "reasoning-gym"]
 RolloutBackend = Literal["transformers", "static"]
 AdmissionName = Literal["on-demand", "reserve"]
+Recompute = Literal["none", "selective", "full"]
 
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
@@ -70,7 +71,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     for every pass (FSDP's full shard)."""
     virtual_stages: int = 1
     """Simulated: slices of the model that each pipeline stage has (Megatron's interleaved schedule)."""
-    recompute: Literal["none", "selective", "full"] = "full"
+    recompute: Recompute = "full"
     """Simulated: full keeps the input of each layer and computes the layer again for its backward pass; selective
     makes norms and activations of MLPs again; none keeps all but attention scores, which flash attention never keeps."""
     kernels: Literal["fused", "uncompiled", "eager"] = "eager"
