@@ -14,7 +14,8 @@ from sim.costs.training.ranks import Ranks
 from sim.costs.training.stage_times import StageTimes
 from sim.fidelity.published import Row
 from sim.fidelity.published_training import PublishedStep, is_plain, read_steps, shape_of
-from streamrl.hardware.memory import activation_bytes, logit_bytes, model_states
+from streamrl.hardware.activations import activation_bytes, logit_bytes
+from streamrl.hardware.memory import model_states
 from streamrl.hardware.profiles import Gpu, load_gpu
 from streamrl.runfile.sides_config import TrainerConfig
 from streamrl.runfile.units import Bandwidth, Size
@@ -137,6 +138,7 @@ def _trainer(step: PublishedStep) -> TrainerConfig:
         zero=step.zero,
         recompute=step.recompute,
         kernels=step.kernels,
+        logits=step.logits,
         routing=step.routing,
         dispatch=step.dispatch,
         overlaps_dispatch=step.overlaps,
