@@ -294,9 +294,10 @@ def mixture(line: dict[str, str]) -> PublishedStep:
 
 
 def recomputed(note: str, framework: str) -> Recompute:
-    """Return what a mixture makes again; Automodel's benchmark configurations all checkpoint every layer.
+    """Return what a mixture makes again.
 
-    In 36044ad, examples/llm_benchmark: `activation_checkpointing: true`, which its performance page does not repeat.
+    Automodel's page does not say: every version of its benchmark configurations (examples/llm_benchmark, earlier
+    examples/benchmark) has `activation_checkpointing: true`, which wraps each layer.
     """
     if framework == "NeMo" or "full recompute" in note:
         return "full"

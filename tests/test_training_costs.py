@@ -577,7 +577,7 @@ def test_a_run_takes_its_training_seconds_and_tiers_from_here() -> None:
         ),
         ({}, {"efficiency": 1.5}, ["trainer.efficiency", "(0, 1]", "1.5"]),
         ({}, {"zero": 2}, ["trainer.zero", "1, 3", "2"]),
-        ({}, {"recompute": "some"}, ["trainer.recompute", "none, selective, full", "'some'"]),
+        ({}, {"recompute": "some"}, ["trainer.recompute", "none, selective, mlp, full", "'some'"]),
         ({}, {"kernels": "slow"}, ["trainer.kernels", "fused, uncompiled, eager", "'slow'"]),
     ],
 )

@@ -74,7 +74,7 @@ def step_time(
 
 
 def step_memory(step: PublishedStep) -> tuple[float, float]:
-    """Return the bytes that the memory model expects on the fullest GPU of a step, and those that the GPU has."""
+    """Return the bytes that the memory model expects on the fullest GPU of a step, and those that tensors can have."""
     model, trainer, gpu = shape_of(step.model), _trainer(step), _gpu(step)
     num_tokens = step.micro_batch * step.tokens
     states = model_states(model, trainer, "bfloat16")
@@ -84,7 +84,7 @@ def step_memory(step: PublishedStep) -> tuple[float, float]:
         state.weights + state.gradients + state.optimizer + kept + last
         for state, kept, last in zip(states, activations, logits, strict=True)
     )
-    return need, gpu.memory
+    return need, gpu.usable_memory
 
 
 def even_step_time(
