@@ -20,6 +20,7 @@ import csv
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from sim.fidelity.published_training import PATH, PublishedStep, Recompute, shape_of
 from streamrl.hardware.profiles import load_gpu
@@ -106,7 +107,7 @@ def mosaic(path: Path) -> Iterator[PublishedStep]:
 
 # Megatron-Bridge ----------------------------------------------------------------------------------
 
-CARDS = {
+CARDS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
     ("qwen3-8b", "pretrain"): ("qwen3-8b", {}),
     ("qwen3-8b", "checkpoint_resume"): ("qwen3-8b", {}),
     ("qwen3-30b-a3b", "pretrain"): ("qwen3-30b-a3b", {"dispatch": "deduplicated"}),

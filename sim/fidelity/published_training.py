@@ -78,7 +78,10 @@ def read_steps(path: Path = PATH) -> tuple[PublishedStep, ...]:
 
 
 def _typed(line: dict[str, str]) -> dict[str, object]:
-    return {key: {"True": True, "False": False, "": None}.get(value, value) for key, value in line.items()}
+    return {
+        key: {"True": True, "False": False, "": None}.get(value, value)
+        for key, value in line.items()
+    }
 
 
 def is_plain(step: PublishedStep) -> bool:
