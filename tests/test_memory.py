@@ -213,6 +213,15 @@ def test_a_plan_that_keeps_every_activation_of_a_long_rollout_is_told_what_would
     check_memory(small_run({"rollout.max_tokens": 60000}))
 
 
+def test_a_plan_whose_logits_take_much_is_told_to_chunk_them() -> None:
+    changes = {"trainer.tensor_parallel": 1, "rollout.max_tokens": 20000}
+    with pytest.raises(ValueError, match=r"of logits.*; trainer.logits=\"chunked\" holds few"):
+        check_memory(small_run(changes))
+    with pytest.raises(ValueError) as caught:
+        check_memory(small_run({**changes, "trainer.logits": "chunked"}))
+    assert "chunked" not in str(caught.value)
+
+
 def test_a_plan_of_32b_whose_end_stages_do_not_fit_is_refused() -> None:
     def plan(**trainer: Any) -> Run:
         return small_run(

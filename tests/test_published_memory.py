@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from sim.fidelity.published_training import PublishedStep, is_plain, read_steps
 from sim.fidelity.training_rows import step_memory
@@ -34,8 +35,6 @@ def test_peaks_are_of_all_ways_to_hold_logits_and_of_mixtures_too() -> None:
 
 def test_steps_that_would_not_fit_without_what_they_make_again_or_split_are_refused() -> None:
     """A check that refuses nothing would let every step run."""
-    from msgspec.structs import replace
-
     for step in STEPS:
         if step.model == "qwen3-235b-a22b" and step.recompute == "mlp":
             need, memory = step_memory(replace(step, recompute="none"))
