@@ -227,7 +227,12 @@ def test_a_slower_trainer_costs_what_a_simulation_of_it_says() -> None:
 
 def test_a_plan_that_longer_outputs_no_longer_fit_says_so() -> None:
     run = offer(
-        {**FEW, "rollout.max_tokens": 110_000, "workload.lengths.scale": 1.0},
+        {
+            **FEW,
+            "rollout.max_tokens": 110_000,
+            "workload.lengths.scale": 1.0,
+            "trainer.logits": "fused",
+        },
         **{**FEW_PLANS, "rollout_tensor_parallel": [1, 8], "zero": [1]},
         rollout_pools=["h20"],
     )

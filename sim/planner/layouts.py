@@ -19,7 +19,7 @@ from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.pools import powers_of_two
-from streamrl.runfile.sides_config import Recompute
+from streamrl.runfile.sides_config import Logits, Recompute
 
 ROLLOUT_MEMORY = "rollout: a replica holds no longest rollout beside its weights"
 TRAINER_MEMORY = "trainer: does not fit its memory"
@@ -29,7 +29,7 @@ LAYERS = "trainer: more pipeline stages than layers, or experts than there are"
 RANKS = "trainer: more data-parallel ranks than rollouts in a step"
 
 
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "mlp", "full")
 """What a backward pass makes again, the fastest and largest first."""
 
 
@@ -63,6 +63,7 @@ class Degrees(NamedTuple):
     micro_batch: int
     zero: int
     recompute: Recompute
+    logits: Logits | None
     offload: bool
 
     @property
@@ -143,9 +144,8 @@ def fitting_trainers(
             ):
                 if zero == 3 and pipeline > 1 and len(among.zero) > 1:
                     continue  # each pass of a stage would gather its weights anew: nobody runs it unasked
-                degrees = Degrees(
-                    pool, data, tensor, pipeline, expert, micro, zero, among.recompute[0], False
-                )
+                split = (pool, data, tensor, pipeline, expert, micro, zero)
+                degrees = Degrees(*split, among.recompute[0], run.trainer.logits, False)
                 if (found := _fit(run, degrees, among.recompute, cut)) is not None:
                     yield found
 
@@ -153,7 +153,10 @@ def fitting_trainers(
 def _fit(
     run: Run, degrees: Degrees, recomputes: Sequence[Recompute], cut: Counter[str]
 ) -> Degrees | None:
-    """Return the trainer, making as little again as fits, offloading where it must; None where it does not fit even then."""
+    """Return the trainer that makes as little again as fits; None where none does.
+
+    It takes logits in chunks and offloads only where it must.
+    """
     if degrees.data_parallel > run.algorithm.rollouts_per_step:
         cut[RANKS] += 1
         return None
@@ -168,8 +171,12 @@ def _fit(
     if is_split_too_far or (degrees.expert_parallel > 1 and model.experts is None):
         cut[LAYERS] += 1
         return None
-    for offload, recompute in product((False, True) if num_models(run) > 1 else (False,), recomputes):
-        found = degrees._replace(offload=offload, recompute=recompute)
+    offloads = (False, True) if num_models(run) > 1 else (False,)
+    logits: tuple[Logits | None, ...] = (degrees.logits,)
+    if degrees.logits is None:
+        logits = (None, "chunked")
+    for offload, recompute, loss in product(offloads, recomputes, logits):
+        found = degrees._replace(offload=offload, recompute=recompute, logits=loss)
         split = found.apply(run)
         if _trainer_bytes(split) <= memory and offloaded_bytes(split) <= host_memory(split):
             return found
