@@ -277,9 +277,7 @@ class Estimates:
                 by_degree[_degree(paced.replicas)].append(pace)
         return np.array(
             [
-                self._paces.get(
-                    Paced(each, wanted), median(by_degree.get(_degree(each), [usual]))
-                )
+                self._paces.get(Paced(each, wanted), median(by_degree.get(_degree(each), [usual])))
                 for each in self.space.replicas
             ]
         )

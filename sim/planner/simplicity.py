@@ -16,14 +16,9 @@ Counts = NDArray[np.int64]
 
 def complexities(space: Space) -> Counts:
     """Return what there is to set up for each plan of a space: see `complexity`."""
-    replicas, trainers, modes = (
-        np.array([count(part) for part in parts])
-        for count, parts in (
-            (_of_replicas, space.replicas),
-            (_of_trainer, space.trainers),
-            (lambda mode: _of_mode(space.run, mode), space.modes),
-        )
-    )
+    replicas = np.array([_of_replicas(each) for each in space.replicas])
+    trainers = np.array([_of_trainer(each) for each in space.trainers])
+    modes = np.array([_of_mode(space.run, mode) for mode in space.modes])
     pools = {name: place for place, name in enumerate(space.run.cluster.pools)}
     generates, trains = (
         np.array([pools[side.pool] for side in sides]) for sides in (space.replicas, space.trainers)
@@ -36,8 +31,11 @@ def complexities(space: Space) -> Counts:
 
 
 def complexity(run: Run, candidate: Candidate) -> int:
-    """Count what there is to set up for a plan: every parallel degree above one, ZeRO 3, offloading, a second pool, each
-    step that generation is ahead, streaming, dispatch by a ranker, a delta instead of weights."""
+    """Count what there is to set up for a plan.
+
+    That is every parallel degree above one, ZeRO 3, offloading, a second pool, each step that generation is ahead,
+    streaming, dispatch by a ranker, a delta instead of weights.
+    """
     replicas, trainer, mode = candidate
     differs = int(replicas.pool != trainer.pool)
     return _of_replicas(replicas) + _of_trainer(trainer) + _of_mode(run, mode) + differs

@@ -15,6 +15,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from sim.costs.training.training import TrainingCosts
 from sim.planner.layouts import (
     RECOMPUTES,
     Degrees,
@@ -24,7 +25,6 @@ from sim.planner.layouts import (
     fitting_trainers,
     sizes,
 )
-from sim.costs.training.training import TrainingCosts
 from sim.planner.modes import Mode, find_modes
 from sim.planner.stages import refuse_profile
 from sim.planner.train_time import FallingLengths, TrainTimes, train_times

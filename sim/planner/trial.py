@@ -16,6 +16,7 @@ from sim.parallel import answers
 from sim.planner.generation_time import GenerationTime, summarize
 from sim.planner.space import Candidate
 from sim.steady_state import sampled, simulate_steady
+from streamrl.record.leader_steps import read_steps
 from streamrl.record.metrics import Metrics, Speed, measure, measure_speed
 from streamrl.record.trace import Trace
 from streamrl.runfile.checks import check_run
@@ -64,7 +65,8 @@ def short_speed_of(trial: Trial) -> Speed:
     """Simulate as many steps of a plan as the run file has at most, those at the start left out."""
     trace = trace_of(trial)
     first, last = counted_steps(trace.run)
-    return measure_speed(trace, (first, last))
+    num_whole = read_steps(trace).num_made - 1
+    return measure_speed(trace, (min(first, num_whole), min(last, num_whole)))
 
 
 def counted_steps(run: Run) -> tuple[int, int]:

@@ -63,6 +63,9 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     """The run's own where absent; where a ranker is named longest-first too."""
     sync_modes: list[SyncMode] | None = None
     """The run's own where absent, and delta beside full: both bring replicas the same weights."""
+    staleness_cost: float = 0.0
+    """Per cent more steps that a training needs for each version that its rollouts are behind on average. Nobody knows it
+    for your task but you: 0 takes a stale rollout to teach as much as a fresh one."""
     time_limit: Duration = Duration(300.0)
     """After which no further plan is simulated; the plan then says how much better another might be."""
     finalists: int = 6
