@@ -46,8 +46,8 @@ class Fit:
 
     name: str
     terms: tuple[str, ...]
-    fixed: dict[str, Duration]
-    """Constants that are taken from elsewhere."""
+    start: Overheads = Overheads()
+    """Constants that are taken from elsewhere, and the kernels that it uses."""
     is_fitted: Callable[[ServingRow], bool] = lambda row: True
     note: str = ""
 
@@ -56,7 +56,7 @@ FITS = {
     "vllm-0.11": Fit(
         name="vLLM 0.11.1, async scheduling, CUDA graphs",
         terms=("step", "layer", "logit"),
-        fixed={"request": REQUEST},
+        start=Overheads(request=REQUEST),
         is_fitted=lambda row: (
             row.kind == "step" and row.dtype == "bfloat16" and row.version == "0.11.1"
         ),
@@ -65,46 +65,44 @@ FITS = {
     "vllm-0.6": Fit(
         name="vLLM 0.6.3, CUDA graphs",
         terms=("step", "layer"),
-        fixed={"request": REQUEST},
+        start=Overheads(request=REQUEST),
+        is_fitted=lambda row: row.version == "0.6.3",
         note="batch 1 on A100, so `request` is the paper's",
     ),
     "vllm-0.2": Fit(
         name="vLLM of 2023, without CUDA graphs",
-        terms=("launch", "request"),
-        fixed={},
-        note="one shape on hosts of two kinds",
+        terms=("step", "layer", "request"),
+        start=Overheads(reads_cache_per_head=True, all_reduce="nccl"),
+        note="hosts of two kinds, which no constant tells apart; attention without grouped reads and all-reduces of "
+        "NCCL, as it had no other",
     ),
     "sglang-0.4": Fit(
         name="SGLang 0.4.6, CUDA graphs",
         terms=("slowdown", "step", "layer"),
-        fixed={"request": REQUEST},
+        start=Overheads(request=REQUEST),
         note="batch 1 on H20, so `request` is the paper's; `slowdown`: weights and cache are read at half the "
         "bandwidth that the tables of H20 and H20-3e reach, whatever the size of the model",
     ),
     "sglang-0.5": Fit(
-        name="SGLang 0.5.6, CUDA graphs",
+        name="SGLang 0.5.6 and 0.5.7, CUDA graphs",
         terms=("layer",),
-        fixed={"request": REQUEST},
-        is_fitted=lambda row: row.gpu == "a100",
-        note="one shape on A100, so `request` is the paper's",
+        start=Overheads(request=REQUEST),
+        note="three shapes on as many GPUs; `request` is the paper's",
     ),
     "tensorrt-llm-1.0": Fit(
         name="TensorRT-LLM 1.0 and 1.2, PyTorch back end",
         terms=("step", "layer", "request"),
-        fixed={},
         note="throughput at full load in fp8 on H100 and H200",
     ),
     "tensorrt-llm-0.5": Fit(
         name="TensorRT-LLM 0.5.0 and 0.6.1",
         terms=("step", "layer"),
-        fixed={},
-        is_fitted=lambda row: row.model == "llama-2-7b",
-        note="multi-head attention only: with grouped queries these versions read a cache several times over",
+        start=Overheads(reads_cache_per_head=True),
+        note="attention without grouped reads",
     ),
     "transformers-4.51": Fit(
         name="Hugging Face Transformers 4.51.3, eager",
         terms=("launch",),
-        fixed={},
         note="batch 1 and contexts of up to 2,000 tokens on H20",
     ),
 }
@@ -138,7 +136,7 @@ def fit(engine: str, rows: Sequence[ServingRow]) -> Overheads:
 
 def _fit_linear(plan: Fit, rows: Sequence[ServingRow], launch: float) -> Overheads:
     terms = [term for term in plan.terms if term != "launch"]
-    start = Overheads(**plan.fixed, launch=Duration(launch))
+    start = replace(plan.start, launch=Duration(launch))
     published, bare = _published(rows), _seconds(rows, start)
     if not terms:
         return start
@@ -262,6 +260,8 @@ def _lines(constants: Overheads) -> list[str]:
         "launch": f'"{constants.launch * 1e6:.4g} us"',
         "request": f'"{constants.request * 1e6:.4g} us"',
         "logit": f'"{constants.logit * 1e9:.4g} ns"',
+        "reads_cache_per_head": "true",
+        "all_reduce": f'"{constants.all_reduce}"',
     }
     lines = [f"{term} = {text}" for term, text in written.items() if getattr(constants, term)]
     return lines + [f"slowdown = {constants.slowdown:.4g}"] * (constants.slowdown != 1)

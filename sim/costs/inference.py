@@ -48,7 +48,10 @@ class Shard:
             layers.append(self._experts(tokens) * model.num_expert_layers)
         if degree > 1:
             reduced = self.kernels.time(
-                "all_reduce", tokens * model.hidden_size * self._width, gpus=degree
+                "all_reduce",
+                tokens * model.hidden_size * self._width,
+                backend=self.engine.constants.all_reduce,
+                gpus=degree,
             )
             layers.append(reduced * (2 * model.num_layers))
         norms = tokens * NORM_BYTES / 2 * self._width * model.hidden_size * model.num_layers
@@ -138,6 +141,8 @@ class Shard:
                 * model.num_layers
             )
         heads, kv_heads = self._heads()
+        if self.engine.constants.reads_cache_per_head:
+            kv_heads = heads
         return (
             self.kernels.time(
                 "decode_attention", contexts, heads=heads, kv_heads=kv_heads, batch=rollouts

@@ -110,16 +110,22 @@ class Kernels:
         surface = _surface(self._tables.get(operator, ""), operator, self.dtype)
         return (surface.table.facts.distribution if surface else "") or "even"
 
-    def time(self, operator: str, columns: Floats, **shape: float) -> Estimate:
+    def time(
+        self, operator: str, columns: Floats, *, backend: str | None = None, **shape: float
+    ) -> Estimate:
         """Return an operator's seconds for every value of its last axis.
 
         Args:
             operator: a name in `streamrl.hardware.operators.OPERATORS`.
             columns: (n,) values of the last axis: m, context, tokens or bytes.
+            backend: whose table; the one that was chosen for the GPU where absent.
             shape: value of every other axis.
         """
         dtype = self.dtype if operator in ("gemm", "moe") else self.wire_dtype
-        surface = _surface(self._tables.get(operator, ""), operator, dtype)
+        place = self._tables.get(operator, "")
+        if backend is not None:
+            place = f"{place.partition('/')[0]}/{backend}"
+        surface = _surface(place, operator, dtype)
         if surface is None:
             return self._roofline(OPERATORS[operator], operator, dtype, columns, shape)
         seconds, is_inside = surface.seconds(shape, columns, peak_of(self.gpu, dtype))

@@ -1,4 +1,4 @@
-"""What a decode step takes beside its operators: constants of an inference engine and its version.
+"""What a decode step takes beside its operators, and which of them it uses: constants of an inference engine and its version.
 
 | term       | seconds of                                                                           |
 |------------|--------------------------------------------------------------------------------------|
@@ -38,6 +38,11 @@ class Overheads(ProfileTable, frozen=True, kw_only=True):
     request: Duration = Duration(0)
     logit: Duration = Duration(0)
     slowdown: float = 1.0
+    reads_cache_per_head: bool = False
+    """Whether query heads that share keys and values each read them: decode kernels of 2023 (vLLM issue 1880,
+    TensorRT-LLM issue 407)."""
+    all_reduce: str | None = None
+    """Backend of its all-reduces, e.g. nccl: vLLM's own kernels came with 0.3.0 (pull 2192). The GPU's where absent."""
 
     def __post_init__(self) -> None:
         check_positive(self, TERMS)
