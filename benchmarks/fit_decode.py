@@ -56,7 +56,7 @@ FITS = {
     "vllm-0.11": Fit(
         name="vLLM 0.11.1, async scheduling, CUDA graphs",
         terms=("step", "layer", "logit"),
-        start=Overheads(request=REQUEST),
+        start=Overheads(request=REQUEST, quantises_apart=True, has_wide_experts=True),
         is_fitted=lambda row: (
             row.kind == "step" and row.dtype == "bfloat16" and row.version == "0.11.1"
         ),
@@ -262,6 +262,8 @@ def _lines(constants: Overheads) -> list[str]:
         "logit": f'"{constants.logit * 1e9:.4g} ns"',
         "reads_cache_per_head": "true",
         "all_reduce": f'"{constants.all_reduce}"',
+        "quantises_apart": "true",
+        "has_wide_experts": "true",
     }
     lines = [f"{term} = {text}" for term, text in written.items() if getattr(constants, term)]
     return lines + [f"slowdown = {constants.slowdown:.4g}"] * (constants.slowdown != 1)

@@ -19,6 +19,8 @@ from streamrl.hardware.tiers import Provenance
 MEASURED = PROFILES / "measured"
 DTYPE_OF_ATTENTION = "bfloat16"
 """Keys and values stay in 16 bits where weights are in 8."""
+OF_WEIGHTS = ("gemm", "quantise", "moe")
+"""Operators that run in the dtype of the weights."""
 ALIKE = {
     "bfloat16": ("bfloat16", "float16"),
     "float16": ("float16", "bfloat16"),
@@ -107,7 +109,7 @@ class Kernels:
 
     def distribution(self, operator: str) -> str:
         """Return how an operator's table dealt tokens out over experts: evenly where nothing says otherwise."""
-        surface = _surface(self._tables.get(operator, ""), operator, self.dtype)
+        surface = _surface(self._place(operator, self.dtype), operator, self.dtype)
         return (surface.table.facts.distribution if surface else "") or "even"
 
     def time(
@@ -121,8 +123,8 @@ class Kernels:
             backend: whose table; the one that was chosen for the GPU where absent.
             shape: value of every other axis.
         """
-        dtype = self.dtype if operator in ("gemm", "moe") else self.wire_dtype
-        place = self._tables.get(operator, "")
+        dtype = self.dtype if operator in OF_WEIGHTS else self.wire_dtype
+        place = self._place(operator, dtype)
         if backend is not None:
             place = f"{place.partition('/')[0]}/{backend}"
         surface = _surface(place, operator, dtype)
@@ -130,6 +132,10 @@ class Kernels:
             return self._roofline(OPERATORS[operator], operator, dtype, columns, shape)
         seconds, is_inside = surface.seconds(shape, columns, peak_of(self.gpu, dtype))
         return Estimate(seconds, np.where(is_inside, 0.0, seconds), (surface.table.origin,))
+
+    def _place(self, operator: str, dtype: str) -> str:
+        """Return "GPU/BACKEND" of an operator's table: one dtype may have its own."""
+        return self._tables.get(f"{operator}.{dtype}") or self._tables.get(operator, "")
 
     def traffic(self, num_bytes: Floats) -> Estimate:
         """Return the seconds in which the GPU's memory moves bytes, by its roofline."""
@@ -154,6 +160,7 @@ class Kernels:
 
 _COLUMN = {
     "gemm": "m",
+    "quantise": "m",
     "decode_attention": "context",
     "latent_decode_attention": "context",
     "prefill_attention": "context",

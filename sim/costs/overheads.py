@@ -44,6 +44,11 @@ class Overheads(ProfileTable, frozen=True, kw_only=True):
     all_reduce: str | None = None
     """Backend of its all-reduces, e.g. nccl: vLLM's own kernels came with 0.3.0 (pull 2192). The GPU's where absent."""
 
+    quantises_apart: bool = False
+    """Whether kernels of their own bring inputs of fp8 products to fp8, each row by its own scale, not those before them."""
+    has_wide_experts: bool = False
+    """Whether grouped fp8 experts go in tiles of 64 rows at any batch, as those of the tables do past 64 tokens."""
+
     def __post_init__(self) -> None:
         check_positive(self, TERMS)
 
