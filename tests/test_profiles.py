@@ -37,10 +37,12 @@ PUBLISHED = {
     "r1-distill-qwen-1.5b": (1.78, 1_777_088_000),
     "r1-distill-qwen-7b": (7.62, 7_615_616_512),
     "deepseek-v3": (671, 671_026_419_200),
+    "bloom-176b": (176, 176_247_228_416),
 }
 """Billions as the model card prints them (the R1 distillations and Llama: as the hub does), and the values in
 the checkpoint's safetensors files. DeepSeek-V3: without the module for multi-token prediction, which makes it
-685 billion on the hub, and with the router's biases."""
+685 billion on the hub, and with the router's biases. BLOOM: of the gated MLP that stands for its plain one; its
+checkpoint has 176,247,271,424."""
 NON_EMBEDDING = {
     "qwen2.5-0.5b": 0.36,
     "qwen2.5-1.5b": 1.31,

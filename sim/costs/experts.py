@@ -56,7 +56,7 @@ def experts_time(
     grown = kernels.time("moe", np.maximum(tokens, all_read), **shape)
     whole = kernels.time("moe", np.full(1, all_read), **shape)
     growth = np.maximum(1.0, grown.seconds / whole.seconds)
-    if has_wide_tiles and kernels.dtype == "fp8":
+    if has_wide_tiles and (kernels.dtype, kernels.backend("moe")) == ("fp8", "vllm"):
         narrow, wide = kernels.time("moe", np.array(WIDE_TILES), **shape).seconds
         growth = growth * np.where(tokens <= WIDE_TILES[0], max(1.0, wide / narrow), 1.0)
     return Estimate(read.seconds * growth, read.unmeasured * growth, read.sources)

@@ -47,13 +47,7 @@ class Shard:
         if model.experts is not None:
             layers.append(self._experts(tokens) * model.num_expert_layers)
         if degree > 1:
-            reduced = self.kernels.time(
-                "all_reduce",
-                tokens * model.hidden_size * self._width,
-                backend=self.engine.constants.all_reduce,
-                gpus=degree,
-            )
-            layers.append(reduced * (2 * model.num_layers))
+            layers.append(self._all_reduce(tokens) * (2 * model.num_layers))
         norms = tokens * NORM_BYTES / 2 * self._width * model.hidden_size * model.num_layers
         return total([*layers, self.kernels.traffic(norms)])
 
@@ -77,6 +71,14 @@ class Shard:
         return self._linear(tokens, queries + keys_values, hidden) + self._linear(
             tokens, hidden, queries
         )
+
+    def _all_reduce(self, tokens: Floats) -> Estimate:
+        """The sum of what tensor ranks have of the residual stream."""
+        backend, kernels = self.engine.constants.all_reduce, self.kernels
+        if backend is not None:
+            kernels = kernels.with_backend("all_reduce", backend)
+        num_bytes = tokens * self.model.hidden_size * self._width
+        return kernels.time("all_reduce", num_bytes, gpus=self.tensor_parallel)
 
     def _linear(self, tokens: Floats, n: float, k: float) -> Estimate:
         """A product with weights: in fp8 some engines bring its inputs to fp8 in a kernel of its own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -91,6 +92,7 @@ class Kernels:
         Raises:
             ValueError: nothing of that backend was measured on this GPU.
         """
+        self._gpu_name = gpu_name
         self.gpu = load_gpu(gpu_name)
         self.dtype = dtype
         wide = DTYPE_OF_ATTENTION if BYTES[dtype] <= BYTES[DTYPE_OF_ATTENTION] else dtype
@@ -100,7 +102,16 @@ class Kernels:
         """Dtype of keys and values."""
         self._tables = dict(self.gpu.tables)
         if backend is not None:
-            self._tables |= _tables_of(gpu_name, backend)
+            own = _tables_of(gpu_name, backend)
+            kept = {key: at for key, at in self._tables.items() if key.partition(".")[0] not in own}
+            self._tables = kept | own
+
+    def with_backend(self, operator: str, backend: str) -> Kernels:
+        """Return these kernels but for one operator, which is another backend's."""
+        other = copy(self)
+        place = self._tables.get(operator, self._gpu_name)
+        other._tables = self._tables | {operator: f"{place.partition('/')[0]}/{backend}"}
+        return other
 
     @property
     def is_measured(self) -> bool:
@@ -112,22 +123,21 @@ class Kernels:
         surface = _surface(self._place(operator, self.dtype), operator, self.dtype)
         return (surface.table.facts.distribution if surface else "") or "even"
 
-    def time(
-        self, operator: str, columns: Floats, *, backend: str | None = None, **shape: float
-    ) -> Estimate:
+    def backend(self, operator: str) -> str | None:
+        """Return whose kernels an operator's table has; None where there is no table."""
+        surface = _surface(self._place(operator, self.dtype), operator, self.dtype)
+        return surface.table.facts.backend if surface else None
+
+    def time(self, operator: str, columns: Floats, **shape: float) -> Estimate:
         """Return an operator's seconds for every value of its last axis.
 
         Args:
             operator: a name in `streamrl.hardware.operators.OPERATORS`.
             columns: (n,) values of the last axis: m, context, tokens or bytes.
-            backend: whose table; the one that was chosen for the GPU where absent.
             shape: value of every other axis.
         """
         dtype = self.dtype if operator in OF_WEIGHTS else self.wire_dtype
-        place = self._place(operator, dtype)
-        if backend is not None:
-            place = f"{place.partition('/')[0]}/{backend}"
-        surface = _surface(place, operator, dtype)
+        surface = _surface(self._place(operator, dtype), operator, dtype)
         if surface is None:
             return self._roofline(OPERATORS[operator], operator, dtype, columns, shape)
         seconds, is_inside = surface.seconds(shape, columns, peak_of(self.gpu, dtype))

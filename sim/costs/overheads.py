@@ -39,8 +39,8 @@ class Overheads(ProfileTable, frozen=True, kw_only=True):
     logit: Duration = Duration(0)
     slowdown: float = 1.0
     reads_cache_per_head: bool = False
-    """Whether query heads that share keys and values each read them: decode kernels of 2023 (vLLM issue 1880,
-    TensorRT-LLM issue 407)."""
+    """Whether query heads that share keys and values take as long as if each had its own: kernels of 2023 that read
+    them for each head (TensorRT-LLM issue 407)."""
     all_reduce: str | None = None
     """Backend of its all-reduces, e.g. nccl: vLLM's own kernels came with 0.3.0 (pull 2192). The GPU's where absent."""
 
