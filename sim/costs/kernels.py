@@ -102,9 +102,7 @@ class Kernels:
         """Dtype of keys and values."""
         self._tables = dict(self.gpu.tables)
         if backend is not None:
-            own = _tables_of(gpu_name, backend)
-            kept = {key: at for key, at in self._tables.items() if key.partition(".")[0] not in own}
-            self._tables = kept | own
+            self._tables |= _tables_of(gpu_name, backend)
 
     def with_backend(self, operator: str, backend: str) -> Kernels:
         """Return these kernels but for one operator, which is another backend's."""
