@@ -60,7 +60,8 @@ FITS = {
         is_fitted=lambda row: (
             row.kind == "step" and row.dtype == "bfloat16" and row.version == "0.11.1"
         ),
-        note="decode steps in 16 bits on H100 (rows in fp8 and busy steps are predicted only)",
+        note="decode steps in 16 bits on H100 (rows in fp8 and busy steps are predicted only: inputs are quantised in "
+        "kernels of their own, and Triton's experts go in tiles of 64 rows, as its fused_moe.py says)",
     ),
     "vllm-0.6": Fit(
         name="vLLM 0.6.3, CUDA graphs",
@@ -75,7 +76,8 @@ FITS = {
         start=Overheads(all_reduce="nccl"),
         note="hosts of two kinds, which no constant tells apart; all-reduces of NCCL, as it had no other; each query "
         "head reads keys and values, but out of the L2 cache: from 192 to 8,256 tokens a step of one rollout grows by "
-        "3.6 ms on two A100, where one read a group is 1.3 and one a head 15",
+        "3.6 ms on two A100, where one read a group is 1.3 and one a head 15; launches, a host each and other reads were "
+        "tried and met these rows worse, so that their errors flatter it",
     ),
     "sglang-0.4": Fit(
         name="SGLang 0.4.6, CUDA graphs",
@@ -99,7 +101,8 @@ FITS = {
         name="TensorRT-LLM 0.5.0 and 0.6.1",
         terms=("step", "layer"),
         start=Overheads(reads_cache_per_head=True),
-        note="each query head reads keys and values (issue 407), which the L2 cache of A100 softens",
+        note="each query head reads keys and values (issue 407), which the L2 cache of A100 softens; one read a group was "
+        "tried and met these rows worse",
     ),
     "transformers-4.51": Fit(
         name="Hugging Face Transformers 4.51.3, eager",

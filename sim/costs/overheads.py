@@ -1,4 +1,4 @@
-"""What a decode step takes beside its operators, and which of them it uses: constants of an inference engine and its version.
+"""An inference engine and its version: what a decode step takes beside its operators, and which of them it uses.
 
 | term       | seconds of                                                                           |
 |------------|--------------------------------------------------------------------------------------|
@@ -9,7 +9,9 @@
 | `logit`    | each running rollout and word of the vocabulary: sampling, which sorts them          |
 | `slowdown` | (a factor) the decode kernels of this version, relative to those of the tables       |
 
-They are fitted to published steps by `benchmarks/fit_decode.py`, one file of `profiles/engines/` each.
+They are fitted to published steps by `benchmarks/fit_decode.py`, one file of `profiles/engines/` each. Which kernels an
+engine uses is no fit: its code says so, or its release. Its fp8 has no constant of its own: rows in fp8 of vLLM 0.11 are
+predicted from measured kernels alone.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Overheads(ProfileTable, frozen=True, kw_only=True):
     """Whether query heads that share keys and values take as long as if each had its own: kernels of 2023 that read
     them for each head (TensorRT-LLM issue 407)."""
     all_reduce: str | None = None
-    """Backend of its all-reduces, e.g. nccl: vLLM's own kernels came with 0.3.0 (pull 2192). The GPU's where absent."""
+    """Backend of its all-reduces; the GPU's choice where absent. vLLM had but NCCL's until 2024 (pull 2192)."""
 
     quantises_apart: bool = False
     """Whether kernels of their own bring inputs of fp8 products to fp8, each row by its own scale, not those before them."""
