@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from copy import copy
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -84,8 +83,9 @@ class Kernels:
         dtype: str,
         backend: str | None = None,
         cache_dtype: str | None = None,
+        tables: Mapping[str, str] | None = None,
     ) -> None:
-        """Take the GPU's own choice of tables, or those of one backend on it.
+        """Take the GPU's own choice of tables, or `tables` in its place, or those of one backend on it.
 
         Keys and values are never narrower than 16 bits, unless `cache_dtype` says so.
 
@@ -100,16 +100,15 @@ class Kernels:
         """Dtype of what GPUs send each other, and in which attention computes."""
         self.cache_dtype = cache_dtype or wide
         """Dtype of keys and values."""
-        self._tables = dict(self.gpu.tables)
+        self._tables = dict(self.gpu.tables if tables is None else tables)
         if backend is not None:
             self._tables |= _tables_of(gpu_name, backend)
 
     def with_backend(self, operator: str, backend: str) -> Kernels:
         """Return these kernels but for one operator, which is another backend's."""
-        other = copy(self)
-        place = self._tables.get(operator, self._gpu_name)
-        other._tables = self._tables | {operator: f"{place.partition('/')[0]}/{backend}"}
-        return other
+        measured_on = self._tables.get(operator, self._gpu_name).partition("/")[0]
+        tables = self._tables | {operator: f"{measured_on}/{backend}"}
+        return Kernels(self._gpu_name, self.dtype, cache_dtype=self.cache_dtype, tables=tables)
 
     @property
     def is_measured(self) -> bool:
