@@ -16,6 +16,7 @@ from __future__ import annotations
 import datetime
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -35,6 +36,8 @@ HUBER = 0.1
 """Relative error past which a row counts linearly."""
 LAUNCHES = np.arange(100e-6, 1000e-6, 5e-6)
 """Seconds of a layer's launches that are tried: a step is no linear function of them."""
+FEWEST_ROWS = 6
+"""Rows on a GPU from which an engine's error is one of that GPU."""
 REQUEST = load_engine("streamrl").constants.request
 """Seconds of a rollout where sampling sorts nothing: the paper's decode curve. Published steps do not tell it from
 `logit`, as the vocabularies of their models are too alike: either alone meets them as well."""
@@ -232,7 +235,7 @@ def engine_profile(engine: str) -> str:
         'licence = "facts; the fit Apache-2.0"',
         f"date = {DATE}",
         f'fitted_on = "{plan.note}: {", ".join(sorted({row.model for row in rows}))}"',
-        f"gpus = {json.dumps(sorted({row.gpu for row in rows}))}",
+        f"gpus = {json.dumps(_answered(rows))}",
         f"rows = {len(rows)}",
         "",
         "[constants]",
@@ -255,6 +258,11 @@ def engine_profile(engine: str) -> str:
     for shape, constants in found.items():
         lines += ["", f'[left_out."{shape}"]', *_lines(constants)]
     return "\n".join([*lines, ""])
+
+
+def _answered(rows: Sequence[ServingRow]) -> list[str]:
+    counted = Counter(row.gpu for row in rows)
+    return sorted(gpu for gpu, count in counted.items() if count >= FEWEST_ROWS)
 
 
 def _lines(constants: Overheads) -> list[str]:

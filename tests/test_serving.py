@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,12 @@ def test_no_row_is_predicted_by_constants_that_were_fitted_to_its_shape() -> Non
         fitted = {row.model for row in rows_of(engine)}
         assert len(fitted) > 1, engine
         assert fitted == set(load_engine(engine).left_out), engine
+
+
+@pytest.mark.parametrize("engine", FITS)
+def test_an_engine_answers_for_a_gpu_by_six_rows_or_more(engine: str) -> None:
+    counted = Counter(row.gpu for row in rows_of(engine))
+    assert load_engine(engine).gpus == sorted(gpu for gpu, num in counted.items() if num > 5)
 
 
 # Kernels of an engine -----------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class ServingEngine(ProfileTable, frozen=True, kw_only=True):
     fitted_on: str
     """Which published rows, and which constants were taken from elsewhere."""
     gpus: list[str]
-    """On which the rows were measured."""
+    """On which rows were measured, six or more."""
     rows: int
     constants: Overheads
     spread: dict[str, tuple[float, float]] = msgspec.field(default_factory=dict)
