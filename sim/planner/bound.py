@@ -38,7 +38,7 @@ from streamrl.workload.workload import Draw
 Floats = NDArray[np.float64]
 Indices = NDArray[np.signedinteger]
 CAREFUL = 0.97
-"""What counts of generation that was simulated for another number of the same replicas: too rosy rather than too dear."""
+"""Share of what generation takes another number of the same replicas that bounds it: one batch differs from the next."""
 OVERLAP = 1.0
 """Seconds of generation where steps overlap over those of replicas one share after the other, before a simulation tells."""
 IN_FLIGHT = 1.1
@@ -243,16 +243,20 @@ class Estimates:
         return self._filled(table, seen)
 
     def _filled(self, bounds: Floats, seen: Mapping[Degree, list[tuple[int, float]]]) -> Floats:
-        """Put what was simulated in the place of bounds; of the same degrees it says how far other bounds are off too."""
+        """Put what was simulated in the place of bounds; of the same degree it bounds others too.
+
+        Fewer replicas take longer for a batch, and more of them save no more than they are more.
+        """
         counts = np.array([each.replicas for each in self.space.replicas])
         table = bounds.copy()
-        for places, known in ((self._alike[degree], pairs) for degree, pairs in seen.items()):
-            known.sort(key=lambda pair: counts[pair[0]])
-            ours, seconds = np.array([pair[0] for pair in known]), [pair[1] for pair in known]
-            over = np.array(seconds) / bounds[ours]
-            near = np.interp(np.log(counts[places]), np.log(counts[ours]), over)
-            table[places] = CAREFUL * near * bounds[places]
-            table[ours] = seconds
+        for degree, known in seen.items():
+            places = np.array(self._alike[degree])
+            for replicas, seconds in known:
+                least = CAREFUL * seconds * np.minimum(1.0, counts[replicas] / counts[places])
+                table[places] = np.maximum(table[places], least)
+        for known in seen.values():
+            for replicas, seconds in known:
+                table[replicas] = seconds
         return table
 
     def _bounds_of(self, mode: int) -> Floats:

@@ -71,6 +71,11 @@ class Degrees(NamedTuple):
         """GPUs of the trainer."""
         return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
 
+    @property
+    def split(self) -> Degrees:
+        """How it splits models and batches, whatever it does to fit its memory."""
+        return self._replace(recompute="full", logits=None, offload=False)
+
     def apply(self, run: Run) -> Run:
         """Return the run with this trainer; one stage has one slice, whatever pipelines have."""
         slices = run.trainer.virtual_stages if self.pipeline_parallel > 1 else 1
@@ -142,8 +147,8 @@ def fitting_trainers(
             for expert, zero, micro in product(
                 among.expert_parallel, among.zero, among.micro_batch
             ):
-                if zero == 3 and pipeline > 1 and len(among.zero) > 1:
-                    continue  # each pass of a stage would gather its weights anew: nobody runs it unasked
+                if zero == 3 and (pipeline > 1 or data == 1) and len(among.zero) > 1:
+                    continue  # stages would gather weights for each pass, and one rank has nobody to split with
                 split = (pool, data, tensor, pipeline, expert, micro, zero)
                 degrees = Degrees(*split, among.recompute[0], run.trainer.logits, False)
                 if (found := _fit(run, degrees, among.recompute, cut)) is not None:

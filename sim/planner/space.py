@@ -97,21 +97,17 @@ class Space:
         )
 
     def find(self, candidate: Candidate) -> int | None:
-        """Return the index of a plan, whether or not its trainer offloads here; None where it does not fit."""
-        for trainer in (candidate.trainer._replace(offload=is_on) for is_on in (False, True)):
-            try:
-                wanted = (
-                    self.replicas.index(candidate.replicas),
-                    self.trainers.index(trainer),
-                    self.modes.index(candidate.mode),
-                )
-            except ValueError:
-                continue
-            columns = zip((self.of_replicas, self.of_trainer, self.of_mode), wanted, strict=True)
-            is_it = np.logical_and.reduce([column == index for column, index in columns])
-            if is_it.any():
-                return int(np.argmax(is_it))
-        return None
+        """Return the index of a plan, whatever its trainer has to do here to fit; None where it does not."""
+        replicas, trainer, mode = candidate
+        if replicas not in self.replicas or mode not in self.modes:
+            return None
+        alike = [place for place, each in enumerate(self.trainers) if each.split == trainer.split]
+        is_it = (
+            (self.of_replicas == self.replicas.index(replicas))
+            & (self.of_mode == self.modes.index(mode))
+            & np.isin(self.of_trainer, alike)
+        )
+        return int(np.argmax(is_it)) if is_it.any() else None
 
     def priced(self, run: Run) -> Space:
         """Return the same plans with the prices of another offer."""
