@@ -30,7 +30,7 @@ from sim.planner.layouts import Degrees, Replicas
 from sim.planner.modes import Mode
 from sim.planner.space import Candidate, Space
 from sim.planner.sync_time import sync_times
-from sim.planner.train_time import FallingLengths, TrainTimes, train_times
+from sim.planner.train_time import FallingLengths, TrainTimes, exact_times
 from streamrl.engine.systems import System, choose_system
 from streamrl.runfile.config import Run
 from streamrl.workload.workload import Draw
@@ -98,7 +98,8 @@ class Estimates:
         for place, each in enumerate(space.replicas):
             self._alike[_degree(each)].append(place)
         self._least = [_least_of(found) for found in _least_times(space, works)]
-        trained = [_train(run, trainer, trains) for trainer in space.trainers]
+        first = works[0].lengths
+        trained = [_train(run, trainer, trains, first) for trainer in space.trainers]
         self._trained = {
             name: np.array(column)
             for name, column in zip(TrainTimes._fields, zip(*trained, strict=True), strict=True)
@@ -336,7 +337,9 @@ def _least_of(batches: list[LeastTimes]) -> LeastTimes:
     return LeastTimes(*(min(column) for column in zip(*batches, strict=True)))
 
 
-def _train(run: Run, trainer: Degrees, batches: list[FallingLengths]) -> TrainTimes:
+def _train(
+    run: Run, trainer: Degrees, batches: list[FallingLengths], first: list[int]
+) -> TrainTimes:
     run = trainer.apply(run)
     run = replace(run, rollout=replace(run.rollout, pool=trainer.pool))
-    return train_times(run, TrainingCosts.load(run), batches)
+    return exact_times(run, TrainingCosts.load(run), batches, first)

@@ -18,6 +18,8 @@ from streamrl.report.plan import SHORT, Beside, Choice, PlannedSide, Runner, pla
 from streamrl.runfile.config import Run
 
 DEGREES = ("replicas", *SHORT, "micro_batch", "zero", "offload")
+NOTABLY = 1.1
+"""Times as fast as the chosen plan from which on it is said of one that is as good."""
 RUNNERS_UP = 8
 """Plans that are named beside the chosen one."""
 
@@ -43,9 +45,11 @@ class Found:
         alike = [index for index in race.finals if race.is_alike(index, best)]
         if best == chosen or chosen not in alike:
             return "the best of all that were simulated"
+        times = race.finals[chosen][0].step_time / race.finals[best][0].step_time
+        faster = f", which is {times:.2g} times as fast" if times > NOTABLY else ""
         return (
-            f"the simplest of {len(alike)} plans that cost about the same: "
-            f"{race.behind(chosen, best):.1%} above the best, {self._text(best)}"
+            f"the simplest of {len(alike)} plans that are about as good: "
+            f"{race.behind(chosen, best):.1%} behind the best, {self._text(best)}{faster}"
         )
 
     def beside(self) -> list[Beside]:

@@ -38,7 +38,7 @@ from streamrl.runfile.pools import find_link, powers_of_two
 MICRO_BATCHES = (1, 2, 4, 8)
 MOST_RUNNING = 1024
 """Rollouts that a replica may be told to decode at once, unasked."""
-NEAR_BEST, MOST_ALIKE = 1.1, 8
+NEAR_BEST, MOST_ALIKE = 1.3, 8
 """Of trainers on the same GPUs those are compared whose closed form is so near the best's, and so many."""
 MOST_EXPERT_RANKS = 64
 MOST_PLANS = 10_000_000
