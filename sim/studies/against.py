@@ -1,0 +1,208 @@
+"""Is A worth it over B? Both simulated side by side until their difference is known, and what would make them even."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import exp, log
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from sim.steady_state import Enough, open_world
+from sim.world import collecting_seldom
+from streamrl.record.against import Against, BreakEvenBandwidth
+from streamrl.record.metrics import measure_speed
+from streamrl.record.paired import PairedSteps, find_paired_steps
+from streamrl.record.set_against import set_against
+from streamrl.record.steady import Steady
+from streamrl.record.trace import Trace
+from streamrl.runfile.config import Run
+from streamrl.runfile.pools import find_link
+from streamrl.runfile.same_work import check_same_work
+from streamrl.runfile.units import Bandwidth
+
+LEAST_BANDWIDTH = 10e6 / 8
+"""Bytes a second below which nobody sends weights: 10 Mbps."""
+FREE_BANDWIDTH = 1e15
+"""Bytes a second of a link that is as good as free: 65 GB take 65 us."""
+NEAR_EVEN = 0.1
+"""Share of the wanted interval within which costs are even, when a bandwidth is looked for."""
+NEAR_BANDWIDTH = 0.005
+"""Ratio, less one, of two bandwidths of which it is not worth asking what lies between."""
+MOST_TRIALS = 20
+
+Watch = Callable[[str, int, int], None]
+"""Told what is done, how much of it, and how much at most."""
+
+
+class Pair(NamedTuple):
+    """Two runs that were simulated side by side."""
+
+    traces: tuple[Trace, Trace]
+    steps: PairedSteps
+    note: str
+    """What keeps their difference from being as exactly known as was asked for."""
+
+
+def compare_runs(a: Run, b: Run, watch: Watch = lambda what, done, most: None) -> Against:
+    """Simulate two runs of the same work until their difference is known, and set them against each other.
+
+    Both take the same prompts and lengths step by step, and as many steps count in both. The narrower `[simulate]`
+    interval of the two is wanted, of the ratio of their step times; `simulate.max_steps` is the larger one.
+
+    Args:
+        a: the run that is asked about.
+        b: the run that one has.
+        watch: told of progress.
+
+    Raises:
+        ValueError: they do not do the same work, or one asks for what its profiles or memory do not allow.
+        RuntimeError: nothing is left that could happen.
+    """
+    check_same_work(a, b)
+    a, b = _alike(a, b)
+    pair = simulate_pair(a, b, watch)
+    counted = (pair.steps.first, pair.steps.last)
+    against = set_against(pair.traces, counted, pair.note)
+    index = find_link(a)
+    if index is None:
+        return against
+    found = find_break_even_bandwidth(a, index, against, watch)
+    return replace(against, bandwidths=[found])
+
+
+def _alike(a: Run, b: Run) -> tuple[Run, Run]:
+    """Return both with the same `[simulate]`."""
+    simulate = replace(
+        a.simulate,
+        interval=min(a.simulate.interval, b.simulate.interval),
+        max_steps=max(a.simulate.max_steps, b.simulate.max_steps),
+    )
+    return replace(a, simulate=simulate), replace(b, simulate=simulate)
+
+
+def simulate_pair(a: Run, b: Run, watch: Watch = lambda what, done, most: None) -> Pair:
+    """Simulate two runs step by step in turn, until the ratio of their step times is known."""
+    runs, lengths = (a, b), a.workload.lengths
+    worlds = [open_world(run) for run in runs]
+    made = [world.steps for world in worlds]
+    drifts = lengths is not None and lengths.drifts
+
+    def is_known(steady: Steady, share: float) -> bool:
+        return find_paired_steps(runs, made, 0, drifts=drifts).is_within(share)
+
+    enough = [Enough(run, steps, is_known) for run, steps in zip(runs, made, strict=True)]
+    walks = [world.walk() for world in worlds]
+    with collecting_seldom():
+        is_over = False
+        while not is_over:
+            behind = 0 if len(made[0]) <= len(made[1]) else 1
+            if next(walks[behind], walks) is walks:
+                break  # a run that stopped by itself
+            watch("step", min(map(len, made)), a.simulate.max_steps)
+            if len(made[0]) == len(made[1]):
+                is_over = all([each.is_there() for each in enough])
+    steps = find_paired_steps(runs, made, 1, drifts=drifts)
+    return Pair((worlds[0].trace, worlds[1].trace), steps, _doubts(a, steps, drifts))
+
+
+def _doubts(run: Run, steps: PairedSteps, drifts: bool) -> str:
+    """Say what keeps the difference from being as exactly known as was asked for."""
+    if drifts or steps.is_within(run.simulate.interval):
+        return ""
+    if steps.half_width is None:
+        num = steps.last - steps.first + 1
+        return f"{num} step{'s' * (num != 1)} count in both, too few for an interval of the difference"
+    if not steps.has_settled:
+        return f"no steady state of both was found in {steps.last} steps"
+    return (
+        f"the difference is known to {steps.half_width:.2g}, not to the {run.simulate.interval:.2g} that is wanted "
+        f"(simulate.interval), within simulate.max_steps={run.simulate.max_steps}"
+    )
+
+
+# Bandwidth ----------------------------------------------------------------------------------------
+
+
+def find_break_even_bandwidth(
+    a: Run, link: int, against: Against, watch: Watch = lambda what, done, most: None
+) -> BreakEvenBandwidth:
+    """Find the bandwidth of one of A's links at which a token costs as much with A as with B.
+
+    A is simulated again for each that is tried, over the steps that count. In logarithms costs fall with bandwidth, and
+    never faster than it rises, so that a line through two points, and that bound, lead there.
+
+    Args:
+        a: the run.
+        link: place of the link in its run file.
+        against: A against B, as the files have them.
+        watch: told of progress.
+    """
+    own = a.cluster.links[link]
+    near_even, num_tried = NEAR_EVEN * a.simulate.interval, 0
+
+    def excess(place: float) -> float:
+        """Return the logarithm of A's costs over B's, for the logarithm of a bandwidth."""
+        nonlocal num_tried
+        num_tried += 1
+        watch("bandwidth", num_tried, MOST_TRIALS)
+        return log(_cost_at(a, link, exp(place), against) / against.b.cost_per_million_tokens)
+
+    def answer(bandwidth: float | None, is_cheaper: bool = False) -> BreakEvenBandwidth:
+        return BreakEvenBandwidth(
+            between=own.between,
+            bandwidth=float(own.bandwidth),
+            break_even=bandwidth,
+            is_cheaper=is_cheaper,
+            least=LEAST_BANDWIDTH,
+        )
+
+    now, here = log(own.bandwidth), log(against.cost_ratio.value)
+    if abs(here) <= near_even / 10:
+        return answer(float(own.bandwidth))
+    if here > 0:
+        low, above, high = now, here, log(FREE_BANDWIDTH)
+        if (below := excess(high)) >= 0:
+            return answer(None)
+    else:
+        low, high, below = log(LEAST_BANDWIDTH), now, here
+        if (above := excess(low)) <= 0:
+            return answer(None, is_cheaper=True)
+    return answer(exp(_crossing(excess, (low, above), (high, below), near_even)))
+
+
+def _crossing(
+    excess: Callable[[float], float],
+    low: tuple[float, float],
+    high: tuple[float, float],
+    near: float,
+) -> float:
+    """Return where a function that falls at most one for one is zero, from a point above zero and one below.
+
+    False position in the Illinois way: a side that stays twice in a row counts half.
+    """
+    (left, above), (right, below) = low, high
+    place, bound = left, left + above
+    for _ in range(MOST_TRIALS - 1):
+        place = max(bound, left + (right - left) * above / (above - below))
+        if right - left < NEAR_BANDWIDTH:
+            break
+        value = excess(place)
+        if abs(value) <= near:
+            break
+        if value > 0:
+            left, above, below = place, value, below / 2
+            bound = left + value
+        else:
+            right, below, above = place, value, above / 2
+    return place
+
+
+def _cost_at(a: Run, link: int, bandwidth: float, against: Against) -> float:
+    """Return dollars for a million tokens with another bandwidth of one link, over the same steps."""
+    links = list(a.cluster.links)
+    links[link] = replace(links[link], bandwidth=Bandwidth(bandwidth))
+    world = open_world(replace(a, cluster=replace(a.cluster, links=links)))
+    last = against.counted_steps[1]
+    trace = world.run(is_enough=lambda: len(world.steps) > last)
+    return measure_speed(trace, against.counted_steps).cost_per_million_tokens
