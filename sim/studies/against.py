@@ -11,12 +11,14 @@ from msgspec.structs import replace
 from sim.steady_state import Enough, open_world
 from sim.world import collecting_seldom
 from streamrl.record.against import Against, BreakEvenBandwidth
-from streamrl.record.metrics import measure_speed
+from streamrl.record.metrics import dollars_per_second, measure_speed
 from streamrl.record.paired import PairedSteps, find_paired_steps
 from streamrl.record.set_against import set_against
 from streamrl.record.steady import Steady
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
+from streamrl.runfile.errors import Bounds, RunError
+from streamrl.runfile.keys import pool_key
 from streamrl.runfile.pools import find_link
 from streamrl.runfile.same_work import check_same_work
 from streamrl.runfile.units import Bandwidth
@@ -60,6 +62,8 @@ def compare_runs(a: Run, b: Run, watch: Watch = lambda what, done, most: None) -
         RuntimeError: nothing is left that could happen.
     """
     check_same_work(a, b)
+    for run in (a, b):
+        _check_price(run)
     a, b = _alike(a, b)
     pair = simulate_pair(a, b, watch)
     counted = (pair.steps.first, pair.steps.last)
@@ -69,6 +73,14 @@ def compare_runs(a: Run, b: Run, watch: Watch = lambda what, done, most: None) -
         return against
     found = find_break_even_bandwidth(a, index, against, watch)
     return replace(against, bandwidths=[found])
+
+
+def _check_price(run: Run) -> None:
+    """Refuse a run that costs nothing: no ratio of dollars says how it compares."""
+    if not dollars_per_second(run):
+        key = pool_key(run.rollout.pool, "price")
+        text = f"{key} is 0, and a run that costs nothing cannot be set against another"
+        raise RunError(key, 0.0, Bounds(0.0, excludes_least=True), text)
 
 
 def _alike(a: Run, b: Run) -> tuple[Run, Run]:
@@ -97,11 +109,13 @@ def simulate_pair(a: Run, b: Run, watch: Watch = lambda what, done, most: None) 
         is_over = False
         while not is_over:
             behind = 0 if len(made[0]) <= len(made[1]) else 1
-            if next(walks[behind], walks) is walks:
-                break  # a run that stopped by itself
+            stopped_by_itself = next(walks[behind], True)
+            if stopped_by_itself:
+                break
             watch("step", min(map(len, made)), a.simulate.max_steps)
             if len(made[0]) == len(made[1]):
-                is_over = all([each.is_there() for each in enough])
+                answers = [each.is_there() for each in enough]  # each is asked once a step
+                is_over = all(answers)
     steps = find_paired_steps(runs, made, 1, drifts=drifts)
     return Pair((worlds[0].trace, worlds[1].trace), steps, _doubts(a, steps, drifts))
 
@@ -112,7 +126,9 @@ def _doubts(run: Run, steps: PairedSteps, drifts: bool) -> str:
         return ""
     if steps.half_width is None:
         num = steps.last - steps.first + 1
-        return f"{num} step{'s' * (num != 1)} count in both, too few for an interval of the difference"
+        return (
+            f"{num} step{'s' * (num != 1)} count in both, too few for an interval of the difference"
+        )
     if not steps.has_settled:
         return f"no steady state of both was found in {steps.last} steps"
     return (

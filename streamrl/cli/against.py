@@ -26,9 +26,7 @@ def simulate_against(
 ) -> None:
     """Simulate A, the run file, against B, the other, and say whether A is worth it."""
     files = (run_file, other)
-    a, b = (
-        _load(path, letter, overrides) for path, letter in zip(files, LETTERS, strict=True)
-    )
+    a, b = (_load(path, letter, overrides) for path, letter in zip(files, LETTERS, strict=True))
     against = _compare(a, b)
     if as_json:
         print_json({**msgspec.to_builtins(against), "verdict": verdict(against)})

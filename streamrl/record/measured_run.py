@@ -27,8 +27,8 @@ class MeasuredRun:
         first, last = counted_steps
         self.run = trace.run
         self.metrics = measure(trace, counted_steps)
-        self.seconds = np.array(self.metrics.step_times[first - 1 : last])
-        self.tokens = np.array(self.metrics.step_tokens[first - 1 : last], dtype=float)
+        self.seconds: Floats = np.array(self.metrics.step_times[first - 1 : last])
+        self.tokens: Floats = np.array(self.metrics.step_tokens[first - 1 : last], dtype=float)
         self.dollars_per_second = self.metrics.cost_per_step / self.metrics.step_time
         stepped_at = read_steps(trace).ended_at
         window = stepped_at[first - 2] if first > 1 else 0.0, stepped_at[last - 1]
@@ -37,7 +37,9 @@ class MeasuredRun:
         sides = {side.name: idle[side.name][first - 1 : last] for side in sides_of(self.run)}
         self.idle: Floats = np.sum(list(sides.values()), axis=0)
         """GPU-seconds of each step."""
-        prices = {side.name: self.price(side.pool) / SECONDS_PER_HOUR for side in sides_of(self.run)}
+        prices = {
+            side.name: self.price(side.pool) / SECONDS_PER_HOUR for side in sides_of(self.run)
+        }
         self.idle_dollars: Floats = np.sum(
             [idle_of * prices[name] for name, idle_of in sides.items()], axis=0
         )

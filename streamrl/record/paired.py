@@ -30,10 +30,11 @@ def ratio_half_width(one: Speed, other: Speed) -> float | None:
     )
 
 
-def relative(values: Sequence[float]) -> Floats:
+def relative(values: Sequence[float] | Floats) -> Floats:
     """Return each value as a multiple of the mean of all."""
     found = np.asarray(values, dtype=float)
-    return found / found.mean()
+    multiples: Floats = found / found.mean()
+    return multiples
 
 
 def is_beyond_chance(one: Speed, other: Speed, ratio: float) -> bool | None:

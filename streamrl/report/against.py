@@ -67,7 +67,9 @@ def _end(against: Against) -> str:
     match against.outcome:
         case "no difference" | "worth it" | "not worth it":
             return against.outcome
-        case "may be chance" | "within the error of costs":
+        case "may be chance":
+            return f"dollars cannot decide{_at_most(against)}"
+        case "within the error of costs":
             return "dollars cannot decide"
         case "faster but dearer":
             return f"worth it where an hour saved is worth more than {format_dollars(dollars_per_hour_saved(against))}"
@@ -75,6 +77,16 @@ def _end(against: Against) -> str:
             return f"worth it where an hour lost is worth less than {format_dollars(dollars_per_hour_saved(against))}"
         case _:
             assert_never(against.outcome)
+
+
+def _at_most(against: Against) -> str:
+    """Say of a faster run that may be dearer or cheaper what an hour costs that it saves, both doubts together."""
+    dollars, ratio = against.cost_per_step.interval, against.step_time_ratio
+    if dollars is None or ratio.value > 1 or not is_told(ratio, against.unshared_error):
+        return ""
+    dearer = dollars[1] + (against.unshared_error or 0.0) * against.b.cost_per_step
+    most = dearer / -against.step_time.value * SECONDS_PER_HOUR
+    return f", and an hour saved costs {format_dollars(most)} at most"
 
 
 def dollars_per_hour_saved(against: Against) -> float:
@@ -110,17 +122,19 @@ def _speed(against: Against) -> str:
         text = f"is {faster.value:.2f}{_plus_minus(faster, '{:.2f}'.format)} times as fast"
     else:
         text = f"takes {ratio.value:.2f}{_plus_minus(ratio, '{:.2f}'.format)} times as long"
-    return text if is_told(ratio, error) else f"{text}, within the same {error:.0%}"
+    return (
+        text if is_told(ratio, error) else f"{text}, within the {error:.0%} that costs may be off"
+    )
 
 
 def break_even_lines(against: Against) -> Iterator[str]:
-    """Say what GPUs and links of A may cost, or must carry, for a token to cost as much as with B."""
+    """Say what GPUs of A may cost, and what its links must carry, for a token to cost as much as with B."""
     for price in against.prices:
         yield _price_line(price)
     if not against.prices:
         yield "A rents no GPUs beyond those of B, so no price of them makes up for anything."
     for bandwidth in against.bandwidths:
-        yield _bandwidth_line(bandwidth)
+        yield _bandwidth_line(bandwidth, may_be_chance=against.outcome == "may be chance")
 
 
 def _price_line(price: BreakEvenPrice) -> str:
@@ -135,13 +149,15 @@ def _price_line(price: BreakEvenPrice) -> str:
     )
 
 
-def _bandwidth_line(found: BreakEvenBandwidth) -> str:
+def _bandwidth_line(found: BreakEvenBandwidth, *, may_be_chance: bool) -> str:
     link, now = " - ".join(found.between), f"it has {_gbps(found.bandwidth)}"
     if found.break_even is not None:
-        return f"Break-even bandwidth: about {_gbps(found.break_even)} on the link {link} ({now})."
+        open_end = ", where costs are not told apart either" if may_be_chance else ""
+        return f"Break-even bandwidth: about {_gbps(found.break_even)} on the link {link} ({now}{open_end})."
     if found.is_cheaper:
-        return f"Break-even bandwidth: none; A costs less at any bandwidth of the link {link} down to {_gbps(found.least)} ({now})."
-    return f"Break-even bandwidth: none; A costs more at any bandwidth of the link {link}, even of a free one ({now})."
+        least = _gbps(found.least)
+        return f"Break-even bandwidth: none; A costs less at any of the link {link} down to {least} ({now})."
+    return f"Break-even bandwidth: none; A costs more even with a free link {link} ({now})."
 
 
 def _notes(against: Against) -> Iterator[str]:
@@ -213,7 +229,10 @@ def _signed(show: Callable[[float], str]) -> Callable[[Known], str]:
 def _plus_minus(known: Known, show: Callable[[float], str]) -> str:
     if known.interval is None:
         return ""
-    return f" ± {show((known.interval[1] - known.interval[0]) / 2)}"
+    half = (known.interval[1] - known.interval[0]) / 2
+    if show is format_dollars and half < 1:
+        return f" ± ${half:.2g}"
+    return f" ± {show(half)}"
 
 
 def _gbps(bandwidth: float) -> str:
