@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sim.planner.planner import make_plan as plan
     from sim.steady_state import simulate_steady as simulate
-    from sim.studies.against import compare_runs
     from sim.studies.efficiency import operator_efficiency, training_mfu
+    from sim.studies.pair import compare_runs
     from sim.studies.replica_speed import study_generation
     from streamrl.hardware.profiles import load_model
     from streamrl.record.metrics import measure
     from streamrl.record.trace import read_trace
-    from streamrl.report.against import against_report
+    from streamrl.report.against_report import against_report
     from streamrl.report.bubbles import bubble_notes, bubble_table, read_bubbles
     from streamrl.report.figures import bubble_figure, timeline_figure
     from streamrl.report.generation import comparison_table as generation_comparison
@@ -35,8 +35,8 @@ PLACES = {
     "plan": "sim.planner.planner:make_plan",
     "plan_report": "streamrl.report.plan_report:plan_report",
     "simulate": "sim.steady_state:simulate_steady",
-    "compare_runs": "sim.studies.against:compare_runs",
-    "against_report": "streamrl.report.against:against_report",
+    "compare_runs": "sim.studies.pair:compare_runs",
+    "against_report": "streamrl.report.against_report:against_report",
     "read_trace": "streamrl.record.trace:read_trace",
     "timeline_figure": "streamrl.report.figures:timeline_figure",
     "measure": "streamrl.record.metrics:measure",

@@ -13,13 +13,16 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from sim.steady_state import simulate_steady
-from sim.studies.against import FREE_BANDWIDTH, LEAST_BANDWIDTH, compare_runs, simulate_pair
+from sim.studies.break_even import FREE_BANDWIDTH, LEAST_BANDWIDTH
+from sim.studies.pair import compare_runs, simulate_pair
 from streamrl.record.against import Against, BreakEvenBandwidth, Known, Outcome
 from streamrl.record.attribution import attribute_sides, idle_of_steps
+from streamrl.record.batch_means import half_width
 from streamrl.record.leader_steps import read_steps
 from streamrl.record.metrics import Metrics, measure
-from streamrl.record.set_against import decide
-from streamrl.report.against import against_report, break_even_lines, verdict
+from streamrl.record.paired import relative
+from streamrl.record.set_against import decide, set_against
+from streamrl.report.against_report import against_report, break_even_lines, verdict
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.simulate_config import SimulateConfig
@@ -122,8 +125,10 @@ def test_both_are_simulated_until_their_ratio_is_known_and_no_longer() -> None:
     for pair, share in zip((wide, narrow), shares, strict=True):
         assert pair.steps.half_width is not None and pair.note == ""
         assert pair.steps.half_width <= 1.1 * share  # which was met without the last step
-        alone = [measure(trace) for trace in pair.traces]
-        assert max(_share(metrics) for metrics in alone) > pair.steps.half_width
+        counted = (pair.steps.first, pair.steps.last)
+        alone = [measure(trace, counted) for trace in pair.traces]
+        assert [metrics.note for metrics in alone] == ["", ""]
+    assert max(map(_share, alone)) > 1.1 * share  # so that more steps would have come alone
     assert wide.steps.last < narrow.steps.last < 400
 
 
@@ -200,6 +205,24 @@ def test_tokens_of_steps_make_up_the_goodput() -> None:
         sum(values[first - 1 : last]) for values in (metrics.step_tokens, metrics.step_times)
     )
     assert tokens / seconds == pytest.approx(metrics.goodput)
+
+
+def test_steps_of_other_tokens_are_compared_by_the_token() -> None:
+    pair = simulate_pair(
+        disaggregated({"policies.system": "fully-async", "policies.consumption": "greedy"}),
+        disaggregated(),
+    )
+    first, last = pair.steps.first, pair.steps.last
+    against = set_against(pair.traces, (first, last), "")
+    a, b = (measure(trace, (first, last)) for trace in pair.traces)
+    assert a.step_tokens[first - 1 : last] != b.step_tokens[first - 1 : last]
+    time, tokens = (
+        relative(getattr(a, name)[first - 1 : last]) - relative(getattr(b, name)[first - 1 : last])
+        for name in ("step_times", "step_tokens")
+    )
+    for ratio, spread in ((against.step_time_ratio, time), (against.cost_ratio, time - tokens)):
+        assert ratio.interval is not None
+        assert np.log(ratio.interval[1] / ratio.value) == pytest.approx(half_width(spread))
 
 
 # Even ---------------------------------------------------------------------------------------------

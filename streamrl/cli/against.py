@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from sim.studies.against import compare_runs
+from sim.studies.pair import compare_runs
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import print_json
 from streamrl.record.against import Against
-from streamrl.report.against import against_report, verdict
+from streamrl.report.against_report import against_report, verdict
 from streamrl.report.study_file import is_study
 from streamrl.report.words import team_of, what_text
 from streamrl.runfile.config import Run
