@@ -361,15 +361,13 @@ def test_the_verdict_says_what_is_known_and_what_is_not(found: Against) -> None:
         "A costs 12.0 % ± 1.8 % less a token and is 1.43 ± 0.03 times as fast: worth it."
     )
     assert told(found, 1.12, 1.2).endswith("and takes 1.20 ± 0.02 times as long: not worth it.")
-    assert told(found, 1.1, 0.5).endswith(
-        "worth it where an hour saved is worth more than $200.00."
-    )
-    assert told(found, 0.9, 1.5).endswith("worth it where an hour lost is worth less than $200.00.")
+    assert told(found, 1.1, 0.5).endswith("worth it where an hour saved is worth more than $200.")
+    assert told(found, 0.9, 1.5).endswith("worth it where an hour lost is worth less than $200.")
     assert told(found, 0.99, 1.0) == (
         "A costs 1.0 % ± 2.0 % less a token, which may be chance, and takes as long, as far as can be told: "
         "dollars cannot decide."
     )
-    assert told(found, 1.0, 0.5, 0.05).endswith("and an hour saved costs $140.00 at most.")
+    assert told(found, 1.0, 0.5, 0.05).endswith("and an hour saved costs $140 at most.")
     assert "within the 7% that costs of what they do not do alike may be off" in told(
         found, 0.95, 0.5, 0.07
     )

@@ -72,9 +72,9 @@ def _end(against: Against) -> str:
         case "within the error of costs":
             return "dollars cannot decide"
         case "faster but dearer":
-            return f"worth it where an hour saved is worth more than {format_dollars(dollars_per_hour_saved(against))}"
+            return f"worth it where an hour saved is worth more than {_whole_dollars(dollars_per_hour_saved(against))}"
         case "cheaper but slower":
-            return f"worth it where an hour lost is worth less than {format_dollars(dollars_per_hour_saved(against))}"
+            return f"worth it where an hour lost is worth less than {_whole_dollars(dollars_per_hour_saved(against))}"
         case _:
             assert_never(against.outcome)
 
@@ -86,12 +86,17 @@ def _at_most(against: Against) -> str:
         return ""
     dearer = dollars[1] + (against.unshared_error or 0.0) * against.b.cost_per_step
     most = dearer / -against.step_time.value * SECONDS_PER_HOUR
-    return f", and an hour saved costs {format_dollars(most)} at most"
+    return f", and an hour saved costs {_whole_dollars(most)} at most"
 
 
 def dollars_per_hour_saved(against: Against) -> float:
     """Return the dollars that the dearer of two runs costs more for each hour that it is done earlier."""
     return -against.cost_per_step.value / against.step_time.value * SECONDS_PER_HOUR
+
+
+def _whole_dollars(value: float) -> str:
+    """Write dollars of which no cents are known."""
+    return f"${value:,.0f}" if value >= 10 else format_dollars(value)
 
 
 def _costs(ratio: Known) -> str:
