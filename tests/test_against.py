@@ -180,6 +180,35 @@ def test_runs_side_by_side_go_as_each_would_alone() -> None:
     assert len({len(read_steps(trace)) for trace in pair.traces}) == 1
 
 
+FAILING = {"failures.per_gpu_day": 3000.0, "failures.trainers": True, "simulate.max_steps": 40}
+ENDLESS = {"policies.max_restarts": 10_000, "policies.max_attempts": 10_000}
+
+
+def test_a_run_that_stops_by_itself_ends_the_other_too() -> None:
+    pair = simulate_pair(disaggregated({**FAILING, "policies.max_restarts": 1}), disaggregated())
+    num_made = [len(read_steps(trace)) for trace in pair.traces]
+    assert max(num_made) <= min(num_made) + 1 < 20 and "too few for an interval" in pair.note
+    against = set_against(pair.traces, (pair.steps.first, pair.steps.last), pair.note)
+    assert "the run stopped by itself" in against.a.note
+    assert against.a.note in " ".join(render(against).split())
+    assert against.outcome == "may be chance"  # though the steps that both made are alike
+
+
+def test_steps_that_failures_take_back_do_not_count_in_either() -> None:
+    failing = disaggregated({**FAILING, **ENDLESS, "execute.checkpoint_every": 3})
+    pair = simulate_pair(failing, disaggregated())
+    one, other = (read_steps(trace) for trace in pair.traces)
+    assert one.num_failures >= 10 and one.num_made > 40
+    assert pair.steps.last <= min(len(one), len(other)) < one.num_made
+    assert pair.note
+
+
+def test_a_run_whose_steps_are_all_taken_back_fails() -> None:
+    often = {"failures.per_gpu_day": 1e6, "policies.max_restarts": 0}
+    with pytest.raises(RuntimeError, match="before a step of it stayed"):
+        simulate_pair(disaggregated({**FAILING, **often}), disaggregated())
+
+
 def test_lengths_that_drift_are_compared_over_the_whole_training() -> None:
     drifting = {"workload.lengths.scale_to": 0.02, "algorithm.steps": 24}
     against = compare_runs(disaggregated(drifting), some_run({**COLOCATED, **drifting}))

@@ -108,4 +108,9 @@ def _cost_at(a: Run, link: int, bandwidth: float, against: Against) -> float:
     world = open_world(replace(a, cluster=replace(a.cluster, links=links)))
     last = against.counted_steps[1]
     trace = world.run(is_enough=lambda: len(world.steps) > last)
+    if len(world.steps) < last:
+        made = f"{len(world.steps)} of {last} steps"
+        raise RuntimeError(
+            f"with {bandwidth:.3g} B/s on a link the run stopped by itself after {made}"
+        )
     return measure_speed(trace, against.counted_steps).cost_per_million_tokens

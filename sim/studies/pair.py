@@ -89,18 +89,23 @@ def simulate_pair(a: Run, b: Run, watch: Watch = lambda what, done, most: None) 
         return find_paired_steps(runs, made, 0, drifts=drifts).is_within(share)
 
     enough = [Enough(run, steps, is_known) for run, steps in zip(runs, made, strict=True)]
-    walks = [world.walk() for world in worlds]
+    walks, most = [world.walk() for world in worlds], a.simulate.max_steps
     with collecting_seldom():
         is_over = False
         while not is_over:
-            behind = 0 if len(made[0]) <= len(made[1]) else 1
+            behind, other = (0, 1) if len(made[0]) <= len(made[1]) else (1, 0)
             stopped_by_itself = next(walks[behind], True)
             if stopped_by_itself:
                 break
-            watch("step", min(map(len, made)), a.simulate.max_steps)
-            if len(made[0]) == len(made[1]):
+            watch("step", min(map(len, made)), most)
+            ahead = len(made[behind]) - len(made[other])
+            if not ahead:
                 answers = [each.is_there() for each in enough]  # each is asked once a step
                 is_over = all(answers)
+            if ahead <= 0 and made[behind].num_made > most:
+                is_over = True  # though a loss of the trainer has taken steps back
+    if not min(map(len, made)):
+        raise RuntimeError("a run was over before a step of it stayed: there is nothing to compare")
     steps = find_paired_steps(runs, made, 1, drifts=drifts)
     return Pair((worlds[0].trace, worlds[1].trace), steps, _doubts(a, steps, drifts))
 
@@ -111,9 +116,8 @@ def _doubts(run: Run, steps: PairedSteps, drifts: bool) -> str:
         return ""
     if steps.half_width is None:
         num = steps.last - steps.first + 1
-        return (
-            f"{num} step{'s' * (num != 1)} count in both, too few for an interval of the difference"
-        )
+        count = "1 step counts" if num == 1 else f"{num} steps count"
+        return f"{count} in both, too few for an interval of the difference"
     if not steps.has_settled:
         return f"no steady state of both was found in {steps.last} steps"
     return (

@@ -73,7 +73,8 @@ def decide(cost_ratio: Known, step_time_ratio: Known, error: float | None) -> Ou
         error: how far costs that A and B do not share may be off; None where nobody knows, which is no reason to
             doubt a difference.
     """
-    if max(abs(log(cost_ratio.value)), abs(log(step_time_ratio.value))) < EQUAL:
+    is_equal = max(abs(log(ratio.value)) for ratio in (cost_ratio, step_time_ratio)) < EQUAL
+    if is_equal and cost_ratio.interval is not None:
         return "no difference"
     if not cost_ratio.differs_from(1.0):
         return "may be chance"
