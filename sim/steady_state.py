@@ -16,7 +16,7 @@ from sim.costs.fill import fill_policies
 from sim.failures import SECONDS_PER_DAY
 from sim.world import SimWorld
 from streamrl.record.leader_steps import LeaderSteps
-from streamrl.record.steady import LEAST_STEPS, NEGLIGIBLE
+from streamrl.record.steady import LEAST_STEPS, NEGLIGIBLE, Steady
 from streamrl.record.steady_run import LEAST_FAILURES, find_steady_so_far
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
@@ -47,11 +47,16 @@ def simulate_steady(
         ValueError: the run file asks for what its profiles or memory do not allow.
         RuntimeError: nothing is left that could happen.
     """
-    costs = Costs.load(run)
-    drawn = SimulatedWorkload(sampled(run)) if workload is None else workload
-    world = SimWorld(fill_policies(run, costs), costs, drawn, is_endless=True)
+    world = open_world(run, workload)
     enough = Enough(run, world.steps)
     return world.run(watch, enough.is_there)
+
+
+def open_world(run: Run, workload: Workload | None = None) -> SimWorld:
+    """Return a run's world before its first event, which knows of no last step; see `simulate_steady`."""
+    costs = Costs.load(run)
+    drawn = SimulatedWorkload(sampled(run)) if workload is None else workload
+    return SimWorld(fill_policies(run, costs), costs, drawn, is_endless=True)
 
 
 def sampled(run: Run) -> Run:
@@ -68,9 +73,23 @@ def sampled(run: Run) -> Run:
 class Enough:
     """Whether the steps that were simulated are enough."""
 
-    def __init__(self, run: Run, steps: LeaderSteps) -> None:
+    def __init__(
+        self,
+        run: Run,
+        steps: LeaderSteps,
+        is_known: Callable[[Steady, float], bool] = Steady.is_within,
+    ) -> None:
+        """Take note of what is asked for.
+
+        Args:
+            run: the run file.
+            steps: those that were made, as they are made.
+            is_known: whether, with these steps, what is wanted is known within a share: the mean step time, or the
+                ratio of two.
+        """
         self._run = run
         self._steps = steps
+        self._is_known = is_known
         self._num_found = 0
         """Looks in a row that found enough."""
         self._next_look = min(LEAST_STEPS, run.simulate.max_steps)
@@ -90,9 +109,9 @@ class Enough:
         self._next_look = ceil(GROWTH * len(steps))
         found = find_steady_so_far(self._run, steps, 0)
         share = self._run.simulate.interval
-        if not found.is_within(share) or self._lacks_failures(found.step_time):
+        if not self._is_known(found, share) or self._lacks_failures(found.step_time):
             self._num_found = 0
-        elif found.is_within(NEGLIGIBLE):
+        elif self._is_known(found, NEGLIGIBLE):
             self._num_found = LOOKS
         else:
             self._num_found += 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any, assert_never
 
 import simpy
@@ -61,6 +62,21 @@ from streamrl.workload.workload import SimulatedWorkload, Workload
 COLLECTED_STEPS = 50
 """Steps after which what they have left in cycles is collected: often enough for memory to stay flat."""
 YOUNGEST = 0  # generation: what was made since the last time
+
+
+@contextmanager
+def collecting_seldom() -> Iterator[None]:
+    """Leave garbage to the worlds that run meanwhile.
+
+    A run makes many objects and few cycles: looking for some always costs 5 to 10 %.
+    """
+    was_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_collecting:
+            gc.enable()
 
 
 class StepTrace(Trace):
@@ -141,18 +157,24 @@ class SimWorld(World[Trace]):
         Raises:
             RuntimeError: nothing is left that could happen, but the run is not over.
         """
-        was_collecting = gc.isenabled()
-        gc.disable()  # a run makes many objects and few cycles: looking for some always costs 5 to 10 %
-        try:
-            self._run(watch, is_enough)
-        except simpy.core.EmptySchedule:
-            raise RuntimeError(f"the run is stuck at {self.now:.3f} s: {self.engine}") from None
-        finally:
-            if was_collecting:
-                gc.enable()
+        with collecting_seldom():
+            for _ in self.walk(watch):
+                if is_enough():
+                    break
         return self.trace
 
-    def _run(self, watch: Callable[[int], None], is_enough: Callable[[], bool]) -> None:
+    def walk(self, watch: Callable[[int], None] = lambda version: None) -> Iterator[None]:
+        """Simulate to the end, and halt after each step of the leader's, to go on when the next is asked for.
+
+        Raises:
+            RuntimeError: as `run` does.
+        """
+        try:
+            yield from self._walk(watch)
+        except simpy.core.EmptySchedule:
+            raise RuntimeError(f"the run is stuck at {self.now:.3f} s: {self.engine}") from None
+
+    def _walk(self, watch: Callable[[int], None]) -> Iterator[None]:
         state, step = self.engine.state, self.env.step
         self.emit(RunStarted(0, 0))
         version = num_made = 0
@@ -165,8 +187,7 @@ class SimWorld(World[Trace]):
                 num_made = self.steps.num_made
                 if not num_made % COLLECTED_STEPS:
                     gc.collect(YOUNGEST)
-                if is_enough():
-                    return
+                yield
 
     def emit(self, event: Event) -> None:
         """Let the engine handle `event`, and forget what the trainers have stepped past."""

@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from sim.planner.planner import make_plan as plan
     from sim.steady_state import simulate_steady as simulate
     from sim.studies.efficiency import operator_efficiency, training_mfu
+    from sim.studies.pair import compare_runs
     from sim.studies.replica_speed import study_generation
     from streamrl.hardware.profiles import load_model
     from streamrl.record.metrics import measure
     from streamrl.record.trace import read_trace
+    from streamrl.report.against_report import against_report
     from streamrl.report.bubbles import bubble_notes, bubble_table, read_bubbles
     from streamrl.report.figures import bubble_figure, timeline_figure
     from streamrl.report.generation import comparison_table as generation_comparison
@@ -33,6 +35,8 @@ PLACES = {
     "plan": "sim.planner.planner:make_plan",
     "plan_report": "streamrl.report.plan_report:plan_report",
     "simulate": "sim.steady_state:simulate_steady",
+    "compare_runs": "sim.studies.pair:compare_runs",
+    "against_report": "streamrl.report.against_report:against_report",
     "read_trace": "streamrl.record.trace:read_trace",
     "timeline_figure": "streamrl.report.figures:timeline_figure",
     "measure": "streamrl.record.metrics:measure",
@@ -53,9 +57,11 @@ PLACES = {
 """Where each name is, as module:name."""
 
 __all__ = [
+    "against_report",
     "bubble_figure",
     "bubble_notes",
     "bubble_table",
+    "compare_runs",
     "generation_comparison",
     "generation_figure",
     "generation_notes",

@@ -270,7 +270,7 @@ def test_both_worlds_hand_commands_over_in_the_same_order_by_the_same_names() ->
     assert cases(simulated["start"]) == cases(real["_do"])
 
 
-@pytest.mark.parametrize(("world", "watchers"), [("SimWorld", {"_run"}), ("RealWorld", {"emit"})])
+@pytest.mark.parametrize(("world", "watchers"), [("SimWorld", {"_walk"}), ("RealWorld", {"emit"})])
 def test_a_command_is_carried_out_without_a_look_at_the_engines_state(
     world: str, watchers: set[str]
 ) -> None:

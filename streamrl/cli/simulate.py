@@ -48,6 +48,14 @@ def simulate(
             "'KEY=V1,V2; KEY=W1,W2' for keys that change side by side.",
         ),
     ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="B.toml",
+            help="Is this run worth it over that one? Simulate both on the same prompts until their difference is known. "
+            "--set changes both; --set A:KEY=VALUE or B:KEY=VALUE one of them.",
+        ),
+    ] = None,
     seeds: Annotated[
         int | None,
         typer.Option(help="Simulations of each combination, each with a seed of its own."),
@@ -70,7 +78,21 @@ def simulate(
     With --sweep, or a study file instead of a run file, every combination is simulated, and what follows said.
 
     Example: streamrl simulate examples/h20-h800.toml --sweep policies.system=stream-sync,stream-async
+
+    With --against, the run is set against another that does the same work: what each takes and costs, whether the
+    difference is more than chance, and at which price or bandwidth a token costs as much with both.
+
+    Example: streamrl simulate examples/against.toml --against examples/against-colocated.toml
     """
+    if against is not None:
+        from streamrl.cli.against import simulate_against
+
+        others = {"--output": output is not None, "--sweep": bool(sweep)}
+        _refuse_beside_against(
+            {**others, **_given_of_studies(seeds is not None, bool(metric), skip_infeasible)}
+        )
+        simulate_against(run_file, against, overrides or (), as_json=as_json)
+        return
     if output is not None:
         refuse_real_run(output)
         claim_directory(output)
@@ -80,7 +102,7 @@ def simulate(
         study = make_study(run_file, sweep or (), overrides or (), seeds, metric or ())
         run_study(study, output, skips=skip_infeasible, as_json=as_json)
         return
-    _refuse_options_of_studies(seeds is not None, bool(metric), skip_infeasible)
+    _refuse_options_of_studies(_given_of_studies(seeds is not None, bool(metric), skip_infeasible))
     trace = _simulate(load_run(run_file, overrides or ()))
     metrics = measure(trace)
     if output is not None:
@@ -91,8 +113,18 @@ def simulate(
         Console().print(metrics_table(metrics))
 
 
-def _refuse_options_of_studies(has_seeds: bool, has_metrics: bool, skips: bool) -> None:
-    options = {"--seeds": has_seeds, "--metric": has_metrics, "--skip-infeasible": skips}
+def _given_of_studies(has_seeds: bool, has_metrics: bool, skips: bool) -> dict[str, bool]:
+    """Return whether each option was given that only a study has."""
+    return {"--seeds": has_seeds, "--metric": has_metrics, "--skip-infeasible": skips}
+
+
+def _refuse_beside_against(options: dict[str, bool]) -> None:
+    for option, is_given in options.items():
+        if is_given:
+            raise ValueError(f"{option} does not go with --against, which simulates two runs")
+
+
+def _refuse_options_of_studies(options: dict[str, bool]) -> None:
     for option, is_given in options.items():
         if is_given:
             raise ValueError(f"{option} is for studies: say what varies with --sweep key=v1,v2")

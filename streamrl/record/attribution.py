@@ -31,12 +31,15 @@ others stand idle, those others wait for the pipeline.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import inf
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+
 from streamrl.engine.systems import choose_system
 from streamrl.engine.trainer_side import LEADER
+from streamrl.hardware.tables import Floats
 from streamrl.record.counts import Counts, read_changes
 from streamrl.record.timeline import Timeline, read_timeline
 from streamrl.record.trace import Trace
@@ -137,24 +140,52 @@ class _Seconds(NamedTuple):
 
 def _sweep(trace: Trace, timeline: Timeline, window: tuple[float, float]) -> _Seconds:
     """Add up GPU-seconds between each two instants at which anything changes."""
-    run = trace.run
-    is_on_policy = choose_system(run.policies).max_staleness == 0
-    counts = Counts(run.num_trainers)
     seconds = _Seconds(defaultdict(float), defaultdict(lambda: defaultdict(float)))
-    before = 0.0
-    for change in read_changes(trace, timeline):
-        if change.time > before:
-            lasted = _within(window, before, change.time)
-            for side, activity, num_gpus in _all_shares(counts, run, is_on_policy):
-                seconds.whole[activity] += num_gpus * lasted
-                seconds.sides[side][activity] += num_gpus * lasted
-            before = change.time
-        counts.enter(change)
+    for began, ended, shares in _stretches(trace, timeline):
+        lasted = _within(window, began, ended)
+        for side, activity, num_gpus in shares:
+            seconds.whole[activity] += num_gpus * lasted
+            seconds.sides[side][activity] += num_gpus * lasted
     return seconds
+
+
+def idle_of_steps(trace: Trace, stepped_at: Sequence[float]) -> dict[str, Floats]:
+    """Return the GPU-seconds of each side, by name, that stood idle in each of the leader's steps, for any cause.
+
+    Args:
+        trace: a record of a run.
+        stepped_at: instant at which each step ended.
+    """
+    instants = [0.0]
+    until: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(instants))
+    for began, ended, shares in _stretches(trace, read_timeline(trace)):
+        waiting = [(side, num) for side, activity, num in shares if activity in IDLE]
+        for side, _ in waiting:
+            until[side]  # begins with nothing idle before
+        instants.append(ended)
+        for idle in until.values():
+            idle.append(idle[-1])
+        for side, num_gpus in waiting:
+            until[side][-1] += num_gpus * (ended - began)
+    ends = [0.0, *stepped_at]
+    return {side: np.diff(np.interp(ends, instants, idle)) for side, idle in until.items()}
 
 
 Shares: TypeAlias = Iterator[tuple[str, str, int]]
 """Of which side how many GPUs do, or wait for, what: side, activity or cause, GPUs."""
+
+
+def _stretches(trace: Trace, timeline: Timeline) -> Iterator[tuple[float, float, Shares]]:
+    """Yield begin and end of each stretch in which nothing changes, with what GPUs do; to be read at once."""
+    run = trace.run
+    is_on_policy = choose_system(run.policies).max_staleness == 0
+    counts = Counts(run.num_trainers)
+    before = 0.0
+    for change in read_changes(trace, timeline):
+        if change.time > before:
+            yield before, change.time, _all_shares(counts, run, is_on_policy)
+            before = change.time
+        counts.enter(change)
 
 
 def _all_shares(counts: Counts, run: Run, is_on_policy: bool) -> Shares:

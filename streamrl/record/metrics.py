@@ -53,6 +53,8 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     """Median seconds of a step."""
     step_times: list[float]
     """Seconds of every step from the first on."""
+    step_tokens: list[int] = []
+    """Output tokens that each of them trained on."""
     counted_steps: tuple[int, int]
     """First and last step that count."""
     note: str
@@ -204,7 +206,8 @@ def _measure_speed(trace: Trace, counted_steps: tuple[int, int] | None) -> tuple
     first, last = steady.first, steady.last
     began, ended = leader.window(first + 1, last)
     trained = leader.trained[first:last]
-    num_tokens = flow.num_tokens(trained)
+    step_tokens = [flow.num_tokens([rollouts]) for rollouts in leader.trained]
+    num_tokens = sum(step_tokens[first:last])
     lost = flow.num_tokens(r for time, r in leader.lost_at if began < time <= ended)
     dollars = dollars_per_second(run, mean_replicas(trace, began, ended))
     step_times = leader.step_times()
@@ -213,6 +216,7 @@ def _measure_speed(trace: Trace, counted_steps: tuple[int, int] | None) -> tuple
         step_time_interval=steady.interval,
         median_step_time=median(step_times[first:last]),
         step_times=step_times,
+        step_tokens=step_tokens,
         counted_steps=(first + 1, last),
         note=tell_doubts(trace, steps, steady),
         throughput=(num_tokens + lost) / (ended - began),
@@ -274,13 +278,18 @@ def _side(shares: Attribution) -> SideMetrics:
 
 def dollars_per_second(run: Run, num_replicas: float | None = None) -> float:
     """Return what the allocated GPUs cost a second, shared ones once, with as many replicas as there were."""
+    return sum(
+        num_gpus * price_of(run.cluster.pools[pool]) / SECONDS_PER_HOUR
+        for pool, num_gpus in paid_gpus(run, num_replicas)
+    )
+
+
+def paid_gpus(run: Run, num_replicas: float | None = None) -> Iterator[tuple[str, float]]:
+    """Yield for each side its pool and the GPUs that are paid for there; see `dollars_per_second`."""
     more = 0.0 if num_replicas is None else num_replicas - run.rollout.replicas
-    total = 0.0
     for side in sides_of(run):
-        price = price_of(run.cluster.pools[side.pool])
         added = more * run.rollout.tensor_parallel if side.kind == "rollout" else 0.0
-        total += (side.num_gpus + added) * price / SECONDS_PER_HOUR
-    return total
+        yield side.pool, side.num_gpus + added
 
 
 def mean_replicas(trace: Trace, start: float, end: float) -> float:

@@ -61,7 +61,7 @@ def tell_doubts(trace: Trace, steps: LeaderSteps, steady: Steady) -> str:
         doubts.append(f"{num} step{'s' * (num != 1)} {verb}, too few for an interval")
     elif (
         trace.is_endless
-        and not stopped_for
+        and steps.num_made > trace.run.simulate.max_steps
         and not steady.is_within(share := trace.run.simulate.interval)
     ):
         doubts.append(

@@ -1,0 +1,126 @@
+"""Is A worth it over B? Both simulated side by side until their difference is known, and what would make them even."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from sim.steady_state import Enough, open_world
+from sim.studies.break_even import Watch, find_break_even_bandwidth
+from sim.world import collecting_seldom
+from streamrl.record.against import Against
+from streamrl.record.metrics import dollars_per_second
+from streamrl.record.paired import PairedSteps, find_paired_steps
+from streamrl.record.set_against import set_against
+from streamrl.record.steady import Steady
+from streamrl.record.trace import Trace
+from streamrl.runfile.config import Run
+from streamrl.runfile.errors import Bounds, RunError
+from streamrl.runfile.keys import pool_key
+from streamrl.runfile.pools import find_link
+from streamrl.runfile.same_work import check_same_work
+
+
+class Pair(NamedTuple):
+    """Two runs that were simulated side by side."""
+
+    traces: tuple[Trace, Trace]
+    steps: PairedSteps
+    note: str
+    """What keeps their difference from being as exactly known as was asked for."""
+
+
+def compare_runs(a: Run, b: Run, watch: Watch = lambda what, done, most: None) -> Against:
+    """Simulate two runs of the same work until their difference is known, and set them against each other.
+
+    Both take the same prompts and lengths step by step, and as many steps count in both. The narrower `[simulate]`
+    interval of the two is wanted, of the ratio of their step times; `simulate.max_steps` is the larger one.
+
+    Args:
+        a: the run that is asked about.
+        b: the run that one has.
+        watch: told of progress.
+
+    Raises:
+        ValueError: they do not do the same work, or one asks for what its profiles or memory do not allow.
+        RuntimeError: nothing is left that could happen.
+    """
+    check_same_work(a, b)
+    for run in (a, b):
+        _check_price(run)
+    a, b = _alike(a, b)
+    pair = simulate_pair(a, b, watch)
+    counted = (pair.steps.first, pair.steps.last)
+    against = set_against(pair.traces, counted, pair.note)
+    index = find_link(a)
+    if index is None:
+        return against
+    found = find_break_even_bandwidth(a, index, against, watch)
+    return replace(against, bandwidths=[found])
+
+
+def _check_price(run: Run) -> None:
+    """Refuse a run that costs nothing: no ratio of dollars says how it compares."""
+    if not dollars_per_second(run):
+        key = pool_key(run.rollout.pool, "price")
+        text = f"{key} is 0, and a run that costs nothing cannot be set against another"
+        raise RunError(key, 0.0, Bounds(0.0, excludes_least=True), text)
+
+
+def _alike(a: Run, b: Run) -> tuple[Run, Run]:
+    """Return both with the same `[simulate]`."""
+    simulate = replace(
+        a.simulate,
+        interval=min(a.simulate.interval, b.simulate.interval),
+        max_steps=max(a.simulate.max_steps, b.simulate.max_steps),
+    )
+    return replace(a, simulate=simulate), replace(b, simulate=simulate)
+
+
+def simulate_pair(a: Run, b: Run, watch: Watch = lambda what, done, most: None) -> Pair:
+    """Simulate two runs step by step in turn, until the ratio of their step times is known."""
+    runs, lengths = (a, b), a.workload.lengths
+    worlds = [open_world(run) for run in runs]
+    made = [world.steps for world in worlds]
+    drifts = lengths is not None and lengths.drifts
+
+    def is_known(steady: Steady, share: float) -> bool:
+        return find_paired_steps(runs, made, 0, drifts=drifts).is_within(share)
+
+    enough = [Enough(run, steps, is_known) for run, steps in zip(runs, made, strict=True)]
+    walks, most = [world.walk() for world in worlds], a.simulate.max_steps
+    with collecting_seldom():
+        is_over = False
+        while not is_over:
+            behind, other = (0, 1) if len(made[0]) <= len(made[1]) else (1, 0)
+            stopped_by_itself = next(walks[behind], True)
+            if stopped_by_itself:
+                break
+            watch("step", min(map(len, made)), most)
+            ahead = len(made[behind]) - len(made[other])
+            if not ahead:
+                answers = [each.is_there() for each in enough]  # each is asked once a step
+                is_over = all(answers)
+            if ahead <= 0 and made[behind].num_made > most:
+                is_over = True  # though a loss of the trainer has taken steps back
+    if not min(map(len, made)):
+        raise RuntimeError("a run was over before a step of it stayed: there is nothing to compare")
+    steps = find_paired_steps(runs, made, 1, drifts=drifts)
+    return Pair((worlds[0].trace, worlds[1].trace), steps, _doubts(a, steps, drifts))
+
+
+def _doubts(run: Run, steps: PairedSteps, drifts: bool) -> str:
+    """Say what keeps the difference from being as exactly known as was asked for."""
+    if drifts or steps.is_within(run.simulate.interval):
+        return ""
+    if steps.half_width is None:
+        num = steps.last - steps.first + 1
+        count = "1 step counts" if num == 1 else f"{num} steps count"
+        return f"{count} in both, too few for an interval of the difference"
+    if not steps.has_settled:
+        return f"no steady state of both was found in {steps.last} steps"
+    return (
+        f"the difference is known to {steps.half_width:.2g}, not to the {run.simulate.interval:.2g} that is wanted "
+        f"(simulate.interval), within simulate.max_steps={run.simulate.max_steps}"
+    )

@@ -1,0 +1,94 @@
+"""One of two runs that are set against each other: what its steps took, cost and left idle, one by one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import numpy as np
+
+from streamrl.hardware.profiles import price_of
+from streamrl.hardware.tables import Floats
+from streamrl.record.against import GpuUse, PairedRun
+from streamrl.record.attribution import ROLLOUT, SHARED, TRAINER, UNDERFILLED, idle_of_steps
+from streamrl.record.leader_steps import read_steps
+from streamrl.record.metrics import SECONDS_PER_HOUR, mean_replicas, measure, paid_gpus
+from streamrl.record.trace import Trace
+from streamrl.runfile.sides import sides_of
+
+DIGITS = 9
+"""Of a mean number of replicas, beyond which seconds leave their rounding."""
+
+
+class MeasuredRun:
+    """What is asked of one run: its figures, step by step, over the steps that count."""
+
+    def __init__(self, trace: Trace, counted_steps: tuple[int, int]) -> None:
+        first, last = counted_steps
+        self.run = trace.run
+        self.metrics = measure(trace, counted_steps)
+        self.seconds: Floats = np.array(self.metrics.step_times[first - 1 : last])
+        self.tokens: Floats = np.array(self.metrics.step_tokens[first - 1 : last], dtype=float)
+        self.dollars_per_second = self.metrics.cost_per_step / self.metrics.step_time
+        stepped_at = read_steps(trace).ended_at
+        window = stepped_at[first - 2] if first > 1 else 0.0, stepped_at[last - 1]
+        self.num_replicas = round(mean_replicas(trace, *window), DIGITS)
+        idle = idle_of_steps(trace, stepped_at)
+        sides = {side.name: idle[side.name][first - 1 : last] for side in sides_of(self.run)}
+        self.idle: Floats = np.sum(list(sides.values()), axis=0)
+        """GPU-seconds of each step."""
+        prices = {
+            side.name: self.price(side.pool) / SECONDS_PER_HOUR for side in sides_of(self.run)
+        }
+        self.idle_dollars: Floats = np.sum(
+            [idle_of * prices[name] for name, idle_of in sides.items()], axis=0
+        )
+
+    def price(self, pool: str) -> float:
+        """Return the dollars of one of a pool's GPUs for an hour."""
+        return price_of(self.run.cluster.pools[pool])
+
+    def gpu(self, pool: str) -> str:
+        """Return the GPU of a pool."""
+        return self.run.cluster.pools[pool].gpu
+
+    @property
+    def gpus(self) -> Mapping[str, float]:
+        """GPUs that are paid for by pool, on average."""
+        found: dict[str, float] = defaultdict(float)
+        for pool, num_gpus in paid_gpus(self.run, self.num_replicas):
+            found[pool] += num_gpus
+        return found
+
+    def describe(self) -> PairedRun:
+        """Return the run's own figures."""
+        metrics, run = self.metrics, self.run
+        versions = sum(metrics.staleness.values())
+        behind = sum(version * count for version, count in metrics.staleness.items())
+        return PairedRun(
+            step_time=metrics.step_time,
+            step_time_interval=metrics.step_time_interval,
+            dollars_per_hour=self.dollars_per_second * SECONDS_PER_HOUR,
+            cost_per_step=metrics.cost_per_step,
+            cost_per_million_tokens=metrics.cost_per_million_tokens,
+            throughput=metrics.throughput,
+            goodput=metrics.goodput,
+            shares_gpus=run.shares_gpus,
+            generation=self._use(ROLLOUT, self.num_replicas * run.rollout.tensor_parallel),
+            training=self._use(TRAINER, run.trainer.num_gpus),
+            staleness=behind / versions if versions else 0.0,
+            idle_gpu_seconds=float(self.idle.mean()),
+            idle_cost=float(self.idle_dollars.mean()),
+            note=metrics.note,
+        )
+
+    def _use(self, name: str, num_gpus: float) -> GpuUse:
+        if self.run.shares_gpus:
+            name, num_gpus = SHARED, self.run.num_gpus
+        side = self.metrics.sides[name]
+        is_known = name == TRAINER or self.metrics.underfilled_from != "unknown"
+        return GpuUse(
+            num_gpus=num_gpus,
+            idle=sum(side.idle.values()),
+            underfilled=side.busy.get(UNDERFILLED, 0.0) if is_known else None,
+        )

@@ -1,0 +1,244 @@
+"""A run against another on a terminal: their figures beside each other, and whether the one is worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import assert_never
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from streamrl.record.against import (
+    Against,
+    BreakEvenBandwidth,
+    BreakEvenPrice,
+    GpuUse,
+    Known,
+    PairedRun,
+)
+from streamrl.record.metrics import SECONDS_PER_HOUR
+from streamrl.record.set_against import is_told
+from streamrl.report.run_tables import (
+    format_count,
+    format_dollars,
+    format_duration,
+    format_share,
+    format_step_time,
+)
+from streamrl.runfile.units import BITS_PER_BYTE
+
+Row = tuple[str, str, str, str]
+
+
+def against_report(against: Against, names: tuple[str, str]) -> RenderableType:
+    """Put two runs together for a terminal.
+
+    Args:
+        against: their figures.
+        names: what A is and what B is, in a line each.
+    """
+    heads = [Text(f"{letter}  {name}") for letter, name in zip("AB", names, strict=True)]
+    table = Table("", "A", "B", "A - B", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify, column.no_wrap = "right", True
+    for row in _rows(against):
+        table.add_row(*row)
+    lines = [Text(line) for line in break_even_lines(against)]
+    notes = [Text(note, style="yellow") for note in _notes(against)]
+    told = Text(verdict(against), style="bold")
+    return Group(*heads, Text(), table, Text(), *lines, *notes, told)
+
+
+# Sentences ----------------------------------------------------------------------------------------
+
+
+def verdict(against: Against) -> str:
+    """Say in a sentence whether A is worth it over B, or why that cannot be said."""
+    if against.outcome == "no difference":
+        return "A costs as much a token as B and takes as long: no difference."
+    text = f"A costs {_costs(against.cost_ratio)} a token{_doubt(against)} and {_speed(against)}: {_end(against)}."
+    if against.unshared_error is None:
+        text += " Costs of what they do not do alike were never checked."
+    return text
+
+
+def _end(against: Against) -> str:
+    match against.outcome:
+        case "no difference" | "worth it" | "not worth it":
+            return against.outcome
+        case "may be chance":
+            return f"dollars cannot decide{_at_most(against)}"
+        case "within the error of costs":
+            return "dollars cannot decide"
+        case "faster but dearer":
+            return f"worth it where an hour saved is worth more than {_whole_dollars(dollars_per_hour_saved(against))}"
+        case "cheaper but slower":
+            return f"worth it where an hour lost is worth less than {_whole_dollars(dollars_per_hour_saved(against))}"
+        case _:
+            assert_never(against.outcome)
+
+
+def _at_most(against: Against) -> str:
+    """Say of a faster run that may be dearer or cheaper what an hour costs that it saves, both doubts together."""
+    dollars, ratio = against.cost_per_step.interval, against.step_time_ratio
+    if dollars is None or ratio.value > 1 or not is_told(ratio, against.unshared_error):
+        return ""
+    dearer = dollars[1] + (against.unshared_error or 0.0) * against.b.cost_per_step
+    most = dearer / -against.step_time.value * SECONDS_PER_HOUR
+    return f", and an hour saved costs {_whole_dollars(most)} at most"
+
+
+def dollars_per_hour_saved(against: Against) -> float:
+    """Return the dollars that the dearer of two runs costs more for each hour that it is done earlier."""
+    return -against.cost_per_step.value / against.step_time.value * SECONDS_PER_HOUR
+
+
+def _whole_dollars(value: float) -> str:
+    """Write dollars of which no cents are known."""
+    return f"${value:,.0f}" if value >= 10 else format_dollars(value)
+
+
+def _costs(ratio: Known) -> str:
+    """Say "12.0 % ± 2.0 % less": how much less, or more, than B."""
+    share = abs(ratio.value - 1)
+    return f"{format_share(share)}{_plus_minus(ratio, format_share)} {'less' if ratio.value < 1 else 'more'}"
+
+
+def _doubt(against: Against) -> str:
+    if against.outcome == "may be chance":
+        if against.cost_ratio.interval is None:
+            return ", of which too few steps say how sure that is,"
+        return ", which may be chance,"
+    if against.outcome == "within the error of costs":
+        assert against.unshared_error is not None, "nothing is within what is not known"
+        return f", within the {against.unshared_error:.0%} that costs of what they do not do alike may be off,"
+    return ""
+
+
+def _speed(against: Against) -> str:
+    ratio, error = against.step_time_ratio, against.unshared_error
+    if not ratio.differs_from(1.0):
+        return "takes as long, as far as can be told"
+    if ratio.value < 1:
+        assert ratio.interval is not None, "what differs has an interval"
+        least, most = ratio.interval
+        faster = Known(value=1 / ratio.value, interval=(1 / most, 1 / least))
+        text = f"is {faster.value:.2f}{_plus_minus(faster, '{:.2f}'.format)} times as fast"
+    else:
+        text = f"takes {ratio.value:.2f}{_plus_minus(ratio, '{:.2f}'.format)} times as long"
+    return (
+        text if is_told(ratio, error) else f"{text}, within the {error:.0%} that costs may be off"
+    )
+
+
+def break_even_lines(against: Against) -> Iterator[str]:
+    """Say what GPUs of A may cost, and what its links must carry, for a token to cost as much as with B."""
+    for price in against.prices:
+        yield _price_line(price)
+    if not against.prices:
+        yield "A rents no GPUs beyond those of B, so no price of them makes up for anything."
+    for bandwidth in against.bandwidths:
+        yield _bandwidth_line(bandwidth, may_be_chance=against.outcome == "may be chance")
+
+
+def _price_line(price: BreakEvenPrice) -> str:
+    gpus = f"the {price.num_gpus:g} {price.pool} that A has more"
+    now = f"they cost {format_dollars(price.price)}"
+    if price.break_even is None:
+        return f"Break-even price: none; even with {gpus} at $0 a token costs more with A ({now} per GPU-hour)."
+    value = price.break_even
+    return (
+        f"Break-even price: {format_dollars(value.value)}{_plus_minus(value, format_dollars)} per GPU-hour of {gpus} "
+        f"({now})."
+    )
+
+
+def _bandwidth_line(found: BreakEvenBandwidth, *, may_be_chance: bool) -> str:
+    link, now = " - ".join(found.between), f"it has {_gbps(found.bandwidth)}"
+    if found.break_even is not None:
+        open_end = ", where costs are not told apart either" if may_be_chance else ""
+        return f"Break-even bandwidth: about {_gbps(found.break_even)} on the link {link} ({now}{open_end})."
+    if found.is_cheaper:
+        least = _gbps(found.least)
+        return f"Break-even bandwidth: none; A costs less at any of the link {link} down to {least} ({now})."
+    return f"Break-even bandwidth: none; A costs more even with a free link {link} ({now})."
+
+
+def _notes(against: Against) -> Iterator[str]:
+    if against.note:
+        yield against.note
+    for letter, run in (("A", against.a), ("B", against.b)):
+        if run.note:
+            yield f"{letter}: {run.note}"
+
+
+# The table ----------------------------------------------------------------------------------------
+
+
+def _rows(against: Against) -> Iterator[Row]:
+    a, b = against.a, against.b
+    seconds = _signed(format_duration)
+    dollars = _signed(format_dollars)
+    steps = _each(a, b, lambda run: format_step_time(run.step_time, run.step_time_interval))
+    yield ("step", *steps, seconds(against.step_time))
+    yield ("$ an hour", *_each(a, b, lambda run: format_dollars(run.dollars_per_hour)), "")
+    costs = _each(a, b, lambda run: format_dollars(run.cost_per_step))
+    yield ("$ a step", *costs, dollars(against.cost_per_step))
+    ratio = against.cost_ratio
+    share = f"{(ratio.value - 1) * 100:+.1f} %{_plus_minus(ratio, format_share)}"
+    tokens = _each(a, b, lambda run: format_dollars(run.cost_per_million_tokens))
+    yield ("$ per million tokens", *tokens, share)
+    yield ("tokens/s trained on", *_each(a, b, lambda run: format_count(run.goodput)), "")
+    yield ("tokens/s generated", *_each(a, b, lambda run: format_count(run.throughput)), "")
+    yield ("GPUs that generate", *_each(a, b, lambda run: _gpus(run, run.generation)), "")
+    yield ("  idle", *_each(a, b, lambda run: format_share(run.generation.idle)), "")
+    yield ("  underfilled", *_each(a, b, lambda run: _underfilled(run.generation)), "")
+    yield ("GPUs that train", *_each(a, b, lambda run: _gpus(run, run.training)), "")
+    yield ("  idle", *_each(a, b, lambda run: format_share(run.training.idle)), "")
+    yield ("  underfilled", *_each(a, b, lambda run: _underfilled(run.training)), "")
+    yield ("staleness, mean", *_each(a, b, lambda run: f"{run.staleness:.2f}"), "")
+    idle = _each(a, b, lambda run: format_count(run.idle_gpu_seconds))
+    yield ("idle GPU-seconds a step", *idle, _signed(format_count)(against.idle_gpu_seconds))
+    idle = _each(a, b, lambda run: format_dollars(run.idle_cost))
+    yield ("$ a step for idle GPUs", *idle, dollars(against.idle_cost))
+    num = against.training_steps
+    times = _each(a, b, lambda run: format_duration(num * run.step_time))
+    yield (f"whole training, {num:,} steps", *times, seconds(against.training_time))
+    costs = _each(a, b, lambda run: format_dollars(num * run.cost_per_step))
+    yield ("  $", *costs, dollars(against.training_cost))
+
+
+def _each(a: PairedRun, b: PairedRun, show: Callable[[PairedRun], str]) -> tuple[str, str]:
+    return show(a), show(b)
+
+
+def _gpus(run: PairedRun, use: GpuUse) -> str:
+    return f"{use.num_gpus:g}{' in turn' if run.shares_gpus else ''}"
+
+
+def _underfilled(use: GpuUse) -> str:
+    return "?" if use.underfilled is None else format_share(use.underfilled)
+
+
+def _signed(show: Callable[[float], str]) -> Callable[[Known], str]:
+    """Return what writes a difference with its sign and half its interval."""
+
+    def write(known: Known) -> str:
+        sign = "-" if known.value < 0 else "+"
+        return f"{sign}{show(abs(known.value))}{_plus_minus(known, show)}"
+
+    return write
+
+
+def _plus_minus(known: Known, show: Callable[[float], str]) -> str:
+    if known.interval is None:
+        return ""
+    half = (known.interval[1] - known.interval[0]) / 2
+    if show is format_dollars and half < 1:
+        return f" ± ${half:.2g}"
+    return f" ± {show(half)}"
+
+
+def _gbps(bandwidth: float) -> str:
+    return f"{bandwidth * BITS_PER_BYTE / 1e9:.3g} Gbps"
