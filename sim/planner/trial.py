@@ -15,9 +15,8 @@ from sim.costs.fill import fill_latency
 from sim.parallel import answers
 from sim.planner.generation_time import GenerationTime, summarize
 from sim.planner.space import Candidate
-from sim.steady_state import sampled, simulate_steady
-from streamrl.record.metrics import Metrics, Speed, measure, measure_speed
-from streamrl.record.trace import Trace
+from sim.steady_state import measure_steady, sampled, simulate_steady
+from streamrl.record.metrics import Metrics, Speed, measure_speed
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import decode_run, encode_run
@@ -53,25 +52,31 @@ def shortened(run: Run, seed: int, steps: int = SEARCH_STEPS) -> bytes:
 
 
 def speed_of(trial: Trial) -> Speed:
-    """Simulate the steady state of a plan."""
-    return measure_speed(trace_of(trial))
-
-
-def metrics_of(trial: Trial) -> Metrics:
-    """Simulate the steady state of a plan and measure all of it."""
-    return measure(trace_of(trial))
-
-
-def trace_of(trial: Trial) -> Trace:
-    """Return the trace of a plan's simulation.
+    """Simulate the steady state of a plan.
 
     Raises:
         ValueError: the plan is no valid run file.
     """
+    run, workload = _planned(trial)
+    return measure_speed(simulate_steady(run, workload=workload))
+
+
+def metrics_of(trial: Trial) -> Metrics:
+    """Simulate the steady state of a plan and measure all of it.
+
+    Raises:
+        ValueError: the plan is no valid run file.
+    """
+    run, workload = _planned(trial)
+    return measure_steady(run, workload=workload)
+
+
+def _planned(trial: Trial) -> tuple[Run, SimulatedWorkload]:
+    """Return a plan's run file and its workload."""
     base, workload = open_trial(trial.run)
     run = trial.candidate.apply(base)
     check_run(run)
-    return simulate_steady(run, workload=workload)
+    return run, workload
 
 
 def generation_of(trial: Trial) -> GenerationTime:
