@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.steady_state import measure_steady, simulate_steady
+from streamrl.engine.messages import LoadWeights, PushWeights, WeightsLoaded, WeightsPushed
 from streamrl.engine.systems import SYSTEMS
 from streamrl.record.attribution import AttributionReader, attribute_sides
 from streamrl.record.leader_steps import read_steps
@@ -26,8 +27,10 @@ from streamrl.record.trace import Entry, Trace
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
 from tests.command_line import streamrl
+from tests.hand_traces import HandTrace
 from tests.random_runs import FaultyWorld, failures, runs, runs_of_several
 from tests.runs import small_run
+from tests.test_underfilled import FLAT
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "h20-h800.toml"
 STEPS: dict[str, Any] = {
@@ -157,6 +160,24 @@ def test_what_a_resource_does_is_cut_where_blocks_end_and_nothing_of_it_is_lost(
             assert lasted[0] == pytest.approx(lasted[1], abs=1e-6), (replica, activity)
     ends = [part.end for part in parts]
     assert ends == sorted(ends) and len(parts) > 10 and ends[-1] == whole.end
+
+
+def test_a_load_in_a_stretch_of_decoding_that_goes_on_past_the_block_is_no_decoding() -> None:
+    hand = HandTrace(replicas=2, algorithm__prompts_per_step=2)
+    hand.trace.decode = FLAT
+    hand.begin()
+    hand.draw(0.0, 1, 2)
+    hand.generate(0.0, 0)
+    hand.command(4.0, PushWeights(1, 0))
+    hand.at(5.0, WeightsPushed(1, 8), LoadWeights(0, 1, drain=False))
+    hand.at(9.0, WeightsLoaded(0, 1, 4.0))
+    hand.generate(12.0, 1, replica=1)
+    hand.generated(20.0, 0, run_time=20.0, prefill_time=2.0)
+    hand.generated(25.0, 1, run_time=10.0)
+    hand.train(25.0, 30.0, 1, 0, 1)
+    whole = measure(hand.trace)
+    assert whole.busy["underfilled"] > 0
+    check_same_figures(measure_blocks(hand.trace, 1), whole)
 
 
 def _seconds(spans: list[Any], activity: str) -> float:

@@ -133,14 +133,11 @@ class TimelineReader:
         for replica, start in self._starting.items():
             if start < until:
                 self._starts[replica].append(Span(start, until, "start-up"))
-                self._starting[replica] = until
         for trainer, work in self._work.items():
             if work.start < until:
                 self._trainers[trainer].append(work._replace(end=until))
-                self._work[trainer] = work._replace(start=until)
         if self._num_verifying and self._verifying_since < until:
             self._verifier.append(Span(self._verifying_since, until, "verify"))
-            self._verifying_since = until
         return self._take(until)
 
     def finish(self) -> Timeline:
@@ -156,7 +153,7 @@ class TimelineReader:
         return self._take(self.now)
 
     def _take(self, until: float) -> Timeline:
-        """Take what of all spans lies before an instant; rounding puts none before the last one."""
+        """Take what of all spans lies before an instant and was not taken yet."""
         since, self._since = self._since, until
         starts, rollouts, loads, prefills = (
             _take_each(spans, since, until)
