@@ -22,7 +22,7 @@ from streamrl.record.leader_steps import read_steps
 from streamrl.record.ledger import Ledger
 from streamrl.record.metrics import Metrics, measure, measure_read
 from streamrl.record.run_reader import RunReader
-from streamrl.record.timeline import TimelineReader, read_timeline
+from streamrl.record.timeline import Span, TimelineReader, read_timeline
 from streamrl.record.trace import Entry, Trace
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
@@ -180,7 +180,7 @@ def test_a_load_in_a_stretch_of_decoding_that_goes_on_past_the_block_is_no_decod
     check_same_figures(measure_blocks(hand.trace, 1), whole)
 
 
-def _seconds(spans: list[Any], activity: str) -> float:
+def _seconds(spans: list[Span], activity: str) -> float:
     return sum(span.end - span.start for span in spans if span.activity == activity)
 
 
