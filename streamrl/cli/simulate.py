@@ -63,7 +63,8 @@ def simulate(
     """Simulate a run file and say what a step takes, costs, and where GPUs stand idle.
 
     All figures are those of the steady state: as many steps are simulated as `simulate.interval` needs, at most
-    `simulate.max_steps`, whatever `algorithm.steps` is.
+    `simulate.max_steps`, whatever `algorithm.steps` is. Without --output they are measured as they are made, so that
+    thousands take no more memory than a few.
 
     Example: streamrl simulate examples/h20-h800.toml --set policies.system=stream-sync -o runs/what-if
 

@@ -38,8 +38,8 @@ from typing import NamedTuple, TypeAlias
 from streamrl.engine.systems import choose_system
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.counts import ChangeReader, Counts
+from streamrl.record.generation_parts import Parts, PartsReader
 from streamrl.record.ledger import Ledger
-from streamrl.record.parts import Parts, PartsReader
 from streamrl.record.timeline import Timeline, TimelineReader
 from streamrl.record.trace import Entry, Trace
 from streamrl.record.underfilled import YieldSource

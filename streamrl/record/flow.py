@@ -49,7 +49,7 @@ class Made(NamedTuple):
 
 
 @dataclass(slots=True)
-class Rollout:
+class OpenRollout:
     """What is known of a rollout that may still be trained on."""
 
     tokens: int = 0
@@ -129,7 +129,7 @@ class TrainerFlow:
         """Enter what the step under way is made of."""
         self._groups = groups
 
-    def end_step(self, time: float, known: dict[int, Rollout]) -> list[int]:
+    def end_step(self, time: float, known: dict[int, OpenRollout]) -> list[int]:
         """Enter that the coming step is made; return the rollouts that the trainer is done with."""
         self.stepped_at.append(time)
         self.made.append(_make(self._coming, known))
@@ -169,7 +169,7 @@ class Flow:
 
     def __init__(self, num_trainers: int) -> None:
         self.trainers = [TrainerFlow() for _ in range(num_trainers)]
-        self._rollouts: dict[int, Rollout] = {}
+        self._rollouts: dict[int, OpenRollout] = {}
         self._newest = 0
         self._lost = Ledger[None]()
         """Tokens of what was lost to the leader, between its steps."""
@@ -240,7 +240,7 @@ class Flow:
         for trainer in self.trainers:
             trainer.see_drawn(drawn)
         for rollout in drawn.rollouts:
-            self._rollouts[rollout] = Rollout(num_trainers=len(self.trainers))
+            self._rollouts[rollout] = OpenRollout(num_trainers=len(self.trainers))
 
     def _end_attempt(self, event: Generated) -> None:
         rollout = self._rollouts[event.rollout]
@@ -292,7 +292,7 @@ def read_flow(trace: Trace) -> Flow:
     return flow
 
 
-def _make(coming: list[tuple[tuple[int, ...], int]], known: dict[int, Rollout]) -> Made:
+def _make(coming: list[tuple[tuple[int, ...], int]], known: dict[int, OpenRollout]) -> Made:
     """Put together what a step was made of.
 
     Raises:

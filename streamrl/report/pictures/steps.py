@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from streamrl.engine.trainer_side import LEADER
+from streamrl.record.generation_parts import read_parts
 from streamrl.record.metrics import Metrics
-from streamrl.record.parts import read_parts
 from streamrl.record.timeline import Span, Timeline, read_timeline
 from streamrl.record.trace import Trace
 from streamrl.report.pictures.drawing import (
