@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -212,17 +212,30 @@ def test_a_ledger_cuts_what_spans_marks() -> None:
 
 @pytest.mark.parametrize("kind", ["fully-async", "failures"])
 def test_measuring_a_long_run_takes_a_few_numbers_a_step(kind: str) -> None:
-    _peak(kind, 20)  # what is loaded once
-    peaks = [_peak(kind, most) for most in (100, 400)]
-    assert (peaks[1] - peaks[0]) / 300 < 2000  # bytes, where a step's entries take 50 kB
+    def measure_steps(most: int) -> None:
+        measure_steady(small_run({**STEPS, **KINDS[kind], "simulate.max_steps": most}))
+
+    assert _bytes_a_step(measure_steps) < 2000  # a step's entries take 50 kB
 
 
-def _peak(kind: str, most: int) -> int:
-    """Return the most bytes that the figures of so many steps take."""
-    run = small_run({**STEPS, **KINDS[kind], "simulate.max_steps": most})
-    tracemalloc.start()
-    try:
-        measure_steady(run)
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+def test_the_command_takes_a_few_numbers_a_step() -> None:
+    def simulate_steps(most: int) -> None:
+        few = ("algorithm.prompts_per_step=16", f"simulate.max_steps={most}")
+        changes = [f"--set={change}" for change in (*few, "simulate.interval=1e-9")]
+        assert streamrl("simulate", EXAMPLE, *changes, "--json").returncode == 0
+
+    assert _bytes_a_step(simulate_steps) < 2000
+
+
+def _bytes_a_step(work: Callable[[int], None]) -> float:
+    """Return by how much the most bytes that a work of so many steps takes grow with each."""
+    work(20)  # what is loaded once
+    peaks = []
+    for most in (100, 300):
+        tracemalloc.start()
+        try:
+            work(most)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    return (peaks[1] - peaks[0]) / 200
