@@ -26,6 +26,7 @@ from streamrl.record.timeline import Span, TimelineReader, read_timeline
 from streamrl.record.trace import Entry, Trace
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
+from streamrl.runfile.sides import sides_of
 from tests.command_line import streamrl
 from tests.hand_traces import HandTrace
 from tests.random_runs import FaultyWorld, failures, runs, runs_of_several
@@ -190,10 +191,11 @@ def test_any_window_between_marks_can_be_asked_for_once_a_run_is_read() -> None:
     reader.mark(marks)
     reader.read(trace.entries)
     reader.finish()
+    num_gpus = sum(side.num_gpus for side in sides_of(trace.run))
     for window in ((0.0, marks[0]), (marks[1], marks[4]), (marks[2], marks[3]), (0.0, marks[-1])):
-        check_alike(
-            reader.between(*window).whole._asdict(), attribute_sides(trace, window).whole._asdict()
-        )
+        found = reader.between(*window).whole
+        assert found.gpu_seconds == pytest.approx(num_gpus * (window[1] - window[0]))
+        check_alike(found._asdict(), attribute_sides(trace, window).whole._asdict())
 
 
 def test_a_ledger_cuts_what_spans_marks() -> None:
