@@ -108,6 +108,7 @@ def ppo_table(
             "tensor_parallel": tensor,
             "pipeline_parallel": pipeline,
             "offload": offload,
+            "logits": "fused",
         },
         "algorithm": {
             "name": "ppo",

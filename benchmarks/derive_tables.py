@@ -35,6 +35,9 @@ H20_3E = {
     "licence": "Apache-2.0",
 }
 VLLM = {"h100": "0.24.0", "h200": "0.24.0", "a100": "0.14.0"}
+TRITON_EXPERTS = "0.19.0"
+"""Version of vLLM whose grouped fp8 experts, with a scale for each block of 128 by 128, were measured as Triton's at
+every degree of expert parallelism, on H200 alone; later ones are FlashInfer's, which 0.11 does not use."""
 NCCL = {"h100": "2.29.2", "h200": "2.29.2", "a100": "2.27.3"}
 DEVICES = {
     "h100": "NVIDIA H100 80GB HBM3",
@@ -64,10 +67,16 @@ def _vllm(folder: Path, gpu: str) -> None:
     gemm = pd.read_csv(folder / f"gemm_vllm_{VLLM[gpu]}.csv")
     for dtype in ("bfloat16", "fp8"):
         _gemm(gemm[gemm.gemm_dtype == dtype], gpu, dtype, facts)
+    quantise = folder / f"quantize_vllm_{VLLM[gpu]}.csv"
+    if quantise.exists():
+        _quantise(pd.read_csv(quantise), gpu, facts)
     for operator, name in (("decode", "generation"), ("prefill", "context")):
         table = pd.read_csv(folder / f"{name}_attention_vllm_{VLLM[gpu]}.csv")
         _attention(table, gpu, operator, "bfloat16", facts)
-    _moe(pd.read_csv(folder / f"moe_vllm_{VLLM[gpu]}.csv"), gpu, facts)
+    _moe(pd.read_csv(folder / f"moe_vllm_{VLLM[gpu]}.csv"), gpu, "bfloat16", facts)
+    narrow = folder / f"moe_fp8_vllm_{TRITON_EXPERTS}.csv"
+    if narrow.exists():
+        _moe(pd.read_csv(narrow), gpu, "fp8", {**facts, "version": TRITON_EXPERTS})
     _collectives(pd.read_csv(folder / f"nccl_{NCCL[gpu]}.csv"), gpu, {**CORE, "version": NCCL[gpu]})
     custom = pd.read_csv(folder / f"custom_allreduce_vllm_{VLLM[gpu]}.csv")
     custom = custom[custom.backend == "vllm_graph"]
@@ -180,6 +189,13 @@ def _gemm(table: pd.DataFrame, gpu: str, dtype: str, facts: dict[str, str]) -> N
     _write(table, gpu, "gemm", dtype, ("n", "k"), "m", facts)
 
 
+def _quantise(table: pd.DataFrame, gpu: str, facts: dict[str, str]) -> None:
+    """Add up its two parts: values with a given scale, and what finding a scale of each row takes on top."""
+    whole = table.groupby(["m", "k"], as_index=False).latency.sum()
+    whole = whole[whole.m.isin(GEMM_ROWS) & (whole.k >= 64)]
+    _write(whole, gpu, "quantise", "fp8", ("k",), "m", facts)
+
+
 def _attention(
     table: pd.DataFrame, gpu: str, operator: str, dtype: str, facts: dict[str, str]
 ) -> None:
@@ -193,7 +209,7 @@ def _attention(
     _write(table, gpu, f"{operator}_attention", dtype, keys, "context", facts)
 
 
-def _moe(table: pd.DataFrame, gpu: str, facts: dict[str, str]) -> None:
+def _moe(table: pd.DataFrame, gpu: str, dtype: str, facts: dict[str, str]) -> None:
     """Keep even shares; where they were not measured, the least uneven ones."""
     is_even = table.distribution == "balanced"
     kept = is_even if is_even.any() else table.distribution == "power_law_1.01"
@@ -203,7 +219,7 @@ def _moe(table: pd.DataFrame, gpu: str, facts: dict[str, str]) -> None:
     table = table.rename(columns=names).drop_duplicates([*MOE_KEYS, "num_tokens"])
     shares = "even" if is_even.any() else "power law 1.01"
     note = {"distribution": f"{shares} shares of tokens over experts"}
-    _write(table, gpu, "moe", "bfloat16", MOE_KEYS, "num_tokens", {**facts, **note})
+    _write(table, gpu, "moe", dtype, MOE_KEYS, "num_tokens", {**facts, **note})
 
 
 def _collectives(table: pd.DataFrame, gpu: str, facts: dict[str, str]) -> None:

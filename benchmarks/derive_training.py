@@ -20,8 +20,9 @@ import csv
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from sim.fidelity.published_training import PATH, PublishedStep, shape_of
+from sim.fidelity.published_training import PATH, PublishedStep, Recompute, shape_of
 from streamrl.hardware.profiles import load_gpu
 
 LICENCES = "Apache-2.0 (llm-foundry, Megatron-Bridge, Automodel, prime-rl), MIT (ModelZoo, KempnerForge), BSD-style (Megatron-LM)"
@@ -106,7 +107,7 @@ def mosaic(path: Path) -> Iterator[PublishedStep]:
 
 # Megatron-Bridge ----------------------------------------------------------------------------------
 
-CARDS = {
+CARDS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
     ("qwen3-8b", "pretrain"): ("qwen3-8b", {}),
     ("qwen3-8b", "checkpoint_resume"): ("qwen3-8b", {}),
     ("qwen3-30b-a3b", "pretrain"): ("qwen3-30b-a3b", {"dispatch": "deduplicated"}),
@@ -198,8 +199,8 @@ def ablations(path: Path) -> Iterator[PublishedStep]:
 # Megatron-LM, ModelZoo, Automodel, KempnerForge ---------------------------------------------------
 
 KEMPNER_MODELS = {
-    "Llama-3 7B": "kempner-7b",
-    "Llama-3 7B (8.0B)": "kempner-7b",
+    "Llama-3 7B": "llama-3.1-8b",
+    "Llama-3 7B (8.0B)": "llama-3.1-8b",
     "Llama-3 13B": "kempner-13b",
     "Llama-3 13B (14.8B)": "kempner-13b",
     "Llama-3 70B": "llama-3.1-70b",
@@ -269,11 +270,6 @@ def mixture(line: dict[str, str]) -> PublishedStep:
             / (float(line["tflops_per_gpu"]) * 1e12 * gpus)
         )
     is_fsdp = "FSDP" in line["fsdp"] or framework == "NeMo"
-    recompute = "none"
-    if "recompute norm,act" in note or "selective" in note:
-        recompute = "selective"
-    if "full recompute" in note:
-        recompute = "full"
     release = line["release"]
     return PublishedStep(
         framework="Automodel" if framework == "NeMo" else "Megatron-LM",
@@ -289,13 +285,26 @@ def mixture(line: dict[str, str]) -> PublishedStep:
         virtual_stages=int(line["vp"] or (4 if pipeline == 8 else 1)),
         expert_parallel=int(line["ep"] or 1),
         zero=3 if is_fsdp else 1,
-        recompute=recompute,
+        recompute=recomputed(note, framework),
         routing="natural" if "natural routing" in note else "balanced",
         dispatch="all-to-all" if "all-to-all" in note else "deduplicated",
         overlaps="overlap" in note.lower() or ("PR 5728" in line["source"] and pipeline > 1),
         seconds=seconds,
         source=line["source"],
     )
+
+
+def recomputed(note: str, framework: str) -> Recompute:
+    """Return what a mixture makes again.
+
+    Automodel's page does not say: every version of its benchmark configurations (examples/llm_benchmark, earlier
+    examples/benchmark) has `activation_checkpointing: true`, which wraps each layer.
+    """
+    if framework == "NeMo" or "full recompute" in note:
+        return "full"
+    if "recompute layernorm+moe" in note:
+        return "mlp"
+    return "selective" if "recompute norm,act" in note else "none"
 
 
 def flops_per_token(model: str, tokens: int) -> float:
@@ -314,7 +323,10 @@ PRIME_GPUS = {"H100 80GB HBM3": "h100", "H200": "h200"}
 
 
 def prime(path: Path) -> Iterator[PublishedStep]:
-    """Yield full-parameter steps; offloaded activations are another amount of work."""
+    """Yield full-parameter steps; offloaded activations are another amount of work.
+
+    Only its RL trainer chunks logits: the peaks of supervised steps have all of them.
+    """
     for line in _lines(path):
         model, gpu = PRIME_MODELS.get(line["model"]), PRIME_GPUS.get(line["system"])
         if model is None or gpu is None or "lora" in line["phase"] or line["act_ckpt"] == "Offload":
@@ -332,7 +344,9 @@ def prime(path: Path) -> Iterator[PublishedStep]:
             zero=3,
             recompute="full",
             kernels="eager",
+            logits="chunked" if line["phase"].startswith("rl") else "eager",
             seconds=float(line["step_time_s"]),
+            peak_memory=float(line["peak_mem_gib"]) * 2**30,
             source=f"{PRIME} {line['phase']}",
         )
 

@@ -194,17 +194,6 @@ def collate(batch: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(ids), torch.tensor(labels)
 
 
-def make_optimizers(model: Qwen2ForCausalLM, lr: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for the layers' matrices and AdamW for the embedding, biases and norms."""
-    named = list(model.named_parameters())
-    matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in named if p.ndim != 2 or "embed" in name]
-    return [
-        torch.optim.Muon(matrices, lr=lr, weight_decay=0.0),
-        torch.optim.AdamW(others, lr=0.15 * lr, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
-
-
 def answer_loss(model: Qwen2ForCausalLM, batch: list[Example]) -> torch.Tensor:
     """Return the mean cross-entropy of the demonstrations' tokens."""
     ids, labels = collate(batch)
@@ -216,19 +205,19 @@ def answer_loss(model: Qwen2ForCausalLM, batch: list[Example]) -> torch.Tensor:
 
 def train(model: Qwen2ForCausalLM, data: Iterator[list[Example]], steps: int, lr: float) -> None:
     """Run the supervised steps with a short warm-up, then a linear decay to a tenth."""
-    optimizers = make_optimizers(model, lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
 
     def factor(step: int) -> float:
         return min((step + 1) / 30, 1.0 - 0.9 * step / steps)
 
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, factor) for o in optimizers]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     console = Console(stderr=True)
     for _ in track(range(steps), "teach", console=console, disable=not console.is_terminal):
         loss = answer_loss(model, next(data))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for part in [*optimizers, *schedules]:
-            part.step()
+        optimizer.step()
+        schedule.step()
         model.zero_grad()
     print(f"taught for {steps} steps, last loss {loss.item():.3f}")
 
@@ -272,7 +261,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=900, help="supervised steps")
     parser.add_argument("--batch", type=int, default=8, help="demonstrations a step")
-    parser.add_argument("--lr", type=float, default=2e-2)
+    parser.add_argument("--lr", type=float, default=3e-3)
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)

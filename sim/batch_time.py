@@ -39,6 +39,10 @@ class Finish(NamedTuple):
     """Seconds since the batch was dealt."""
     tokens: int
     """Output tokens."""
+    group: int = 0
+    """Whose rollout it is."""
+    replica: int = 0
+    """Who generated it."""
 
 
 def generate_batch(run: Run, costs: Costs, batch: Sequence[Draw]) -> list[Finish]:
@@ -53,7 +57,7 @@ def generate_batch(run: Run, costs: Costs, batch: Sequence[Draw]) -> list[Finish
     rollouts = rollouts_of(batch)
     finishes: list[Finish] = []
     for replica_id, commands in shares.items():
-        alone = _Alone(run, costs, rollouts)
+        alone = _Alone(run, costs, rollouts, replica_id)
         replica = Replica(alone, replica_id, 0)
         for command in commands:
             replica.generate(command)
@@ -75,16 +79,20 @@ def deal(run: Run, batch: Sequence[Draw]) -> list[Generate]:
 class _Alone:
     """The surroundings of a replica while nobody else is there."""
 
-    def __init__(self, run: Run, costs: Costs, rollouts: Mapping[int, DrawnRollout]) -> None:
+    def __init__(
+        self, run: Run, costs: Costs, rollouts: Mapping[int, DrawnRollout], replica: int
+    ) -> None:
         self.env = _OneProcess()
         self.run_file = run
         self.costs = costs
         self.rollouts = rollouts
         self.finishes: list[Finish] = []
+        self._replica = replica
 
     def emit(self, event: Event) -> None:
         assert isinstance(event, Generated), f"{event} without a command for it"
-        self.finishes.append(Finish(self.env.now, event.tokens))
+        group = self.rollouts[event.rollout].group
+        self.finishes.append(Finish(self.env.now, event.tokens, group, self._replica))
 
 
 class _OneProcess(simpy.Environment):

@@ -13,6 +13,7 @@ from sim.batch_time import Finish, generate_batch
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_latency
 from sim.planner.allocation import Objective, allocate, objective_of, search, step_time
+from sim.planner.layouts import Degrees
 from sim.planner.stages import TRAINED_BATCHES, Generation, Stages, Training
 from sim.world import simulate
 from streamrl.engine.messages import Generated
@@ -132,7 +133,7 @@ def test_a_trainer_offloads_only_where_its_models_do_not_fit_beside_each_other()
     stages = Stages(paper_run({"model": {"name": "qwen2.5-32b"}}))
     small, large = stages.training(16), stages.training(64)
     assert small is not None and large is not None
-    assert (small.offload, large.offload) == (True, False)
+    assert (small.degrees.offload, large.degrees.offload) == (True, False)
     assert stages.training(4) is None
 
 
@@ -155,11 +156,8 @@ class Given(Stages):
 
     def training(self, num_gpus: int) -> Training | None:
         """Take the test's word for it."""
-        degrees = {"tensor_parallel": 1, "pipeline_parallel": 1}
-        time = self.train(num_gpus)
-        return Training(
-            num_gpus=num_gpus, data_parallel=num_gpus, offload=False, time=time, **degrees
-        )
+        degrees = Degrees("h800", num_gpus, 1, 1, 1, 4, 1, "full", None, offload=False)
+        return Training(degrees=degrees, time=self.train(num_gpus))
 
 
 times = st.lists(st.floats(1.0, 1000.0), min_size=4, max_size=4)

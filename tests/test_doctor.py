@@ -43,6 +43,7 @@ SELF_EVIDENT: list[tuple[dict[str, Any], str, str]] = [
             "cluster.pools.near.gpus_per_node": 2,
             "trainer.micro_batch": 8,
             "trainer.max_tokens_per_pass": 40000,
+            "trainer.logits": "fused",
         },
         "trainer-tight",
         "warning",
@@ -208,7 +209,7 @@ def followed(second: dict[str, Any], **changes: Any) -> Run:
 @pytest.mark.parametrize(
     ("second", "name", "words", "fix"),
     [
-        ({"data_parallel": 2}, "memory", "second: 93.6 of 85 GB a GPU", "set trainer.1."),
+        ({"data_parallel": 2}, "memory", "second: 98.3 of 85 GB a GPU", "set trainer.1."),
         ({"tensor_parallel": 4, "data_parallel": 2, "pipeline_parallel": 1}, None, "", ""),
         (
             {"tensor_parallel": 2, "data_parallel": 3},

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.hardware.activations import activation_bytes, tokens_in_pass
 from streamrl.hardware.host_memory import (
     check_host_memory,
     check_sync_buffer,
@@ -17,23 +18,20 @@ from streamrl.hardware.host_memory import (
     offloaded_bytes,
 )
 from streamrl.hardware.memory import (
-    SELECTIVE_SHARE,
-    activation_bytes,
     check_memory,
+    check_trainer_memory,
     kv_capacity,
-    layer_activation_bytes,
     model_states,
     replica_memory,
     shard_parameters,
     stage_parameters,
-    tokens_in_pass,
     trainer_memory,
 )
-from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.hardware.slices import stage_layers
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.errors import RunError
 from streamrl.runfile.reading import load_run, make_run
 from streamrl.runfile.sides_config import TrainerConfig
 from tests.runs import make_table, small_run
@@ -117,7 +115,7 @@ def test_a_gpu_is_as_full_as_the_fullest_stage() -> None:
     num_tokens = tokens_in_pass(trainer, 256 + 2048)
     last = model_states(SEVEN, trainer, "bfloat16")[-1]
     assert items["weights"] == last.weights and items["optimizer"] == last.optimizer
-    assert items["logits"] == num_tokens * 152064 * 4
+    assert items["logits"] == num_tokens * 152064 * 16
     found = activation_bytes(SEVEN, trainer, "bfloat16", num_tokens)
     assert items["activations"] == found[-1] < found[0]
     long = msgspec.structs.replace(trainer, recompute="none", max_tokens_per_pass=2**16)
@@ -132,6 +130,21 @@ def test_zero_3_splits_weights_and_gradients_over_data_parallel_ranks_too() -> N
     gathered = 2 / 28  # layers
     assert items["weights"] == pytest.approx(2 * SEVEN.num_parameters * (1 / 4 + gathered))
     assert items["gradients"] == pytest.approx(4 * SEVEN.num_parameters / 4)
+    assert items["optimizer"] == pytest.approx(10 * SEVEN.num_parameters / 4)
+    # with weights that is 16 bytes a parameter: those in float32 are gathered in 16 bits
+
+
+def test_a_trainer_that_cannot_be_split_is_told_by_the_key_of_its_own_section() -> None:
+    pool = {"cluster.pools.near.nodes": 16}
+    for changes, key in (
+        ({"trainer.pipeline_parallel": 29}, "pipeline_parallel"),
+        ({"trainer.expert_parallel": 2, "trainer.data_parallel": 2}, "expert_parallel"),
+        ({"trainer.pipeline_parallel": 4, "trainer.virtual_stages": 8}, "virtual_stages"),
+    ):
+        for section in ("trainer", "trainer.2"):
+            with pytest.raises(RunError, match=rf"^{section}\.{key}") as caught:
+                check_trainer_memory(small_run({**pool, **changes}), section)
+            assert caught.value.key == f"{section}.{key}"
 
 
 def test_actor_critic_and_reference_are_all_there_unless_they_take_turns() -> None:
@@ -159,87 +172,6 @@ def test_experts_are_shared_out_over_expert_parallel_ranks() -> None:
     shared = shard_parameters(model, TrainerConfig(pool="near", data_parallel=8, expert_parallel=8))
     experts = 48 * 128 * 3 * 2048 * 768
     assert whole - shared == pytest.approx(experts * 7 / 8)
-
-
-# Activations --------------------------------------------------------------------------------------
-
-
-def test_a_layer_of_four_hidden_sizes_keeps_32_bytes_a_channel_and_two_masks_fewer_than_published() -> (
-    None
-):
-    shape = ModelShape(
-        name="plain",
-        source="test",
-        hidden_size=3072,
-        num_layers=2,
-        num_heads=24,
-        num_kv_heads=24,
-        head_dim=128,
-        intermediate_size=8192,  # gated: as many parameters as a plain one of 4 x 3072
-        vocab_size=1000,
-        has_qkv_bias=False,
-        has_tied_embeddings=True,
-    )
-    assert layer_activation_bytes(shape, "bfloat16") == (34 - 2) * 3072
-    assert layer_activation_bytes(shape, "float32") == 2 * (34 - 2) * 3072
-
-
-def test_full_recomputation_keeps_the_input_of_each_layer_and_one_layer_whole() -> None:
-    one_layer = layer_activation_bytes(SEVEN, "bfloat16")
-    kept = {
-        mode: activation_bytes(SEVEN, TrainerConfig(pool="p", recompute=mode), "bfloat16", 1000)
-        for mode in ("full", "selective", "none")
-    }
-    assert kept["full"] == pytest.approx([1000 * (28 * 2 * 3584 + one_layer)])
-    assert kept["selective"] == pytest.approx([1000 * 28 * one_layer * (1 - SELECTIVE_SHARE)])
-    assert kept["none"] == pytest.approx([1000 * 28 * one_layer])
-
-
-def test_tensor_ranks_split_activations_and_the_first_of_several_stages_does_not() -> None:
-    (alone,), (tensor,), pipeline = (
-        activation_bytes(
-            SEVEN, TrainerConfig(pool="p", recompute="none", **degrees), "bfloat16", 1000
-        )
-        for degrees in ({}, {"tensor_parallel": 4}, {"pipeline_parallel": 4})
-    )
-    assert tensor == pytest.approx(alone / 4)
-    assert pipeline[0] == pytest.approx(alone)
-
-
-def test_a_stage_holds_one_micro_batch_for_itself_and_one_for_each_after_it() -> None:
-    one_layer = layer_activation_bytes(SEVEN, "bfloat16")
-    trainer = TrainerConfig(pool="p", pipeline_parallel=4)
-    kept = [1000 * (count * 7 * 2 * 3584 + one_layer) for count in (4, 3, 2, 1)]
-    assert activation_bytes(SEVEN, trainer, "bfloat16", 1000) == pytest.approx(kept)
-
-
-def test_interleaved_slices_hold_more_than_a_plain_pipeline() -> None:
-    trainer = TrainerConfig(pool="p", pipeline_parallel=4, virtual_stages=7, recompute="none")
-    one_layer = layer_activation_bytes(SEVEN, "bfloat16")
-    kept = [1000 * (2 * (3 - stage) + 6 * 4 + 1) * one_layer for stage in range(4)]
-    assert activation_bytes(SEVEN, trainer, "bfloat16", 1000) == pytest.approx(kept)
-
-
-def test_experts_of_a_token_count_and_the_others_do_not() -> None:
-    model = load_model(ModelConfig(name="qwen3-30b-a3b"))
-    attention = 4 * 2048 + 2 * (32 + 4) * 128
-    experts = 8 * (3 * 768 + 2 * 2048)
-    assert layer_activation_bytes(model, "bfloat16") == 2 * (attention + experts)
-
-
-@pytest.mark.parametrize(
-    ("micro_batch", "longest", "tokens"), [(2, 1000, 2000), (4, 1000, 3000), (4, 5000, 5000)]
-)
-def test_a_pass_holds_a_micro_batch_or_what_it_may_hold_or_one_long_rollout(
-    micro_batch: int, longest: int, tokens: int
-) -> None:
-    trainer = TrainerConfig(pool="p", micro_batch=micro_batch, max_tokens_per_pass=3000)
-    assert tokens_in_pass(trainer, longest) == tokens
-
-
-def test_logits_are_float32_of_every_token_in_a_pass() -> None:
-    items = trainer_memory(small_run())
-    assert items["logits"] == pytest.approx(2 * (256 + 2048) * 152064 * 4 / 4)
 
 
 # What fits ----------------------------------------------------------------------------------------
@@ -279,6 +211,15 @@ def test_a_plan_that_keeps_every_activation_of_a_long_rollout_is_told_what_would
     with pytest.raises(ValueError, match=r"of activations.*trainer.recompute=\"full\""):
         check_memory(run)
     check_memory(small_run({"rollout.max_tokens": 60000}))
+
+
+def test_a_plan_whose_logits_take_much_is_told_to_chunk_them() -> None:
+    changes = {"trainer.tensor_parallel": 1, "rollout.max_tokens": 20000}
+    with pytest.raises(ValueError, match=r"of logits.*; trainer.logits=\"chunked\" holds few"):
+        check_memory(small_run(changes))
+    with pytest.raises(ValueError) as caught:
+        check_memory(small_run({**changes, "trainer.logits": "chunked"}))
+    assert "chunked" not in str(caught.value)
 
 
 def test_a_plan_of_32b_whose_end_stages_do_not_fit_is_refused() -> None:

@@ -13,11 +13,13 @@ import pytest
 from msgspec.structs import replace
 
 from sim.fidelity.cases import Case, make_case
+from sim.planner.found import settings_of
 from sim.planner.objective import front, value_of
-from sim.planner.planner import Planned, make_plan, settings_of
-from sim.planner.search import MOST_SIMULATED, Search
+from sim.planner.planner import Planned, make_plan
+from sim.planner.race import Race
+from sim.planner.search import ALIKE, Search
 from sim.planner.sensitivity import SHARE, judge, shifts
-from sim.planner.trial import Trial, shortened, speed_of, whole
+from sim.planner.trial import Trial, short_speed_of, shortened, speed_of, whole
 from sim.steady_state import simulate_steady
 from streamrl.record.metrics import measure
 from streamrl.report.plan import read_plan, write_plan
@@ -93,31 +95,32 @@ def test_no_plan_is_better_than_the_chosen_one_by_more_than_two_percent() -> Non
     open_keys: dict[str, Any] = {"rollout_tensor_parallel": [1], "trainer_tensor_parallel": [4]}
     search = Search.open(few(SMALL, **open_keys))
     speeds = [
-        speed_of(Trial(search.base, search.space.candidate(index)))
+        short_speed_of(Trial(search.base, search.space.candidate(index)))
         for index in range(len(search.space))
     ]
-    assert len(speeds) > 60
+    assert len(speeds) > 40
     objectives: list[ObjectiveName] = ["cost-per-million-tokens", "cost-per-step", "step-time"]
     for objective in objectives:
-        values = [value_of(objective, speed) for speed in speeds]
         search = Search.open(few(SMALL, objective=objective, **open_keys))
+        values = [value_of(search.space.run.plan, speed) for speed in speeds]
         chosen = search.run(Here(), lambda: None)[0]
         assert search.value(chosen) == values[chosen] <= 1.02 * min(values)
-        assert len(search.speeds) <= MOST_SIMULATED < len(values)
+        assert search.has_converged and len(search.speeds) < len(values) / 2
 
 
 def test_finalists_are_judged_by_the_median_of_their_seeds() -> None:
     run = few(seeds=3, finalists=2)
     search = Search.open(run)
     ranking = search.run(Here(), lambda: None)
-    assert [len(search.speeds[index]) for index in ranking[:2]] == [3, 3]
-    assert {len(search.speeds[index]) for index in ranking[2:]} == {1}
-    costs = sorted(speed.cost_per_million_tokens for speed in search.speeds[ranking[0]])
-    assert search.value(ranking[0]) == costs[1] <= search.value(ranking[1])
+    race = Race(search)
+    chosen = race.run(Here(), lambda: None)
+    assert ranking[0] in race.finals and len(race.finals) <= 3
+    assert {len(speeds) for speeds in race.finals.values()} == {3}
+    costs = sorted(speed.cost_per_million_tokens for speed in race.finals[chosen])
+    assert race.value(chosen) == costs[1] <= (1 + ALIKE) * min(map(race.value, race.finals))
+    assert race.settle(Here(), chosen, lambda: None) == chosen
     third = whole(run, run.seed + 2)
-    assert (
-        speed_of(Trial(third, search.space.candidate(ranking[0]))) == search.speeds[ranking[0]][2]
-    )
+    assert speed_of(Trial(third, search.space.candidate(chosen))) == race.steady[chosen][2]
     assert msgspec.json.decode(third)["seed"] == run.seed + 2
 
 
@@ -126,20 +129,19 @@ def test_a_budget_an_hour_bounds_the_rent_and_one_a_step_its_cost() -> None:
     hour = 0.6 * free.allocation.dollars_per_hour
     found = planned(few(objective="step-time", budget_per_hour=hour)).plan
     assert found.allocation.dollars_per_hour <= hour
-    assert found.objective.value > free.objective.value
+    assert found.objective.value > (1 - ALIKE) * free.objective.value
     step = 0.8 * free.allocation.cost_per_step
     found = planned(few(objective="step-time", budget_per_step=step)).plan
     assert found.allocation.cost_per_step <= 1.02 * step
-    assert all(runner.choice.cost_per_step <= step for runner in found.runners_up)
-    assert found.objective.value >= free.objective.value
+    assert all(runner.choice.cost_per_step <= 1.05 * step for runner in found.runners_up)
+    assert found.objective.value >= (1 - ALIKE) * free.objective.value
 
 
 def test_a_budget_that_nobody_meets_says_what_the_cheapest_plan_costs() -> None:
     cheapest = planned(few(objective="cost-per-step")).plan.allocation.cost_per_step
-    with pytest.raises(
-        ValueError, match=f"the cheapest plan .* costs {cheapest:.4g} dollars a step"
-    ):
+    with pytest.raises(ValueError, match=r"the cheapest plan .* costs 0\.\d+ dollars a step") as it:
         planned(few(objective="step-time", budget_per_step=0.5 * cheapest))
+    assert float(str(it.value).split()[-4]) == pytest.approx(cheapest, rel=0.05)
 
 
 def test_none_beats_a_plan_of_the_pareto_set_in_both_time_and_cost() -> None:
@@ -152,7 +154,7 @@ def test_none_beats_a_plan_of_the_pareto_set_in_both_time_and_cost() -> None:
     assert points[0][0] <= 1.02 * fastest and points[-1][1] <= 1.02 * cheapest
     chosen = plan.allocation
     assert chosen.step_time * chosen.cost_per_step == pytest.approx(
-        min(a * b for a, b in points), rel=0.02
+        min(a * b for a, b in points), rel=2 * ALIKE
     )
 
 
@@ -198,9 +200,8 @@ def test_a_choice_changes_with_the_price_that_it_hangs_on_and_stays_where_it_doe
     verdicts = {verdict.what: verdict for verdict in judge(search, chosen, Here())}
     assert set(verdicts) == {shift.what for shift in shifts(run)}
     pool = search.space.candidate(chosen).replicas.pool
-    was, seconds = search.value(chosen), SHARE
-    dearer, cheaper = (verdicts[f"price of {pool} {sign}{seconds:.0%}"] for sign in "+-")
-    assert cheaper.value < was < dearer.value
+    dearer, cheaper = (verdicts[f"price of {pool} {sign}{SHARE:.0%}"] for sign in "+-")
+    assert cheaper.value < 1 < dearer.value
     for verdict in verdicts.values():
         assert (verdict.other is None) == (verdict.other_value == verdict.value)
     shifted = {shift.what: shift.run for shift in shifts(run)}
@@ -220,14 +221,19 @@ def test_a_slower_trainer_costs_what_a_simulation_of_it_says() -> None:
         name = f"speed of training (MFU) {sign}20%"
         assert shifted[name].costs.training_factor == pytest.approx(factor)
         trial = Trial(shortened(shifted[name], run.seed), plan)
-        simulated = value_of(run.plan.objective, speed_of(trial))
+        simulated = value_of(run.plan, short_speed_of(trial)) / search.value(chosen)
         assert verdicts[name].value == pytest.approx(simulated, rel=0.03)
-    assert verdicts["speed of training (MFU) -20%"].value > search.value(chosen)
+    assert verdicts["speed of training (MFU) -20%"].value > 1
 
 
 def test_a_plan_that_longer_outputs_no_longer_fit_says_so() -> None:
     run = offer(
-        {**FEW, "rollout.max_tokens": 110_000, "workload.lengths.scale": 1.0},
+        {
+            **FEW,
+            "rollout.max_tokens": 110_000,
+            "workload.lengths.scale": 1.0,
+            "trainer.logits": "fused",
+        },
         **{**FEW_PLANS, "rollout_tensor_parallel": [1, 8], "zero": [1]},
         rollout_pools=["h20"],
     )

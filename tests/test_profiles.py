@@ -37,10 +37,15 @@ PUBLISHED = {
     "r1-distill-qwen-1.5b": (1.78, 1_777_088_000),
     "r1-distill-qwen-7b": (7.62, 7_615_616_512),
     "deepseek-v3": (671, 671_026_419_200),
+    "mixtral-8x7b": (46.7, 46_702_792_704),
+    "moonlight-16b-a3b": (16, 15_960_110_208),
+    "kempner-13b": (14.84, 14_840_386_560),
+    "bloom-176b": (176, 176_247_228_416),
 }
 """Billions as the model card prints them (the R1 distillations and Llama: as the hub does), and the values in
 the checkpoint's safetensors files. DeepSeek-V3: without the module for multi-token prediction, which makes it
-685 billion on the hub, and with the router's biases."""
+685 billion on the hub, and with the router's biases. Moonlight's and KempnerForge's last digits are computed. BLOOM: of
+the gated MLP that stands for its plain one; its checkpoint has 176,247,271,424."""
 NON_EMBEDDING = {
     "qwen2.5-0.5b": 0.36,
     "qwen2.5-1.5b": 1.31,
@@ -57,6 +62,7 @@ NON_EMBEDDING = {
     "qwen3-32b": 31.2,
     "qwen3-30b-a3b": 29.9,
     "qwen3-235b-a22b": 234,
+    "moonlight-16b-a3b": 15.29,
 }
 """Billions without embedding tables, as the model card prints them."""
 

@@ -57,6 +57,7 @@ PREDICTED = Metrics(
     samples_per_second=11.0,
     cost_per_step=4.5,
     cost_per_million_tokens=0.9,
+    mean_staleness=0.0,
     num_gpus={"rollout": 32, "trainer": 16},
     busy={"prefill": 0.1, "decode": 0.5, "score": 0.0, "train": 0.1},
     idle={"skew": 0.2, "pipeline": 0.1, "sync": 0.0},

@@ -97,9 +97,9 @@ def test_what_the_section_names_is_all_that_is_open() -> None:
     assert {c.replicas[1:3] for c in candidates(space)} == {(8, 2)}
     assert {c.trainer[1:4] for c in candidates(space)} == {(1, 4, 2)}
     assert {c.mode for c in candidates(space)} == {
-        Mode("stream-async", 1, "random", "full"),
-        Mode("stream-async", 3, "random", "full"),
-        Mode("stream-sync", None, "random", "full"),
+        Mode("stream-async", 1, "random", None, "full"),
+        Mode("stream-async", 3, "random", None, "full"),
+        Mode("stream-sync", None, "random", None, "full"),
     }
 
 

@@ -124,13 +124,15 @@ def test_packed_sequences_attend_each_to_itself() -> None:
     assert forward.per_pair > 0
 
 
-def test_recomputation_adds_a_forward_pass_or_norms_and_activations_again() -> None:
-    none, selective, full = (
+def test_recomputation_adds_a_forward_pass_or_mlps_or_norms_and_activations_again() -> None:
+    none, selective, mlp, full = (
         seconds(a_layer(recompute=mode).backward(), *MICRO)
-        for mode in ("none", "selective", "full")
+        for mode in ("none", "selective", "mlp", "full")
     )
-    assert none < selective < full
+    assert none < selective < mlp < full
     assert selective - none == pytest.approx(0.3 * activations())
+    gate_up_down = product(2 * 18944, 3584) + product(3584, 18944)
+    assert mlp - selective == pytest.approx(gate_up_down)
     assert full - none == pytest.approx(seconds(a_layer().forward(), *MICRO))
 
 
@@ -577,7 +579,7 @@ def test_a_run_takes_its_training_seconds_and_tiers_from_here() -> None:
         ),
         ({}, {"efficiency": 1.5}, ["trainer.efficiency", "(0, 1]", "1.5"]),
         ({}, {"zero": 2}, ["trainer.zero", "1, 3", "2"]),
-        ({}, {"recompute": "some"}, ["trainer.recompute", "none, selective, full", "'some'"]),
+        ({}, {"recompute": "some"}, ["trainer.recompute", "none, selective, mlp, full", "'some'"]),
         ({}, {"kernels": "slow"}, ["trainer.kernels", "fused, uncompiled, eager", "'slow'"]),
     ],
 )

@@ -47,6 +47,7 @@ def compose_decode(shard: Shard, max_running: int, longest: float, capacity: flo
     lines = [_attention_line(shard, b, longest, capacity) for b in knots]
     fixed = np.interp(batch, knots, [line[0] for line in lines])
     slope = np.interp(batch, knots, [line[1] for line in lines])
+    slope = np.maximum.accumulate(slope * batch) / batch
     return DecodeCurve(
         base=[0.0, *np.maximum.accumulate(base.seconds + slowdown * fixed).tolist()],
         per_context_token=[slowdown * float(slope[0]), *(slowdown * slope).tolist()],

@@ -47,10 +47,7 @@ class Shard:
         if model.experts is not None:
             layers.append(self._experts(tokens) * model.num_expert_layers)
         if degree > 1:
-            reduced = self.kernels.time(
-                "all_reduce", tokens * model.hidden_size * self._width, gpus=degree
-            )
-            layers.append(reduced * (2 * model.num_layers))
+            layers.append(self._all_reduce(tokens) * (2 * model.num_layers))
         norms = tokens * NORM_BYTES / 2 * self._width * model.hidden_size * model.num_layers
         return total([*layers, self.kernels.traffic(norms)])
 
@@ -71,9 +68,24 @@ class Shard:
         queries = model.num_heads / degree * model.head_dim
         keys_values = 2 * max(1.0, model.num_kv_heads / degree) * model.head_dim
         hidden = float(model.hidden_size)
-        return self.kernels.time(
-            "gemm", tokens, n=queries + keys_values, k=hidden
-        ) + self.kernels.time("gemm", tokens, n=hidden, k=queries)
+        return self._linear(tokens, queries + keys_values, hidden) + self._linear(
+            tokens, hidden, queries
+        )
+
+    def _all_reduce(self, tokens: Floats) -> Estimate:
+        """The sum of what tensor ranks have of the residual stream."""
+        backend, kernels = self.engine.constants.all_reduce, self.kernels
+        if backend is not None:
+            kernels = kernels.with_backend("all_reduce", backend)
+        num_bytes = tokens * self.model.hidden_size * self._width
+        return kernels.time("all_reduce", num_bytes, gpus=self.tensor_parallel)
+
+    def _linear(self, tokens: Floats, n: float, k: float) -> Estimate:
+        """A product with weights: in fp8 some engines bring its inputs to fp8 in a kernel of its own."""
+        product = self.kernels.time("gemm", tokens, n=n, k=k)
+        if self.kernels.dtype != "fp8" or not self.engine.constants.quantises_apart:
+            return product
+        return product + self.kernels.time("quantise", tokens, k=k)
 
     def _latent_projections(self, tokens: Floats) -> Estimate:
         """Down to latent vectors and up to heads; the products absorbed into attention count as one each."""
@@ -92,13 +104,11 @@ class Shard:
             shapes.append((queries, hidden))
         else:
             shapes += [(latent.q_lora_rank, hidden), (queries, latent.q_lora_rank)]
-        return total(self.kernels.time("gemm", tokens, n=n, k=k) for n, k in shapes)
+        return total(self._linear(tokens, n, k) for n, k in shapes)
 
     def _mlp(self, tokens: Floats, size: float) -> Estimate:
         width, hidden = size / self.tensor_parallel, float(self.model.hidden_size)
-        products = self.kernels.time("gemm", tokens, n=2 * width, k=hidden) + self.kernels.time(
-            "gemm", tokens, n=hidden, k=width
-        )
+        products = self._linear(tokens, 2 * width, hidden) + self._linear(tokens, hidden, width)
         return products + self.kernels.traffic(MLP_BYTES / 2 * self._width * width * tokens)
 
     def _experts(self, tokens: Floats) -> Estimate:
@@ -111,6 +121,7 @@ class Shard:
             self.model.hidden_size,
             self.tensor_parallel,
             self.expert_parallel,
+            has_wide_tiles=self.engine.constants.has_wide_experts,
         )
         router = self.kernels.time("gemm", tokens, n=experts.num_experts, k=self.model.hidden_size)
         if not experts.num_shared_experts:
@@ -138,6 +149,8 @@ class Shard:
                 * model.num_layers
             )
         heads, kv_heads = self._heads()
+        if self.engine.constants.reads_cache_per_head:
+            kv_heads = heads
         return (
             self.kernels.time(
                 "decode_attention", contexts, heads=heads, kv_heads=kv_heads, batch=rollouts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +19,8 @@ from streamrl.hardware.tiers import Provenance
 MEASURED = PROFILES / "measured"
 DTYPE_OF_ATTENTION = "bfloat16"
 """Keys and values stay in 16 bits where weights are in 8."""
+OF_WEIGHTS = ("gemm", "quantise", "moe")
+"""Operators that run in the dtype of the weights."""
 ALIKE = {
     "bfloat16": ("bfloat16", "float16"),
     "float16": ("float16", "bfloat16"),
@@ -81,14 +83,16 @@ class Kernels:
         dtype: str,
         backend: str | None = None,
         cache_dtype: str | None = None,
+        tables: Mapping[str, str] | None = None,
     ) -> None:
-        """Take the GPU's own choice of tables, or those of one backend on it.
+        """Take the GPU's own choice of tables, or `tables` in its place, or those of one backend on it.
 
         Keys and values are never narrower than 16 bits, unless `cache_dtype` says so.
 
         Raises:
             ValueError: nothing of that backend was measured on this GPU.
         """
+        self._gpu_name = gpu_name
         self.gpu = load_gpu(gpu_name)
         self.dtype = dtype
         wide = DTYPE_OF_ATTENTION if BYTES[dtype] <= BYTES[DTYPE_OF_ATTENTION] else dtype
@@ -96,9 +100,15 @@ class Kernels:
         """Dtype of what GPUs send each other, and in which attention computes."""
         self.cache_dtype = cache_dtype or wide
         """Dtype of keys and values."""
-        self._tables = dict(self.gpu.tables)
+        self._tables = dict(self.gpu.tables if tables is None else tables)
         if backend is not None:
             self._tables |= _tables_of(gpu_name, backend)
+
+    def with_backend(self, operator: str, backend: str) -> Kernels:
+        """Return these kernels but for one operator, which is another backend's."""
+        measured_on = self._tables.get(operator, self._gpu_name).partition("/")[0]
+        tables = self._tables | {operator: f"{measured_on}/{backend}"}
+        return Kernels(self._gpu_name, self.dtype, cache_dtype=self.cache_dtype, tables=tables)
 
     @property
     def is_measured(self) -> bool:
@@ -107,8 +117,13 @@ class Kernels:
 
     def distribution(self, operator: str) -> str:
         """Return how an operator's table dealt tokens out over experts: evenly where nothing says otherwise."""
-        surface = _surface(self._tables.get(operator, ""), operator, self.dtype)
+        surface = _surface(self._place(operator, self.dtype), operator, self.dtype)
         return (surface.table.facts.distribution if surface else "") or "even"
+
+    def backend(self, operator: str) -> str | None:
+        """Return whose kernels an operator's table has; None where there is no table."""
+        surface = _surface(self._place(operator, self.dtype), operator, self.dtype)
+        return surface.table.facts.backend if surface else None
 
     def time(self, operator: str, columns: Floats, **shape: float) -> Estimate:
         """Return an operator's seconds for every value of its last axis.
@@ -118,12 +133,16 @@ class Kernels:
             columns: (n,) values of the last axis: m, context, tokens or bytes.
             shape: value of every other axis.
         """
-        dtype = self.dtype if operator in ("gemm", "moe") else self.wire_dtype
-        surface = _surface(self._tables.get(operator, ""), operator, dtype)
+        dtype = self.dtype if operator in OF_WEIGHTS else self.wire_dtype
+        surface = _surface(self._place(operator, dtype), operator, dtype)
         if surface is None:
             return self._roofline(OPERATORS[operator], operator, dtype, columns, shape)
         seconds, is_inside = surface.seconds(shape, columns, peak_of(self.gpu, dtype))
         return Estimate(seconds, np.where(is_inside, 0.0, seconds), (surface.table.origin,))
+
+    def _place(self, operator: str, dtype: str) -> str:
+        """Return "GPU/BACKEND" of an operator's table: one dtype may have its own."""
+        return self._tables.get(f"{operator}.{dtype}") or self._tables.get(operator, "")
 
     def traffic(self, num_bytes: Floats) -> Estimate:
         """Return the seconds in which the GPU's memory moves bytes, by its roofline."""
@@ -148,6 +167,7 @@ class Kernels:
 
 _COLUMN = {
     "gemm": "m",
+    "quantise": "m",
     "decode_attention": "context",
     "latent_decode_attention": "context",
     "prefill_attention": "context",

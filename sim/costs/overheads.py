@@ -1,4 +1,4 @@
-"""What a decode step takes beside its operators: constants of an inference engine and its version.
+"""An inference engine and its version: what a decode step takes beside its operators, and which of them it uses.
 
 | term       | seconds of                                                                           |
 |------------|--------------------------------------------------------------------------------------|
@@ -9,7 +9,9 @@
 | `logit`    | each running rollout and word of the vocabulary: sampling, which sorts them          |
 | `slowdown` | (a factor) the decode kernels of this version, relative to those of the tables       |
 
-They are fitted to published steps by `benchmarks/fit_decode.py`, one file of `profiles/engines/` each.
+They are fitted to published steps by `benchmarks/fit_decode.py`, one file of `profiles/engines/` each. Which kernels an
+engine uses is no fit: its code says so, or its release. Its fp8 has no constant of its own: rows in fp8 of vLLM 0.11 are
+predicted from measured kernels alone.
 """
 
 from __future__ import annotations
@@ -38,6 +40,16 @@ class Overheads(ProfileTable, frozen=True, kw_only=True):
     request: Duration = Duration(0)
     logit: Duration = Duration(0)
     slowdown: float = 1.0
+    reads_cache_per_head: bool = False
+    """Whether query heads that share keys and values take as long as if each had its own: kernels of 2023 that read
+    them for each head (TensorRT-LLM issue 407)."""
+    all_reduce: str | None = None
+    """Backend of its all-reduces; the GPU's choice where absent. vLLM had but NCCL's until 2024 (pull 2192)."""
+
+    quantises_apart: bool = False
+    """Whether kernels of their own bring inputs of fp8 products to fp8, each row by its own scale, not those before them."""
+    has_wide_experts: bool = False
+    """Whether grouped fp8 experts go in tiles of 64 rows at any batch, as those of the tables do past 64 tokens."""
 
     def __post_init__(self) -> None:
         check_positive(self, TERMS)
@@ -63,7 +75,7 @@ class ServingEngine(ProfileTable, frozen=True, kw_only=True):
     fitted_on: str
     """Which published rows, and which constants were taken from elsewhere."""
     gpus: list[str]
-    """On which the rows were measured."""
+    """On which rows were measured, six or more."""
     rows: int
     constants: Overheads
     spread: dict[str, tuple[float, float]] = msgspec.field(default_factory=dict)

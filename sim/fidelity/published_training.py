@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from streamrl.hardware.model_shape import Experts, LatentAttention, ModelShape
+from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import PROFILES, find_profile, read_profile
 
 PATH = PROFILES / "published" / "training.csv"
@@ -27,6 +27,8 @@ MPT = {
     "70b": (8192, 80, 64),
 }
 """Hidden size, layers and heads of the MPT models (llm-foundry, scripts/train/yamls/pretrain)."""
+
+Recompute = Literal["none", "selective", "mlp", "full"]
 
 
 class PublishedStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,13 +50,16 @@ class PublishedStep(msgspec.Struct, frozen=True, kw_only=True):
     virtual_stages: int = 1
     expert_parallel: int = 1
     zero: Literal[1, 3] = 1
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     routing: Literal["natural", "balanced"] = "natural"
     dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"
     overlaps: bool = False
     """Whether expert dispatch hides behind other micro-batches."""
     kernels: Literal["fused", "uncompiled", "eager"] = "fused"
+    logits: Literal["eager", "fused", "chunked"] | None = None
     seconds: float
+    peak_memory: float | None = None
+    """Bytes that the fullest GPU held at most, where they are published."""
     source: str
 
     @property
@@ -73,7 +78,10 @@ def read_steps(path: Path = PATH) -> tuple[PublishedStep, ...]:
 
 
 def _typed(line: dict[str, str]) -> dict[str, object]:
-    return {key: {"True": True, "False": False}.get(value, value) for key, value in line.items()}
+    return {
+        key: {"True": True, "False": False, "": None}.get(value, value)
+        for key, value in line.items()
+    }
 
 
 def is_plain(step: PublishedStep) -> bool:
@@ -83,7 +91,7 @@ def is_plain(step: PublishedStep) -> bool:
 
 @functools.cache
 def shape_of(model: str) -> ModelShape:
-    """Return the shape of a published model: a profile's, or one of those that only these tables have.
+    """Return the shape of a published model: a profile's, or one of MPT's, which no profile can say exactly.
 
     A gated MLP of 8/3 has as many parameters as MPT's plain one of 4.
     """
@@ -102,77 +110,4 @@ def shape_of(model: str) -> ModelShape:
             has_qkv_bias=False,
             has_tied_embeddings=True,
         )
-    if model in OTHERS:
-        return OTHERS[model]
     return read_profile(find_profile("models", model, ".toml"), ModelShape)
-
-
-OTHERS = {
-    "kempner-7b": ModelShape(
-        name="kempner-7b",
-        source="KempnerForge 5666d0d, configs: Llama 3 8.0B",
-        hidden_size=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=14336,
-        vocab_size=128256,
-        has_qkv_bias=False,
-        has_tied_embeddings=False,
-    ),
-    "kempner-13b": ModelShape(
-        name="kempner-13b",
-        source="KempnerForge 5666d0d: 14.8B of Llama 3's kind; Llama 2 13B's with its vocabulary assumed",
-        hidden_size=5120,
-        num_layers=40,
-        num_heads=40,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=17920,
-        vocab_size=128256,
-        has_qkv_bias=False,
-        has_tied_embeddings=False,
-    ),
-    "mixtral-8x7b": ModelShape(
-        name="Mixtral-8x7B",
-        source="config.json of mistralai/Mixtral-8x7B-v0.1 on the Hugging Face hub",
-        hidden_size=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=14336,
-        vocab_size=32000,
-        has_qkv_bias=False,
-        has_tied_embeddings=False,
-        experts=Experts(num_experts=8, experts_per_token=2, intermediate_size=14336),
-    ),
-    "moonlight-16b-a3b": ModelShape(
-        name="Moonlight-16B-A3B",
-        source="config.json of moonshotai/Moonlight-16B-A3B on the Hugging Face hub",
-        hidden_size=2048,
-        num_layers=27,
-        num_heads=16,
-        num_kv_heads=16,
-        head_dim=192,
-        intermediate_size=11264,
-        vocab_size=163840,
-        has_qkv_bias=False,
-        has_tied_embeddings=False,
-        experts=Experts(
-            num_experts=64,
-            experts_per_token=6,
-            intermediate_size=1408,
-            num_shared_experts=2,
-            num_dense_layers=1,
-        ),
-        latent=LatentAttention(
-            q_lora_rank=None,
-            kv_lora_rank=512,
-            nope_head_dim=128,
-            rope_head_dim=64,
-            v_head_dim=128,
-        ),
-    ),
-}

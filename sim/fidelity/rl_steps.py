@@ -68,6 +68,7 @@ def _colocated(model: str, gpus: int, degrees: tuple[int, int, int], **keys: Any
             "tensor_parallel": tensor,
             "pipeline_parallel": pipeline,
             "micro_batch": 64,
+            "logits": "fused",
             "offload": keys["kl_coefficient"] > 0,
             "max_tokens_per_pass": keys["pass_tokens"],
         },

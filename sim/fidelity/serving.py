@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import assert_never
 
 from sim.costs.overheads import load_engine
@@ -30,7 +31,7 @@ def _row(row: ServingRow) -> Row:
         predicted=predict_range(row, left_out if is_range else None),
         is_fitted=left_out is not None and not is_range,
         left_out=without,
-        note=_note(row.kind),
+        note="; ".join(_notes(row)),
         source=row.source,
     )
 
@@ -50,6 +51,13 @@ def _name(row: ServingRow) -> str:
         case _:
             assert_never(row.kind)
     return f"{model}, {layout}, {load}"
+
+
+def _notes(row: ServingRow) -> Iterator[str]:
+    if row.version == "not stated":
+        yield f"version not stated: constants of {load_engine(row.engine).name}, the nearest"
+    if note := _note(row.kind):
+        yield note
 
 
 def _note(kind: Kind) -> str:

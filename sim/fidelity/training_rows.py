@@ -14,7 +14,8 @@ from sim.costs.training.ranks import Ranks
 from sim.costs.training.stage_times import StageTimes
 from sim.fidelity.published import Row
 from sim.fidelity.published_training import PublishedStep, is_plain, read_steps, shape_of
-from streamrl.hardware.memory import activation_bytes, logit_bytes, model_states
+from streamrl.hardware.activations import activation_bytes, logit_bytes
+from streamrl.hardware.memory import model_states
 from streamrl.hardware.profiles import Gpu, load_gpu
 from streamrl.runfile.sides_config import TrainerConfig
 from streamrl.runfile.units import Bandwidth, Size
@@ -73,7 +74,7 @@ def step_time(
 
 
 def step_memory(step: PublishedStep) -> tuple[float, float]:
-    """Return the bytes that the memory model expects on the fullest GPU of a step, and those that the GPU has."""
+    """Return the bytes that the memory model expects on the fullest GPU of a step, and those that tensors can have."""
     model, trainer, gpu = shape_of(step.model), _trainer(step), _gpu(step)
     num_tokens = step.micro_batch * step.tokens
     states = model_states(model, trainer, "bfloat16")
@@ -83,7 +84,7 @@ def step_memory(step: PublishedStep) -> tuple[float, float]:
         state.weights + state.gradients + state.optimizer + kept + last
         for state, kept, last in zip(states, activations, logits, strict=True)
     )
-    return need, gpu.memory
+    return need, gpu.usable_memory
 
 
 def even_step_time(
@@ -137,6 +138,7 @@ def _trainer(step: PublishedStep) -> TrainerConfig:
         zero=step.zero,
         recompute=step.recompute,
         kernels=step.kernels,
+        logits=step.logits,
         routing=step.routing,
         dispatch=step.dispatch,
         overlaps_dispatch=step.overlaps,

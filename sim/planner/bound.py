@@ -8,13 +8,13 @@ colocated, disaggregated     generation + training + phase change or sync
 stream-sync                  until the trainer has worked off what generation brings, + sync
 one-step-async               the longer of generation and training, + sync
 batches one after another    the longer of generation and training
-steps that overlap           the same, of generation at the pace of replicas that never run out of work
+steps that overlap           the same, of replicas that begin a batch each as it ends its share of the one before
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from statistics import median
 from typing import NamedTuple
@@ -30,16 +30,25 @@ from sim.planner.layouts import Degrees, Replicas
 from sim.planner.modes import Mode
 from sim.planner.space import Candidate, Space
 from sim.planner.sync_time import sync_times
-from sim.planner.train_time import FallingLengths, TrainTimes, train_times
+from sim.planner.train_time import FallingLengths, TrainTimes, exact_times
 from streamrl.engine.systems import System, choose_system
 from streamrl.runfile.config import Run
 from streamrl.workload.workload import Draw
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.signedinteger]
-OVERLAP = 1.1
-"""Seconds of generation over their bound where steps overlap, before a simulation tells: 1.0 to 1.2 for 7B, 32B
-and 72B on 16 to 80 GPUs."""
+CAREFUL = 0.97
+"""Share of what generation takes another number of the same replicas that bounds it: one batch differs from the next."""
+OVERLAP = 1.0
+"""Seconds of generation where steps overlap over those of replicas one share after the other, before a simulation tells."""
+IN_FLIGHT = 1.1
+"""The same over the bound, where replicas load weights without a pause: nothing drains."""
+BINDS = 0.97
+"""Share of a step above which training, not generation, is what a simulated one waited for."""
+
+
+Degree = Replicas
+"""What one replica is: those of a side with one."""
 
 
 class Asked(NamedTuple):
@@ -47,6 +56,7 @@ class Asked(NamedTuple):
 
     replicas: int
     dispatch: str | None
+    order: str | None
 
 
 class Paced(NamedTuple):
@@ -83,8 +93,13 @@ class Estimates:
         self._overlaps = [_overlaps(system) for system in self._systems]
         self._times: dict[Asked, GenerationTime] = {}
         self._paces: dict[Paced, float] = {}
+        self._alike: dict[Degree, list[int]] = defaultdict(list)
+        """Places of replicas that differ only in how many there are."""
+        for place, each in enumerate(space.replicas):
+            self._alike[_degree(each)].append(place)
         self._least = [_least_of(found) for found in _least_times(space, works)]
-        trained = [_train(run, trainer, trains) for trainer in space.trainers]
+        first = works[0].lengths
+        trained = [_train(run, trainer, trains, first) for trainer in space.trainers]
         self._trained = {
             name: np.array(column)
             for name, column in zip(TrainTimes._fields, zip(*trained, strict=True), strict=True)
@@ -97,9 +112,9 @@ class Estimates:
         """Return the generation times that some plans lack, in their order."""
         space = self.space
         wanted = dict.fromkeys(
-            Asked(int(space.of_replicas[i]), space.modes[space.of_mode[i]].dispatch)
+            self._asked_for(int(space.of_replicas[i]), int(space.of_mode[i]))
             for i in indices
-            if not self._overlaps[space.of_mode[i]]
+            if not _never_drains(self._systems[space.of_mode[i]])
         )
         return [
             asked
@@ -107,10 +122,22 @@ class Estimates:
             if asked not in self._times or len(self._times[asked].seconds) < num_batches
         ]
 
+    def _asked_for(self, replicas: int, mode: int) -> Asked:
+        how = self.space.modes[mode]
+        return Asked(replicas, how.dispatch, how.order)
+
+    def _found(self, mode: int) -> Iterator[tuple[int, GenerationTime]]:
+        """Yield replicas whose generation was simulated as a mode deals out, and what it took."""
+        for asked, found in self._times.items():
+            if asked == self._asked_for(asked.replicas, mode):
+                yield asked.replicas, found
+
     def like(self, asked: Asked) -> Candidate:
         """Return a plan whose replicas take the asked time."""
         space = self.space
-        is_like = np.array([mode.dispatch == asked.dispatch for mode in space.modes])
+        is_like = np.array(
+            [self._asked_for(asked.replicas, mode) == asked for mode in range(len(space.modes))]
+        )
         like = is_like[space.of_mode] & (space.of_replicas == asked.replicas)
         return space.candidate(int(np.argmax(like)))
 
@@ -119,12 +146,12 @@ class Estimates:
         self._times[asked] = found
 
     def learn_step(self, index: int, step_time: float) -> None:
-        """Take from a simulated plan at which pace its replicas generate where steps overlap."""
+        """Take from a simulated plan at which pace its replicas generate where steps overlap and training does not bind."""
         mode, replicas = int(self.space.of_mode[index]), int(self.space.of_replicas[index])
-        if self._overlaps[mode]:
+        _, training = self.training_parts(index)
+        if self._overlaps[mode] and training < BINDS * step_time:
             paced = Paced(self.space.replicas[replicas], self.space.modes[mode])
-            pace = step_time / self._bound_of(replicas, mode)
-            self._paces[paced] = min(pace, self._paces.get(paced, pace))
+            self._paces[paced] = step_time / float(self._unpaced(mode)[replicas])
 
     def take_paces(self, other: Estimates) -> None:
         """Take over what was learned of replicas for another workload."""
@@ -194,15 +221,47 @@ class Estimates:
 
     def _generation(self, replicas: Indices, mode: int, *, is_bound: bool) -> Floats:
         """Return the seconds of generation: simulated where they were, else their bound."""
-        table = np.array([self._bound_of(each, mode) for each in range(len(self._least))])
-        if not is_bound and self._overlaps[mode]:
-            table *= self._paces_of(mode)
-        elif not is_bound:
-            for asked, found in self._times.items():
-                if asked.dispatch == self.space.modes[mode].dispatch:
-                    table[asked.replicas] = found.mean
+        if is_bound:
+            table = self._bounds_of(mode)
+        elif self._overlaps[mode]:
+            table = self._unpaced(mode) * self._paces_of(mode)
+        else:
+            table = self._unpaced(mode)
         values: Floats = table[replicas]
         return values
+
+    def _unpaced(self, mode: int) -> Floats:
+        """Return what each replicas take for a batch in a mode, one share after the other where steps overlap."""
+        table, system = self._bounds_of(mode), self._systems[mode]
+        if _never_drains(system):
+            return table
+        seen: dict[Degree, list[tuple[int, float]]] = defaultdict(list)
+        for replicas, found in self._found(mode):
+            seconds = found.mean
+            if self._overlaps[mode]:
+                seconds = max(found.share, seconds / (1 + system.max_staleness))
+            seen[_degree(self.space.replicas[replicas])].append((replicas, seconds))
+        return self._filled(table, seen)
+
+    def _filled(self, bounds: Floats, seen: Mapping[Degree, list[tuple[int, float]]]) -> Floats:
+        """Put what was simulated in the place of bounds; of the same degree it bounds others too.
+
+        Fewer replicas take longer for a batch, and more of them save no more than they are more.
+        """
+        counts = np.array([each.replicas for each in self.space.replicas])
+        table = bounds.copy()
+        for degree, known in seen.items():
+            places = np.array(self._alike[degree])
+            for replicas, seconds in known:
+                least = CAREFUL * seconds * np.minimum(1.0, counts[replicas] / counts[places])
+                table[places] = np.maximum(table[places], least)
+        for known in seen.values():
+            for replicas, seconds in known:
+                table[replicas] = seconds
+        return table
+
+    def _bounds_of(self, mode: int) -> Floats:
+        return np.array([self._bound_of(each, mode) for each in range(len(self._least))])
 
     def _bound_of(self, replicas: int, mode: int) -> float:
         """Steps that overlap share out the longest rollout's seconds; each takes as long as all its tokens do."""
@@ -211,21 +270,19 @@ class Estimates:
         return max(least.longest / num_batches, least.work / num_replicas)
 
     def _paces_of(self, mode: int) -> Floats:
-        """Return by how much each replicas miss their bound in a mode in which steps overlap.
+        """Return by how much each replicas miss what they take one share after the other, in a mode in which steps overlap.
 
-        What simulations of the same degree say counts first; replicas of which none is known are taken to be as
-        good as any, so that one of them is tried.
+        What simulations of the same degree say counts where there is none of the same replicas.
         """
         wanted = self.space.modes[mode]
-        by_degree: dict[tuple[str, int], list[float]] = defaultdict(list)
+        usual = IN_FLIGHT if _never_drains(self._systems[mode]) else OVERLAP
+        by_degree: dict[Degree, list[float]] = defaultdict(list)
         for paced, pace in self._paces.items():
-            if (paced.mode.system, paced.mode.dispatch) == (wanted.system, wanted.dispatch):
+            if paced.mode._replace(sync_mode=wanted.sync_mode) == wanted:
                 by_degree[_degree(paced.replicas)].append(pace)
         return np.array(
             [
-                self._paces.get(
-                    Paced(each, wanted), median(by_degree.get(_degree(each), [OVERLAP]))
-                )
+                self._paces.get(Paced(each, wanted), median(by_degree.get(_degree(each), [usual])))
                 for each in self.space.replicas
             ]
         )
@@ -240,16 +297,15 @@ class Estimates:
         if is_bound:
             return ends
         ends = np.maximum(ends, generation + trained["last"][trainer] + optimizer)
-        for asked, found in self._times.items():
-            if asked.dispatch == self.space.modes[mode].dispatch:
-                mine = self.space.of_replicas[places] == asked.replicas
-                busy = (training - optimizer)[mine]
-                ends[mine] = np.maximum(ends[mine], found.stream_end(busy) + optimizer[mine])
+        for replicas, found in self._found(mode):
+            mine = self.space.of_replicas[places] == replicas
+            busy = (training - optimizer)[mine]
+            ends[mine] = np.maximum(ends[mine], found.stream_end(busy) + optimizer[mine])
         return ends
 
 
-def _degree(replicas: Replicas) -> tuple[str, int]:
-    return replicas.pool, replicas.tensor_parallel
+def _degree(replicas: Replicas) -> Degree:
+    return replicas._replace(replicas=1)
 
 
 def _overlaps(system: System) -> bool:
@@ -258,12 +314,17 @@ def _overlaps(system: System) -> bool:
     return is_ahead and not system.halts_for_sync
 
 
+def _never_drains(system: System) -> bool:
+    """Whether replicas go on with what they run when they load weights, and batches flow into each other."""
+    return _overlaps(system) and system.weight_sync in ("load-in-flight", "abort-and-resume")
+
+
 def _least_times(space: Space, works: list[DealtBatch]) -> list[list[LeastTimes]]:
     """Bound each way to generate, on every batch; its curve depends on pool and degrees alone."""
-    by_shard: dict[tuple[str, int, int], list[LeastTimes]] = {}
+    by_shard: dict[Degree, list[LeastTimes]] = {}
     found = []
     for index, replicas in enumerate(space.replicas):
-        shard = (replicas.pool, replicas.tensor_parallel, replicas.expert_parallel)
+        shard = _degree(replicas)
         if shard not in by_shard:
             candidate = space.candidate(int(np.argmax(space.of_replicas == index)))
             costs = Costs.load(candidate.apply(space.run))
@@ -276,7 +337,9 @@ def _least_of(batches: list[LeastTimes]) -> LeastTimes:
     return LeastTimes(*(min(column) for column in zip(*batches, strict=True)))
 
 
-def _train(run: Run, trainer: Degrees, batches: list[FallingLengths]) -> TrainTimes:
+def _train(
+    run: Run, trainer: Degrees, batches: list[FallingLengths], first: list[int]
+) -> TrainTimes:
     run = trainer.apply(run)
     run = replace(run, rollout=replace(run.rollout, pool=trainer.pool))
-    return train_times(run, TrainingCosts.load(run), batches)
+    return exact_times(run, TrainingCosts.load(run), batches, first)

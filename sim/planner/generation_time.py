@@ -20,14 +20,22 @@ class GenerationTime(NamedTuple):
 
     seconds: Floats
     """To the last rollout of each batch."""
+    shares: Floats
+    """To the end of a replica's share of each batch, the mean over replicas: what a batch takes replicas that begin the
+    next one as they end theirs."""
     envelopes: list[tuple[Floats, Floats]]
-    """For each batch, of the rollouts that can keep a trainer waiting alone: when one is finished, and the
-    share of all tokens that is finished then or later."""
+    """For each batch, of the rollouts that can keep a trainer waiting alone: when one can be trained on, and the
+    share of all tokens that can be then or later."""
 
     @property
     def mean(self) -> float:
         """Seconds of a batch."""
         return float(self.seconds.mean())
+
+    @property
+    def share(self) -> float:
+        """Seconds of a replica's share."""
+        return float(self.shares.mean())
 
     def stream_end(self, train_time: Floats) -> Floats:
         """Return when trainers are done that work on rollouts as they finish, each `train_time` for all of them.
@@ -42,10 +50,32 @@ class GenerationTime(NamedTuple):
         return mean
 
 
-def summarize(batches: Sequence[Sequence[Finish]]) -> GenerationTime:
-    """Keep what later questions need of the ends of each batch's rollouts, the first first."""
+def summarize(
+    batches: Sequence[Sequence[Finish]], num_replicas: int, *, waits_for_groups: bool
+) -> GenerationTime:
+    """Keep what later questions need of the ends of each batch's rollouts, the first first.
+
+    Args:
+        batches: the end of every rollout, by batch.
+        num_replicas: replicas among which each batch was dealt.
+        waits_for_groups: whether a rollout can be trained on only once all of its group are finished.
+    """
     seconds = np.array([finishes[-1].time for finishes in batches])
-    return GenerationTime(seconds, [_envelope_of(finishes) for finishes in batches])
+    shares = np.array([_mean_share(finishes, num_replicas) for finishes in batches])
+    arrivals = [_by_group(finishes) if waits_for_groups else finishes for finishes in batches]
+    return GenerationTime(seconds, shares, [_envelope_of(finishes) for finishes in arrivals])
+
+
+def _mean_share(finishes: Sequence[Finish], num_replicas: int) -> float:
+    """Return when a replica ends its share, on average; of rising ends the last one stays."""
+    ends = {finish.replica: finish.time for finish in finishes}
+    return sum(ends.values()) / num_replicas
+
+
+def _by_group(finishes: Sequence[Finish]) -> list[Finish]:
+    """Put every rollout off to the end of its group."""
+    ends = {finish.group: finish.time for finish in finishes}
+    return sorted(finish._replace(time=ends[finish.group]) for finish in finishes)
 
 
 def _envelope_of(finishes: Sequence[Finish]) -> tuple[Floats, Floats]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -18,6 +19,7 @@ from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.pools import powers_of_two
+from streamrl.runfile.sides_config import Logits, Recompute
 
 ROLLOUT_MEMORY = "rollout: a replica holds no longest rollout beside its weights"
 TRAINER_MEMORY = "trainer: does not fit its memory"
@@ -27,6 +29,10 @@ LAYERS = "trainer: more pipeline stages than layers, or experts than there are"
 RANKS = "trainer: more data-parallel ranks than rollouts in a step"
 
 
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "mlp", "full")
+"""What a backward pass makes again, the fastest and largest first."""
+
+
 class Replicas(NamedTuple):
     """The generation side."""
 
@@ -34,6 +40,7 @@ class Replicas(NamedTuple):
     replicas: int
     tensor_parallel: int
     expert_parallel: int
+    max_running: int
 
     @property
     def num_gpus(self) -> int:
@@ -55,12 +62,19 @@ class Degrees(NamedTuple):
     expert_parallel: int
     micro_batch: int
     zero: int
+    recompute: Recompute
+    logits: Logits | None
     offload: bool
 
     @property
     def num_gpus(self) -> int:
         """GPUs of the trainer."""
         return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def split(self) -> Degrees:
+        """How it splits models and batches, whatever it does to fit its memory."""
+        return self._replace(recompute="full", logits=None, offload=False)
 
     def apply(self, run: Run) -> Run:
         """Return the run with this trainer; one stage has one slice, whatever pipelines have."""
@@ -78,6 +92,8 @@ class TrainerRange:
     expert_parallel: Sequence[int] = (1,)
     micro_batch: Sequence[int]
     zero: Sequence[int]
+    recompute: Sequence[Recompute]
+    """The first that fits is taken: the less is made again, the faster a step."""
 
 
 def fitting_replicas(
@@ -96,7 +112,7 @@ def fitting_replicas(
             cut[HEADS] += 1
             continue
         experts = degree if run.rollout.expert_parallel > 1 else 1
-        found = Replicas(pool, num_gpus // degree, degree, experts)
+        found = Replicas(pool, num_gpus // degree, degree, experts, run.rollout.max_running)
         if holds_rollouts(found.apply(run)):
             yield found
         else:
@@ -128,16 +144,24 @@ def fitting_trainers(
             if rest or per_node % tensor:
                 cut[DIVISIBILITY] += 1
                 continue
-            for expert in among.expert_parallel:
-                for zero in among.zero:
-                    for micro in among.micro_batch:
-                        degrees = Degrees(pool, data, tensor, pipeline, expert, micro, zero, False)
-                        if (found := _fit(run, degrees, cut)) is not None:
-                            yield found
+            for expert, zero, micro in product(
+                among.expert_parallel, among.zero, among.micro_batch
+            ):
+                if zero == 3 and (pipeline > 1 or data == 1) and len(among.zero) > 1:
+                    continue  # stages would gather weights for each pass, and one rank has nobody to split with
+                split = (pool, data, tensor, pipeline, expert, micro, zero)
+                degrees = Degrees(*split, among.recompute[0], run.trainer.logits, False)
+                if (found := _fit(run, degrees, among.recompute, cut)) is not None:
+                    yield found
 
 
-def _fit(run: Run, degrees: Degrees, cut: Counter[str]) -> Degrees | None:
-    """Return the trainer, offloading where it must; None where it does not fit even then."""
+def _fit(
+    run: Run, degrees: Degrees, recomputes: Sequence[Recompute], cut: Counter[str]
+) -> Degrees | None:
+    """Return the trainer that makes as little again as fits; None where none does.
+
+    It takes logits in chunks and offloads only where it must.
+    """
     if degrees.data_parallel > run.algorithm.rollouts_per_step:
         cut[RANKS] += 1
         return None
@@ -152,8 +176,12 @@ def _fit(run: Run, degrees: Degrees, cut: Counter[str]) -> Degrees | None:
     if is_split_too_far or (degrees.expert_parallel > 1 and model.experts is None):
         cut[LAYERS] += 1
         return None
-    for offload in (False, True) if num_models(run) > 1 else (False,):
-        found = degrees._replace(offload=offload)
+    offloads = (False, True) if num_models(run) > 1 else (False,)
+    logits: tuple[Logits | None, ...] = (degrees.logits,)
+    if degrees.logits is None:
+        logits = (None, "chunked")
+    for offload, recompute, loss in product(offloads, recomputes, logits):
+        found = degrees._replace(offload=offload, recompute=recompute, logits=loss)
         split = found.apply(run)
         if _trainer_bytes(split) <= memory and offloaded_bytes(split) <= host_memory(split):
             return found

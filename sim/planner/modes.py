@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from streamrl.engine.systems import SYSTEMS
 from streamrl.runfile.config import Run
-from streamrl.runfile.policies_config import DispatchName, SyncMode, SystemName
+from streamrl.runfile.policies_config import DispatchName, OrderName, SyncMode, SystemName
 from streamrl.runfile.sides_config import SyncConfig
 
 USUAL_SYSTEMS: tuple[SystemName, ...] = (
@@ -23,6 +23,7 @@ class Mode(NamedTuple):
     system: SystemName
     max_staleness: int | None
     dispatch: DispatchName | None
+    order: OrderName | None
     sync_mode: SyncMode
 
     def apply(self, run: Run) -> Run:
@@ -36,7 +37,9 @@ class Mode(NamedTuple):
                 consumption=None,
                 weight_sync=None,
             )
-        policies = replace(policies, max_staleness=self.max_staleness, dispatch=self.dispatch)
+        policies = replace(
+            policies, max_staleness=self.max_staleness, dispatch=self.dispatch, order=self.order
+        )
         return replace(run, policies=policies, sync=replace(run.sync, mode=self.sync_mode))
 
 
@@ -45,10 +48,11 @@ def find_modes(run: Run) -> list[Mode]:
     plan, own = run.plan, run.policies
     systems = plan.systems or list(dict.fromkeys((own.system, *USUAL_SYSTEMS)))
     return [
-        Mode(system, staleness, dispatch, sync)
+        Mode(system, staleness, dispatch, order, sync)
         for system in systems
         for staleness in _bounds(run, system)
         for dispatch in plan.dispatch or _usual_dispatch(run)
+        for order in plan.order or _usual_order(run)
         for sync in plan.sync_modes or _usual_sync(run)
         if system != "colocated" or _is_colocatable(run, sync)
     ]
@@ -70,6 +74,13 @@ def _usual_dispatch(run: Run) -> list[DispatchName | None]:
         return [own]
     named = (own or "least-loaded", *USUAL_DISPATCH)
     return list(dict.fromkeys(named))
+
+
+def _usual_order(run: Run) -> list[OrderName | None]:
+    lengths, own = run.workload.lengths, run.policies.order
+    if lengths is None or lengths.ranker == "none":
+        return [own]
+    return list(dict.fromkeys((own or "fifo", "longest-first")))
 
 
 def _usual_sync(run: Run) -> list[SyncMode]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import assert_never
+from typing import TypeVar, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.record.metrics import Speed
-from streamrl.runfile.plan_config import ObjectiveName
+from streamrl.runfile.plan_config import ObjectiveName, PlanConfig
 
 Floats = NDArray[np.float64]
 UNITS: dict[ObjectiveName, str] = {
@@ -20,29 +20,36 @@ UNITS: dict[ObjectiveName, str] = {
 }
 
 
-def value_of(objective: ObjectiveName, speed: Speed) -> float:
+def value_of(plan: PlanConfig, speed: Speed) -> float:
     """Read a simulation.
 
-    The Pareto set is searched for the least product of seconds and dollars.
+    The Pareto set is searched for the least product of seconds and dollars. Of what a version of lag loses of a step's
+    progress (`plan.staleness_cost`), the rest has to do the same.
     """
-    match objective:
+    progress = _progress(plan, speed.mean_staleness)
+    match plan.objective:
         case "cost-per-million-tokens":
-            return speed.cost_per_million_tokens
+            return speed.cost_per_million_tokens / progress
         case "cost-per-step":
-            return speed.cost_per_step
+            return speed.cost_per_step / progress
         case "step-time":
-            return speed.step_time
+            return speed.step_time / progress
         case "pareto":
-            return speed.step_time * speed.cost_per_step
+            return speed.step_time * speed.cost_per_step / progress**2
         case _:
-            assert_never(objective)
+            assert_never(plan.objective)
 
 
 def values_of(
-    objective: ObjectiveName, seconds: Floats, prices: Floats, tokens_per_step: float
+    plan: PlanConfig,
+    seconds: Floats,
+    prices: Floats,
+    tokens_per_step: float,
+    lags: Floats,
 ) -> Floats:
-    """Estimate the objective of every plan from its seconds of a step and its dollars a second."""
-    match objective:
+    """Estimate the objective of every plan from its seconds of a step, its dollars a second and its mean staleness."""
+    seconds = seconds / _progress(plan, lags)
+    match plan.objective:
         case "cost-per-million-tokens":
             return seconds * prices / tokens_per_step * 1e6
         case "cost-per-step":
@@ -52,7 +59,16 @@ def values_of(
         case "pareto":
             return seconds * seconds * prices
         case _:
-            assert_never(objective)
+            assert_never(plan.objective)
+
+
+Lag = TypeVar("Lag", float, Floats)
+"""Versions that rollouts are behind, of one plan or of all."""
+
+
+def _progress(plan: PlanConfig, lag: Lag) -> Lag:
+    """Return the progress of a step as a share of what rollouts of the newest version give."""
+    return 1 / (1 + plan.staleness_cost / 100 * lag)
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:

@@ -1,38 +1,47 @@
 """The planner: screen every plan by estimate, simulate those that may be best, choose by what was simulated.
 
-    space ─► bounds and estimates of all plans ─► the best by estimate are simulated, round by round; each
-    simulation corrects the estimates of plans like it ─► the finalists for longer ─► the best until its step time is known
+    space ─► bounds and estimates of all plans ─► the best of each system and pools, then whatever may be better than
+    the best so far, round by round; each simulation corrects the estimates of plans like it ─► finalists for longer
+    ─► of those that cost about the same the simplest ─► that one until its step time is known
 
 Estimates only say what is worth a simulation. The objective is that of `streamrl simulate` on the plan's file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from statistics import median
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sim.planner.bound import Estimates
+from sim.planner.generation_time import DealtBatch
 from sim.planner.objective import distance_to_front, value_of, values_of
+from sim.planner.simplicity import complexities
 from sim.planner.space import Space
+from sim.planner.train_time import FallingLengths
 from sim.planner.trial import (
     Trial,
+    counted_steps,
     generation_of,
     open_trial,
     run_all,
+    short_speed_of,
     shortened,
-    speed_of,
-    whole,
 )
+from streamrl.engine.systems import choose_system
 from streamrl.record.metrics import Speed
 from streamrl.runfile.config import Run
+from streamrl.runfile.policies_config import SystemName
 from streamrl.workload.workload import Draw
 
 Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
 ROUND = 8
 """Plans simulated before estimates are corrected again: enough to keep a few cores busy."""
 LOOKED_AT = 4000
@@ -42,13 +51,14 @@ FIRST_LOOK = 1
 NEAR, NEARER = 1.1, 1.05
 """How far from the best estimate a plan may be whose replicas are simulated on one batch, and on all: while
 some are only bounded from below many look good, and one batch may be 5 % longer than another."""
-MOST_SIMULATED = 16
-"""Plans that are simulated: twice `ROUND`, after which estimates that simulations have corrected bring up no better."""
-FINAL_STEPS = 24
-"""Most steps by which finalists are told apart: as paired comparisons need no more, the chosen one alone has all."""
-MARGIN = 1.03
-"""A plan whose estimate is worse than the best simulated one by this is not simulated any more: estimates of
-plans that matter err by 1 to 2 %."""
+MARGIN = 0.01
+"""Share by which no plan that was not simulated may be better, by its lower estimate, than the best that was."""
+ALIKE = 0.02
+"""Share of the objective within which plans cost about the same, so that the simplest of them is run."""
+SURPRISE, REMEMBERED = {"ahead": 0.85, "streams": 0.95, "whole": 0.97}, 8
+"""How far below its estimate a plan may come before simulations of its system tell, and how many of those count."""
+LEAST_LAG = 0.4
+"""Share of the bound on staleness that rollouts of a system which generates ahead have on average, at least."""
 SLACK = 0.005
 """What a plan's idle stages count, so that of plans that are alike the one with most room comes first."""
 
@@ -61,113 +71,158 @@ class Search:
     estimates: Estimates
     base: bytes
     """The run file as trials of the search take it."""
-    speeds: dict[int, list[Speed]] = field(default_factory=dict)
-    """What the longest simulations of a plan gave: of a finalist one for each seed, of another its few steps."""
-    short: dict[int, Speed] = field(default_factory=dict)
+    deadline: float
+    """Instant of `time.perf_counter` after which nothing more is simulated."""
+    speeds: dict[int, Speed] = field(default_factory=dict)
     """What the few steps of each simulated plan gave, on the same prompts for all."""
-    finals: dict[int, list[Speed]] = field(default_factory=dict)
-    """What those of finalists gave that tell them apart, one for each seed."""
+    has_converged: bool = False
+    """Whether no plan that was not simulated may be better by more than `MARGIN`."""
+    _over: dict[SystemName, deque[float]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=REMEMBERED))
+    )
+    """Simulated steps over their estimates, the last ones of each system."""
+
+    def __post_init__(self) -> None:
+        """Count what there is to set up for each plan."""
+        self.complexity = complexities(self.space)
 
     @classmethod
-    def open(cls, run: Run) -> Search:
+    def open(cls, run: Run, deadline: float = float("inf")) -> Search:
         """Find all plans and estimate them.
 
         Raises:
             ValueError: no plan is left, or costs are missing.
         """
-        space = Space.open(run)
         base = shortened(run, run.seed)
-        return cls(space=space, estimates=Estimates(space, _draw(base)), base=base)
+        batches = _draw(base)
+        space = Space.open(run, [FallingLengths(DealtBatch.of(batch).lengths) for batch in batches])
+        return cls(space=space, estimates=Estimates(space, batches), base=base, deadline=deadline)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether `plan.time_limit` has passed."""
+        return time.perf_counter() > self.deadline
 
     # Values ---------------------------------------------------------------------------------------
 
     def value(self, index: int) -> float:
-        """Return the objective of a simulated plan: the median over its seeds."""
-        objective = self.space.run.plan.objective
-        return median(value_of(objective, speed) for speed in self.speeds[index])
+        """Return the objective of a simulated plan over the few steps of the search."""
+        return self.value_of(self.speeds[index])
 
-    def behind(self, index: int, other: int) -> float:
-        """Return the share by which a plan's objective is above another's, both simulated for as long."""
-        objective = self.space.run.plan.objective
-        ours, theirs = (
-            median(value_of(objective, speed) for speed in speeds)
-            for speeds in self.pair(index, other)
-        )
-        return ours / theirs - 1
-
-    def pair(self, index: int, other: int) -> tuple[list[Speed], list[Speed]]:
-        """Return simulations of two plans on the same prompts for as many steps: those of finalists, or of the search."""
-        if index in self.finals and other in self.finals:
-            return self.finals[index], self.finals[other]
-        return [self.short[index]], [self.short[other]]
+    def value_of(self, speed: Speed) -> float:
+        """Return the objective of a simulation."""
+        return value_of(self.space.run.plan, speed)
 
     def scores(self) -> Floats:
-        """Estimate the objective of every plan; what breaks `budget_per_step` comes after all others."""
+        """Estimate the least objective that every plan may have; what breaks `budget_per_step` comes after all others."""
         plan, stages, prices = self.space.run.plan, self.estimates.estimate(), self.space.prices
-        dollars = stages.step * prices
+        steps = stages.step * self._least_over()[self.space.of_mode]
+        dollars = steps * prices
         if plan.objective == "pareto":
-            values = distance_to_front(stages.step, dollars)
+            values = distance_to_front(steps, dollars)
         else:
-            values = values_of(plan.objective, stages.step, prices, self.estimates.tokens)
+            values = values_of(plan, steps, prices, self.estimates.tokens, self._lags)
         values = values * (1 + SLACK * (stages.training + stages.sync) / stages.step)
         if plan.budget_per_step is not None:
             over = np.maximum(1.0, dollars / plan.budget_per_step)
             values = np.where(over > 1, values.max() * over, values)
         return values
 
-    def is_affordable(self, index: int) -> bool:
+    def _least_over(self) -> Floats:
+        """Return, by mode, the share of its estimate that a simulated step may take."""
+        return np.array([self._least_of(mode.system, i) for i, mode in enumerate(self.space.modes)])
+
+    def _least_of(self, name: SystemName, mode: int) -> float:
+        system = choose_system(self.space.modes[mode].apply(self.space.run).policies)
+        kind = "whole" if system.streaming == "whole-batch" else "streams"
+        if system.max_staleness and not system.halts_for_sync:
+            kind = "ahead"
+        seen = self._over[name]
+        if len(seen) < REMEMBERED // 2:
+            return min(SURPRISE[kind], *seen, 1.0)
+        return min(1.0, *seen)
+
+    @cached_property
+    def _lags(self) -> Floats:
+        """Versions that the rollouts of each plan are behind on average, at least."""
+        run = self.space.run
+        bounds = [
+            choose_system(mode.apply(run).policies).max_staleness for mode in self.space.modes
+        ]
+        found: Floats = LEAST_LAG * np.array(bounds, dtype=float)[self.space.of_mode]
+        return found
+
+    def is_affordable(self, speed: Speed) -> bool:
         """Whether a simulated plan keeps to `plan.budget_per_step`."""
         budget = self.space.run.plan.budget_per_step
-        return (
-            budget is None or median(speed.cost_per_step for speed in self.speeds[index]) <= budget
-        )
+        return budget is None or speed.cost_per_step <= budget
 
     def ranking(self) -> list[int]:
         """Return the simulated plans within budget, the best first."""
-        kept = [index for index in self.speeds if self.is_affordable(index)]
+        kept = [index for index, speed in self.speeds.items() if self.is_affordable(speed)]
         return sorted(kept, key=lambda index: (self.value(index), index))
 
     # Rounds ---------------------------------------------------------------------------------------
 
     def run(self, pool: Executor, watch: Callable[[], None]) -> list[int]:
-        """Simulate until no other plan is likely to be better; return the simulated plans, the best first.
+        """Simulate until no other plan may be better by more than the margin; return the simulated plans, the best first.
 
-        `watch` is called after every simulation, of which there are at most `MOST_SIMULATED` plus one for each
-        finalist and seed.
+        `watch` is called after every simulation.
 
         Raises:
             ValueError: no plan keeps to `plan.budget_per_step`.
         """
-        plan = self.space.run.plan
-        while chosen := self.next_round(pool, MOST_SIMULATED - len(self.speeds)):
+        self._refine(pool, lambda order, scores: self.best_of_each(), FIRST_LOOK)
+        self.simulate(pool, self.best_of_each(), watch)
+        while not self.is_late:
+            if not (chosen := self.next_round(pool)):
+                self.has_converged = True
+                break
             self.simulate(pool, chosen, watch)
         ranking = self.ranking()
-        finalists = ranking[: plan.finalists]
-        if not finalists:
-            cheapest = min(
-                median(speed.cost_per_step for speed in speeds) for speeds in self.speeds.values()
-            )
+        if not ranking:
+            cheapest = min(speed.cost_per_step for speed in self.speeds.values())
             raise ValueError(
-                f"plan.budget_per_step {plan.budget_per_step:g}: the cheapest plan that was simulated costs "
-                f"{cheapest:.4g} dollars a step"
+                f"plan.budget_per_step {self.space.run.plan.budget_per_step:g}: the cheapest plan that was "
+                f"simulated costs {cheapest:.4g} dollars a step"
             )
-        for place in range(plan.seeds):
-            self.compare(pool, finalists, place, watch)
-        order = sorted(finalists, key=self.value)
-        for index in order:
-            self.settle_value(pool, index, watch)
-            if self.is_affordable(index):
-                break
-        else:
-            index = order[0]
-        return [index, *(other for other in (*order, *ranking[len(order) :]) if other != index)]
+        return ranking
 
-    def next_round(self, pool: Executor, most: int) -> list[int]:
-        """Return the plans to simulate next, none where no other is likely to be better."""
-        count = min(ROUND, most)
+    def best_of_each(self) -> list[int]:
+        """Return the best plan by estimate of each system on each pair of pools, and the fastest of all."""
+        scores = self.scores()
+        found = [int(places[np.argmin(scores[places])]) for places in self._classes]
+        return list(dict.fromkeys([*found, int(np.argmin(self.estimates.estimate().step))]))
+
+    @cached_property
+    def _classes(self) -> list[Indices]:
+        """The plans of each system on each pair of pools."""
+        space = self.space
+        pools = {name: place for place, name in enumerate(space.run.cluster.pools)}
+        systems = {mode.system: place for place, mode in enumerate(space.modes)}
+        codes = np.array([systems[mode.system] for mode in space.modes])[space.of_mode]
+        for sides, of_side in (
+            (space.replicas, space.of_replicas),
+            (space.trainers, space.of_trainer),
+        ):
+            codes = codes * len(pools) + np.array([pools[side.pool] for side in sides])[of_side]
+        return [np.nonzero(codes == code)[0] for code in np.unique(codes)]
+
+    def next_round(self, pool: Executor) -> list[int]:
+        """Return the plans to simulate next, none where no other may be better by more than the margin."""
         self._refine(pool, lambda order, scores: _within(order, scores, NEAR), FIRST_LOOK)
         self._refine(pool, lambda order, scores: _within(order, scores, NEARER))
-        return self._refine(pool, lambda order, scores: self._pick(order, scores, count))
+        return self._refine(pool, self._pick)
+
+    def least_open(self) -> float:
+        """Return the least objective that a plan may have whose like was not simulated."""
+        scores, seen = self.scores(), self._seen()
+        return min((scores[i] for i in _best(scores) if self._shape(i) not in seen), default=np.inf)
+
+    def settle(self, pool: Executor, indices: list[int]) -> None:
+        """Let replicas of the best plans by estimate be simulated on a batch, those of `indices` on all."""
+        self._refine(pool, lambda order, scores: _within(order, scores, NEARER), FIRST_LOOK)
+        self._refine(pool, lambda order, scores: indices)
 
     def _refine(
         self,
@@ -176,78 +231,69 @@ class Search:
         num_batches: int | None = None,
     ) -> list[int]:
         """Simulate the replicas of what is picked, on all batches or on the first, until the pick has no others."""
-        measured = _measured_batches(self.base)[:num_batches]
+        first, last = counted_steps(open_trial(self.base)[0])
+        measured = range(first - 1, last)[:num_batches]
         while True:
             scores = self.scores()
             picked = pick(_best(scores), scores)
             asked = self.estimates.asked(picked, len(measured))
-            if not asked:
+            if not asked or self.is_late:
                 return picked
             batches = tuple(measured)
             trials = [(a, Trial(self.base, self.estimates.like(a), batches)) for a in asked]
             for which, found in run_all(pool, generation_of, trials).items():
                 self.estimates.learn(which, found)
 
-    def settle(self, pool: Executor, indices: list[int]) -> None:
-        """Let replicas of the best plans by estimate be simulated on a batch, those of `indices` on all."""
-        self._refine(pool, lambda order, scores: _within(order, scores, NEARER), FIRST_LOOK)
-        self._refine(pool, lambda order, scores: indices)
-
-    def _pick(self, order: list[int], scores: Floats, count: int) -> list[int]:
-        """Take the best by estimate that are worth a simulation; of a Pareto set from one end to the other.
+    def _pick(self, order: list[int], scores: Floats) -> list[int]:
+        """Take the best by estimate that may be better than the best so far, or as good and simpler.
 
         Of plans that differ only in how the trainer splits its GPUs and what is sent, the best by estimate is
-        taken and no other: which of two is better, closed forms say as well as a simulation.
+        taken and no other: which of two is better, closed forms say as well as a simulation. Of a Pareto set plans are
+        taken from one end to the other.
         """
-        ranking, is_pareto = self.ranking(), self.space.run.plan.objective == "pareto"
-        limit = np.inf
-        if ranking or is_pareto:
-            limit = MARGIN * (1.0 if is_pareto else self.value(ranking[0]))
-        seen = {self._shape(index) for index in self.speeds}
-        chosen: dict[Hashable, int] = {}
-        for index in order:
-            if scores[index] > limit or (len(chosen) == count and not is_pareto):
-                break
-            if (shape := self._shape(index)) not in seen:
-                chosen.setdefault(shape, index)
-        return self._spread(list(chosen.values()), count) if is_pareto else list(chosen.values())
+        ranking, plan = self.ranking(), self.space.run.plan
+        if plan.objective == "pareto":
+            return self._spread([i for i in self._unlike(order) if scores[i] <= 1 + MARGIN])
+        if not ranking:
+            return list(self._unlike(order))[:ROUND]
+        best = ranking[0]
+        worth = scores.copy()
+        worth[self.complexity < self.complexity[best]] *= (1 - MARGIN) / (1 + ALIKE)
+        limit = (1 - MARGIN) * self.value(best)
+        wanted = sorted((i for i in order if worth[i] < limit), key=lambda i: worth[i])
+        return list(self._unlike(wanted))[:ROUND]
 
-    def _spread(self, indices: list[int], count: int) -> list[int]:
-        """Take plans from the fastest to the slowest, as far apart as they are many."""
-        steps = self.estimates.estimate().step
-        ordered = sorted(indices, key=lambda index: steps[index])
-        places = np.linspace(0, len(ordered) - 1, min(count, len(ordered)))
-        return [ordered[place] for place in np.unique(places.round().astype(int))]
+    def _unlike(self, order: Iterable[int]) -> Iterator[int]:
+        """Yield plans like none that was simulated, or came before."""
+        seen = self._seen()
+        for index in order:
+            if (shape := self._shape(index)) not in seen:
+                seen.add(shape)
+                yield index
+
+    def _seen(self) -> set[Hashable]:
+        return {self._shape(index) for index in self.speeds}
 
     def _shape(self, index: int) -> Hashable:
         replicas, trainer, mode = self.space.candidate(index)
         return replicas, trainer.pool, trainer.num_gpus, mode._replace(sync_mode="full")
 
+    def _spread(self, indices: list[int]) -> list[int]:
+        """Take plans from the fastest to the slowest, as far apart as they are many."""
+        steps = self.estimates.estimate().step
+        ordered = sorted(indices, key=lambda index: steps[index])
+        places = np.linspace(0, len(ordered) - 1, min(ROUND, len(ordered)))
+        return [ordered[place] for place in np.unique(places.round().astype(int))]
+
     def simulate(self, pool: Executor, indices: Iterable[int], watch: Callable[[], None]) -> None:
         """Simulate a few steps of plans and learn from them."""
         trials = [(i, Trial(self.base, self.space.candidate(i))) for i in indices]
-        for index, speed in run_all(pool, speed_of, trials, watch).items():
-            self.speeds[index] = [speed]
-            self.short[index] = speed
+        estimated = self.estimates.estimate().step
+        for index, speed in run_all(pool, short_speed_of, trials, watch).items():
+            self.speeds[index] = speed
+            mode = self.space.modes[self.space.of_mode[index]]
+            self._over[mode.system].append(speed.step_time / estimated[index])
             self.estimates.learn_step(index, speed.step_time)
-
-    def compare(
-        self, pool: Executor, indices: Iterable[int], place: int, watch: Callable[[], None]
-    ) -> None:
-        """Simulate finalists longer, on one of the seeds."""
-        run = self.space.run
-        base = shortened(run, run.seed + place, FINAL_STEPS)
-        trials = [(i, Trial(base, self.space.candidate(i))) for i in indices]
-        for index, speed in run_all(pool, speed_of, trials, watch).items():
-            self.finals.setdefault(index, []).append(speed)
-            self.speeds[index] = self.finals[index]
-
-    def settle_value(self, pool: Executor, index: int, watch: Callable[[], None]) -> None:
-        """Simulate a plan until its step time is known, on every seed."""
-        run, candidate = self.space.run, self.space.candidate(index)
-        seeds = range(run.seed, run.seed + run.plan.seeds)
-        trials = [(seed, Trial(whole(run, seed), candidate)) for seed in seeds]
-        self.speeds[index] = list(run_all(pool, speed_of, trials, watch).values())
 
 
 def _best(scores: Floats) -> list[int]:
@@ -263,14 +309,8 @@ def _within(order: list[int], scores: Floats, reach: float) -> list[int]:
     return [index for index in order if scores[index] <= reach * scores[order[0]]]
 
 
-def _measured_batches(base: bytes) -> range:
-    """Return the batches that the steps of a trial that count train on."""
-    run, _ = open_trial(base)
-    most = run.simulate.max_steps
-    return range(min(1, most - 1), most)
-
-
 def _draw(base: bytes) -> list[list[Draw]]:
+    """Return the batches that the steps of a trial that count train on."""
     run, workload = open_trial(base)
-    size = run.algorithm.prompts_per_step
-    return [workload.draw(batch * size, size) for batch in _measured_batches(base)]
+    size, (first, last) = run.algorithm.prompts_per_step, counted_steps(run)
+    return [workload.draw(batch * size, size) for batch in range(first - 1, last)]

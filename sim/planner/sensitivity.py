@@ -17,7 +17,7 @@ from sim.planner.bound import Estimates, Floats
 from sim.planner.objective import value_of, values_of
 from sim.planner.search import Search
 from sim.planner.space import Candidate, price_per_second
-from sim.planner.trial import Trial, run_all, shortened, speed_of
+from sim.planner.trial import Trial, run_all, short_speed_of, shortened
 from streamrl.record.metrics import SECONDS_PER_HOUR
 from streamrl.runfile.config import Run
 from streamrl.runfile.units import Bandwidth
@@ -26,6 +26,8 @@ SHARE = 0.2
 """By how much each is changed: a guess's usual error."""
 IS_AHEAD = 0.98
 """Share of the chosen plan's estimate below which another's counts as better: estimates err by as much."""
+TOUCHES = 1e-6
+"""Share by which a change must shift two plans against each other for it to be why one is better."""
 CONTENDS = (1 + SHARE) / (1 - SHARE)
 """How far from the best a plan may be that such a change of prices could bring to the front."""
 
@@ -42,12 +44,13 @@ class Verdict(NamedTuple):
 
     what: str
     value: float
-    """Objective of the chosen plan after the shift; of the other one where the chosen does not fit any more."""
+    """Objective of the chosen plan after the shift over that before; of the other one where the chosen does not fit any more."""
     still_fits: bool
     """Whether the chosen plan can still run."""
     other: Candidate | None
     """What would be chosen instead."""
     other_value: float
+    """Its objective over the chosen one's before the shift."""
 
 
 class _Look(NamedTuple):
@@ -117,17 +120,15 @@ def judge(
         for who in (look.chosen, look.other)
         if who is not None
     ]
-    speeds = run_all(pool, speed_of, trials, watch)
-    objective = run.plan.objective
-    value = value_of(objective, search.speeds[chosen][0])
-    lift = value / value_of(objective, search.short[chosen])
+    speeds = run_all(pool, short_speed_of, trials, watch)
+    before = search.value(chosen)
     simulated: dict[tuple[int, Candidate | None], float] = {
-        key: lift * value_of(objective, speed) for key, speed in speeds.items()
+        key: value_of(run.plan, speed) / before for key, speed in speeds.items()
     }
     return [
         _verdict(
             look,
-            value * look.ratio,
+            look.ratio,
             simulated.get((place, look.chosen)),
             simulated.get((place, look.other)),
         )
@@ -156,7 +157,8 @@ def _look(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
         return _look_at_stages(shift, search, chosen, pool)
     before, after = _values(search.estimates), _values(search.estimates.shifted(shift.run))
     best, candidate = int(np.argmin(after)), search.space.candidate
-    is_ahead = after[best] < IS_AHEAD * after[chosen]
+    gains = after[best] / before[best] < (1 - TOUCHES) * after[chosen] / before[chosen]
+    is_ahead = gains and after[best] < IS_AHEAD * after[chosen]
     ratio = float(after[chosen] / before[chosen])
     return _Look(shift, ratio, candidate(chosen), candidate(best) if is_ahead else None)
 
@@ -164,7 +166,7 @@ def _look(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
 def _look_at_stages(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
     """Estimate plans with other stage times, the replicas of the best simulated; what fits may be another set."""
     try:
-        after = Search.open(_narrowed(shift.run, search))
+        after = Search.open(_narrowed(shift.run, search), search.deadline)
     except ValueError:  # nothing like the best plans fits any more, as the verdict then says
         return _Look(shift, 1.0, None, None)
     after.estimates.take_paces(search.estimates)
@@ -202,4 +204,4 @@ def _values(estimates: Estimates) -> Floats:
     """Estimate the objective of every plan, budgets aside."""
     space = estimates.space
     steps = estimates.estimate().step
-    return values_of(space.run.plan.objective, steps, space.prices, estimates.tokens)
+    return values_of(space.run.plan, steps, space.prices, estimates.tokens, np.zeros(len(space)))

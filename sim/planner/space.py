@@ -5,7 +5,7 @@ What cannot be is cut where it shows, a side by itself or the pair of both, and 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
@@ -15,7 +15,9 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from sim.costs.training.training import TrainingCosts
 from sim.planner.layouts import (
+    RECOMPUTES,
     Degrees,
     Replicas,
     TrainerRange,
@@ -25,13 +27,19 @@ from sim.planner.layouts import (
 )
 from sim.planner.modes import Mode, find_modes
 from sim.planner.stages import refuse_profile
+from sim.planner.train_time import FallingLengths, TrainTimes, train_times
+from streamrl.hardware.memory import kv_capacity
 from streamrl.hardware.profiles import check_profiles, load_model, price_of
 from streamrl.record.metrics import SECONDS_PER_HOUR
 from streamrl.runfile.config import Run
 from streamrl.runfile.plan_config import PlanConfig
-from streamrl.runfile.pools import find_link
+from streamrl.runfile.pools import find_link, powers_of_two
 
 MICRO_BATCHES = (1, 2, 4, 8)
+MOST_RUNNING = 1024
+"""Rollouts that a replica may be told to decode at once, unasked."""
+NEAR_BEST, MOST_ALIKE = 1.3, 8
+"""Of trainers on the same GPUs those are compared whose closed form is so near the best's, and so many."""
 MOST_EXPERT_RANKS = 64
 MOST_PLANS = 10_000_000
 """Plans beyond which arrays outgrow a small machine's memory."""
@@ -39,6 +47,7 @@ LINK = "no link between the two pools"
 POOL_SIZE = "both sides need more GPUs than their pool has"
 SHARED = "colocated: sides in different pools, or of different size"
 BUDGET = "more than plan.budget_per_hour"
+SLOW = "trainer: another on the same GPUs is faster by its closed form"
 
 
 class Candidate(NamedTuple):
@@ -88,21 +97,17 @@ class Space:
         )
 
     def find(self, candidate: Candidate) -> int | None:
-        """Return the index of a plan, whether or not its trainer offloads here; None where it does not fit."""
-        for trainer in (candidate.trainer._replace(offload=is_on) for is_on in (False, True)):
-            try:
-                wanted = (
-                    self.replicas.index(candidate.replicas),
-                    self.trainers.index(trainer),
-                    self.modes.index(candidate.mode),
-                )
-            except ValueError:
-                continue
-            columns = zip((self.of_replicas, self.of_trainer, self.of_mode), wanted, strict=True)
-            is_it = np.logical_and.reduce([column == index for column, index in columns])
-            if is_it.any():
-                return int(np.argmax(is_it))
-        return None
+        """Return the index of a plan, whatever its trainer has to do here to fit; None where it does not."""
+        replicas, trainer, mode = candidate
+        if replicas not in self.replicas or mode not in self.modes:
+            return None
+        alike = [place for place, each in enumerate(self.trainers) if each.split == trainer.split]
+        is_it = (
+            (self.of_replicas == self.replicas.index(replicas))
+            & (self.of_mode == self.modes.index(mode))
+            & np.isin(self.of_trainer, alike)
+        )
+        return int(np.argmax(is_it)) if is_it.any() else None
 
     def priced(self, run: Run) -> Space:
         """Return the same plans with the prices of another offer."""
@@ -112,8 +117,12 @@ class Space:
         return replace_fields(self, run=run, prices=prices)
 
     @classmethod
-    def open(cls, run: Run) -> Space:
+    def open(cls, run: Run, batches: Sequence[FallingLengths] = ()) -> Space:
         """Find the plans that a run's offer and its section `[plan]` leave open.
+
+        Args:
+            run: the run file.
+            batches: what is trained on. Where given, trainers that others on the same GPUs leave behind are cut.
 
         Raises:
             ValueError: there are none; the constraint that rules out the last is named.
@@ -127,6 +136,10 @@ class Space:
         cut: Counter[str] = Counter()
         replicas, trainers = find_replicas(run, cut), find_trainers(run, cut)
         modes = find_modes(run)
+        if batches:
+            trainers = _near_best(run, trainers, batches, cut)
+            mean_tokens = sum(batch.all.tokens / batch.all.num_rollouts for batch in batches)
+            replicas += _with_more_running(run, replicas, mean_tokens / len(batches))
         return cls._combine(run, replicas, trainers, modes, cut)
 
     @classmethod
@@ -217,7 +230,8 @@ def find_trainers(run: Run, cut: Counter[str]) -> list[Degrees]:
         pipeline_parallel=plan.pipeline_parallel,
         expert_parallel=_expert_degrees(run),
         micro_batch=plan.micro_batch or MICRO_BATCHES,
-        zero=plan.zero or (run.trainer.zero,),
+        zero=plan.zero or sorted({1, 3, run.trainer.zero}),
+        recompute=[each for each in RECOMPUTES if each in (plan.recompute or RECOMPUTES)],
     )
     before = cut.copy()
     found = [
@@ -229,6 +243,38 @@ def find_trainers(run: Run, cut: Counter[str]) -> list[Degrees]:
     if not found:
         offer = ", ".join(plan.trainer_pools or run.cluster.pools)
         raise ValueError(f"no trainer can train in pools {offer}: {_why(cut - before)}")
+    return found
+
+
+def _near_best(
+    run: Run, trainers: list[Degrees], batches: Sequence[FallingLengths], cut: Counter[str]
+) -> list[Degrees]:
+    """Leave out the trainers that are slower than others on the same GPUs, whether batches are whole or stream."""
+    by_gpus: dict[tuple[str, int], list[tuple[Degrees, TrainTimes]]] = defaultdict(list)
+    for trainer in trainers:
+        split = trainer.apply(run)
+        times = train_times(split, TrainingCosts.load(split), batches)
+        by_gpus[trainer.pool, trainer.num_gpus].append((trainer, times))
+    kept: dict[Degrees, None] = {}
+    for alike in by_gpus.values():
+        for kind in ("whole", "stream"):
+            order = sorted((getattr(times, kind) + times.optimizer, one) for one, times in alike)
+            near = [one for seconds, one in order if seconds <= NEAR_BEST * order[0][0]]
+            kept |= dict.fromkeys(near[:MOST_ALIKE])
+    cut[SLOW] += len(trainers) - len(kept)
+    return [trainer for trainer in trainers if trainer in kept]
+
+
+def _with_more_running(run: Run, replicas: list[Replicas], mean_tokens: float) -> list[Replicas]:
+    """Return replicas that decode more at once, where more wait for them and their memory holds more."""
+    wanted = run.plan.max_running
+    found = []
+    for each in replicas:
+        share = run.algorithm.rollouts_per_step / each.replicas
+        held = kv_capacity(each.apply(run)) / mean_tokens
+        for most in wanted or powers_of_two(MOST_RUNNING):
+            if most > each.max_running and (wanted or most < 2 * min(share, held)):
+                found.append(each._replace(max_running=most))
     return found
 
 

@@ -29,8 +29,8 @@ from sim.planner.layouts import (
     fitting_trainers,
     holds_rollouts,
 )
-from sim.planner.train_time import FallingLengths, train_times
-from streamrl.engine.systems import choose_system, most_per_command
+from sim.planner.train_time import FallingLengths, passes_time, train_times
+from streamrl.engine.systems import choose_system
 from streamrl.runfile.config import Run
 from streamrl.workload.workload import Draw, SimulatedWorkload
 
@@ -66,24 +66,18 @@ class Generation:
 class Training:
     """The best way to train on `num_gpus`."""
 
-    num_gpus: int
-    data_parallel: int
-    tensor_parallel: int
-    pipeline_parallel: int
-    offload: bool
+    degrees: Degrees
     time: float
     """Seconds of everything that the trainer does for a step."""
 
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the trainer."""
+        return self.degrees.num_gpus
+
     def apply(self, run: Run) -> Run:
-        """Return the run with these degrees."""
-        trainer = replace(
-            run.trainer,
-            data_parallel=self.data_parallel,
-            tensor_parallel=self.tensor_parallel,
-            pipeline_parallel=self.pipeline_parallel,
-            offload=self.offload,
-        )
-        return replace(run, trainer=trainer)
+        """Return the run with these degrees, in its own pool."""
+        return self.degrees._replace(pool=run.trainer.pool).apply(run)
 
 
 class Stages:
@@ -201,6 +195,7 @@ class Stages:
             expert_parallel=(config.expert_parallel,),
             micro_batch=(config.micro_batch,),
             zero=(config.zero,),
+            recompute=(config.recompute,),
         )
         yield from fitting_trainers(self._run, config.pool, num_gpus, among, Counter())
 
@@ -222,29 +217,11 @@ class Stages:
 
     def _train(self, degrees: Degrees) -> Training:
         run = degrees.apply(self._run)
-        costs = TrainingCosts.load(run)
-        passes = fmean(_passes_time(run, costs, batch) for batch in self._lengths)
+        costs, streaming = TrainingCosts.load(run), choose_system(run.policies).streaming
+        passes = fmean(passes_time(run, costs, batch, streaming) for batch in self._lengths)
         seconds = passes + costs.optimizer_time
-        return Training(
-            num_gpus=degrees.num_gpus,
-            data_parallel=degrees.data_parallel,
-            tensor_parallel=degrees.tensor_parallel,
-            pipeline_parallel=degrees.pipeline_parallel,
-            offload=degrees.offload,
-            time=seconds / run.costs.training_factor + costs.overhead_time,
-        )
-
-
-def _passes_time(run: Run, costs: TrainingCosts, batch: list[int]) -> float:
-    """Return the seconds of the passes that the trainer is told to make for a batch that waits for it."""
-    line, now = costs.line(), 0.0
-    most = most_per_command(run, choose_system(run.policies).streaming)
-    for start in range(0, len(batch), most):
-        lengths = batch[start : start + most]
-        if run.algorithm.needs_score:
-            now = line.score(lengths, now)
-        now = line.train(lengths, now)
-    return line.finish(now)
+        time = seconds / run.costs.training_factor + costs.overhead_time
+        return Training(degrees=degrees, time=time)
 
 
 def _with_replicas(run: Run, replicas: int, degree: int) -> Run:

@@ -16,15 +16,20 @@ from sim.parallel import answers
 from sim.planner.generation_time import GenerationTime, summarize
 from sim.planner.space import Candidate
 from sim.steady_state import measure_steady, sampled, simulate_steady
+from streamrl.record.leader_steps import read_steps
 from streamrl.record.metrics import Metrics, Speed, measure_speed
+from streamrl.record.trace import Trace
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import decode_run, encode_run
 from streamrl.workload.workload import SimulatedWorkload
 
-SEARCH_STEPS = 6
+SEARCH_STEPS = 8
 """Most steps by which a search compares plans: all take the same prompts and lengths, so that their difference is known
-better than the time of any. The first is left out."""
+better than the time of any."""
+START = 3
+"""Steps at the start that a search leaves out: where generation is ahead the first one fills replicas, and those that
+follow are shorter than they will be; with them six steps are 13 to 17 % faster than the steady state, without 1 %."""
 
 Key = TypeVar("Key")
 Answer = TypeVar("Answer")
@@ -52,27 +57,41 @@ def shortened(run: Run, seed: int, steps: int = SEARCH_STEPS) -> bytes:
 
 
 def speed_of(trial: Trial) -> Speed:
-    """Simulate the steady state of a plan.
+    """Simulate the steady state of a plan."""
+    return measure_speed(_trace_of(trial))
 
-    Raises:
-        ValueError: the plan is no valid run file.
-    """
-    run, workload = _planned(trial)
-    return measure_speed(simulate_steady(run, workload=workload))
+
+def short_speed_of(trial: Trial) -> Speed:
+    """Simulate as many steps of a plan as the run file has at most, those at the start left out."""
+    trace = _trace_of(trial)
+    first, last = counted_steps(trace.run)
+    num_whole = read_steps(trace).num_made - 1
+    return measure_speed(trace, (min(first, num_whole), min(last, num_whole)))
+
+
+def counted_steps(run: Run) -> tuple[int, int]:
+    """Return the first and last step by which a search compares plans of a shortened run."""
+    most = run.simulate.max_steps
+    return min(START, most - 1) + 1, most
 
 
 def metrics_of(trial: Trial) -> Metrics:
-    """Simulate the steady state of a plan and measure all of it.
-
-    Raises:
-        ValueError: the plan is no valid run file.
-    """
+    """Simulate the steady state of a plan and measure all of it."""
     run, workload = _planned(trial)
     return measure_steady(run, workload=workload)
 
 
+def _trace_of(trial: Trial) -> Trace:
+    run, workload = _planned(trial)
+    return simulate_steady(run, workload=workload)
+
+
 def _planned(trial: Trial) -> tuple[Run, SimulatedWorkload]:
-    """Return a plan's run file and its workload."""
+    """Return a plan's run file and its workload.
+
+    Raises:
+        ValueError: the plan is no valid run file.
+    """
     base, workload = open_trial(trial.run)
     run = trial.candidate.apply(base)
     check_run(run)
@@ -86,7 +105,9 @@ def generation_of(trial: Trial) -> GenerationTime:
     costs, size = Costs.load(run), run.algorithm.prompts_per_step
     run = fill_latency(run, costs)
     draws = [workload.draw(batch * size, size) for batch in trial.batches]
-    return summarize([generate_batch(run, costs, batch) for batch in draws])
+    batches = [generate_batch(run, costs, batch) for batch in draws]
+    waits = run.algorithm.trains_whole_groups
+    return summarize(batches, run.rollout.replicas, waits_for_groups=waits)
 
 
 @lru_cache(maxsize=8)

@@ -58,7 +58,7 @@ def _plan(run: Run) -> Planned:
     with make_progress() as progress:
         task = progress.add_task("plan", total=None, facts="screening")
 
-        def watch(done: int, most: int, what: str) -> None:
-            progress.update(task, completed=done, total=most, facts=what)
+        def watch(done: int, what: str) -> None:
+            progress.update(task, completed=done, facts=what)
 
         return make_plan(run, watch)

@@ -25,6 +25,9 @@ from streamrl.hardware.tables import read_table
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.workload import load_source
 
+DTYPES = ("bfloat16", "fp8")
+"""Dtypes of which a place has one at least."""
+
 
 class FileVerdict(msgspec.Struct, frozen=True):
     """What was found in one file."""
@@ -76,12 +79,13 @@ def _check_file(path: Path, name: Path, read: Callable[[Path], list[str]]) -> Fi
 
 def _check_gpu(path: Path) -> list[str]:
     gpu = read_profile(path, Gpu)
-    for operator, place in gpu.tables.items():
+    for key, place in gpu.tables.items():
+        operator, _, only = key.partition(".")
         if operator not in OPERATORS:
             known = ", ".join(OPERATORS)
-            raise ValueError(f"{path}: tables.{operator} is no operator; there is {known}")
-        if not any(table_path(place, operator, dtype) for dtype in ("bfloat16", "fp8")):
-            raise ValueError(f"{path}: tables.{operator}: nothing was measured at {place!r}")
+            raise ValueError(f"{path}: tables.{key} is no operator; there is {known}")
+        if not any(table_path(place, operator, dtype) for dtype in DTYPES if only in ("", dtype)):
+            raise ValueError(f"{path}: tables.{key}: nothing was measured at {place!r}")
     return []
 
 

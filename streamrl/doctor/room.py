@@ -57,9 +57,11 @@ def _roomier_trainers(run: Run) -> Iterator[Changes]:
     switches: list[dict[str, object]] = [
         {},
         {"trainer.recompute": "full"},
+        {"trainer.logits": "chunked"},
         {"trainer.max_tokens_per_pass": longest_sequence(run)},
         {"trainer.zero": 3},
         {"trainer.recompute": "full", "trainer.max_tokens_per_pass": longest_sequence(run)},
+        {"trainer.recompute": "full", "trainer.logits": "chunked"},
     ]
     if num_models(run) > 1:
         switches += [{**each, "trainer.offload": True} for each in switches]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import assert_never
 
+from streamrl.hardware.activations import activation_bytes, logit_bytes, tokens_in_pass
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.hardware.slices import stage_layers
@@ -25,11 +26,8 @@ OPTIMIZER_BYTES = 12
 """Bytes a parameter: float32 master copy and two Adam moments (Rajbhandari et al. 2020, ZeRO)."""
 GRADIENT_BYTES = 4
 """Bytes a parameter: gradients accumulate in float32 over micro-batches."""
-LOGIT_BYTES = 4
-"""Bytes a logit: the loss takes its softmax in float32."""
-SELECTIVE_SHARE = 0.25
-"""Share of a layer's activations that selective recomputation drops: of 32 bytes a channel the outputs of two norms
-and, with i = 8h/3, one of three of the MLP's."""
+LARGE = 0.1
+"""Share of a trainer's bytes past which logits are worth a word."""
 GATHERED_LAYERS = 2
 """Layers whose weights ZeRO 3 holds whole: the one that computes and the one that is fetched meanwhile."""
 
@@ -162,7 +160,9 @@ def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[
     """Return the bytes of one model on a GPU of each pipeline stage.
 
     Tensor and pipeline ranks split weights and gradients, data-parallel ranks the optimizer too (ZeRO 1); with
-    ZeRO 3 they split weights and gradients as well. Experts that ranks share out have fewer copies to split over.
+    ZeRO 3 they split weights and gradients as well, and gather the float32 weights in `dtype` when they need them,
+    so that there is no copy in 16 bits beside the optimizer's (PyTorch's FSDP2). Experts that ranks share out have
+    fewer copies to split over.
 
     Raises:
         ValueError: the model has fewer layers than there are pipeline stages, or cannot be split.
@@ -175,11 +175,12 @@ def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[
         split = (parameters - experts) / trainer.data_parallel + experts / copies
         held = split if trainer.zero == 3 else parameters
         gathered = parameters * GATHERED_LAYERS / num_layers if trainer.zero == 3 else 0.0
+        second_copy = BYTES[dtype] if trainer.zero == 3 else 0
         states.append(
             ModelState(
                 weights=min(parameters, held + gathered) * BYTES[dtype],
                 gradients=held * GRADIENT_BYTES,
-                optimizer=split * OPTIMIZER_BYTES,
+                optimizer=split * (OPTIMIZER_BYTES - second_copy),
             )
         )
     return states
@@ -226,97 +227,39 @@ def shard_parameters(model: ModelShape, trainer: TrainerConfig) -> float:
     Raises:
         RunError: the model has fewer layers than there are pipeline stages, or cannot be split.
     """
-    if trainer.pipeline_parallel > model.num_layers:
-        raise RunError(
-            "trainer.pipeline_parallel",
-            trainer.pipeline_parallel,
-            Bounds(1, model.num_layers),
-            f"trainer.pipeline_parallel must be at most the {model.num_layers} layers of "
-            f"{model.name}, got {trainer.pipeline_parallel}",
-        )
-    if trainer.num_slices > model.num_layers + 2:
-        raise RunError(
-            "trainer.virtual_stages",
-            trainer.virtual_stages,
-            Bounds(1, (model.num_layers + 2) // trainer.pipeline_parallel),
-            f"trainer.virtual_stages={trainer.virtual_stages} x pipeline_parallel="
-            f"{trainer.pipeline_parallel} must be at most the {model.num_layers} layers, embedding and "
-            f"head of {model.name}",
-            ("trainer.pipeline_parallel",),
-        )
-    if trainer.expert_parallel > 1 and model.experts is None:
-        raise RunError(
-            "trainer.expert_parallel",
-            trainer.expert_parallel,
-            OneOf([1]),
-            f"trainer.expert_parallel must be 1: {model.name} has no experts, "
-            f"got {trainer.expert_parallel}",
-        )
+    check_split(model, trainer)
     shard = model.shard_parameters(trainer.tensor_parallel, trainer.expert_parallel)
     return shard / trainer.pipeline_parallel
 
 
-def layer_activation_bytes(model: ModelShape, dtype: str) -> float:
-    """Bytes that one layer's forward pass keeps of a token for its backward pass, averaged over layers.
-
-    Counted as Korthikanti et al. 2022 (Reducing Activation Recomputation, section 4.1) do, without
-    dropout and without attention scores, which flash attention computes again: inputs of two norms and
-    of two blocks (4h), queries and attention output (2q), keys and values (2k), and of a gated MLP both
-    projections and their product (3i). With i = 8h/3, as many parameters as a plain MLP of width 4h, that
-    is 32 bytes a channel, where the paper has 34 with its two dropout masks.
-    """
-    hidden = model.hidden_size
-    attention = 4 * hidden + 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-    dense = 3.0 * model.intermediate_size
-    routed = 0.0
-    if model.experts is not None:
-        chosen = model.experts.experts_per_token
-        width = 3.0 * model.experts.intermediate_size
-        routed = chosen * (width + 2 * hidden) + model.experts.num_shared_experts * width
-    mlps = model.num_dense_layers * dense + model.num_expert_layers * routed
-    return (attention + mlps / model.num_layers) * BYTES[dtype]
-
-
-def activation_bytes(
-    model: ModelShape, trainer: TrainerConfig, dtype: str, num_tokens: int
-) -> list[float]:
-    """Return the bytes of activations on a GPU of each pipeline stage for passes of `num_tokens`.
-
-    Stage s of p has p - s micro-batches under way in its layers (one forward, one backward in turn), or with v
-    interleaved slices up to (p - s - 1) 2 + (v - 1) p + 1 slices of 1/v of them (Narayanan et al. 2021). Tensor
-    ranks split every activation (sequence parallelism, Korthikanti et al. 2022, section 4.2). Full recomputation
-    keeps the input of every layer, and the one layer that it computes again; selective drops the norms' outputs
-    and the product of gate and up projection.
-    """
-    stages, slices = trainer.pipeline_parallel, trainer.virtual_stages
-    one_layer, again = layer_activation_bytes(model, dtype), 0.0
-    match trainer.recompute:
-        case "none":
-            kept = one_layer
-        case "selective":
-            kept = one_layer * (1 - SELECTIVE_SHARE)
-        case "full":
-            kept, again = model.hidden_size * BYTES[dtype], one_layer
-        case _:
-            assert_never(trainer.recompute)
-    found = []
-    for stage, num_layers in enumerate(stage_layers(model.num_layers, stages)):
-        under_way = float(stages - stage)
-        if slices > 1:
-            under_way = ((stages - stage - 1) * 2 + (slices - 1) * stages + 1) / slices
-        per_token = under_way * num_layers * kept + again
-        found.append(num_tokens * per_token / trainer.tensor_parallel)
-    return found
-
-
-def logit_bytes(model: ModelShape, trainer: TrainerConfig, num_tokens: int) -> float:
-    """Bytes of the logits of `num_tokens` on one GPU; tensor ranks split the vocabulary."""
-    return num_tokens * model.vocab_size * LOGIT_BYTES / trainer.tensor_parallel
-
-
-def tokens_in_pass(trainer: TrainerConfig, longest: int) -> int:
-    """Tokens of the largest pass: a micro-batch of the longest, cut to `max_tokens_per_pass`."""
-    return min(trainer.micro_batch * longest, max(longest, trainer.max_tokens_per_pass))
+def check_split(model: ModelShape, trainer: TrainerConfig, key: str = "trainer") -> None:
+    """Raise `RunError` where the model cannot be split as a trainer, whose section is `key`, says."""
+    if trainer.pipeline_parallel > model.num_layers:
+        raise RunError(
+            f"{key}.pipeline_parallel",
+            trainer.pipeline_parallel,
+            Bounds(1, model.num_layers),
+            f"{key}.pipeline_parallel must be at most the {model.num_layers} layers of "
+            f"{model.name}, got {trainer.pipeline_parallel}",
+        )
+    if trainer.num_slices > model.num_layers + 2:
+        raise RunError(
+            f"{key}.virtual_stages",
+            trainer.virtual_stages,
+            Bounds(1, (model.num_layers + 2) // trainer.pipeline_parallel),
+            f"{key}.virtual_stages={trainer.virtual_stages} x pipeline_parallel="
+            f"{trainer.pipeline_parallel} must be at most the {model.num_layers} layers, embedding and "
+            f"head of {model.name}",
+            (f"{key}.pipeline_parallel",),
+        )
+    if trainer.expert_parallel > 1 and model.experts is None:
+        raise RunError(
+            f"{key}.expert_parallel",
+            trainer.expert_parallel,
+            OneOf([1]),
+            f"{key}.expert_parallel must be 1: {model.name} has no experts, "
+            f"got {trainer.expert_parallel}",
+        )
 
 
 def trainer_memory(run: Run) -> dict[str, float]:
@@ -362,6 +305,7 @@ def check_memory(run: Run) -> None:
 
 def check_trainer_memory(run: Run, key: str) -> None:
     """Raise `RunError` where the trainer of `run`, whose section is `key`, does not fit its GPUs."""
+    check_split(load_model(run.model), run.trainer, key)
     gpu = load_gpu(run.cluster.pools[run.trainer.pool].gpu)
     items = trainer_memory(run)
     need = sum(items.values())
@@ -375,16 +319,18 @@ def check_trainer_memory(run: Run, key: str) -> None:
             f"{key}: {need / 1e9:.1f} GB a GPU ({listed}) with data_parallel="
             f"{trainer.data_parallel}, tensor_parallel={trainer.tensor_parallel}, "
             f"pipeline_parallel={trainer.pipeline_parallel}, but {gpu.name} has "
-            f"{gpu.usable_memory / 1e9:.1f} GB for tensors{_way_out(run, key)}",
+            f"{gpu.usable_memory / 1e9:.1f} GB for tensors{_way_out(run, key, items)}",
             (f"{key}.pipeline_parallel", f"{key}.data_parallel"),
         )
 
 
-def _way_out(run: Run, key: str) -> str:
+def _way_out(run: Run, key: str, items: dict[str, float]) -> str:
     """Name the switches that are still open."""
     ways = []
     if not run.trainer.offload and num_models(run) > 1:
         ways.append(f"{key}.offload=true lets models wait in host memory")
     if run.trainer.recompute != "full":
         ways.append(f'{key}.recompute="full" keeps fewer activations')
-    return f"; {' and '.join(ways)}" if ways else ""
+    if run.trainer.logits != "chunked" and items.get("logits", 0.0) > LARGE * sum(items.values()):
+        ways.append(f'{key}.logits="chunked" holds few logits at once')
+    return f"; {', '.join(ways)}" if ways else ""

@@ -71,6 +71,11 @@ def _gemm(axes: Axes, width: float) -> Work:
     return Work(2 * m * n * k, width * (m + n) * k + 2 * m * n, NOTHING)
 
 
+def _quantise(axes: Axes, width: float) -> Work:
+    """(m, k) activations of 16 bits become fp8 with a scale for each row."""
+    return Work(NOTHING, (2 + width) * axes["m"] * axes["k"], NOTHING)
+
+
 def _decode_attention(axes: Axes, width: float) -> Work:
     """Every new token reads the keys and values of its whole context."""
     read = axes["batch"] * axes["context"] * HEAD_DIM
@@ -120,6 +125,7 @@ def _ring(factor: float) -> Callable[[Axes, float], Work]:
 
 OPERATORS = {
     "gemm": Operator(_gemm),
+    "quantise": Operator(_quantise),
     "decode_attention": Operator(_decode_attention, _caches, fills_holes=False),
     "prefill_attention": Operator(_prefill_attention),
     "latent_decode_attention": Operator(_latent_decode_attention, fills_holes=False),

@@ -65,7 +65,8 @@ class Gpu(ProfileTable, frozen=True, kw_only=True):
     """Dense peak FLOP/s by dtype; a dtype is absent where the hardware has no units for it."""
     roofline: Roofline
     tables: dict[str, str] = msgspec.field(default_factory=dict)
-    """Which measured table stands for each operator, as "GPU/BACKEND"; the roofline where none does."""
+    """Which measured table stands for each operator, as "GPU/BACKEND"; the roofline where none does. A key
+    "OPERATOR.DTYPE" is for one dtype alone."""
 
     @property
     def usable_memory(self) -> float:

@@ -57,6 +57,8 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     """Dollars of all allocated GPUs for a mean step."""
     cost_per_million_tokens: float
     """Dollars for a million tokens trained on."""
+    mean_staleness: float
+    """Versions that a rollout was behind when the leader trained on it, on average."""
 
 
 class SideMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,15 +143,19 @@ def measure(trace: Trace, counted_steps: tuple[int, int] | None = None) -> Metri
         return measure_read(reader, read_steps(trace), counted_steps)
 
 
-def measure_speed(trace: Trace) -> Speed:
+def measure_speed(trace: Trace, counted_steps: tuple[int, int] | None = None) -> Speed:
     """Compute the figures of a trace that steps and rollouts tell by themselves.
+
+    Args:
+        trace: a record of a run.
+        counted_steps: first and last step to count; those of the steady state where absent.
 
     Raises:
         ValueError: the trace has no finished step.
     """
     reader = PaceReader(trace)
     reader.read(trace.entries)
-    return _measure_speed(reader, read_steps(trace), None)
+    return _measure_speed(reader, read_steps(trace), counted_steps)
 
 
 def measure_read(
@@ -212,7 +218,13 @@ def _measure_speed(
         samples_per_second=num_rollouts / (ended - began),
         cost_per_step=steady.step_time * dollars,
         cost_per_million_tokens=dollars * (ended - began) / num_tokens * 1e6 if num_tokens else 0.0,
+        mean_staleness=_mean_of(leader.staleness_of(first, last)),
     )
+
+
+def _mean_of(counts: Mapping[int, int]) -> float:
+    """Return the mean of numbers that occur so often."""
+    return sum(number * times for number, times in counts.items()) / (sum(counts.values()) or 1)
 
 
 def _choose(trace: Trace, steps: LeaderSteps, counted_steps: tuple[int, int] | None) -> Steady:

@@ -62,6 +62,10 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     cost_per_step: float
     """Dollars of a mean step."""
     cost_per_million_tokens: float
+    mean_staleness: float = 0.0
+    """Versions that a rollout is behind when it is trained on, on average."""
+    complexity: int = 0
+    """What there is to set up: degrees above one, a second pool, steps that generation is ahead, and the like."""
     least: float
     """Of the objective: the least that the 95 % interval of the step time leaves open, over all seeds."""
     most: float
@@ -97,6 +101,15 @@ class Runner(msgspec.Struct, frozen=True, kw_only=True):
     """Whether that is more than its 95 % interval, on the same prompts and lengths; None where too few steps tell."""
 
 
+class Beside(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan that a choice is always seen beside."""
+
+    what: str
+    """best synchronous, best colocated or fastest."""
+    runner: Runner | None
+    """That plan, which may be the chosen one; None where the offer or `[plan]` has none."""
+
+
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     """What would be chosen if the world were another."""
 
@@ -121,6 +134,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Plans that fit: all were estimated."""
     simulated: int
     """Plans that were simulated."""
+    open_gap: float | None = None
+    """Share by which a plan may be better that was not simulated, as `time_limit` came first; None where the search found
+    that none is by more than its margin."""
+    time_limit: float = 0.0
+    """Seconds after which nothing more is simulated."""
+    why: str = ""
+    """Why this plan and no other that costs about as much."""
+    beside: list[Beside] = []
+    """The best synchronous, the best colocated and the fastest plan."""
+    staleness_cost: float = 0.0
+    """Per cent more steps that were charged for each version of lag."""
     ruled_out: int
     """Plans whose bound alone is above what the chosen one was simulated to take."""
     seconds: float

@@ -24,7 +24,7 @@ VALUES: dict[ObjectiveName, str] = {
 def plan_report(plan: Plan) -> RenderableType:
     """Put a plan together for a terminal."""
     parts: list[RenderableType] = [Text(line) for line in head_lines(plan)]
-    parts += [Text(), _choices(plan)]
+    parts += [Text(), _beside(plan), Text(), _choices(plan)]
     if plan.pareto:
         parts += [Text(), _pareto(plan.pareto)]
     return Group(*parts, Text(), _sensitivity(plan), Text(), _infeasible(plan))
@@ -43,27 +43,59 @@ def head_lines(plan: Plan) -> Iterator[str]:
     if chosen.note:
         yield f"  {chosen.note}"
     yield f"  {plan.binding.text}"
-    yield (
-        f"  {plan.gap:.1%} above the bound of the best plan; {plan.ruled_out:,} of {plan.candidates:,} plans are "
-        f"ruled out by their bound, {plan.simulated} were simulated, {plan.steps} steps each, "
-        f"the chosen one until its step time was known"
-    )
+    yield f"  chosen as {plan.why}; {search_text(plan)}"
+    if not plan.staleness_cost:
+        yield "  staleness is taken to cost no progress: plan.staleness_cost says how much it does"
     tiers = ", ".join(f"{share:.0%} {tier}" for tier, share in plan.tiers.items() if share > 0)
     yield f"  seconds are {tiers}; planned in {plan.seconds:.1f} s"
 
 
-def _choices(plan: Plan) -> Table:
-    table = Table("runner-up", "behind", "step", "$ a step", "$ an hour", box=None, pad_edge=False)
-    for runner in plan.runners_up:
-        choice = runner.choice
-        table.add_row(
-            choice.text,
-            _behind_text(plan, runner),
-            _step_text(choice),
-            f"{choice.cost_per_step:.2f}",
-            f"{choice.dollars_per_hour:.2f}",
-        )
+def search_text(plan: Plan) -> str:
+    """Say how much was looked at, and whether anything better may have been missed."""
+    looked = (
+        f"{plan.simulated} of {plan.candidates:,} plans were simulated, {plan.steps} steps each"
+    )
+    if plan.open_gap is None:
+        return f"{looked}; by its estimate none of the others is better by more than 1 %"
+    return (
+        f"{looked}, until plan.time_limit of {plan.time_limit:.0f} s came: "
+        f"one of the others may be up to {plan.open_gap:.0%} better"
+    )
+
+
+HEAD = ("behind", "step", "staleness", "$ a step", "$ an hour")
+
+
+def _beside(plan: Plan) -> Table:
+    table = Table("beside it", *HEAD, box=None, pad_edge=False)
+    for beside in plan.beside:
+        if beside.runner is None:
+            table.add_row(f"{beside.what}: none is open")
+        elif beside.runner.choice == plan.allocation:
+            table.add_row(f"{beside.what}: the chosen plan")
+        else:
+            table.add_row(
+                f"{beside.what}: {beside.runner.choice.text}", *_cells(plan, beside.runner)
+            )
     return table
+
+
+def _choices(plan: Plan) -> Table:
+    table = Table("runner-up", *HEAD, box=None, pad_edge=False)
+    for runner in plan.runners_up:
+        table.add_row(runner.choice.text, *_cells(plan, runner))
+    return table
+
+
+def _cells(plan: Plan, runner: Runner) -> tuple[str, ...]:
+    choice = runner.choice
+    return (
+        _behind_text(plan, runner),
+        _step_text(choice),
+        f"{choice.mean_staleness:.2f}",
+        f"{choice.cost_per_step:.2f}",
+        f"{choice.dollars_per_hour:.2f}",
+    )
 
 
 def _pareto(choices: list[Choice]) -> Table:

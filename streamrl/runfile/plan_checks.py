@@ -9,7 +9,7 @@ LISTS = (
     *("rollout_pools", "trainer_pools", "rollout_gpus", "trainer_gpus"),
     *("rollout_tensor_parallel", "trainer_tensor_parallel", "pipeline_parallel"),
     *("expert_parallel", "micro_batch", "zero", "systems", "max_staleness", "dispatch"),
-    "sync_modes",
+    *("sync_modes", "order", "recompute", "max_running"),
 )
 LEAST = {"max_staleness": 0}
 """Least entry of a list of numbers; 1 where it is not named."""

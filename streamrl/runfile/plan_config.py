@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from streamrl.runfile.policies_config import DispatchName, SyncMode, SystemName
+from streamrl.runfile.policies_config import DispatchName, OrderName, SyncMode, SystemName
 from streamrl.runfile.section import Section
+from streamrl.runfile.sides_config import Recompute
+from streamrl.runfile.units import Duration
 
 ObjectiveName = Literal["cost-per-million-tokens", "cost-per-step", "step-time", "pareto"]
 
@@ -46,16 +48,27 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     micro_batch: list[int] | None = None
     """1, 2, 4 and 8 where absent."""
     zero: list[Literal[1, 3]] | None = None
-    """That of `trainer` where absent."""
+    """1 where absent, and 3 without pipeline stages."""
+    recompute: list[Recompute] | None = None
+    """What a backward pass may make again: none, selective and full where absent. The least that fits is taken."""
+    max_running: list[int] | None = None
+    """The run's own where absent, and up to 1,024 where more wait for a replica and its memory holds them."""
     systems: list[SystemName] | None = None
     """The run's own, colocated, stream-sync, one-step-async and stream-async where absent."""
     max_staleness: list[int] | None = None
     """Bounds for systems that generate ahead; the run's, or the system's own, where absent."""
     dispatch: list[DispatchName] | None = None
     """The run's own where absent; where a ranker is named least-loaded and skewness-aware too."""
+    order: list[OrderName] | None = None
+    """The run's own where absent; where a ranker is named longest-first too."""
     sync_modes: list[SyncMode] | None = None
     """The run's own where absent, and delta beside full: both bring replicas the same weights."""
-    finalists: int = 3
+    staleness_cost: float = 0.0
+    """Per cent more steps that a training needs for each version that its rollouts are behind on average. Nobody knows it
+    for your task but you: 0 takes a stale rollout to teach as much as a fresh one."""
+    time_limit: Duration = Duration(300.0)
+    """After which no further plan is simulated; the plan then says how much better another might be."""
+    finalists: int = 6
     """Plans that are simulated for longer, of which the best is chosen and simulated to the interval of `[simulate]`."""
     seeds: int = 1
     """Seeds of a finalist's simulations, from the run's own on; the objective is their median."""

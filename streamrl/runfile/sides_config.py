@@ -12,6 +12,8 @@ from streamrl.runfile.units import Duration, Size
 ScorerName = Literal["exact", "math-verify", "reasoning-gym"]
 RolloutBackend = Literal["transformers", "static"]
 AdmissionName = Literal["on-demand", "reserve"]
+Recompute = Literal["none", "selective", "mlp", "full"]
+Logits = Literal["eager", "fused", "chunked"]
 
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
@@ -70,13 +72,18 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     for every pass (FSDP's full shard)."""
     virtual_stages: int = 1
     """Simulated: slices of the model that each pipeline stage has (Megatron's interleaved schedule)."""
-    recompute: Literal["none", "selective", "full"] = "full"
+    recompute: Recompute = "full"
     """Simulated: full keeps the input of each layer and computes the layer again for its backward pass; selective
-    makes norms and activations of MLPs again; none keeps all but attention scores, which flash attention never keeps."""
+    makes norms and activations of MLPs again; mlp makes norms and whole MLPs again, experts with their dispatch; none
+    keeps all but attention scores, which flash attention never keeps."""
     kernels: Literal["fused", "uncompiled", "eager"] = "eager"
     """Simulated: how elementwise work runs: fused (Transformer Engine, torch.compile: tuned pretraining), with fused
     attention and norms alone, or one operation after the other, as the trainers of RL frameworks mostly run (prime-rl's
     benchmarks, and the stages that RLinf publishes of itself and verl)."""
+    logits: Logits | None = None
+    """Simulated: the memory of logits: eager holds those of a pass with float32 copies and gradients (16 bytes each);
+    fused has one kernel for the loss (4 bytes: Megatron's vocabulary-parallel loss, flash-attn's), chunked makes 1,024
+    tokens' at a time (prime-rl's RL trainer, Liger). Absent: fused where `kernels` is, eager where not."""
     packing: Literal["packed", "padded"] = "packed"
     """Simulated: rollouts of a micro-batch follow each other, or are padded to the longest."""
     order: Literal["sorted", "arrival"] = "sorted"

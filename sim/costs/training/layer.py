@@ -12,8 +12,8 @@
 | routing     | counts of tokens that hosts and GPUs wait for                          | as much  |
 | reduce      | tensor ranks gather and scatter the hidden state twice                 | 1.5 x    |
 
-Recomputation adds the forward pass to the backward one, or (selective) what it takes to make norms and
-activations again. Every term is a constant, so much a token, and so much a pair of tokens.
+Recomputation adds the forward pass to the backward one, or (mlp) the MLP's share of it, or (selective) what it takes
+to make norms and activations again. Every term is a constant, so much a token, and so much a pair of tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 from sim.costs.kernels import Kernels
 from sim.costs.training.profile import Constants, ExpertRate, GemmRate
 from sim.costs.training.ranks import Ranks
-from streamrl.hardware.memory import layer_activation_bytes
+from streamrl.hardware.activations import layer_activations
 from streamrl.hardware.operators import HEAD_DIM
 from streamrl.hardware.tables import Floats
 
@@ -42,6 +42,8 @@ REDUCE_BACKWARD = 1.5
 gradient of weights (Korthikanti et al. 2022, section 4.2.2)."""
 REDUCES = 4
 """Gathers and scatters of tensor ranks in one layer's forward pass, two of each."""
+MLP_REDUCES = 0.5
+"""Share of those that are the MLP's."""
 SELECTIVE = 0.3
 """Share of a forward pass's activation traffic that making norms and activations again takes."""
 PASS_TOKENS = 16384
@@ -108,6 +110,9 @@ class Layer:
                 return backward
             case "selective":
                 return backward + self._activations() * SELECTIVE
+            case "mlp":
+                mlps = self._mlps() + self._routed() + self._reduced() * MLP_REDUCES
+                return backward + self._activations() * SELECTIVE + mlps
             case "full":
                 return backward + self.forward()
             case _:
@@ -125,9 +130,11 @@ class Layer:
 
     def _computed(self) -> Pass:
         """Return what a backward pass does twice."""
+        return self._projections() + self._activations() + self._mlps()
+
+    def _mlps(self) -> Pass:
         model = self.ranks.model
-        dense = model.num_dense_layers / model.num_layers
-        found = self._projections() + self._activations()
+        dense, found = model.num_dense_layers / model.num_layers, Pass()
         if dense:
             found += self._mlp(model.intermediate_size) * dense
         if model.experts is not None:
@@ -166,8 +173,10 @@ class Layer:
         return self._product(2 * width, hidden) + self._product(hidden, width)
 
     def _activations(self) -> Pass:
+        """Return elementwise work; `_mixture` has the traffic of what is dealt to experts."""
         ranks, constants = self.ranks, self.constants
-        kept = layer_activation_bytes(ranks.model, ranks.dtype) - self._permuted_bytes()
+        found = layer_activations(ranks.model)
+        kept = (found.total - found.dispatched) * ranks.width
         moved = self._unfused() * constants.activation_traffic * kept
         return Pass(per_token=moved / ranks.trainer.tensor_parallel / ranks.gpu.memory_bandwidth)
 
@@ -242,14 +251,6 @@ class Layer:
         if not experts.num_shared_experts:
             return found
         return found + self._mlp(experts.num_shared_experts * experts.intermediate_size)
-
-    def _permuted_bytes(self) -> float:
-        """Bytes of activations, averaged over layers, whose traffic `_mixture` has."""
-        model = self.ranks.model
-        if model.experts is None:
-            return 0.0
-        chosen = model.num_expert_layers / model.num_layers * model.experts.experts_per_token
-        return chosen * 2 * model.hidden_size * self.ranks.width
 
     def _routed(self) -> Pass:
         """Return the wait for token counts, and both all-to-alls of expert ranks."""

@@ -1,0 +1,96 @@
+"""The last rounds of planning: finalists on the same prompts for longer, the simplest of the best, its steady state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from statistics import median
+
+from sim.planner.search import ALIKE, Search
+from sim.planner.trial import Trial, run_all, short_speed_of, shortened, speed_of, whole
+from streamrl.record.metrics import Speed
+from streamrl.record.paired import is_beyond_chance
+
+FINAL_STEPS = 24
+"""Most steps by which finalists are told apart: paired comparisons need no more."""
+CONTENDS = 1.08
+"""Objective over the best's, over the few steps of the search, up to which a plan is a finalist."""
+
+
+class Race:
+    """What longer simulations say of the best plans that a search has found."""
+
+    def __init__(self, search: Search) -> None:
+        self.search = search
+        self.finals: dict[int, list[Speed]] = {}
+        """Of each finalist the paired steps that tell them apart, one simulation for each seed."""
+        self.steady: dict[int, list[Speed]] = {}
+        """Of what may be chosen the steady state, one for each seed."""
+
+    # Rounds ---------------------------------------------------------------------------------------
+
+    def run(self, pool: Executor, watch: Callable[[], None]) -> int:
+        """Return the plan to choose: of those that cost about as much as the best the simplest."""
+        search, most = self.search, self.search.space.run.plan.finalists
+        ranking = search.ranking()
+        limit = CONTENDS * search.value(ranking[0])
+        contenders = [index for index in ranking[:most] if search.value(index) <= limit]
+        simpler = sorted(ranking, key=lambda index: int(search.complexity[index]))
+        near = [i for i in simpler if search.value(i) <= (1 + 2 * ALIKE) * search.value(ranking[0])]
+        self._compare(pool, dict.fromkeys([*contenders, *near[:1]]), watch)
+        return self._choose()
+
+    def settle(self, pool: Executor, index: int, watch: Callable[[], None]) -> int:
+        """Simulate a plan until its step time is known, on every seed; the next one where it breaks its budget."""
+        ranking = sorted(self.finals, key=self.value)
+        for each in [index, *(other for other in ranking if other != index)]:
+            self._simulate_whole(pool, each, watch)
+            if all(self.search.is_affordable(speed) for speed in self.steady[each]):
+                return each
+        return index
+
+    def _compare(self, pool: Executor, indices: Iterable[int], watch: Callable[[], None]) -> None:
+        search = self.search
+        run, new = search.space.run, [index for index in indices if index not in self.finals]
+        for seed in range(run.seed, run.seed + run.plan.seeds):
+            base = shortened(run, seed, FINAL_STEPS)
+            trials = [(i, Trial(base, search.space.candidate(i))) for i in new]
+            for index, speed in run_all(pool, short_speed_of, trials, watch).items():
+                self.finals.setdefault(index, []).append(speed)
+
+    def _choose(self) -> int:
+        kept = [i for i in self.finals if all(map(self.search.is_affordable, self.finals[i]))]
+        ranking = sorted(kept or self.finals, key=self.value)
+        alike = [i for i in ranking if self.is_alike(i, ranking[0])]
+        return min(alike, key=lambda index: (int(self.search.complexity[index]), self.value(index)))
+
+    def _simulate_whole(self, pool: Executor, index: int, watch: Callable[[], None]) -> None:
+        run, candidate = self.search.space.run, self.search.space.candidate(index)
+        seeds = range(run.seed, run.seed + run.plan.seeds)
+        trials = [(seed, Trial(whole(run, seed), candidate)) for seed in seeds]
+        self.steady[index] = list(run_all(pool, speed_of, trials, watch).values())
+
+    # Values ---------------------------------------------------------------------------------------
+
+    def value(self, index: int) -> float:
+        """Return the objective of a finalist: the median over its seeds."""
+        return median(map(self.search.value_of, self.finals[index]))
+
+    def is_alike(self, index: int, best: int) -> bool:
+        """Whether a finalist costs about as much as the best one, or is behind by chance."""
+        behind = self.behind(index, best)
+        (one, *_), (other, *_) = self.pair(index, best)
+        return behind <= ALIKE or is_beyond_chance(one, other, 1 + behind) is False
+
+    def behind(self, index: int, other: int) -> float:
+        """Return the share by which a plan's objective is above another's, both simulated for as long."""
+        ours, theirs = (
+            median(map(self.search.value_of, speeds)) for speeds in self.pair(index, other)
+        )
+        return ours / theirs - 1
+
+    def pair(self, index: int, other: int) -> tuple[list[Speed], list[Speed]]:
+        """Return simulations of two plans on the same prompts for as many steps: those of finalists, or of the search."""
+        if index in self.finals and other in self.finals:
+            return self.finals[index], self.finals[other]
+        return [self.search.speeds[index]], [self.search.speeds[other]]

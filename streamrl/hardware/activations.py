@@ -1,0 +1,162 @@
+"""What forward passes keep for backward ones on a GPU of the trainer: activations by kind, and logits.
+
+| channels of a token in one layer                       | none | selective | mlp   | full      |
+|--------------------------------------------------------|------|-----------|-------|-----------|
+| inputs of the two norms                                | kept | kept      | kept  | the first |
+| outputs of the two norms                               | kept | again     | again | again     |
+| queries, keys and values made from latent vectors      | kept | again     | again | again     |
+| those of other attention, latent vectors, its output   | kept | kept      | kept  | again     |
+| copies dealt to experts, gate and up projection        | kept | kept      | again | again     |
+| product of gate and up                                 | kept | again     | again | again     |
+
+"Again" is what `trainer.recompute` makes again, one layer at a time. Attention scores are never kept.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, assert_never
+
+from streamrl.hardware.model_shape import BYTES, LatentAttention, ModelShape
+from streamrl.hardware.slices import stage_layers
+from streamrl.runfile.sides_config import TrainerConfig
+
+EAGER_LOGIT_BYTES = 16
+"""Bytes a logit where one operation follows the other: the logit in 16 bits, its float32 copy, their log-softmax and
+its gradient, and the gradient in 16 bits. Peaks of prime-rl's supervised steps lie 14 to 17 bytes a logit above those
+of its RL steps, which chunk them (559b447, benchmarks/baselines, Qwen3 0.6B, 4B and 30B-A3B)."""
+FUSED_LOGIT_BYTES = 4
+"""Bytes a logit where one kernel makes the loss and puts gradients into the place of logits: 16 bits of each, or
+float32 (Megatron-LM's theoretical_memory_usage counts the same)."""
+LOGIT_CHUNK = 1024
+"""Tokens whose logits are there at once where they are chunked (prime-rl's fused_lm_head_token_chunk_size)."""
+EAGER_AGAIN = 2.5
+"""Bytes that an eager layer needs while it is made again, for each that it would keep: gradients beside activations,
+and float32 copies in its norms. Per token above 16K, peaks of prime-rl's RL steps grow by 2.5 for Qwen3 0.6B and 4B,
+by 3.6 for 30B-A3B (559b447, benchmarks/baselines)."""
+
+
+class LayerActivations(NamedTuple):
+    """Channels that one layer's forward pass keeps of a token, by kind, averaged over layers."""
+
+    inputs: float
+    """Of two norms."""
+    norms: float
+    attention: float
+    expanded: float
+    """Queries, keys and values that latent vectors are expanded to."""
+    dispatched: float
+    """One copy for each expert that a token goes to."""
+    projections: float
+    """Gate and up."""
+    products: float
+
+    @property
+    def total(self) -> float:
+        """Channels of all kinds."""
+        return sum(self)
+
+
+def layer_activations(model: ModelShape) -> LayerActivations:
+    """Count a layer's activations as Korthikanti et al. 2022 do (Reducing Activation Recomputation, section 4.1).
+
+    Without dropout. With i = 8h/3, as many parameters as a plain MLP of width 4h, a gated MLP makes that 32 bytes
+    a channel in 16 bits, where the paper has 34 with its two dropout masks.
+    """
+    hidden, num_layers = float(model.hidden_size), model.num_layers
+    attention, expanded = _attention(model)
+    width, dispatched = model.num_dense_layers * model.intermediate_size / num_layers, 0.0
+    if model.experts is not None:
+        experts, share = model.experts, model.num_expert_layers / num_layers
+        passed = experts.experts_per_token + experts.num_shared_experts
+        width += share * passed * experts.intermediate_size
+        dispatched = share * experts.experts_per_token * hidden
+    return LayerActivations(
+        inputs=2 * hidden,
+        norms=2 * hidden,
+        attention=attention,
+        expanded=expanded,
+        dispatched=dispatched,
+        projections=2 * width,
+        products=width,
+    )
+
+
+def _attention(model: ModelShape) -> tuple[float, float]:
+    """Return the channels of attention that are kept, and those that latent vectors are expanded to."""
+    if model.latent is None:
+        return 2.0 * (model.num_heads + model.num_kv_heads) * model.head_dim, 0.0
+    return _latent_attention(model.latent, model.num_heads)
+
+
+def _latent_attention(latent: LatentAttention, heads: int) -> tuple[float, float]:
+    """Each latent vector is kept before its norm and after it; queries without one are never expanded."""
+    queries = heads * (latent.nope_head_dim + latent.rope_head_dim)
+    keys, values = queries, heads * latent.v_head_dim
+    kept = values + 2 * latent.kv_lora_rank + latent.rope_head_dim
+    if latent.q_lora_rank is None:
+        return float(kept + queries), float(keys + values)
+    return float(kept + 2 * latent.q_lora_rank), float(queries + keys + values)
+
+
+def layer_bytes(model: ModelShape, trainer: TrainerConfig, dtype: str) -> tuple[float, float]:
+    """Return the bytes that a layer keeps of a token, and those that it needs while it is made again.
+
+    Eager experts have their outputs beside their inputs, whose weighted sum needs them in the backward pass.
+    """
+    found = layer_activations(model)
+    if trainer.kernels != "fused":
+        found = found._replace(dispatched=2 * found.dispatched)
+    cheap = found.norms + found.expanded + found.products
+    match trainer.recompute:
+        case "none":
+            again = 0.0
+        case "selective":
+            again = cheap
+        case "mlp":
+            again = cheap + found.dispatched + found.projections
+        case "full":
+            again = found.total - model.hidden_size
+        case _:
+            assert_never(trainer.recompute)
+    needed = again * EAGER_AGAIN if trainer.kernels == "eager" else again
+    return (found.total - again) * BYTES[dtype], needed * BYTES[dtype]
+
+
+def activation_bytes(
+    model: ModelShape, trainer: TrainerConfig, dtype: str, num_tokens: int
+) -> list[float]:
+    """Return the bytes of activations on a GPU of each pipeline stage for passes of `num_tokens`.
+
+    Stage s of p has p - s micro-batches under way in its layers (one forward, one backward in turn), or with v
+    interleaved slices up to (p - s - 1) 2 + (v - 1) p + 1 slices of 1/v of them (Narayanan et al. 2021). Tensor
+    ranks split every activation (sequence parallelism, Korthikanti et al. 2022, section 4.2).
+    """
+    stages, slices = trainer.pipeline_parallel, trainer.virtual_stages
+    kept, again = layer_bytes(model, trainer, dtype)
+    found = []
+    for stage, num_layers in enumerate(stage_layers(model.num_layers, stages)):
+        under_way = float(stages - stage)
+        if slices > 1:
+            under_way = ((stages - stage - 1) * 2 + (slices - 1) * stages + 1) / slices
+        per_token = under_way * num_layers * kept + again
+        found.append(num_tokens * per_token / trainer.tensor_parallel)
+    return found
+
+
+def logit_bytes(model: ModelShape, trainer: TrainerConfig, num_tokens: int) -> float:
+    """Return the bytes of logits and their gradients on a GPU of the last stage; tensor ranks split the vocabulary."""
+    match trainer.logits or ("fused" if trainer.kernels == "fused" else "eager"):
+        case "eager":
+            held = num_tokens * EAGER_LOGIT_BYTES
+        case "fused":
+            held = num_tokens * FUSED_LOGIT_BYTES
+        case "chunked":
+            held = min(num_tokens, LOGIT_CHUNK) * EAGER_LOGIT_BYTES
+        case other:
+            assert_never(other)
+    return held * model.vocab_size / trainer.tensor_parallel
+
+
+def tokens_in_pass(trainer: TrainerConfig, longest: int) -> int:
+    """Tokens of the largest pass: a micro-batch of the longest, cut to `max_tokens_per_pass`."""
+    return min(trainer.micro_batch * longest, max(longest, trainer.max_tokens_per_pass))
