@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import ceil
+from typing import TypeVar
 
 from msgspec.structs import replace
 
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_policies
 from sim.failures import SECONDS_PER_DAY
+from sim.step_trace import MeasuredTrace, StepTrace
 from sim.world import SimWorld
 from streamrl.record.leader_steps import LeaderSteps
+from streamrl.record.metrics import Metrics
 from streamrl.record.steady import LEAST_STEPS, NEGLIGIBLE, Steady
 from streamrl.record.steady_run import LEAST_FAILURES, find_steady_so_far
 from streamrl.record.trace import Trace
@@ -29,6 +32,8 @@ each step then, and few are simulated in vain."""
 LOOKS = 2
 """Looks in a row that must find enough: one alone finds it too early where the first steps are alike by luck, which
 makes 95 % intervals hold 80 to 90 % of the time."""
+
+T = TypeVar("T", bound=StepTrace)
 
 
 def simulate_steady(
@@ -47,16 +52,42 @@ def simulate_steady(
         ValueError: the run file asks for what its profiles or memory do not allow.
         RuntimeError: nothing is left that could happen.
     """
-    world = open_world(run, workload)
-    enough = Enough(run, world.steps)
-    return world.run(watch, enough.is_there)
+    return _simulate(run, StepTrace, watch, workload)
+
+
+def measure_steady(
+    run: Run,
+    watch: Callable[[int], None] = lambda version: None,
+    workload: Workload | None = None,
+) -> Metrics:
+    """Simulate as `simulate_steady` does and measure as it goes, in memory that hardly grows with the steps.
+
+    Raises:
+        ValueError: the run file asks for what its profiles or memory do not allow; or it makes no step.
+        RuntimeError: nothing is left that could happen.
+    """
+    return _simulate(run, MeasuredTrace, watch, workload).measure()
+
+
+def _simulate(
+    run: Run, kind: type[T], watch: Callable[[int], None], workload: Workload | None
+) -> T:
+    world, trace = _open(run, kind, workload)
+    world.run(watch, Enough(run, trace.steps).is_there)
+    return trace
+
+
+def _open(run: Run, kind: type[T], workload: Workload | None) -> tuple[SimWorld, T]:
+    costs = Costs.load(run)
+    drawn = SimulatedWorkload(sampled(run)) if workload is None else workload
+    filled = fill_policies(run, costs)
+    trace = kind(filled, costs, is_endless=True)
+    return SimWorld(filled, costs, drawn, is_endless=True, trace=trace), trace
 
 
 def open_world(run: Run, workload: Workload | None = None) -> SimWorld:
     """Return a run's world before its first event, which knows of no last step; see `simulate_steady`."""
-    costs = Costs.load(run)
-    drawn = SimulatedWorkload(sampled(run)) if workload is None else workload
-    return SimWorld(fill_policies(run, costs), costs, drawn, is_endless=True)
+    return _open(run, StepTrace, workload)[0]
 
 
 def sampled(run: Run) -> Run:

@@ -15,6 +15,7 @@ from sim.costs.trainer_costs import TrainerCosts
 from sim.drawn import Drawn
 from sim.failures import Failures
 from sim.replica import Replica
+from sim.step_trace import StepTrace
 from sim.surroundings import DrawnRollout
 from sim.trainer import Trainer
 from sim.transfer import Transfer
@@ -54,7 +55,6 @@ from streamrl.engine.messages import (
 from streamrl.engine.systems import build_engine
 from streamrl.engine.trainer_side import LEADER
 from streamrl.engine.world import World
-from streamrl.record.leader_steps import LeaderSteps
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from streamrl.workload.workload import SimulatedWorkload, Workload
@@ -79,26 +79,6 @@ def collecting_seldom() -> Iterator[None]:
             gc.enable()
 
 
-class StepTrace(Trace):
-    """A trace that tells the leader's steps as they are made."""
-
-    def __init__(self, run: Run, costs: Costs, *, is_endless: bool, keeps_entries: bool) -> None:
-        super().__init__(
-            run,
-            "simulated",
-            costs.facts,
-            keeps_entries=keeps_entries,
-            decode=costs.decode_yield(run),
-            is_endless=is_endless,
-        )
-        self.steps = LeaderSteps()
-
-    def record(self, time: float, event: Event, commands: list[Command]) -> None:
-        """Add one entry."""
-        super().record(time, event, commands)
-        self.steps.record(time, event, commands)
-
-
 class SimWorld(World[Trace]):
     """Carries commands out in simulated seconds."""
 
@@ -109,7 +89,7 @@ class SimWorld(World[Trace]):
         workload: Workload,
         *,
         is_endless: bool = False,
-        keeps_entries: bool = True,
+        trace: StepTrace | None = None,
     ) -> None:
         """Make a world before its first event.
 
@@ -118,9 +98,9 @@ class SimWorld(World[Trace]):
             costs: its seconds.
             workload: what is generated.
             is_endless: whether it goes on past the last step, until it is left.
-            keeps_entries: whether the trace does; without them a run takes as much memory however long it is.
+            trace: what records it; where absent, one that keeps all entries.
         """
-        trace = StepTrace(run, costs, is_endless=is_endless, keeps_entries=keeps_entries)
+        trace = trace or StepTrace(run, costs, is_endless=is_endless)
         super().__init__(build_engine(run, is_endless=is_endless), trace, workload.learn)
         self.run_file = run
         self.costs = costs

@@ -134,8 +134,8 @@ LAYERS = {
     ),
     "sim": (
         *("costs", "surroundings", "attempt", "admission"),
-        *("replica", "trainer", "transfer", "verifier", "failures", "drawn", "world"),
-        "steady_state",
+        *("replica", "trainer", "transfer", "verifier", "failures", "drawn"),
+        *("step_trace", "world", "steady_state"),
         *("batch_time", "parallel", "studies", "planner", "checkup", "fidelity"),
     ),
     "executor": (

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given, settings
 
 from streamrl.engine.messages import (
+    Abort,
     CheckpointSaved,
     Drop,
     Failed,
+    Generated,
     ReplicaStarted,
     RunStarted,
     SaveCheckpoint,
@@ -89,6 +91,21 @@ def test_a_rollout_dropped_before_its_step_counts_as_dropped_only() -> None:
     assert metrics.dropped == {"interrupted": 1}
     assert metrics.staleness == {0: 1}
     assert metrics.rewards == [0.5]
+
+
+def test_tokens_that_a_dropped_rollout_had_by_its_abort_are_generated_and_lost() -> None:
+    hand = HandTrace(algorithm__steps=2, policies__system="stream-async")
+    hand.begin()
+    hand.draw(0.0, 1, 1)
+    hand.draw(0.0, 2, 1, is_taken=False)
+    hand.generate(0.0, 0, 1)
+    hand.command(5.0, Abort(1, 0), Drop(1, "too old"))
+    hand.at(5.0, Generated(1, 60, "aborted", 0, 5.0, 0.0))
+    hand.generated(10.0, 0, run_time=10.0, tokens=100)
+    hand.train(10.0, 16.0, 1, 0)
+    metrics = measure(hand.trace, (1, 1))
+    assert metrics.dropped == {"too old": 1}
+    assert (metrics.goodput, metrics.throughput) == (100 / 16, 160 / 16)
 
 
 def test_dollars_are_gpus_by_price_by_time() -> None:
@@ -225,6 +242,6 @@ def test_a_trace_tells_of_every_trainer_what_the_engine_counted(
     flow = read_flow(world.run())
     for found, trainer in zip(flow.trainers, world.engine.state.trainers, strict=True):
         assert dict(found.lost) == trainer.lost
-        assert sum(map(len, found.trained)) == trainer.num_trained
+        assert found.num_trained == trainer.num_trained
         assert len(found.stepped_at) == trainer.version
         assert found.staleness.total() == trainer.num_trained

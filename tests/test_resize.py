@@ -30,7 +30,8 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.pace import Pace, StepPace
 from streamrl.record.attribution import attribute
-from streamrl.record.metrics import mean_replicas, measure
+from streamrl.record.metrics import measure
+from streamrl.record.replicas import read_replicas
 from streamrl.record.trace import Trace, replay
 from streamrl.runfile.config import Run
 from tests.runs import (
@@ -309,7 +310,7 @@ def test_gpu_seconds_and_dollars_count_each_replica_from_its_start_to_its_end(ru
             seconds += entry.time - began.pop(entry.event.replica)
     seconds += sum(end - start for start in began.values())
     assert attribute(trace).gpu_seconds == pytest.approx(seconds + run.trainer.num_gpus * end)
-    assert mean_replicas(trace, 0.0, end) == pytest.approx(seconds / end)
+    assert read_replicas(trace).mean(0.0, end) == pytest.approx(seconds / end)
 
 
 def test_replicas_that_are_added_get_rollouts_without_a_break_for_the_others() -> None:

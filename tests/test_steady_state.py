@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_policies
 from sim.steady_state import Enough, sampled, simulate_steady
+from sim.step_trace import StepTrace
 from sim.world import SimWorld
 from streamrl.engine.systems import SYSTEMS, build_policies, build_state
 from streamrl.record.leader_steps import LeaderSteps, read_steps
@@ -226,7 +227,8 @@ def test_a_long_run_takes_no_more_memory_than_a_short_one() -> None:
 def _peak(run: Run) -> int:
     """Return the most bytes that a run without entries in memory takes."""
     costs = Costs.load(run)
-    world = SimWorld(run, costs, SimulatedWorkload(run), is_endless=True, keeps_entries=False)
+    trace = StepTrace(run, costs, is_endless=True, keeps_entries=False)
+    world = SimWorld(run, costs, SimulatedWorkload(run), is_endless=True, trace=trace)
     tracemalloc.start()
     try:
         world.run(is_enough=lambda: world.steps.num_made == run.simulate.max_steps)

@@ -110,7 +110,7 @@ def test_a_rollout_aborted_in_the_queue_never_ran() -> None:
     hand.generate(0.0, 0)
     hand.at(5.0, Generated(0, 0, "aborted", 0, 0.0, 0.0))
     timeline = read_timeline(hand.trace)
-    assert timeline.rollouts == {0: []}
+    assert timeline.rollouts == {}
     assert [s.activity for s in timeline.replicas[0]] == ["start-up"]
 
 

@@ -15,9 +15,9 @@ from sim.costs.fill import fill_latency
 from sim.parallel import answers
 from sim.planner.generation_time import GenerationTime, summarize
 from sim.planner.space import Candidate
-from sim.steady_state import sampled, simulate_steady
+from sim.steady_state import measure_steady, sampled, simulate_steady
 from streamrl.record.leader_steps import read_steps
-from streamrl.record.metrics import Metrics, Speed, measure, measure_speed
+from streamrl.record.metrics import Metrics, Speed, measure_speed
 from streamrl.record.trace import Trace
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
@@ -58,12 +58,12 @@ def shortened(run: Run, seed: int, steps: int = SEARCH_STEPS) -> bytes:
 
 def speed_of(trial: Trial) -> Speed:
     """Simulate the steady state of a plan."""
-    return measure_speed(trace_of(trial))
+    return measure_speed(_trace_of(trial))
 
 
 def short_speed_of(trial: Trial) -> Speed:
     """Simulate as many steps of a plan as the run file has at most, those at the start left out."""
-    trace = trace_of(trial)
+    trace = _trace_of(trial)
     first, last = counted_steps(trace.run)
     num_whole = read_steps(trace).num_made - 1
     return measure_speed(trace, (min(first, num_whole), min(last, num_whole)))
@@ -77,11 +77,17 @@ def counted_steps(run: Run) -> tuple[int, int]:
 
 def metrics_of(trial: Trial) -> Metrics:
     """Simulate the steady state of a plan and measure all of it."""
-    return measure(trace_of(trial))
+    run, workload = _planned(trial)
+    return measure_steady(run, workload=workload)
 
 
-def trace_of(trial: Trial) -> Trace:
-    """Return the trace of a plan's simulation.
+def _trace_of(trial: Trial) -> Trace:
+    run, workload = _planned(trial)
+    return simulate_steady(run, workload=workload)
+
+
+def _planned(trial: Trial) -> tuple[Run, SimulatedWorkload]:
+    """Return a plan's run file and its workload.
 
     Raises:
         ValueError: the plan is no valid run file.
@@ -89,7 +95,7 @@ def trace_of(trial: Trial) -> Trace:
     base, workload = open_trial(trial.run)
     run = trial.candidate.apply(base)
     check_run(run)
-    return simulate_steady(run, workload=workload)
+    return run, workload
 
 
 def generation_of(trial: Trial) -> GenerationTime:

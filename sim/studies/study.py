@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from sim.costs.costs import Costs
 from sim.parallel import answers
-from sim.steady_state import simulate_steady
-from streamrl.record.metrics import Metrics, measure
+from sim.steady_state import measure_steady
+from streamrl.record.metrics import Metrics
 from streamrl.report.study_table import StudyRow
 from streamrl.runfile.grid import Grid, GridCell, Refused
 from streamrl.runfile.reading import decode_run, encode_run
@@ -91,6 +91,6 @@ def _find_fault(run: bytes) -> str:
 def _measure(run: bytes) -> Metrics | str:
     """Simulate and measure a run, or say why that failed."""
     try:
-        return measure(simulate_steady(decode_run(run)))
+        return measure_steady(decode_run(run))
     except (ValueError, RuntimeError) as error:
         return str(error)

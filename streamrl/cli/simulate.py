@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sim.steady_state import simulate_steady
+from sim.steady_state import measure_steady, simulate_steady
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import (
     TRACE_FILE,
@@ -20,7 +20,7 @@ from streamrl.cli.shared import (
     print_json,
 )
 from streamrl.record.inputs import keep_inputs
-from streamrl.record.metrics import measure
+from streamrl.record.metrics import Metrics, measure
 from streamrl.record.trace import Trace
 from streamrl.report.run_tables import metrics_table
 from streamrl.report.study_file import is_study
@@ -71,7 +71,8 @@ def simulate(
     """Simulate a run file and say what a step takes, costs, and where GPUs stand idle.
 
     All figures are those of the steady state: as many steps are simulated as `simulate.interval` needs, at most
-    `simulate.max_steps`, whatever `algorithm.steps` is.
+    `simulate.max_steps`, whatever `algorithm.steps` is. Without --output they are measured as they are made, so that
+    thousands take no more memory than a few.
 
     Example: streamrl simulate examples/h20-h800.toml --set policies.system=stream-sync -o runs/what-if
 
@@ -103,10 +104,7 @@ def simulate(
         run_study(study, output, skips=skip_infeasible, as_json=as_json)
         return
     _refuse_options_of_studies(_given_of_studies(seeds is not None, bool(metric), skip_infeasible))
-    trace = _simulate(load_run(run_file, overrides or ()))
-    metrics = measure(trace)
-    if output is not None:
-        _write(trace, output)
+    metrics = _simulate(load_run(run_file, overrides or ()), output)
     if as_json:
         print_json(metrics)
     else:
@@ -136,10 +134,19 @@ def refuse_real_run(output: Path) -> None:
         raise ValueError(f"--output {output} holds an executed run, which would be overwritten")
 
 
-def _simulate(run: Run) -> Trace:
+def _simulate(run: Run, output: Path | None) -> Metrics:
     with make_progress() as progress:
         task = progress.add_task("step", total=run.simulate.max_steps, facts="")
-        return simulate_steady(run, lambda version: progress.update(task, completed=version))
+
+        def watch(version: int) -> None:
+            progress.update(task, completed=version)
+
+        if output is None:
+            return measure_steady(run, watch)
+        trace = simulate_steady(run, watch)
+    metrics = measure(trace)
+    _write(trace, output)
+    return metrics
 
 
 def _write(trace: Trace, output: Path) -> None:

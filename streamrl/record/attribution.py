@@ -40,10 +40,12 @@ import numpy as np
 from streamrl.engine.systems import choose_system
 from streamrl.engine.trainer_side import LEADER
 from streamrl.hardware.tables import Floats
-from streamrl.record.counts import Counts, read_changes
-from streamrl.record.timeline import Timeline, read_timeline
-from streamrl.record.trace import Trace
-from streamrl.record.underfilled import YieldSource, read_underfilled
+from streamrl.record.counts import ChangeReader, Counts
+from streamrl.record.generation_parts import Parts, PartsReader
+from streamrl.record.ledger import Ledger
+from streamrl.record.timeline import Timeline, TimelineReader
+from streamrl.record.trace import Entry, Trace
+from streamrl.record.underfilled import YieldSource
 from streamrl.runfile.config import Run
 
 UNDERFILLED = "underfilled"
@@ -90,63 +92,11 @@ def attribute(trace: Trace, window: tuple[float, float] = (0.0, inf)) -> Attribu
 
 def attribute_sides(trace: Trace, window: tuple[float, float] = (0.0, inf)) -> SidesAttribution:
     """Attribute every GPU-second as `attribute` does, of all sides together and of each."""
-    timeline = read_timeline(trace)
-    seconds = _sweep(trace, timeline, window)
-    parts = _parts(trace, timeline, window)
-    return SidesAttribution(
-        whole=_shares(seconds.whole, parts),
-        sides={name: _shares(of_side, parts) for name, of_side in seconds.sides.items()},
-    )
-
-
-class _Parts(NamedTuple):
-    """Parts of the GPU-seconds that generate."""
-
-    prefill: float
-    underfilled: float
-    source: YieldSource
-
-
-def _parts(trace: Trace, timeline: Timeline, window: tuple[float, float]) -> _Parts:
-    underfilled = read_underfilled(trace, timeline)
-    lost = trace.run.rollout.tensor_parallel * underfilled.seconds(window)
-    return _Parts(_prefill_seconds(trace, timeline, window), lost, underfilled.source)
-
-
-def _shares(found: dict[str, float], parts: _Parts) -> Attribution:
-    """Return the shares of GPU-seconds, those that generate divided into their parts."""
-    seconds = dict(found)
-    generating = seconds.pop("generate", 0.0)
-    seconds["prefill"] = min(parts.prefill, generating)
-    seconds["decode"] = generating - seconds["prefill"]
-    total = sum(seconds.values())
-    names = [name for name in BUSY if name != UNDERFILLED or parts.source != "unknown"]
-    seconds[UNDERFILLED] = min(parts.underfilled, seconds["decode"])
-    seconds["decode"] -= seconds[UNDERFILLED]
-    return Attribution(
-        busy={name: seconds.get(name, 0.0) / (total or 1.0) for name in names},
-        idle={name: seconds.get(name, 0.0) / (total or 1.0) for name in IDLE},
-        gpu_seconds=total,
-        underfilled_from=parts.source,
-    )
-
-
-class _Seconds(NamedTuple):
-    """GPU-seconds by activity or cause, of all sides and of each."""
-
-    whole: dict[str, float]
-    sides: dict[str, dict[str, float]]
-
-
-def _sweep(trace: Trace, timeline: Timeline, window: tuple[float, float]) -> _Seconds:
-    """Add up GPU-seconds between each two instants at which anything changes."""
-    seconds = _Seconds(defaultdict(float), defaultdict(lambda: defaultdict(float)))
-    for began, ended, shares in _stretches(trace, timeline):
-        lasted = _within(window, began, ended)
-        for side, activity, num_gpus in shares:
-            seconds.whole[activity] += num_gpus * lasted
-            seconds.sides[side][activity] += num_gpus * lasted
-    return seconds
+    reader = AttributionReader(trace)
+    reader.mark(window)
+    reader.read(trace.entries)
+    reader.finish()
+    return reader.between(*window)
 
 
 def idle_of_steps(trace: Trace, stepped_at: Sequence[float]) -> dict[str, Floats]:
@@ -156,36 +106,130 @@ def idle_of_steps(trace: Trace, stepped_at: Sequence[float]) -> dict[str, Floats
         trace: a record of a run.
         stepped_at: instant at which each step ended.
     """
-    instants = [0.0]
-    until: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(instants))
-    for began, ended, shares in _stretches(trace, read_timeline(trace)):
-        waiting = [(side, num) for side, activity, num in shares if activity in IDLE]
-        for side, _ in waiting:
-            until[side]  # begins with nothing idle before
-        instants.append(ended)
-        for idle in until.values():
-            idle.append(idle[-1])
-        for side, num_gpus in waiting:
-            until[side][-1] += num_gpus * (ended - began)
-    ends = [0.0, *stepped_at]
-    return {side: np.diff(np.interp(ends, instants, idle)) for side, idle in until.items()}
+    reader = AttributionReader(trace)
+    reader.mark(stepped_at)
+    reader.read(trace.entries)
+    reader.finish()
+    return reader.idle_of_slots(len(stepped_at))
+
+
+class AttributionReader:
+    """Attributes GPU-seconds block by block: each as soon as nothing is left to be told of its instant."""
+
+    def __init__(self, trace: Trace) -> None:
+        """Take what a trace says of its run; its entries are read by `read`."""
+        run = trace.run
+        self._run = run
+        self._timeline = TimelineReader()
+        self._changes = ChangeReader(run, is_endless=trace.is_endless)
+        self._parts = PartsReader(run, trace.decode)
+        self._seconds = Ledger[tuple[str, str]]()
+        """GPU-seconds of each side by activity or cause."""
+        self._here: dict[tuple[str, str], float] = defaultdict(float)
+        """Those of the slot that the sweep is in."""
+        self._counts = Counts(run.num_trainers)
+        self._swept_until = 0.0
+        self._slot = 0
+        self._is_on_policy = choose_system(run.policies).max_staleness == 0
+
+    def mark(self, times: Sequence[float]) -> None:
+        """Enter instants between which shares may be asked for, before what comes after them is read."""
+        self._seconds.marks.extend(times)
+        self._parts.mark(times)
+
+    def read(self, entries: Sequence[Entry]) -> None:
+        """Take the entries that come after those before."""
+        self._timeline.read(entries)
+        self._changes.read(entries)
+        self._parts.read(entries)
+
+    def settle(self) -> None:
+        """Attribute what can be known by now, and forget it."""
+        timeline = self._timeline.take(self._timeline.known_until)
+        self._parts.take(timeline)
+        self._sweep(timeline)
+
+    def finish(self) -> None:
+        """Attribute what is left, up to the last entry."""
+        timeline = self._timeline.finish()
+        self._parts.finish(timeline)
+        self._sweep(timeline)
+        self._end_slot()
+
+    def between(self, start: float, end: float) -> SidesAttribution:
+        """Return the shares of the GPU-seconds between two marks."""
+        parts = self._parts.between(start, end)
+        sides: dict[str, dict[str, float]] = {}
+        whole: dict[str, float] = defaultdict(float)
+        for (side, activity), seconds in self._seconds.between(start, end).items():
+            sides.setdefault(side, {})[activity] = seconds
+            whole[activity] += seconds
+        degree = self._run.rollout.tensor_parallel
+        return SidesAttribution(
+            whole=_shares(whole, parts, degree),
+            sides={name: _shares(of_side, parts, degree) for name, of_side in sides.items()},
+        )
+
+    def idle_of_slots(self, count: int) -> dict[str, Floats]:
+        """Return the GPU-seconds of each side that stood idle before each of the first marks, since the one before it."""
+        found: dict[str, Floats] = {}
+        for (side, activity), seconds in self._seconds.columns(count):
+            so_far = found.setdefault(side, np.zeros(count))
+            if activity in IDLE:
+                so_far += seconds
+        return found
+
+    def _sweep(self, timeline: Timeline) -> None:
+        """Add up GPU-seconds between each two instants at which anything changes."""
+        counts = self._counts
+        for change in self._changes.take(timeline):
+            if change.time > self._swept_until:
+                self._go_on(change.time)
+            counts.enter(change)
+        self._go_on(timeline.end)
+
+    def _go_on(self, time: float) -> None:
+        """Go on to an instant, from slot to slot."""
+        marks = self._seconds.marks
+        while self._slot < len(marks) and marks[self._slot] <= time:
+            self._add_until(marks[self._slot])
+            self._end_slot()
+            self._slot += 1
+        self._add_until(time)
+
+    def _add_until(self, time: float) -> None:
+        lasted = time - self._swept_until
+        if lasted <= 0:
+            return
+        for side, activity, num_gpus in _all_shares(self._counts, self._run, self._is_on_policy):
+            self._here[side, activity] += num_gpus * lasted
+        self._swept_until = time
+
+    def _end_slot(self) -> None:
+        self._seconds.add(self._slot, self._here)
+        self._here.clear()
+
+
+def _shares(found: dict[str, float], parts: Parts, degree: int) -> Attribution:
+    """Return the shares of GPU-seconds, those that generate divided into their parts."""
+    seconds = dict(found)
+    generating = seconds.pop("generate", 0.0)
+    seconds["prefill"] = min(degree * parts.prefill, generating)
+    seconds["decode"] = generating - seconds["prefill"]
+    total = sum(seconds.values())
+    names = [name for name in BUSY if name != UNDERFILLED or parts.source != "unknown"]
+    seconds[UNDERFILLED] = min(degree * parts.underfilled, seconds["decode"])
+    seconds["decode"] -= seconds[UNDERFILLED]
+    return Attribution(
+        busy={name: seconds.get(name, 0.0) / (total or 1.0) for name in names},
+        idle={name: seconds.get(name, 0.0) / (total or 1.0) for name in IDLE},
+        gpu_seconds=total,
+        underfilled_from=parts.source,
+    )
 
 
 Shares: TypeAlias = Iterator[tuple[str, str, int]]
 """Of which side how many GPUs do, or wait for, what: side, activity or cause, GPUs."""
-
-
-def _stretches(trace: Trace, timeline: Timeline) -> Iterator[tuple[float, float, Shares]]:
-    """Yield begin and end of each stretch in which nothing changes, with what GPUs do; to be read at once."""
-    run = trace.run
-    is_on_policy = choose_system(run.policies).max_staleness == 0
-    counts = Counts(run.num_trainers)
-    before = 0.0
-    for change in read_changes(trace, timeline):
-        if change.time > before:
-            yield before, change.time, _all_shares(counts, run, is_on_policy)
-            before = change.time
-        counts.enter(change)
 
 
 def _all_shares(counts: Counts, run: Run, is_on_policy: bool) -> Shares:
@@ -330,14 +374,3 @@ def _is_syncing(counts: Counts) -> bool:
 def _coming_up(counts: Counts) -> str:
     """Say why replicas come up: once one was lost, each that starts is a replacement."""
     return "failure" if counts.run["lost"] else "start-up"
-
-
-def _prefill_seconds(trace: Trace, timeline: Timeline, window: tuple[float, float]) -> float:
-    spans = (span for spans in timeline.prefills.values() for span in spans)
-    lasted = sum(_within(window, span.start, span.end) for span in spans)
-    return trace.run.rollout.tensor_parallel * lasted
-
-
-def _within(window: tuple[float, float], start: float, end: float) -> float:
-    """Return the seconds from `start` to `end` that lie in `window`."""
-    return max(0.0, min(end, window[1]) - max(start, window[0]))

@@ -204,7 +204,7 @@ def _running(spans: Iterable[Span]) -> Iterator[TraceEvent]:
 def _underfilled(trace: Trace, timeline: Timeline) -> Iterator[TraceEvent]:
     """Count the GPUs whose decoding full batches would not have needed; nothing where that is not known."""
     changes: dict[float, float] = defaultdict(float)
-    for lost in read_underfilled(trace, timeline).replicas.values():
+    for lost in read_underfilled(trace).replicas.values():
         for start, end, share in zip(*map(np.ndarray.tolist, lost), strict=True):
             changes[start] += share
             changes[end] -= share

@@ -7,13 +7,15 @@ of each trainer    its activities, and what of its coming step is waiting, ungen
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from streamrl.engine.messages import (
     CheckpointSaved,
+    Command,
     DrawnGroup,
     Drop,
     Event,
@@ -36,7 +38,8 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.timeline import Timeline
-from streamrl.record.trace import Trace
+from streamrl.record.trace import Entry
+from streamrl.runfile.config import Run
 
 
 class CountChange(NamedTuple):
@@ -62,19 +65,39 @@ class Counts:
         counts[change.what] += change.by
 
 
-def read_changes(trace: Trace, timeline: Timeline) -> list[CountChange]:
-    """Return every change of a run in order of time, and one at its end."""
-    return sorted(_changes(trace, timeline), key=attrgetter("time"))
+class ChangeReader:
+    """Reads the changes of a run block by block."""
+
+    def __init__(self, run: Run, *, is_endless: bool) -> None:
+        self._sources: list[_Source] = [
+            _RunChanges(run, is_endless=is_endless),
+            *(_RolloutChanges(run, trainer) for trainer in range(run.num_trainers)),
+        ]
+        if run.verifier.pool is not None:
+            self._sources.append(_VerifyingChanges())
+        self._untaken = [CountChange(0.0, "wanted", run.rollout.replicas)]
+
+    def read(self, entries: Sequence[Entry]) -> None:
+        """Take the entries that come after those before."""
+        for source in self._sources:
+            self._untaken += source.read(entries)
+
+    def take(self, timeline: Timeline) -> list[CountChange]:
+        """Return once and in order of time every change of the part of the run that a timeline is of."""
+        changes = [*self._untaken, *_span_changes(timeline)]
+        changes.sort(key=AT)
+        num = bisect_right(changes, timeline.end, key=AT)
+        self._untaken = changes[num:]
+        return changes[:num]
 
 
-def _changes(trace: Trace, timeline: Timeline) -> Iterator[CountChange]:
-    yield from _span_changes(timeline)
-    yield from _run_changes(trace)
-    for trainer in range(trace.run.num_trainers):
-        yield from _rollout_changes(trace, trainer)
-    if trace.run.verifier.pool is not None:
-        yield from _verifying_changes(trace)
-    yield CountChange(timeline.end, "end", 1)
+AT = attrgetter("time")
+
+
+class _Source(Protocol):
+    """Reads changes of one kind."""
+
+    def read(self, entries: Sequence[Entry]) -> Iterator[CountChange]: ...
 
 
 def _span_changes(timeline: Timeline) -> Iterator[CountChange]:
@@ -91,30 +114,33 @@ def _span_changes(timeline: Timeline) -> Iterator[CountChange]:
         yield CountChange(span.end, "push", -1)
 
 
-def _run_changes(trace: Trace) -> Iterator[CountChange]:
+class _RunChanges:
     """Which replicas there are, and whether there is anything to generate yet, or ever again."""
-    yield CountChange(0.0, "wanted", trace.run.rollout.replicas)
-    wanted = trace.run.rollout.replicas
-    prompts = _LastPrompts(None if trace.is_endless else trace.run.algorithm.steps)
-    for time, event, commands in trace.entries:
-        match event:
-            case PromptsDrawn():
-                yield CountChange(time, "has prompts", 1)
-            case ReplicaLost() | Failed(StartReplica()):
-                yield CountChange(time, "replicas", -1)
-                yield CountChange(time, "lost", 1)
-            case ReplicaStopped() | Failed(StopReplica()):
-                yield CountChange(time, "replicas", -1)
-            case _:
-                pass  # changes neither
-        if isinstance(event, LEADS_TO_PROMPTS) and (by := prompts.change(event)):
-            yield CountChange(time, "has last prompts", by)
-        for command in commands:
-            if isinstance(command, StartReplica):
-                yield CountChange(time, "replicas", 1)
-            elif isinstance(command, Resize):
-                yield CountChange(time, "wanted", command.num_replicas - wanted)
-                wanted = command.num_replicas
+
+    def __init__(self, run: Run, *, is_endless: bool) -> None:
+        self._wanted = run.rollout.replicas
+        self._prompts = _LastPrompts(None if is_endless else run.algorithm.steps)
+
+    def read(self, entries: Sequence[Entry]) -> Iterator[CountChange]:
+        for time, event, commands in entries:
+            match event:
+                case PromptsDrawn():
+                    yield CountChange(time, "has prompts", 1)
+                case ReplicaLost() | Failed(StartReplica()):
+                    yield CountChange(time, "replicas", -1)
+                    yield CountChange(time, "lost", 1)
+                case ReplicaStopped() | Failed(StopReplica()):
+                    yield CountChange(time, "replicas", -1)
+                case _:
+                    pass  # changes neither
+            if isinstance(event, LEADS_TO_PROMPTS) and (by := self._prompts.change(event)):
+                yield CountChange(time, "has last prompts", by)
+            for command in commands:
+                if isinstance(command, StartReplica):
+                    yield CountChange(time, "replicas", 1)
+                elif isinstance(command, Resize):
+                    yield CountChange(time, "wanted", command.num_replicas - self._wanted)
+                    self._wanted = command.num_replicas
 
 
 LEADS_TO_PROMPTS = (PromptsDrawn, RunStarted, Stepped, CheckpointSaved, TrainerLost)
@@ -149,54 +175,68 @@ class _LastPrompts:
         return 0
 
 
-def _verifying_changes(trace: Trace) -> Iterator[CountChange]:
+class _VerifyingChanges:
     """How many rewards are asked for and not known: what a pool of verifiers has to do."""
-    for time, event, commands in trace.entries:
-        match event:
-            case Verified() | Failed(Verify()):
-                yield CountChange(time, "verifying", -1)
-            case _:
-                pass  # ends no reward
-        for command in commands:
-            if isinstance(command, Verify):
-                yield CountChange(time, "verifying", 1)
+
+    def read(self, entries: Sequence[Entry]) -> Iterator[CountChange]:
+        for time, event, commands in entries:
+            match event:
+                case Verified() | Failed(Verify()):
+                    yield CountChange(time, "verifying", -1)
+                case _:
+                    pass  # ends no reward
+            for command in commands:
+                if isinstance(command, Verify):
+                    yield CountChange(time, "verifying", 1)
 
 
-def _rollout_changes(trace: Trace, trainer: int) -> Iterator[CountChange]:
+class _RolloutChanges:
     """How many rollouts wait for a replica, and how many a trainer's coming step lacks."""
-    rollouts = _Rollouts(trace.run.as_seen_by(trainer).algorithm.prompts_per_step)
-    for time, event, commands in trace.entries:
+
+    def __init__(self, run: Run, trainer: int) -> None:
+        self._trainer = trainer
+        self._rollouts = _Rollouts(run.as_seen_by(trainer).algorithm.prompts_per_step)
+
+    def read(self, entries: Sequence[Entry]) -> Iterator[CountChange]:
+        for time, event, commands in entries:
+            self._see(event)
+            for command in commands:
+                self._obey(command)
+            for name, by in self._rollouts.changes():
+                yield CountChange(time, name, by, self._trainer)
+
+    def _see(self, event: Event) -> None:
+        rollouts = self._rollouts
         match event:
-            case PromptsDrawn():
-                for drawn in event.groups:
-                    rollouts.draw(drawn)
             case Generated():
                 is_aborted = event.finish == "aborted"
                 rollouts.move(event.rollout, WAITING if is_aborted else UNVERIFIED)
-            case Failed(Generate(rollout)):
-                rollouts.move(rollout, WAITING)
             case Verified():
                 rollouts.move(event.rollout, READY)
-            case Stepped() if event.trainer == trainer:
+            case PromptsDrawn():
+                for drawn in event.groups:
+                    rollouts.draw(drawn)
+            case Failed(Generate(rollout)):
+                rollouts.move(rollout, WAITING)
+            case Stepped() if event.trainer == self._trainer:
                 rollouts.end_step()
-            case TrainerLost() if event.trainer == trainer:
+            case TrainerLost() if event.trainer == self._trainer:
                 rollouts.give_back()
             case _:
                 pass  # says nothing of rollouts
-        for command in commands:
-            match command:
-                case Generate():
-                    rollouts.move(command.rollout, GENERATING)
-                case Take() if command.trainer == trainer:
-                    rollouts.take(command.group)
-                case Skip() if command.trainer == trainer:
-                    rollouts.forget(command.group)
-                case Drop():
-                    rollouts.forget(command.group)
-                case _:
-                    pass  # says nothing of rollouts
-        for name, by in rollouts.changes():
-            yield CountChange(time, name, by, trainer)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Generate():
+                self._rollouts.move(command.rollout, GENERATING)
+            case Take() if command.trainer == self._trainer:
+                self._rollouts.take(command.group)
+            case Skip() if command.trainer == self._trainer:
+                self._rollouts.forget(command.group)
+            case Drop():
+                self._rollouts.forget(command.group)
+            case _:
+                pass  # says nothing of rollouts
 
 
 WAITING, GENERATING, UNVERIFIED, READY = range(4)

@@ -8,13 +8,15 @@ running since it was sent.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
-from streamrl.engine.messages import Failed, Generate, Generated, PromptsDrawn
+from streamrl.engine.messages import Drop, Failed, Generate, Generated, PromptsDrawn, Step
 from streamrl.hardware.tables import Floats
-from streamrl.record.trace import Trace
+from streamrl.record.trace import Entry, Trace
 
 
 class Decoding(NamedTuple):
@@ -51,32 +53,82 @@ class _Stay(NamedTuple):
 
 def read_decoding(trace: Trace) -> dict[int, Decoding]:
     """Return what each replica decoded, by replica; one that never did is left out."""
-    found = {replica: _stretches(stays) for replica, stays in _read_stays(trace).items()}
-    return {replica: decoding for replica, decoding in found.items() if len(decoding.start)}
+    reader = DecodingReader()
+    reader.read(trace.entries)
+    return reader.finish()
 
 
-def _read_stays(trace: Trace) -> dict[int, list[_Stay]]:
-    stays: dict[int, list[_Stay]] = defaultdict(list)
-    prompts: dict[int, int] = {}
-    sent: dict[int, tuple[Generate, float]] = {}
-    now = 0.0
-    for now, event, commands in trace.entries:
-        match event:
-            case Generated():
-                command, _ = sent.pop(event.rollout)
-                stays[command.replica].append(_stay(command, event, now, prompts[event.rollout]))
-            case Failed(Generate(rollout)):
-                lost, sent_at = sent.pop(rollout)
-                stays[lost.replica].append(_unknown(lost, sent_at, now, prompts[rollout]))
-            case PromptsDrawn():
-                for group in event.groups:
-                    prompts.update(dict.fromkeys(group.rollouts, group.prompt_tokens))
-            case _:
-                pass  # begins and ends no decoding
-        sent |= {each.rollout: (each, now) for each in commands if isinstance(each, Generate)}
-    for rollout, (left, sent_at) in sent.items():
-        stays[left.replica].append(_unknown(left, sent_at, now, prompts[rollout]))
-    return stays
+class DecodingReader:
+    """Reads what each replica decoded, block by block."""
+
+    def __init__(self) -> None:
+        self._stays: dict[int, list[_Stay]] = defaultdict(list)
+        """Of each replica those that ended, and have a part in stretches that were not taken."""
+        self._since: dict[int, float] = {}
+        """By replica, the end of the last stretch that was taken."""
+        self._prompts: dict[int, int] = {}
+        self._groups: dict[int, tuple[int, ...]] = {}
+        self._sent: dict[int, tuple[Generate, float, int]] = {}
+        self._now = 0.0
+
+    def read(self, entries: Iterable[Entry]) -> None:
+        """Take the entries that come after those before."""
+        for now, event, commands in entries:
+            self._now = now
+            match event:
+                case Generated():
+                    command, _, prompt = self._sent.pop(event.rollout)
+                    self._stays[command.replica].append(_stay(command, event, now, prompt))
+                case Failed(Generate(rollout)):
+                    self._end_unknown(rollout)
+                case PromptsDrawn():
+                    for drawn in event.groups:
+                        self._groups[drawn.group] = drawn.rollouts
+                        self._prompts.update(dict.fromkeys(drawn.rollouts, drawn.prompt_tokens))
+                case _:
+                    pass  # begins and ends no decoding
+            for each in commands:
+                if isinstance(each, Generate):
+                    self._sent[each.rollout] = each, now, self._prompts[each.rollout]
+                elif isinstance(each, Step):
+                    self._forget(each.groups)
+                elif isinstance(each, Drop):
+                    self._forget((each.group,))
+
+    def take(self, until: float) -> dict[int, Decoding]:
+        """Return once the stretches of each replica that ended by an instant before which nothing is left to be told."""
+        taken = {}
+        for replica, stays in self._stays.items():
+            since = self._since.get(replica, -inf)
+            decoding, last = _stretches(stays, since, until)
+            if len(decoding.start):
+                taken[replica] = decoding
+            self._since[replica] = last
+            stays[:] = [stay for stay in stays if stay.end > last]
+        for replica in [replica for replica, stays in self._stays.items() if not stays]:
+            del self._stays[replica]
+        return taken
+
+    def began_at(self, replica: int) -> float:
+        """Return when the stretch began that a replica's next one goes on from; infinity where it decodes nothing."""
+        return self._since[replica] if replica in self._stays else inf
+
+    def finish(self) -> dict[int, Decoding]:
+        """Return all stretches that are left; what still runs is taken to run until the last entry."""
+        for rollout in list(self._sent):
+            self._end_unknown(rollout)
+        return self.take(inf)
+
+    def _end_unknown(self, rollout: int) -> None:
+        command, sent_at, prompt = self._sent.pop(rollout)
+        stay = _Stay(sent_at, self._now, prompt, prompt + command.prefix, 0.0, is_known=False)
+        self._stays[command.replica].append(stay)
+
+    def _forget(self, groups: tuple[int, ...]) -> None:
+        """Forget what nobody generates any more."""
+        for group in groups:
+            for rollout in self._groups.pop(group, ()):
+                del self._prompts[rollout]
 
 
 def _stay(command: Generate, event: Generated, now: float, prompt: int) -> _Stay:
@@ -85,16 +137,17 @@ def _stay(command: Generate, event: Generated, now: float, prompt: int) -> _Stay
     return _Stay(start, now, prompt, prompt + first, event.tokens - first, is_known=True)
 
 
-def _unknown(command: Generate, sent_at: float, now: float, prompt: int) -> _Stay:
-    return _Stay(sent_at, now, prompt, prompt + command.prefix, 0.0, is_known=False)
+def _stretches(stays: list[_Stay], since: float, until: float) -> tuple[Decoding, float]:
+    """Cut a replica's time wherever a rollout joins or leaves, and sum over those between.
 
-
-def _stretches(stays: list[_Stay]) -> Decoding:
-    """Cut a replica's time wherever a rollout joins or leaves, and sum over those between."""
+    Returns:
+        The stretches between two instants, and the end of the last one.
+    """
     start, end, prompt, context, made, is_known = np.array(stays, dtype=float).T
     rate = np.divide(made, end - start, out=np.zeros_like(made), where=end > start)
-    times = np.concatenate([start, end])
+    times = np.concatenate([np.maximum(start, since), np.maximum(end, since)])
     order = np.argsort(times, kind="stable")
+    order = order[: np.searchsorted(times[order], until, "right")]
     times = times[order]
 
     def running(of_each: Floats) -> Floats:
@@ -108,7 +161,7 @@ def _stretches(stays: list[_Stay]) -> Decoding:
     num_known = np.rint(running(is_known))
     shown = (times[1:] > times[:-1]) & (num_running > 0)
     count = num_running[shown]
-    return Decoding(
+    decoding = Decoding(
         start=times[:-1][shown],
         end=times[1:][shown],
         num_running=count,
@@ -116,3 +169,4 @@ def _stretches(stays: list[_Stay]) -> Decoding:
         prompt=running(prompt)[shown] / count,
         rate=running(rate)[shown] * count / np.maximum(num_known[shown], 1.0),
     )
+    return decoding, float(times[-1]) if len(times) else since

@@ -1,19 +1,25 @@
 """What a trace says of its rollouts: from their tokens to the steps of every trainer that trained on them.
 
 Steps that a trainer's loss took back are left out: their rollouts count as lost to it, and the step that comes
-after the loss has taken all the time since the last one that stayed.
+after the loss has taken all the time since the last one that stayed. A rollout is forgotten once every trainer has
+trained on it or given it up, so that a few numbers of each step are all that is kept.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from streamrl.engine.messages import (
     CheckpointSaved,
     Command,
+    DrawnGroup,
     Drop,
+    Event,
+    Failed,
+    Generate,
     Generated,
     PromptsDrawn,
     RunStarted,
@@ -26,7 +32,35 @@ from streamrl.engine.messages import (
     Verified,
 )
 from streamrl.engine.trainer_side import LEADER, ROLLED_BACK
+from streamrl.record.ledger import Ledger
 from streamrl.record.trace import Trace
+
+
+class Made(NamedTuple):
+    """What a step was made of."""
+
+    num_rollouts: int
+    num_tokens: int
+    """Output tokens of them."""
+    reward: float
+    """Mean of them; 0 of none."""
+    behind: tuple[tuple[int, int], ...]
+    """How many versions of the leader rollouts were behind its newest when trained on, and how many rollouts were."""
+
+
+@dataclass(slots=True)
+class OpenRollout:
+    """What is known of a rollout that may still be trained on."""
+
+    tokens: int = 0
+    born: int | None = None
+    """Version that it started under; None before its first token."""
+    reward: float | None = None
+    runs: bool = False
+    lost_in: int | None = None
+    """Slot of the instant at which it was lost to the leader; None where it was not."""
+    num_trainers: int = 0
+    """Those that have neither trained on it nor given it up."""
 
 
 @dataclass(slots=True)
@@ -34,14 +68,10 @@ class TrainerFlow:
     """The steps of one trainer, and what they were made of."""
 
     stepped_at: list[float] = field(default_factory=list)
-    trained: list[list[int]] = field(default_factory=list)
-    """Rollouts of each step."""
+    made: list[Made] = field(default_factory=list)
     lost: Counter[str] = field(default_factory=Counter)
     """Rollouts that it never trains on, by reason."""
-    lost_at: list[tuple[float, list[int]]] = field(default_factory=list)
-    """Instant at which rollouts were lost to it, and which."""
 
-    _behind: list[Counter[int]] = field(default_factory=list)
     _coming: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
     """Rollouts of the coming step, and the leader's version when they were trained on."""
     _groups: tuple[int, ...] = ()
@@ -53,16 +83,25 @@ class TrainerFlow:
     """Rollouts of groups that it has neither trained on nor given up."""
 
     @property
+    def num_trained(self) -> int:
+        """Rollouts that its steps were made of."""
+        return sum(step.num_rollouts for step in self.made)
+
+    @property
     def staleness(self) -> Counter[int]:
         """Rollouts by how many versions of the leader they were behind its newest when trained on."""
-        return self.staleness_of(0, len(self._behind))
+        return self.staleness_of(0, len(self.made))
 
     def staleness_of(self, first: int, last: int) -> Counter[int]:
         """Return the same of the steps at places `first` to `last`, that one left out."""
         found = Counter[int]()
-        for behind in self._behind[first:last]:
-            found.update(behind)
+        for step in self.made[first:last]:
+            found.update(dict(step.behind))
         return found
+
+    def num_tokens(self, first: int, last: int) -> int:
+        """Return the output tokens of all rollouts of the steps at places `first` to `last`, that one left out."""
+        return sum(step.num_tokens for step in self.made[first:last])
 
     def step_times(self) -> list[float]:
         """Return the seconds of each step: those since the one before it."""
@@ -78,9 +117,9 @@ class TrainerFlow:
         """Enter the version that the run begins with."""
         self._first_version = version
 
-    def see_drawn(self, group: int, rollouts: tuple[int, ...]) -> None:
+    def see_drawn(self, drawn: DrawnGroup) -> None:
         """Enter that a group was drawn."""
-        self._open[group] = rollouts
+        self._open[drawn.group] = drawn.rollouts
 
     def train(self, rollouts: tuple[int, ...], newest: int) -> None:
         """Enter that rollouts are trained on, while the leader's newest version is `newest`."""
@@ -90,113 +129,184 @@ class TrainerFlow:
         """Enter what the step under way is made of."""
         self._groups = groups
 
-    def end_step(self, time: float, born: dict[int, int]) -> None:
-        """Enter that the coming step is made; `born` are the versions that rollouts started under."""
+    def end_step(self, time: float, known: dict[int, OpenRollout]) -> list[int]:
+        """Enter that the coming step is made; return the rollouts that the trainer is done with."""
         self.stepped_at.append(time)
-        self.trained.append([r for rollouts, _ in self._coming for r in rollouts])
-        behind = Counter[int]()
-        for rollouts, newest in self._coming:
-            behind.update(max(0, newest - born[r]) for r in rollouts)  # of lost versions: none
-        self._behind.append(behind)
+        self.made.append(_make(self._coming, known))
         self._coming = []
-        for group in self._groups:
-            self._open.pop(group, None)
+        groups = [self._open.pop(group, ()) for group in self._groups]
+        return [rollout for rollouts in groups for rollout in rollouts]
 
     def save(self, version: int) -> None:
         """Enter that its checkpoint of `version` is on disk."""
         self._saved = version - self._first_version
 
-    def leave_out(self, group: int, reason: str, time: float) -> None:
-        """Enter that it never trains on a group, unless it has, or has given it up before."""
-        rollouts = self._open.pop(group, None)
-        if rollouts is None:
-            return
-        self.lost[reason] += len(rollouts)
-        self.lost_at.append((time, list(rollouts)))
-        gone = set(rollouts)
-        self._coming = [
-            (tuple(r for r in trained if r not in gone), newest) for trained, newest in self._coming
-        ]
+    def leave_out(self, group: int, reason: str) -> tuple[int, ...]:
+        """Enter that it never trains on a group; return its rollouts, none where it has, or has given it up before."""
+        rollouts = self._open.pop(group, ())
+        if rollouts:
+            self.lost[reason] += len(rollouts)
+            gone = set(rollouts)
+            self._coming = [
+                (tuple(r for r in trained if r not in gone), newest)
+                for trained, newest in self._coming
+            ]
+        return rollouts
 
-    def fall_back(self, time: float) -> None:
-        """Enter that it is lost, and with it every step after its last checkpoint."""
-        taken_back = [rollout for step in self.trained[self._saved :] for rollout in step]
-        if taken_back:
-            self.lost[ROLLED_BACK] += len(taken_back)
-            self.lost_at.append((time, taken_back))
-        for steps in (self.stepped_at, self.trained, self._behind):
-            del steps[self._saved :]
+    def fall_back(self) -> int:
+        """Enter that it is lost, and with it every step after its last checkpoint; return their tokens."""
+        taken_back = self.made[self._saved :]
+        if num := sum(step.num_rollouts for step in taken_back):
+            self.lost[ROLLED_BACK] += num
+        del self.stepped_at[self._saved :]
+        del self.made[self._saved :]
         self._coming = []
+        return sum(step.num_tokens for step in taken_back)
 
 
-@dataclass(slots=True)
 class Flow:
-    """What a trace says of its rollouts."""
+    """Follows every rollout from its tokens to the steps that trained on it, block by block."""
 
-    trainers: list[TrainerFlow]
-    generated: list[tuple[float, int]] = field(default_factory=list)
-    """Instant and new tokens of each attempt."""
-    tokens: dict[int, int] = field(default_factory=dict)
-    rewards: dict[int, float] = field(default_factory=dict)
+    def __init__(self, num_trainers: int) -> None:
+        self.trainers = [TrainerFlow() for _ in range(num_trainers)]
+        self._rollouts: dict[int, OpenRollout] = {}
+        self._newest = 0
+        self._lost = Ledger[None]()
+        """Tokens of what was lost to the leader, between its steps."""
 
     @property
     def leader(self) -> TrainerFlow:
         """The trainer whose versions replicas load."""
         return self.trainers[LEADER]
 
-    def num_tokens(self, steps: Iterable[Sequence[int]]) -> int:
-        """Return the output tokens of all rollouts of some steps."""
-        return sum(self.tokens.get(rollout, 0) for rollouts in steps for rollout in rollouts)
+    def lost_tokens(self, start: float, end: float) -> float:
+        """Return the output tokens of what was lost to the leader between the ends of two of its steps."""
+        return self._lost.between(start, end).get(None, 0.0)
+
+    def read(self, entries: Iterable[tuple[float, Event, list[Command]]]) -> None:
+        """Take the entries that come after those before."""
+        for time, event, commands in entries:
+            self._see(event, time)
+            for command in commands:
+                self._obey(command, time)
+
+    def _see(self, event: Event, time: float) -> None:
+        match event:
+            case Generated():
+                self._end_attempt(event)
+            case Verified():
+                if (rollout := self._rollouts.get(event.rollout)) is not None:
+                    rollout.reward = event.reward
+            case Stepped(version, trainer):
+                self._end_step(version, trainer, time)
+            case PromptsDrawn(groups=groups):
+                for drawn in groups:
+                    self._draw(drawn)
+            case CheckpointSaved(version, trainer):
+                self.trainers[trainer].save(version)
+            case RunStarted(version):
+                self._newest = version
+                self.leader.begin_at(version)
+            case TrainerStarted(trainer, version) if trainer == LEADER:
+                self._newest = version
+            case TrainerLost(trainer):
+                tokens = self.trainers[trainer].fall_back()
+                if trainer == LEADER:
+                    self._lose(self._lost.slot_of(time), tokens)
+            case Failed(Generate(number)):
+                self._stop(number)
+            case _:
+                pass  # says nothing of rollouts
+
+    def _obey(self, command: Command, time: float) -> None:
+        match command:
+            case Generate():
+                self._rollouts[command.rollout].runs = True
+            case Train(rollouts, trainer):
+                self.trainers[trainer].train(rollouts, self._newest)
+            case Step(_, groups, trainer):
+                self.trainers[trainer].begin_step(groups)
+            case Skip(group, trainer, reason):
+                self._leave_out(group, trainer, reason, time)
+            case Drop(group, reason):
+                for trainer in range(len(self.trainers)):
+                    self._leave_out(group, trainer, reason, time)
+            case _:
+                pass  # says nothing of who trains on what
+
+    # Rollouts -------------------------------------------------------------------------------------
+
+    def _draw(self, drawn: DrawnGroup) -> None:
+        for trainer in self.trainers:
+            trainer.see_drawn(drawn)
+        for rollout in drawn.rollouts:
+            self._rollouts[rollout] = OpenRollout(num_trainers=len(self.trainers))
+
+    def _end_attempt(self, event: Generated) -> None:
+        rollout = self._rollouts[event.rollout]
+        new, rollout.tokens = event.tokens - rollout.tokens, event.tokens
+        if new and rollout.born is None:
+            rollout.born = event.version
+        if rollout.lost_in is not None:
+            self._lose(rollout.lost_in, new)
+        self._stop(event.rollout)
+
+    def _stop(self, number: int) -> None:
+        rollout = self._rollouts[number]
+        rollout.runs = False
+        if not rollout.num_trainers:
+            del self._rollouts[number]
+
+    def _end_step(self, version: int, trainer: int, time: float) -> None:
+        self._finish(self.trainers[trainer].end_step(time, self._rollouts))
+        if trainer == LEADER:
+            self._newest = version
+            self._lost.marks.append(time)
+
+    def _leave_out(self, group: int, trainer: int, reason: str, time: float) -> None:
+        rollouts = self.trainers[trainer].leave_out(group, reason)
+        if trainer == LEADER:
+            slot = self._lost.slot_of(time)
+            for number in rollouts:
+                self._rollouts[number].lost_in = slot
+                self._lose(slot, self._rollouts[number].tokens)
+        self._finish(rollouts)
+
+    def _finish(self, rollouts: Iterable[int]) -> None:
+        """Enter that a trainer is done with rollouts; forget those that all are done with and that no more run."""
+        for number in rollouts:
+            rollout = self._rollouts[number]
+            rollout.num_trainers -= 1
+            if not rollout.num_trainers and not rollout.runs:
+                del self._rollouts[number]
+
+    def _lose(self, slot: int, tokens: int) -> None:
+        if tokens:
+            self._lost.add(slot, {None: tokens})
 
 
 def read_flow(trace: Trace) -> Flow:
     """Follow every rollout from its tokens to the steps that trained on it."""
-    flow = Flow([TrainerFlow() for _ in trace.run.trainers])
-    born: dict[int, int] = {}
-    newest = 0
-    for time, event, commands in trace.entries:
-        match event:
-            case RunStarted(version):
-                newest = version
-                flow.leader.begin_at(version)
-            case Generated():
-                new = event.tokens - flow.tokens.get(event.rollout, 0)
-                flow.generated.append((time, new))
-                flow.tokens[event.rollout] = event.tokens
-                if new:
-                    born.setdefault(event.rollout, event.version)
-            case Verified():
-                flow.rewards[event.rollout] = event.reward
-            case Stepped(version, trainer):
-                flow.trainers[trainer].end_step(time, born)
-                newest = version if trainer == LEADER else newest
-            case PromptsDrawn(groups=groups):
-                for drawn in groups:
-                    for each in flow.trainers:
-                        each.see_drawn(drawn.group, drawn.rollouts)
-            case CheckpointSaved(version, trainer):
-                flow.trainers[trainer].save(version)
-            case TrainerStarted(trainer, version) if trainer == LEADER:
-                newest = version
-            case TrainerLost(trainer):
-                flow.trainers[trainer].fall_back(time)
-            case _:
-                pass  # says nothing of rollouts
-        for command in commands:
-            _enter(command, flow, newest, time)
+    flow = Flow(trace.run.num_trainers)
+    flow.read(trace.entries)
     return flow
 
 
-def _enter(command: Command, flow: Flow, newest: int, time: float) -> None:
-    match command:
-        case Train(rollouts, trainer):
-            flow.trainers[trainer].train(rollouts, newest)
-        case Step(_, groups, trainer):
-            flow.trainers[trainer].begin_step(groups)
-        case Skip(group, trainer, reason):
-            flow.trainers[trainer].leave_out(group, reason, time)
-        case Drop(group, reason):
-            for each in flow.trainers:
-                each.leave_out(group, reason, time)
-        case _:
-            pass  # says nothing of who trains on what
+def _make(coming: list[tuple[tuple[int, ...], int]], known: dict[int, OpenRollout]) -> Made:
+    """Put together what a step was made of.
+
+    Raises:
+        KeyError: something was trained on that was never drawn, or has no token or no reward.
+    """
+    behind = Counter[int]()
+    tokens, rewards = 0, []
+    for numbers, newest in coming:
+        for number in numbers:
+            rollout = known[number]
+            if rollout.born is None or rollout.reward is None:
+                raise KeyError(number)
+            behind[max(0, newest - rollout.born)] += 1  # of lost versions: none
+            tokens += rollout.tokens
+            rewards.append(rollout.reward)
+    reward = sum(rewards) / len(rewards) if rewards else 0.0
+    return Made(len(rewards), tokens, reward, tuple(behind.items()))

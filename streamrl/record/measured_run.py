@@ -12,7 +12,8 @@ from streamrl.hardware.tables import Floats
 from streamrl.record.against import GpuUse, PairedRun
 from streamrl.record.attribution import ROLLOUT, SHARED, TRAINER, UNDERFILLED, idle_of_steps
 from streamrl.record.leader_steps import read_steps
-from streamrl.record.metrics import SECONDS_PER_HOUR, mean_replicas, measure, paid_gpus
+from streamrl.record.metrics import SECONDS_PER_HOUR, measure, paid_gpus
+from streamrl.record.replicas import read_replicas
 from streamrl.record.trace import Trace
 from streamrl.runfile.sides import sides_of
 
@@ -32,7 +33,7 @@ class MeasuredRun:
         self.dollars_per_second = self.metrics.cost_per_step / self.metrics.step_time
         stepped_at = read_steps(trace).ended_at
         window = stepped_at[first - 2] if first > 1 else 0.0, stepped_at[last - 1]
-        self.num_replicas = round(mean_replicas(trace, *window), DIGITS)
+        self.num_replicas = round(read_replicas(trace).mean(*window), DIGITS)
         idle = idle_of_steps(trace, stepped_at)
         sides = {side.name: idle[side.name][first - 1 : last] for side in sides_of(self.run)}
         self.idle: Floats = np.sum(list(sides.values()), axis=0)

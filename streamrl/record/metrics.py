@@ -9,22 +9,11 @@ from statistics import median
 
 import msgspec
 
-from streamrl.engine.messages import (
-    Failed,
-    ReplicaLost,
-    ReplicaStopped,
-    Resize,
-    StartReplica,
-    StopReplica,
-)
 from streamrl.hardware.profiles import price_of
-from streamrl.record.attribution import (
-    Attribution,
-    SidesAttribution,
-    attribute_sides,
-)
-from streamrl.record.flow import Flow, read_flow
+from streamrl.record.attribution import Attribution, SidesAttribution
+from streamrl.record.flow import Flow
 from streamrl.record.leader_steps import LeaderSteps, read_steps
+from streamrl.record.run_reader import PaceReader, RunReader
 from streamrl.record.steady import Steady, count_steps
 from streamrl.record.steady_run import find_steady_of, tell_doubts
 from streamrl.record.trace import Trace, blaming_damage
@@ -150,7 +139,10 @@ def measure(trace: Trace, counted_steps: tuple[int, int] | None = None) -> Metri
         ValueError: the trace has no finished step, or is damaged.
     """
     with blaming_damage(trace):
-        return _measure(trace, counted_steps)
+        reader = RunReader(trace)
+        reader.read(trace.entries)
+        reader.finish()
+        return measure_read(reader, read_steps(trace), counted_steps)
 
 
 def measure_speed(trace: Trace, counted_steps: tuple[int, int] | None = None) -> Speed:
@@ -163,14 +155,20 @@ def measure_speed(trace: Trace, counted_steps: tuple[int, int] | None = None) ->
     Raises:
         ValueError: the trace has no finished step.
     """
-    return _measure_speed(trace, counted_steps)[0]
+    reader = PaceReader(trace)
+    reader.read(trace.entries)
+    return _measure_speed(reader, read_steps(trace), counted_steps)
 
 
-def _measure(trace: Trace, counted_steps: tuple[int, int] | None) -> Metrics:
-    speed, flow = _measure_speed(trace, counted_steps)
-    leader, (first, last) = flow.leader, speed.counted_steps
+def measure_read(
+    reader: RunReader, steps: LeaderSteps, counted_steps: tuple[int, int] | None = None
+) -> Metrics:
+    """Compute every figure of a run that was read to its end; see `measure`."""
+    trace, leader = reader.trace, reader.flow.leader
+    speed = _measure_speed(reader, steps, counted_steps)
+    first, last = speed.counted_steps
     window = leader.window(first, last)
-    shares = attribute_sides(trace, window)
+    shares = reader.attribution.between(*window)
     training_time = _training_time(trace.run, speed)
     tiers = _tiers(trace, shares)
     notes = [note for note in (speed.note, tell_unmeasured(tiers)) if note]
@@ -178,7 +176,7 @@ def _measure(trace: Trace, counted_steps: tuple[int, int] | None) -> Metrics:
     return Metrics(
         world=trace.world,
         num_steps=len(speed.step_times),
-        total_time=trace.entries[-1].time,
+        total_time=reader.end,
         training_steps=trace.run.algorithm.steps,
         training_time=training_time,
         training_cost=training_time * speed.cost_per_step / speed.step_time,
@@ -188,45 +186,44 @@ def _measure(trace: Trace, counted_steps: tuple[int, int] | None) -> Metrics:
         underfilled_from=shares.whole.underfilled_from,
         sides={name: _side(of_side) for name, of_side in shares.sides.items()},
         staleness=dict(sorted(leader.staleness_of(first - 1, last).items())),
-        rewards=[_mean([flow.rewards[r] for r in rollouts]) for rollouts in leader.trained],
+        rewards=[step.reward for step in leader.made],
         dropped=dict(leader.lost),
-        trainers=list(_trainers(trace.run, flow, window)),
+        trainers=list(_trainers(trace.run, reader.flow, window)),
         tiers=tiers,
         uncertainty=read_uncertainty(trace, shares),
         **msgspec.structs.asdict(speed),
     )
 
 
-def _measure_speed(trace: Trace, counted_steps: tuple[int, int] | None) -> tuple[Speed, Flow]:
-    flow, steps = read_flow(trace), read_steps(trace)
-    run, leader = trace.run, flow.leader
+def _measure_speed(
+    reader: PaceReader, steps: LeaderSteps, counted_steps: tuple[int, int] | None
+) -> Speed:
+    trace, flow, leader = reader.trace, reader.flow, reader.flow.leader
     if not leader.stepped_at:
         raise ValueError("the trace has no finished step, so there is nothing to measure")
     steady = _choose(trace, steps, counted_steps)
     first, last = steady.first, steady.last
     began, ended = leader.window(first + 1, last)
-    trained = leader.trained[first:last]
-    step_tokens = [flow.num_tokens([rollouts]) for rollouts in leader.trained]
-    num_tokens = sum(step_tokens[first:last])
-    lost = flow.num_tokens(r for time, r in leader.lost_at if began < time <= ended)
-    dollars = dollars_per_second(run, mean_replicas(trace, began, ended))
+    step_tokens = [step.num_tokens for step in leader.made]
+    num_tokens = leader.num_tokens(first, last)
+    num_rollouts = sum(step.num_rollouts for step in leader.made[first:last])
+    dollars = dollars_per_second(trace.run, reader.replicas.mean(began, ended))
     step_times = leader.step_times()
-    speed = Speed(
+    return Speed(
         step_time=steady.step_time,
         step_time_interval=steady.interval,
         median_step_time=median(step_times[first:last]),
         step_times=step_times,
         step_tokens=step_tokens,
         counted_steps=(first + 1, last),
-        note=tell_doubts(trace, steps, steady),
-        throughput=(num_tokens + lost) / (ended - began),
+        note=tell_doubts(trace, steps, steady, reader.stopped_for),
+        throughput=(num_tokens + flow.lost_tokens(began, ended)) / (ended - began),
         goodput=num_tokens / (ended - began),
-        samples_per_second=sum(map(len, trained)) / (ended - began),
+        samples_per_second=num_rollouts / (ended - began),
         cost_per_step=steady.step_time * dollars,
         cost_per_million_tokens=dollars * (ended - began) / num_tokens * 1e6 if num_tokens else 0.0,
         mean_staleness=_mean_of(leader.staleness_of(first, last)),
     )
-    return speed, flow
 
 
 def _mean_of(counts: Mapping[int, int]) -> float:
@@ -257,12 +254,12 @@ def _trainers(run: Run, flow: Flow, window: tuple[float, float]) -> Iterator[Tra
         if last > first:
             since = trainer.stepped_at[first - 1] if first else 0.0
             mean_step_time = (trainer.stepped_at[last - 1] - since) / (last - first)
-            goodput = flow.num_tokens(trainer.trained[first:last]) / (ended - began)
+            goodput = trainer.num_tokens(first, last) / (ended - began)
         yield TrainerMetrics(
             name=name,
             num_steps=len(trainer.stepped_at),
             mean_step_time=mean_step_time,
-            trained=sum(map(len, trainer.trained)),
+            trained=trainer.num_trained,
             goodput=goodput,
             staleness=dict(sorted(trainer.staleness_of(first, last).items())),
             lost=dict(trainer.lost),
@@ -290,25 +287,6 @@ def paid_gpus(run: Run, num_replicas: float | None = None) -> Iterator[tuple[str
     for side in sides_of(run):
         added = more * run.rollout.tensor_parallel if side.kind == "rollout" else 0.0
         yield side.pool, side.num_gpus + added
-
-
-def mean_replicas(trace: Trace, start: float, end: float) -> float:
-    """Return the replicas that were paid for on average between two instants: asked for, and not ended yet."""
-    wanted, there = trace.run.rollout.replicas, 0
-    seconds, before = 0.0, start
-    for time, event, commands in trace.entries:
-        until = min(max(time, start), end)
-        seconds += max(wanted, there) * (until - before)
-        before = until
-        match event:
-            case ReplicaStopped() | ReplicaLost() | Failed(StartReplica() | StopReplica()):
-                there -= 1
-            case _:
-                pass  # ends no replica
-        for command in commands:
-            there += isinstance(command, StartReplica)
-            wanted = command.num_replicas if isinstance(command, Resize) else wanted
-    return seconds / (end - start)
 
 
 def _tiers(trace: Trace, shares: SidesAttribution) -> dict[str, float]:
@@ -339,7 +317,3 @@ def _weights(run: Run, shares: SidesAttribution) -> Iterator[tuple[str, float]]:
         yield f"train {follower.name}", sum(own.values())
     for activity, operation in OPERATION_OF_ACTIVITY.items():
         yield operation, shares.whole.busy.get(activity, 0.0) - others.get(activity, 0.0)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from streamrl.engine.messages import Stop
 from streamrl.engine.systems import choose_system
 from streamrl.record.leader_steps import LeaderSteps
 from streamrl.record.steady import LEAST_STEPS, Steady, find_steady
@@ -43,12 +42,20 @@ def find_steady_so_far(
     )
 
 
-def tell_doubts(trace: Trace, steps: LeaderSteps, steady: Steady) -> str:
-    """Say what keeps the figures from being those of a steady state as exactly known as was asked for."""
+def tell_doubts(trace: Trace, steps: LeaderSteps, steady: Steady, stopped_for: str) -> str:
+    """Say what keeps the figures from being those of a steady state as exactly known as was asked for.
+
+    Args:
+        trace: what its header says; its entries are not looked at.
+        steps: of its leader.
+        steady: those that count.
+        stopped_for: why the run stopped by itself; empty where it did not.
+    """
     if _drifts(trace):
         return _tell_drift(trace.run, steady)
     doubts = []
-    stopped_for = _stopped_for(trace) if trace.is_endless else ""
+    if not trace.is_endless:
+        stopped_for = ""  # it was to stop
     if stopped_for:
         doubts.append(f"the run stopped by itself: {stopped_for} (policies.max_restarts)")
     if not steady.has_settled:
@@ -71,12 +78,6 @@ def tell_doubts(trace: Trace, steps: LeaderSteps, steady: Steady) -> str:
     if trace.run.failures.per_gpu_day and trace.is_endless:
         doubts += _tell_failures(steps)
     return "; ".join(doubts)
-
-
-def _stopped_for(trace: Trace) -> str:
-    """Return why a run that has no last step stopped by itself; empty where it was cut."""
-    commands = (command for entry in reversed(trace.entries) for command in entry.commands)
-    return next((command.reason for command in commands if isinstance(command, Stop)), "")
 
 
 def _tell_drift(run: Run, steady: Steady) -> str:

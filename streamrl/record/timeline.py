@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from streamrl.engine.messages import (
     CheckpointSaved,
@@ -13,6 +13,7 @@ from streamrl.engine.messages import (
     Failed,
     Generate,
     Generated,
+    LoadWeights,
     PushWeights,
     ReplicaLost,
     ReplicaStarted,
@@ -54,8 +55,12 @@ class Span(NamedTuple):
     label: str = ""
 
 
+Spans: TypeAlias = dict[int, list[Span]]
+"""By replica or trainer."""
+
+
 class Timeline(NamedTuple):
-    """Every span of a run, by resource and in order of time."""
+    """Every span of a run, or of a part of its time, by resource and in order of time."""
 
     replicas: dict[int, list[Span]]
     """generate where a rollout ran, sync where weights were loaded, start-up; gaps are idle."""
@@ -77,62 +82,97 @@ class Timeline(NamedTuple):
 
 def read_timeline(trace: Trace) -> Timeline:
     """Reconstruct who did what when, from the trace alone."""
-    reader = _Reader()
-    for entry in trace.entries:
-        reader.read(entry)
-    end = trace.entries[-1].time if trace.entries else 0.0
-    return reader.finish(end)
+    reader = TimelineReader()
+    reader.read(trace.entries)
+    return reader.finish()
 
 
-class _Reader:
-    """Pairs commands with the events that end them."""
+class TimelineReader:
+    """Pairs commands with the events that end them, block by block."""
 
     def __init__(self) -> None:
+        self.now = 0.0
+        """Instant of the last entry."""
+        self._since = -inf
+        """Instant up to which spans were taken."""
         self._attempts: dict[int, tuple[int, float]] = {}
-        self._rollouts: dict[int, list[Span]] = defaultdict(list)
-        self._prefills: dict[int, list[Span]] = defaultdict(list)
-        self._loads: dict[int, list[Span]] = defaultdict(list)
-        self._starts: dict[int, Span] = {}
+        self._loading: dict[tuple[int, int], float] = {}
+        """Instant at which a replica was told to load a version."""
+        self._rollouts: Spans = defaultdict(list)
+        self._prefills: Spans = defaultdict(list)
+        self._loads: Spans = defaultdict(list)
+        self._starts: Spans = defaultdict(list)
         self._starting: dict[int, float] = {}
         self._lost: dict[int, float] = {}
-        self._trainers: dict[int, list[Span]] = {}
+        self._trainers: Spans = {}
         self._work: dict[int, Span] = {}
         self._link: list[Span] = []
+        self._num_pushes = 0
         self._pushed_at = 0.0
         self._verifier: list[Span] = []
         self._num_verifying = 0
         self._verifying_since = 0.0
 
-    def read(self, entry: Entry) -> None:
-        self._end(entry)
-        for command in entry.commands:
-            self._begin(command, entry.time)
+    def read(self, entries: Iterable[Entry]) -> None:
+        """Take the entries that come after those before."""
+        for entry in entries:
+            self._end(entry)
+            for command in entry.commands:
+                self._begin(command, entry.time)
+            self.now = entry.time
 
-    def finish(self, end: float) -> Timeline:
-        for rollout in list(self._attempts):
-            self._end_attempt(rollout, end)
+    @property
+    def known_until(self) -> float:
+        """The instant before which nothing is left to be told: attempts, loads and pushes tell of themselves at their end."""
+        since = [sent_at for _, sent_at in self._attempts.values()]
+        pushes = [self._pushed_at] if self._num_pushes else []
+        return max(self._since, min([self.now, *since, *self._loading.values(), *pushes]))
+
+    def take(self, until: float) -> Timeline:
+        """Return what was done until an instant, once; what goes on then is cut there and goes on from there."""
         for replica, start in self._starting.items():
-            self._starts[replica] = Span(start, self._lost.get(replica, end), "start-up")
+            if start < until:
+                self._starts[replica].append(Span(start, until, "start-up"))
+        for trainer, work in self._work.items():
+            if work.start < until:
+                self._trainers[trainer].append(work._replace(end=until))
+        if self._num_verifying and self._verifying_since < until:
+            self._verifier.append(Span(self._verifying_since, until, "verify"))
+        return self._take(until)
+
+    def finish(self) -> Timeline:
+        """Return all that is left; what has not ended is taken to end with the last entry."""
+        for rollout in list(self._attempts):
+            self._end_attempt(rollout, self.now)
+        for replica in list(self._starting):
+            self._end_start(replica, self.now)
         for trainer in list(self._work):
-            self._end_work(trainer, end)
+            self._end_work(trainer, self.now)
         if self._num_verifying:
-            self._verifier.append(Span(self._verifying_since, end, "verify"))
-        replicas = {
-            replica: [self._starts[replica], *self._activity(replica)]
-            for replica in sorted(self._starts)
-        }
-        prefills = {
-            replica: _subtract(_union(spans), self._loads[replica])
-            for replica, spans in self._prefills.items()
-        }
+            self._verifier.append(Span(self._verifying_since, self.now, "verify"))
+        return self._take(self.now)
+
+    def _take(self, until: float) -> Timeline:
+        """Take what of all spans lies before an instant and was not taken yet."""
+        since, self._since = self._since, until
+        starts, rollouts, loads, prefills = (
+            _take_each(spans, since, until)
+            for spans in (self._starts, self._rollouts, self._loads, self._prefills)
+        )
         return Timeline(
-            replicas=replicas,
-            trainers=self._trainers,
-            link=self._link,
-            verifier=self._verifier,
-            rollouts=dict(self._rollouts),
-            prefills=prefills,
-            end=end,
+            replicas={
+                replica: [*starts.get(replica, ()), *_activity(replica, rollouts, loads)]
+                for replica in sorted({*starts, *rollouts, *loads})
+            },
+            trainers={t: _take(spans, since, until) for t, spans in self._trainers.items()},
+            link=_take(self._link, since, until),
+            verifier=_take(self._verifier, since, until),
+            rollouts=rollouts,
+            prefills={
+                replica: _subtract(_union(spans), loads.get(replica, []))
+                for replica, spans in prefills.items()
+            },
+            end=until,
         )
 
     def _begin(self, command: Command, now: float) -> None:
@@ -141,7 +181,10 @@ class _Reader:
                 self._attempts[command.rollout] = (command.replica, now)
             case StartReplica():
                 self._starting[command.replica] = now
+            case LoadWeights():
+                self._loading[command.replica, command.version] = now
             case PushWeights():
+                self._num_pushes += 1
                 self._pushed_at = now
             case StartTrainer() | Score() | Train() | Step() | SaveCheckpoint():
                 self._begin_work(command, now)
@@ -160,15 +203,16 @@ class _Reader:
             case Failed(command):
                 self._end_failed(command, now)
             case WeightsLoaded():
+                self._loading.pop((event.replica, event.version), None)
                 label = f"v{event.version}"
                 self._loads[event.replica].append(Span(now - event.load_time, now, "sync", label))
             case ReplicaStarted():
-                start = self._starting.pop(event.replica)
-                self._starts[event.replica] = Span(start, now, "start-up")
+                self._end_start(event.replica, now)
             case ReplicaLost():
                 self._lost[event.replica] = now
+                self._end_start(event.replica, now)
             case WeightsPushed():
-                self._link.append(Span(self._pushed_at, now, "push", f"v{event.version}"))
+                self._end_push(event.version, now)
             case TrainerStarted() | Scored() | Trained() | Stepped() | CheckpointSaved():
                 self._end_work(event.trainer, now)
             case TrainerLost():
@@ -184,8 +228,11 @@ class _Reader:
                 self._end_attempt(rollout, now)
             case StartReplica(replica):
                 self._lost[replica] = now
+                self._end_start(replica, now)
+            case LoadWeights(replica, version):
+                self._loading.pop((replica, version), None)
             case PushWeights(version):
-                self._link.append(Span(self._pushed_at, now, "push", f"v{version}"))
+                self._end_push(version, now)
             case Verify():
                 self._end_verify(now)
             case StartTrainer() | Score() | Train() | Step() | SaveCheckpoint():
@@ -205,6 +252,15 @@ class _Reader:
             self._rollouts[replica].append(Span(start, end, "generate", str(rollout)))
         if prefill_time > 0:
             self._prefills[replica].append(Span(start, min(start + prefill_time, end), "prefill"))
+
+    def _end_start(self, replica: int, now: float) -> None:
+        start = self._starting.pop(replica, None)
+        if start is not None:
+            self._starts[replica].append(Span(start, now, "start-up"))
+
+    def _end_push(self, version: int, now: float) -> None:
+        self._num_pushes -= 1
+        self._link.append(Span(self._pushed_at, now, "push", f"v{version}"))
 
     def _begin_work(self, command: TrainerCommand, now: float) -> None:
         """A lost trainer that is started again stays in its failure until it is up."""
@@ -230,12 +286,6 @@ class _Reader:
         if not self._num_verifying and now > self._verifying_since:
             self._verifier.append(Span(self._verifying_since, now, "verify"))
 
-    def _activity(self, replica: int) -> list[Span]:
-        """Where the replica loaded weights, and where else a rollout ran on it."""
-        loads = self._loads[replica]
-        running = _union(self._rollouts[replica])
-        return sorted([*loads, *_subtract(running, loads)])
-
 
 def _label(command: TrainerCommand) -> str:
     match command:
@@ -245,6 +295,36 @@ def _label(command: TrainerCommand) -> str:
             return f"{len(rollouts)} rollouts"
         case _:
             return ""
+
+
+def _take_each(spans: Spans, since: float, until: float) -> Spans:
+    """Take what lies between two instants of each resource; one that has nothing is left out."""
+    taken = {key: _take(of_one, since, until) for key, of_one in spans.items()}
+    for key in [key for key, of_one in spans.items() if not of_one]:
+        del spans[key]
+    return {key: of_one for key, of_one in taken.items() if of_one}
+
+
+def _take(spans: list[Span], since: float, until: float) -> list[Span]:
+    """Take out of `spans` what lies between two instants; what comes after stays there."""
+    taken, left = [], []
+    for span in spans:
+        if since <= span.start and span.end <= until:
+            taken.append(span)
+            continue
+        start, end = max(span.start, since), max(span.end, since)
+        if end > until:
+            left.append(span._replace(start=max(start, until)))
+        if start < until or end <= until:
+            taken.append(span._replace(start=start, end=min(end, until)))
+    spans[:] = left
+    return taken
+
+
+def _activity(replica: int, rollouts: Spans, loads: Spans) -> list[Span]:
+    """Return where a replica loaded weights, and where else a rollout ran on it."""
+    of_loads = loads.get(replica, [])
+    return sorted([*of_loads, *_subtract(_union(rollouts.get(replica, [])), of_loads)])
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:

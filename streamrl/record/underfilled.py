@@ -22,7 +22,6 @@ import numpy as np
 from streamrl.hardware.tables import Floats
 from streamrl.record.decode_yield import DecodeYield
 from streamrl.record.decoding import Decoding, read_decoding
-from streamrl.record.timeline import Span, Timeline
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 
@@ -44,35 +43,25 @@ class Underfilled(NamedTuple):
     source: YieldSource
     replicas: dict[int, Lost]
     """By replica; empty where it is not known."""
-    paused: dict[int, list[Span]]
-    """By replica: when it computed prefixes or loaded weights and decoded nothing."""
-
-    def seconds(self, window: tuple[float, float]) -> float:
-        """Return the seconds lost in a window, of all replicas together."""
-        return sum(
-            _seconds_of(lost, self.paused.get(replica, []), window)
-            for replica, lost in self.replicas.items()
-        )
 
 
-def read_underfilled(trace: Trace, timeline: Timeline) -> Underfilled:
+def read_underfilled(trace: Trace) -> Underfilled:
     """Return what the batches of a run lost, from its trace alone."""
-    decoding = read_decoding(trace)
-    paused = {replica: _paused(timeline, replica) for replica in decoding}
-    if trace.decode is not None:
-        curve = trace.decode
+    return lost_of(read_decoding(trace), trace.decode, trace.run)
+
+
+def lost_of(decoding: dict[int, Decoding], curve: DecodeYield | None, run: Run) -> Underfilled:
+    """Return what batches lost; without a curve they must be all of a run."""
+    if curve is not None:
         return Underfilled(
-            "curve",
-            {r: _lost(each, _share_by(curve, each, trace.run)) for r, each in decoding.items()},
-            paused,
+            "curve", {r: _lost(each, _share_by(curve, each, run)) for r, each in decoding.items()}
         )
-    full = _observed(decoding, trace.run.rollout.max_running)
+    full = _observed(decoding, run.rollout.max_running)
     if full is None:
-        return Underfilled("unknown", {}, paused)
+        return Underfilled("unknown", {})
     return Underfilled(
         "observed",
         {r: _lost(each, np.clip(1 - each.rate / full, 0.0, 1.0)) for r, each in decoding.items()},
-        paused,
     )
 
 
@@ -130,27 +119,3 @@ def _observed(decoding: dict[int, Decoding], most: int) -> float | None:
     below = np.cumsum(weight[order])
     middle = float(rate[order][np.searchsorted(below, below[-1] / 2)])
     return middle or None
-
-
-def _paused(timeline: Timeline, replica: int) -> list[Span]:
-    """Return when a replica computed prefixes or loaded weights; prefills have no loads in them."""
-    loads = [span for span in timeline.replicas.get(replica, []) if span.activity == "sync"]
-    return sorted([*timeline.prefills.get(replica, []), *loads])
-
-
-def _seconds_of(lost: Lost, paused: list[Span], window: tuple[float, float]) -> float:
-    """Return the seconds lost in a window, what was paused left out."""
-    start, end = np.clip(lost.start, *window), np.clip(lost.end, *window)
-    decoded = (end - start) - (_paused_until(paused, end) - _paused_until(paused, start))
-    return float(np.sum(lost.share * np.maximum(decoded, 0.0)))
-
-
-def _paused_until(paused: list[Span], times: Floats) -> Floats:
-    """Return the paused seconds before each instant."""
-    if not paused:
-        return np.zeros_like(times)
-    edges = np.array([(span.start, span.end) for span in paused])
-    lengths = np.cumsum(edges[:, 1] - edges[:, 0])
-    before = np.column_stack([lengths - (edges[:, 1] - edges[:, 0]), lengths])
-    seconds: Floats = np.interp(times, edges.ravel(), before.ravel())
-    return seconds

@@ -10,7 +10,8 @@ from rich.table import Table
 
 from streamrl.record.attribution import IDLE, UNDERFILLED, attribute
 from streamrl.record.flow import read_flow
-from streamrl.record.metrics import dollars_per_second, mean_replicas, measure
+from streamrl.record.metrics import dollars_per_second, measure
+from streamrl.record.replicas import read_replicas
 from streamrl.record.trace import Trace
 from streamrl.report.run_tables import format_dollars, format_share
 
@@ -59,8 +60,8 @@ def read_bubbles(name: str, trace: Trace, steps: tuple[int, int]) -> Bubbles:
     window, count = (ended_at[first - 1], ended_at[last]), last - first + 1
     seconds = window[1] - window[0]
     shares = attribute(trace, window)
-    goodput = flow.num_tokens(flow.leader.trained[first - 1 : last]) / seconds
-    dollars = dollars_per_second(trace.run, mean_replicas(trace, *window))
+    goodput = flow.leader.num_tokens(first - 1, last) / seconds
+    dollars = dollars_per_second(trace.run, read_replicas(trace).mean(*window))
     return Bubbles(
         name=name,
         step_time=seconds / count,

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from streamrl.engine.trainer_side import LEADER
+from streamrl.record.generation_parts import read_parts
 from streamrl.record.metrics import Metrics
 from streamrl.record.timeline import Span, Timeline, read_timeline
 from streamrl.record.trace import Trace
-from streamrl.record.underfilled import read_underfilled
 from streamrl.report.pictures.drawing import (
     SMALL,
     Drawing,
@@ -159,10 +159,10 @@ def step_words(run: Run, timeline: Timeline, window: Window) -> Iterator[str]:
 
 def _underfilled_words(trace: Trace, timeline: Timeline, window: Window) -> Iterator[str]:
     """Say what of the time in which replicas generate full batches would not have needed."""
-    underfilled = read_underfilled(trace, timeline)
+    parts = read_parts(trace, (window.start, window.end))
     took = sum(_within(spans, window, "generate") for spans in timeline.replicas.values())
-    if underfilled.source != "unknown" and took:
-        share = underfilled.seconds((window.start, window.end)) / took
+    if parts.source != "unknown" and took:
+        share = parts.underfilled / took
         yield f"Full batches would not have needed {percent(share)} of the time in which they generate."
 
 

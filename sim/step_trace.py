@@ -1,0 +1,74 @@
+"""Records of simulations: whole ones, and ones that measure what they record and keep none of it."""
+
+from __future__ import annotations
+
+from typing import IO
+
+from sim.costs.costs import Costs
+from streamrl.engine.messages import Command, Event
+from streamrl.record.leader_steps import LeaderSteps
+from streamrl.record.metrics import Metrics, measure_read
+from streamrl.record.run_reader import RunReader
+from streamrl.record.trace import Trace
+from streamrl.runfile.config import Run
+
+BLOCK = 4096
+"""Entries that are measured at once: few take a megabyte, many are read faster."""
+
+
+class StepTrace(Trace):
+    """A trace that tells the leader's steps as they are made."""
+
+    def __init__(
+        self,
+        run: Run,
+        costs: Costs,
+        *,
+        is_endless: bool,
+        file: IO[bytes] | None = None,
+        keeps_entries: bool = True,
+    ) -> None:
+        super().__init__(
+            run,
+            "simulated",
+            costs.facts,
+            file,
+            keeps_entries=keeps_entries,
+            decode=costs.decode_yield(run),
+            is_endless=is_endless,
+        )
+        self.steps = LeaderSteps()
+
+    def record(self, time: float, event: Event, commands: list[Command]) -> None:
+        """Add one entry."""
+        super().record(time, event, commands)
+        self.steps.record(time, event, commands)
+
+
+class MeasuredTrace(StepTrace):
+    """A trace that measures its entries block by block, so that a long run takes hardly more memory than a short one."""
+
+    def __init__(
+        self, run: Run, costs: Costs, *, is_endless: bool, file: IO[bytes] | None = None
+    ) -> None:
+        super().__init__(run, costs, is_endless=is_endless, file=file)
+        self._reader = RunReader(self)
+
+    def record(self, time: float, event: Event, commands: list[Command]) -> None:
+        """Add one entry; once a block is full, measure and drop it."""
+        super().record(time, event, commands)
+        if len(self.entries) >= BLOCK:
+            self._reader.read(self.entries)
+            self._reader.settle()
+            self.entries.clear()
+
+    def measure(self) -> Metrics:
+        """Compute every figure of the run, which is over.
+
+        Raises:
+            ValueError: it has no finished step.
+        """
+        self._reader.read(self.entries)
+        self._reader.finish()
+        self.entries.clear()
+        return measure_read(self._reader, self.steps)

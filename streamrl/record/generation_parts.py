@@ -1,0 +1,132 @@
+"""Parts of the seconds in which replicas generate: prefill, and decoding that full batches would not have needed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import chain
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from streamrl.hardware.tables import Floats
+from streamrl.record.decode_yield import DecodeYield
+from streamrl.record.decoding import Decoding, DecodingReader
+from streamrl.record.ledger import Ledger
+from streamrl.record.timeline import Span, Timeline, read_timeline
+from streamrl.record.trace import Entry, Trace
+from streamrl.record.underfilled import Lost, YieldSource, lost_of
+from streamrl.runfile.config import Run
+
+Part: TypeAlias = Literal["prefill", "underfilled"]
+
+
+class Parts(NamedTuple):
+    """Seconds of all replicas together."""
+
+    prefill: float
+    underfilled: float
+    source: YieldSource
+    """Where it is known from what is underfilled."""
+
+
+def read_parts(trace: Trace, window: tuple[float, float]) -> Parts:
+    """Return the parts of what replicas generated in a window."""
+    reader = PartsReader(trace.run, trace.decode, window)
+    reader.read(trace.entries)
+    reader.finish(read_timeline(trace))
+    return reader.between(*window)
+
+
+class PartsReader:
+    """Adds the parts up, block by block; without a decode curve its stretches are kept until the end."""
+
+    def __init__(self, run: Run, curve: DecodeYield | None, marks: Sequence[float] = ()) -> None:
+        self._run = run
+        self._curve = curve
+        self._source: YieldSource = "unknown" if curve is None else "curve"
+        self._ledger = Ledger[Part](marks)
+        self._decoding = DecodingReader()
+        self._paused: dict[int, list[Span]] = defaultdict(list)
+        """By replica: when it computed prefixes or loaded weights and decoded nothing."""
+        self._kept: list[dict[int, Decoding]] = []
+
+    def mark(self, times: Sequence[float]) -> None:
+        """Enter instants between which sums may be asked for."""
+        self._ledger.marks.extend(times)
+
+    def read(self, entries: Sequence[Entry]) -> None:
+        """Take the entries that come after those before."""
+        self._decoding.read(entries)
+
+    def take(self, timeline: Timeline) -> None:
+        """Add up what can be known of the part of the run that a timeline is of."""
+        self._see(timeline)
+        decoding = self._decoding.take(timeline.end)
+        if self._curve is None:
+            self._kept.append(decoding)
+            return
+        self._enter(decoding)
+        for replica, spans in self._paused.items():
+            began = self._decoding.began_at(replica)
+            spans[:] = [span for span in spans if span.end > began]
+
+    def finish(self, timeline: Timeline) -> None:
+        """Add up what is left, of the last part of the run."""
+        self._see(timeline)
+        self._enter(_joined([*self._kept, self._decoding.finish()]))
+
+    def between(self, start: float, end: float) -> Parts:
+        """Return the seconds between two marks."""
+        found = self._ledger.between(start, end)
+        return Parts(found.get("prefill", 0.0), found.get("underfilled", 0.0), self._source)
+
+    def _see(self, timeline: Timeline) -> None:
+        """Enter prefills, which have no loads in them, and what pauses decoding."""
+        prefills = [*chain.from_iterable(timeline.prefills.values())]
+        pieces = self._ledger.cut(*_edges(prefills).T)
+        self._ledger.add_pieces("prefill", pieces.slot, pieces.end - pieces.start)
+        for replica in {**timeline.replicas, **timeline.prefills}:
+            spans = timeline.replicas.get(replica, [])
+            loads = [span for span in spans if span.activity == "sync"]
+            self._paused[replica] += sorted([*timeline.prefills.get(replica, []), *loads])
+
+    def _enter(self, decoding: dict[int, Decoding]) -> None:
+        """Enter what was lost of stretches, what was paused left out."""
+        self._source, replicas = lost_of(decoding, self._curve, self._run)
+        for replica, lost in replicas.items():
+            self._enter_lost(lost, _edges(self._paused[replica]))
+
+    def _enter_lost(self, lost: Lost, paused: Floats) -> None:
+        pieces = self._ledger.cut(lost.start, lost.end)
+        start, end = pieces.start, pieces.end
+        decoded = (end - start) - (_paused_until(paused, end) - _paused_until(paused, start))
+        seconds = lost.share[pieces.whole] * np.maximum(decoded, 0.0)
+        self._ledger.add_pieces("underfilled", pieces.slot, seconds)
+
+
+def _joined(parts: list[dict[int, Decoding]]) -> dict[int, Decoding]:
+    """Put the stretches of each replica together."""
+    of_replicas: dict[int, list[Decoding]] = defaultdict(list)
+    for part in parts:
+        for replica, decoding in part.items():
+            of_replicas[replica].append(decoding)
+    return {
+        replica: Decoding(*map(np.concatenate, zip(*found, strict=True)))
+        for replica, found in of_replicas.items()
+    }
+
+
+def _edges(spans: Sequence[Span]) -> Floats:
+    """Return start and end of each span as rows."""
+    return np.array([(span.start, span.end) for span in spans], dtype=float).reshape(-1, 2)
+
+
+def _paused_until(paused: Floats, times: Floats) -> Floats:
+    """Return the paused seconds before each instant."""
+    if not len(paused):
+        return np.zeros_like(times)
+    lengths = np.cumsum(paused[:, 1] - paused[:, 0])
+    before = np.column_stack([lengths - (paused[:, 1] - paused[:, 0]), lengths])
+    seconds: Floats = np.interp(times, paused.ravel(), before.ravel())
+    return seconds

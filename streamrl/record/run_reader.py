@@ -1,0 +1,66 @@
+"""Reads a run block by block, so that all of its figures can be told without its entries.
+
+A whole trace is read as one block; a simulation that goes on for thousands of steps gives its entries away block by
+block. What is kept is a few numbers of each step, and what is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from streamrl.engine.messages import Event, Stepped, Stop
+from streamrl.engine.trainer_side import LEADER
+from streamrl.record.attribution import AttributionReader
+from streamrl.record.flow import Flow
+from streamrl.record.replicas import PaidReplicas
+from streamrl.record.trace import Entry, Trace
+
+
+class PaceReader:
+    """Reads what steps and rollouts tell of seconds and dollars."""
+
+    def __init__(self, trace: Trace) -> None:
+        """Take what a trace says of its run; its entries are read by `read`."""
+        self.trace = trace
+        self.flow = Flow(trace.run.num_trainers)
+        self.replicas = PaidReplicas(trace.run.rollout.replicas)
+        self.stopped_for = ""
+        """Why a run stopped by itself, or was told to; empty where it was not."""
+        self.end = 0.0
+        """Instant of the last entry."""
+
+    def read(self, entries: Sequence[Entry]) -> None:
+        """Take the entries that come after those before."""
+        self.flow.read(entries)
+        self.replicas.read(entries)
+        stops = [c for _, _, commands in entries for c in commands if type(c) is Stop]
+        if stops:
+            self.stopped_for = stops[-1].reason
+        if entries:
+            self.end = entries[-1].time
+
+
+class RunReader(PaceReader):
+    """Reads all that figures are made of: where every GPU-second went too."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace)
+        self.attribution = AttributionReader(trace)
+
+    def read(self, entries: Sequence[Entry]) -> None:
+        """Take the entries that come after those before."""
+        super().read(entries)
+        self.attribution.mark([time for time, event, _ in entries if _is_leaders_step(event)])
+        self.attribution.read(entries)
+
+    def settle(self) -> None:
+        """Add up what can be known by now, so that it need not be kept."""
+        self.attribution.settle()
+
+    def finish(self) -> None:
+        """Add up what is left, once every entry is read."""
+        self.attribution.finish()
+
+
+def _is_leaders_step(event: Event) -> bool:
+    return type(event) is Stepped and event.trainer == LEADER
