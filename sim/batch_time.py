@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from math import inf
+from math import ceil, inf
 from typing import Any, NamedTuple
 
 import simpy
@@ -31,6 +31,9 @@ from streamrl.engine.trainer_side import LEADER
 from streamrl.runfile.config import Run
 from streamrl.workload.workload import Draw
 
+LONGEST = 4
+"""One in so many of the replicas that are simulated is there for its longest rollout."""
+
 
 class Finish(NamedTuple):
     """One rollout's end."""
@@ -43,10 +46,20 @@ class Finish(NamedTuple):
     """Whose rollout it is."""
     replica: int = 0
     """Who generated it."""
+    weight: float = 1.0
+    """Replicas that this one stands for."""
 
 
-def generate_batch(run: Run, costs: Costs, batch: Sequence[Draw]) -> list[Finish]:
+def generate_batch(
+    run: Run, costs: Costs, batch: Sequence[Draw], most: int | None = None
+) -> list[Finish]:
     """Return the end of every rollout of a batch, the first first.
+
+    Args:
+        run: the run file.
+        costs: its seconds.
+        batch: what is generated.
+        most: replicas that are simulated: of more, those with the longest rollouts, and some that stand for all others.
 
     Raises:
         ValueError: a policy reckons with `policies.latency` and nobody has filled it in.
@@ -56,14 +69,31 @@ def generate_batch(run: Run, costs: Costs, batch: Sequence[Draw]) -> list[Finish
         shares[command.replica].append(command)
     rollouts = rollouts_of(batch)
     finishes: list[Finish] = []
-    for replica_id, commands in shares.items():
-        alone = _Alone(run, costs, rollouts, replica_id)
+    for replica_id, weight in _sampled(shares, rollouts, most or len(shares)).items():
+        alone, commands = _Alone(run, costs, rollouts), shares[replica_id]
         replica = Replica(alone, replica_id, 0)
         for command in commands:
             replica.generate(command)
         alone.env.work()
-        finishes += alone.finishes
+        finishes += [each._replace(replica=replica_id, weight=weight) for each in alone.finishes]
     return sorted(finishes)
+
+
+def _sampled(
+    shares: Mapping[int, list[Generate]], rollouts: Mapping[int, DrawnRollout], most: int
+) -> dict[int, float]:
+    """Return the replicas to simulate, each with how many it stands for."""
+    if len(shares) <= most:
+        return dict.fromkeys(shares, 1.0)
+    longest = {
+        replica: max(rollouts[command.rollout].length for command in commands)
+        for replica, commands in shares.items()
+    }
+    order = sorted(shares, key=lambda replica: (-longest[replica], replica))
+    first, rest = order[: most // LONGEST], order[most // LONGEST :]
+    stride = ceil(len(rest) / (most - len(first)))
+    others = rest[stride // 2 :: stride]
+    return {**dict.fromkeys(first, 1.0), **dict.fromkeys(others, len(rest) / len(others))}
 
 
 def deal(run: Run, batch: Sequence[Draw]) -> list[Generate]:
@@ -79,20 +109,17 @@ def deal(run: Run, batch: Sequence[Draw]) -> list[Generate]:
 class _Alone:
     """The surroundings of a replica while nobody else is there."""
 
-    def __init__(
-        self, run: Run, costs: Costs, rollouts: Mapping[int, DrawnRollout], replica: int
-    ) -> None:
+    def __init__(self, run: Run, costs: Costs, rollouts: Mapping[int, DrawnRollout]) -> None:
         self.env = _OneProcess()
         self.run_file = run
         self.costs = costs
         self.rollouts = rollouts
         self.finishes: list[Finish] = []
-        self._replica = replica
 
     def emit(self, event: Event) -> None:
         assert isinstance(event, Generated), f"{event} without a command for it"
         group = self.rollouts[event.rollout].group
-        self.finishes.append(Finish(self.env.now, event.tokens, group, self._replica))
+        self.finishes.append(Finish(self.env.now, event.tokens, group))
 
 
 class _OneProcess(simpy.Environment):

@@ -30,9 +30,10 @@ from sim.planner.layouts import Degrees, Replicas
 from sim.planner.modes import Mode
 from sim.planner.space import Candidate, Space
 from sim.planner.sync_time import sync_times
-from sim.planner.train_time import FallingLengths, TrainTimes, exact_times
+from sim.planner.train_time import FallingLengths, TrainTimes, closed_form_error, train_times
 from streamrl.engine.systems import System, choose_system
 from streamrl.runfile.config import Run
+from streamrl.runfile.policies_config import StreamingName
 from streamrl.workload.workload import Draw
 
 Floats = NDArray[np.float64]
@@ -98,8 +99,10 @@ class Estimates:
         for place, each in enumerate(space.replicas):
             self._alike[_degree(each)].append(place)
         self._least = [_least_of(found) for found in _least_times(space, works)]
-        first = works[0].lengths
-        trained = [_train(run, trainer, trains, first) for trainer in space.trainers]
+        trained = [_train(run, trainer, trains) for trainer in space.trainers]
+        self._first_batch = works[0].lengths
+        self._checked: set[tuple[int, StreamingName]] = set()
+        """Trainers whose passes were gone through, by how much a command has."""
         self._trained = {
             name: np.array(column)
             for name, column in zip(TrainTimes._fields, zip(*trained, strict=True), strict=True)
@@ -152,6 +155,25 @@ class Estimates:
         if self._overlaps[mode] and training < BINDS * step_time:
             paced = Paced(self.space.replicas[replicas], self.space.modes[mode])
             self._paces[paced] = step_time / float(self._unpaced(mode)[replicas])
+
+    def check_trainers(self, indices: Iterable[int]) -> bool:
+        """Go through the passes of the trainers of some plans; return whether there were any whose passes were not known."""
+        space, found = self.space, False
+        for trainer, mode in {
+            (int(space.of_trainer[i]), int(space.of_mode[i])): 0 for i in indices
+        }:
+            streaming = self._systems[mode].streaming
+            if (trainer, streaming) in self._checked:
+                continue
+            self._checked.add((trainer, streaming))
+            run = _with_trainer(space.run, space.trainers[trainer])
+            costs = TrainingCosts.load(run)
+            part = "stream" if streaming == "stream" else "whole"
+            self._trained[part][trainer] *= closed_form_error(
+                run, costs, self._first_batch, streaming
+            )
+            found = True
+        return found
 
     def take_paces(self, other: Estimates) -> None:
         """Take over what was learned of replicas for another workload."""
@@ -337,9 +359,12 @@ def _least_of(batches: list[LeastTimes]) -> LeastTimes:
     return LeastTimes(*(min(column) for column in zip(*batches, strict=True)))
 
 
-def _train(
-    run: Run, trainer: Degrees, batches: list[FallingLengths], first: list[int]
-) -> TrainTimes:
+def _train(run: Run, trainer: Degrees, batches: list[FallingLengths]) -> TrainTimes:
+    run = _with_trainer(run, trainer)
+    return train_times(run, TrainingCosts.load(run), batches)
+
+
+def _with_trainer(run: Run, trainer: Degrees) -> Run:
+    """Return a run with a trainer and replicas beside it, to whose rollouts training costs are indifferent."""
     run = trainer.apply(run)
-    run = replace(run, rollout=replace(run.rollout, pool=trainer.pool))
-    return exact_times(run, TrainingCosts.load(run), batches, first)
+    return replace(run, rollout=replace(run.rollout, pool=trainer.pool))

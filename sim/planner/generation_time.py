@@ -68,7 +68,7 @@ def summarize(
 
 def _mean_share(finishes: Sequence[Finish], num_replicas: int) -> float:
     """Return when a replica ends its share, on average; of rising ends the last one stays."""
-    ends = {finish.replica: finish.time for finish in finishes}
+    ends = {finish.replica: finish.time * finish.weight for finish in finishes}
     return sum(ends.values()) / num_replicas
 
 
@@ -80,7 +80,7 @@ def _by_group(finishes: Sequence[Finish]) -> list[Finish]:
 
 def _envelope_of(finishes: Sequence[Finish]) -> tuple[Floats, Floats]:
     instants = np.array([finish.time for finish in finishes])
-    tokens = np.array([finish.tokens for finish in finishes], dtype=float)
+    tokens = np.array([finish.tokens * finish.weight for finish in finishes])
     left = np.cumsum(tokens[::-1])[::-1] / tokens.sum()
     kept = _envelope(instants, left)
     return instants[kept], left[kept]

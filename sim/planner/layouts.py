@@ -29,6 +29,8 @@ LAYERS = "trainer: more pipeline stages than layers, or experts than there are"
 RANKS = "trainer: more data-parallel ranks than rollouts in a step"
 
 
+FINE = 16
+"""Sizes of a side between a number of nodes and twice that, in a pool that has so many."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "mlp", "full")
 """What a backward pass makes again, the fastest and largest first."""
 
@@ -197,7 +199,16 @@ def _trainer_bytes(run: Run) -> float:
         return float("inf")
 
 
-def sizes(pool: PoolConfig, unit: int | None) -> range:
-    """Return the numbers of GPUs that a side may have in a pool: whole nodes, or GPUs of a single one."""
+def sizes(pool: PoolConfig, unit: int | None) -> list[int]:
+    """Return the numbers of GPUs that a side may have in a pool: whole nodes, or GPUs of a single one.
+
+    In a large pool they differ by a sixteenth or so, unless `unit` says otherwise.
+    """
     step = unit or (pool.gpus_per_node if pool.nodes > 1 else 1)
-    return range(step, pool.num_gpus + 1, step)
+    counts = range(1, pool.num_gpus // step + 1)
+    return [step * count for count in counts if unit or not count % _coarseness(count)]
+
+
+def _coarseness(count: int) -> int:
+    """Return the power of two that is a sixteenth to a thirty-second of a number; 1 where there is none."""
+    return max(1, (1 << (count.bit_length() - 1)) // FINE)

@@ -236,8 +236,9 @@ class Search:
         while True:
             scores = self.scores()
             picked = pick(_best(scores), scores)
+            was_known = not self.estimates.check_trainers(picked)
             asked = self.estimates.asked(picked, len(measured))
-            if not asked or self.is_late:
+            if (was_known and not asked) or self.is_late:
                 return picked
             batches = tuple(measured)
             trials = [(a, Trial(self.base, self.estimates.like(a), batches)) for a in asked]
@@ -253,17 +254,21 @@ class Search:
         """
         ranking, plan = self.ranking(), self.space.run.plan
         if plan.objective == "pareto":
-            return self._spread([i for i in self._unlike(order) if scores[i] <= 1 + MARGIN])
+            return self._spread([i for i in self.unlike(order) if scores[i] <= 1 + MARGIN])
         if not ranking:
-            return list(self._unlike(order))[:ROUND]
+            return list(self.unlike(order))[:ROUND]
         best = ranking[0]
         worth = scores.copy()
         worth[self.complexity < self.complexity[best]] *= (1 - MARGIN) / (1 + ALIKE)
         limit = (1 - MARGIN) * self.value(best)
         wanted = sorted((i for i in order if worth[i] < limit), key=lambda i: worth[i])
-        return list(self._unlike(wanted))[:ROUND]
+        return list(self.unlike(wanted))[:ROUND]
 
-    def _unlike(self, order: Iterable[int]) -> Iterator[int]:
+    def in_order(self) -> list[int]:
+        """Return the plans that are best by estimate, the best first."""
+        return _best(self.scores())
+
+    def unlike(self, order: Iterable[int]) -> Iterator[int]:
         """Yield plans like none that was simulated, or came before."""
         seen = self._seen()
         for index in order:

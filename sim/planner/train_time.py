@@ -20,6 +20,8 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import StreamingName
 
 Floats = NDArray[np.float64]
+PART, PART_FILLS = 4096, 16
+"""Rollouts of a batch by which its closed form is checked, and times that they fill all ranks."""
 
 
 class Sums(NamedTuple):
@@ -101,22 +103,18 @@ def passes_time(
     return line.finish(now)
 
 
-def exact_times(
-    run: Run, costs: TrainingCosts, batches: Sequence[FallingLengths], first: Sequence[int]
-) -> TrainTimes:
-    """Return what a trainer takes for a batch, by how far closed forms are off the passes of the first one.
+def closed_form_error(
+    run: Run, costs: TrainingCosts, batch: Sequence[int], streaming: StreamingName
+) -> float:
+    """Return the seconds of a batch's passes, one by one, over what the closed form has.
 
-    Where ranks go in step, as with ZeRO 3 or expert ranks, the closed form is up to a third low.
+    Where ranks go in step, as with ZeRO 3 or expert ranks, the closed form is up to a third low. Of a large batch a part
+    tells.
     """
-    found = train_times(run, costs, batches)
-    alone = train_times(run, costs, batches[:1])
-    factor = run.costs.training_factor
-    whole, stream = (
-        passes_time(run, costs, first, name) / factor for name in ("whole-batch", "stream")
-    )
-    return found._replace(
-        whole=found.whole * whole / alone.whole, stream=found.stream * stream / alone.stream
-    )
+    part = batch[: max(PART, PART_FILLS * rollouts_that_fill(run))]
+    closed = _stream if streaming == "stream" else _whole
+    seconds = closed(run, costs, FallingLengths(part))
+    return passes_time(run, costs, part, streaming) / seconds if seconds else 1.0
 
 
 def _whole(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:

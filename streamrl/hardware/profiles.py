@@ -145,6 +145,7 @@ def _check_name(key: str, folder: str, name: str, ending: str) -> None:
         raise RunError(key, name, OneOf(_close_names(folder, name, ending)), text)
 
 
+@functools.cache
 def find_profile(folder: str, name: str, ending: str) -> Path:
     """Return the file of a profile by name; `ValueError` with the closest names where there is none."""
     if name not in _names(PROFILES / folder, ending):
