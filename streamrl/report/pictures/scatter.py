@@ -12,6 +12,7 @@ from streamrl.report.words import dollars
 WIDTH, HEIGHT = 900.0, 400.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 24.0, 28.0, 52.0
 NEAR = 20.0  # units that a point's letter takes: letters of points nearer than that would overlap
+BESIDE = 11.0  # units from a point to its letter
 MARGIN = 0.08  # of the range, around the outermost points
 CAPTION = "Each letter is an option, at its simulated or executed figures. The line joins those that none beats in both."
 LEGEND = (("dot chosen", "chosen"), ("dot on-front", "on the front"), ("dot", "beaten in both"))
@@ -90,19 +91,36 @@ def _clusters(
     """Put points together whose letters would overlap; those of a cluster stand in a row at its rightmost point."""
     clusters = [[point] for point in points]
 
-    def place(cluster: list[Point]) -> tuple[float, float]:
-        right = max(cluster, key=lambda point: point.speed)
-        return across(right.speed), up(right.cost)
-
     def overlap(one: list[Point], other: list[Point]) -> bool:
-        (x, y), (u, v) = place(one), place(other)
-        return x < u + NEAR * len(other) and u < x + NEAR * len(one) and abs(y - v) < NEAR
+        (x, y), (u, v) = (_place(each, across, up) for each in (one, other))
+        first, second = _start(x, len(one)), _start(u, len(other))
+        is_beside = first < second + NEAR * len(other) and second < first + NEAR * len(one)
+        return is_beside and abs(y - v) < NEAR
 
     while pair := next((p for p in combinations(clusters, 2) if overlap(*p)), None):
         one, other = pair
         clusters.remove(other)
         one += other
     return clusters
+
+
+def _place(
+    cluster: list[Point], across: Callable[[float], float], up: Callable[[float], float]
+) -> tuple[float, float]:
+    """Return where the rightmost point of a cluster is."""
+    right = max(cluster, key=lambda point: point.speed)
+    return across(right.speed), up(right.cost)
+
+
+def _letters_at(x: float) -> tuple[float, Anchor]:
+    """Return where letters beside a point stand, and which of their ends is there: at the right border to the left of it."""
+    return (x - BESIDE, "end") if x > WIDTH - RIGHT - 90 else (x + BESIDE, "start")
+
+
+def _start(x: float, count: int) -> float:
+    """Return where the letters of so many points begin."""
+    beside, anchor = _letters_at(x)
+    return beside - NEAR * count if anchor == "end" else beside
 
 
 def _draw_cluster(
@@ -118,9 +136,7 @@ def _draw_cluster(
         )
         told = f"{point.letter} {point.label}: {point.speed:,.0f} tokens/s, {dollars(point.cost)}"
         drawing.dot(across(point.speed), up(point.cost), 6, css, told)
-    first = max(cluster, key=lambda point: across(point.speed))
-    is_right = across(first.speed) > WIDTH - RIGHT - 90
-    anchor: Anchor = "end" if is_right else "start"
+    x, y = _place(cluster, across, up)
+    beside, anchor = _letters_at(x)
     letters = " ".join(point.letter for point in cluster)
-    x = across(first.speed) + (-11 if is_right else 11)
-    drawing.text(x, up(first.cost) - 8, letters, "strong", anchor)
+    drawing.text(beside, y - 8, letters, "strong", anchor)
