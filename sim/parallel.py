@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, as_completed
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, as_completed, wait
 from typing import TypeVar
+
+LONGEST_WAIT = 1e6
+"""Seconds, as no wait may be without end."""
 
 Job = TypeVar("Job")
 Answer = TypeVar("Answer")
@@ -21,6 +25,36 @@ def answers(
     for _ in as_completed(futures):
         watch()
     return list(_results(futures))
+
+
+def answers_in_time(
+    pool: Executor,
+    work: Callable[[Job], Answer],
+    jobs: Sequence[Job],
+    watch: Callable[[], None],
+    until: float,
+) -> dict[int, Answer]:
+    """Return the answers to jobs by their place, of the first at least; what has not begun by an instant is left.
+
+    Args:
+        pool: who works.
+        work: what is done.
+        jobs: on what, the most wanted first.
+        watch: called as each answer comes in.
+        until: an instant of `time.perf_counter`.
+    """
+    futures = [pool.submit(work, job) for job in jobs]
+    pending = set(futures)
+    while pending:
+        left = until - time.perf_counter()
+        if left <= 0:
+            pending = {each for each in pending if each is futures[0] or not each.cancel()}
+        done, pending = wait(
+            pending, min(left, LONGEST_WAIT) if left > 0 else None, FIRST_COMPLETED
+        )
+        for _ in done:
+            watch()
+    return {place: each.result() for place, each in enumerate(futures) if not each.cancelled()}
 
 
 def _results(futures: Iterable[Future[Answer]]) -> Iterator[Answer]:

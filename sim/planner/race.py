@@ -53,9 +53,9 @@ class Race:
         search = self.search
         run, new = search.space.run, [index for index in indices if index not in self.finals]
         for seed in range(run.seed, run.seed + run.plan.seeds):
-            base = shortened(run, seed, FINAL_STEPS)
+            base, until = shortened(run, seed, FINAL_STEPS), search.deadline
             trials = [(i, Trial(base, search.space.candidate(i))) for i in new]
-            for index, speed in run_all(pool, short_speed_of, trials, watch).items():
+            for index, speed in run_all(pool, short_speed_of, trials, watch, until).items():
                 self.finals.setdefault(index, []).append(speed)
 
     def _choose(self) -> int:

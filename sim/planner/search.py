@@ -192,7 +192,8 @@ class Search:
         """Return the best plan by estimate of each system on each pair of pools, and the fastest of all."""
         scores = self.scores()
         found = [int(places[np.argmin(scores[places])]) for places in self._classes]
-        return list(dict.fromkeys([*found, int(np.argmin(self.estimates.estimate().step))]))
+        found.append(int(np.argmin(self.estimates.estimate().step)))
+        return sorted(dict.fromkeys(found), key=lambda index: float(scores[index]))
 
     @cached_property
     def _classes(self) -> list[Indices]:
@@ -242,7 +243,7 @@ class Search:
                 return picked
             batches = tuple(measured)
             trials = [(a, Trial(self.base, self.estimates.like(a), batches)) for a in asked]
-            for which, found in run_all(pool, generation_of, trials).items():
+            for which, found in run_all(pool, generation_of, trials, until=self.deadline).items():
                 self.estimates.learn(which, found)
 
     def _pick(self, order: list[int], scores: Floats) -> list[int]:
@@ -294,7 +295,8 @@ class Search:
         """Simulate a few steps of plans and learn from them."""
         trials = [(i, Trial(self.base, self.space.candidate(i))) for i in indices]
         estimated = self.estimates.estimate().step
-        for index, speed in run_all(pool, short_speed_of, trials, watch).items():
+        until = self.deadline
+        for index, speed in run_all(pool, short_speed_of, trials, watch, until).items():
             self.speeds[index] = speed
             mode = self.space.modes[self.space.of_mode[index]]
             self._over[mode.system].append(speed.step_time / estimated[index])
