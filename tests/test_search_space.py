@@ -11,7 +11,7 @@ import pytest
 from sim.planner.layouts import DIVISIBILITY, HEADS, TRAINER_MEMORY
 from sim.planner.modes import Mode
 from sim.planner.space import BUDGET, LINK, POOL_SIZE, SHARED, Candidate, Space
-from streamrl.record.metrics import SECONDS_PER_HOUR, dollars_per_second
+from streamrl.record.rent import SECONDS_PER_HOUR, dollars_per_second
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run

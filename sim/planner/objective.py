@@ -8,7 +8,7 @@ from typing import TypeVar, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.record.metrics import Speed
+from streamrl.record.speed import Speed
 from streamrl.runfile.plan_config import ObjectiveName, PlanConfig
 
 Floats = NDArray[np.float64]

@@ -73,6 +73,7 @@ def _plan(
     value, bounds = search.value_of(speed), _bounds(search)
     found = Found(search, race, chosen)
     plan = Plan(
+        whole_run=metrics.whole_run,
         allocation=found.chosen,
         objective=Figure(
             name=objective,

@@ -8,7 +8,7 @@ from statistics import median
 
 from sim.planner.search import ALIKE, Search
 from sim.planner.trial import Trial, run_all, short_speed_of, shortened, speed_of, whole
-from streamrl.record.metrics import Speed
+from streamrl.record.speed import Speed
 from streamrl.record.paired import is_beyond_chance
 
 FINAL_STEPS = 24

@@ -35,7 +35,7 @@ from sim.planner.trial import (
     shortened,
 )
 from streamrl.engine.systems import choose_system
-from streamrl.record.metrics import Speed
+from streamrl.record.speed import Speed
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import SystemName
 from streamrl.workload.workload import Draw

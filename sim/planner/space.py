@@ -30,7 +30,7 @@ from sim.planner.stages import refuse_profile
 from sim.planner.train_time import FallingLengths, TrainTimes, train_times
 from streamrl.hardware.memory import kv_capacity
 from streamrl.hardware.profiles import check_profiles, load_model, price_of
-from streamrl.record.metrics import SECONDS_PER_HOUR
+from streamrl.record.rent import SECONDS_PER_HOUR
 from streamrl.runfile.config import Run
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.pools import find_link, powers_of_two

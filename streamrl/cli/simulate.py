@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec.structs import asdict
 from rich.console import Console
 
 from sim.steady_state import simulate_steady
@@ -86,7 +87,7 @@ def simulate(
     if output is not None:
         _write(trace, output)
     if as_json:
-        print_json(metrics)
+        print_json({"whole_run": metrics.whole_run, **asdict(metrics)})
     else:
         Console().print(metrics_table(metrics))
 

@@ -7,7 +7,7 @@ from math import log
 import numpy as np
 
 from streamrl.record.batch_means import half_width
-from streamrl.record.metrics import Speed
+from streamrl.record.speed import Speed
 
 
 def ratio_half_width(one: Speed, other: Speed) -> float | None:
