@@ -204,4 +204,5 @@ def _values(estimates: Estimates) -> Floats:
     """Estimate the objective of every plan, budgets aside."""
     space = estimates.space
     steps = estimates.estimate().step
-    return values_of(space.run.plan, steps, space.prices, estimates.tokens, np.zeros(len(space)))
+    lags, egress = np.zeros(len(space)), estimates.egress(steps)
+    return values_of(space.run.plan, steps, space.prices, estimates.tokens, lags, egress)

@@ -21,9 +21,7 @@ def headline(whole: WholeRun) -> str:
     """Say in a line what the whole run takes: "200 steps take 15.68 h ± 0.14 and cost $892.7 ± 7.9 (95 % intervals)"."""
     sure = " (95 % intervals)" if whole.seconds_interval is not None else ""
     noun, verbs = ("step", ("takes", "costs")) if whole.steps == 1 else ("steps", ("take", "cost"))
-    return (
-        f"{whole.steps:,} {noun} {verbs[0]} {time_text(whole)} and {verbs[1]} {dollars_text(whole)}{sure}"
-    )
+    return f"{whole.steps:,} {noun} {verbs[0]} {time_text(whole)} and {verbs[1]} {dollars_text(whole)}{sure}"
 
 
 def price_note(whole: WholeRun) -> str:

@@ -237,6 +237,4 @@ def _merged(option: Option, run: RecordedRun) -> Option:
         band = replace(band, seeds=seeds, num_seeds=band.num_seeds + 1)
     tiers = run.metrics.tiers if band.tiers is None else band.tiers
     whole = option.whole_run or run.metrics.whole_run
-    return replace(
-        option, band=replace(band, tiers=tiers), run=option.run or run, whole_run=whole
-    )
+    return replace(option, band=replace(band, tiers=tiers), run=option.run or run, whole_run=whole)
