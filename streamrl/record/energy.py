@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
 from streamrl.hardware.profiles import load_gpu
-from streamrl.record.attribution import Attribution, SidesAttribution
+from streamrl.record.attribution import SHARED, Attribution, SidesAttribution
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import sides_of
 
@@ -67,7 +67,8 @@ def _works(
         if side.pool == pool:
             count = side.num_gpus + (more if side.kind == "rollout" else 0.0)
             unused -= count
-            yield from _of_side(shares.sides[side.name], count)
+            takes_turns = run.shares_gpus and side.kind != "verifier" and not side.trainer
+            yield from _of_side(shares.sides[SHARED if takes_turns else side.name], count)
     if unused > 0:
         yield "idle", unused
 

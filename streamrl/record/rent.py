@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from streamrl.engine.messages import WeightsPushed
+from statistics import mean
+
+from streamrl.engine.messages import PushWeights, WeightsPushed
 from streamrl.hardware.profiles import price_of
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
@@ -44,15 +46,16 @@ def egress_dollars(run: Run, num_bytes: float) -> float:
 
 
 def egress_between(trace: Trace, start: float, end: float) -> float:
-    """Return the dollars of the weights that were pushed after one instant and up to another.
+    """Return the dollars of the pushes that begin from one instant on and before another, all of the same size.
 
     Caches that migrate stay within the pool of the replicas, and rollouts are small beside weights: neither counts.
     """
     if not egress_dollars(trace.run, 1.0):
         return 0.0
-    pushed = (
-        event.num_bytes
-        for time, event, _ in trace.entries
-        if isinstance(event, WeightsPushed) and start < time <= end
-    )
-    return egress_dollars(trace.run, sum(pushed))
+    num_pushes, sizes = 0, []
+    for time, event, commands in trace.entries:
+        if isinstance(event, WeightsPushed):
+            sizes.append(event.num_bytes)
+        if start <= time < end:
+            num_pushes += sum(isinstance(command, PushWeights) for command in commands)
+    return egress_dollars(trace.run, num_pushes * mean(sizes)) if sizes else 0.0

@@ -15,6 +15,8 @@ IN_DAYS = 2 * DAY
 """Seconds from which a run is told in days."""
 DIGITS = 2
 """Of the half of an interval; the value has as many behind the point."""
+UNSURE = 3
+"""Digits of a value without an interval."""
 
 
 def headline(whole: WholeRun) -> str:
@@ -98,7 +100,7 @@ def _with_half(value: float, interval: Interval, size: float) -> str:
     value /= size
     half = 0.0 if interval is None else (interval[1] - interval[0]) / 2 / size
     if half <= 0:
-        return f"{value:,.{_decimals(value, 4)}f}"
+        return f"{value:,.{_decimals(value, UNSURE)}f}"
     decimals = _decimals(half, DIGITS)
     return f"{value:,.{decimals}f} ± {half:,.{decimals}f}"
 
