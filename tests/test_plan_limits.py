@@ -166,7 +166,6 @@ def test_a_link_that_charges_makes_one_pool_the_better_plan() -> None:
     assert pushed.whole_run is not None
     per_step = pushed.whole_run.egress / pushed.whole_run.steps
     assert 5 < per_step < pushed.allocation.cost_per_step
-    assert pushed.lower_bound <= pushed.objective.value
 
 
 # The whole run ------------------------------------------------------------------------------------

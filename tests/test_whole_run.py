@@ -169,6 +169,7 @@ def test_gpus_of_a_spot_pool_fail_beside_all_others_and_trainers_too() -> None:
 
 def test_a_spot_trainer_is_lost_and_its_run_takes_longer() -> None:
     often = {"policies.max_restarts": 10_000, "execute.checkpoint_every": 1}
+    often |= {"trainer.start_time": "2 s"}
     rate = {"cluster.pools.near.spot_failures_per_gpu_day": SECONDS_PER_DAY / 5}
     calm, spot = measured(often), measured({**often, **rate})
     assert calm.idle["failure"] == 0 < spot.idle["failure"]

@@ -115,8 +115,12 @@ def _of_pool(run: Run, name: str) -> Iterator[Assumption]:
         source = f"{RUN_FILE}: cluster.pools.{name}.price"
         if pool.price == gpu.price:
             source += f" ({gpu.price_source})"
-    per_hour = f"{dollars(price_of(pool))} per GPU-hour, every GPU paid for the whole run"
+    paid = f"all {pool.num_gpus} GPUs owned" if pool.owned else "every GPU that is used"
+    per_hour = f"{dollars(price_of(pool))} per GPU-hour, {paid} paid for the whole run"
     yield Assumption(f"price of pool {name}", per_hour, source)
+    if rate := pool.spot_failures_per_gpu_day:
+        key = f"{RUN_FILE}: cluster.pools.{name}.spot_failures_per_gpu_day"
+        yield Assumption(f"spot pool {name}", f"a GPU is taken away {rate:g} times a day", key)
 
 
 def _bandwidth(bandwidth: Bandwidth) -> str:
