@@ -43,7 +43,7 @@ class Spend(NamedTuple, Generic[Figure]):
     """Of the whole run."""
 
 
-class Limit(NamedTuple):
+class Ceiling(NamedTuple):
     """One key of `[plan]` that is set."""
 
     key: str
@@ -86,10 +86,10 @@ def within_rent(plan: PlanConfig, prices: Floats, cut: Counter[str]) -> Mask:
     return kept
 
 
-def limits_of(run: Run) -> list[Limit]:
+def limits_of(run: Run) -> list[Ceiling]:
     """Return what bounds plans once they are simulated; `budget_per_hour` bounds the rent before that."""
     return [
-        Limit(key, float(most), place, tell)
+        Ceiling(key, float(most), place, tell)
         for place, (key, tell) in enumerate(TELL.items())
         if (most := getattr(run.plan, key)) is not None
     ]
@@ -133,12 +133,12 @@ def unmet(run: Run, speeds: Iterable[Speed]) -> ValueError:
     )
 
 
-def _tell_least(limit: Limit, spends: list[Spend[float]]) -> str:
+def _tell_least(limit: Ceiling, spends: list[Spend[float]]) -> str:
     best = "fastest" if limit.key == "deadline" else "cheapest"
     least = min(spend[limit.place] for spend in spends)
     return f"{_name(limit)}: the {best} plan that was simulated {limit.tell(least)}"
 
 
-def _name(limit: Limit) -> str:
+def _name(limit: Ceiling) -> str:
     shown = long_time(limit.most) if limit.key == "deadline" else f"{limit.most:g}"
     return f"plan.{limit.key} {shown}"

@@ -53,6 +53,8 @@ def assumptions_of(
         value = (
             f"{_bandwidth(link.bandwidth)} each way, {link.latency * 1e3:g} ms, {link.transport}"
         )
+        if link.price_per_gb:
+            value += f", ${link.price_per_gb:g} per GB"
         between = f"network between {' and '.join(link.between)}"
         yield Assumption(between, value, f"{RUN_FILE}: cluster.links")
     for side, config in (("generation_factor", "generation"), ("training_factor", "training")):
