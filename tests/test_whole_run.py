@@ -148,6 +148,13 @@ def test_a_push_over_a_link_is_charged_by_its_bytes_each_step() -> None:
     assert priced.whole_run.dollars == pytest.approx(free.whole_run.dollars + 3 * dollars)
 
 
+def test_only_pushes_of_the_steps_that_count_are_charged_to_them() -> None:
+    link = {"between": ["far", "near"], "bandwidth": "80 Gbps", "price_per_gb": 0.02}
+    trace = simulate_steady(small_run({"simulate.max_steps": 12, "cluster.links": [link]}))
+    dollars = SyncCosts.load(small_run()).wire_bytes / 1e9 * 0.02
+    assert measure(trace, (5, 8)).egress_per_step == pytest.approx(dollars)
+
+
 def test_nothing_is_charged_for_weights_that_stay_within_a_pool() -> None:
     link = {"between": ["far", "near"], "bandwidth": "80 Gbps", "price_per_gb": 9.0}
     assert measured({"cluster.links": [link], "trainer.pool": "far"}).egress_per_step == 0
