@@ -63,8 +63,9 @@ def simulate(
 ) -> None:
     """Simulate a run file and say what its whole training and a step take and cost, and where GPUs stand idle.
 
-    First comes the whole run: all `algorithm.steps`, with their start. All other figures are those of the steady state: as many steps are simulated as `simulate.interval` needs, at most
-    `simulate.max_steps`, whatever `algorithm.steps` is.
+    First comes the whole run: all `algorithm.steps`, with their start. All other figures are those of the steady
+    state: as many steps are simulated as `simulate.interval` needs, at most `simulate.max_steps`, whatever
+    `algorithm.steps` is.
 
     Example: streamrl simulate examples/h20-h800.toml --set policies.system=stream-sync -o runs/what-if
 
