@@ -116,7 +116,8 @@ def compare(name: str, run: Run, *, full: bool, sample: int) -> Outcome:
     search = Search.open(run)
     chosen = plan.objective.value
     estimates, prices = search.estimates, search.space.prices
-    bounds = values_of(run.plan.objective, estimates.bound(), prices, estimates.tokens)
+    steps, lags = estimates.bound(), np.zeros(len(prices))
+    bounds = values_of(run.plan, steps, prices, estimates.tokens, lags, estimates.egress(steps))
     could = np.nonzero(bounds <= ROOM * chosen)[0]
     rest = np.nonzero(bounds > ROOM * chosen)[0]
     few = np.random.default_rng(0).choice(rest, min(sample, len(rest)), replace=False)

@@ -13,6 +13,7 @@ from sim.replica import Replica
 from sim.surroundings import Surroundings
 from sim.trainer import Trainer
 from streamrl.runfile.config import Run
+from streamrl.runfile.failure_rates import failures_per_gpu_day
 
 SECONDS_PER_DAY = 86_400.0
 STREAM, TRAINER_STREAM = 0xFA11, 0xFA12
@@ -20,13 +21,13 @@ STREAM, TRAINER_STREAM = 0xFA11, 0xFA12
 REASON = "a GPU failed"
 
 
-def time_to_failure(run: Run, num_gpus: int, *stream: int) -> float:
-    """Return the seconds that `num_gpus` work before one of them fails: infinitely many at a rate of 0.
+def time_to_failure(run: Run, num_gpus: int, *stream: int, trainer: int | None = None) -> float:
+    """Return the seconds that `num_gpus` of a trainer, or of a replica, work before one fails: infinitely many at a rate of 0.
 
     Exponential with mean 1 / (rate x GPUs), from a stream of its own, so that replica 3 of a seed fails after the
     same time whatever the others do.
     """
-    rate = run.failures.per_gpu_day * num_gpus / SECONDS_PER_DAY
+    rate = failures_per_gpu_day(run, trainer) * num_gpus / SECONDS_PER_DAY
     if not rate:
         return inf
     return float(np.random.default_rng([run.seed, *stream]).exponential(1 / rate))
@@ -57,11 +58,12 @@ class Failures:
     def watch_trainer(self, trainer: Trainer) -> None:
         """Let a trainer that is started fail later, where trainers do."""
         run = self._around.run_file
-        if not run.failures.trainers:
+        if not failures_per_gpu_day(run, trainer.id):
             return
         count = self._num_started[trainer.id] = self._num_started.get(trainer.id, 0) + 1
         num_gpus = run.trainers[trainer.id].num_gpus
-        seconds = time_to_failure(run, num_gpus, TRAINER_STREAM, trainer.id, count)
+        stream = (TRAINER_STREAM, trainer.id, count)
+        seconds = time_to_failure(run, num_gpus, *stream, trainer=trainer.id)
         if seconds < inf:
             self._around.env.process(self._fail(trainer, seconds, self._lose_trainer))
 

@@ -44,16 +44,16 @@ def answers_in_time(
         until: an instant of `time.perf_counter`.
     """
     futures = [pool.submit(work, job) for job in jobs]
-    pending = set(futures)
-    while pending:
+    num_told = 0
+    while pending := [each for each in futures if not each.done()]:
         left = until - time.perf_counter()
         if left <= 0:
-            pending = {each for each in pending if each is futures[0] or not each.cancel()}
-        done, pending = wait(
-            pending, min(left, LONGEST_WAIT) if left > 0 else None, FIRST_COMPLETED
-        )
-        for _ in done:
+            pending = [each for each in pending if each is futures[0] or not each.cancel()]
+        wait(pending, min(left, LONGEST_WAIT) if left > 0 else None, FIRST_COMPLETED)
+        num_answers = sum(each.done() and not each.cancelled() for each in futures)
+        for _ in range(num_told, num_answers):
             watch()
+        num_told = num_answers
     return {place: each.result() for place, each in enumerate(futures) if not each.cancelled()}
 
 

@@ -17,12 +17,14 @@ from sim.costs.fill import fill_policies
 from sim.failures import SECONDS_PER_DAY
 from sim.step_trace import MeasuredTrace, StepTrace
 from sim.world import SimWorld
+from streamrl.engine.trainer_side import LEADER
 from streamrl.record.leader_steps import LeaderSteps
 from streamrl.record.metrics import Metrics
 from streamrl.record.steady import LEAST_STEPS, NEGLIGIBLE, Steady
 from streamrl.record.steady_run import LEAST_FAILURES, find_steady_so_far
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
+from streamrl.runfile.failure_rates import failures_per_gpu_day
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.workload import SimulatedWorkload, Workload
 
@@ -151,7 +153,7 @@ class Enough:
     def _lacks_failures(self, step_time: float) -> bool:
         """Return whether too few failures were seen, though there will be enough."""
         run = self._run
-        num_gpus = run.rollout.num_gpus + run.failures.trainers * run.trainer.num_gpus
-        seconds = run.simulate.max_steps * step_time
-        expected = run.failures.per_gpu_day * num_gpus * seconds / SECONDS_PER_DAY
+        per_day = failures_per_gpu_day(run) * run.rollout.num_gpus
+        per_day += failures_per_gpu_day(run, LEADER) * run.trainer.num_gpus
+        expected = per_day * run.simulate.max_steps * step_time / SECONDS_PER_DAY
         return self._steps.num_failures < LEAST_FAILURES <= expected

@@ -24,7 +24,8 @@ from streamrl.engine.messages import (
 )
 from streamrl.hardware.profiles import load_gpu
 from streamrl.record.flow import read_flow
-from streamrl.record.metrics import dollars_per_second, measure
+from streamrl.record.metrics import measure
+from streamrl.record.rent import dollars_per_second
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from tests.hand_traces import LEARNERS, HandTrace

@@ -21,6 +21,7 @@ from streamrl.engine.messages import Generated, Stepped
 from streamrl.record.chrome_trace import chrome_trace
 from streamrl.record.metrics import Metrics, SideMetrics, TrainerMetrics, measure
 from streamrl.record.trace import Trace
+from streamrl.record.whole_run import PoolTotal, WholeRun
 from streamrl.report.figures import idle_figure, timeline_figure
 from streamrl.report.pictures.drawing import Rectangle, Text
 from streamrl.report.pictures.steps import timeline_picture
@@ -39,13 +40,34 @@ from tests.hand_traces import LEARNERS, HandTrace
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "h20-h800.toml"
 
+WHOLE = WholeRun(
+    steps=100,
+    seconds=9000.0,
+    seconds_interval=(8900.0, 9100.0),
+    dollars=450.0,
+    dollars_interval=(445.0, 455.0),
+    gpu_hours=120.0,
+    pools={
+        "h20": PoolTotal(
+            gpu="h20", num_gpus=32, is_owned=True, gpu_hours=80.0, dollars=148.0, kwh=None
+        ),
+        "h100": PoolTotal(
+            gpu="h100", num_gpus=16, is_owned=False, gpu_hours=40.0, dollars=302.0, kwh=20.0
+        ),
+    },
+    egress=0.0,
+    start_time=60.0,
+    checkpoint_time=0.0,
+    tokens=3.6e8,
+    rollouts=102_400,
+    kwh=None,
+    unknown_power=["h20"],
+)
 PREDICTED = Metrics(
     world="simulated",
     num_steps=12,
     total_time=7200.0,
-    training_steps=100,
-    training_time=9000.0,
-    training_cost=450.0,
+    whole_run=WHOLE,
     step_time=90.0,
     step_time_interval=(89.0, 91.0),
     median_step_time=90.0,

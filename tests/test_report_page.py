@@ -103,6 +103,7 @@ def test_tags_are_balanced_and_ids_are_unique(html: str) -> None:
 
 def test_a_page_of_everything_has_every_section(html: str) -> None:
     assert Outline(html).headings == [
+        "The whole run",
         "Plan against alternatives",
         "Speed against cost",
         "Idle by cause",

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from sim.planner.layouts import DIVISIBILITY, HEADS, TRAINER_MEMORY
+from sim.planner.limits import OVER
 from sim.planner.modes import Mode
-from sim.planner.space import BUDGET, LINK, POOL_SIZE, SHARED, Candidate, Space
-from streamrl.record.metrics import SECONDS_PER_HOUR, dollars_per_second
+from sim.planner.space import LINK, POOL_SIZE, SHARED, Candidate, Space
+from streamrl.record.rent import SECONDS_PER_HOUR, dollars_per_second
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
@@ -126,7 +127,11 @@ def test_a_mixture_opens_expert_parallelism_and_a_dense_model_does_not() -> None
 def test_reasons_are_counted() -> None:
     space = Space.open(offer({"model": {"name": "qwen2.5-32b"}}, budget_per_hour=100.0))
     assert space.cut[TRAINER_MEMORY] > 0
-    assert space.cut[POOL_SIZE] > 0 and space.cut[SHARED] > 0 and space.cut[BUDGET] > 0
+    assert (
+        space.cut[POOL_SIZE] > 0
+        and space.cut[SHARED] > 0
+        and space.cut[OVER.format("budget_per_hour")] > 0
+    )
     assert space.cut[DIVISIBILITY] > 0
     assert (space.prices * SECONDS_PER_HOUR <= 100.0).all()
 
@@ -191,7 +196,7 @@ def test_an_empty_space_says_which_constraint_emptied_it(
         ({"micro_batch": [0]}, "plan.micro_batch must be at least 1, got 0"),
         ({"budget_per_step": 0.0}, "plan.budget_per_step must be above 0"),
         ({"seeds": 0}, "plan.seeds must be at least 1"),
-        ({"budget": 3.0}, "plan.budget is no key of a run file"),
+        ({"budgets": 3.0}, "plan.budgets is no key of a run file"),
     ],
 )
 def test_a_section_that_cannot_be_is_refused_by_key_and_value(

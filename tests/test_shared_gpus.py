@@ -25,7 +25,8 @@ from streamrl.engine.messages import (
     WeightsPushed,
 )
 from streamrl.record.attribution import attribute
-from streamrl.record.metrics import dollars_per_second, measure
+from streamrl.record.metrics import measure
+from streamrl.record.rent import dollars_per_second
 from streamrl.record.timeline import read_timeline
 from streamrl.record.trace import replay
 from streamrl.report.figures import timeline_figure

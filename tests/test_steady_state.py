@@ -66,7 +66,7 @@ def test_two_clusters_compare_alike_however_long_the_training_is() -> None:
             for replicas in (1, 3)
         ]
         found.append([(m.step_time, m.cost_per_million_tokens, m.idle) for m in clusters])
-        assert [m.training_steps for m in clusters] == [steps, steps]
+        assert [m.whole_run.steps for m in clusters] == [steps, steps]
     assert found[0] == found[1] == found[2]
     assert found[0][0] != found[0][1]
 

@@ -15,9 +15,11 @@ from streamrl.doctor.finding import Changes, Finding, Level, is_error
 from streamrl.doctor.fix import Fix
 from streamrl.doctor.lengths import mean_lengths
 from streamrl.engine.systems import SYSTEMS, choose_system
+from streamrl.engine.trainer_side import LEADER
 from streamrl.record.attribution import UNDERFILLED
 from streamrl.record.metrics import Metrics
 from streamrl.runfile.config import Run
+from streamrl.runfile.failure_rates import failures_per_gpu_day
 from streamrl.runfile.policies_config import PoliciesConfig
 
 POLICIES = (
@@ -80,23 +82,26 @@ class Losses(NamedTuple):
 def expected_losses(run: Run, step_time: float) -> Losses:
     """Return the losses of replicas, or of the trainer that leads where there are more of them."""
     days = run.algorithm.steps * step_time / SECONDS_PER_DAY
-    of_a_gpu = run.failures.per_gpu_day * days
-    replicas = Losses(of_a_gpu * run.rollout.num_gpus, "replicas")
-    if not run.failures.trainers:
-        return replicas
-    trainer = Losses(of_a_gpu * run.trainer.num_gpus, "times the trainer")
-    return max(replicas, trainer)
+    of_replicas = failures_per_gpu_day(run) * run.rollout.num_gpus
+    of_trainer = failures_per_gpu_day(run, LEADER) * run.trainer.num_gpus
+    return max(
+        Losses(of_replicas * days, "replicas"), Losses(of_trainer * days, "times the trainer")
+    )
 
 
 def _find_losses(run: Run, metrics: Metrics) -> Iterator[Finding]:
     (losses, what), most = expected_losses(run, metrics.step_time), run.policies.max_restarts
     if losses > most:
         text = (
-            f"at {run.failures.per_gpu_day:g} failures of a GPU in a day {run.algorithm.steps} steps lose "
+            f"at {_rate(run):g} failures of a GPU in a day {run.algorithm.steps} steps lose "
             f"{losses:,.3g} {what}, but policies.max_restarts={most} stops the run at about step "
             f"{int(run.algorithm.steps * most / losses):,}"
         )
         yield _finding("warning", "restarts", text)
+
+
+def _rate(run: Run) -> float:
+    return max(failures_per_gpu_day(run), failures_per_gpu_day(run, LEADER))
 
 
 def _find_stale(run: Run, metrics: Metrics) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ from sim.planner.bound import Estimates
 from sim.planner.space import Candidate
 from streamrl.engine.systems import choose_system
 from streamrl.hardware.memory import kv_capacity, most_running
-from streamrl.record.metrics import Speed
+from streamrl.record.speed import Speed
 from streamrl.report.plan import Binding
 from streamrl.runfile.config import Run
 

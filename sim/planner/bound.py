@@ -107,7 +107,7 @@ class Estimates:
             name: np.array(column)
             for name, column in zip(TrainTimes._fields, zip(*trained, strict=True), strict=True)
         }
-        self._push, self._load = sync_times(space)
+        self._push, self._load, self._egress = sync_times(space)
 
     # Generation -----------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class Estimates:
 
     def _take_offer(self, run: Run) -> None:
         self.space = self.space.priced(run)
-        self._push, self._load = sync_times(self.space)
+        self._push, self._load, self._egress = sync_times(self.space)
 
     # Steps ----------------------------------------------------------------------------------------
 
@@ -206,6 +206,11 @@ class Estimates:
     def bound(self) -> Floats:
         """Return the seconds that a steady step of each plan does not go below."""
         return self._put_together(is_bound=True).step
+
+    def egress(self, steps: Floats) -> Floats:
+        """Return the dollars of what crosses links in a step of so many seconds: a push, or what of one there is time for."""
+        found: Floats = self._egress * np.minimum(1.0, steps / np.maximum(self._push, 1e-9))
+        return found
 
     def least(self, index: int) -> LeastTimes:
         """Return the bounds of a plan's generation: the longest rollout's, and that of all work for one replica."""

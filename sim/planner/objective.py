@@ -8,7 +8,7 @@ from typing import TypeVar, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.record.metrics import Speed
+from streamrl.record.speed import Speed
 from streamrl.runfile.plan_config import ObjectiveName, PlanConfig
 
 Floats = NDArray[np.float64]
@@ -26,7 +26,7 @@ def value_of(plan: PlanConfig, speed: Speed) -> float:
     The Pareto set is searched for the least product of seconds and dollars. Of what a version of lag loses of a step's
     progress (`plan.staleness_cost`), the rest has to do the same.
     """
-    progress = _progress(plan, speed.mean_staleness)
+    progress = progress_of(plan, speed.mean_staleness)
     match plan.objective:
         case "cost-per-million-tokens":
             return speed.cost_per_million_tokens / progress
@@ -46,18 +46,29 @@ def values_of(
     prices: Floats,
     tokens_per_step: float,
     lags: Floats,
+    egress: Floats,
 ) -> Floats:
-    """Estimate the objective of every plan from its seconds of a step, its dollars a second and its mean staleness."""
-    seconds = seconds / _progress(plan, lags)
+    """Estimate the objective of every plan.
+
+    Args:
+        plan: the section `[plan]`.
+        seconds: of a step.
+        prices: dollars a second.
+        tokens_per_step: output tokens that a step trains on.
+        lags: mean staleness.
+        egress: dollars a step for what crosses links.
+    """
+    progress = progress_of(plan, lags)
+    seconds, dollars = seconds / progress, (seconds * prices + egress) / progress
     match plan.objective:
         case "cost-per-million-tokens":
-            return seconds * prices / tokens_per_step * 1e6
+            return dollars / tokens_per_step * 1e6
         case "cost-per-step":
-            return seconds * prices
+            return dollars
         case "step-time":
             return seconds
         case "pareto":
-            return seconds * seconds * prices
+            return seconds * dollars
         case _:
             assert_never(plan.objective)
 
@@ -66,7 +77,7 @@ Lag = TypeVar("Lag", float, Floats)
 """Versions that rollouts are behind, of one plan or of all."""
 
 
-def _progress(plan: PlanConfig, lag: Lag) -> Lag:
+def progress_of(plan: PlanConfig, lag: Lag) -> Lag:
     """Return the progress of a step as a share of what rollouts of the newest version give."""
     return 1 / (1 + plan.staleness_cost / 100 * lag)
 

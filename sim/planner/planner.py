@@ -73,6 +73,7 @@ def _plan(
     value, bounds = search.value_of(speed), _bounds(search)
     found = Found(search, race, chosen)
     plan = Plan(
+        whole_run=metrics.whole_run,
         allocation=found.chosen,
         objective=Figure(
             name=objective,
@@ -141,9 +142,9 @@ class _Progress:
 def _bounds(search: Search) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Return the objective that no steady step of each plan goes below."""
     estimates, plan = search.estimates, search.space.run.plan
-    return values_of(
-        plan, estimates.bound(), search.space.prices, estimates.tokens, np.zeros(len(search.space))
-    )
+    steps, lags = estimates.bound(), np.zeros(len(search.space))
+    egress = estimates.egress(steps)
+    return values_of(plan, steps, search.space.prices, estimates.tokens, lags, egress)
 
 
 def _change(search: Search, chosen: int, verdict: Verdict, value: float) -> Change:

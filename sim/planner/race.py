@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
+from itertools import chain
 from statistics import median
 
+from sim.planner.limits import excess, limits_of, spend_of, unmet
 from sim.planner.search import ALIKE, Search
 from sim.planner.trial import Trial, run_all, short_speed_of, shortened, speed_of, whole
-from streamrl.record.metrics import Speed
 from streamrl.record.paired import is_beyond_chance
+from streamrl.record.speed import Speed
 
 FINAL_STEPS = 24
 """Most steps by which finalists are told apart: paired comparisons need no more."""
 CONTENDS = 1.08
 """Objective over the best's, over the few steps of the search, up to which a plan is a finalist."""
+SPARE = 3
+"""Plans beyond the finalists that are tried where all of those break a budget over the whole run."""
 
 
 class Race:
@@ -41,13 +45,26 @@ class Race:
         return self._choose()
 
     def settle(self, pool: Executor, index: int, watch: Callable[[], None]) -> int:
-        """Simulate a plan until its step time is known, on every seed; the next one where it breaks its budget."""
+        """Simulate a plan until its step time is known, on every seed; the next one where it breaks its budget.
+
+        Raises:
+            ValueError: all break a budget or the deadline of `[plan]`.
+        """
         ranking = sorted(self.finals, key=self.value)
-        for each in [index, *(other for other in ranking if other != index)]:
+        spare = self._most_spare(SPARE)
+        for each in [index, *(other for other in ranking if other != index), *spare]:
+            self._compare(pool, [each], watch)
             self._simulate_whole(pool, each, watch)
             if all(self.search.is_affordable(speed) for speed in self.steady[each]):
                 return each
-        return index
+        raise unmet(self.search.space.run, chain.from_iterable(self.steady.values()))
+
+    def _most_spare(self, count: int) -> list[int]:
+        """Return plans that are no finalists, those that leave most of the budgets first."""
+        search, run = self.search, self.search.space.run
+        others = [index for index in search.ranking() if index not in self.finals]
+        others.sort(key=lambda index: excess(run, spend_of(run, search.speeds[index])))
+        return others[:count] if limits_of(run) else []
 
     def _compare(self, pool: Executor, indices: Iterable[int], watch: Callable[[], None]) -> None:
         search = self.search

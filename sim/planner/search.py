@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from sim.planner.bound import Estimates
 from sim.planner.generation_time import DealtBatch
-from sim.planner.objective import distance_to_front, value_of, values_of
+from sim.planner.limits import SECONDS_PER_DAY, Spend, excess, keeps_limits, limits_of, unmet
+from sim.planner.objective import distance_to_front, progress_of, value_of, values_of
 from sim.planner.simplicity import complexities
 from sim.planner.space import Space
 from sim.planner.train_time import FallingLengths
@@ -35,7 +36,7 @@ from sim.planner.trial import (
     shortened,
 )
 from streamrl.engine.systems import choose_system
-from streamrl.record.metrics import Speed
+from streamrl.record.speed import Speed
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import SystemName
 from streamrl.workload.workload import Draw
@@ -114,19 +115,33 @@ class Search:
         return value_of(self.space.run.plan, speed)
 
     def scores(self) -> Floats:
-        """Estimate the least objective that every plan may have; what breaks `budget_per_step` comes after all others."""
+        """Estimate the least objective that every plan may have; what breaks a budget comes after all others."""
         plan, stages, prices = self.space.run.plan, self.estimates.estimate(), self.space.prices
-        steps = stages.step * self._least_over()[self.space.of_mode]
-        dollars = steps * prices
+        steps, dollars = self._least_steps()
         if plan.objective == "pareto":
             values = distance_to_front(steps, dollars)
         else:
-            values = values_of(plan, steps, prices, self.estimates.tokens, self._lags)
+            egress = self.estimates.egress(steps)
+            values = values_of(plan, steps, prices, self.estimates.tokens, self._lags, egress)
         values = values * (1 + SLACK * (stages.training + stages.sync) / stages.step)
-        if plan.budget_per_step is not None:
-            over = np.maximum(1.0, dollars / plan.budget_per_step)
-            values = np.where(over > 1, values.max() * over, values)
-        return values
+        over = self._over_limits()
+        return np.where(over > 1, values.max() * over, values)
+
+    def _least_steps(self) -> tuple[Floats, Floats]:
+        """Return the least seconds and dollars that a step of every plan may take."""
+        steps = self.estimates.estimate().step * self._least_over()[self.space.of_mode]
+        return steps, steps * self.space.prices + self.estimates.egress(steps)
+
+    def _over_limits(self) -> Floats:
+        """Estimate how many times as much as it may every plan takes, at least; up to 1 where it may keep all limits."""
+        run, (steps, dollars) = self.space.run, self._least_steps()
+        if not limits_of(run):
+            return np.zeros(len(self.space))
+        num_steps = run.algorithm.steps / progress_of(run.plan, self._lags)
+        per_day = dollars / steps * SECONDS_PER_DAY
+        spend = Spend(dollars, per_day, num_steps * dollars, num_steps * steps)
+        found: Floats = np.asarray(excess(run, spend))
+        return found
 
     def _least_over(self) -> Floats:
         """Return, by mode, the share of its estimate that a simulated step may take."""
@@ -153,9 +168,8 @@ class Search:
         return found
 
     def is_affordable(self, speed: Speed) -> bool:
-        """Whether a simulated plan keeps to `plan.budget_per_step`."""
-        budget = self.space.run.plan.budget_per_step
-        return budget is None or speed.cost_per_step <= budget
+        """Whether a simulated plan keeps to the budgets and the deadline of `[plan]`."""
+        return keeps_limits(self.space.run, speed)
 
     def ranking(self) -> list[int]:
         """Return the simulated plans within budget, the best first."""
@@ -170,7 +184,7 @@ class Search:
         `watch` is called after every simulation.
 
         Raises:
-            ValueError: no plan keeps to `plan.budget_per_step`.
+            ValueError: no plan keeps to the budgets and the deadline of `[plan]`.
         """
         self._refine(pool, lambda order, scores: self.best_of_each(), FIRST_LOOK)
         self.simulate(pool, self.best_of_each(), watch)
@@ -181,11 +195,7 @@ class Search:
             self.simulate(pool, chosen, watch)
         ranking = self.ranking()
         if not ranking:
-            cheapest = min(speed.cost_per_step for speed in self.speeds.values())
-            raise ValueError(
-                f"plan.budget_per_step {self.space.run.plan.budget_per_step:g}: the cheapest plan that was "
-                f"simulated costs {cheapest:.4g} dollars a step"
-            )
+            raise unmet(self.space.run, self.speeds.values())
         return ranking
 
     def best_of_each(self) -> list[int]:
@@ -257,7 +267,8 @@ class Search:
         if plan.objective == "pareto":
             return self._spread([i for i in self.unlike(order) if scores[i] <= 1 + MARGIN])
         if not ranking:
-            return list(self.unlike(order))[:ROUND]
+            over = self._over_limits()
+            return list(self.unlike(i for i in order if over[i] <= 1))[:ROUND]
         best = ranking[0]
         worth = scores.copy()
         worth[self.complexity < self.complexity[best]] *= (1 - MARGIN) / (1 + ALIKE)

@@ -18,7 +18,7 @@ from sim.planner.objective import value_of, values_of
 from sim.planner.search import Search
 from sim.planner.space import Candidate, price_per_second
 from sim.planner.trial import Trial, run_all, short_speed_of, shortened
-from streamrl.record.metrics import SECONDS_PER_HOUR
+from streamrl.record.rent import SECONDS_PER_HOUR
 from streamrl.runfile.config import Run
 from streamrl.runfile.units import Bandwidth
 
@@ -204,4 +204,5 @@ def _values(estimates: Estimates) -> Floats:
     """Estimate the objective of every plan, budgets aside."""
     space = estimates.space
     steps = estimates.estimate().step
-    return values_of(space.run.plan, steps, space.prices, estimates.tokens, np.zeros(len(space)))
+    lags, egress = np.zeros(len(space)), estimates.egress(steps)
+    return values_of(space.run.plan, steps, space.prices, estimates.tokens, lags, egress)

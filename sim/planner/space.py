@@ -25,12 +25,13 @@ from sim.planner.layouts import (
     fitting_trainers,
     sizes,
 )
+from sim.planner.limits import within_rent
 from sim.planner.modes import Mode, find_modes
 from sim.planner.stages import refuse_profile
 from sim.planner.train_time import FallingLengths, TrainTimes, train_times
 from streamrl.hardware.memory import kv_capacity
 from streamrl.hardware.profiles import check_profiles, load_model, price_of
-from streamrl.record.metrics import SECONDS_PER_HOUR
+from streamrl.record.rent import SECONDS_PER_HOUR
 from streamrl.runfile.config import Run
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.pools import find_link, powers_of_two
@@ -46,7 +47,6 @@ MOST_PLANS = 10_000_000
 LINK = "no link between the two pools"
 POOL_SIZE = "both sides need more GPUs than their pool has"
 SHARED = "colocated: sides in different pools, or of different size"
-BUDGET = "more than plan.budget_per_hour"
 SLOW = "trainer: another on the same GPUs is faster by its closed form"
 
 
@@ -60,7 +60,8 @@ class Candidate(NamedTuple):
     def apply(self, run: Run) -> Run:
         """Return the run file of the plan, with the nodes that it rents."""
         run = self.mode.apply(self.trainer.apply(self.replicas.apply(run)))
-        return _with_nodes_used(replace(run, plan=PlanConfig()))
+        plan = PlanConfig(staleness_cost=run.plan.staleness_cost)
+        return _with_nodes_used(replace(run, plan=plan))
 
 
 Part = TypeVar("Part")
@@ -168,7 +169,7 @@ class Space:
             )
         is_shared = np.array([mode.system == "colocated" for mode in modes])[of_mode]
         prices = pairs.prices(is_shared, of_replicas, of_trainer)
-        kept = _within_budget(run, prices, cut)
+        kept = within_rent(run.plan, prices, cut)
         replicas, of_replicas = _used(replicas, of_replicas[kept])
         trainers, of_trainer = _used(trainers, of_trainer[kept])
         modes, of_mode = _used(modes, of_mode[kept])
@@ -306,10 +307,14 @@ class _Pairs:
         self._gpus = tuple(
             np.array([side.num_gpus for side in sides]) for sides in (replicas, trainers)
         )
+        offer = run.cluster.pools.items()
+        rent = {name: 0.0 if p.owned else price_per_second(run, name) for name, p in offer}
         self._prices = tuple(
-            np.array([side.num_gpus * price_per_second(run, side.pool) for side in sides])
+            np.array([side.num_gpus * rent[side.pool] for side in sides])
             for sides in (replicas, trainers)
         )
+        self._owned = sum(p.num_gpus * price_per_second(run, name) for name, p in offer if p.owned)
+        """Dollars a second of pools that are owned, whatever a plan takes of them."""
         links = np.array([[_has_link(run, a, b) for b in pools] for a in pools])
         self._linked = links[self._first[:, None], self._second[None, :]]
         self._same = self._first[:, None] == self._second[None, :]
@@ -332,7 +337,8 @@ class _Pairs:
     def prices(self, is_shared: Mask, first: Indices, second: Indices) -> Floats:
         """Return the dollars a second of plans."""
         generate, train = self._prices[0][first], self._prices[1][second]
-        found: Floats = np.where(is_shared, np.maximum(generate, train), generate + train)
+        rented = np.where(is_shared, np.maximum(generate, train), generate + train)
+        found: Floats = rented + self._owned
         return found
 
 
@@ -347,40 +353,21 @@ def _has_link(run: Run, first: str, second: str) -> bool:
     return find_link(replace(run, rollout=rollout, trainer=trainer)) is not None
 
 
-def _within_budget(run: Run, prices: Floats, cut: Counter[str]) -> Mask:
-    """Say which plans may be rented.
-
-    Raises:
-        ValueError: none; the cheapest price is named.
-    """
-    budget = run.plan.budget_per_hour
-    if budget is None:
-        return np.ones(len(prices), dtype=bool)
-    kept = prices * SECONDS_PER_HOUR <= budget
-    cut[BUDGET] += int((~kept).sum())
-    if not kept.any():
-        raise ValueError(
-            f"plan.budget_per_hour {budget:g}: the cheapest plan that fits costs "
-            f"{prices.min() * SECONDS_PER_HOUR:.2f} dollars an hour"
-        )
-    return kept
-
-
 def _why(cut: Counter[str]) -> str:
     reasons = [f"{reason} ({count} times)" for reason, count in cut.most_common() if count]
     return "; ".join(reasons) or "plan names GPUs that no pool has"
 
 
 def _with_nodes_used(run: Run) -> Run:
-    """Return the run with the pools of both sides alone, and as many nodes as they use."""
+    """Return the run with as many nodes as both sides use of pools that are rented, and all of those that are owned."""
     needs: Counter[str] = Counter()
     for side in (run.rollout, run.trainer):
         taken = needs[side.pool]
         needs[side.pool] = max(taken, side.num_gpus) if run.shares_gpus else taken + side.num_gpus
     pools = {
-        name: replace(pool, nodes=-(-needs[name] // pool.gpus_per_node))
+        name: pool if pool.owned else replace(pool, nodes=-(-needs[name] // pool.gpus_per_node))
         for name, pool in run.cluster.pools.items()
-        if needs[name]
+        if needs[name] or pool.owned
     }
     links = [link for link in run.cluster.links if set(link.between) <= set(pools)]
     return replace(run, cluster=replace(run.cluster, pools=pools, links=links))

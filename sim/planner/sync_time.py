@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,14 +12,24 @@ from sim.costs.colocation import PhaseChange
 from sim.costs.sync import SyncCosts
 from sim.planner.layouts import Degrees
 from sim.planner.space import Candidate, Space
+from streamrl.record.rent import egress_dollars
 from streamrl.runfile.config import Run
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 
-def sync_times(space: Space) -> tuple[Floats, Floats]:
-    """Return seconds of push and of load of every plan; colocated ones change their phase instead."""
+class SyncTimes(NamedTuple):
+    """The weight sync of every plan; colocated ones change their phase instead."""
+
+    push: Floats
+    load: Floats
+    egress: Floats
+    """Dollars of a push."""
+
+
+def sync_times(space: Space) -> SyncTimes:
+    """Return seconds of push and of load, and dollars of what crosses links, of every plan."""
     is_shared = np.array([mode.system == "colocated" for mode in space.modes])[space.of_mode]
     names = {name: i for i, name in enumerate(dict.fromkeys(m.sync_mode for m in space.modes))}
     sent = np.array([names[mode.sync_mode] for mode in space.modes])[space.of_mode]
@@ -29,8 +40,8 @@ def sync_times(space: Space) -> tuple[Floats, Floats]:
     codes = (space.of_replicas.astype(np.int64) * 2 * size + trainers) * len(names) + sent
     _, firsts, inverse = np.unique(codes, return_index=True, return_inverse=True)
     found = [_sync(space.run, space.candidate(int(first))) for first in firsts]
-    times = np.array([(costs.push_time, costs.load_time) for costs in found])
-    return times[inverse, 0], times[inverse, 1]
+    push, load, egress = np.array(found).T[:, inverse]
+    return SyncTimes(push, load, egress)
 
 
 def _sender(trainer: Degrees) -> Hashable:
@@ -48,6 +59,7 @@ def _classes(trainers: list[Degrees], key: Callable[[Degrees], Hashable]) -> Ind
     return np.array([seen.setdefault(key(trainer), len(seen)) for trainer in trainers])
 
 
-def _sync(run: Run, candidate: Candidate) -> SyncCosts:
+def _sync(run: Run, candidate: Candidate) -> tuple[float, float, float]:
     run = candidate.apply(run)
-    return PhaseChange.load(run).sync_costs() if run.shares_gpus else SyncCosts.load(run)
+    costs = PhaseChange.load(run).sync_costs() if run.shares_gpus else SyncCosts.load(run)
+    return costs.push_time, costs.load_time, egress_dollars(run, costs.wire_bytes)

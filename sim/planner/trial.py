@@ -18,7 +18,8 @@ from sim.planner.generation_time import GenerationTime, summarize
 from sim.planner.space import Candidate
 from sim.steady_state import measure_steady, sampled, simulate_steady
 from streamrl.record.leader_steps import read_steps
-from streamrl.record.metrics import Metrics, Speed, measure_speed
+from streamrl.record.metrics import Metrics, measure_speed
+from streamrl.record.speed import Speed
 from streamrl.record.trace import Trace
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run

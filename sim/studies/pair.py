@@ -10,8 +10,8 @@ from sim.steady_state import Enough, open_world
 from sim.studies.break_even import Watch, find_break_even_bandwidth
 from sim.world import collecting_seldom
 from streamrl.record.against import Against
-from streamrl.record.metrics import dollars_per_second
 from streamrl.record.paired import PairedSteps, find_paired_steps
+from streamrl.record.rent import dollars_per_second
 from streamrl.record.set_against import set_against
 from streamrl.record.steady import Steady
 from streamrl.record.trace import Trace

@@ -30,8 +30,8 @@ def plan(
 ) -> None:
     """Choose GPUs, parallelism and mode for a run: its pools are the offer, `nodes` the most that may be rented.
 
-    What is open and what counts is in its section `plan`. The chosen allocation goes to plan.toml, ready for
-    `simulate` and `execute`.
+    What is open, what counts and what may not be exceeded (`budget`, `deadline`) is in its section `plan`. The
+    chosen allocation goes to plan.toml, ready for `simulate` and `execute`.
 
     Example: streamrl plan examples/plan-7b.toml --set plan.objective=step-time -o plans/7b
     """

@@ -46,7 +46,7 @@ def report(
         _write(markdown, render_markdown(page))
     if as_json:
         written = {"html": str(target), "markdown": None if markdown is None else str(markdown)}
-        print_json({**written, **describe(found)})
+        print_json({**describe(found), **written})
     else:
         Console().print(page.answer, highlight=False, markup=False)
         Console().print(f"\nwritten to {target}", highlight=False, markup=False, soft_wrap=True)

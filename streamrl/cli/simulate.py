@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec.structs import asdict
 from rich.console import Console
 
 from sim.steady_state import measure_steady, simulate_steady
@@ -68,11 +69,12 @@ def simulate(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate a run file and say what a step takes, costs, and where GPUs stand idle.
+    """Simulate a run file and say what its whole training and a step take and cost, and where GPUs stand idle.
 
-    All figures are those of the steady state: as many steps are simulated as `simulate.interval` needs, at most
-    `simulate.max_steps`, whatever `algorithm.steps` is. Without --output they are measured as they are made, so that
-    thousands take no more memory than a few.
+    First comes the whole run: all `algorithm.steps`, with their start. All other figures are those of the steady
+    state: as many steps are simulated as `simulate.interval` needs, at most `simulate.max_steps`, whatever
+    `algorithm.steps` is. Without --output they are measured as they are made, so that thousands take no more memory
+    than a few.
 
     Example: streamrl simulate examples/h20-h800.toml --set policies.system=stream-sync -o runs/what-if
 
@@ -106,7 +108,7 @@ def simulate(
     _refuse_options_of_studies(_given_of_studies(seeds is not None, bool(metric), skip_infeasible))
     metrics = _simulate(load_run(run_file, overrides or ()), output)
     if as_json:
-        print_json(metrics)
+        print_json({"whole_run": metrics.whole_run, **asdict(metrics)})
     else:
         Console().print(metrics_table(metrics))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from streamrl.doctor.finding import Changes, Finding
 from streamrl.doctor.fix import Fix
 from streamrl.hardware.profiles import price_of
@@ -24,7 +26,9 @@ def find(run: Run) -> Iterator[Finding]:
         idle = pool.num_gpus - used
         if not idle:
             yield _finding("ok", name, text)
-        elif run.plan != PlanConfig():
+        elif pool.owned:
+            yield _finding("ok", name, f"{text}; the others are owned, and charged all the same")
+        elif replace(run.plan, staleness_cost=0.0) != PlanConfig():
             yield _finding("ok", name, f"{text}; the others are only offered, as [plan] says")
         elif run.policies.resize == "adjust" and run.rollout.pool == name:
             yield _finding("ok", name, f"{text}; the others are there for policies.resize")

@@ -8,7 +8,7 @@ import functools
 import math
 import tomllib
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar, assert_never
 
 import msgspec
 
@@ -42,6 +42,30 @@ class Roofline(ProfileTable, frozen=True, kw_only=True):
                 raise ValueError(f"{key} must be a share of the peak, at most 1, got {share}")
 
 
+class Power(ProfileTable, frozen=True, kw_only=True):
+    """Watts of one GPU as they were measured, of what else a node holds none; absent where nobody published any."""
+
+    source: str
+    generating: float | None = None
+    training: float | None = None
+    idle: float | None = None
+
+    def __post_init__(self) -> None:
+        check_positive(self)
+
+    def watts(self, work: Literal["generating", "training", "idle"]) -> float | None:
+        """Return the watts of what it does; None where they are not known."""
+        match work:
+            case "generating":
+                return self.generating
+            case "training":
+                return self.training
+            case "idle":
+                return self.idle
+            case _:
+                assert_never(work)
+
+
 class Gpu(ProfileTable, frozen=True, kw_only=True):
     """One kind of GPU."""
 
@@ -64,6 +88,7 @@ class Gpu(ProfileTable, frozen=True, kw_only=True):
     flops: dict[str, float]
     """Dense peak FLOP/s by dtype; a dtype is absent where the hardware has no units for it."""
     roofline: Roofline
+    power: Power | None = None
     tables: dict[str, str] = msgspec.field(default_factory=dict)
     """Which measured table stands for each operator, as "GPU/BACKEND"; the roofline where none does. A key
     "OPERATOR.DTYPE" is for one dtype alone."""

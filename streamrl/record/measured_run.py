@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 
 import numpy as np
@@ -12,7 +11,8 @@ from streamrl.hardware.tables import Floats
 from streamrl.record.against import GpuUse, PairedRun
 from streamrl.record.attribution import ROLLOUT, SHARED, TRAINER, UNDERFILLED, idle_of_steps
 from streamrl.record.leader_steps import read_steps
-from streamrl.record.metrics import SECONDS_PER_HOUR, measure, paid_gpus
+from streamrl.record.metrics import measure
+from streamrl.record.rent import SECONDS_PER_HOUR, gpus_paid
 from streamrl.record.replicas import read_replicas
 from streamrl.record.trace import Trace
 from streamrl.runfile.sides import sides_of
@@ -56,10 +56,7 @@ class MeasuredRun:
     @property
     def gpus(self) -> Mapping[str, float]:
         """GPUs that are paid for by pool, on average."""
-        found: dict[str, float] = defaultdict(float)
-        for pool, num_gpus in paid_gpus(self.run, self.num_replicas):
-            found[pool] += num_gpus
-        return found
+        return gpus_paid(self.run, self.num_replicas)
 
     def describe(self) -> PairedRun:
         """Return the run's own figures."""

@@ -9,11 +9,12 @@ from statistics import median
 
 import msgspec
 
-from streamrl.hardware.profiles import price_of
 from streamrl.record.attribution import Attribution, SidesAttribution
 from streamrl.record.flow import Flow
 from streamrl.record.leader_steps import LeaderSteps, read_steps
+from streamrl.record.rent import dollars_per_second, egress_dollars
 from streamrl.record.run_reader import PaceReader, RunReader
+from streamrl.record.speed import Speed
 from streamrl.record.steady import Steady, count_steps
 from streamrl.record.steady_run import find_steady_of, tell_doubts
 from streamrl.record.trace import Trace, blaming_damage
@@ -24,43 +25,11 @@ from streamrl.record.uncertainty import (
     tell_unmeasured,
 )
 from streamrl.record.underfilled import YieldSource
+from streamrl.record.whole_run import WholeRun, make_whole_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import sides_of, trainer_names
 
-SECONDS_PER_HOUR = 3600.0
 TRAINING = ("score", "train")
-
-
-class Speed(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trace says of seconds and dollars, which takes no look at every GPU's every second."""
-
-    step_time: float
-    """Mean seconds of a step of the steady state, over which all these figures are."""
-    step_time_interval: tuple[float, float] | None
-    """95 % interval of that mean; None where too few steps count."""
-    median_step_time: float
-    """Median seconds of a step."""
-    step_times: list[float]
-    """Seconds of every step from the first on."""
-    step_tokens: list[int] = []
-    """Output tokens that each of them trained on."""
-    counted_steps: tuple[int, int]
-    """First and last step that count."""
-    note: str
-    """What keeps the figures from being those of a steady state as exactly known as was asked for; empty where
-    nothing does."""
-    throughput: float
-    """Output tokens generated a second: those that the steps were made of, and those that were lost meanwhile."""
-    goodput: float
-    """Output tokens trained on a second."""
-    samples_per_second: float
-    """Rollouts trained on a second."""
-    cost_per_step: float
-    """Dollars of all allocated GPUs for a mean step."""
-    cost_per_million_tokens: float
-    """Dollars for a million tokens trained on."""
-    mean_staleness: float
-    """Versions that a rollout was behind when the leader trained on it, on average."""
 
 
 class SideMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,12 +66,8 @@ class Metrics(Speed, frozen=True, kw_only=True):
     num_steps: int
     total_time: float
     """Seconds from the first to the last entry."""
-    training_steps: int
-    """Steps of the whole training."""
-    training_time: float
-    """Seconds of all `algorithm.steps`, with its start: an estimate, where they are not what is recorded."""
-    training_cost: float
-    """Dollars of that."""
+    whole_run: WholeRun
+    """What all `algorithm.steps` take and cost: an estimate, where they are not what is recorded."""
     num_gpus: dict[str, int]
     """GPUs allocated at the start by side, each once: "shared" ones generate and train in turn."""
     busy: dict[str, float]
@@ -169,7 +134,6 @@ def measure_read(
     first, last = speed.counted_steps
     window = leader.window(first, last)
     shares = reader.attribution.between(*window)
-    training_time = _training_time(trace.run, speed)
     tiers = _tiers(trace, shares)
     notes = [note for note in (speed.note, tell_unmeasured(tiers)) if note]
     speed = msgspec.structs.replace(speed, note="; ".join(notes))
@@ -177,9 +141,7 @@ def measure_read(
         world=trace.world,
         num_steps=len(speed.step_times),
         total_time=reader.end,
-        training_steps=trace.run.algorithm.steps,
-        training_time=training_time,
-        training_cost=training_time * speed.cost_per_step / speed.step_time,
+        whole_run=make_whole_run(trace, speed, shares, reader.replicas.mean(*window)),
         num_gpus={side.name: side.num_gpus for side in sides_of(trace.run)},
         busy=shares.whole.busy,
         idle=shares.whole.idle,
@@ -208,6 +170,7 @@ def _measure_speed(
     num_tokens = leader.num_tokens(first, last)
     num_rollouts = sum(step.num_rollouts for step in leader.made[first:last])
     dollars = dollars_per_second(trace.run, reader.replicas.mean(began, ended))
+    egress = egress_dollars(trace.run, reader.pushes.num_bytes(began, ended))
     step_times = leader.step_times()
     return Speed(
         step_time=steady.step_time,
@@ -220,8 +183,11 @@ def _measure_speed(
         throughput=(num_tokens + flow.lost_tokens(began, ended)) / (ended - began),
         goodput=num_tokens / (ended - began),
         samples_per_second=num_rollouts / (ended - began),
-        cost_per_step=steady.step_time * dollars,
-        cost_per_million_tokens=dollars * (ended - began) / num_tokens * 1e6 if num_tokens else 0.0,
+        cost_per_step=steady.step_time * dollars + egress / (last - first),
+        egress_per_step=egress / (last - first),
+        cost_per_million_tokens=(dollars * (ended - began) + egress) / num_tokens * 1e6
+        if num_tokens
+        else 0.0,
         mean_staleness=_mean_of(leader.staleness_of(first, last)),
     )
 
@@ -236,13 +202,6 @@ def _choose(trace: Trace, steps: LeaderSteps, counted_steps: tuple[int, int] | N
         return find_steady_of(trace, steps)
     first, last = counted_steps
     return count_steps(steps.durations(), first - 1, last)
-
-
-def _training_time(run: Run, speed: Speed) -> float:
-    """Return the seconds of the whole training: what comes before the steps that count, and all others at their mean."""
-    num_before = min(speed.counted_steps[0] - 1, run.algorithm.steps)
-    before = sum(speed.step_times[:num_before])
-    return before + (run.algorithm.steps - num_before) * speed.step_time
 
 
 def _trainers(run: Run, flow: Flow, window: tuple[float, float]) -> Iterator[TrainerMetrics]:
@@ -271,22 +230,6 @@ def _side(shares: Attribution) -> SideMetrics:
         busy={name: share for name, share in shares.busy.items() if share},
         idle={name: share for name, share in shares.idle.items() if share},
     )
-
-
-def dollars_per_second(run: Run, num_replicas: float | None = None) -> float:
-    """Return what the allocated GPUs cost a second, shared ones once, with as many replicas as there were."""
-    return sum(
-        num_gpus * price_of(run.cluster.pools[pool]) / SECONDS_PER_HOUR
-        for pool, num_gpus in paid_gpus(run, num_replicas)
-    )
-
-
-def paid_gpus(run: Run, num_replicas: float | None = None) -> Iterator[tuple[str, float]]:
-    """Yield for each side its pool and the GPUs that are paid for there; see `dollars_per_second`."""
-    more = 0.0 if num_replicas is None else num_replicas - run.rollout.replicas
-    for side in sides_of(run):
-        added = more * run.rollout.tensor_parallel if side.kind == "rollout" else 0.0
-        yield side.pool, side.num_gpus + added
 
 
 def _tiers(trace: Trace, shares: SidesAttribution) -> dict[str, float]:

@@ -14,7 +14,7 @@ import numpy as np
 from streamrl.hardware.tables import Floats
 from streamrl.record.batch_means import half_width
 from streamrl.record.leader_steps import LeaderSteps
-from streamrl.record.metrics import Speed
+from streamrl.record.speed import Speed
 from streamrl.record.steady_run import find_steady_so_far
 from streamrl.runfile.config import Run
 

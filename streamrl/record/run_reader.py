@@ -12,6 +12,7 @@ from streamrl.engine.messages import Event, Stepped, Stop
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.attribution import AttributionReader
 from streamrl.record.flow import Flow
+from streamrl.record.rent import Pushes
 from streamrl.record.replicas import PaidReplicas
 from streamrl.record.trace import Entry, Trace
 
@@ -24,6 +25,7 @@ class PaceReader:
         self.trace = trace
         self.flow = Flow(trace.run.num_trainers)
         self.replicas = PaidReplicas(trace.run.rollout.replicas)
+        self.pushes = Pushes()
         self.stopped_for = ""
         """Why a run stopped by itself, or was told to; empty where it was not."""
         self.end = 0.0
@@ -33,6 +35,7 @@ class PaceReader:
         """Take the entries that come after those before."""
         self.flow.read(entries)
         self.replicas.read(entries)
+        self.pushes.read(entries)
         stops = [c for _, _, commands in entries for c in commands if type(c) is Stop]
         if stops:
             self.stopped_for = stops[-1].reason

@@ -7,6 +7,7 @@ from streamrl.record.leader_steps import LeaderSteps
 from streamrl.record.steady import LEAST_STEPS, Steady, find_steady
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
+from streamrl.runfile.failure_rates import can_fail
 
 LEAST_FAILURES = 10
 """Failures whose number is known within a third, so that their share in a step's seconds is no luck."""
@@ -75,7 +76,7 @@ def tell_doubts(trace: Trace, steps: LeaderSteps, steady: Steady, stopped_for: s
             f"simulate.max_steps={trace.run.simulate.max_steps} came before the interval of "
             f"{share:.2g} that is wanted (simulate.interval)"
         )
-    if trace.run.failures.per_gpu_day and trace.is_endless:
+    if can_fail(trace.run) and trace.is_endless:
         doubts += _tell_failures(steps)
     return "; ".join(doubts)
 

@@ -17,7 +17,7 @@ from streamrl.record.against import (
     Known,
     PairedRun,
 )
-from streamrl.record.metrics import SECONDS_PER_HOUR
+from streamrl.record.rent import SECONDS_PER_HOUR
 from streamrl.record.set_against import is_told
 from streamrl.report.run_tables import (
     format_count,

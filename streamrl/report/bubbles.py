@@ -10,7 +10,8 @@ from rich.table import Table
 
 from streamrl.record.attribution import IDLE, UNDERFILLED, attribute
 from streamrl.record.flow import read_flow
-from streamrl.record.metrics import dollars_per_second, measure
+from streamrl.record.metrics import measure
+from streamrl.record.rent import dollars_per_second
 from streamrl.record.replicas import read_replicas
 from streamrl.record.trace import Trace
 from streamrl.report.run_tables import format_dollars, format_share

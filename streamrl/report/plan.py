@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.record.uncertainty import Uncertainty
+from streamrl.record.whole_run import WholeRun
 from streamrl.runfile.plan_config import ObjectiveName
 
 PLAN_JSON = "plan.json"
@@ -128,6 +129,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that `streamrl plan` found out."""
 
+    whole_run: WholeRun | None = None
+    """What all training steps of the chosen plan take; None in a plan of an earlier version."""
     allocation: Choice
     objective: Figure
     candidates: int

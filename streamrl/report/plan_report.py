@@ -11,6 +11,7 @@ from rich.text import Text
 from streamrl.record.uncertainty import unshared_error
 from streamrl.report.plan import Choice, Plan, Runner
 from streamrl.report.run_tables import format_step_time
+from streamrl.report.whole_text import fact_lines, headline
 from streamrl.runfile.plan_config import ObjectiveName
 
 VALUES: dict[ObjectiveName, str] = {
@@ -33,6 +34,8 @@ def plan_report(plan: Plan) -> RenderableType:
 def head_lines(plan: Plan) -> Iterator[str]:
     """Say in a few lines what was chosen and why."""
     chosen, show = plan.allocation, VALUES[plan.objective.name].format
+    if plan.whole_run is not None:
+        yield f"whole run: {headline(plan.whole_run)}"
     yield chosen.text
     yield (
         f"  {show(plan.objective.value)}; a step {_step_text(chosen)} and ${chosen.cost_per_step:.2f}, "
@@ -42,6 +45,8 @@ def head_lines(plan: Plan) -> Iterator[str]:
         yield f"  over {chosen.num_seeds} seeds {show(chosen.least)} to {show(chosen.most)}"
     if chosen.note:
         yield f"  {chosen.note}"
+    if plan.whole_run is not None:
+        yield from fact_lines(plan.whole_run)
     yield f"  {plan.binding.text}"
     yield f"  chosen as {plan.why}; {search_text(plan)}"
     if not plan.staleness_cost:

@@ -11,6 +11,7 @@ from rich.table import Table
 from streamrl.record.attribution import UNDERFILLED
 from streamrl.record.metrics import Metrics
 from streamrl.record.uncertainty import Uncertainty
+from streamrl.report.whole_text import facts, price_note, time_text
 
 Interval: TypeAlias = tuple[float, float]
 """Least and most, of 95 %."""
@@ -225,7 +226,16 @@ def _errors(found: Uncertainty) -> tuple[str, str]:
     return whole, f"of the step; of models that no fit saw: {stages or 'none was checked'}"
 
 
+def _whole(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
+    """Yield what the whole run takes: the first thing that is said."""
+    whole = metrics.whole_run
+    yield "whole run", time_text(whole), price_note(whole)
+    yield from facts(whole)
+    yield "", "", ""
+
+
 def _summary(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
+    yield from _whole(metrics)
     first, last = metrics.counted_steps
     steps = f"mean of steps {first} to {last}" if last > first else f"step {first} alone"
     total = format_duration(metrics.total_time)
@@ -236,9 +246,6 @@ def _summary(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
         yield "", "", f"[yellow]{metrics.note}[/]"
     for name in RATIOS[1:]:
         yield LABELS[name], format_figure(name, getattr(metrics, name)), ""
-    if metrics.world == "simulated":
-        training = f"{format_dollars(metrics.training_cost)}: all {metrics.training_steps:,} steps at that mean, after the start"
-        yield "whole training", format_duration(metrics.training_time), training
     sides = ", ".join(f"{count} {side}" for side, count in metrics.num_gpus.items())
     yield "GPUs", str(sum(metrics.num_gpus.values())), sides
     yield "staleness", _mean_staleness(metrics.staleness), _histogram(metrics.staleness)

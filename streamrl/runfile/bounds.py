@@ -50,8 +50,8 @@ COUNTS = (
 """Sections whose whole numbers are all at least 1."""
 BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     Run: {"seed": Bounds(0)},
-    PoolConfig: {"host_memory": POSITIVE},
-    LinkConfig: {"bandwidth": POSITIVE},
+    PoolConfig: {"host_memory": POSITIVE, "spot_failures_per_gpu_day": Bounds(0)},
+    LinkConfig: {"bandwidth": POSITIVE, "price_per_gb": Bounds(0)},
     RolloutConfig: {"memory_utilization": POSITIVE_SHARE, "start_time": SECONDS},
     TrainerConfig: {"efficiency": POSITIVE_SHARE, "start_time": SECONDS},
     FollowerConfig: {"efficiency": POSITIVE_SHARE, "start_time": SECONDS},
@@ -88,6 +88,9 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     PlanConfig: {
         "budget_per_hour": POSITIVE,
         "budget_per_step": POSITIVE,
+        "budget_per_day": POSITIVE,
+        "budget": POSITIVE,
+        "deadline": POSITIVE,
         "unit": Bounds(1),
         "finalists": Bounds(1),
         "seeds": Bounds(1),
@@ -97,6 +100,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     FrameworkConfig: {
         "step_time": SECONDS,
         "switch_time": SECONDS,
+        "checkpoint_time": SECONDS,
     },
 }
 

@@ -30,6 +30,11 @@ class PoolConfig(Section, frozen=True, kw_only=True):
     gpus_per_node: int = 8
     price: float | None = None
     """Dollars per GPU-hour; the GPU's own figure where absent."""
+    owned: bool = False
+    """Whether its GPUs are yours: all of them are charged at `price`, idle or busy, and no plan hands one back."""
+    spot_failures_per_gpu_day: float = 0.0
+    """Times in 24 hours that a rented GPU of it is taken away, on average: beside `failures.per_gpu_day`, and for
+    trainers too."""
     host_memory: Size | None = None
     """Memory of one node beside its GPUs, where models wait that `trainer.offload` moves out; the GPU's own
     figure where absent."""
@@ -52,6 +57,8 @@ class LinkConfig(Section, frozen=True, kw_only=True):
     """One way: "20 ms"."""
     transport: Literal["tcp", "rdma"] = "tcp"
     """Its efficiency and latency are in profiles/transports."""
+    price_per_gb: float = 0.0
+    """Dollars of 10^9 bytes that cross it, as providers charge egress: each push of weights."""
 
 
 class ClusterConfig(Section, frozen=True, kw_only=True):

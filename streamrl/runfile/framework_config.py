@@ -21,3 +21,6 @@ class FrameworkConfig(Section, frozen=True, kw_only=True):
     """Seconds that a colocated system takes to put engines to sleep, wake them and hand weights over, beside the bytes
     that cross wires: allocation and calls for every tensor. Absent: 4 s and 0.11 s for each billion parameters, between
     HybridFlow (arXiv 2409.19256 Figure 14) and NeMo-RL (issue 959)."""
+    checkpoint_time: Duration = Duration(0.0)
+    """Seconds that a checkpoint (`execute.checkpoint_every`) holds the run up: counted in the whole run, not in a step.
+    None where it is written beside training, as most frameworks can."""

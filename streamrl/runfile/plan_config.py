@@ -27,6 +27,12 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     """Most dollars an hour that all GPUs of a plan may cost."""
     budget_per_step: float | None = None
     """Most dollars that a step may cost on average."""
+    budget_per_day: float | None = None
+    """Most dollars a day, of all GPUs and of what crosses links."""
+    budget: float | None = None
+    """Most dollars of the whole run: all `algorithm.steps`."""
+    deadline: Duration | None = None
+    """Most time of the whole run, such as "3 d"."""
     rollout_pools: list[str] | None = None
     """Pools that may generate; all where absent."""
     trainer_pools: list[str] | None = None

@@ -66,6 +66,14 @@ def _check_sizes(run: Run) -> None:
             raise RunError(key, pool.nodes, Bounds(1, most), text, others)
 
 
+def _check_owned(run: Run) -> None:
+    for name, pool in run.cluster.pools.items():
+        if pool.owned and pool.spot_failures_per_gpu_day:
+            key, rate = pool_key(name, "spot_failures_per_gpu_day"), pool.spot_failures_per_gpu_day
+            text = f"{key}={rate:g} takes away rented GPUs, but the pool is owned: failures.per_gpu_day is for both"
+            raise RunError(key, rate, Bounds(0, 0), text, (pool_key(name, "owned"),))
+
+
 def _check_rollout(run: Run) -> None:
     degree, experts = run.rollout.tensor_parallel, run.rollout.expert_parallel
     _check_tensor_parallel("rollout", run.rollout.pool, degree, run)
@@ -225,7 +233,7 @@ def divisors(number: int) -> list[int]:
 
 
 POOL_CHECKS = (
-    *(_check_names, _check_sizes, _check_rollout, _check_trainers, _check_shared),
+    *(_check_names, _check_sizes, _check_owned, _check_rollout, _check_trainers, _check_shared),
     *(_check_follower_names, _check_verifier),
     *(_check_num_gpus, _check_link, _check_resize),
 )

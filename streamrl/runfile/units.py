@@ -8,7 +8,7 @@ from math import isfinite
 BITS_PER_BYTE = 8
 _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
-_TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _NUMBER = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]+)\s*")
 
 
@@ -39,7 +39,7 @@ class Size(float):
 
 
 class Duration(float):
-    """Seconds, written as "20 ms" or "1.5 s"."""
+    """Seconds, written as "20 ms", "1.5 h" or "3 d"."""
 
     @classmethod
     def parse(cls, text: object) -> Duration:

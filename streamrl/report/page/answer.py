@@ -1,11 +1,13 @@
-"""The answer in one sentence, and the few figures that stand beside it."""
+"""The answer in a sentence or two, and the few figures that stand beside it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from streamrl.report.page.options import Option
 from streamrl.report.page.sources import Sources
+from streamrl.report.whole_text import dollars_text, headline, time_text
 from streamrl.report.words import CAUSES, change, dollars, percent, rounded, step_seconds
 
 SAME = 0.02  # relative difference of two costs that is called none: what seeds do to a run
@@ -29,14 +31,14 @@ def chosen_of(options: list[Option]) -> Option | None:
 
 
 def answer_of(sources: Sources, options: list[Option]) -> str:
-    """Say what to do and what it costs, in one sentence."""
+    """Say what the whole run takes, then what to do and what that costs."""
     chosen = chosen_of(options)
     if chosen is None:
         return _of_study(sources)
     if chosen.kind == "plan":
         model = sources.plans[0].model.name
         return (
-            f"To post-train {model}, rent {chosen.rent}: a million tokens trained on then cost {_cost(chosen)}, and an "
+            f"{_whole(chosen)}To post-train {model}, rent {chosen.rent}: a million tokens trained on then cost {_cost(chosen)}, and an "
             f"optimizer step takes {_step(chosen)} at {dollars(chosen.dollars_per_hour)} an hour."
         )
     rivals = [option for option in options if option is not chosen]
@@ -54,7 +56,7 @@ def _of_one(option: Option) -> str:
     if cause and idle[cause] > 0:
         waits = f"; GPUs stand idle for {percent(sum(idle.values()))} of their time, mostly by {cause}: {CAUSES[cause]}"
     return (
-        f"With {option.rent}, an optimizer step of {model} takes {_step(option)}, a million tokens trained on "
+        f"{_whole(option)}With {option.rent}, an optimizer step of {model} takes {_step(option)}, a million tokens trained on "
         f"cost {_cost(option)}{waits}."
     )
 
@@ -68,7 +70,7 @@ def _of_runs(chosen: Option, rivals: list[Option]) -> str:
     else:
         versus = f"{second.name}, the next, costs {change(behind).lstrip('+')} more"
     return (
-        f"Of the {len(rivals) + 1} ways compared, {chosen.name} trains {model} at the least cost: with {chosen.rent}, a million "
+        f"{_whole(chosen)}Of the {len(rivals) + 1} ways compared, {chosen.name} trains {model} at the least cost: with {chosen.rent}, a million "
         f"tokens trained on cost {_cost(chosen)}; {versus}."
     )
 
@@ -76,6 +78,11 @@ def _of_runs(chosen: Option, rivals: list[Option]) -> str:
 def _of_study(sources: Sources) -> str:
     study = sources.studies[0].found
     return study.findings[next(iter(study.findings))] if study.findings else study.title
+
+
+def _whole(option: Option) -> str:
+    """Say what the whole run takes, before anything else."""
+    return "" if option.whole_run is None else f"{headline(option.whole_run)}. "
 
 
 def _step(option: Option) -> str:
@@ -88,11 +95,20 @@ def _cost(option: Option) -> str:
     return f"about {value} ({least} to {most})" if least != most else value
 
 
+def _whole_tiles(option: Option) -> Iterator[Tile]:
+    """Yield the time and the dollars of the whole run."""
+    whole = option.whole_run
+    if whole is not None:
+        yield Tile(dollars_text(whole), "for the whole run", f"{whole.gpu_hours:,.4g} GPU-hours")
+        yield Tile(time_text(whole), "for the whole run", f"{whole.steps:,} training steps")
+
+
 def tiles_of(option: Option) -> list[Tile]:
     """Return the key figures of the option that a report is about."""
     least, most = map(dollars, option.cost_range)
     slow, fast = map(rounded, option.goodput_range)
-    tiles = [
+    tiles = list(_whole_tiles(option))
+    tiles += [
         Tile(
             dollars(option.cost_per_million_tokens),
             "per million tokens trained on",

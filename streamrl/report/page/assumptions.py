@@ -53,6 +53,8 @@ def assumptions_of(
         value = (
             f"{_bandwidth(link.bandwidth)} each way, {link.latency * 1e3:g} ms, {link.transport}"
         )
+        if link.price_per_gb:
+            value += f", ${link.price_per_gb:g} per GB"
         between = f"network between {' and '.join(link.between)}"
         yield Assumption(between, value, f"{RUN_FILE}: cluster.links")
     for side, config in (("generation_factor", "generation"), ("training_factor", "training")):
@@ -115,8 +117,12 @@ def _of_pool(run: Run, name: str) -> Iterator[Assumption]:
         source = f"{RUN_FILE}: cluster.pools.{name}.price"
         if pool.price == gpu.price:
             source += f" ({gpu.price_source})"
-    per_hour = f"{dollars(price_of(pool))} per GPU-hour, every GPU paid for the whole run"
+    paid = f"all {pool.num_gpus} GPUs owned" if pool.owned else "every GPU that is used"
+    per_hour = f"{dollars(price_of(pool))} per GPU-hour, {paid} paid for the whole run"
     yield Assumption(f"price of pool {name}", per_hour, source)
+    if rate := pool.spot_failures_per_gpu_day:
+        key = f"{RUN_FILE}: cluster.pools.{name}.spot_failures_per_gpu_day"
+        yield Assumption(f"spot pool {name}", f"a GPU is taken away {rate:g} times a day", key)
 
 
 def _bandwidth(bandwidth: Bandwidth) -> str:

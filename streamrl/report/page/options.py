@@ -9,7 +9,8 @@ from typing import Literal
 import msgspec
 
 from streamrl.hardware.profiles import price_of
-from streamrl.record.metrics import SECONDS_PER_HOUR, dollars_per_second
+from streamrl.record.rent import SECONDS_PER_HOUR, dollars_per_second
+from streamrl.record.whole_run import WholeRun
 from streamrl.report.page.band import Band
 from streamrl.report.page.sources import PlanMade, RecordedRun, Sources
 from streamrl.report.plan import Choice
@@ -58,6 +59,8 @@ class Option:
     """Share by which a runner-up's objective is above its plan's, over seeds that both were simulated on."""
     run: RecordedRun | None = None
     """The trace of it, where there is one."""
+    whole_run: WholeRun | None = None
+    """What all its training steps take; None of what a plan was chosen before."""
 
     @property
     def cost_range(self) -> tuple[float, float]:
@@ -118,7 +121,8 @@ def _letter(index: int) -> str:
 def _of_plan(made: PlanMade, is_only: bool) -> Iterator[Option]:
     plan = made.plan
     name = "the plan" if is_only else made.name
-    yield _of_choice(made, plan.allocation, name, "plan", plan.tiers, plan.objective.median)
+    chosen = _of_choice(made, plan.allocation, name, "plan", plan.tiers, plan.objective.median)
+    yield replace(chosen, whole_run=plan.whole_run)
     shown = [plan.allocation.settings]
     for index, runner in enumerate(plan.runners_up, start=1):
         shown.append(runner.choice.settings)
@@ -149,7 +153,7 @@ def _of_choice(
 ) -> Option:
     """Describe a choice whose objective is `value`: in the median of its seeds, or as far behind as on those of both."""
     team, system = Team(choice.rollout, choice.trainer, {}), str(choice.settings["policies.system"])
-    per_second = choice.dollars_per_hour / SECONDS_PER_HOUR
+    per_second = choice.cost_per_step / choice.step_time
     objective = made.plan.objective.name
     is_cost = objective == "cost-per-million-tokens"
     cost = value if is_cost else choice.cost_per_million_tokens
@@ -197,6 +201,7 @@ def _of_run(run: RecordedRun) -> Option:
         band=Band(tiers=metrics.tiers, is_timed=metrics.world == "real"),
         source=f"{run.name}/{run.path.name}",
         run=run,
+        whole_run=metrics.whole_run,
     )
 
 
@@ -231,4 +236,5 @@ def _merged(option: Option, run: RecordedRun) -> Option:
         seeds = (min(band.seeds[0], ratio), max(band.seeds[1], ratio))
         band = replace(band, seeds=seeds, num_seeds=band.num_seeds + 1)
     tiers = run.metrics.tiers if band.tiers is None else band.tiers
-    return replace(option, band=replace(band, tiers=tiers), run=option.run or run)
+    whole = option.whole_run or run.metrics.whole_run
+    return replace(option, band=replace(band, tiers=tiers), run=option.run or run, whole_run=whole)

@@ -24,6 +24,7 @@ from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.parts import Page, PageSection
 from streamrl.report.page.sources import Sources, read_sources
 from streamrl.report.page.what_if import of_plan
+from streamrl.report.page.whole import whole_section
 from streamrl.report.pictures.drawing import swatch
 from streamrl.report.pictures.style import COLOURS, rules
 from streamrl.report.pictures.svg import element
@@ -77,6 +78,7 @@ def describe(report: Report) -> dict[str, object]:
     sources, options = report
     chosen = chosen_of(options)
     return {
+        "whole_run": chosen.whole_run if chosen is not None else None,
         "answer": answer_of(sources, options),
         "chosen": chosen.letter if chosen is not None else None,
         "options": [_option_json(option) for option in options],
@@ -93,6 +95,7 @@ def describe(report: Report) -> dict[str, object]:
 
 
 def _sections(sources: Sources, options: list[Option]) -> Iterator[PageSection]:
+    yield from whole_section(chosen_of(options))
     yield from compare_options(sources, options)
     if options:
         yield idle_section(options)

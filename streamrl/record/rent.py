@@ -1,0 +1,75 @@
+"""What a run is charged: the GPUs that are paid for, owned or rented, and what crosses links between pools."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable
+
+from streamrl.engine.messages import PushWeights, WeightsPushed
+from streamrl.hardware.profiles import price_of
+from streamrl.record.trace import Entry
+from streamrl.runfile.config import Run
+from streamrl.runfile.pools import find_link
+from streamrl.runfile.sides import sides_of
+
+SECONDS_PER_HOUR = 3600.0
+BYTES_PER_GB = 1e9
+
+
+def gpus_paid(run: Run, num_replicas: float | None = None) -> dict[str, float]:
+    """Return the GPUs of each pool that are paid for: all of one that is owned, of others those that a side uses.
+
+    Args:
+        run: the run file; what replicas and a trainer share counts once.
+        num_replicas: replicas that there were on average; those of the run file where absent.
+    """
+    more = 0.0 if num_replicas is None else num_replicas - run.rollout.replicas
+    paid = dict.fromkeys(run.cluster.pools, 0.0)
+    for side in sides_of(run):
+        added = more * run.rollout.tensor_parallel if side.kind == "rollout" else 0.0
+        paid[side.pool] += side.num_gpus + added
+    owned = {name: float(p.num_gpus) for name, p in run.cluster.pools.items() if p.owned}
+    return {name: count for name, count in {**paid, **owned}.items() if count}
+
+
+def dollars_per_second(run: Run, num_replicas: float | None = None) -> float:
+    """Return what the GPUs that are paid for cost a second, with as many replicas as there were; see `gpus_paid`."""
+    pools = run.cluster.pools
+    paid = gpus_paid(run, num_replicas).items()
+    return sum(count * price_of(pools[name]) for name, count in paid) / SECONDS_PER_HOUR
+
+
+def egress_dollars(run: Run, num_bytes: float) -> float:
+    """Return what it costs to send bytes from the trainer to the replicas: nothing within a pool."""
+    index = find_link(run)
+    price = 0.0 if index is None else run.cluster.links[index].price_per_gb
+    return num_bytes / BYTES_PER_GB * price
+
+
+class Pushes:
+    """Counts the pushes of a run, all of the same size.
+
+    Caches that migrate stay within the pool of the replicas, and rollouts are small beside weights: neither counts.
+    """
+
+    def __init__(self) -> None:
+        self._begun_at = array("d")
+        self._num_bytes = self._num_done = 0
+
+    def read(self, entries: Iterable[Entry]) -> None:
+        """Take the entries that come after those before."""
+        for time, event, commands in entries:
+            if type(event) is WeightsPushed:
+                self._num_bytes += event.num_bytes
+                self._num_done += 1
+            for command in commands:
+                if type(command) is PushWeights:
+                    self._begun_at.append(time)
+
+    def num_bytes(self, start: float, end: float) -> float:
+        """Return the bytes of the pushes that begin from one instant on and before another."""
+        if not self._num_done:
+            return 0.0
+        count = bisect_left(self._begun_at, end) - bisect_left(self._begun_at, start)
+        return count * self._num_bytes / self._num_done

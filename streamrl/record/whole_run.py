@@ -1,0 +1,156 @@
+"""The whole run: all training steps with their start and checkpoints, in seconds, GPU-hours, dollars, tokens and kWh.
+
+    seconds  =  steps before the steady state, as they were  +  all others x mean step  +  checkpoints
+
+The mean step is that of the steady state, and its 95 % interval is where the total's comes from: neither lengths that
+drift unforeseen nor an error of the costs is in it.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+import msgspec
+
+from streamrl.hardware.profiles import price_of
+from streamrl.record.attribution import SidesAttribution
+from streamrl.record.energy import read_energy
+from streamrl.record.rent import SECONDS_PER_HOUR, gpus_paid
+from streamrl.record.speed import Speed
+from streamrl.record.trace import Trace
+from streamrl.runfile.config import Run
+
+NEGLIGIBLE = 6
+"""Digits behind the point beyond which a step is rounding: 10 % more of 100 steps are 110."""
+
+
+class PoolTotal(msgspec.Struct, frozen=True, kw_only=True):
+    """What the whole run takes of one pool."""
+
+    gpu: str
+    num_gpus: float
+    """GPUs that are paid for, on average."""
+    is_owned: bool
+    gpu_hours: float
+    dollars: float
+    kwh: float | None
+    """Of its GPUs alone; None where no watts of theirs are known."""
+
+
+class WholeRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What all training steps take and cost."""
+
+    steps: int
+    """`algorithm.steps`, and those that staleness adds (`plan.staleness_cost`)."""
+    seconds: float
+    seconds_interval: tuple[float, float] | None
+    """95 % interval, from that of the mean step; None where too few steps count."""
+    dollars: float
+    dollars_interval: tuple[float, float] | None
+    gpu_hours: float
+    pools: dict[str, PoolTotal]
+    """By name, those that are paid for."""
+    egress: float
+    """Dollars of weights that cross links."""
+    start_time: float
+    """Seconds that the start takes beyond what as many steady steps do."""
+    checkpoint_time: float
+    """Seconds of all checkpoints."""
+    tokens: float
+    """Output tokens trained on."""
+    rollouts: int
+    """Rollouts trained on."""
+    kwh: float | None
+    """Of all GPUs that are paid for, nothing else of their nodes; None where watts of one are not known."""
+    unknown_power: list[str]
+    """GPUs whose watts are not known for what they do."""
+
+
+class WholeTime(NamedTuple):
+    """The steps and seconds of a whole run."""
+
+    steps: int
+    seconds: float
+    interval: tuple[float, float] | None
+    start_time: float
+    checkpoint_time: float
+
+
+def whole_time(run: Run, speed: Speed, *, is_recorded: bool = False) -> WholeTime:
+    """Return what all steps of a run take.
+
+    Args:
+        run: the run file.
+        speed: its steps, and what is known of a steady one.
+        is_recorded: whether its steps are those of a real run, each of which took what it took.
+    """
+    steps = _num_steps(run, speed.mean_staleness)
+    as_they_were = len(speed.step_times) if is_recorded else speed.counted_steps[0] - 1
+    num_before = min(as_they_were, steps)
+    before, rest = sum(speed.step_times[:num_before]), steps - num_before
+    checkpoints = -(-steps // run.execute.checkpoint_every)
+    saving = 0.0 if is_recorded else checkpoints * run.framework.checkpoint_time
+    known = before + saving
+    interval = None
+    if speed.step_time_interval is not None:
+        least, most = speed.step_time_interval
+        interval = (known + rest * least, known + rest * most)
+    start_time = before - num_before * speed.step_time
+    return WholeTime(steps, known + rest * speed.step_time, interval, start_time, saving)
+
+
+def whole_dollars(speed: Speed, time: WholeTime, seconds: float) -> float:
+    """Return the dollars of a whole run that takes `seconds`: GPUs by the second, egress by the step."""
+    rent = (speed.cost_per_step - speed.egress_per_step) / speed.step_time
+    return seconds * rent + time.steps * speed.egress_per_step
+
+
+def make_whole_run(
+    trace: Trace, speed: Speed, shares: SidesAttribution, num_replicas: float
+) -> WholeRun:
+    """Return what the whole run takes, whose steady state has these figures, shares of sides and replicas."""
+    run = trace.run
+    time = whole_time(run, speed, is_recorded=trace.world == "real")
+    hours = time.seconds / SECONDS_PER_HOUR
+    paid = gpus_paid(run, num_replicas)
+    energy = read_energy(run, shares, paid, num_replicas)
+    pools = {}
+    for name, count in paid.items():
+        pool, watts = run.cluster.pools[name], energy.watts[name]
+        pools[name] = PoolTotal(
+            gpu=pool.gpu,
+            num_gpus=count,
+            is_owned=pool.owned,
+            gpu_hours=count * hours,
+            dollars=count * hours * price_of(pool),
+            kwh=None if watts is None else watts * hours / 1e3,
+        )
+    known = [pool.kwh for pool in pools.values() if pool.kwh is not None]
+    return WholeRun(
+        steps=time.steps,
+        seconds=time.seconds,
+        seconds_interval=time.interval,
+        dollars=whole_dollars(speed, time, time.seconds),
+        dollars_interval=None
+        if time.interval is None
+        else (
+            whole_dollars(speed, time, time.interval[0]),
+            whole_dollars(speed, time, time.interval[1]),
+        ),
+        gpu_hours=sum(pool.gpu_hours for pool in pools.values()),
+        pools=pools,
+        egress=time.steps * speed.egress_per_step,
+        start_time=time.start_time,
+        checkpoint_time=time.checkpoint_time,
+        tokens=time.steps * speed.step_time * speed.goodput,
+        rollouts=round(time.steps * speed.step_time * speed.samples_per_second),
+        kwh=sum(known) if len(known) == len(pools) else None,
+        unknown_power=energy.unknown,
+    )
+
+
+def _num_steps(run: Run, mean_staleness: float) -> int:
+    """Return the steps of the training: `plan.staleness_cost` per cent more for each version of lag."""
+    longer = 1 + run.plan.staleness_cost / 100 * mean_staleness
+    return ceil(round(run.algorithm.steps * longer, NEGLIGIBLE))

@@ -1,0 +1,192 @@
+"""Plans under budgets and deadlines of the whole run, among pools that are owned, and links that charge for what crosses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from sim.planner.limits import Spend, excess, keeps_limits, unmet
+from sim.planner.planner import make_plan
+from sim.planner.search import ALIKE, Search
+from sim.planner.space import Space
+from sim.planner.trial import Trial, short_speed_of
+from streamrl.doctor.idle import find
+from streamrl.record.rent import SECONDS_PER_HOUR, dollars_per_second
+from streamrl.runfile.checks import check_run
+from streamrl.runfile.writing import write_run
+from tests.command_line import streamrl
+from tests.test_plan import Here, few, planned
+from tests.test_search_space import candidates, offer
+from tests.test_whole_run import SPEED
+
+OWNED: dict[str, Any] = {
+    "cluster.pools": {
+        "h20": {"gpu": "h20", "nodes": 2, "price": 2.0, "owned": True},
+        "h800": {"gpu": "h800", "nodes": 3, "price": 5.0},
+    }
+}
+DEAR_LINK: dict[str, Any] = {
+    "cluster.links": [{"between": ["h20", "h800"], "bandwidth": "80 Gbps", "price_per_gb": 0.5}]
+}
+STEPS = {"algorithm.steps": 100}
+
+
+# Budgets and deadlines ----------------------------------------------------------------------------
+
+
+def test_a_budget_and_a_deadline_of_the_whole_run_are_kept() -> None:
+    free = planned(few(STEPS)).plan.whole_run
+    assert free is not None
+    faster = planned(few(STEPS, deadline=f"{0.7 * free.seconds} s")).plan.whole_run
+    assert faster is not None
+    assert faster.seconds <= 0.7 * free.seconds and faster.dollars > free.dollars
+    budget = 1.1 * free.dollars
+    fast = planned(few(STEPS, objective="step-time")).plan.whole_run
+    kept = planned(few(STEPS, objective="step-time", budget=budget)).plan.whole_run
+    assert fast is not None and kept is not None
+    assert kept.dollars <= budget < fast.dollars and kept.seconds > fast.seconds
+
+
+def test_a_budget_a_day_bounds_rent_and_what_crosses_links() -> None:
+    free = planned(few(objective="step-time")).plan.allocation
+    day = 0.6 * free.cost_per_step / free.step_time * 86_400
+    found = planned(few(objective="step-time", budget_per_day=day)).plan.allocation
+    assert found.cost_per_step / found.step_time * 86_400 <= day
+    assert found.step_time > (1 - ALIKE) * free.step_time
+
+
+@pytest.mark.parametrize(
+    ("limit", "part"),
+    [
+        ("budget=1", r"plan\.budget 1: the cheapest plan that was simulated costs \d"),
+        ("budget_per_day=900", r"plan\.budget_per_day 900: the cheapest plan .* a day$"),
+        ("deadline='9 s'", r"plan\.deadline 9\.00 s: the fastest plan .* takes \d.* min"),
+    ],
+)
+def test_limits_that_nobody_keeps_say_in_one_line_what_the_best_takes(
+    limit: str, part: str, tmp_path: Path
+) -> None:
+    write_run(few(STEPS), tmp_path / "offer.toml")
+    done = streamrl("plan", tmp_path / "offer.toml", "-o", tmp_path, "--set", f"plan.{limit}")
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert re.search(part, done.stderr.rstrip()), done.stderr
+    assert not (tmp_path / "plan.toml").exists()
+
+
+def test_limits_that_none_keeps_together_name_the_cheapest_and_the_fastest() -> None:
+    run = few(STEPS, budget=500.0, deadline="900 s")
+    slow, fast = (
+        replace(SPEED, step_time=seconds, cost_per_step=dollars, counted_steps=(1, 5))
+        for seconds, dollars in ((20.0, 3.0), (5.0, 8.0))
+    )
+    assert not keeps_limits(run, slow) and not keeps_limits(run, fast)
+    text = str(unmet(run, [slow, fast]))
+    assert text.startswith("plan.budget 500 and plan.deadline 15.0 min: no plan")
+    assert "the cheapest takes 300 dollars and 33.3 min" in text
+    assert "the fastest 800 dollars and 8.33 min" in text
+    both = few(STEPS, budget=900.0, deadline="900 s")
+    assert keeps_limits(both, fast) and not keeps_limits(both, slow)
+
+
+def test_the_limit_that_is_broken_most_counts() -> None:
+    run = few(STEPS, budget=100.0, deadline="50 s", budget_per_step=10.0)
+    ones = np.ones(2)
+    spend = Spend(5 * ones, ones, np.array([150.0, 50.0]), np.array([50.0, 200.0]))
+    assert list(np.asarray(excess(run, spend))) == [1.5, 4.0]
+    assert excess(few(), spend) == 0
+
+
+def test_a_search_that_nothing_can_satisfy_does_not_simulate_everything() -> None:
+    search = Search.open(few(STEPS, budget=0.01))
+    with pytest.raises(ValueError, match=r"plan\.budget 0\.01"):
+        search.run(Here(), lambda: None)
+    assert len(search.speeds) <= len(search._classes) + 1, "the first look, and no round"
+
+
+# Owned pools --------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_charged_all_of_an_owned_pool_and_keeps_all_its_nodes() -> None:
+    space, rented = Space.open(offer(OWNED)), Space.open(offer())
+    assert len(space) == len(rented)
+    whole = 16 * 2.0
+    for index in np.linspace(0, len(space) - 1, 60).astype(int):
+        candidate = space.candidate(int(index))
+        run = candidate.apply(space.run)
+        check_run(run)
+        assert dollars_per_second(run) == pytest.approx(space.prices[index], rel=1e-12)
+        assert space.prices[index] * SECONDS_PER_HOUR >= whole
+        assert run.cluster.pools["h20"].nodes == 2
+    alone = [i for i, c in enumerate(candidates(space)) if "h20" not in (c[0].pool, c[1].pool)]
+    run = space.candidate(alone[0]).apply(space.run)
+    assert "h20" in run.cluster.pools
+    assert [text.level for text in find(run)] == ["ok"] * 2
+
+
+def test_what_is_owned_is_used_where_renting_it_would_not_pay() -> None:
+    dear: dict[str, Any] = {"gpu": "h20", "nodes": 2, "price": 40.0}
+    pools = {"h20": dear, "h800": {"gpu": "h800", "nodes": 3, "price": 5.0}}
+    for owned, pool in ((False, "h800"), (True, "h20")):
+        pools["h20"] = {**dear, "owned": owned}
+        found = planned(few({"cluster.pools": pools, **STEPS})).plan
+        assert found.allocation.rollout.pool == pool
+        assert found.whole_run is not None
+        assert ("h20" in found.whole_run.pools) == owned
+
+
+# Links --------------------------------------------------------------------------------------------
+
+
+def test_estimates_charge_for_a_push_what_simulations_do() -> None:
+    search = Search.open(few({**DEAR_LINK}, systems=["disaggregated"], sync_modes=["full"]))
+    space, egress = search.space, search.estimates.egress(search.estimates.estimate().step)
+    crosses = np.array([c.replicas.pool != c.trainer.pool for c in candidates(space)])
+    assert crosses.any() and not crosses.all()
+    assert (egress[crosses] > 5).all() and (egress[~crosses] == 0).all()
+    index = int(np.nonzero(crosses)[0][0])
+    speed = short_speed_of(Trial(search.base, space.candidate(index)))
+    assert speed.egress_per_step == pytest.approx(egress[index])
+
+
+def test_a_link_that_charges_makes_one_pool_the_better_plan() -> None:
+    cheap = {**OWNED["cluster.pools"]["h20"], "owned": False, "price": 0.5}
+    pools = {**OWNED["cluster.pools"], "h20": cheap}
+    changes = {**DEAR_LINK, **STEPS, "cluster.pools": pools}
+    free = planned(few({"cluster.pools": pools}, sync_modes=["full"])).plan.allocation
+    assert free.rollout.pool != free.trainer.pool
+    full = planned(few(changes, sync_modes=["full"])).plan.allocation
+    assert full.rollout.pool == full.trainer.pool
+    pushed = planned(few(changes, sync_modes=["full"], rollout_pools=["h20"])).plan
+    assert pushed.whole_run is not None
+    per_step = pushed.whole_run.egress / pushed.whole_run.steps
+    assert 5 < per_step < pushed.allocation.cost_per_step
+
+
+# The whole run ------------------------------------------------------------------------------------
+
+
+def test_a_plan_and_the_simulation_of_its_file_say_the_same_whole_run(tmp_path: Path) -> None:
+    changes = {**STEPS, **OWNED, **DEAR_LINK, "framework.checkpoint_time": "20 s"}
+    made = make_plan(few(changes, staleness_cost=5.0, systems=["one-step-async"]))
+    whole = made.plan.whole_run
+    assert whole is not None and whole.steps > 100 and whole.checkpoint_time > 0
+    write_run(made.run, tmp_path / "plan.toml", (), made.plan.allocation.settings)
+    found = json.loads(streamrl("simulate", tmp_path / "plan.toml", "--json").stdout)
+    assert next(iter(found)) == "whole_run"
+    assert found["whole_run"]["seconds"] == whole.seconds
+    assert found["whole_run"]["dollars"] == whole.dollars
+    assert found["whole_run"]["pools"]["h20"]["num_gpus"] == 16
+
+
+def test_a_plan_begins_with_its_whole_run(tmp_path: Path) -> None:
+    write_run(few(STEPS), tmp_path / "offer.toml")
+    done = streamrl("plan", tmp_path / "offer.toml", "-o", tmp_path / "plan", "--force")
+    assert done.stdout.startswith("whole run: 100 steps take ")
+    assert next(iter(json.loads((tmp_path / "plan" / "plan.json").read_text()))) == "whole_run"
+    assert "# whole run: 100 steps take" in (tmp_path / "plan" / "plan.toml").read_text()
