@@ -156,5 +156,6 @@ def _change(search: Search, chosen: int, verdict: Verdict, value: float) -> Chan
         still_fits=verdict.still_fits,
         choice=text,
         is_other=other is not None,
+        is_used=verdict.is_used,
         gain=gain,
     )

@@ -28,7 +28,7 @@ from sim.planner.layouts import (
 from sim.planner.modes import Mode, find_modes
 from sim.planner.stages import refuse_profile
 from sim.planner.train_time import FallingLengths, TrainTimes, train_times
-from streamrl.hardware.memory import kv_capacity
+from streamrl.hardware.memory import ROOMY, kv_capacity
 from streamrl.hardware.profiles import check_profiles, load_model, price_of
 from streamrl.record.metrics import SECONDS_PER_HOUR
 from streamrl.runfile.config import Run
@@ -60,7 +60,7 @@ class Candidate(NamedTuple):
     def apply(self, run: Run) -> Run:
         """Return the run file of the plan, with the nodes that it rents."""
         run = self.mode.apply(self.trainer.apply(self.replicas.apply(run)))
-        return _with_nodes_used(replace(run, plan=PlanConfig()))
+        return _with_nodes_used(run)
 
 
 Part = TypeVar("Part")
@@ -219,7 +219,7 @@ def find_replicas(run: Run, cut: Counter[str]) -> list[Replicas]:
 
 
 def find_trainers(run: Run, cut: Counter[str]) -> list[Degrees]:
-    """Return every way to train.
+    """Return every way to train, with room on its GPUs where there is one.
 
     Raises:
         ValueError: there is none.
@@ -234,16 +234,22 @@ def find_trainers(run: Run, cut: Counter[str]) -> list[Degrees]:
         recompute=[each for each in RECOMPUTES if each in (plan.recompute or RECOMPUTES)],
     )
     before = cut.copy()
-    found = [
+    roomy = replace_fields(among, most_memory=ROOMY)
+    found = _fitting(run, roomy, cut) or _fitting(run, among, Counter())
+    if not found:
+        offer = ", ".join(plan.trainer_pools or run.cluster.pools)
+        raise ValueError(f"no trainer can train in pools {offer}: {_why(cut - before)}")
+    return found
+
+
+def _fitting(run: Run, among: TrainerRange, cut: Counter[str]) -> list[Degrees]:
+    plan = run.plan
+    return [
         choice
         for pool in plan.trainer_pools or run.cluster.pools
         for num_gpus in _sizes(run, pool, plan.trainer_gpus)
         for choice in fitting_trainers(run, pool, num_gpus, among, cut)
     ]
-    if not found:
-        offer = ", ".join(plan.trainer_pools or run.cluster.pools)
-        raise ValueError(f"no trainer can train in pools {offer}: {_why(cut - before)}")
-    return found
 
 
 def _near_best(
@@ -372,7 +378,10 @@ def _why(cut: Counter[str]) -> str:
 
 
 def _with_nodes_used(run: Run) -> Run:
-    """Return the run with the pools of both sides alone, and as many nodes as they use."""
+    """Return the run with the pools of both sides alone, and as many nodes as they use.
+
+    Nothing is open any more; where not all GPUs of these nodes are rented, `[plan]` says how many are.
+    """
     needs: Counter[str] = Counter()
     for side in (run.rollout, run.trainer):
         taken = needs[side.pool]
@@ -383,4 +392,8 @@ def _with_nodes_used(run: Run) -> Run:
         if needs[name]
     }
     links = [link for link in run.cluster.links if set(link.between) <= set(pools)]
-    return replace(run, cluster=replace(run.cluster, pools=pools, links=links))
+    plan = PlanConfig()
+    if any(pool.num_gpus > needs[name] for name, pool in pools.items()):  # of a node a part is rented
+        gpus = {"rollout_gpus": [run.rollout.num_gpus], "trainer_gpus": [run.trainer.num_gpus]}
+        plan = replace(plan, **gpus)
+    return replace(run, cluster=replace(run.cluster, pools=pools, links=links), plan=plan)
