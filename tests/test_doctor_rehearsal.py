@@ -148,6 +148,8 @@ def test_a_rehearsal_gives_no_step_time_beside_that_of_a_simulation() -> None:
         found = check_up(full_run({"policies.system": system, **pool}))
         assert found.metrics is not None
         seconds = format_duration(found.metrics.step_time)
-        texts = [finding.text for finding in found.findings if finding.topic in ("link", "staleness")]
+        texts = [
+            finding.text for finding in found.findings if finding.topic in ("link", "staleness")
+        ]
         assert any("of a rehearsed step" in text for text in texts)
         assert not any(seconds in text for text in texts)

@@ -29,7 +29,9 @@ from streamrl.runfile.sides_config import Logits, Recompute
 
 ROLLOUT_MEMORY = "rollout: a replica holds no longest rollout beside its weights"
 TRAINER_MEMORY = "trainer: does not fit its memory"
-TIGHT = f"trainer: takes over {ROOMY:.0%} of a GPU, which leaves too little for buffers of collectives"
+TIGHT = (
+    f"trainer: takes over {ROOMY:.0%} of a GPU, which leaves too little for buffers of collectives"
+)
 DIVISIBILITY = "degrees do not divide the GPUs"
 HEADS = "tensor parallelism does not divide the attention heads"
 LAYERS = "trainer: more pipeline stages than layers, or experts than there are"

@@ -393,7 +393,9 @@ def _with_nodes_used(run: Run) -> Run:
     }
     links = [link for link in run.cluster.links if set(link.between) <= set(pools)]
     plan = PlanConfig()
-    if any(pool.num_gpus > needs[name] for name, pool in pools.items()):  # of a node a part is rented
+    if any(
+        pool.num_gpus > needs[name] for name, pool in pools.items()
+    ):  # of a node a part is rented
         gpus = {"rollout_gpus": [run.rollout.num_gpus], "trainer_gpus": [run.trainer.num_gpus]}
         plan = replace(plan, **gpus)
     return replace(run, cluster=replace(run.cluster, pools=pools, links=links), plan=plan)

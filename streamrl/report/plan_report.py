@@ -46,6 +46,11 @@ def head_lines(plan: Plan) -> Iterator[str]:
     yield f"  chosen as {plan.why}; {search_text(plan)}"
     if not plan.staleness_cost:
         yield "  staleness is taken to cost no progress: plan.staleness_cost says how much it does"
+    else:
+        yield (
+            f"  with {plan.staleness_cost:g} % charged for each version of lag; as simulated "
+            f"${chosen.cost_per_million_tokens:.4f} per million tokens"
+        )
     tiers = ", ".join(f"{share:.0%} {tier}" for tier, share in plan.tiers.items() if share > 0)
     yield f"  seconds are {tiers}; planned in {plan.seconds:.1f} s"
 
@@ -63,6 +68,8 @@ def search_text(plan: Plan) -> str:
     )
 
 
+UNSAID = (".max_running", ".micro_batch", ".zero", ".recompute", ".logits", ".order", "_staleness")
+"""Ends of keys that the line of a plan does not show."""
 HEAD = ("behind", "step", "staleness", "$ a step", "$ an hour")
 
 
@@ -81,10 +88,27 @@ def _beside(plan: Plan) -> Table:
 
 
 def _choices(plan: Plan) -> Table:
-    table = Table("runner-up", *HEAD, box=None, pad_edge=False)
+    """List what comes next; those that a line does not tell apart say what else they set."""
+    title = "runner-up, in the chosen plan's units over the steps that both were simulated for"
+    table = Table(title, *HEAD, box=None, pad_edge=False)
+    seen = {plan.allocation.text}
     for runner in plan.runners_up:
-        table.add_row(runner.choice.text, *_cells(plan, runner))
+        text, is_known = runner.choice.text, runner.choice.text in seen
+        seen.add(text)
+        text += f", {_unsaid(plan.allocation, runner.choice)}" if is_known else ""
+        table.add_row(text, *_cells(plan, runner))
     return table
+
+
+def _unsaid(chosen: Choice, other: Choice) -> str:
+    """Name the keys that set another plan off from the chosen one where neither is said in its line."""
+    ours, theirs = chosen.settings, other.settings
+    found = [
+        f"{key.partition('.')[2]} {theirs.get(key, 'default')}"
+        for key in dict.fromkeys([*ours, *theirs])
+        if key.endswith(UNSAID) and ours.get(key) != theirs.get(key)
+    ]
+    return ", ".join(found) or "otherwise the same"
 
 
 def _cells(plan: Plan, runner: Runner) -> tuple[str, ...]:
@@ -137,6 +161,8 @@ def _sensitivity(plan: Plan) -> Table:
         show = VALUES[plan.objective.name].format
         gives = show(change.value) if change.still_fits else "does not fit"
         other = (change.choice, f"{change.gain:.1%}") if change.is_other else ("no other", "")
+        if not change.is_used:
+            other = ("no other, and this one uses none of it", "")
         table.add_row(change.what, gives, *other)
     return table
 
