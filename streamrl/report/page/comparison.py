@@ -165,9 +165,7 @@ def _why(made: PlanMade) -> Iterator[str]:
 def _openness(plan: Plan) -> str:
     """Say whether something better may have been missed."""
     if plan.open_gap is None:
-        return (
-            "By its estimate none of the plans that were not simulated is better by more than 1 %."
-        )
+        return "By their estimates none of the plans that were not simulated is better by more than 1 %."
     return (
         f"The search stopped at `plan.time_limit`, {plan.time_limit:.0f} s: a plan that was not simulated may be up to "
         f"{percent(plan.open_gap)} better. A longer limit tells."
