@@ -15,6 +15,7 @@ from rich.console import Console
 from sim.planner.binding import find_binding
 from sim.planner.layouts import TIGHT
 from sim.planner.search import ALIKE, Search
+from sim.planner.sensitivity import is_ahead
 from sim.planner.space import Space, find_trainers
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.doctor.memory import trainer_side
@@ -96,6 +97,7 @@ def test_trainers_without_room_are_taken_where_there_are_no_others() -> None:
         "pipeline_parallel": [1],
         "recompute": ["none"],
         "zero": [1],
+        "micro_batch": [8],
     }
     run = few(
         {"trainer.logits": "chunked", "algorithm.name": "grpo", "algorithm.group_size": 2}, **only
@@ -160,6 +162,7 @@ def test_a_plan_on_two_pools_uses_both_prices_and_the_link() -> None:
 
 
 def test_another_plan_is_named_only_where_it_is_clearly_better() -> None:
+    assert is_ahead(0.97, 1.0) and not is_ahead(0.985, 1.0) and not is_ahead(1.0, 1.0)
     for run in (few(SMALL), few(objective="step-time")):
         for change in planned(run).plan.sensitivity:
             assert not change.is_other or change.gain >= ALIKE * 0.999 or not change.still_fits

@@ -36,6 +36,7 @@ def test_what_is_done_before_the_first_line_is_silent(capfd: pytest.CaptureFixtu
     with make_progress() as progress:
         assert isinstance(progress, PlainProgress)
         progress.add_task("step", total=3, facts="")
+        time.sleep(0.1)
     assert capfd.readouterr().err == "" and time.monotonic() - began_at < 1
 
 

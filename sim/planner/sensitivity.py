@@ -159,10 +159,15 @@ def _verdict(
         value = other_value or estimate
         return Verdict(what, value, False, look.other, value, True)
     touches = look.shift.touches
-    if other_value is None or other_value > IS_AHEAD * value:
+    if other_value is None or not is_ahead(other_value, value):
         return Verdict(what, value, True, None, value, touches(look.chosen))
     is_used = touches(look.chosen) or (look.other is not None and touches(look.other))
     return Verdict(what, value, True, look.other, other_value, is_used)
+
+
+def is_ahead(other: float, chosen: float) -> bool:
+    """Whether one plan's objective is so far below another's that it would be chosen instead."""
+    return other <= IS_AHEAD * chosen
 
 
 def _look(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
@@ -173,9 +178,9 @@ def _look(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
     before, after = _values(search.estimates), _values(search.estimates.shifted(shift.run))
     best, candidate = int(np.argmin(after)), search.space.candidate
     gains = after[best] / before[best] < (1 - TOUCHES) * after[chosen] / before[chosen]
-    is_ahead = gains and after[best] < IS_AHEAD * after[chosen]
+    has_other = gains and is_ahead(after[best], after[chosen])
     ratio = float(after[chosen] / before[chosen])
-    return _Look(shift, ratio, candidate(chosen), candidate(best) if is_ahead else None)
+    return _Look(shift, ratio, candidate(chosen), candidate(best) if has_other else None)
 
 
 def _look_at_stages(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
@@ -191,9 +196,9 @@ def _look_at_stages(shift: Shift, search: Search, chosen: int, pool: Executor) -
     best = int(np.argmin(values))
     if place is None:
         return _Look(shift, 1.0, None, candidate(best))
-    is_ahead = values[best] < IS_AHEAD * values[place]
+    has_other = is_ahead(values[best], values[place])
     ratio = float(values[place] / _values(search.estimates)[chosen])
-    return _Look(shift, ratio, candidate(place), candidate(best) if is_ahead else None)
+    return _Look(shift, ratio, candidate(place), candidate(best) if has_other else None)
 
 
 def _narrowed(run: Run, search: Search) -> Run:
