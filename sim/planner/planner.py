@@ -114,7 +114,7 @@ def _choose(
             return chosen, []
         verdicts = judge(search, chosen, pool, progress.on("what if"))
         others = (search.space.find(each.other) for each in verdicts if each.other is not None)
-        new = {index for index in others if index is not None and index not in search.speeds}
+        new = [i for i in dict.fromkeys(others) if i is not None and i not in search.speeds]
         search.simulate(pool, new, progress.on("what if"))
         if not any(search.value(index) < search.value(chosen) for index in new):
             break

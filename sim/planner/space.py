@@ -26,13 +26,13 @@ from sim.planner.layouts import (
     sizes,
 )
 from sim.planner.modes import Mode, find_modes
+from sim.planner.rent import with_rent
 from sim.planner.stages import refuse_profile
 from sim.planner.train_time import FallingLengths, TrainTimes, train_times
 from streamrl.hardware.memory import ROOMY, kv_capacity
 from streamrl.hardware.profiles import check_profiles, load_model, price_of
 from streamrl.record.metrics import SECONDS_PER_HOUR
 from streamrl.runfile.config import Run
-from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.pools import find_link, powers_of_two
 
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -60,7 +60,7 @@ class Candidate(NamedTuple):
     def apply(self, run: Run) -> Run:
         """Return the run file of the plan, with the nodes that it rents."""
         run = self.mode.apply(self.trainer.apply(self.replicas.apply(run)))
-        return _with_nodes_used(run)
+        return with_rent(run)
 
 
 Part = TypeVar("Part")
@@ -375,27 +375,3 @@ def _within_budget(run: Run, prices: Floats, cut: Counter[str]) -> Mask:
 def _why(cut: Counter[str]) -> str:
     reasons = [f"{reason} ({count} times)" for reason, count in cut.most_common() if count]
     return "; ".join(reasons) or "plan names GPUs that no pool has"
-
-
-def _with_nodes_used(run: Run) -> Run:
-    """Return the run with the pools of both sides alone, and as many nodes as they use.
-
-    Nothing is open any more; where not all GPUs of these nodes are rented, `[plan]` says how many are.
-    """
-    needs: Counter[str] = Counter()
-    for side in (run.rollout, run.trainer):
-        taken = needs[side.pool]
-        needs[side.pool] = max(taken, side.num_gpus) if run.shares_gpus else taken + side.num_gpus
-    pools = {
-        name: replace(pool, nodes=-(-needs[name] // pool.gpus_per_node))
-        for name, pool in run.cluster.pools.items()
-        if needs[name]
-    }
-    links = [link for link in run.cluster.links if set(link.between) <= set(pools)]
-    plan = PlanConfig()
-    if any(
-        pool.num_gpus > needs[name] for name, pool in pools.items()
-    ):  # of a node a part is rented
-        gpus = {"rollout_gpus": [run.rollout.num_gpus], "trainer_gpus": [run.trainer.num_gpus]}
-        plan = replace(plan, **gpus)
-    return replace(run, cluster=replace(run.cluster, pools=pools, links=links), plan=plan)
