@@ -49,16 +49,6 @@ SELF_EVIDENT: list[tuple[dict[str, Any], str, str]] = [
         "warning",
     ),
     (
-        {
-            "workload.lengths.scale": 1.0,
-            "rollout.max_tokens": 20000,
-            "rollout.max_running": 512,
-            "algorithm.prompts_per_step": 300,
-        },
-        "max-running",
-        "warning",
-    ),
-    (
         {"trainer.tensor_parallel": 8, "cluster.pools.near.gpus_per_node": 8},
         "trainer-heads",
         "error",
@@ -109,7 +99,6 @@ SELF_EVIDENT: list[tuple[dict[str, Any], str, str]] = [
         "warning",
     ),
     ({"trainer.micro_batch": 3}, "partial-fill", "warning"),
-    ({"trainer.micro_batch": 2, "trainer.max_tokens_per_pass": 90}, "tokens-per-pass", "warning"),
     (
         {"trainer.pipeline_parallel": 4, "trainer.tensor_parallel": 1, "trainer.micro_batch": 4},
         "pipeline-bubble",
@@ -175,7 +164,7 @@ def test_what_does_not_fit_is_simulated_as_mended() -> None:
     assert bad(report.findings)["trainer-memory"].level == "error"
     assert "trainer." in report.assumed
     link_use = next(finding for finding in report.findings if finding.topic == "link")
-    assert "% of a simulated step" in link_use.text
+    assert "% of a rehearsed step" in link_use.text
 
 
 def test_a_mean_rollout_is_as_long_as_its_lengths_say(tmp_path: Path) -> None:
@@ -186,6 +175,7 @@ def test_a_mean_rollout_is_as_long_as_its_lengths_say(tmp_path: Path) -> None:
     mean = mean_lengths(full_run(every))
     assert mean is not None and mean.prompt == 40
     assert mean.output == pytest.approx((100 + 300 + 500) / 3)
+    assert mean.context == pytest.approx(40 + (100**2 + 300**2 + 500**2) / (100 + 300 + 500) / 2)
     halves = mean_lengths(full_run({**every, "workload.lengths": {**lengths, "scale": 0.5}}))
     assert halves is not None and halves.output == pytest.approx((50 + 150 + 450) / 3)
 

@@ -16,6 +16,7 @@ from streamrl.engine.messages import Command
 from streamrl.engine.policies.staleness import TakeInLine
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_policies, build_state
+from streamrl.report.run_tables import format_duration
 from tests.patients import bad, doctor, full_run
 
 
@@ -97,7 +98,7 @@ def test_a_link_that_steps_wait_for_is_warned_of_and_its_fix_is_simulated(
     if name == "sync-exposed":
         changes |= {"workload.lengths.scale": 1.0, "rollout.max_tokens": 20000}
     finding = bad(doctor(changes).findings)[name]
-    assert "% of a simulated step" in finding.text
+    assert "% of a rehearsed step" in finding.text
     if finding.changes:
         run = changed(full_run(changes), finding.changes)
         assert name not in bad(check_up(run).findings)
@@ -123,3 +124,32 @@ def test_a_rehearsal_says_where_most_of_decoding_is_in_batches_far_from_full() -
 
     assert "far from full" in progress(rollout__max_running=512, algorithm__prompts_per_step=8)
     assert "far from full" not in progress(rollout__max_running=1)
+
+
+def test_replicas_that_put_rollouts_off_are_warned_of_and_mended_only_where_they_do() -> None:
+    crowded = {
+        "workload.lengths.scale": 1.0,
+        "rollout.max_tokens": 20000,
+        "rollout.max_running": 64,
+        "rollout.memory_utilization": 0.25,
+        "algorithm.prompts_per_step": 100,
+    }
+    finding = bad(doctor(crowded).findings)["preempted"]
+    assert finding.level == "warning" and "are put off and computed again" in finding.text
+    assert "preempted" not in bad(doctor({**crowded, **finding.changes}).findings)
+    roomy = {**crowded, "rollout.max_running": 512, "rollout.memory_utilization": 0.9}
+    found = check_up(full_run({**roomy, "algorithm.prompts_per_step": 300}))
+    assert "preempted" not in bad(found.findings)
+
+
+def test_a_rehearsal_gives_no_step_time_beside_that_of_a_simulation() -> None:
+    for system in ("stream-async", "colocated", "disaggregated"):
+        pool = {"rollout.pool": "near", "rollout.replicas": 4} if system == "colocated" else {}
+        found = check_up(full_run({"policies.system": system, **pool}))
+        assert found.metrics is not None
+        seconds = format_duration(found.metrics.step_time)
+        texts = [
+            finding.text for finding in found.findings if finding.topic in ("link", "staleness")
+        ]
+        assert any("of a rehearsed step" in text for text in texts)
+        assert not any(seconds in text for text in texts)

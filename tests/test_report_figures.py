@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from sim.costs.training.profile import load_training_profile
 from streamrl.hardware.profiles import load_gpu
 from streamrl.record.attribution import BUSY, IDLE
-from streamrl.report.page.band import SECONDS_MAY_BE, Band
+from streamrl.report.page.band import MEASURED, ROOFLINE, UNCHECKED, Band
 from streamrl.report.page.page import make_page, read_report, render_html
 from streamrl.report.page.sources import read_sources
 from streamrl.report.page.what_if import of_plan, of_run
@@ -28,16 +29,34 @@ from tests.test_report import PREDICTED
 
 def test_a_band_stretches_the_seeds_by_what_each_tier_may_be_wrong() -> None:
     band = Band(seeds=(0.9, 1.2), num_seeds=3, tiers={"composed": 0.7, "roofline": 0.3})
-    composed, roofline = SECONDS_MAY_BE["composed"], SECONDS_MAY_BE["roofline"]
-    least = 0.9 * (0.7 * composed[0] + 0.3 * roofline[0])
-    most = 1.2 * (0.7 * composed[1] + 0.3 * roofline[1])
+    composed = 1 / (1 + UNCHECKED), 1 / (1 - UNCHECKED)
+    least = 0.9 * (0.7 * composed[0] + 0.3 * ROOFLINE[0])
+    most = 1.2 * (0.7 * composed[1] + 0.3 * ROOFLINE[1])
     assert band.factors == pytest.approx((least, most)) and band.unmeasured == 0.3
 
 
 def test_a_less_known_tier_may_be_wrong_by_more() -> None:
-    ranges = [SECONDS_MAY_BE[tier] for tier in ("measured", "composed", "roofline")]
+    band = Band(p90={"decode": 0.12, "train": 0.176})
+    ranges = [band.may_be(tier) for tier in ("measured", "composed", "roofline")]
+    assert ranges[0] == MEASURED
     for (low, high), (lower, higher) in pairwise(ranges):
         assert lower < low < 1 < high < higher
+
+
+def test_composed_seconds_are_as_sure_as_the_worst_checked_of_what_the_run_is_made_of() -> None:
+    band = Band(tiers={"composed": 1.0}, p90={"decode": 0.1, "prefill": 0.1, "train": 0.25})
+    assert band.factors == pytest.approx((1 / 1.25, 1 / 0.75))
+    assert "within 10\N{NO-BREAK SPACE}% (decode, prefill) and 25\N{NO-BREAK SPACE}% (train)" in (
+        band.reason("composed")
+    )
+    widest = load_training_profile().held_out["mixture"].p90
+    assert pytest.approx(widest, abs=0.005) == UNCHECKED
+
+
+def test_a_run_has_the_errors_that_its_profiles_state(tmp_path: Path) -> None:
+    (option,) = read_report(write_runs(tmp_path, run={})).options
+    assert option.band.p90["train"] == load_training_profile().held_out["dense"].p90
+    assert option.band.p90["decode"] > 0.05
 
 
 def test_a_clock_has_no_tier_and_unknown_tiers_have_no_band() -> None:

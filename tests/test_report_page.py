@@ -179,10 +179,12 @@ def test_a_run_of_other_lengths_is_not_the_plan(tmp_path: Path) -> None:
 def test_a_plan_costs_what_it_was_chosen_for(directories: list[Path]) -> None:
     plan = read_plan(directories[0] / "plan.json")
     options = read_report(directories).options
-    assert options[0].cost_per_million_tokens == pytest.approx(plan.objective.median)
+    assert options[0].cost_per_million_tokens == plan.allocation.cost_per_million_tokens
+    assert options[0].cost_per_million_tokens == pytest.approx(plan.objective.value)
     for option, runner in zip(options[1:], plan.runners_up, strict=False):
         paired = options[0].cost_per_million_tokens * (1 + runner.behind)
         assert option.cost_per_million_tokens == pytest.approx(paired)
+        assert option.step_time == runner.choice.step_time
         assert option.goodput * option.cost_per_million_tokens == pytest.approx(
             runner.choice.dollars_per_hour / 3600 * 1e6
         )

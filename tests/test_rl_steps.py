@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sim.costs.overheads import decode_error, load_engine
+from sim.costs.overheads import decode_errors, load_engine
 from sim.fidelity.phases import phase_seconds
 from sim.fidelity.published import Row
 from sim.fidelity.rl_steps import PUBLISHED, _choices, _scaled, _simulated
@@ -87,6 +87,11 @@ def test_errors_of_a_side_add_up_and_those_of_two_sides_are_independent() -> Non
     found = uncertainty_of(errors, sides)
     assert found.step_time == pytest.approx(((0.8 * 0.1) ** 2 + (0.4 * 0.2) ** 2) ** 0.5)
     assert uncertainty_of({"decode": 0.1}, sides).step_time is None
+    widest = {"decode": 0.2, "train": 0.5, "prefill": 0.9}
+    assert found.p90 == {} and uncertainty_of(errors, sides, widest).p90 == {
+        "decode": 0.2,
+        "train": 0.5,
+    }
     assert uncertainty_of(
         errors, {"rollout": {"decode": 0.8, "prefill": 0.0}}
     ).step_time == pytest.approx(0.08)
@@ -111,9 +116,9 @@ def test_more_than_a_fifth_from_datasheets_is_called_a_guess() -> None:
 def test_an_engine_answers_for_gpus_that_it_was_measured_on_and_others_for_the_rest() -> None:
     vllm, sglang = load_engine("vllm-0.11").held_out, load_engine("sglang-0.4").held_out
     assert vllm is not None and sglang is not None
-    assert decode_error("vllm-0.11", "h100") == decode_error("vllm-0.11", "h800") == vllm.median
-    assert decode_error("vllm-0.11", "h20") == sglang.median
-    assert decode_error("vllm-0.11", "cpu") is None
+    assert decode_errors("vllm-0.11", "h100") == decode_errors("vllm-0.11", "h800") == vllm
+    assert decode_errors("vllm-0.11", "h20") == sglang
+    assert decode_errors("vllm-0.11", "cpu") is None
 
 
 # The page -----------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def find(run: Run, costs: Costs, metrics: Metrics | None) -> Iterator[Finding]:
         yield Finding(level="ok", topic="link", name="link", text=f"{text}; {_rollouts(run)}")
         return
     share = seconds / metrics.step_time
-    text += f": {format_share(share)} of a simulated step of {format_duration(metrics.step_time)}"
+    text += f": {format_share(share)} of a rehearsed step"
     if is_exposed(run) and share > MOST_EXPOSED:
         text += ", for which generation waits"
         yield Finding(level="warning", topic="link", name="sync-exposed", text=text)

@@ -14,6 +14,7 @@ from streamrl.doctor.diagnosis import diagnose
 from streamrl.doctor.finding import Changes, Finding, Level, is_error
 from streamrl.doctor.fix import Fix
 from streamrl.doctor.lengths import mean_lengths
+from streamrl.doctor.replica_batch import replica_batch
 from streamrl.engine.systems import SYSTEMS, choose_system
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.attribution import UNDERFILLED
@@ -28,6 +29,10 @@ POLICIES = (
 )
 """Policies that are tried at their system's own, one by one, where a run is stuck."""
 MUCH_UNDERFILLED = 0.5  # share of decode seconds from which it is worth a word
+MOST_PREEMPTED = 0.1
+"""Share of rollouts that replicas may put off and compute again before it is called a loss."""
+LESS = (1.0, 0.8, 0.6, 0.4)
+"""Shares of what a replica's memory holds that are tried where it preempts."""
 MOST_TRIALS = 6
 """Values tried of a number, each four times, or a quarter of, the one before."""
 
@@ -49,6 +54,7 @@ def find(run: Run, rehearsal: Rehearsal, metrics: Metrics | None) -> Iterator[Fi
         reached += _underfilled(metrics)
     yield _finding("ok", "progress", f"{what} comes to its end{reached}")
     if metrics is not None and not rehearsal.is_stand_in:
+        yield from _find_preempted(run, rehearsal)
         yield from _find_losses(run, metrics)
         yield from _find_stale(run, metrics)
 
@@ -58,10 +64,7 @@ def _underfilled(metrics: Metrics) -> str:
     lost, decode = metrics.busy.get(UNDERFILLED, 0.0), metrics.busy["decode"]
     if lost < MUCH_UNDERFILLED * (lost + decode):
         return ""
-    return (
-        f"; batches of replicas are far from full: {lost / (lost + decode):.0%} of their decode seconds, "
-        f"{lost:.0%} of all GPU-seconds, are underfilled"
-    )
+    return "; batches of replicas are far from full: most of their decode seconds are underfilled"
 
 
 def _should_be_simulated(run: Run) -> bool:
@@ -70,6 +73,17 @@ def _should_be_simulated(run: Run) -> bool:
     files = (run.costs.profile, lengths and lengths.ranker_scores)
     has_files = all(Path(file).is_file() for file in files if file)
     return has_files and mean_lengths(run) is not None and not any(map(is_error, diagnose(run)))
+
+
+def _find_preempted(run: Run, rehearsal: Rehearsal) -> Iterator[Finding]:
+    """Find that replicas take in far more than they hold in the end."""
+    share = rehearsal.num_preempted / (rehearsal.version * run.algorithm.rollouts_per_step)
+    if share > MOST_PREEMPTED:
+        text = (
+            f"replicas run out of KV memory: for every 100 rollouts {100 * share:.0f} are put off and computed "
+            f"again (rollout.max_running={run.rollout.max_running})"
+        )
+        yield Finding(level="warning", topic="memory", name="preempted", text=text)
 
 
 class Losses(NamedTuple):
@@ -112,9 +126,8 @@ def _find_stale(run: Run, metrics: Metrics) -> Iterator[Finding]:
 
 
 def _staleness(metrics: Metrics) -> str:
-    total = sum(metrics.staleness.values())
-    shares = [f"{count / total:.0%} {versions}" for versions, count in metrics.staleness.items()]
-    return f"versions stale: {', '.join(shares)}"
+    """Say what is exact of any number of steps: how stale rollouts became at most."""
+    return f"rollouts are at most {max(metrics.staleness, default=0)} versions stale in it"
 
 
 def _finding(level: Level, name: str, text: str) -> Finding:
@@ -133,6 +146,13 @@ def _unstuck(run: Run) -> Iterator[Changes]:
         yield from ({"failures.per_gpu_day": rate / 4**n} for n in range(1, MOST_TRIALS))
 
 
+def _as_many_as_fit(run: Run) -> Iterator[Changes]:
+    batch = replica_batch(run)
+    assert batch is not None, "it was simulated"
+    for share in LESS:
+        yield {"rollout.max_running": max(1, int(share * batch.held))}
+
+
 def _more_restarts(run: Run) -> Iterator[Changes]:
     for power in range(1, MOST_TRIALS):
         yield {"policies.max_restarts": (1 + run.policies.max_restarts) * 4**power}
@@ -149,6 +169,7 @@ def _enough_restarts(step_time: float) -> Fix:
 def fixes(metrics: Metrics | None) -> dict[str, Fix]:
     """Return what may mend each kind of finding."""
     return {
+        "preempted": Fix(_as_many_as_fit, "lower rollout.max_running or rollout.max_tokens"),
         "no-progress": Fix(_unstuck, "go back to the policies of a system as it is"),
         "stops-early": Fix(_more_restarts, "see why replicas are lost: more restarts do not help"),
         "restarts": _enough_restarts(0.0 if metrics is None else metrics.step_time),

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_policies
 from sim.world import SimWorld
-from streamrl.doctor.memory import rollouts_under_way
+from streamrl.doctor.replica_batch import rollouts_under_way
 from streamrl.engine.messages import Event
 from streamrl.engine.systems import choose_system
 from streamrl.record.trace import Trace
@@ -50,6 +50,8 @@ class Rehearsal(NamedTuple):
     """Whether a policy ended it before its last step."""
     is_stand_in: bool
     """Whether model, GPUs and lengths were small ones, as the run's own cannot be simulated."""
+    num_preempted: int = 0
+    """Times that a replica had no room left for what it ran, and put a rollout off."""
     refusal: str = ""
     """What a simulation of the run itself says; empty where it has nothing to say."""
 
@@ -113,8 +115,10 @@ def perform(world: CountingWorld, *, is_stand_in: bool = False) -> Rehearsal:
         problem = (
             f"it stops after step {state.leader.version} of {state.num_steps}: {state.stop_reason}"
         )
+    preempted = sum(replica.num_preempted for replica in world.replicas.values())
+    version = state.leader.version
     return Rehearsal(
-        world.trace, state.num_steps, state.leader.version, problem, stopped, is_stand_in
+        world.trace, state.num_steps, version, problem, stopped, is_stand_in, preempted
     )
 
 

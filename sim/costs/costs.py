@@ -15,7 +15,7 @@ from sim.costs.curves import DecodeCurve, PrefillCurve, compose_decode
 from sim.costs.inference import Shard
 from sim.costs.kernels import Kernels
 from sim.costs.machine import MachineCosts, MeasuredPrefill
-from sim.costs.overheads import decode_error, load_engine
+from sim.costs.overheads import decode_errors, load_engine
 from sim.costs.sync import SyncCosts
 from sim.costs.trainer_costs import FollowerCosts, TrainerCosts
 from sim.costs.training.training import TrainingCosts
@@ -129,9 +129,10 @@ class Costs(TrainerCosts):
             own = costs.provenance.shares.items()
             shares[f"train {costs.name}"] = {str(tier): share for tier, share in own}
         errors = {name: p.error for name, p in self.provenance.items() if p.error is not None}
+        p90 = {name: p.p90 for name, p in self.provenance.items() if p.p90 is not None}
         everything = (*self.provenance.values(), *(costs.provenance for costs in self.followers))
         sources = dict.fromkeys(source for found in everything for source in found.sources)
-        return {**shares, "errors": errors, "sources": list(sources)}
+        return {**shares, "errors": errors, "p90": p90, "sources": list(sources)}
 
 
 def _check_backend(run: Run) -> None:
@@ -196,8 +197,10 @@ def _checked(provenance: Provenance, run: Run) -> Provenance:
     """Return where seconds of a replica come from with the error of its engine's fit, in 16 bits as that was."""
     if provenance.tier != "composed" or BYTES[run.model.dtype] != CHECKED_BYTES:
         return provenance
-    error = decode_error(run.costs.engine, run.cluster.pools[run.rollout.pool].gpu)
-    return msgspec.structs.replace(provenance, error=error)
+    found = decode_errors(run.costs.engine, run.cluster.pools[run.rollout.pool].gpu)
+    if found is None:
+        return provenance
+    return msgspec.structs.replace(provenance, error=found.median, p90=found.p90)
 
 
 def _compose_replica(run: Run) -> tuple[DecodeCurve, PrefillCurve]:

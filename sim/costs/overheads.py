@@ -87,8 +87,8 @@ class ServingEngine(ProfileTable, frozen=True, kw_only=True):
 
 
 @cache
-def decode_error(engine: str, gpu: str) -> float | None:
-    """Return the median error of decode steps on a GPU, on shapes left out: None where nobody checked.
+def decode_errors(engine: str, gpu: str) -> HeldOut | None:
+    """Return the errors of decode steps on a GPU, on shapes left out: None where nobody checked.
 
     Of the engine itself where it was measured on such GPUs, otherwise the largest of those that were: overheads are
     an engine's own, but what kernel tables miss is the GPU's.
@@ -97,7 +97,8 @@ def decode_error(engine: str, gpu: str) -> float | None:
     own = load_engine(engine)
     others = (load_engine(name) for name in known_engines())
     checked = [own] if alike & set(own.gpus) else [one for one in others if alike & set(one.gpus)]
-    return max((one.held_out.median for one in checked if one.held_out), default=None)
+    found = [one.held_out for one in checked if one.held_out]
+    return max(found, key=lambda errors: errors.median, default=None)
 
 
 @cache

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import assert_never
+
 from sim.planner.bound import Estimates
 from sim.planner.space import Candidate
+from streamrl.doctor.replica_batch import replica_batch
 from streamrl.engine.systems import choose_system
-from streamrl.hardware.memory import kv_capacity, most_running
 from streamrl.record.speed import Speed
 from streamrl.report.plan import Binding
 from streamrl.runfile.config import Run
@@ -48,20 +50,17 @@ def _of_generation(estimates: Estimates, index: int, run: Run) -> str:
     least = estimates.least(index)
     if least.longest >= least.work:
         return "the longest rollout, token by token"
-    held = _held(run, estimates.tokens / run.algorithm.rollouts_per_step)
-    share = run.algorithm.rollouts_per_step / run.rollout.replicas
-    if share > min(held, run.rollout.max_running):
-        if held < run.rollout.max_running:
-            return "GPU memory for KV cache"
-        return f"rollout.max_running {run.rollout.max_running}"
-    return "GPU memory bandwidth"
-
-
-def _held(run: Run, mean_tokens: float) -> float:
-    """Return the rollouts that memory lets a replica decode at once: of these tokens in the middle of their lives."""
-    if run.rollout.admission == "reserve":
-        return most_running(run)
-    return kv_capacity(run) / (mean_tokens / 2 + run.workload.max_prompt_tokens / 2)
+    batch = replica_batch(run)
+    assert batch is not None, "it was simulated"
+    match batch.limit:
+        case "memory":
+            return f"GPU memory for KV cache, of {batch.held:.0f} rollouts a replica"
+        case "max_running":
+            return f"rollout.max_running {run.rollout.max_running}"
+        case "share":
+            return "GPU memory bandwidth"
+        case _:
+            assert_never(batch.limit)
 
 
 def _of_training(estimates: Estimates, index: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import median
 
 import msgspec
 
@@ -21,6 +22,9 @@ from streamrl.runfile.config import Run
 DEGREES = ("replicas", *SHORT, "micro_batch", "zero", "offload")
 NOTABLY = 1.1
 """Times as fast as the chosen plan from which on it is said of one that is as good."""
+SCALED = ("step_time", "median_step_time", "cost_per_step", "cost_per_million_tokens")
+"""Figures of a plan that stand as the chosen plan's times what both differ by over the steps that they share: a few
+steps are other than those of a steady state, for both alike."""
 RUNNERS_UP = 8
 """Plans that are named beside the chosen one."""
 
@@ -55,8 +59,7 @@ class Found:
 
     def beside(self) -> list[Beside]:
         """Return what a choice is always seen beside: the best synchronous, the best colocated and the fastest plan."""
-        search = self._search
-        ranking = [self._index, *(i for i in search.ranking() if i != self._index)]
+        ranking = [self._index, *self._others()]
         kinds: dict[str, Callable[[int], bool]] = {
             "best synchronous": lambda index: not self._system(index).max_staleness,
             "best colocated": lambda index: self._mode(index) == "colocated",
@@ -65,26 +68,39 @@ class Found:
         for what, is_kind in kinds.items():
             index = next(filter(is_kind, ranking), None)
             found.append(Beside(what=what, runner=None if index is None else self._runner(index)))
-        fastest = min(ranking, key=lambda index: search.speeds[index].step_time)
+        fastest = min(ranking, key=lambda index: self._times(index, "step_time"))
         found.append(Beside(what="fastest", runner=self._runner(fastest)))
         return found
 
     def runners_up(self) -> list[Runner]:
         """Return the plans that come next, the best first."""
+        found = [self._runner(index) for index in self._others()[:RUNNERS_UP]]
+        return sorted(found, key=lambda runner: runner.behind)
+
+    def _others(self) -> list[int]:
+        """Return the plans that were not chosen, finalists first, the best first."""
         race, others = self._race, [i for i in self._search.ranking() if i != self._index]
         finals = sorted((i for i in others if i in race.finals), key=race.value)
-        order = [*finals, *(i for i in others if i not in race.finals)]
-        return [self._runner(index) for index in order[:RUNNERS_UP]]
+        return [*finals, *(i for i in others if i not in race.finals)]
 
     def pareto(self) -> list[Choice]:
         """Return the simulated plans that none beats in seconds and dollars of a step, the fastest first."""
-        search = self._search
-        if search.space.run.plan.objective != "pareto":
+        if self._search.space.run.plan.objective != "pareto":
             return []
-        indices = search.ranking()
-        speeds = [search.speeds[i] for i in indices]
-        points = [(speed.step_time, speed.cost_per_step) for speed in speeds]
-        return [self._choice(indices[place], [speeds[place]]) for place in front(points)]
+        indices = [self._index, *self._others()]
+        keys = ("step_time", "cost_per_step")
+        points = [(self._times(i, keys[0]), self._times(i, keys[1])) for i in indices]
+        return [self._runner(indices[place]).choice for place in front(points)]
+
+    def _times(self, index: int, key: str) -> float:
+        """Return a figure of a plan over that of the chosen one, on the same prompts, in the median of the seeds."""
+        if index == self._index:
+            return 1.0
+        ours, theirs = (
+            median(getattr(speed, key) for speed in speeds)
+            for speeds in self._race.pair(index, self._index)
+        )
+        return float(ours / theirs)
 
     def _system(self, index: int) -> System:
         mode = self._search.space.candidate(index).mode
@@ -129,11 +145,19 @@ class Found:
                 choice=self.chosen, value=search.value_of(race.steady[index][0]), behind=0.0
             )
         behind = race.behind(index, self._index)
-        (one, *_), (other, *_) = race.pair(index, self._index)
-        longer = race.steady[self._index][0].step_time / other.step_time
+        (one, *more), (other, *_) = race.pair(index, self._index)
         value = search.value_of(race.steady[self._index][0]) * (1 + behind)
+        figures = {key: getattr(self.chosen, key) * self._times(index, key) for key in SCALED}
+        choice = msgspec.structs.replace(
+            self._choice(index, [one, *more]),
+            **figures,
+            step_time_interval=None,
+            note="",
+            least=value,
+            most=value,
+        )
         return Runner(
-            choice=_scaled(self._choice(index, [one]), longer),
+            choice=choice,
             value=value,
             behind=behind,
             is_beyond_chance=is_beyond_chance(one, other, 1 + behind),
@@ -146,21 +170,6 @@ def _range(value: float, speed: Speed) -> tuple[float, float]:
         return value, value
     least, most = (seconds / speed.step_time for seconds in speed.step_time_interval)
     return value * least, value * most
-
-
-def _scaled(choice: Choice, factor: float) -> Choice:
-    """Return a plan with the seconds and dollars that its paired run stands for, as the chosen plan's are known.
-
-    A few steps are other than those of a steady state, for both plans alike.
-    """
-    return msgspec.structs.replace(
-        choice,
-        step_time=choice.step_time * factor,
-        step_time_interval=None,
-        median_step_time=choice.median_step_time * factor,
-        cost_per_step=choice.cost_per_step * factor,
-        cost_per_million_tokens=choice.cost_per_million_tokens * factor,
-    )
 
 
 def side_of(run: Run, candidate: Candidate, section: str) -> PlannedSide:

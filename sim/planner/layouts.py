@@ -14,7 +14,13 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from streamrl.hardware.host_memory import host_memory, offloaded_bytes
-from streamrl.hardware.memory import kv_capacity, longest_sequence, num_models, trainer_memory
+from streamrl.hardware.memory import (
+    ROOMY,
+    kv_capacity,
+    longest_sequence,
+    num_models,
+    trainer_memory,
+)
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
@@ -23,6 +29,9 @@ from streamrl.runfile.sides_config import Logits, Recompute
 
 ROLLOUT_MEMORY = "rollout: a replica holds no longest rollout beside its weights"
 TRAINER_MEMORY = "trainer: does not fit its memory"
+TIGHT = (
+    f"trainer: takes over {ROOMY:.0%} of a GPU, which leaves too little for buffers of collectives"
+)
 DIVISIBILITY = "degrees do not divide the GPUs"
 HEADS = "tensor parallelism does not divide the attention heads"
 LAYERS = "trainer: more pipeline stages than layers, or experts than there are"
@@ -96,6 +105,8 @@ class TrainerRange:
     zero: Sequence[int]
     recompute: Sequence[Recompute]
     """The first that fits is taken: the less is made again, the faster a step."""
+    most_memory: float = 1.0
+    """Share of a GPU that may be taken."""
 
 
 def fitting_replicas(
@@ -153,13 +164,11 @@ def fitting_trainers(
                     continue  # stages would gather weights for each pass, and one rank has nobody to split with
                 split = (pool, data, tensor, pipeline, expert, micro, zero)
                 degrees = Degrees(*split, among.recompute[0], run.trainer.logits, False)
-                if (found := _fit(run, degrees, among.recompute, cut)) is not None:
+                if (found := _fit(run, degrees, among, cut)) is not None:
                     yield found
 
 
-def _fit(
-    run: Run, degrees: Degrees, recomputes: Sequence[Recompute], cut: Counter[str]
-) -> Degrees | None:
+def _fit(run: Run, degrees: Degrees, among: TrainerRange, cut: Counter[str]) -> Degrees | None:
     """Return the trainer that makes as little again as fits; None where none does.
 
     It takes logits in chunks and offloads only where it must.
@@ -182,12 +191,16 @@ def _fit(
     logits: tuple[Logits | None, ...] = (degrees.logits,)
     if degrees.logits is None:
         logits = (None, "chunked")
-    for offload, recompute, loss in product(offloads, recomputes, logits):
+    is_tight = False
+    for offload, recompute, loss in product(offloads, among.recompute, logits):
         found = degrees._replace(offload=offload, recompute=recompute, logits=loss)
         split = found.apply(run)
-        if _trainer_bytes(split) <= memory and offloaded_bytes(split) <= host_memory(split):
-            return found
-    cut[TRAINER_MEMORY] += 1
+        taken = _trainer_bytes(split) / memory
+        if taken <= 1 and offloaded_bytes(split) <= host_memory(split):
+            if taken <= among.most_memory:
+                return found
+            is_tight = True
+    cut[TIGHT if is_tight else TRAINER_MEMORY] += 1
     return None
 
 

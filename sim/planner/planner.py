@@ -38,7 +38,7 @@ class Planned(NamedTuple):
 def make_plan(run: Run, watch: Callable[[int, str], None] = lambda *_: None) -> Planned:
     """Choose among everything that a run's offer and its section `[plan]` leave open, on all cores.
 
-    `watch` is told how many simulations are done, and what they are for.
+    `watch` is told how many simulations are done and what comes now: simulating, finalists, what if, the chosen plan.
 
     Raises:
         ValueError: nothing fits, or nothing within budget: the constraint is named.
@@ -130,7 +130,8 @@ class _Progress:
         self._done = 0
 
     def on(self, what: str) -> Callable[[], None]:
-        """Return what is to be called after each simulation."""
+        """Say what comes now, and return what is to be called after each simulation of it."""
+        self._watch(self._done, what)
 
         def tell() -> None:
             self._done += 1
@@ -157,5 +158,6 @@ def _change(search: Search, chosen: int, verdict: Verdict, value: float) -> Chan
         still_fits=verdict.still_fits,
         choice=text,
         is_other=other is not None,
+        is_used=verdict.is_used,
         gain=gain,
     )

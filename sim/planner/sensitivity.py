@@ -25,7 +25,8 @@ from streamrl.runfile.units import Bandwidth
 SHARE = 0.2
 """By how much each is changed: a guess's usual error."""
 IS_AHEAD = 0.98
-"""Share of the chosen plan's estimate below which another's counts as better: estimates err by as much."""
+"""Share of the chosen plan's objective below which another's counts as better: estimates err by as much, and plans
+that cost about the same are told apart by how simple they are."""
 TOUCHES = 1e-6
 """Share by which a change must shift two plans against each other for it to be why one is better."""
 CONTENDS = (1 + SHARE) / (1 - SHARE)
@@ -37,6 +38,8 @@ class Shift(NamedTuple):
 
     what: str
     run: Run
+    touches: Callable[[Candidate], bool] = lambda candidate: True
+    """Whether a plan uses what is other."""
 
 
 class Verdict(NamedTuple):
@@ -51,6 +54,8 @@ class Verdict(NamedTuple):
     """What would be chosen instead."""
     other_value: float
     """Its objective over the chosen one's before the shift."""
+    is_used: bool
+    """Whether the chosen plan, or the other one, uses what is other at all."""
 
 
 class _Look(NamedTuple):
@@ -71,9 +76,17 @@ def shifts(run: Run) -> Iterator[Shift]:
             yield Shift(f"lengths {name}", _with_lengths(run, factor))
         yield Shift(f"speed of training (MFU) {name}", _with_speed(run, factor))
         if run.cluster.links:
-            yield Shift(f"bandwidth of links {name}", _with_bandwidth(run, factor))
+            yield Shift(f"bandwidth of links {name}", _with_bandwidth(run, factor), _crosses_a_link)
         for pool in run.cluster.pools:
-            yield Shift(f"price of {pool} {name}", _with_price(run, pool, factor))
+            yield Shift(f"price of {pool} {name}", _with_price(run, pool, factor), _rents(pool))
+
+
+def _crosses_a_link(candidate: Candidate) -> bool:
+    return candidate.replicas.pool != candidate.trainer.pool
+
+
+def _rents(pool: str) -> Callable[[Candidate], bool]:
+    return lambda candidate: pool in (candidate.replicas.pool, candidate.trainer.pool)
 
 
 def _with_lengths(run: Run, factor: float) -> Run:
@@ -144,10 +157,17 @@ def _verdict(
     what = look.shift.what
     if look.chosen is None:
         value = other_value or estimate
-        return Verdict(what, value, False, look.other, value)
-    if other_value is None or other_value >= value:
-        return Verdict(what, value, True, None, value)
-    return Verdict(what, value, True, look.other, other_value)
+        return Verdict(what, value, False, look.other, value, True)
+    touches = look.shift.touches
+    if other_value is None or not is_ahead(other_value, value):
+        return Verdict(what, value, True, None, value, touches(look.chosen))
+    is_used = touches(look.chosen) or (look.other is not None and touches(look.other))
+    return Verdict(what, value, True, look.other, other_value, is_used)
+
+
+def is_ahead(other: float, chosen: float) -> bool:
+    """Whether one plan's objective is so far below another's that it would be chosen instead."""
+    return other <= IS_AHEAD * chosen
 
 
 def _look(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
@@ -158,9 +178,9 @@ def _look(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
     before, after = _values(search.estimates), _values(search.estimates.shifted(shift.run))
     best, candidate = int(np.argmin(after)), search.space.candidate
     gains = after[best] / before[best] < (1 - TOUCHES) * after[chosen] / before[chosen]
-    is_ahead = gains and after[best] < IS_AHEAD * after[chosen]
+    has_other = gains and is_ahead(after[best], after[chosen])
     ratio = float(after[chosen] / before[chosen])
-    return _Look(shift, ratio, candidate(chosen), candidate(best) if is_ahead else None)
+    return _Look(shift, ratio, candidate(chosen), candidate(best) if has_other else None)
 
 
 def _look_at_stages(shift: Shift, search: Search, chosen: int, pool: Executor) -> _Look:
@@ -176,9 +196,9 @@ def _look_at_stages(shift: Shift, search: Search, chosen: int, pool: Executor) -
     best = int(np.argmin(values))
     if place is None:
         return _Look(shift, 1.0, None, candidate(best))
-    is_ahead = values[best] < IS_AHEAD * values[place]
+    has_other = is_ahead(values[best], values[place])
     ratio = float(values[place] / _values(search.estimates)[chosen])
-    return _Look(shift, ratio, candidate(place), candidate(best) if is_ahead else None)
+    return _Look(shift, ratio, candidate(place), candidate(best) if has_other else None)
 
 
 def _narrowed(run: Run, search: Search) -> Run:

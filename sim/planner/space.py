@@ -27,13 +27,13 @@ from sim.planner.layouts import (
 )
 from sim.planner.limits import within_rent
 from sim.planner.modes import Mode, find_modes
+from sim.planner.rented import with_rent
 from sim.planner.stages import refuse_profile
 from sim.planner.train_time import FallingLengths, TrainTimes, train_times
-from streamrl.hardware.memory import kv_capacity
+from streamrl.hardware.memory import ROOMY, kv_capacity
 from streamrl.hardware.profiles import check_profiles, load_model, price_of
 from streamrl.record.rent import SECONDS_PER_HOUR
 from streamrl.runfile.config import Run
-from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.pools import find_link, powers_of_two
 
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -60,8 +60,7 @@ class Candidate(NamedTuple):
     def apply(self, run: Run) -> Run:
         """Return the run file of the plan, with the nodes that it rents."""
         run = self.mode.apply(self.trainer.apply(self.replicas.apply(run)))
-        plan = PlanConfig(staleness_cost=run.plan.staleness_cost)
-        return _with_nodes_used(replace(run, plan=plan))
+        return with_rent(run)
 
 
 Part = TypeVar("Part")
@@ -220,7 +219,7 @@ def find_replicas(run: Run, cut: Counter[str]) -> list[Replicas]:
 
 
 def find_trainers(run: Run, cut: Counter[str]) -> list[Degrees]:
-    """Return every way to train.
+    """Return every way to train, with room on its GPUs where there is one.
 
     Raises:
         ValueError: there is none.
@@ -235,16 +234,22 @@ def find_trainers(run: Run, cut: Counter[str]) -> list[Degrees]:
         recompute=[each for each in RECOMPUTES if each in (plan.recompute or RECOMPUTES)],
     )
     before = cut.copy()
-    found = [
+    roomy = replace_fields(among, most_memory=ROOMY)
+    found = _fitting(run, roomy, cut) or _fitting(run, among, Counter())
+    if not found:
+        offer = ", ".join(plan.trainer_pools or run.cluster.pools)
+        raise ValueError(f"no trainer can train in pools {offer}: {_why(cut - before)}")
+    return found
+
+
+def _fitting(run: Run, among: TrainerRange, cut: Counter[str]) -> list[Degrees]:
+    plan = run.plan
+    return [
         choice
         for pool in plan.trainer_pools or run.cluster.pools
         for num_gpus in _sizes(run, pool, plan.trainer_gpus)
         for choice in fitting_trainers(run, pool, num_gpus, among, cut)
     ]
-    if not found:
-        offer = ", ".join(plan.trainer_pools or run.cluster.pools)
-        raise ValueError(f"no trainer can train in pools {offer}: {_why(cut - before)}")
-    return found
 
 
 def _near_best(
@@ -356,18 +361,3 @@ def _has_link(run: Run, first: str, second: str) -> bool:
 def _why(cut: Counter[str]) -> str:
     reasons = [f"{reason} ({count} times)" for reason, count in cut.most_common() if count]
     return "; ".join(reasons) or "plan names GPUs that no pool has"
-
-
-def _with_nodes_used(run: Run) -> Run:
-    """Return the run with as many nodes as both sides use of pools that are rented, and all of those that are owned."""
-    needs: Counter[str] = Counter()
-    for side in (run.rollout, run.trainer):
-        taken = needs[side.pool]
-        needs[side.pool] = max(taken, side.num_gpus) if run.shares_gpus else taken + side.num_gpus
-    pools = {
-        name: pool if pool.owned else replace(pool, nodes=-(-needs[name] // pool.gpus_per_node))
-        for name, pool in run.cluster.pools.items()
-        if needs[name] or pool.owned
-    }
-    links = [link for link in run.cluster.links if set(link.between) <= set(pools)]
-    return replace(run, cluster=replace(run.cluster, pools=pools, links=links))

@@ -8,13 +8,15 @@ from math import ceil, lcm
 from streamrl.doctor.finding import Changes, Finding, Level
 from streamrl.doctor.fix import Fix
 from streamrl.doctor.lengths import mean_lengths
-from streamrl.doctor.memory import rollouts_under_way
+from streamrl.doctor.replica_batch import rollouts_under_way
 from streamrl.engine.systems import rollouts_that_fill
 from streamrl.hardware.memory import longest_sequence
 from streamrl.runfile.config import Run
 
 MOST_BUBBLE = 0.1
 """Share of a pass for which a pipeline may stand empty before it is called a loss."""
+MOST_UNEVEN = 0.05
+"""Share of a step's work for which ranks may wait as rollouts do not divide, before it is called a loss."""
 MOST_MICRO_BATCH = 64
 MOST_FACTOR = 2.0
 """By how much a step, or a micro-batch, may grow or shrink to come out even before anything else is tried."""
@@ -49,7 +51,7 @@ def _sum_up(run: Run) -> str:
 
 def _find_ranks(run: Run) -> Iterator[Finding]:
     total, ranks = run.algorithm.rollouts_per_step, run.trainer.data_parallel
-    if rest := total % ranks:
+    if (rest := total % ranks) and (ranks - rest) / total > MOST_UNEVEN:
         text = (
             f"{total:,} rollouts a step do not divide by trainer.data_parallel={ranks}: {ranks - rest} of them "
             f"have one less, and wait"
@@ -59,7 +61,8 @@ def _find_ranks(run: Run) -> Iterator[Finding]:
 
 def _find_fills(run: Run) -> Iterator[Finding]:
     total, fill = run.algorithm.rollouts_per_step, rollouts_that_fill(run)
-    if (rest := total % fill) and total % run.trainer.data_parallel == 0:
+    is_loss = (fill - total % fill) / total > MOST_UNEVEN
+    if (rest := total % fill) and is_loss and total % run.trainer.data_parallel == 0:
         text = (
             f"the last fill of a step has {rest} of {fill} rollouts (trainer.data_parallel="
             f"{run.trainer.data_parallel} x micro_batch={run.trainer.micro_batch})"
@@ -68,16 +71,16 @@ def _find_fills(run: Run) -> Iterator[Finding]:
 
 
 def _find_tokens(run: Run) -> Iterator[Finding]:
-    """Find passes that their bound of tokens cuts to half of `micro_batch` or less, padding left out."""
+    """Say which passes are bounded by their tokens, not by `micro_batch`: full passes lose nothing by it."""
     trainer, mean, longest = run.trainer, mean_lengths(run), longest_sequence(run)
     room = trainer.max_tokens_per_pass
     held = trainer.micro_batch if mean is None else max(1, int(room // mean.total))
     if mean is not None and held <= trainer.micro_batch / 2:
         text = (
-            f"trainer.max_tokens_per_pass={room:,} holds {held} rollouts of the mean {mean.total:,.0f} tokens, "
-            f"fewer than micro_batch={trainer.micro_batch}"
+            f"passes are bounded by trainer.max_tokens_per_pass={room:,} before micro_batch={trainer.micro_batch}: "
+            f"a mean rollout has {mean.total:,.0f} tokens"
         )
-        yield _finding("warning", "tokens-per-pass", text)
+        yield _finding("ok", "tokens-per-pass", text)
     elif longest > room:
         text = (
             f"a rollout of more than {room:,} tokens (max_tokens_per_pass) has a pass of its own; the longest "
@@ -154,13 +157,6 @@ def _even_fills(run: Run) -> Iterator[Changes]:
     yield from _micro_batches(run)
 
 
-def _passes_that_hold(run: Run) -> Iterator[Changes]:
-    mean = mean_lengths(run)
-    assert mean is not None, "found by the mean length"
-    yield {"trainer.micro_batch": max(1, int(run.trainer.max_tokens_per_pass // mean.total))}
-    yield {"trainer.max_tokens_per_pass": ceil(run.trainer.micro_batch * mean.total)}
-
-
 def _fewer_replicas(run: Run) -> Iterator[Changes]:
     yield {"rollout.replicas": rollouts_under_way(run)}
 
@@ -168,7 +164,6 @@ def _fewer_replicas(run: Run) -> Iterator[Changes]:
 FIXES = {
     "uneven-ranks": Fix(_even_ranks, "choose rollouts a step that divide by trainer.data_parallel"),
     "partial-fill": Fix(_even_fills, "choose rollouts a step that divide by a fill"),
-    "tokens-per-pass": Fix(_passes_that_hold, "lower trainer.micro_batch"),
     "pipeline-bubble": Fix(_micro_batches, "train on more rollouts a step, or in fewer stages"),
     "idle-replicas": Fix(_fewer_replicas, "generate on fewer replicas"),
 }

@@ -10,6 +10,8 @@ from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.config import Run
 
+MOST_UNEVEN = 0.05
+"""Share by which a stage may have more layers than the mean before it is called a loss."""
 MOST_DEGREE = 1024
 """Largest degree of expert parallelism that is proposed."""
 
@@ -78,12 +80,12 @@ def _find_layers(model: ModelShape, stages: int) -> Iterator[Finding]:
     if stages > model.num_layers:
         text = f"trainer.pipeline_parallel={stages} is more than the {model.num_layers} layers of {model.name}"
         yield _finding("error", "trainer-layers", text)
-    elif model.num_layers % stages:
-        fullest, mean = -(-model.num_layers // stages), model.num_layers / stages
+        return
+    fullest, mean = -(-model.num_layers // stages), model.num_layers / stages
+    if fullest / mean - 1 > MOST_UNEVEN:
         text = (
             f"trainer.pipeline_parallel={stages} does not divide the {model.num_layers} layers of {model.name}: the "
-            f"fullest stage has {fullest}, {fullest / mean - 1:.0%} more than the mean that memory and seconds "
-            f"are reckoned with"
+            f"fullest stage has {fullest}, {fullest / mean - 1:.0%} more than the mean, and the others wait for it"
         )
         yield _finding("warning", "trainer-layers", text)
 
@@ -105,10 +107,13 @@ def _finding(level: Level, name: str, text: str) -> Finding:
 
 def _all_even(run: Run, model: ModelShape) -> str:
     experts = f", {model.experts.num_experts} experts" if model.experts is not None else ""
+    stages = run.trainer.pipeline_parallel
+    fullest = f", the fullest stage with {-(-model.num_layers // stages)} layers"
     return (
         f"{model.name}: {model.num_heads} heads, {model.num_kv_heads} key-value heads, "
         f"{model.num_layers} layers{experts} divide over rollout TP{run.rollout.tensor_parallel} and trainer "
-        f"TP{run.trainer.tensor_parallel} PP{run.trainer.pipeline_parallel} EP{run.trainer.expert_parallel}"
+        f"TP{run.trainer.tensor_parallel} PP{stages} EP{run.trainer.expert_parallel}"
+        f"{fullest if model.num_layers % stages else ''}"
     )
 
 

@@ -17,6 +17,8 @@ class MeanLengths(NamedTuple):
 
     prompt: float
     output: float
+    context: float
+    """Of a rollout while it is decoded, at a moment drawn at random: long ones are seen most."""
 
     @property
     def total(self) -> float:
@@ -47,4 +49,5 @@ def _mean(config: LengthsConfig, group_size: int, most: int, seed: int) -> MeanL
     else:
         lengths, prompts = source.sample(np.random.default_rng([seed, 0]), BLOCK, group_size)
     capped = np.clip(np.rint(lengths * config.scale), 1, most)
-    return MeanLengths(float(prompts.mean()), float(capped.mean()))
+    prompt, halfway = float(prompts.mean()), float((capped**2).sum() / capped.sum() / 2)
+    return MeanLengths(prompt, float(capped.mean()), prompt + halfway)

@@ -8,8 +8,9 @@ import msgspec
 
 from streamrl.doctor.finding import Finding
 from streamrl.doctor.lengths import mean_lengths
-from streamrl.engine.systems import choose_system
+from streamrl.doctor.replica_batch import replica_batch
 from streamrl.hardware.memory import (
+    ROOMY,
     kv_capacity,
     longest_sequence,
     most_running,
@@ -21,9 +22,6 @@ from streamrl.hardware.profiles import Gpu, load_gpu, load_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import trainer_names
 
-FULL = 0.9
-"""Share of a GPU past which a trainer is called tight: buffers of collectives and what the allocator cannot use
-are not counted, and vLLM leaves as much to them (gpu_memory_utilization 0.9)."""
 GB = 1e9
 
 
@@ -135,40 +133,29 @@ def _find_replica(run: Run) -> Finding:
 
 
 def held(run: Run) -> str:
-    """Say how many rollouts fit the KV cache, which no prompt shares: of the longest, and of the mean length."""
+    """Say how many rollouts fit the KV cache, which no prompt shares: of the longest, and as they are on average."""
     tokens, longest, mean = kv_capacity(run), longest_sequence(run), mean_lengths(run)
     held = (
         f"{tokens:,} tokens of a replica are {tokens // longest:,} rollouts of {longest:,} tokens"
     )
     if mean is not None:
-        held += f", {int(tokens // mean.total):,} of the mean {mean.total:,.0f}"
+        held += f", {int(tokens // mean.context):,} with a running one's mean context of {mean.context:,.0f}"
     if run.rollout.admission == "reserve":
         held += f"; admission reserves {run.rollout.max_tokens:,} of each, so {most_running(run):,} run at once"
     return f"{held} (max_running {run.rollout.max_running})"
 
 
 def _find_room(run: Run) -> Iterator[Finding]:
-    """Find that fewer rollouts of mean length fit than a replica should run at once, unless none are preempted."""
-    mean = mean_lengths(run)
-    if run.rollout.admission == "reserve" or mean is None:
-        return
+    """Say that a replica's memory limits its batch; whether that has a price, a rehearsal tells."""
     if replica_side(run).need > replica_side(run).usable:
         return
-    num_held, wanted = int(kv_capacity(run) // mean.total), run.rollout.max_running
-    share = rollouts_under_way(run) / run.rollout.replicas
-    if num_held < min(wanted, share):
+    batch = replica_batch(run)
+    if run.rollout.admission == "on-demand" and batch is not None and batch.limit == "memory":
         text = (
-            f"a replica holds {num_held} rollouts of the mean {mean.total:,.0f} tokens, fewer than "
-            f"rollout.max_running={wanted}, which its share of {share:,.6g} would fill: some are preempted and "
-            f"computed again"
+            f"KV memory limits a replica's batch: to {batch.held:,.0f} rollouts on average, fewer than "
+            f"rollout.max_running={batch.max_running} and its share of {batch.share:,.6g}"
         )
-        yield Finding(level="warning", topic="memory", name="max-running", text=text)
-
-
-def rollouts_under_way(run: Run) -> int:
-    """Return the most rollouts that admission lets be generated at once."""
-    ahead = 1 + choose_system(run.policies).max_staleness
-    return min(ahead, run.algorithm.steps) * run.algorithm.rollouts_per_step
+        yield Finding(level="ok", topic="memory", name="batch-limit", text=text)
 
 
 # The training side --------------------------------------------------------------------------------
@@ -184,7 +171,7 @@ def find_trainer(run: Run) -> Iterator[Finding]:
     )
     if share > 1:
         yield Finding(level="error", topic="memory", name="trainer-memory", text=text)
-    elif share > FULL:
+    elif share > ROOMY:
         text += "; buffers of collectives come on top"
         yield Finding(level="warning", topic="memory", name="trainer-tight", text=text)
     else:

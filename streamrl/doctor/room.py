@@ -8,9 +8,8 @@ from itertools import product
 from streamrl.doctor.changes import changed
 from streamrl.doctor.finding import Changes
 from streamrl.doctor.fix import Fix
-from streamrl.doctor.lengths import mean_lengths
 from streamrl.doctor.memory import GB, held, replica_side, trainer_side
-from streamrl.hardware.memory import kv_capacity, longest_sequence, num_models
+from streamrl.hardware.memory import longest_sequence, num_models
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.keys import pool_key
@@ -41,12 +40,6 @@ def _wider_replicas(run: Run) -> Iterator[Changes]:
     for tokens in (2**power for power in range(20, 7, -1)):
         if tokens < rollout.max_tokens:
             yield {"rollout.max_tokens": tokens}
-
-
-def _as_many_as_fit(run: Run) -> Iterator[Changes]:
-    mean = mean_lengths(run)
-    assert mean is not None, "found by the mean length"
-    yield {"rollout.max_running": max(1, int(kv_capacity(run) // mean.total))}
 
 
 # The training side --------------------------------------------------------------------------------
@@ -114,7 +107,6 @@ FIXES = {
         "no replica within a node of this pool holds the model: name a pool of GPUs with more memory",
         _replica_effect,
     ),
-    "max-running": Fix(_as_many_as_fit, "lower rollout.max_running or rollout.max_tokens"),
     "trainer-memory": Fix(
         _roomier_trainers,
         "no split of the model fits these GPUs: name GPUs with more memory",

@@ -26,6 +26,9 @@ OPTIMIZER_BYTES = 12
 """Bytes a parameter: float32 master copy and two Adam moments (Rajbhandari et al. 2020, ZeRO)."""
 GRADIENT_BYTES = 4
 """Bytes a parameter: gradients accumulate in float32 over micro-batches."""
+ROOMY = 0.9
+"""Share of a GPU past which a trainer is tight: buffers of collectives and what the allocator cannot use are not
+counted, and vLLM leaves as much to them (gpu_memory_utilization 0.9)."""
 LARGE = 0.1
 """Share of a trainer's bytes past which logits are worth a word."""
 GATHERED_LAYERS = 2

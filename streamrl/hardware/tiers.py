@@ -22,11 +22,19 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[str, ...] = ()
     error: float | None = None
     """Median relative error of such seconds on shapes that nothing was fitted to; None where nobody checked."""
+    p90: float | None = None
+    """What nine in ten of those errors are within."""
 
     @classmethod
-    def of(cls, tier: Tier, sources: Iterable[str] = (), error: float | None = None) -> Provenance:
+    def of(
+        cls,
+        tier: Tier,
+        sources: Iterable[str] = (),
+        error: float | None = None,
+        p90: float | None = None,
+    ) -> Provenance:
         """All seconds are of one tier."""
-        return cls(shares={tier: 1.0}, sources=tuple(sources), error=error)
+        return cls(shares={tier: 1.0}, sources=tuple(sources), error=error, p90=p90)
 
     def adjusted(self, source: str) -> Provenance:
         """Return what it is after a factor of the run file: what was measured is then composed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from math import hypot
+from types import MappingProxyType
 
 import msgspec
 
@@ -36,36 +37,42 @@ class Uncertainty(msgspec.Struct, frozen=True, kw_only=True):
     step_time: float | None
     """Of the mean step by its passes: sync, switches and what frameworks add are not in it. None where an operation
     that takes seconds was never checked."""
+    p90: dict[str, float] = {}
+    """By operation: what nine in ten errors are within."""
 
 
 def uncertainty_of(
-    errors: Mapping[str, float], sides: Mapping[str, Mapping[str, float]]
+    errors: Mapping[str, float],
+    sides: Mapping[str, Mapping[str, float]],
+    p90: Mapping[str, float] = MappingProxyType({}),
 ) -> Uncertainty:
     """Put the errors of stages together.
 
     Args:
         errors: median relative error by operation.
         sides: by side, the share of a step that it spends on each operation.
+        p90: what nine in ten errors are within, by operation.
     """
     spent = {
         operation for shares in sides.values() for operation, share in shares.items() if share > 0
     }
     stages = {operation: errors[operation] for operation in sorted(spent) if operation in errors}
+    widest = {operation: p90[operation] for operation in sorted(spent) if operation in p90}
     if not stages or spent - set(stages):
-        return Uncertainty(stages=stages, step_time=None)
+        return Uncertainty(stages=stages, step_time=None, p90=widest)
     of_sides = [
         sum(share * errors[operation] for operation, share in shares.items() if share > 0)
         for shares in sides.values()
     ]
-    return Uncertainty(stages=stages, step_time=hypot(*of_sides))
+    return Uncertainty(stages=stages, step_time=hypot(*of_sides), p90=widest)
 
 
 def read_uncertainty(trace: Trace, shares: SidesAttribution) -> Uncertainty | None:
     """Return what the costs of a simulated run say of themselves; None of a real one, whose seconds are a clock's."""
     if trace.world == "real":
         return None
-    errors = trace.facts.get("errors", {})
-    assert isinstance(errors, Mapping), "errors are given by operation"
+    errors, p90 = trace.facts.get("errors", {}), trace.facts.get("p90", {})
+    assert isinstance(errors, Mapping) and isinstance(p90, Mapping), "they are by operation"
     sides: dict[str, dict[str, float]] = {}
     for name, of_side in shares.sides.items():
         spent: dict[str, float] = {}
@@ -74,7 +81,7 @@ def read_uncertainty(trace: Trace, shares: SidesAttribution) -> Uncertainty | No
             if operation is not None:
                 spent[operation] = spent.get(operation, 0.0) + share
         sides[name] = spent
-    return uncertainty_of(errors, sides)
+    return uncertainty_of(errors, sides, p90)
 
 
 def tell_unmeasured(tiers: Mapping[str, float]) -> str:

@@ -92,7 +92,11 @@ class Binding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Runner(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan that was simulated and not chosen."""
+    """A plan that was simulated and not chosen.
+
+    Both are simulated on the same prompts for the same few steps; its seconds and dollars are the chosen plan's times
+    what they differ by there, so that a steady state of its own may be other by its interval.
+    """
 
     choice: Choice
     value: float
@@ -124,6 +128,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     is_other: bool
     gain: float
     """Share of the objective that the other choice saves then, as simulated; 0 where nothing changes."""
+    is_used: bool = True
+    """Whether the chosen plan, or the other, uses what changes: a pool that it rents, a link that it crosses."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -10,22 +10,23 @@ from rich.text import Text
 
 from streamrl.record.uncertainty import unshared_error
 from streamrl.report.plan import Choice, Plan, Runner
-from streamrl.report.run_tables import format_step_time
+from streamrl.report.run_tables import format_dollars, format_duration, format_step_time
 from streamrl.report.whole_text import fact_lines, headline
 from streamrl.runfile.plan_config import ObjectiveName
 
-VALUES: dict[ObjectiveName, str] = {
-    "cost-per-million-tokens": "${:.4f} per million tokens",
-    "cost-per-step": "${:.2f} a step",
-    "step-time": "{:.1f} s a step",
-    "pareto": "{:.0f} s x $ a step",
+VALUES: dict[ObjectiveName, Callable[[float], str]] = {
+    "cost-per-million-tokens": lambda value: f"{format_dollars(value)} per million tokens",
+    "cost-per-step": lambda value: f"{format_dollars(value)} a step",
+    "step-time": lambda value: f"{format_duration(value)} a step",
+    "pareto": "{:.0f} s x $ a step".format,
 }
+"""How the figure that a plan is judged by is written: with the digits that `simulate` has."""
 
 
 def plan_report(plan: Plan) -> RenderableType:
     """Put a plan together for a terminal."""
     parts: list[RenderableType] = [Text(line) for line in head_lines(plan)]
-    parts += [Text(), _beside(plan), Text(), _choices(plan)]
+    parts += [Text(), _beside(plan), Text(), _choices(plan), Text(PAIRED)]
     if plan.pareto:
         parts += [Text(), _pareto(plan.pareto)]
     return Group(*parts, Text(), _sensitivity(plan), Text(), _infeasible(plan))
@@ -33,12 +34,13 @@ def plan_report(plan: Plan) -> RenderableType:
 
 def head_lines(plan: Plan) -> Iterator[str]:
     """Say in a few lines what was chosen and why."""
-    chosen, show = plan.allocation, VALUES[plan.objective.name].format
+    chosen, show = plan.allocation, VALUES[plan.objective.name]
     if plan.whole_run is not None:
         yield f"whole run: {headline(plan.whole_run)}"
     yield chosen.text
     yield (
-        f"  {show(plan.objective.value)}; a step {_step_text(chosen)} and ${chosen.cost_per_step:.2f}, "
+        f"  {show(plan.objective.value)}; a step {_step_text(chosen)} and "
+        f"{format_dollars(chosen.cost_per_step)}, "
         f"${chosen.dollars_per_hour:.2f} an hour"
     )
     if chosen.num_seeds > 1:
@@ -51,6 +53,11 @@ def head_lines(plan: Plan) -> Iterator[str]:
     yield f"  chosen as {plan.why}; {search_text(plan)}"
     if not plan.staleness_cost:
         yield "  staleness is taken to cost no progress: plan.staleness_cost says how much it does"
+    else:
+        yield (
+            f"  with {plan.staleness_cost:g} % charged for each version of lag; as simulated "
+            f"{format_dollars(chosen.cost_per_million_tokens)} per million tokens"
+        )
     tiers = ", ".join(f"{share:.0%} {tier}" for tier, share in plan.tiers.items() if share > 0)
     yield f"  seconds are {tiers}; planned in {plan.seconds:.1f} s"
 
@@ -61,13 +68,19 @@ def search_text(plan: Plan) -> str:
         f"{plan.simulated} of {plan.candidates:,} plans were simulated, {plan.steps} steps each"
     )
     if plan.open_gap is None:
-        return f"{looked}; by its estimate none of the others is better by more than 1 %"
+        return f"{looked}; by their estimates none of the others is better by more than 1 %"
     return (
         f"{looked}, until plan.time_limit of {plan.time_limit:.0f} s came: "
         f"one of the others may be up to {plan.open_gap:.0%} better"
     )
 
 
+PAIRED = (
+    "what is behind was simulated on the chosen plan's prompts for a few steps: its figures are the chosen plan's times "
+    "the difference there"
+)
+UNSAID = (".max_running", ".micro_batch", ".zero", ".recompute", ".logits", ".order", "_staleness")
+"""Ends of keys that the line of a plan does not show."""
 HEAD = ("behind", "step", "staleness", "$ a step", "$ an hour")
 
 
@@ -86,10 +99,26 @@ def _beside(plan: Plan) -> Table:
 
 
 def _choices(plan: Plan) -> Table:
+    """List what comes next; those that a line does not tell apart say what else they set."""
     table = Table("runner-up", *HEAD, box=None, pad_edge=False)
+    seen = {plan.allocation.text}
     for runner in plan.runners_up:
-        table.add_row(runner.choice.text, *_cells(plan, runner))
+        text, is_known = runner.choice.text, runner.choice.text in seen
+        seen.add(text)
+        text += f", {_unsaid(plan.allocation, runner.choice)}" if is_known else ""
+        table.add_row(text, *_cells(plan, runner))
     return table
+
+
+def _unsaid(chosen: Choice, other: Choice) -> str:
+    """Name the keys that set another plan off from the chosen one where neither is said in its line."""
+    ours, theirs = chosen.settings, other.settings
+    found = [
+        f"{key.partition('.')[2]} {theirs.get(key, 'default')}"
+        for key in dict.fromkeys([*ours, *theirs])
+        if key.endswith(UNSAID) and ours.get(key) != theirs.get(key)
+    ]
+    return ", ".join(found) or "otherwise the same"
 
 
 def _cells(plan: Plan, runner: Runner) -> tuple[str, ...]:
@@ -98,7 +127,7 @@ def _cells(plan: Plan, runner: Runner) -> tuple[str, ...]:
         _behind_text(plan, runner),
         _step_text(choice),
         f"{choice.mean_staleness:.2f}",
-        f"{choice.cost_per_step:.2f}",
+        format_dollars(choice.cost_per_step),
         f"{choice.dollars_per_hour:.2f}",
     )
 
@@ -106,7 +135,7 @@ def _cells(plan: Plan, runner: Runner) -> tuple[str, ...]:
 def _pareto(choices: list[Choice]) -> Table:
     table = Table("none beats in time and cost", "step", "$ a step", box=None, pad_edge=False)
     for choice in choices:
-        table.add_row(choice.text, _step_text(choice), f"{choice.cost_per_step:.2f}")
+        table.add_row(choice.text, _step_text(choice), format_dollars(choice.cost_per_step))
     return table
 
 
@@ -139,9 +168,11 @@ def _behind_text(plan: Plan, runner: Runner) -> str:
 def _sensitivity(plan: Plan) -> Table:
     table = Table("if", "the plan gives", "better then", "saves", box=None, pad_edge=False)
     for change in plan.sensitivity:
-        show = VALUES[plan.objective.name].format
+        show = VALUES[plan.objective.name]
         gives = show(change.value) if change.still_fits else "does not fit"
         other = (change.choice, f"{change.gain:.1%}") if change.is_other else ("no other", "")
+        if not change.is_used:
+            other = ("no other, and this one uses none of it", "")
         table.add_row(change.what, gives, *other)
     return table
 

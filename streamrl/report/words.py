@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from streamrl.report.plan import SHORT, PlannedSide
+from streamrl.report.run_tables import format_dollars, format_step_time
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides_config import TrainerConfig
 
 NBSP = "\N{NO-BREAK SPACE}"
-CENTS_MATTER = 0.1  # dollars from which two digits behind the point are enough
 CAUSES = {
     "start-up": "a replica or a trainer is coming up",
     "failure": "a lost replica is being replaced, or a lost trainer is coming up again",
@@ -59,10 +59,10 @@ GLOSSARY = {
 
 
 def dollars(value: float) -> str:
-    """Write dollars: cents, or two digits where they are less than ten."""
+    """Write dollars: cents, of less than one three digits, as tables on a terminal have them."""
     if value >= 1000:
         return f"${value:,.0f}"
-    return f"${value:,.2f}" if value >= CENTS_MATTER or value == 0 else f"${value:.2g}"
+    return "$0.00" if value == 0 else format_dollars(value)
 
 
 def seconds(value: float) -> str:
@@ -73,11 +73,8 @@ def seconds(value: float) -> str:
 
 
 def step_seconds(value: float, interval: tuple[float, float] | None) -> str:
-    """Write the seconds of a step with half their 95 % interval: "243 s ± 2"."""
-    if interval is None:
-        return seconds(value)
-    half = (interval[1] - interval[0]) / 2 * (1e3 if value < 1 else 1)
-    return f"{seconds(value)}{NBSP}±{NBSP}{half:.2g}"
+    """Write the seconds of a step with half their 95 % interval, as tables on a terminal have them: "243.1 s ± 2"."""
+    return format_step_time(value, interval).replace(" ", NBSP)
 
 
 def rounded(value: float) -> str:

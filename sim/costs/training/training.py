@@ -176,8 +176,8 @@ def _choose_stages(run: Run, ranks: Ranks) -> tuple[Ranks, StageTimes, float, Pr
 
 def _checked(
     profile: TrainingProfile, gpu: str, *, is_mixture: bool
-) -> tuple[list[str], float | None]:
-    """Return the sources, and the error on shapes left out where training was measured on this GPU."""
+) -> tuple[list[str], float | None, float | None]:
+    """Return the sources, and the errors on shapes left out where training was measured on this GPU."""
     kind = "mixture" if is_mixture else "dense"
     found = profile.held_out[kind]
     fitted = (
@@ -186,4 +186,5 @@ def _checked(
     )
     rates = [profile.gemm[gpu].source, *([profile.experts[gpu].source] if is_mixture else [])]
     is_known = profile.gemm[gpu].tier == "composed"
-    return [f"{fitted}; {'; '.join(rates)}"], found.median if is_known else None
+    errors = (found.median, found.p90) if is_known else (None, None)
+    return [f"{fitted}; {'; '.join(rates)}"], *errors

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from streamrl.report.page.answer import chosen_of
 from streamrl.report.page.options import Option, is_aside
-from streamrl.report.page.parts import PageCell, PageSection, PageTable
+from streamrl.report.page.parts import PageCell, PageSection, PageTable, cells
 from streamrl.report.page.sources import PlanMade, Sources
 from streamrl.report.pictures.bars import Bar, bars_picture
 from streamrl.report.pictures.drawing import Picture
 from streamrl.report.pictures.scatter import Point, front_of, scatter_picture
+from streamrl.report.plan import Plan
 from streamrl.report.words import (
     change,
     dollars,
@@ -70,15 +71,49 @@ def _alternatives(sources: Sources, options: list[Option]) -> PageSection:
                 f"against {chosen.letter}",
                 "step",
                 "trained on",
+                "staleness",
                 "$ an hour",
                 "seconds are",
             ),
             rows,
-            numbers=(2, 3, 4, 5, 6),
+            numbers=(2, 3, 4, 5, 6, 7),
             strong_row=shown.index(chosen) if chosen in shown else None,
         )
     )
+    section.tables += [_beside(made) for made in sources.plans if made.plan.beside]
+    section.notes += [SCALED for made in sources.plans[:1] if made.plan.runners_up]
     return section
+
+
+SCALED = (
+    "Runners-up were simulated on the chosen plan's prompts for a few steps; their seconds and dollars are the chosen plan's "
+    "times what they differ by there. A simulation of its own gives one its steady state, which may be other by the "
+    "intervals of both."
+)
+
+
+def _beside(made: PlanMade) -> PageTable:
+    """Set the best of other kinds beside the choice, whether they come next or far behind."""
+    rows = []
+    for what, runner in ((each.what, each.runner) for each in made.plan.beside):
+        if runner is None:
+            rows.append(cells(what, "none is open", "", "", "", ""))
+        elif runner.choice == made.plan.allocation:
+            rows.append(cells(what, "the chosen plan", "", "", "", ""))
+        else:
+            choice = runner.choice
+            rows.append(
+                cells(
+                    what,
+                    choice.text,
+                    dollars(choice.cost_per_million_tokens),
+                    change(runner.behind),
+                    seconds(choice.step_time),
+                    f"{choice.mean_staleness:.2f}",
+                )
+            )
+    head = ("beside it", "plan", "$ per million tokens", "behind", "step", "staleness")
+    return PageTable("What the choice is seen beside.", head, rows, numbers=(2, 3, 4, 5))
 
 
 def _row(option: Option, chosen: Option) -> list[PageCell]:
@@ -98,6 +133,7 @@ def _row(option: Option, chosen: Option) -> list[PageCell]:
             f"{dollars(option.cost_per_step)} each",
         ),
         PageCell(tokens_per_second(option.goodput)),
+        PageCell(f"{option.staleness:.2f}"),
         PageCell(dollars(option.dollars_per_hour)),
         PageCell(f"{option.world}, {tiers_text(option.band.tiers)}", f"{seeds}; {option.source}"),
     ]
@@ -109,6 +145,8 @@ def _seeds(count: int) -> str:
 
 def _why(made: PlanMade) -> Iterator[str]:
     plan = made.plan
+    if plan.why:
+        yield f"It was chosen as {plan.why}."
     alone = plan.binding.seconds
     stages = [f"{STAGES[name]} {seconds(alone[name])}" for name in STAGES if name in alone]
     yield (
@@ -119,6 +157,32 @@ def _why(made: PlanMade) -> Iterator[str]:
         f"Of {plan.candidates:,} plans that fit, {plan.ruled_out:,} cannot be better than the chosen one even if nothing "
         f"waited for anything, and {plan.simulated} were simulated. The chosen one is {percent(plan.gap)} above the lower bound "
         "over all plans, which no plan need reach."
+    )
+    yield _openness(plan)
+    yield _staleness(plan)
+
+
+def _openness(plan: Plan) -> str:
+    """Say whether something better may have been missed."""
+    if plan.open_gap is None:
+        return "By their estimates none of the plans that were not simulated is better by more than 1 %."
+    return (
+        f"The search stopped at `plan.time_limit`, {plan.time_limit:.0f} s: a plan that was not simulated may be up to "
+        f"{percent(plan.open_gap)} better. A longer limit tells."
+    )
+
+
+def _staleness(plan: Plan) -> str:
+    lag = plan.allocation.mean_staleness
+    if not plan.staleness_cost:
+        return (
+            f"Rollouts of the chosen plan are {lag:.2f} versions behind on average, and staleness is taken to cost no "
+            "progress: `plan.staleness_cost` says how much it does."
+        )
+    return (
+        f"Plans are compared as if each version that rollouts are behind took {plan.staleness_cost:g} % more steps "
+        f"(`plan.staleness_cost`), for the chosen plan's {lag:.2f} versions {percent(plan.staleness_cost / 100 * lag, 1)} more. "
+        "Dollars and seconds shown are as simulated, without it; what is behind is with it."
     )
 
 

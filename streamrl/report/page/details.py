@@ -158,10 +158,10 @@ def uncertainty_section(options: Sequence[Option]) -> PageSection:
         [
             PageCell(tier, TIERS[tier]),
             PageCell(percent((chosen.band.tiers or {}).get(tier, 0.0))),
-            PageCell(f"{least:g} to {most:g} times"),
-            PageCell(band.REASONS[tier]),
+            PageCell("{:.2f} to {:.2f} times".format(*chosen.band.may_be(tier))),
+            PageCell(chosen.band.reason(tier)),
         ]
-        for tier, (least, most) in band.SECONDS_MAY_BE.items()
+        for tier in band.TIERS
     ]
     head = ("tier", f"share in {chosen.letter}", "a second may truly be", "because")
     section.tables.append(PageTable("", head, rows, numbers=(1,)))

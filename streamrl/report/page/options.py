@@ -22,13 +22,6 @@ Kind = Literal["plan", "runner-up", "front", "run"]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 ASIDE = (".nodes", "policies.latency", "policies.context_time")
 """Ends of keys that two runs of one plan may differ in."""
-FIGURE_OF = {
-    "cost-per-million-tokens": lambda choice: choice.cost_per_million_tokens,
-    "cost-per-step": lambda choice: choice.cost_per_step,
-    "step-time": lambda choice: choice.step_time,
-    "pareto": lambda choice: choice.step_time * choice.cost_per_step,
-}
-"""What a plan's objective is, of a choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +47,8 @@ class Option:
     cost_per_million_tokens: float
     dollars_per_hour: float
     band: Band
+    staleness: float
+    """Versions that rollouts are behind when they are trained on, on average."""
     source: str
     behind: float | None = None
     """Share by which a runner-up's objective is above its plan's, over seeds that both were simulated on."""
@@ -121,26 +116,18 @@ def _letter(index: int) -> str:
 def _of_plan(made: PlanMade, is_only: bool) -> Iterator[Option]:
     plan = made.plan
     name = "the plan" if is_only else made.name
-    chosen = _of_choice(made, plan.allocation, name, "plan", plan.tiers, plan.objective.median)
+    chosen = _of_choice(made, plan.allocation, name, "plan", plan.tiers, plan.objective.value)
     yield replace(chosen, whole_run=plan.whole_run)
     shown = [plan.allocation.settings]
     for index, runner in enumerate(plan.runners_up, start=1):
         shown.append(runner.choice.settings)
         name = f"runner-up {index}" if is_only else f"{made.name}, runner-up {index}"
-        tiers, value = _tiers_of(runner.choice), plan.objective.median * (1 + runner.behind)
-        option = _of_choice(made, runner.choice, name, "runner-up", tiers, value)
+        option = _of_choice(made, runner.choice, name, "runner-up", None, runner.value)
         yield replace(option, behind=runner.behind)
     rest = [choice for choice in plan.pareto if choice.settings not in shown]
     for index, choice in enumerate(rest, start=1):
         name = f"on the front {index}" if is_only else f"{made.name}, on the front {index}"
-        value = FIGURE_OF[plan.objective.name](choice)
-        yield _of_choice(made, choice, name, "front", _tiers_of(choice), value)
-
-
-def _tiers_of(choice: Choice) -> Mapping[str, float] | None:
-    """Return the tiers of a choice, where the plan has kept them."""
-    tiers: Mapping[str, float] | None = getattr(choice, "tiers", None)
-    return tiers
+        yield _of_choice(made, choice, name, "front", None, None)
 
 
 def _of_choice(
@@ -149,15 +136,17 @@ def _of_choice(
     name: str,
     kind: Kind,
     tiers: Mapping[str, float] | None,
-    value: float,
+    value: float | None,
 ) -> Option:
-    """Describe a choice whose objective is `value`: in the median of its seeds, or as far behind as on those of both."""
+    """Describe a choice whose objective is `value`, by which its seeds are seen; None where it is not known."""
     team, system = Team(choice.rollout, choice.trainer, {}), str(choice.settings["policies.system"])
     per_second = choice.cost_per_step / choice.step_time
-    objective = made.plan.objective.name
-    is_cost = objective == "cost-per-million-tokens"
-    cost = value if is_cost else choice.cost_per_million_tokens
-    power = 0.5 if objective == "pareto" else 1.0  # a product of two that both grow with seconds
+    cost = choice.cost_per_million_tokens
+    power = 0.5 if made.plan.objective.name == "pareto" else 1.0  # both factors grow with seconds
+    seeds = (1.0, 1.0)
+    if value is not None:
+        seeds = (choice.least / value) ** power, (choice.most / value) ** power
+    is_plan, told = kind == "plan", made.plan.uncertainty
     return Option(
         name=name,
         kind=kind,
@@ -173,10 +162,12 @@ def _of_choice(
         cost_per_million_tokens=cost,
         dollars_per_hour=choice.dollars_per_hour,
         band=Band(
-            seeds=((choice.least / value) ** power, (choice.most / value) ** power),
+            seeds=seeds,
             num_seeds=choice.num_seeds,
             tiers=tiers,
+            p90=told.p90 if is_plan and told is not None else {},
         ),
+        staleness=choice.mean_staleness,
         source=f"{made.name}/{made.path.name}",
     )
 
@@ -198,7 +189,12 @@ def _of_run(run: RecordedRun) -> Option:
         cost_per_step=metrics.cost_per_step,
         cost_per_million_tokens=metrics.cost_per_million_tokens,
         dollars_per_hour=dollars_per_second(config) * SECONDS_PER_HOUR,
-        band=Band(tiers=metrics.tiers, is_timed=metrics.world == "real"),
+        band=Band(
+            tiers=metrics.tiers,
+            is_timed=metrics.world == "real",
+            p90=metrics.uncertainty.p90 if metrics.uncertainty is not None else {},
+        ),
+        staleness=metrics.mean_staleness,
         source=f"{run.name}/{run.path.name}",
         run=run,
         whole_run=metrics.whole_run,
@@ -235,6 +231,8 @@ def _merged(option: Option, run: RecordedRun) -> Option:
         ratio = run.metrics.cost_per_million_tokens / option.cost_per_million_tokens
         seeds = (min(band.seeds[0], ratio), max(band.seeds[1], ratio))
         band = replace(band, seeds=seeds, num_seeds=band.num_seeds + 1)
-    tiers = run.metrics.tiers if band.tiers is None else band.tiers
+    if band.tiers is None:
+        told = run.metrics.uncertainty
+        band = replace(band, tiers=run.metrics.tiers, p90=told.p90 if told is not None else {})
     whole = option.whole_run or run.metrics.whole_run
-    return replace(option, band=replace(band, tiers=tiers), run=option.run or run, whole_run=whole)
+    return replace(option, band=band, run=option.run or run, whole_run=whole)

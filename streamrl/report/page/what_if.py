@@ -46,6 +46,7 @@ def of_plan(plan: Plan, name: str, source: str) -> Sensitivity:
     found: dict[str, dict[str, float]] = {}
     notes: dict[str, str] = {}
     shares: dict[str, None] = {}
+    used: set[str] = set()
     for change in plan.sensitivity:
         match = SHIFT.fullmatch(change.what)
         what = match["what"] if match else change.what
@@ -53,10 +54,12 @@ def of_plan(plan: Plan, name: str, source: str) -> Sensitivity:
         found.setdefault(what, {})[sign] = change.value / base - 1
         if match:
             shares[f"{match['share']} %"] = None
+        if change.is_used:
+            used.add(what)
         if change.is_other:
             notes[what] = change.choice
     swings = [
-        Swing(what, values.get("-"), values.get("+"), notes.get(what, ""))
+        Swing(what, values.get("-"), values.get("+"), notes.get(what, ""), what in used)
         for what, values in found.items()
     ]
     return Sensitivity(

@@ -25,6 +25,8 @@ class Swing:
     more: float | None
     note: str = ""
     """What would be chosen then, where that is another plan."""
+    is_used: bool = True
+    """Whether the figure is of something that uses it at all."""
 
     @property
     def width(self) -> float:
@@ -61,7 +63,8 @@ def _draw(
     """Draw both bars with their changes at the outer ends: over each other where both go one way, none without a change."""
     drawing.text(LEFT - 12, y + 15, swing.what, "", "end")
     if swing.width < LEAST:
-        drawing.text(across(0.0) + 8, y + 14, "no change", "muted small")
+        told = "no change" if swing.is_used else "no change: the plan uses none of it"
+        drawing.text(across(0.0) + 8, y + 14, told, "muted small")
         return
     found = [(v, w) for v, w in ((swing.less, "less"), (swing.more, "more")) if v is not None]
     is_one_sided = len(found) == 2 and found[0][0] * found[1][0] > 0

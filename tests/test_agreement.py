@@ -1,0 +1,235 @@
+"""What `plan`, `simulate`, `doctor` and `report` say of one plan is one and the same."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+
+from sim.planner.binding import find_binding
+from sim.planner.layouts import TIGHT
+from sim.planner.search import ALIKE, Search
+from sim.planner.sensitivity import is_ahead
+from sim.planner.space import Space, find_trainers
+from streamrl.doctor.diagnosis import diagnose
+from streamrl.doctor.memory import trainer_side
+from streamrl.doctor.replica_batch import replica_batch
+from streamrl.hardware.memory import ROOMY
+from streamrl.report.page.page import make_page, read_report, render_markdown
+from streamrl.report.page.what_if import of_plan
+from streamrl.report.pictures.drawing import Text
+from streamrl.report.pictures.tornado import tornado_picture
+from streamrl.report.plan import Plan, read_plan, write_plan
+from streamrl.report.plan_report import head_lines, plan_report
+from streamrl.report.run_tables import format_dollars, format_step_time
+from streamrl.runfile.reading import load_run
+from tests.command_line import streamrl
+from tests.report_directories import write_planned
+from tests.test_plan import SMALL, Here, few, planned
+
+NBSP = "\N{NO-BREAK SPACE}"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan of three seeds."""
+    return write_planned(tmp_path_factory.mktemp("agreement") / "plan", seeds=3)
+
+
+def test_all_commands_have_one_step_time_and_one_cost(directory: Path) -> None:
+    plan = read_plan(directory / "plan.json")
+    simulated = json.loads(streamrl("simulate", directory / "plan.toml", "--json").stdout)
+    chosen, *others = json.loads(streamrl("report", directory, "--json").stdout)["options"]
+    for key in ("step_time", "cost_per_step", "cost_per_million_tokens"):
+        assert getattr(plan.allocation, key) == simulated[key] == chosen[key]
+    for runner, shown in zip(plan.runners_up, others, strict=False):
+        assert shown["step_time"] == runner.choice.step_time
+        assert shown["cost_per_million_tokens"] == runner.choice.cost_per_million_tokens
+        assert runner.value == pytest.approx(runner.choice.cost_per_million_tokens)
+
+
+def test_all_commands_write_them_with_the_same_digits(directory: Path) -> None:
+    plan = read_plan(directory / "plan.json")
+    step = format_step_time(plan.allocation.step_time, plan.allocation.step_time_interval)
+    dollars = format_dollars(plan.allocation.cost_per_million_tokens)
+    page = render_markdown(make_page(read_report([directory]))).replace(NBSP, " ")
+    for text in ("\n".join(head_lines(plan)), page):
+        assert step in text and dollars in text
+    table = streamrl("simulate", directory / "plan.toml").stdout
+    assert step in table and dollars in table
+
+
+def test_doctor_has_nothing_to_say_against_a_plan(directory: Path) -> None:
+    done = streamrl("doctor", directory / "plan.toml", "--json")
+    assert done.returncode == 0
+    found = json.loads(done.stdout)
+    assert not [each for each in found["findings"] if each["level"] != "ok"]
+
+
+def test_a_part_of_a_node_that_is_rented_is_no_idle_node(tmp_path: Path) -> None:
+    directory = write_planned(tmp_path / "plan", unit=2, rollout_gpus=[4], trainer_gpus=[4])
+    run = load_run(directory / "plan.toml")
+    assert any(pool.num_gpus == 8 for pool in run.cluster.pools.values())
+    assert run.plan.rollout_gpus == [4] and run.plan.trainer_gpus == [4]
+    bad = [each.name for each in diagnose(run) if each.level != "ok"]
+    assert not [name for name in bad if name.startswith("pool-")]
+
+
+# Room and what binds ------------------------------------------------------------------------------
+
+
+def test_a_plan_leaves_its_trainer_the_room_that_doctor_asks_for() -> None:
+    space = Space.open(few())
+    sides = [trainer_side(trainer.apply(space.run)) for trainer in space.trainers]
+    assert all(side.need <= ROOMY * side.capacity for side in sides)
+
+
+def test_trainers_without_room_are_taken_where_there_are_no_others() -> None:
+    only: dict[str, Any] = {
+        "trainer_gpus": [8],
+        "trainer_tensor_parallel": [4],
+        "pipeline_parallel": [1],
+        "recompute": ["none"],
+        "zero": [1],
+        "micro_batch": [8],
+    }
+    run = few(
+        {"trainer.logits": "chunked", "algorithm.name": "grpo", "algorithm.group_size": 2}, **only
+    )
+    (roomy,) = find_trainers(run, Counter())
+    for tokens in range(8000, 400_000, 1000):
+        trainer = replace(roomy.apply(run).trainer, max_tokens_per_pass=tokens)
+        side = trainer_side(replace(run, trainer=trainer))
+        if side.need > ROOMY * side.capacity:
+            break
+    assert side.need < side.capacity
+    cut: Counter[str] = Counter()
+    full = replace(run, trainer=replace(run.trainer, max_tokens_per_pass=tokens))
+    assert find_trainers(full, cut) == [roomy] and cut[TIGHT] == 1
+    wider = replace(full.plan, trainer_gpus=[8, 16])
+    assert {each.num_gpus for each in find_trainers(replace(full, plan=wider), Counter())} == {16}
+
+
+def test_what_binds_generation_is_what_limits_a_replicas_batch() -> None:
+    changes = {"costs": {"generation_factor": 0.005}}
+    for most, resource in ((2, "rollout.max_running 2"), (64, "GPU memory bandwidth")):
+        run = few(
+            {**changes, "rollout.max_running": most},
+            systems=["disaggregated"],
+            max_running=[most],
+            rollout_gpus=[8],
+        )
+        search = Search.open(run)
+        chosen = search.run(Here(), lambda: None)[0]
+        batch = replica_batch(search.space.candidate(chosen).apply(run))
+        assert batch is not None and batch.limit == ("max_running" if most == 2 else "share")
+        binding = find_binding(search.estimates, chosen, search.speeds[chosen])
+        assert binding.stage == "generation"
+        assert binding.resource in (resource, "the longest rollout, token by token")
+        assert most != 2 or binding.resource == resource
+
+
+# What would change it -----------------------------------------------------------------------------
+
+
+def test_a_price_or_a_link_that_no_plan_uses_says_so_and_names_no_other_plan() -> None:
+    run = few(SMALL, systems=["colocated"], rollout_pools=["h800"])
+    plan = planned(run).plan
+    unused = {change.what for change in plan.sensitivity if not change.is_used}
+    assert unused == {
+        f"{what} {sign}20%" for what in ("price of h20", "bandwidth of links") for sign in "+-"
+    }
+    for change in plan.sensitivity:
+        if not change.is_used:
+            assert not change.is_other and change.value == pytest.approx(plan.objective.value)
+    text = printed(plan)
+    assert text.count("this one uses none of it") == 4
+    swings = of_plan(plan, "plan", "plan.json").swings
+    picture = tornado_picture("tornado", "dollars", swings, "20 %", "plan.json")
+    told = [mark.text for mark in picture.drawing.shapes if isinstance(mark, Text)]
+    assert told.count("no change: the plan uses none of it") == 2
+
+
+def test_a_plan_on_two_pools_uses_both_prices_and_the_link() -> None:
+    plan = planned(few(SMALL, systems=["stream-async"], rollout_pools=["h20"])).plan
+    assert all(change.is_used for change in plan.sensitivity)
+
+
+def test_another_plan_is_named_only_where_it_is_clearly_better() -> None:
+    assert is_ahead(0.97, 1.0) and not is_ahead(0.985, 1.0) and not is_ahead(1.0, 1.0)
+    for run in (few(SMALL), few(objective="step-time")):
+        for change in planned(run).plan.sensitivity:
+            assert not change.is_other or change.gain >= ALIKE * 0.999 or not change.still_fits
+
+
+# What the page says -------------------------------------------------------------------------------
+
+
+def test_a_page_says_why_what_stands_beside_and_how_stale_each_is(directory: Path) -> None:
+    plan = read_plan(directory / "plan.json")
+    text = render_markdown(make_page(read_report([directory]))).replace(NBSP, " ")
+    assert f"It was chosen as {plan.why}." in text
+    for beside in plan.beside:
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| {beside.what} |")]
+        if beside.runner is not None and beside.runner.choice != plan.allocation:
+            assert f"{beside.runner.choice.mean_staleness:.2f} |" in row
+    assert "none of the plans that were not simulated is better by more than 1 %" in text
+    assert "staleness is taken to cost no progress" in text
+
+
+def test_an_open_search_and_a_cost_of_staleness_are_said(directory: Path, tmp_path: Path) -> None:
+    plan = read_plan(directory / "plan.json")
+    (tmp_path / "plan.toml").write_bytes((directory / "plan.toml").read_bytes())
+    lagging = replace(plan.allocation, mean_staleness=0.5)
+    changed = replace(plan, open_gap=0.07, time_limit=12.0, staleness_cost=4.0, allocation=lagging)
+    write_plan(changed, tmp_path)
+    text = render_markdown(make_page(read_report([tmp_path]))).replace(NBSP, " ")
+    assert "stopped at `plan.time_limit`, 12 s" in text and "may be up to 7 % better" in text
+    assert (
+        "took 4 % more steps" in text and "for the chosen plan's 0.50 versions 2.0 % more" in text
+    )
+    assert "with 4 % charged for each version of lag" in printed(changed)
+
+
+def test_a_charge_for_staleness_is_in_no_dollars_that_simulate_has(tmp_path: Path) -> None:
+    directory = write_planned(tmp_path / "plan", staleness_cost=5.0, systems=["stream-async"])
+    plan = read_plan(directory / "plan.json")
+    simulated = json.loads(streamrl("simulate", directory / "plan.toml", "--json").stdout)
+    (chosen, *_) = json.loads(streamrl("report", directory, "--json").stdout)["options"]
+    assert chosen["cost_per_million_tokens"] == simulated["cost_per_million_tokens"]
+    lag = plan.allocation.mean_staleness
+    assert lag > 0.5
+    assert plan.objective.value == pytest.approx(
+        simulated["cost_per_million_tokens"] * (1 + 0.05 * lag)
+    )
+
+
+def test_runners_up_of_one_line_are_told_apart() -> None:
+    plan = planned(few(SMALL, max_running=[64, 128])).plan
+    twin = plan.allocation.settings | {"rollout.max_running": 7}
+    (runner, *_) = plan.runners_up
+    alike = replace(runner, choice=replace(plan.allocation, settings=twin))
+    assert "max_running 7" in printed(replace(plan, runners_up=[alike]))
+
+
+def test_the_front_has_the_chosen_plan_as_it_was_simulated() -> None:
+    plan = planned(few(objective="pareto")).plan
+    assert plan.allocation in plan.pareto
+    of_runners = {runner.choice.text: runner.choice.step_time for runner in plan.runners_up}
+    for choice in plan.pareto:
+        assert of_runners.get(choice.text, choice.step_time) == choice.step_time
+
+
+def printed(plan: Plan) -> str:
+    """Return a plan as a terminal has it, on one long line each."""
+    console = Console(width=400, file=StringIO())
+    console.print(plan_report(plan))
+    output = console.file
+    assert isinstance(output, StringIO)
+    return output.getvalue()
