@@ -21,10 +21,10 @@ from msgspec.structs import replace
 
 from sim.fidelity.cases import Case, make_case
 from sim.fidelity.paper import load_paper
-from sim.planner.objective import value_of, values_of
+from sim.planner.objective import values_of
 from sim.planner.planner import make_plan
 from sim.planner.search import Search
-from sim.planner.trial import Trial, run_all, speed_of
+from sim.planner.trial import Trial, run_all, short_speed_of
 from streamrl.report.plan import Plan
 from streamrl.runfile.config import Run
 
@@ -138,8 +138,8 @@ def compare(name: str, run: Run, *, full: bool, sample: int) -> Outcome:
 def simulate(search: Search, pool: Executor, indices: range | list[int]) -> dict[int, float]:
     """Return the objective of plans, each from a simulation of its own."""
     trials = ((i, Trial(search.base, search.space.candidate(i))) for i in indices)
-    speeds = run_all(pool, speed_of, trials)
-    return {i: value_of(search.space.run.plan.objective, speed) for i, speed in speeds.items()}
+    speeds = run_all(pool, short_speed_of, trials)
+    return {i: search.value_of(speed) for i, speed in speeds.items()}
 
 
 def show(outcome: Outcome) -> None:

@@ -19,7 +19,7 @@ from sim.planner.planner import Planned, make_plan
 from sim.planner.race import Race
 from sim.planner.search import ALIKE, Search
 from sim.planner.sensitivity import SHARE, judge, shifts
-from sim.planner.trial import Trial, short_speed_of, shortened, speed_of, whole
+from sim.planner.trial import Trial, metrics_of, short_speed_of, shortened, whole
 from sim.steady_state import simulate_steady
 from streamrl.record.metrics import measure
 from streamrl.report.plan import read_plan, write_plan
@@ -120,7 +120,7 @@ def test_finalists_are_judged_by_the_median_of_their_seeds() -> None:
     assert race.value(chosen) == costs[1] <= (1 + ALIKE) * min(map(race.value, race.finals))
     assert race.settle(Here(), chosen, lambda: None) == chosen
     third = whole(run, run.seed + 2)
-    assert speed_of(Trial(third, search.space.candidate(chosen))) == race.steady[chosen][2]
+    assert metrics_of(Trial(third, search.space.candidate(chosen))) == race.steady[chosen][2]
     assert msgspec.json.decode(third)["seed"] == run.seed + 2
 
 

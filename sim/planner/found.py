@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import msgspec
@@ -112,7 +112,7 @@ class Found:
     def _text(self, index: int) -> str:
         return describe(self._search.space.run, self._search.space.candidate(index))
 
-    def _choice(self, index: int, speeds: list[Speed]) -> Choice:
+    def _choice(self, index: int, speeds: Sequence[Speed]) -> Choice:
         """Describe a simulated plan."""
         search = self._search
         run, candidate, (speed, *_) = search.space.run, search.space.candidate(index), speeds

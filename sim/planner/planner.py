@@ -16,7 +16,7 @@ from sim.planner.objective import UNITS, values_of
 from sim.planner.race import Race
 from sim.planner.search import Search
 from sim.planner.sensitivity import Verdict, judge
-from sim.planner.trial import SEARCH_STEPS, Trial, metrics_of, run_all, whole
+from sim.planner.trial import open_trial
 from streamrl.report.plan import Change, Figure, Plan
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
@@ -64,13 +64,10 @@ def _plan(
     race = Race(search)
     chosen, verdicts = _choose(search, race, pool, progress)
     chosen = race.settle(pool, chosen, progress.on("the chosen plan"))
-    metrics = run_all(
-        pool, metrics_of, [(chosen, Trial(whole(run, run.seed), search.space.candidate(chosen)))]
-    )[chosen]
     planned = search.space.candidate(chosen).apply(run)
     check_run(planned)
-    objective, (speed, *_) = run.plan.objective, race.steady[chosen]
-    value, bounds = search.value_of(speed), _bounds(search)
+    objective, (metrics, *_) = run.plan.objective, race.steady[chosen]
+    value, bounds = search.value_of(metrics), _bounds(search)
     found = Found(search, race, chosen)
     plan = Plan(
         whole_run=metrics.whole_run,
@@ -90,7 +87,7 @@ def _plan(
         why=found.why(),
         beside=found.beside(),
         infeasible={reason: count for reason, count in search.space.cut.items() if count},
-        binding=find_binding(search.estimates, chosen, speed),
+        binding=find_binding(search.estimates, chosen, metrics),
         lower_bound=float(bounds.min()),
         gap=value / float(bounds.min()) - 1,
         own_bound=float(bounds[chosen]),
@@ -100,7 +97,7 @@ def _plan(
         staleness_cost=run.plan.staleness_cost,
         tiers=metrics.tiers,
         uncertainty=metrics.uncertainty,
-        steps=min(run.simulate.max_steps, SEARCH_STEPS),
+        steps=open_trial(search.base)[0].simulate.max_steps,
     )
     return Planned(planned, plan)
 

@@ -9,7 +9,8 @@ from statistics import median
 
 from sim.planner.limits import excess, limits_of, spend_of, unmet
 from sim.planner.search import ALIKE, Search
-from sim.planner.trial import Trial, run_all, short_speed_of, shortened, speed_of, whole
+from sim.planner.trial import Trial, metrics_of, run_all, short_speed_of, shortened, whole
+from streamrl.record.metrics import Metrics
 from streamrl.record.paired import is_beyond_chance
 from streamrl.record.speed import Speed
 
@@ -28,7 +29,7 @@ class Race:
         self.search = search
         self.finals: dict[int, list[Speed]] = {}
         """Of each finalist the paired steps that tell them apart, one simulation for each seed."""
-        self.steady: dict[int, list[Speed]] = {}
+        self.steady: dict[int, list[Metrics]] = {}
         """Of what may be chosen the steady state, one for each seed."""
 
     # Rounds ---------------------------------------------------------------------------------------
@@ -85,7 +86,7 @@ class Race:
         run, candidate = self.search.space.run, self.search.space.candidate(index)
         seeds = range(run.seed, run.seed + run.plan.seeds)
         trials = [(seed, Trial(whole(run, seed), candidate)) for seed in seeds]
-        self.steady[index] = list(run_all(pool, speed_of, trials, watch).values())
+        self.steady[index] = list(run_all(pool, metrics_of, trials, watch).values())
 
     # Values ---------------------------------------------------------------------------------------
 

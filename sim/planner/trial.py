@@ -67,11 +67,6 @@ def shortened(run: Run, seed: int, steps: int = SEARCH_STEPS) -> bytes:
     return whole(replace(run, simulate=replace(run.simulate, max_steps=most)), seed)
 
 
-def speed_of(trial: Trial) -> Speed:
-    """Simulate the steady state of a plan."""
-    return measure_speed(_trace_of(trial))
-
-
 def short_speed_of(trial: Trial) -> Speed:
     """Simulate as many steps of a plan as the run file has at most, those at the start left out."""
     trace = _trace_of(trial)

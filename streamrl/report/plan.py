@@ -222,6 +222,8 @@ def _degrees_text(side: PlannedSide) -> str:
         value = side.degrees.get(key, 1)
         if value > 1 or (key == "tensor_parallel" and parts):
             parts.append(f"{name}{value}")
+    if side.degrees.get("zero") == 3:
+        parts.append("ZeRO 3")
     if side.degrees.get("offload"):
         parts.append("offload")
     return " ".join(parts) or "one GPU"
