@@ -136,7 +136,9 @@ def test_ctrl_c_leaves_a_readable_trace_and_no_process(project: Path) -> None:
     assert len(workers) >= 3
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
-    assert process.returncode == 1 and "Ctrl-C" in errors and errors.count("\n") == 1
+    *progress, told = errors.splitlines()
+    assert process.returncode == 1 and told == "streamrl: Ctrl-C"
+    assert all(line.startswith("step: ") for line in progress)
     for worker in workers:
         with pytest.raises(ProcessLookupError):
             os.kill(worker, 0)

@@ -20,7 +20,7 @@ class Commands(LazyGroup):
     table: ClassVar[CommandTable] = {
         "simulate": (
             "streamrl.cli.simulate:simulate",
-            "Simulate a run file and say what a step takes, costs, and where GPUs stand idle.",
+            "Simulate a run file and say what its whole training and a step take and cost, and where GPUs stand idle.",
         ),
         "plan": (
             "streamrl.cli.plan:plan",

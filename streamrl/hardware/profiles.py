@@ -170,12 +170,16 @@ def _check_name(key: str, folder: str, name: str, ending: str) -> None:
         raise RunError(key, name, OneOf(_close_names(folder, name, ending)), text)
 
 
-@functools.cache
 def find_profile(folder: str, name: str, ending: str) -> Path:
     """Return the file of a profile by name; `ValueError` with the closest names where there is none."""
-    if name not in _names(PROFILES / folder, ending):
+    return _find_profile(PROFILES, folder, name, ending)
+
+
+@functools.cache
+def _find_profile(profiles: Path, folder: str, name: str, ending: str) -> Path:
+    if name not in _names(profiles / folder, ending):
         raise ValueError(_no_profile(folder, name, ending))
-    return PROFILES / folder / f"{name}{ending}"
+    return profiles / folder / f"{name}{ending}"
 
 
 def _no_profile(folder: str, name: str, ending: str) -> str:
