@@ -17,6 +17,7 @@ from sim.planner.layouts import TIGHT
 from sim.planner.search import ALIKE, Search
 from sim.planner.sensitivity import is_ahead
 from sim.planner.space import Space, find_trainers
+from sim.studies.pair import compare_runs
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.doctor.memory import trainer_side
 from streamrl.doctor.replica_batch import replica_batch
@@ -233,3 +234,22 @@ def printed(plan: Plan) -> str:
     output = console.file
     assert isinstance(output, StringIO)
     return output.getvalue()
+
+
+def test_two_clusters_compare_alike_as_plans_and_against_each_other_however_long_the_training() -> (
+    None
+):
+    many = {"simulate.max_steps": 60, "simulate.interval": 0.02}
+    answers = []
+    for steps in (6, 30, 500):
+        plans = [
+            planned(few({**many, "algorithm.steps": steps}, rollout_pools=[pool]))
+            for pool in ("h20", "h800")
+        ]
+        near, far = (each.plan.objective for each in plans)
+        against = compare_runs(plans[0].run, plans[1].run)
+        answers.append((near.value, far.value, against.cost_ratio, against.outcome))
+        assert against.cost_ratio.interval is not None
+        least, most = against.cost_ratio.interval
+        assert least - (most - least) < near.value / far.value < most + (most - least)
+    assert answers[0] == answers[1] == answers[2]
