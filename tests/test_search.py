@@ -1,0 +1,150 @@
+"""The search of the planner: every system is tried, time is kept, of plans that are alike the simplest is run."""
+
+from __future__ import annotations
+
+import time
+from itertools import product
+
+import numpy as np
+import pytest
+
+from sim.batch_time import generate_batch
+from sim.costs.costs import Costs
+from sim.costs.fill import fill_latency
+from sim.parallel import answers_in_time
+from sim.planner.generation_time import summarize
+from sim.planner.layouts import FINE, sizes
+from sim.planner.planner import make_plan
+from sim.planner.race import Race
+from sim.planner.search import MARGIN, Search
+from sim.planner.simplicity import complexity
+from sim.planner.trial import Trial, open_trial, short_speed_of, shortened
+from streamrl.runfile.cluster_config import PoolConfig
+from tests.test_plan import SMALL, Here, few
+
+
+def searched() -> Search:
+    search = Search.open(few(SMALL))
+    search.run(Here(), lambda: None)
+    return search
+
+
+def test_the_best_plan_of_every_system_on_every_pair_of_pools_is_simulated() -> None:
+    search = searched()
+    space = search.space
+
+    def kinds(indices: object) -> set[tuple[str, str, str]]:
+        found = [space.candidate(int(index)) for index in np.array(list(indices))]  # type: ignore[call-overload]
+        return {(c.mode.system, c.replicas.pool, c.trainer.pool) for c in found}
+
+    assert kinds(search.speeds) == kinds(range(len(space)))
+    assert len(kinds(search.speeds)) > 5
+
+
+def test_a_search_ends_where_no_lower_estimate_is_below_the_best_that_was_simulated() -> None:
+    search = searched()
+    best = search.value(search.ranking()[0])
+    assert search.has_converged
+    assert search.least_open() >= (1 - MARGIN) * best
+
+
+def test_a_search_that_is_out_of_time_says_how_much_better_a_plan_may_be() -> None:
+    run = few(SMALL)
+    search = Search.open(run, deadline=time.perf_counter())
+    search.run(Here(), lambda: None)
+    assert search.speeds and not search.has_converged
+    plan = make_plan(few(SMALL, time_limit="1 ms")).plan
+    assert plan.open_gap is not None and 0 <= plan.open_gap < 1
+    assert make_plan(few(SMALL)).plan.open_gap is None
+
+
+def test_what_has_not_begun_in_time_is_left_but_for_the_first() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    def slow(number: int) -> int:
+        time.sleep(0.2)
+        return number
+
+    with ThreadPoolExecutor(1) as pool:
+        told: list[None] = []
+        found = answers_in_time(
+            pool, slow, range(50), lambda: told.append(None), time.perf_counter() + 0.3
+        )
+        assert 1 <= len(found) < 10 and len(told) == len(found)
+        assert found == {number: number for number in found} and 0 in found
+        late = answers_in_time(pool, slow, range(5), lambda: None, time.perf_counter() - 1)
+        assert 0 in late and len(late) <= 2
+
+
+def test_of_plans_that_are_alike_the_simplest_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = searched()
+    race = Race(search)
+    race.run(Here(), lambda: None)
+    by_cost = min(race.finals, key=race.value)
+    monkeypatch.setattr("sim.planner.race.ALIKE", 1e9)
+    simplest = race.run(Here(), lambda: None)
+    least = min(search.complexity[index] for index in race.finals)
+    assert search.complexity[simplest] == least
+    monkeypatch.setattr("sim.planner.race.ALIKE", -1e9)
+    monkeypatch.setattr("sim.planner.race.is_beyond_chance", lambda *_: True)
+    monkeypatch.setattr(Race, "is_alike", lambda self, index, best: index == best)
+    assert race.run(Here(), lambda: None) == by_cost
+
+
+def test_what_there_is_to_set_up_is_counted_alike_for_one_plan_and_for_all() -> None:
+    search = Search.open(few(SMALL))
+    for index in range(0, len(search.space), 7):
+        candidate = search.space.candidate(index)
+        assert search.complexity[index] == complexity(search.space.run, candidate)
+    plain = next(
+        c
+        for c in map(search.space.candidate, range(len(search.space)))
+        if c.mode.system == "colocated"
+    )
+    harder = plain._replace(trainer=plain.trainer._replace(expert_parallel=4))
+    assert complexity(search.space.run, harder) == complexity(search.space.run, plain) + 1
+
+
+def test_sizes_of_a_large_pool_differ_by_a_sixteenth_and_those_of_a_small_one_by_a_node() -> None:
+    small, large = (sizes(PoolConfig(gpu="h800", nodes=nodes), None) for nodes in (16, 256))
+    assert small == [8 * nodes for nodes in range(1, 17)]
+    assert large[-1] == 2048 and len(large) == 2 * FINE + 3 * FINE
+    assert all(b / a - 1 <= 1 / FINE for a, b in zip(large[FINE:], large[FINE + 1 :], strict=False))
+    assert len(sizes(PoolConfig(gpu="h800", nodes=256), 8)) == 256
+
+
+def test_some_replicas_stand_for_many() -> None:
+    run = few({"algorithm.prompts_per_step": 1024, "rollout.pool": "h20"})
+    search = Search.open(run)
+    candidate = next(
+        c
+        for c in map(search.space.candidate, range(len(search.space)))
+        if c.replicas.pool == "h20" and c.replicas.replicas >= 16
+    )
+    base, workload = open_trial(shortened(run, run.seed))
+    applied = candidate.apply(base)
+    costs = Costs.load(applied)
+    filled = fill_latency(applied, costs)
+    batch = workload.draw(0, run.algorithm.prompts_per_step)
+    count = candidate.replicas.replicas
+    whole, part = (
+        summarize([generate_batch(filled, costs, batch, most)], count, waits_for_groups=False)
+        for most in (None, 8)
+    )
+    assert part.mean == pytest.approx(whole.mean, rel=0.05)
+    assert part.share == pytest.approx(whole.share, rel=0.05)
+    for busy, found in product((10.0, 1000.0), (part,)):
+        exact = whole.stream_end(np.array([busy]))
+        assert found.stream_end(np.array([busy])) == pytest.approx(exact, rel=0.05)
+
+
+def test_short_simulations_of_a_system_that_runs_ahead_are_near_its_steady_state() -> None:
+    run = few(
+        {"algorithm.prompts_per_step": 128, "simulate.max_steps": 60}, systems=["stream-async"]
+    )
+    search = Search.open(run)
+    index = int(np.argmin(search.scores()))
+    short = short_speed_of(Trial(search.base, search.space.candidate(index)))
+    long = short_speed_of(Trial(shortened(run, run.seed, 60), search.space.candidate(index)))
+    assert short.counted_steps == (4, 8)
+    assert short.step_time == pytest.approx(long.step_time, rel=0.08)
