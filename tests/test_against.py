@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from rich.console import Console
 
 from sim.steady_state import simulate_steady
@@ -110,7 +110,10 @@ def test_differences_are_those_of_the_figures_of_both(found: Against) -> None:
     assert found.cost_per_step.value == pytest.approx(a.cost_per_step - b.cost_per_step)
     assert found.cost_ratio.value == a.cost_per_million_tokens / b.cost_per_million_tokens
     assert found.idle_cost.value == pytest.approx(a.idle_cost - b.idle_cost)
-    assert found.training_cost.value == pytest.approx(50 * found.cost_per_step.value)
+    whole, other = a.whole_run, b.whole_run
+    assert found.training_cost.value == whole.dollars - other.dollars
+    assert found.training_time.value == whole.seconds - other.seconds
+    assert found.training_cost.value == pytest.approx(50 * found.cost_per_step.value, rel=0.2)
     assert (a.shares_gpus, b.shares_gpus) == (False, True)
     assert (a.generation.num_gpus, a.training.num_gpus, b.training.num_gpus) == (2, 4, 4)
     assert a.dollars_per_hour == pytest.approx(2 * 20.0 + 4 * 5.2725)
@@ -157,17 +160,30 @@ def test_where_too_many_steps_come_first_that_is_said() -> None:
 
 
 def test_the_length_of_the_training_changes_nothing_but_the_whole() -> None:
-    answers, costs = [], []
+    answers = []
     for steps in (6, 30, 500):
         length = {"algorithm.steps": steps}
         against = compare_runs(disaggregated(length), some_run({**COLOCATED, **length}))
-        costs.append(against.training_cost.value / steps)
         fields = {name: getattr(against, name) for name in against.__struct_fields__}
+        for name in "ab":
+            fields[name] = {**asdict(fields[name]), "whole_run": None}
         answers.append({name: fields[name] for name in fields if name not in TRAINING})
         assert against.training_steps == steps
         answers[-1]["verdict"] = verdict(against)
     assert answers[0] == answers[1] == answers[2]
-    assert costs == pytest.approx([costs[0]] * 3)
+
+
+def test_what_lags_behind_is_charged_to_who_lags() -> None:
+    ahead = {**FAR, "policies.system": "stream-async"}
+    found = compare_runs(disaggregated(ahead), colocated())
+    charged = compare_runs(disaggregated({**ahead, "plan": {"staleness_cost": 40.0}}), colocated())
+    ratio = (1 + 0.4 * charged.a.staleness) / (1 + 0.4 * charged.b.staleness)
+    assert charged.a.staleness > 0.2 and charged.steps_ratio == pytest.approx(ratio)
+    for name in ("cost_ratio", "step_time_ratio"):
+        ours, theirs = getattr(charged, name), getattr(found, name)
+        assert ours.value == pytest.approx(ratio * theirs.value)
+    assert charged.a.whole_run.steps > charged.b.whole_run.steps == 50
+    assert "plan.staleness_cost" in verdict(charged) and "staleness" not in verdict(found)
 
 
 def test_runs_side_by_side_go_as_each_would_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from sim.planner.race import Race
 from sim.planner.search import MARGIN, Search
 from sim.planner.simplicity import complexity
 from sim.planner.trial import Trial, open_trial, short_speed_of, shortened
+from streamrl.report.plan import read_plan, write_plan
 from streamrl.runfile.cluster_config import PoolConfig
 from tests.test_plan import SMALL, Here, few
 
@@ -48,13 +50,15 @@ def test_a_search_ends_where_no_lower_estimate_is_below_the_best_that_was_simula
     assert search.least_open() >= (1 - MARGIN) * best
 
 
-def test_a_search_that_is_out_of_time_says_how_much_better_a_plan_may_be() -> None:
+def test_a_search_that_is_out_of_time_says_how_much_better_a_plan_may_be(tmp_path: Path) -> None:
     run = few(SMALL)
     search = Search.open(run, deadline=time.perf_counter())
     search.run(Here(), lambda: None)
     assert search.speeds and not search.has_converged
     plan = make_plan(few(SMALL, time_limit="1 ms")).plan
     assert plan.open_gap is not None and 0 <= plan.open_gap < 1
+    write_plan(plan, tmp_path)
+    assert read_plan(tmp_path / "plan.json") == plan
     assert make_plan(few(SMALL)).plan.open_gap is None
 
 

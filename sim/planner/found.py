@@ -41,7 +41,7 @@ class Found:
         search = self._search
         if search.has_converged:
             return None
-        return max(0.0, 1 - search.least_open() / search.value(self._index))
+        return max(0.0, 1 - float(search.least_open()) / search.value(self._index))
 
     def why(self) -> str:
         """Say why this plan is chosen and no other that costs about as much."""

@@ -17,10 +17,12 @@ from sim.planner.race import Race
 from sim.planner.search import Search
 from sim.planner.sensitivity import Verdict, judge
 from sim.planner.trial import open_trial
+from streamrl.hardware.profiles import price_of
 from streamrl.report.plan import Change, Figure, Plan
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
-from streamrl.runfile.errors import RunError
+from streamrl.runfile.errors import Bounds, RunError
+from streamrl.runfile.keys import pool_key
 from streamrl.runfile.trainers import TRAINER
 
 MOST_RETURNS = 3
@@ -45,6 +47,7 @@ def make_plan(run: Run, watch: Callable[[int, str], None] = lambda *_: None) -> 
         RunError: the run file has several trainers.
     """
     _check_trainers(run)
+    _check_prices(run)
     started_at = time.perf_counter()
     search = Search.open(run, started_at + run.plan.time_limit)
     with ProcessPoolExecutor() as pool:
@@ -55,6 +58,18 @@ def _check_trainers(run: Run) -> None:
     if run.num_trainers > 1:
         text = f"plan chooses for one trainer, the run file has {run.num_trainers}"
         raise RunError(TRAINER, run.num_trainers, text=text)
+
+
+def _check_prices(run: Run) -> None:
+    """Refuse to compare dollars where there may be none."""
+    for name, pool in run.cluster.pools.items():
+        if run.plan.objective != "step-time" and not price_of(pool):
+            key = pool_key(name, "price")
+            text = (
+                f"{key} is 0, and plans that cost nothing cannot be told apart by "
+                f"plan.objective={run.plan.objective!r}: give a price, or plan for 'step-time'"
+            )
+            raise RunError(key, 0.0, Bounds(0.0, excludes_least=True), text)
 
 
 def _plan(

@@ -16,6 +16,8 @@ from streamrl.record.speed import Speed
 
 FINAL_STEPS = 24
 """Most steps by which finalists are told apart: paired comparisons need no more."""
+EQUAL = 4
+"""Digits to which plans are equal: figures of paired steps are no better known."""
 CONTENDS = 1.08
 """Objective over the best's, over the few steps of the search, up to which a plan is a finalist."""
 SPARE = 3
@@ -80,7 +82,12 @@ class Race:
         kept = [i for i in self.finals if all(map(self.search.is_affordable, self.finals[i]))]
         ranking = sorted(kept or self.finals, key=self.value)
         alike = [i for i in ranking if self.is_alike(i, ranking[0])]
-        return min(alike, key=lambda index: (int(self.search.complexity[index]), self.value(index)))
+        return min(alike, key=self._preference)
+
+    def _preference(self, index: int) -> tuple[int, float, float]:
+        """Order plans that are about as good: the simplest first, the better one, and of equal ones the cheapest."""
+        dollars = median(speed.cost_per_step for speed in self.finals[index])
+        return int(self.search.complexity[index]), float(f"{self.value(index):.{EQUAL}g}"), dollars
 
     def _simulate_whole(self, pool: Executor, index: int, watch: Callable[[], None]) -> None:
         run, candidate = self.search.space.run, self.search.space.candidate(index)

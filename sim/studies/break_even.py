@@ -49,7 +49,8 @@ def find_break_even_bandwidth(
         nonlocal num_tried
         num_tried += 1
         watch("bandwidth", num_tried, MOST_TRIALS)
-        return log(_cost_at(a, link, exp(place), against) / against.b.cost_per_million_tokens)
+        cost = against.steps_ratio * _cost_at(a, link, exp(place), against)
+        return log(cost / against.b.cost_per_million_tokens)
 
     def answer(bandwidth: float | None, is_cheaper: bool = False) -> BreakEvenBandwidth:
         return BreakEvenBandwidth(

@@ -20,6 +20,7 @@ from streamrl.runfile.errors import Bounds, RunError
 from streamrl.runfile.keys import pool_key
 from streamrl.runfile.pools import find_link
 from streamrl.runfile.same_work import check_same_work
+from streamrl.runfile.simulate_config import SimulateConfig
 
 
 class Pair(NamedTuple):
@@ -69,13 +70,18 @@ def _check_price(run: Run) -> None:
 
 
 def _alike(a: Run, b: Run) -> tuple[Run, Run]:
-    """Return both with the same `[simulate]`."""
+    """Return both with the same `[simulate]`, and the same loss of what lags behind: that is one of the task."""
     simulate = replace(
         a.simulate,
         interval=min(a.simulate.interval, b.simulate.interval),
         max_steps=max(a.simulate.max_steps, b.simulate.max_steps),
     )
-    return replace(a, simulate=simulate), replace(b, simulate=simulate)
+    lag = max(a.plan.staleness_cost, b.plan.staleness_cost)
+    return _with(a, simulate, lag), _with(b, simulate, lag)
+
+
+def _with(run: Run, simulate: SimulateConfig, lag: float) -> Run:
+    return replace(run, simulate=simulate, plan=replace(run.plan, staleness_cost=lag))
 
 
 def simulate_pair(a: Run, b: Run, watch: Watch = lambda what, done, most: None) -> Pair:

@@ -6,6 +6,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from streamrl.record.whole_run import WholeRun
+
 Outcome: TypeAlias = Literal[
     "no difference",
     "may be chance",
@@ -67,6 +69,8 @@ class PairedRun(msgspec.Struct, frozen=True, kw_only=True):
     """GPU-seconds of a step in which GPUs of any side wait."""
     idle_cost: float
     """Dollars of those."""
+    whole_run: WholeRun
+    """All training steps, as `simulate` has them."""
     note: str
     """What keeps its figures from being those of a steady state."""
 
@@ -118,6 +122,8 @@ class Against(msgspec.Struct, frozen=True, kw_only=True):
     """Idle GPU-seconds a step."""
     idle_cost: Known
     """Dollars a step for GPUs that wait."""
+    steps_ratio: float = 1.0
+    """Steps that A needs for one of B's, as `plan.staleness_cost` charges both for what they lag behind; it is in both ratios."""
     training_steps: int
     """Steps of the whole training."""
     training_time: Known

@@ -30,6 +30,8 @@ class MeasuredRun:
         self.metrics = measure(trace, counted_steps)
         self.seconds: Floats = np.array(self.metrics.step_times[first - 1 : last])
         self.tokens: Floats = np.array(self.metrics.step_tokens[first - 1 : last], dtype=float)
+        self.longer = 1 + self.run.plan.staleness_cost / 100 * self.metrics.mean_staleness
+        """Steps that are needed for one whose rollouts lag behind nothing."""
         self.dollars_per_second = self.metrics.cost_per_step / self.metrics.step_time
         stepped_at = read_steps(trace).ended_at
         window = stepped_at[first - 2] if first > 1 else 0.0, stepped_at[last - 1]
@@ -77,6 +79,7 @@ class MeasuredRun:
             staleness=behind / versions if versions else 0.0,
             idle_gpu_seconds=float(self.idle.mean()),
             idle_cost=float(self.idle_dollars.mean()),
+            whole_run=metrics.whole_run,
             note=metrics.note,
         )
 

@@ -39,9 +39,16 @@ def set_against(traces: tuple[Trace, Trace], counted_steps: tuple[int, int], not
     dollars = _known(a.seconds * a.dollars_per_second - b.seconds * b.dollars_per_second)
     spread = relative(a.seconds) - relative(b.seconds)
     more_tokens = relative(a.tokens) - relative(b.tokens)
-    step_time_ratio = _ratio(ours.step_time / theirs.step_time, spread)
+    longer = a.longer / b.longer
+    step_time_ratio = _ratio(longer * ours.step_time / theirs.step_time, spread)
     cost_ratio = _ratio(
-        ours.cost_per_million_tokens / theirs.cost_per_million_tokens, spread - more_tokens
+        longer * ours.cost_per_million_tokens / theirs.cost_per_million_tokens, spread - more_tokens
+    )
+    whole, other = ours.whole_run, theirs.whole_run
+    all_seconds = whole.steps * a.seconds - other.steps * b.seconds
+    all_dollars = (
+        whole.steps * a.seconds * a.dollars_per_second
+        - other.steps * b.seconds * b.dollars_per_second
     )
     error = _error_of_difference(a, b)
     return Against(
@@ -56,8 +63,9 @@ def set_against(traces: tuple[Trace, Trace], counted_steps: tuple[int, int], not
         idle_gpu_seconds=_known(a.idle - b.idle),
         idle_cost=_known(a.idle_dollars - b.idle_dollars),
         training_steps=steps,
-        training_time=_times(steps, seconds),
-        training_cost=_times(steps, dollars),
+        steps_ratio=longer,
+        training_time=_about(whole.seconds - other.seconds, _known(all_seconds)),
+        training_cost=_about(whole.dollars - other.dollars, _known(all_dollars)),
         unshared_error=error,
         prices=list(_break_even_prices(a, b, cost_ratio)),
         note=note,
@@ -110,9 +118,13 @@ def _ratio(value: float, spread: Floats) -> Known:
     )
 
 
-def _times(factor: float, known: Known) -> Known:
-    interval = known.interval and (factor * known.interval[0], factor * known.interval[1])
-    return Known(value=factor * known.value, interval=interval)
+def _about(value: float, known: Known) -> Known:
+    """Return a figure that is as exactly known as another: start and checkpoints add nothing to what is not known."""
+    more = value - known.value
+    return Known(
+        value=value,
+        interval=known.interval and (known.interval[0] + more, known.interval[1] + more),
+    )
 
 
 def _error_of_difference(a: MeasuredRun, b: MeasuredRun) -> float | None:

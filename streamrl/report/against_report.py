@@ -58,6 +58,8 @@ def verdict(against: Against) -> str:
     if against.outcome == "no difference":
         return "A costs as much a token as B and takes as long: no difference."
     text = f"A costs {_costs(against.cost_ratio)} a token{_doubt(against)} and {_speed(against)}: {_end(against)}."
+    if against.steps_ratio != 1:
+        text += f" In both is that A needs {against.steps_ratio:.2f} steps for one of B's (plan.staleness_cost)."
     if against.unshared_error is None:
         text += " Costs of what they do not do alike were never checked."
     return text
@@ -203,9 +205,9 @@ def _rows(against: Against) -> Iterator[Row]:
     idle = _each(a, b, lambda run: format_dollars(run.idle_cost))
     yield ("$ a step for idle GPUs", *idle, dollars(against.idle_cost))
     num = against.training_steps
-    times = _each(a, b, lambda run: format_duration(num * run.step_time))
+    times = _each(a, b, lambda run: format_duration(run.whole_run.seconds))
     yield (f"whole training, {num:,} steps", *times, seconds(against.training_time))
-    costs = _each(a, b, lambda run: format_dollars(num * run.cost_per_step))
+    costs = _each(a, b, lambda run: format_dollars(run.whole_run.dollars))
     yield ("  $", *costs, dollars(against.training_cost))
 
 

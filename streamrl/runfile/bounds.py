@@ -50,7 +50,11 @@ COUNTS = (
 """Sections whose whole numbers are all at least 1."""
 BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     Run: {"seed": Bounds(0)},
-    PoolConfig: {"host_memory": POSITIVE, "spot_failures_per_gpu_day": Bounds(0)},
+    PoolConfig: {
+        "host_memory": POSITIVE,
+        "price": Bounds(0),
+        "spot_failures_per_gpu_day": Bounds(0),
+    },
     LinkConfig: {"bandwidth": POSITIVE, "price_per_gb": Bounds(0)},
     RolloutConfig: {"memory_utilization": POSITIVE_SHARE, "start_time": SECONDS},
     TrainerConfig: {"efficiency": POSITIVE_SHARE, "start_time": SECONDS},
@@ -94,6 +98,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "unit": Bounds(1),
         "finalists": Bounds(1),
         "seeds": Bounds(1),
+        "staleness_cost": Bounds(0),
     },
     SimulateConfig: {"interval": POSITIVE_SHARE, "max_steps": Bounds(1)},
     FailuresConfig: {"per_gpu_day": Bounds(0)},
