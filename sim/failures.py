@@ -14,8 +14,8 @@ from sim.surroundings import Surroundings
 from sim.trainer import Trainer
 from streamrl.runfile.config import Run
 from streamrl.runfile.failure_rates import failures_per_gpu_day
+from streamrl.runfile.units import SECONDS_PER_DAY
 
-SECONDS_PER_DAY = 86_400.0
 STREAM, TRAINER_STREAM = 0xFA11, 0xFA12
 """Keep draws of failures apart from those of lengths and prompts, whatever the seed."""
 REASON = "a GPU failed"

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_policies
-from sim.failures import SECONDS_PER_DAY
 from sim.step_trace import MeasuredTrace, StepTrace
 from sim.world import SimWorld
 from streamrl.engine.trainer_side import LEADER
@@ -25,6 +24,7 @@ from streamrl.record.steady_run import LEAST_FAILURES, find_steady_so_far
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from streamrl.runfile.failure_rates import failures_per_gpu_day
+from streamrl.runfile.units import SECONDS_PER_DAY
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.workload import SimulatedWorkload, Workload
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from sim.failures import SECONDS_PER_DAY, STREAM, time_to_failure
+from sim.failures import STREAM, time_to_failure
 from sim.world import simulate
 from streamrl.engine.messages import ReplicaLost, Stop
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace, replay
 from streamrl.runfile.config import Run
+from streamrl.runfile.units import SECONDS_PER_DAY
 from tests.random_runs import simulate as simulate_checked
 from tests.runs import of, small_run
 

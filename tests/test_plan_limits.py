@@ -17,8 +17,9 @@ from sim.planner.search import ALIKE, Search
 from sim.planner.space import Space
 from sim.planner.trial import Trial, short_speed_of
 from streamrl.doctor.idle import find
-from streamrl.record.rent import SECONDS_PER_HOUR, dollars_per_second
+from streamrl.record.rent import dollars_per_second
 from streamrl.runfile.checks import check_run
+from streamrl.runfile.units import SECONDS_PER_HOUR
 from streamrl.runfile.writing import write_run
 from tests.command_line import streamrl
 from tests.test_plan import Here, few, planned

@@ -12,10 +12,11 @@ from sim.planner.layouts import DIVISIBILITY, HEADS, TRAINER_MEMORY
 from sim.planner.limits import OVER
 from sim.planner.modes import Mode
 from sim.planner.space import LINK, POOL_SIZE, SHARED, Candidate, Space
-from streamrl.record.rent import SECONDS_PER_HOUR, dollars_per_second
+from streamrl.record.rent import dollars_per_second
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
+from streamrl.runfile.units import SECONDS_PER_HOUR
 from tests.runs import make_table
 
 OFFER: dict[str, Any] = {

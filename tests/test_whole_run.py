@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from sim.costs.sync import SyncCosts
-from sim.failures import SECONDS_PER_DAY, TRAINER_STREAM, time_to_failure
+from sim.failures import TRAINER_STREAM, time_to_failure
 from sim.steady_state import simulate_steady
 from streamrl.hardware.profiles import load_gpu
 from streamrl.record.metrics import measure
@@ -27,6 +27,7 @@ from streamrl.report.whole_text import (
 )
 from streamrl.runfile.config import Run
 from streamrl.runfile.failure_rates import failures_per_gpu_day
+from streamrl.runfile.units import SECONDS_PER_DAY
 from streamrl.runfile.writing import write_run
 from tests.command_line import streamrl
 from tests.runs import small_run

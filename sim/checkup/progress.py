@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sim.checkup.rehearsal import Rehearsal
-from sim.failures import SECONDS_PER_DAY
 from streamrl.doctor.changes import value_of
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.doctor.finding import Changes, Finding, Level, is_error
@@ -22,6 +21,7 @@ from streamrl.record.metrics import Metrics
 from streamrl.runfile.config import Run
 from streamrl.runfile.failure_rates import failures_per_gpu_day
 from streamrl.runfile.policies_config import PoliciesConfig
+from streamrl.runfile.units import SECONDS_PER_DAY
 
 POLICIES = (
     *("consumption", "weight_sync", "streaming", "max_staleness", "waits_for_whole_batches"),

@@ -14,10 +14,10 @@ from sim.planner.simplicity import complexity
 from sim.planner.space import Candidate
 from streamrl.engine.systems import System, choose_system
 from streamrl.record.paired import is_beyond_chance
-from streamrl.record.rent import SECONDS_PER_HOUR
 from streamrl.record.speed import Speed
 from streamrl.report.plan import SHORT, Beside, Choice, PlannedSide, Runner, plan_text
 from streamrl.runfile.config import Run
+from streamrl.runfile.units import SECONDS_PER_HOUR
 
 DEGREES = ("replicas", *SHORT, "micro_batch", "zero", "offload")
 NOTABLY = 1.1

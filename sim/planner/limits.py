@@ -9,18 +9,16 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.record.rent import SECONDS_PER_HOUR
 from streamrl.record.speed import Speed
 from streamrl.record.whole_run import whole_dollars, whole_time
 from streamrl.report.whole_text import long_time
 from streamrl.runfile.config import Run
 from streamrl.runfile.plan_config import PlanConfig
+from streamrl.runfile.units import SECONDS_PER_DAY, SECONDS_PER_HOUR
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 Figure = TypeVar("Figure", float, Floats)
-SECONDS_PER_DAY = 86_400.0
-
 
 RENTS = (
     ("budget_per_hour", "an hour", SECONDS_PER_HOUR),

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from sim.planner.bound import Estimates
 from sim.planner.generation_time import DealtBatch
-from sim.planner.limits import SECONDS_PER_DAY, Spend, excess, keeps_limits, limits_of, unmet
+from sim.planner.limits import Spend, excess, keeps_limits, limits_of, unmet
 from sim.planner.objective import distance_to_front, progress_of, value_of, values_of
 from sim.planner.simplicity import complexities
 from sim.planner.space import Space
@@ -39,6 +39,7 @@ from streamrl.engine.systems import choose_system
 from streamrl.record.speed import Speed
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import SystemName
+from streamrl.runfile.units import SECONDS_PER_DAY
 from streamrl.workload.workload import Draw
 
 Floats = NDArray[np.float64]

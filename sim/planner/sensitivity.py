@@ -18,9 +18,8 @@ from sim.planner.objective import value_of, values_of
 from sim.planner.search import Search
 from sim.planner.space import Candidate, price_per_second
 from sim.planner.trial import Trial, run_all, short_speed_of, shortened
-from streamrl.record.rent import SECONDS_PER_HOUR
 from streamrl.runfile.config import Run
-from streamrl.runfile.units import Bandwidth
+from streamrl.runfile.units import SECONDS_PER_HOUR, Bandwidth
 
 SHARE = 0.2
 """By how much each is changed: a guess's usual error."""

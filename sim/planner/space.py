@@ -32,9 +32,9 @@ from sim.planner.stages import refuse_profile
 from sim.planner.train_time import FallingLengths, TrainTimes, train_times
 from streamrl.hardware.memory import ROOMY, kv_capacity
 from streamrl.hardware.profiles import check_profiles, load_model, price_of
-from streamrl.record.rent import SECONDS_PER_HOUR
 from streamrl.runfile.config import Run
 from streamrl.runfile.pools import find_link, powers_of_two
+from streamrl.runfile.units import SECONDS_PER_HOUR
 
 MICRO_BATCHES = (1, 2, 4, 8)
 MOST_RUNNING = 1024

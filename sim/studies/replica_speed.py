@@ -10,8 +10,7 @@ from sim.costs.kernels import Kernels
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.workspace import workspace_bytes
 from streamrl.report.generation import GenerationCurve, GenerationPoint
-
-SECONDS_PER_HOUR = 3600
+from streamrl.runfile.units import SECONDS_PER_HOUR
 
 
 def study_generation(

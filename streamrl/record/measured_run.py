@@ -12,10 +12,11 @@ from streamrl.record.against import GpuUse, PairedRun
 from streamrl.record.attribution import ROLLOUT, SHARED, TRAINER, UNDERFILLED, idle_of_steps
 from streamrl.record.leader_steps import read_steps
 from streamrl.record.metrics import measure
-from streamrl.record.rent import SECONDS_PER_HOUR, gpus_paid
+from streamrl.record.rent import gpus_paid
 from streamrl.record.replicas import read_replicas
 from streamrl.record.trace import Trace
 from streamrl.runfile.sides import sides_of
+from streamrl.runfile.units import SECONDS_PER_HOUR
 
 DIGITS = 9
 """Of a mean number of replicas, beyond which seconds leave their rounding."""

@@ -12,8 +12,8 @@ from streamrl.record.trace import Entry
 from streamrl.runfile.config import Run
 from streamrl.runfile.pools import find_link
 from streamrl.runfile.sides import sides_of
+from streamrl.runfile.units import SECONDS_PER_HOUR
 
-SECONDS_PER_HOUR = 3600.0
 BYTES_PER_GB = 1e9
 
 

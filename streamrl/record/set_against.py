@@ -16,10 +16,10 @@ from streamrl.record.against import Against, BreakEvenPrice, Known, Outcome
 from streamrl.record.batch_means import half_width
 from streamrl.record.measured_run import MeasuredRun
 from streamrl.record.paired import relative
-from streamrl.record.rent import SECONDS_PER_HOUR
 from streamrl.record.trace import Trace
 from streamrl.record.uncertainty import unshared_error
 from streamrl.runfile.sides_config import RolloutConfig, TrainerConfig
+from streamrl.runfile.units import SECONDS_PER_HOUR
 
 EQUAL = 1e-9
 """Difference, as a share, that rounding leaves of equal figures."""

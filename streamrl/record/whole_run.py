@@ -16,10 +16,11 @@ import msgspec
 from streamrl.hardware.profiles import price_of
 from streamrl.record.attribution import SidesAttribution
 from streamrl.record.energy import read_energy
-from streamrl.record.rent import SECONDS_PER_HOUR, gpus_paid
+from streamrl.record.rent import gpus_paid
 from streamrl.record.speed import Speed
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
+from streamrl.runfile.units import SECONDS_PER_HOUR
 
 NEGLIGIBLE = 6
 """Digits behind the point beyond which a step is rounding: 10 % more of 100 steps are 110."""

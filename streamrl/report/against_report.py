@@ -17,7 +17,6 @@ from streamrl.record.against import (
     Known,
     PairedRun,
 )
-from streamrl.record.rent import SECONDS_PER_HOUR
 from streamrl.record.set_against import is_told
 from streamrl.report.run_tables import (
     format_count,
@@ -26,7 +25,7 @@ from streamrl.report.run_tables import (
     format_share,
     format_step_time,
 )
-from streamrl.runfile.units import BITS_PER_BYTE
+from streamrl.runfile.units import BITS_PER_BYTE, SECONDS_PER_HOUR
 
 Row = tuple[str, str, str, str]
 

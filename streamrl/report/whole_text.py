@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from math import floor, log10
 from typing import TypeAlias
 
-from streamrl.record.rent import SECONDS_PER_HOUR
 from streamrl.record.whole_run import PoolTotal, WholeRun
+from streamrl.runfile.units import SECONDS_PER_DAY, SECONDS_PER_HOUR
 
 Interval: TypeAlias = tuple[float, float] | None
-DAY = 86_400.0
-IN_DAYS = 2 * DAY
+IN_DAYS = 2 * SECONDS_PER_DAY
 """Seconds from which a run is told in days."""
 DIGITS = 2
 """Of the half of an interval; the value has as many behind the point."""
@@ -45,7 +44,7 @@ def dollars_text(whole: WholeRun) -> str:
 
 def long_time(seconds: float, interval: Interval = None) -> str:
     """Write the seconds of a whole run in the unit that people count it in."""
-    for unit, size in (("d", DAY), ("h", SECONDS_PER_HOUR), ("min", 60.0)):
+    for unit, size in (("d", SECONDS_PER_DAY), ("h", SECONDS_PER_HOUR), ("min", 60.0)):
         if seconds >= (IN_DAYS if unit == "d" else size):
             break
     else:

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from streamrl.hardware.profiles import price_of
-from streamrl.record.rent import SECONDS_PER_HOUR, dollars_per_second
+from streamrl.record.rent import dollars_per_second
 from streamrl.record.whole_run import WholeRun
 from streamrl.report.page.band import Band
 from streamrl.report.page.sources import PlanMade, RecordedRun, Sources
@@ -17,6 +17,7 @@ from streamrl.report.plan import Choice
 from streamrl.report.words import Team, rent_text, team_of, what_text
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import encode_run
+from streamrl.runfile.units import SECONDS_PER_HOUR
 
 Kind = Literal["plan", "runner-up", "front", "run"]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
