@@ -16,11 +16,12 @@ from sim.steady_state import simulate_steady
 from sim.studies.break_even import FREE_BANDWIDTH, LEAST_BANDWIDTH
 from sim.studies.pair import compare_runs, simulate_pair
 from streamrl.record.against import Against, BreakEvenBandwidth, Known, Outcome
-from streamrl.record.attribution import attribute_sides, idle_of_steps
+from streamrl.record.attribution import attribute_sides
 from streamrl.record.batch_means import half_width
 from streamrl.record.leader_steps import read_steps
 from streamrl.record.metrics import Metrics, measure
 from streamrl.record.paired import relative
+from streamrl.record.run_reader import read_run
 from streamrl.record.set_against import decide, set_against
 from streamrl.report.against_report import against_report, break_even_lines, verdict
 from streamrl.runfile.config import Run
@@ -236,7 +237,7 @@ def test_the_idle_seconds_of_steps_make_up_those_of_the_run() -> None:
     stepped_at = read_steps(trace).ended_at
     first, last = 5, 20
     shares = attribute_sides(trace, (stepped_at[first - 2], stepped_at[last - 1]))
-    idle = idle_of_steps(trace, stepped_at)
+    idle = read_run(trace).attribution.idle_of_steps(stepped_at)
     for side, of_side in shares.sides.items():
         expected = sum(of_side.idle.values()) * of_side.gpu_seconds
         assert np.sum(idle[side][first - 1 : last]) == pytest.approx(expected)

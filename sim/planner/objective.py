@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar, assert_never
+from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.record.speed import Speed
+from streamrl.record.whole_run import steps_for_one
 from streamrl.runfile.plan_config import ObjectiveName, PlanConfig
 
 Floats = NDArray[np.float64]
@@ -23,19 +24,19 @@ UNITS: dict[ObjectiveName, str] = {
 def value_of(plan: PlanConfig, speed: Speed) -> float:
     """Read a simulation.
 
-    The Pareto set is searched for the least product of seconds and dollars. Of what a version of lag loses of a step's
-    progress (`plan.staleness_cost`), the rest has to do the same.
+    The Pareto set is searched for the least product of seconds and dollars. All are those of as much progress as a step
+    whose rollouts are not behind makes (`plan.staleness_cost`).
     """
-    progress = progress_of(plan, speed.mean_staleness)
+    steps = steps_for_one(plan, speed.mean_staleness)
     match plan.objective:
         case "cost-per-million-tokens":
-            return speed.cost_per_million_tokens / progress
+            return speed.cost_per_million_tokens * steps
         case "cost-per-step":
-            return speed.cost_per_step / progress
+            return speed.cost_per_step * steps
         case "step-time":
-            return speed.step_time / progress
+            return speed.step_time * steps
         case "pareto":
-            return speed.step_time * speed.cost_per_step / progress**2
+            return speed.step_time * speed.cost_per_step * steps**2
         case _:
             assert_never(plan.objective)
 
@@ -58,8 +59,8 @@ def values_of(
         lags: mean staleness.
         egress: dollars a step for what crosses links.
     """
-    progress = progress_of(plan, lags)
-    seconds, dollars = seconds / progress, (seconds * prices + egress) / progress
+    steps = steps_for_one(plan, lags)
+    seconds, dollars = seconds * steps, (seconds * prices + egress) * steps
     match plan.objective:
         case "cost-per-million-tokens":
             return dollars / tokens_per_step * 1e6
@@ -71,15 +72,6 @@ def values_of(
             return seconds * dollars
         case _:
             assert_never(plan.objective)
-
-
-Lag = TypeVar("Lag", float, Floats)
-"""Versions that rollouts are behind, of one plan or of all."""
-
-
-def progress_of(plan: PlanConfig, lag: Lag) -> Lag:
-    """Return the progress of a step as a share of what rollouts of the newest version give."""
-    return 1 / (1 + plan.staleness_cost / 100 * lag)
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:

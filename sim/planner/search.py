@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from sim.planner.bound import Estimates
 from sim.planner.generation_time import DealtBatch
 from sim.planner.limits import Spend, excess, keeps_limits, limits_of, unmet
-from sim.planner.objective import distance_to_front, progress_of, value_of, values_of
+from sim.planner.objective import distance_to_front, value_of, values_of
 from sim.planner.simplicity import complexities
 from sim.planner.space import Space
 from sim.planner.train_time import FallingLengths
@@ -37,6 +37,7 @@ from sim.planner.trial import (
 )
 from streamrl.engine.systems import choose_system
 from streamrl.record.speed import Speed
+from streamrl.record.whole_run import steps_for_one
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import SystemName
 from streamrl.runfile.units import SECONDS_PER_DAY
@@ -138,7 +139,7 @@ class Search:
         run, (steps, dollars) = self.space.run, self._least_steps()
         if not limits_of(run):
             return np.zeros(len(self.space))
-        num_steps = run.algorithm.steps / progress_of(run.plan, self._lags)
+        num_steps = run.algorithm.steps * steps_for_one(run.plan, self._lags)
         per_day = dollars / steps * SECONDS_PER_DAY
         spend = Spend(dollars, per_day, num_steps * dollars, num_steps * steps)
         found: Floats = np.asarray(excess(run, spend))

@@ -99,20 +99,6 @@ def attribute_sides(trace: Trace, window: tuple[float, float] = (0.0, inf)) -> S
     return reader.between(*window)
 
 
-def idle_of_steps(trace: Trace, stepped_at: Sequence[float]) -> dict[str, Floats]:
-    """Return the GPU-seconds of each side, by name, that stood idle in each of the leader's steps, for any cause.
-
-    Args:
-        trace: a record of a run.
-        stepped_at: instant at which each step ended.
-    """
-    reader = AttributionReader(trace)
-    reader.mark(stepped_at)
-    reader.read(trace.entries)
-    reader.finish()
-    return reader.idle_of_slots(len(stepped_at))
-
-
 class AttributionReader:
     """Attributes GPU-seconds block by block: each as soon as nothing is left to be told of its instant."""
 
@@ -170,14 +156,18 @@ class AttributionReader:
             sides={name: _shares(of_side, parts, degree) for name, of_side in sides.items()},
         )
 
-    def idle_of_slots(self, count: int) -> dict[str, Floats]:
-        """Return the GPU-seconds of each side that stood idle before each of the first marks, since the one before it."""
-        found: dict[str, Floats] = {}
-        for (side, activity), seconds in self._seconds.columns(count):
-            so_far = found.setdefault(side, np.zeros(count))
+    def idle_of_steps(self, stepped_at: Sequence[float]) -> dict[str, Floats]:
+        """Return the GPU-seconds of each side, by name, that stood idle in each step, for any cause.
+
+        Args:
+            stepped_at: instant at which each step ended, which is a mark.
+        """
+        idle: dict[str, Floats] = {}
+        for (side, activity), seconds in self._seconds.until(stepped_at):
+            so_far = idle.setdefault(side, np.zeros(len(stepped_at)))
             if activity in IDLE:
                 so_far += seconds
-        return found
+        return {side: np.diff(until, prepend=0.0) for side, until in idle.items()}
 
     def _sweep(self, timeline: Timeline) -> None:
         """Add up GPU-seconds between each two instants at which anything changes."""

@@ -72,11 +72,11 @@ class Ledger(Generic[Key]):
             np.minimum(end[whole], edges[slot + 1]),
         )
 
-    def columns(self, count: int) -> Iterator[tuple[Key, Floats]]:
-        """Yield each key with its sums in the first slots."""
+    def until(self, marks: Iterable[float]) -> Iterator[tuple[Key, Floats]]:
+        """Yield each key with its sums before some of the marks."""
+        slots = np.array([self.slot_of(mark) for mark in marks])
         for key, column in self._columns.items():
-            known = np.array(column[:count])
-            yield key, np.pad(known, (0, count - len(known)))
+            yield key, np.cumsum(column)[np.minimum(slots, len(column) - 1)]
 
     def between(self, start: float, end: float) -> dict[Key, float]:
         """Return the sums between two marks; the time before the first mark belongs to 0."""

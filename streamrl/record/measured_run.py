@@ -9,12 +9,13 @@ import numpy as np
 from streamrl.hardware.profiles import price_of
 from streamrl.hardware.tables import Floats
 from streamrl.record.against import GpuUse, PairedRun
-from streamrl.record.attribution import ROLLOUT, SHARED, TRAINER, UNDERFILLED, idle_of_steps
+from streamrl.record.attribution import ROLLOUT, SHARED, TRAINER, UNDERFILLED
 from streamrl.record.leader_steps import read_steps
-from streamrl.record.metrics import measure
+from streamrl.record.metrics import measure_read
 from streamrl.record.rent import gpus_paid
-from streamrl.record.replicas import read_replicas
+from streamrl.record.run_reader import read_run
 from streamrl.record.trace import Trace
+from streamrl.record.whole_run import steps_for_one
 from streamrl.runfile.sides import sides_of
 from streamrl.runfile.units import SECONDS_PER_HOUR
 
@@ -28,16 +29,16 @@ class MeasuredRun:
     def __init__(self, trace: Trace, counted_steps: tuple[int, int]) -> None:
         first, last = counted_steps
         self.run = trace.run
-        self.metrics = measure(trace, counted_steps)
+        reader, steps = read_run(trace), read_steps(trace)
+        self.metrics = measure_read(reader, steps, counted_steps)
         self.seconds: Floats = np.array(self.metrics.step_times[first - 1 : last])
         self.tokens: Floats = np.array(self.metrics.step_tokens[first - 1 : last], dtype=float)
-        self.longer = 1 + self.run.plan.staleness_cost / 100 * self.metrics.mean_staleness
+        self.longer = steps_for_one(self.run.plan, self.metrics.mean_staleness)
         """Steps that are needed for one whose rollouts lag behind nothing."""
         self.dollars_per_second = self.metrics.cost_per_step / self.metrics.step_time
-        stepped_at = read_steps(trace).ended_at
-        window = stepped_at[first - 2] if first > 1 else 0.0, stepped_at[last - 1]
-        self.num_replicas = round(read_replicas(trace).mean(*window), DIGITS)
-        idle = idle_of_steps(trace, stepped_at)
+        window = reader.flow.leader.window(first, last)
+        self.num_replicas = round(reader.replicas.mean(*window), DIGITS)
+        idle = reader.attribution.idle_of_steps(steps.ended_at)
         sides = {side.name: idle[side.name][first - 1 : last] for side in sides_of(self.run)}
         self.idle: Floats = np.sum(list(sides.values()), axis=0)
         """GPU-seconds of each step."""
@@ -64,8 +65,6 @@ class MeasuredRun:
     def describe(self) -> PairedRun:
         """Return the run's own figures."""
         metrics, run = self.metrics, self.run
-        versions = sum(metrics.staleness.values())
-        behind = sum(version * count for version, count in metrics.staleness.items())
         return PairedRun(
             step_time=metrics.step_time,
             step_time_interval=metrics.step_time_interval,
@@ -77,7 +76,7 @@ class MeasuredRun:
             shares_gpus=run.shares_gpus,
             generation=self._use(ROLLOUT, self.num_replicas * run.rollout.tensor_parallel),
             training=self._use(TRAINER, run.trainer.num_gpus),
-            staleness=behind / versions if versions else 0.0,
+            staleness=metrics.mean_staleness,
             idle_gpu_seconds=float(self.idle.mean()),
             idle_cost=float(self.idle_dollars.mean()),
             whole_run=metrics.whole_run,

@@ -13,7 +13,7 @@ from streamrl.record.attribution import Attribution, SidesAttribution
 from streamrl.record.flow import Flow
 from streamrl.record.leader_steps import LeaderSteps, read_steps
 from streamrl.record.rent import dollars_per_second, egress_dollars
-from streamrl.record.run_reader import PaceReader, RunReader
+from streamrl.record.run_reader import PaceReader, RunReader, read_run
 from streamrl.record.speed import Speed
 from streamrl.record.steady import Steady, count_steps
 from streamrl.record.steady_run import find_steady_of, tell_doubts
@@ -104,10 +104,7 @@ def measure(trace: Trace, counted_steps: tuple[int, int] | None = None) -> Metri
         ValueError: the trace has no finished step, or is damaged.
     """
     with blaming_damage(trace):
-        reader = RunReader(trace)
-        reader.read(trace.entries)
-        reader.finish()
-        return measure_read(reader, read_steps(trace), counted_steps)
+        return measure_read(read_run(trace), read_steps(trace), counted_steps)
 
 
 def measure_speed(trace: Trace, counted_steps: tuple[int, int] | None = None) -> Speed:

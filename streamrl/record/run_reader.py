@@ -65,5 +65,13 @@ class RunReader(PaceReader):
         self.attribution.finish()
 
 
+def read_run(trace: Trace) -> RunReader:
+    """Read a whole trace."""
+    reader = RunReader(trace)
+    reader.read(trace.entries)
+    reader.finish()
+    return reader
+
+
 def _is_leaders_step(event: Event) -> bool:
     return type(event) is Stepped and event.trainer == LEADER

@@ -9,19 +9,23 @@ drift unforeseen nor an error of the costs is in it.
 from __future__ import annotations
 
 from math import ceil
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from streamrl.hardware.profiles import price_of
+from streamrl.hardware.tables import Floats
 from streamrl.record.attribution import SidesAttribution
 from streamrl.record.energy import read_energy
 from streamrl.record.rent import gpus_paid
 from streamrl.record.speed import Speed
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
+from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR
 
+Lag = TypeVar("Lag", float, Floats)
+"""Versions that rollouts are behind, of one run or of many."""
 NEGLIGIBLE = 6
 """Digits behind the point beyond which a step is rounding: 10 % more of 100 steps are 110."""
 
@@ -151,7 +155,17 @@ def make_whole_run(
     )
 
 
+def steps_for_one(plan: PlanConfig, lag: Lag) -> Lag:
+    """Return the steps that a training needs for one whose rollouts are not behind: `staleness_cost` more a version.
+
+    Args:
+        plan: the section `[plan]`.
+        lag: mean staleness, of one run or of many.
+    """
+    return 1 + plan.staleness_cost / 100 * lag
+
+
 def _num_steps(run: Run, mean_staleness: float) -> int:
-    """Return the steps of the training: `plan.staleness_cost` per cent more for each version of lag."""
-    longer = 1 + run.plan.staleness_cost / 100 * mean_staleness
+    """Return the steps of the training, with those that its staleness adds."""
+    longer = steps_for_one(run.plan, mean_staleness)
     return ceil(round(run.algorithm.steps * longer, NEGLIGIBLE))

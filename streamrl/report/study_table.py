@@ -58,15 +58,13 @@ class StudyRow(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, place: tuple[int, ...], seed: int, metrics: Metrics) -> StudyRow:
         """Take from a run's metrics what a study is about."""
-        trained = sum(metrics.staleness.values())
-        behind = sum(versions * count for versions, count in metrics.staleness.items())
         figures: dict[str, float] = {
             "num_steps": metrics.num_steps,
             "step_time_low": metrics.step_time_interval[0] if metrics.step_time_interval else nan,
             "step_time_high": metrics.step_time_interval[1] if metrics.step_time_interval else nan,
             "num_gpus": sum(metrics.num_gpus.values()),
             **{name: getattr(metrics, name) for name in RATIOS},
-            "mean_staleness": behind / trained if trained else 0.0,
+            "mean_staleness": metrics.mean_staleness,
             "dropped": sum(metrics.dropped.values()) / metrics.num_steps,
             "idle": sum(metrics.idle.values()),
             **{f"idle.{cause}": metrics.idle.get(cause, 0.0) for cause in IDLE},
