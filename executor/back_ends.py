@@ -7,6 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 from streamrl.runfile.config import Run
+from streamrl.runfile.sides import kind_key
 
 
 class Limit(NamedTuple):
@@ -43,12 +44,13 @@ def _limits(run: Run) -> Iterator[Limit]:
         not run.verifier.num_gpus,
         "left out to be executed: rewards are computed on CPUs",
     )
-    yield Limit(
-        "rollout.tensor_parallel",
-        rollout.tensor_parallel,
-        rollout.tensor_parallel == 1,
-        f"1 for backend {rollout.backend}",
-    )
+    for kind, own in enumerate(rollout.kinds):
+        yield Limit(
+            f"{kind_key(kind)}.tensor_parallel",
+            own.tensor_parallel,
+            own.tensor_parallel == 1,
+            f"1 for backend {rollout.backend}",
+        )
     yield Limit(
         "rollout.admission",
         rollout.admission,

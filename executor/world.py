@@ -216,7 +216,8 @@ class RealWorld(World[Trace]):
 
     async def _start_replica(self, command: StartReplica) -> Event:
         manifest = self._transfer.manifests.get(command.version)
-        handle = await self._launcher.replica(command.replica, self._initial_model())
+        model = self._initial_model()
+        handle = await self._launcher.replica(command.replica, command.kind, model)
         replica = Replica(handle, self._buffer)
         self._replicas[command.replica] = replica
         return await replica.start(command, manifest)

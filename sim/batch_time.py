@@ -69,9 +69,10 @@ def generate_batch(
         shares[command.replica].append(command)
     rollouts = rollouts_of(batch)
     finishes: list[Finish] = []
+    kinds = run.rollout.kind_of_each
     for replica_id, weight in _sampled(shares, rollouts, most or len(shares)).items():
         alone, commands = _Alone(run, costs, rollouts), shares[replica_id]
-        replica = Replica(alone, replica_id, 0)
+        replica = Replica(alone, replica_id, 0, kinds[replica_id])
         for command in commands:
             replica.generate(command)
         alone.env.work()
@@ -100,7 +101,7 @@ def deal(run: Run, batch: Sequence[Draw]) -> list[Generate]:
     """Return what the run's policies send to its replicas when a batch is drawn and all of them are idle."""
     engine = build_engine(replace(run, algorithm=replace(run.algorithm, steps=1)))
     drawn = PromptsDrawn(1, 0, tuple(draw.drawn for draw in batch))
-    replicas = (ReplicaStarted(replica_id, 0) for replica_id in range(run.rollout.replicas))
+    replicas = (ReplicaStarted(replica_id, 0) for replica_id in range(run.rollout.num_replicas))
     events: Iterable[Event] = (RunStarted(0, 0), TrainerStarted(LEADER, 0), *replicas, drawn)
     commands = [command for event in events for command in engine.handle(event, 0.0)]
     return [command for command in commands if isinstance(command, Generate)]

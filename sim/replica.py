@@ -35,16 +35,18 @@ ROUNDING = (
 class Replica:
     """One process: load, admit and prefill, decode to the next change of the batch, and again."""
 
-    def __init__(self, around: Surroundings, replica_id: int, version: int) -> None:
+    def __init__(self, around: Surroundings, replica_id: int, version: int, kind: int = 0) -> None:
+        """Begin to serve `version`, as a replica of a kind."""
         self._env = around.env
-        self._costs = around.costs
+        self._costs = around.costs.of_kind(kind)
         self._rollouts = around.rollouts
         self._emit = around.emit
-        rollout = around.run_file.rollout
+        rollout = around.run_file.rollout.kinds[kind]
         self._max_running = rollout.max_running
         self._max_tokens = rollout.max_tokens
         self._shares_prefixes = rollout.shares_prefixes
         self.id = replica_id
+        self.kind = kind
         self.version = version
         self._queue: list[tuple[int, int]] = []
         """Heap of (priority, rollout); what was aborted meanwhile is no longer in `_queued`."""

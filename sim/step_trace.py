@@ -34,7 +34,7 @@ class StepTrace(Trace):
             costs.facts,
             file,
             keeps_entries=keeps_entries,
-            decode=costs.decode_yield(run),
+            decode=costs.decode_yields(run),
             is_endless=is_endless,
         )
         self.steps = LeaderSteps()

@@ -248,7 +248,7 @@ class SimWorld(World[Trace]):
 
     def _start_replica(self, command: StartReplica) -> Generator[simpy.Event, Any, None]:
         yield self.env.timeout(self.run_file.rollout.start_time)
-        replica = Replica(self, command.replica, command.version)
+        replica = Replica(self, command.replica, command.version, command.kind)
         self.replicas[command.replica] = replica
         self._failures.watch(replica)
         self.emit(ReplicaStarted(command.replica, command.version))

@@ -129,7 +129,7 @@ def test_so_they_are_of_any_run_that_is_simulated_as_it_is_measured(run: Run, si
 
 def test_without_a_decode_curve_full_batches_are_looked_for_in_all_blocks() -> None:
     trace = simulate_steady(small_run({**STEPS, "policies.system": "stream-async"}))
-    trace.decode = None
+    trace.decode = ()
     whole = measure(trace)
     assert whole.underfilled_from == "observed" and whole.busy["underfilled"] > 0
     check_same_figures(measure_blocks(trace, 50), whole)
@@ -165,7 +165,7 @@ def test_what_a_resource_does_is_cut_where_blocks_end_and_nothing_of_it_is_lost(
 
 def test_a_load_in_a_stretch_of_decoding_that_goes_on_past_the_block_is_no_decoding() -> None:
     hand = HandTrace(replicas=2, algorithm__prompts_per_step=2)
-    hand.trace.decode = FLAT
+    hand.trace.decode = [FLAT]
     hand.begin()
     hand.draw(0.0, 1, 2)
     hand.generate(0.0, 0)

@@ -47,7 +47,7 @@ FLAT = DecodeYield(batches=[1, 4], base=[1.0, 1.0], per_context_token=[0.0, 0.0]
 def hand_trace(decode: DecodeYield | None, num_rollouts: int = 4, **changes: Any) -> HandTrace:
     """Return a trace whose one replica has `num_rollouts`, of which the n-th ends after 10 n seconds."""
     hand = HandTrace(algorithm__prompts_per_step=num_rollouts, **changes)
-    hand.trace.decode = decode
+    hand.trace.decode = [] if decode is None else [decode]
     hand.begin()
     hand.draw(0.0, 1, num_rollouts)
     hand.generate(0.0, *range(num_rollouts))
@@ -93,7 +93,7 @@ def test_context_slows_both_batches_down_alike() -> None:
 
 def test_what_prefill_and_loads_take_is_not_decoded_and_not_lost() -> None:
     hand = HandTrace()
-    hand.trace.decode = FLAT
+    hand.trace.decode = [FLAT]
     hand.begin()
     hand.draw(0.0, 1, 1)
     hand.generate(0.0, 0)
@@ -184,7 +184,7 @@ def test_what_is_underfilled_is_a_part_of_decoding_and_shares_sum_to_1(
     assert sum(shares.busy.values()) + sum(shares.idle.values()) == pytest.approx(1.0)
     assert shares.busy["underfilled"] >= 0 and shares.busy["decode"] > 0
     assert whole.underfilled_from == "curve"
-    trace.decode = None
+    trace.decode = ()
     plain = attribute(trace)
     both = shares.busy["underfilled"] + shares.busy["decode"]
     assert plain.busy["decode"] + plain.busy.get("underfilled", 0.0) == pytest.approx(both)
@@ -214,7 +214,7 @@ def test_a_trace_is_attributed_from_its_file_alone(tmp_path: Path) -> None:
     assert table["format"] == 2 and table["decode"]["most_running"] == 4
     del table["decode"]
     path.write_bytes(json.dumps(table).encode() + b"\n" + rest)
-    assert read_trace(path).decode is None
+    assert read_trace(path).decode == []
 
 
 def test_a_curve_keeps_all_small_batches_and_its_largest() -> None:
@@ -230,13 +230,13 @@ def test_an_executed_run_knows_its_full_batch_from_the_profile_of_its_machine(
 ) -> None:
     model, path = model_directory(tmp_path / "model"), tmp_path / "profile.toml"
     write_measured(make_profile(model), path)
-    known = measured_yield(measured_run(model, path, rollout__max_running=4))
-    assert known is not None and known.batches == [1, 2, 3, 4] and known.kv_capacity is None
+    (known,) = measured_yield(measured_run(model, path, rollout__max_running=4))
+    assert known.batches == [1, 2, 3, 4] and known.kv_capacity is None
     assert known.base == pytest.approx([base(batch) for batch in known.batches])
     assert known.per_context_token == pytest.approx([slope(batch) for batch in known.batches])
-    assert measured_yield(measured_run(model, path, model__dtype="bfloat16")) is None
-    assert measured_yield(measured_run(model, tmp_path / "none.toml")) is None
-    assert measured_yield(small_run()) is None
+    assert measured_yield(measured_run(model, path, model__dtype="bfloat16")) == []
+    assert measured_yield(measured_run(model, tmp_path / "none.toml")) == []
+    assert measured_yield(small_run()) == []
 
 
 # What is shown ------------------------------------------------------------------------------------

@@ -27,10 +27,10 @@ class Launcher:
         self._placement = Placement(run)
         self._gpus = LocalGpus(run, gpus)
 
-    async def replica(self, replica_id: int, model: str) -> Handle:
-        """Start the role of a replica on GPUs that no living replica has."""
-        run = self._run
-        place = self._placement.replica(replica_id)
+    async def replica(self, replica_id: int, kind: int, model: str) -> Handle:
+        """Start the role of a replica of a kind on GPUs that no living replica has."""
+        run = self._run.of_kind(kind)
+        place = self._placement.replica(replica_id, kind)
         config: dict[str, object] = {
             "model": model,
             "tokenizer": model,

@@ -30,15 +30,17 @@ def device_of(run: Run, pool: str) -> str:
 
 def gpus_needed(run: Run) -> int:
     """Return the GPUs of this machine that a run needs, for as many replicas as there may be."""
-    rollout, trainer = (device_of(run, pool) for pool in (run.rollout.pool, run.trainer.pool))
-    if rollout == trainer == "cpu":
+    kinds, trainer = run.rollout.kinds, device_of(run, run.trainer.pool)
+    on_gpus = [own for own in kinds if device_of(run, own.pool) != "cpu"]
+    if trainer == "cpu" and not on_gpus:
         return 0
     match = DEVICE.fullmatch(run.execute.device)
     if match is not None and match["index"] is not None:
         return int(match["index"]) + 1
     if run.execute.launcher == "in-process":
         return 1
-    for_replicas = _most_replicas(run) * run.rollout.tensor_parallel if rollout == "cuda" else 0
+    added = (_most_replicas(run) - run.rollout.num_replicas) * run.rollout.tensor_parallel
+    for_replicas = sum(own.num_gpus for own in on_gpus) + (added if kinds[0] in on_gpus else 0)
     for_trainer = run.trainer.num_gpus if trainer == "cuda" else 0
     if run.shares_gpus:
         return max(for_replicas, for_trainer)
@@ -127,13 +129,13 @@ def say_seen(num_gpus: int) -> str:
 
 def _places_in_order(run: Run) -> Iterator[Place]:
     """Yield every place that a run may take: of its first replicas, its trainer, and replicas that are added."""
-    placement, first = Placement(run), run.rollout.replicas
-    yield from map(placement.replica, range(first))
+    placement, first = Placement(run), run.rollout.kind_of_each
+    yield from (placement.replica(replica, kind) for replica, kind in enumerate(first))
     yield from placement.trainer
-    yield from map(placement.replica, range(first, _most_replicas(run)))
+    yield from map(placement.replica, range(len(first), _most_replicas(run)))
 
 
 def _most_replicas(run: Run) -> int:
     if run.policies.resize == "keep":
-        return run.rollout.replicas
+        return run.rollout.num_replicas
     return run.policies.max_replicas or most_replicas(run)

@@ -31,23 +31,23 @@ class Placement:
             for name, pool in run.cluster.pools.items()
         }
         self._replicas: dict[int, Place] = {}
-        first = range(run.rollout.replicas)
+        first = run.rollout.kind_of_each
         if not run.shares_gpus:
-            for replica in first:
-                self.replica(replica)
+            for replica, kind in enumerate(first):
+                self.replica(replica, kind)
         self.trainer = self._take_trainer()
         """The place of each rank, one GPU each, since a rank is a process of its own. Ranks of one tensor-parallel
         group follow each other, then those of data parallelism, then stages: rank = (stage x data + d) x tensor + t."""
-        for replica in first:
+        for replica in range(len(first)):
             self.free(replica)
 
-    def replica(self, replica: int) -> Place:
-        """Take the lowest GPUs that nobody has for a replica.
+    def replica(self, replica: int, kind: int = 0) -> Place:
+        """Take the lowest GPUs that nobody has for a replica of a kind.
 
         Raises:
             RuntimeError: no node has as many.
         """
-        rollout = self._run.rollout
+        rollout = self._run.rollout.kinds[kind]
         place = self._take(rollout.pool, rollout.tensor_parallel, f"replica {replica}")
         self._replicas[replica] = place
         return place

@@ -144,14 +144,14 @@ def stand_in(run: Run) -> Run:
     trainer = replace(
         run.trainer, pool="trainer", tensor_parallel=1, pipeline_parallel=1, expert_parallel=1
     )
+    alone = {"pool": "rollout", "tensor_parallel": 1, "expert_parallel": 1}
     rollout = replace(
         run.rollout,
-        pool="rollout",
         backend="transformers",
-        tensor_parallel=1,
-        expert_parallel=1,
         max_tokens=256,
         memory_utilization=0.9,
+        others=tuple(replace(each, **alone) for each in run.rollout.others),
+        **alone,
     )
     policies = run.policies
     if policies.resize == "adjust" and policies.resize_unit is None:
@@ -188,7 +188,7 @@ def _stand_in_ranker(lengths: LengthsConfig) -> RankerName:
 
 
 def _stand_in_cluster(run: Run) -> ClusterConfig:
-    most = max(most_replicas(run), run.rollout.replicas, run.trainer.data_parallel)
+    most = max(most_replicas(run), run.rollout.num_replicas, run.trainer.data_parallel)
     pool = PoolConfig(gpu=STAND_IN_GPU, gpus_per_node=1, nodes=most)
     link = LinkConfig(between=("rollout", "trainer"), bandwidth=Bandwidth.parse("80 Gbps"))
     return ClusterConfig(pools={"rollout": pool, "trainer": pool}, links=[link])

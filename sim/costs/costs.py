@@ -16,7 +16,7 @@ from sim.costs.inference import Shard
 from sim.costs.kernels import Kernels
 from sim.costs.machine import MachineCosts, MeasuredPrefill
 from sim.costs.overheads import decode_errors, load_engine
-from sim.costs.sync import SyncCosts
+from sim.costs.sync import SyncCosts, side_by_side
 from sim.costs.trainer_costs import FollowerCosts, TrainerCosts
 from sim.costs.training.training import TrainingCosts
 from streamrl.engine.systems import moves_caches
@@ -28,6 +28,7 @@ from streamrl.hardware.tiers import Provenance
 from streamrl.record.decode_yield import DecodeYield
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.errors import OneOf, RunError
+from streamrl.runfile.sides import of_kind
 
 CHECKED_BYTES = 2
 """Bytes of a weight in the decode steps that engines' overheads were checked on."""
@@ -55,6 +56,8 @@ class Costs(TrainerCosts):
     """Seconds of prefill are divided by it; those of `decode` are already."""
     followers: tuple[FollowerCosts, ...] = ()
     """Of the trainers that follow, in order."""
+    others: tuple[Costs, ...] = ()
+    """Of a run that had replicas of one kind of `rollout.others` alone, in order."""
     provenance: dict[str, Provenance]
     """Where the seconds of each operation come from: prefill, decode, score, train, sync, and cache_transfer
     where a run moves caches."""
@@ -66,6 +69,8 @@ class Costs(TrainerCosts):
         Raises:
             ValueError: a profile is missing, a side does not fit its memory, or nobody models its back end.
         """
+        if run.rollout.others:
+            return _with_others(run)
         _check_backend(run)
         check_profiles(run)
         check_memory(run)
@@ -107,16 +112,26 @@ class Costs(TrainerCosts):
         seconds = self.prefill.time(num_tokens, context_pairs, num_running, num_rollouts)
         return seconds / self.generation_factor
 
+    def of_kind(self, kind: int) -> Costs:
+        """Return the costs that a kind of replica has, the one that is named first where 0."""
+        return self.others[kind - 1] if kind else self
+
     @property
     def load_time(self) -> float:
         """Seconds in which a replica copies pushed weights into its GPUs."""
         return self.sync.load_time
 
-    def decode_yield(self, run: Run) -> DecodeYield:
-        """Return what a trace says of a replica's full batch, which reserved memory bounds by itself."""
+    def decode_yields(self, run: Run) -> list[DecodeYield]:
+        """Return what a trace says of the full batch of each kind of replica, which reserved memory bounds by itself."""
         is_bound = run.rollout.admission == "on-demand"
-        capacity = float(self.kv_capacity) if is_bound and self.kv_capacity < inf else None
-        return DecodeYield.of(self.decode.base, self.decode.per_context_token, capacity)
+        return [
+            DecodeYield.of(
+                own.decode.base,
+                own.decode.per_context_token,
+                float(own.kv_capacity) if is_bound and own.kv_capacity < inf else None,
+            )
+            for own in (self, *self.others)
+        ]
 
     @property
     def facts(self) -> dict[str, dict[str, float] | list[str]]:
@@ -133,6 +148,26 @@ class Costs(TrainerCosts):
         everything = (*self.provenance.values(), *(costs.provenance for costs in self.followers))
         sources = dict.fromkeys(source for found in everything for source in found.sources)
         return {**shares, "errors": errors, "p90": p90, "sources": list(sources)}
+
+
+def _with_others(run: Run) -> Costs:
+    """Put together what each kind of replica costs alone; their weights are sent beside each other.
+
+    Raises:
+        RunError: as `Costs.load`, with the keys of the kind that it is about.
+    """
+    kinds = []
+    for kind in range(run.num_kinds):
+        try:
+            kinds.append(Costs.load(run.of_kind(kind)))
+        except RunError as error:
+            raise of_kind(error, kind) from None
+    sync = side_by_side(run, [costs.sync for costs in kinds])
+    provenance = dict(kinds[0].provenance)
+    for operation in ("prefill", "decode"):
+        provenance[operation] = Provenance.joined([costs.provenance[operation] for costs in kinds])
+    provenance["sync"] = Provenance.of(sync.tier, sync.sources)
+    return replace(kinds[0], sync=sync, others=tuple(kinds[1:]), provenance=provenance)
 
 
 def _check_backend(run: Run) -> None:

@@ -14,14 +14,14 @@ generation, as if replicas kept what arrives in buffers of their own; only the l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from sim.costs.payload import Payload
 from sim.costs.sync_profiles import SyncBackend, Transport, load_backend, load_delta, load_transport
 from streamrl.hardware.memory import weight_bytes
 from streamrl.hardware.profiles import Gpu, load_gpu
-from streamrl.hardware.tiers import Tier
+from streamrl.hardware.tiers import TIERS, Tier
 from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.pools import find_link
@@ -265,6 +265,27 @@ class _Route:
         files += [f"transports/{name}" for name in dict.fromkeys(names)]
         files += ["sync/delta"] if self._is_delta else []
         return tuple(f"profiles/{file}.toml" for file in files)
+
+
+def side_by_side(run: Run, kinds: Sequence[SyncCosts]) -> SyncCosts:
+    """Return the costs of a push to several kinds of replicas, from those of each alone.
+
+    Each pool is sent the weights over its own way at the same time, until the last one has them; loads are those of
+    the first kind.
+    """
+    backend, payload = load_backend(run.sync.backend), Payload.load(run)
+    broadcast = payload.num_bytes * backend.broadcast_share
+    num_pools = len({kind.pool for kind in run.rollout.kinds})
+    copies = (payload.num_bytes - broadcast) * run.rollout.num_replicas
+    return replace(
+        kinds[0],
+        wire_bytes=round(broadcast * num_pools + copies),
+        fill_time=max(kind.fill_time for kind in kinds),
+        wire_time=max(kind.wire_time for kind in kinds),
+        drain_time=max(kind.drain_time for kind in kinds),
+        tier=max((kind.tier for kind in kinds), key=TIERS.index),
+        sources=tuple(dict.fromkeys(source for kind in kinds for source in kind.sources)),
+    )
 
 
 def link_leg(link: LinkConfig) -> Leg:

@@ -15,7 +15,7 @@ from streamrl.cli.shared import AsJson, Overrides, RunFile, print_json
 from streamrl.cli.views import write_views
 from streamrl.engine.messages import Event, Generated, Stepped, Verified
 from streamrl.engine.state import State
-from streamrl.engine.systems import needs_latency
+from streamrl.engine.systems import needs_costs
 from streamrl.record.metrics import measure
 from streamrl.report.run_tables import metrics_table
 from streamrl.runfile.reading import load_run
@@ -36,7 +36,7 @@ def execute(
     Example: streamrl execute examples/quickstart.toml --set algorithm.steps=10
     """
     run = load_run(run_file, overrides or ())
-    if needs_latency(run):
+    if needs_costs(run):
         from sim.costs.costs import Costs
         from sim.costs.fill import fill_policies
 

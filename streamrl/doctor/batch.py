@@ -39,7 +39,7 @@ def find_trainer(run: Run) -> Iterator[Finding]:
 
 def _sum_up(run: Run) -> str:
     trainer, total = run.trainer, run.algorithm.rollouts_per_step
-    per_replica = total / run.rollout.replicas
+    per_replica = total / run.rollout.num_replicas
     return (
         f"{run.algorithm.prompts_per_step} prompts x {run.algorithm.group_size} = {total:,} rollouts a step: "
         f"{total / trainer.data_parallel:,.6g} a data-parallel rank, {_num_fills(run):,} fills of "
@@ -103,7 +103,7 @@ def _find_bubble(run: Run) -> Iterator[Finding]:
 
 def _find_replicas(run: Run) -> Iterator[Finding]:
     """Find replicas that could never all have a rollout, whatever the dispatch."""
-    most, replicas = rollouts_under_way(run), run.rollout.replicas
+    most, replicas = rollouts_under_way(run), run.rollout.num_replicas
     if most < replicas:
         text = (
             f"rollout.replicas={replicas}, but at most {most} rollouts are under way: {replicas - most} "

@@ -33,9 +33,10 @@ LIKE = 0.7
 def candidates_for(run: Run, error: RunError) -> Iterator[Changes]:
     """Yield changes to try against an error: of its own key, then of the others that it names."""
     if error.key == "cluster.links":
-        ends = (run.rollout.pool, run.trainer.pool)
-        link = LinkConfig(between=ends, bandwidth=Bandwidth.parse(EXAMPLES[Bandwidth]))
-        yield {error.key: [*run.cluster.links, link]}
+        for rollout in run.rollout.kinds:
+            ends = (rollout.pool, run.trainer.pool)
+            link = LinkConfig(between=ends, bandwidth=Bandwidth.parse(EXAMPLES[Bandwidth]))
+            yield {error.key: [*run.cluster.links, link]}
     yield from ({error.key: value} for value in _values(run, error.key, error.allowed))
     for key in error.others:
         yield from ({key: value} for value in _values(run, key, None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from streamrl.doctor import batch, divisibility, followers, idle, memory, room, staleness
+from streamrl.doctor import batch, divisibility, followers, idle, kinds, memory, room, staleness
 from streamrl.doctor.finding import Finding, Topic
 from streamrl.doctor.fix import Fix, treat
 from streamrl.runfile.config import Run
@@ -15,6 +15,7 @@ PARTS: tuple[tuple[Topic, Callable[[Run], Iterator[Finding]]], ...] = (
     ("divisibility", idle.find),
     ("batch", batch.find),
     ("batch", followers.find),
+    ("memory", kinds.find),
     ("staleness", staleness.find),
 )
 FIXES = {**room.FIXES, **divisibility.FIXES, **batch.FIXES, **staleness.FIXES}
@@ -48,4 +49,5 @@ def _fix_of(finding: Finding) -> Fix:
         return idle.fix_of(finding.name.removeprefix("pool-"))
     if finding.name.endswith("-unexamined"):
         return Fix(lambda run: iter(()), "mend the other findings first")
-    return followers.fix_of(finding.name, FIXES) or FIXES[finding.name]
+    of_one = followers.fix_of(finding.name, FIXES) or kinds.fix_of(finding.name, FIXES)
+    return of_one or FIXES[finding.name]

@@ -20,13 +20,19 @@ def find(run: Run) -> Iterator[Finding]:
     """Find what cannot be split as the run file says, and what is split unevenly."""
     model = load_model(run.model)
     before = [
-        *_find_heads(model, "rollout", run.rollout.tensor_parallel),
-        *_find_experts(model, "rollout", run.rollout.expert_parallel),
+        *find_replica(run),
         *find_trainer(run),
     ]
     yield from before
     if not before:
         yield _finding("ok", "divides", _all_even(run, model))
+
+
+def find_replica(run: Run) -> Iterator[Finding]:
+    """Find what a replica cannot split as the run file says."""
+    model = load_model(run.model)
+    yield from _find_heads(model, "rollout", run.rollout.tensor_parallel)
+    yield from _find_experts(model, "rollout", run.rollout.expert_parallel)
 
 
 def find_trainer(run: Run) -> Iterator[Finding]:

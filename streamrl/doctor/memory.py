@@ -20,7 +20,7 @@ from streamrl.hardware.memory import (
 from streamrl.hardware.model_shape import BYTES
 from streamrl.hardware.profiles import Gpu, load_gpu, load_model
 from streamrl.runfile.config import Run
-from streamrl.runfile.sides import trainer_names
+from streamrl.runfile.sides import kind_name, trainer_names
 
 GB = 1e9
 
@@ -56,12 +56,16 @@ def memory_of(run: Run) -> list[SideMemory]:
         msgspec.structs.replace(trainer_side(run.as_seen_by(number)), side=name)
         for number, name in enumerate(trainer_names(run))
     ]
-    return [replica_side(run), *trainers]
+    replicas = [
+        msgspec.structs.replace(replica_side(run.of_kind(kind)), side=kind_name(kind))
+        for kind in range(run.num_kinds)
+    ]
+    return [*replicas, *trainers]
 
 
 def find(run: Run) -> Iterator[Finding]:
     """Find sides that do not fit, and replicas that cannot hold what they should run."""
-    yield _find_replica(run)
+    yield find_replica(run)
     yield from _find_room(run)
     yield from find_trainer(run)
 
@@ -116,7 +120,8 @@ def _listed(side: SideMemory) -> str:
 # The rollout side ---------------------------------------------------------------------------------
 
 
-def _find_replica(run: Run) -> Finding:
+def find_replica(run: Run) -> Finding:
+    """Say whether a replica holds its weights and one longest rollout."""
     side = replica_side(run)
     if side.need > side.usable:
         text = (

@@ -44,7 +44,7 @@ def replica_batch(run: Run) -> ReplicaBatch | None:
     if run.rollout.admission == "reserve":
         running = most_running(run)
         held = running if running < run.rollout.max_running else inf
-    share = rollouts_under_way(run) / run.rollout.replicas
+    share = rollouts_under_way(run) / run.rollout.num_replicas
     return ReplicaBatch(held, run.rollout.max_running, share)
 
 

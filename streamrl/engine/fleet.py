@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
@@ -11,6 +12,16 @@ from streamrl.engine.messages import Resize, StartReplica, StopReplica
 LOADS_PER_REPLICA = (
     8  # entries that a load heap may hold per replica before outdated ones are swept
 )
+
+
+@dataclass(slots=True)
+class Kind:
+    """Replicas that are alike."""
+
+    num_wanted: int
+    """How many there should be."""
+    share: float = 1.0
+    """Rollouts that one gets for each that one of the first kind gets."""
 
 
 @dataclass(slots=True)
@@ -26,8 +37,8 @@ class Fleet:
     """Serving replicas with nothing on their hands, the one that has been so for longest first."""
     stopping: dict[int, Replica] = field(default_factory=dict)
     """Replicas that were told to end and have not."""
-    num_wanted: int = 0
-    """Replicas that there should be."""
+    kinds: list[Kind] = field(default_factory=lambda: [Kind(0)])
+    """What replicas there should be; the first kind is the one that `Resize` changes."""
     num_started: int = 0
     """Replicas ever started; the next one gets this id."""
     num_lost: int = 0
@@ -37,12 +48,29 @@ class Fleet:
     has_come_up: bool = False
     """Whether every replica that was started first has served: before that, the first would get all."""
     _num_promised: dict[int, int] = field(default_factory=dict)
-    _loads: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """Heaps of (number of rollouts, replica) by promised version; outdated entries are skipped."""
+    _loads: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
+    """Heaps of (load, replica) by promised version; outdated entries are skipped."""
     _knows_most: bool = False
     """Whether anyone has asked for the most loaded replica: few runs do, and keeping it costs them all."""
     _most: list[tuple[int, int]] = field(default_factory=list)
     """Heap of (number of rollouts, negative; replica); outdated entries are skipped."""
+
+    @property
+    def num_wanted(self) -> int:
+        """Replicas that there should be."""
+        return sum(kind.num_wanted for kind in self.kinds)
+
+    def lacking(self) -> int:
+        """Return the first kind of which there are fewer than there should be.
+
+        Raises:
+            ValueError: there is none.
+        """
+        there = Counter(replica.kind for replica in self.replicas.values())
+        for kind, wanted in enumerate(self.kinds):
+            if there[kind] < wanted.num_wanted:
+                return kind
+        raise ValueError("every replica is there that should be")
 
     def is_synced(self, version: int) -> bool:
         """Whether every serving replica has `version`."""
@@ -63,8 +91,8 @@ class Fleet:
         return self.idle[max(self.idle)] if self.idle else None
 
     def least_loaded(self, oldest_version: int) -> Replica | None:
-        """Return the replica that promises `oldest_version` or newer and has the fewest rollouts, least id first."""
-        best: tuple[int, int] | None = None
+        """Return the replica that promises `oldest_version` or newer and has the least load, least id first."""
+        best: tuple[float, int] | None = None
         for version, loads in self._loads.items():
             if version < oldest_version:
                 continue
@@ -105,20 +133,21 @@ class Fleet:
         """Return every replica that serves, by id."""
         return sorted((r for r in self.replicas.values() if r.is_serving), key=_by_id)
 
-    def start(self, replica_id: int, version: int) -> None:
+    def start(self, replica_id: int, version: int, kind: int = 0) -> None:
         """Enter a replica that is coming up with `version`."""
-        self.replicas[replica_id] = Replica(replica_id, version, loading=version)
+        share = self.kinds[kind].share
+        self.replicas[replica_id] = Replica(replica_id, version, kind, share, loading=version)
         self.num_started = max(self.num_started, replica_id + 1)
 
     def change(self, command: StartReplica | StopReplica | Resize) -> None:
         """Enter that a replica is coming up or, idle, going down, or how many there should be."""
         match command:
-            case StartReplica(replica_id, version):
-                self.start(replica_id, version)
+            case StartReplica(replica_id, version, kind):
+                self.start(replica_id, version, kind)
             case StopReplica(replica_id):
                 self.stopping[replica_id] = self._remove(replica_id)
             case Resize(num_replicas):
-                self.num_wanted = num_replicas
+                self.kinds[0].num_wanted = num_replicas
 
     def serve(self, replica_id: int, version: int, pushed_version: int) -> None:
         """Enter that a replica now serves `version`."""
@@ -196,10 +225,10 @@ class Fleet:
         rollout.is_aborting = False
         self._note_load(replica)
 
-    def _is_current(self, version: int, entry: tuple[int, int]) -> bool:
+    def _is_current(self, version: int, entry: tuple[float, int]) -> bool:
         load, replica_id = entry
         replica = self.replicas.get(replica_id)
-        return replica is not None and replica.promised == version and len(replica.rollouts) == load
+        return replica is not None and replica.promised == version and replica.load == load
 
     def _has_load(self, load: int, replica_id: int) -> bool:
         replica = self.replicas.get(replica_id)
@@ -240,10 +269,10 @@ class Fleet:
         if replica.promised is None:
             return
         loads = self._loads.setdefault(replica.promised, [])
-        heappush(loads, (len(replica.rollouts), replica.id))
+        heappush(loads, (replica.load, replica.id))
         if len(loads) > LOADS_PER_REPLICA * (len(self.replicas) + 1):
             loads[:] = [
-                (len(other.rollouts), other.id)
+                (other.load, other.id)
                 for other in self.replicas.values()
                 if other.promised == replica.promised
             ]

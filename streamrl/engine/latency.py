@@ -38,7 +38,7 @@ class Latency:
         batch = min(num_rollouts, self.most_running)
         return self.step_time(batch) * tokens * ceil(num_rollouts / batch)
 
-    def time(self, num_rollouts: float, tokens: float, num_replicas: int) -> float:
+    def time(self, num_rollouts: float, tokens: float, num_replicas: float) -> float:
         """Return the seconds in which replicas that share rollouts evenly generate them.
 
         Raises:

@@ -38,11 +38,13 @@ class Message(msgspec.Struct, frozen=True, tag=True, gc=False):
 # Commands -----------------------------------------------------------------------------------------
 
 
-class StartReplica(Message, frozen=True):
+class StartReplica(Message, frozen=True, omit_defaults=True):
     """Bring replica `replica` up with weights of `version`."""
 
     replica: int
     version: int
+    kind: int = 0
+    """Of which kind it is: `[rollout]` itself, or which of `rollout.others`."""
 
 
 class StopReplica(Message, frozen=True):

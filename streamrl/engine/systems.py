@@ -18,7 +18,7 @@ from typing import assert_never
 
 from streamrl.engine.batch import Batch
 from streamrl.engine.engine import Engine, Policy
-from streamrl.engine.fleet import Fleet
+from streamrl.engine.fleet import Fleet, Kind
 from streamrl.engine.latency import Latency
 from streamrl.engine.lines import WaitingRollouts
 from streamrl.engine.policies.boundary import BatchByBatch, EvenShares
@@ -187,9 +187,9 @@ def _choose_dispatch(run: Run) -> Dispatch:
         case "random":
             return Random(order, together, run.seed)
         case "skewness-aware":
-            latency = _latency(policies, f"policies.dispatch {system.dispatch!r}")
+            latencies = list(_latencies(run, f"policies.dispatch {system.dispatch!r}"))
             return SkewnessAware(
-                order, together, latency, policies.tail_share, policies.skew_objective
+                order, together, latencies, policies.tail_share, policies.skew_objective
             )
         case _:
             assert_never(system.dispatch)
@@ -273,6 +273,11 @@ def needs_latency(run: Run) -> bool:
     )
 
 
+def needs_costs(run: Run) -> bool:
+    """Whether something is left to be filled in from costs before the engine of the run can be built."""
+    return needs_latency(run) or any(other.share is None for other in run.rollout.others)
+
+
 def moves_caches(run: Run) -> bool:
     """Whether a rollout that moves takes its KV cache along."""
     return run.policies.migration == "consolidate" and run.rollout.migration_transfer == "kv"
@@ -284,6 +289,15 @@ def _latency(policies: PoliciesConfig, wanted_by: str) -> Latency:
             f"policies.latency is missing: {wanted_by} reckons with the seconds of a decode step"
         )
     return Latency(policies.latency)
+
+
+def _latencies(run: Run, wanted_by: str) -> Iterator[Latency]:
+    """Yield the seconds of a decode step of each kind of replica."""
+    yield _latency(run.policies, wanted_by)
+    for other in run.rollout.others:
+        if other.latency is None:
+            raise ValueError(f"rollout.others: latency is missing, which {wanted_by} reckons with")
+        yield Latency(other.latency)
 
 
 def most_per_command(run: Run, streaming: StreamingName) -> int:
@@ -314,10 +328,23 @@ def build_state(run: Run, *, is_endless: bool = False) -> State:
         num_steps=ENDLESS if is_endless else run.algorithm.steps,
         trainers=trainers,
         leader=trainers[LEADER],
-        fleet=Fleet(num_wanted=run.rollout.replicas),
+        fleet=Fleet(kinds=list(_kinds(run))),
         recent=RecentLengths(enough=run.algorithm.rollouts_per_step),
         waiting=WaitingRollouts(run.policies.learns_from_siblings),
     )
+
+
+def _kinds(run: Run) -> Iterator[Kind]:
+    """Yield what replicas there should be.
+
+    Raises:
+        ValueError: nobody has filled in what share of rollouts those of another kind get.
+    """
+    yield Kind(run.rollout.replicas)
+    for other in run.rollout.others:
+        if other.share is None:
+            raise ValueError("rollout.others: share is missing, by which each kind gets rollouts")
+        yield Kind(other.replicas, other.share)
 
 
 def _build_side(run: Run, trainer: int) -> TrainerSide:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
 import msgspec
@@ -11,7 +11,8 @@ Tier = Literal["measured", "composed", "roofline"]
 """measured: this model on this hardware was timed; composed: put together from measured operators;
 roofline: a datasheet's peak and an assumed efficiency, unmeasured."""
 
-_ORDER: tuple[Tier, ...] = get_args(Tier)
+TIERS: tuple[Tier, ...] = get_args(Tier)
+"""The best known first."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +37,23 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
         """All seconds are of one tier."""
         return cls(shares={tier: 1.0}, sources=tuple(sources), error=error, p90=p90)
 
+    @classmethod
+    def joined(cls, parts: Sequence[Provenance]) -> Provenance:
+        """Return where seconds come from that are as much of one part as of another; their error is the largest."""
+        shares: dict[Tier, float] = {}
+        for part in parts:
+            for tier, share in part.shares.items():
+                shares[tier] = shares.get(tier, 0.0) + share / len(parts)
+        sources = dict.fromkeys(source for part in parts for source in part.sources)
+        errors = [part.error for part in parts if part.error is not None]
+        p90 = [part.p90 for part in parts if part.p90 is not None]
+        return cls(
+            shares=shares,
+            sources=tuple(sources),
+            error=max(errors) if len(errors) == len(parts) else None,
+            p90=max(p90) if len(p90) == len(parts) else None,
+        )
+
     def adjusted(self, source: str) -> Provenance:
         """Return what it is after a factor of the run file: what was measured is then composed."""
         shares: dict[Tier, float] = {}
@@ -47,4 +65,4 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tier(self) -> Tier:
         """The tier of most of the seconds; of two alike the less known one."""
-        return max(self.shares, key=lambda tier: (self.shares[tier], _ORDER.index(tier)))
+        return max(self.shares, key=lambda tier: (self.shares[tier], TIERS.index(tier)))

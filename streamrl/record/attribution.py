@@ -47,6 +47,7 @@ from streamrl.record.timeline import Timeline, TimelineReader
 from streamrl.record.trace import Entry, Trace
 from streamrl.record.underfilled import YieldSource
 from streamrl.runfile.config import Run
+from streamrl.runfile.sides import kind_name
 
 UNDERFILLED = "underfilled"
 BUSY = ("prefill", "decode", UNDERFILLED, "score", "train", "verify")
@@ -62,8 +63,8 @@ IDLE = (
     "backpressure",
     "wind-down",
 )
-ROLLOUT, TRAINER, SHARED, VERIFIER = "rollout", "trainer", "shared", "verifier"
-"""Names of sides, as in `streamrl.runfile.sides`; a trainer that follows has its own."""
+TRAINER, SHARED, VERIFIER = "trainer", "shared", "verifier"
+"""Names of sides, as in `streamrl.runfile.sides`; replicas and a trainer that follows have their own."""
 
 
 class Attribution(NamedTuple):
@@ -113,10 +114,14 @@ class AttributionReader:
         """GPU-seconds of each side by activity or cause."""
         self._here: dict[tuple[str, str], float] = defaultdict(float)
         """Those of the slot that the sweep is in."""
-        self._counts = Counts(run.num_trainers)
+        self._counts = Counts(run)
         self._swept_until = 0.0
         self._slot = 0
         self._is_on_policy = choose_system(run.policies).max_staleness == 0
+        self._degrees = [
+            (kind_name(kind), own.tensor_parallel) for kind, own in enumerate(run.rollout.kinds)
+        ]
+        """Name of each kind of replica, and the GPUs of one."""
 
     def mark(self, times: Sequence[float]) -> None:
         """Enter instants between which shares may be asked for, before what comes after them is read."""
@@ -150,10 +155,16 @@ class AttributionReader:
         for (side, activity), seconds in self._seconds.between(start, end).items():
             sides.setdefault(side, {})[activity] = seconds
             whole[activity] += seconds
-        degree = self._run.rollout.tensor_parallel
+        together = Parts(
+            sum(each.prefill for each in parts),
+            sum(each.underfilled for each in parts),
+            parts[0].source,
+        )
+        own = {kind_name(kind): each for kind, each in enumerate(parts)} | {SHARED: parts[0]}
+        none = Parts(0.0, 0.0, parts[0].source)
         return SidesAttribution(
-            whole=_shares(whole, parts, degree),
-            sides={name: _shares(of_side, parts, degree) for name, of_side in sides.items()},
+            whole=_shares(whole, together),
+            sides={name: _shares(each, own.get(name, none)) for name, each in sides.items()},
         )
 
     def idle_of_steps(self, stepped_at: Sequence[float]) -> dict[str, Floats]:
@@ -191,7 +202,8 @@ class AttributionReader:
         lasted = time - self._swept_until
         if lasted <= 0:
             return
-        for side, activity, num_gpus in _all_shares(self._counts, self._run, self._is_on_policy):
+        shares = _all_shares(self._counts, self._run, self._degrees, self._is_on_policy)
+        for side, activity, num_gpus in shares:
             self._here[side, activity] += num_gpus * lasted
         self._swept_until = time
 
@@ -200,15 +212,15 @@ class AttributionReader:
         self._here.clear()
 
 
-def _shares(found: dict[str, float], parts: Parts, degree: int) -> Attribution:
+def _shares(found: dict[str, float], parts: Parts) -> Attribution:
     """Return the shares of GPU-seconds, those that generate divided into their parts."""
     seconds = dict(found)
     generating = seconds.pop("generate", 0.0)
-    seconds["prefill"] = min(degree * parts.prefill, generating)
+    seconds["prefill"] = min(parts.prefill, generating)
     seconds["decode"] = generating - seconds["prefill"]
     total = sum(seconds.values())
     names = [name for name in BUSY if name != UNDERFILLED or parts.source != "unknown"]
-    seconds[UNDERFILLED] = min(degree * parts.underfilled, seconds["decode"])
+    seconds[UNDERFILLED] = min(parts.underfilled, seconds["decode"])
     seconds["decode"] -= seconds[UNDERFILLED]
     return Attribution(
         busy={name: seconds.get(name, 0.0) / (total or 1.0) for name in names},
@@ -222,21 +234,21 @@ Shares: TypeAlias = Iterator[tuple[str, str, int]]
 """Of which side how many GPUs do, or wait for, what: side, activity or cause, GPUs."""
 
 
-def _all_shares(counts: Counts, run: Run, is_on_policy: bool) -> Shares:
+def _all_shares(
+    counts: Counts, run: Run, degrees: Sequence[tuple[str, int]], is_on_policy: bool
+) -> Shares:
     """Yield what the GPUs of every side do."""
-    shares = _shared_shares if run.shares_gpus else _separate_shares
-    yield from shares(counts, run, is_on_policy)
+    if run.shares_gpus:
+        yield from _shared_shares(counts, run, is_on_policy)
+    else:
+        for kind, (name, degree) in enumerate(degrees):
+            for activity, replicas in _replica_shares(counts, kind, is_on_policy):
+                yield name, activity, replicas * degree
+        yield TRAINER, _leader_activity(counts), run.trainer.num_gpus
     for number, follower in enumerate(run.followers, start=1):
         yield follower.name, _follower_activity(counts, number), follower.num_gpus
     if run.verifier.num_gpus:
         yield from _verifier_shares(counts, run, is_on_policy)
-
-
-def _separate_shares(counts: Counts, run: Run, is_on_policy: bool) -> Shares:
-    """Yield what the GPUs of the replicas do, and those of the leading trainer."""
-    for activity, replicas in _replica_shares(counts, is_on_policy):
-        yield ROLLOUT, activity, replicas * run.rollout.tensor_parallel
-    yield TRAINER, _leader_activity(counts), run.trainer.num_gpus
 
 
 def _shared_shares(counts: Counts, run: Run, is_on_policy: bool) -> Shares:
@@ -249,7 +261,7 @@ def _shared_shares(counts: Counts, run: Run, is_on_policy: bool) -> Shares:
         yield SHARED, work, training
         yield SHARED, "pipeline", run.num_gpus - generating - training
         return
-    for activity, replicas in _replica_shares(counts, is_on_policy):
+    for activity, replicas in _replica_shares(counts, 0, is_on_policy):
         cause = work if work and activity == "pipeline" else activity
         yield SHARED, cause, replicas * run.rollout.tensor_parallel
     yield SHARED, _leader_activity(counts), run.num_gpus - run.rollout.num_gpus
@@ -258,14 +270,14 @@ def _shared_shares(counts: Counts, run: Run, is_on_policy: bool) -> Shares:
 # Replicas -----------------------------------------------------------------------------------------
 
 
-def _replica_shares(counts: Counts, is_on_policy: bool) -> Iterator[tuple[str, int]]:
-    """Yield how many replicas do, or wait for, what."""
-    run = counts.run
-    missing = max(0, run["wanted"] - run["replicas"])
-    yield _coming_up(counts), missing + run["replica start-up"]
-    yield "generate", run["replica generate"]
-    yield "sync", run["replica sync"]
-    yield _replica_cause(counts, is_on_policy), _num_idle(counts)
+def _replica_shares(counts: Counts, kind: int, is_on_policy: bool) -> Iterator[tuple[str, int]]:
+    """Yield how many replicas of a kind do, or wait for, what."""
+    own = counts.kinds[kind]
+    missing = max(0, own["wanted"] - own["replicas"])
+    yield _coming_up(counts), missing + own["replica start-up"]
+    yield "generate", own["replica generate"]
+    yield "sync", own["replica sync"]
+    yield _replica_cause(counts, is_on_policy), _num_idle(own)
 
 
 def _replica_cause(counts: Counts, is_on_policy: bool) -> str:
@@ -317,7 +329,7 @@ def _lack(counts: Counts, trainer: int) -> str | None:
         return "start-up"
     if own["ungenerated"]:
         if counts.run["replica generate"]:
-            return "skew" if _num_idle(counts) else "pipeline"
+            return "skew" if _num_idle(counts.run) else "pipeline"
         return "sync" if _is_syncing(counts) else _coming_up(counts)
     return "verifier" if own["unverified"] else None
 
@@ -350,11 +362,10 @@ def _verifier_cause(counts: Counts, is_on_policy: bool) -> str:
 # What several ask ---------------------------------------------------------------------------------
 
 
-def _num_idle(counts: Counts) -> int:
-    """Replicas that are up and do nothing."""
-    run = counts.run
-    is_up = run["replicas"] - run["replica start-up"]
-    return is_up - run["replica generate"] - run["replica sync"]
+def _num_idle(counts: dict[str, int]) -> int:
+    """Replicas that are up and do nothing, of all or of a kind."""
+    is_up = counts["replicas"] - counts["replica start-up"]
+    return is_up - counts["replica generate"] - counts["replica sync"]
 
 
 def _is_syncing(counts: Counts) -> bool:

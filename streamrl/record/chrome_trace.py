@@ -204,15 +204,16 @@ def _running(spans: Iterable[Span]) -> Iterator[TraceEvent]:
 def _underfilled(trace: Trace, timeline: Timeline) -> Iterator[TraceEvent]:
     """Count the GPUs whose decoding full batches would not have needed; nothing where that is not known."""
     changes: dict[float, float] = defaultdict(float)
-    for lost in read_underfilled(trace).replicas.values():
+    kinds = trace.run.rollout.kinds
+    for replica, lost in read_underfilled(trace).replicas.items():
+        degree = kinds[timeline.kinds.get(replica, 0)].tensor_parallel
         for start, end, share in zip(*map(np.ndarray.tolist, lost), strict=True):
-            changes[start] += share
-            changes[end] -= share
-    replicas = 0.0
+            changes[start] += share * degree
+            changes[end] -= share * degree
+    gpus = 0.0
     for time in sorted(changes):
-        replicas += changes[time]
-        gpus = round(replicas * trace.run.rollout.tensor_parallel, 3)
-        yield _counter("underfilled GPUs", REPLICAS, time, gpus)
+        gpus += changes[time]
+        yield _counter("underfilled GPUs", REPLICAS, time, round(gpus, 3))
 
 
 def _versions(trace: Trace) -> Iterator[TraceEvent]:

@@ -50,19 +50,25 @@ class CountChange(NamedTuple):
     by: int
     trainer: int | None = None
     """Whose count it is; None where it is the run's."""
+    kind: int | None = None
+    """Of which kind of replica it is as well; None where it is none of replicas."""
 
 
 class Counts:
     """Every count at one instant."""
 
-    def __init__(self, num_trainers: int) -> None:
+    def __init__(self, run: Run) -> None:
         self.run: dict[str, int] = defaultdict(int)
-        self.trainers: list[dict[str, int]] = [defaultdict(int) for _ in range(num_trainers)]
+        self.kinds: list[dict[str, int]] = [defaultdict(int) for _ in range(run.num_kinds)]
+        """Of each kind of replica alone; those of `run` are of all together."""
+        self.trainers: list[dict[str, int]] = [defaultdict(int) for _ in range(run.num_trainers)]
 
     def enter(self, change: CountChange) -> None:
         """Go on to what holds after a change."""
         counts = self.run if change.trainer is None else self.trainers[change.trainer]
         counts[change.what] += change.by
+        if change.kind is not None:
+            self.kinds[change.kind][change.what] += change.by
 
 
 class ChangeReader:
@@ -75,7 +81,10 @@ class ChangeReader:
         ]
         if run.verifier.pool is not None:
             self._sources.append(_VerifyingChanges())
-        self._untaken = [CountChange(0.0, "wanted", run.rollout.replicas)]
+        self._untaken = [
+            CountChange(0.0, "wanted", own.replicas, kind=kind)
+            for kind, own in enumerate(run.rollout.kinds)
+        ]
 
     def read(self, entries: Sequence[Entry]) -> None:
         """Take the entries that come after those before."""
@@ -101,10 +110,11 @@ class _Source(Protocol):
 
 
 def _span_changes(timeline: Timeline) -> Iterator[CountChange]:
-    for spans in timeline.replicas.values():
+    for replica, spans in timeline.replicas.items():
+        kind = timeline.kinds.get(replica, 0)
         for span in spans:
-            yield CountChange(span.start, f"replica {span.activity}", 1)
-            yield CountChange(span.end, f"replica {span.activity}", -1)
+            yield CountChange(span.start, f"replica {span.activity}", 1, kind=kind)
+            yield CountChange(span.end, f"replica {span.activity}", -1, kind=kind)
     for trainer, spans in timeline.trainers.items():
         for span in spans:
             yield CountChange(span.start, span.activity, 1, trainer)
@@ -119,6 +129,8 @@ class _RunChanges:
 
     def __init__(self, run: Run, *, is_endless: bool) -> None:
         self._wanted = run.rollout.replicas
+        self._kinds: dict[int, int] = {}
+        """Of which kind each replica is."""
         self._prompts = _LastPrompts(None if is_endless else run.algorithm.steps)
 
     def read(self, entries: Sequence[Entry]) -> Iterator[CountChange]:
@@ -126,20 +138,21 @@ class _RunChanges:
             match event:
                 case PromptsDrawn():
                     yield CountChange(time, "has prompts", 1)
-                case ReplicaLost() | Failed(StartReplica()):
-                    yield CountChange(time, "replicas", -1)
+                case ReplicaLost(replica) | Failed(StartReplica(replica)):
+                    yield CountChange(time, "replicas", -1, kind=self._kinds[replica])
                     yield CountChange(time, "lost", 1)
-                case ReplicaStopped() | Failed(StopReplica()):
-                    yield CountChange(time, "replicas", -1)
+                case ReplicaStopped(replica) | Failed(StopReplica(replica)):
+                    yield CountChange(time, "replicas", -1, kind=self._kinds[replica])
                 case _:
                     pass  # changes neither
             if isinstance(event, LEADS_TO_PROMPTS) and (by := self._prompts.change(event)):
                 yield CountChange(time, "has last prompts", by)
             for command in commands:
                 if isinstance(command, StartReplica):
-                    yield CountChange(time, "replicas", 1)
+                    self._kinds[command.replica] = command.kind
+                    yield CountChange(time, "replicas", 1, kind=command.kind)
                 elif isinstance(command, Resize):
-                    yield CountChange(time, "wanted", command.num_replicas - self._wanted)
+                    yield CountChange(time, "wanted", command.num_replicas - self._wanted, kind=0)
                     self._wanted = command.num_replicas
 
 

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from streamrl.hardware.profiles import load_gpu
 from streamrl.record.attribution import SHARED, Attribution, SidesAttribution
+from streamrl.record.rent import gpus_of_sides
 from streamrl.runfile.config import Run
-from streamrl.runfile.sides import sides_of
 
 Work: TypeAlias = Literal["generating", "training", "idle"]
 WORK_OF: dict[str, Work] = {
@@ -61,11 +61,9 @@ def _works(
     run: Run, shares: SidesAttribution, pool: str, paid: float, num_replicas: float
 ) -> Iterator[tuple[Work, float]]:
     """Yield what how many GPUs of a pool do on average."""
-    more = (num_replicas - run.rollout.replicas) * run.rollout.tensor_parallel
     unused = paid
-    for side in sides_of(run):
+    for side, count in gpus_of_sides(run, num_replicas):
         if side.pool == pool:
-            count = side.num_gpus + (more if side.kind == "rollout" else 0.0)
             unused -= count
             takes_turns = run.shares_gpus and side.kind != "verifier" and not side.trainer
             yield from _of_side(shares.sides[SHARED if takes_turns else side.name], count)

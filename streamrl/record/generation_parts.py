@@ -1,9 +1,9 @@
-"""Parts of the seconds in which replicas generate: prefill, and decoding that full batches would not have needed."""
+"""Parts of the GPU-seconds in which replicas generate: prefill, and decoding that full batches would not have needed."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -22,7 +22,7 @@ Part: TypeAlias = Literal["prefill", "underfilled"]
 
 
 class Parts(NamedTuple):
-    """Seconds of all replicas together."""
+    """GPU-seconds of all replicas of a kind together."""
 
     prefill: float
     underfilled: float
@@ -30,8 +30,8 @@ class Parts(NamedTuple):
     """Where it is known from what is underfilled."""
 
 
-def read_parts(trace: Trace, window: tuple[float, float]) -> Parts:
-    """Return the parts of what replicas generated in a window."""
+def read_parts(trace: Trace, window: tuple[float, float]) -> list[Parts]:
+    """Return the parts of what replicas of each kind generated in a window."""
     reader = PartsReader(trace.run, trace.decode, window)
     reader.read(trace.entries)
     reader.finish(read_timeline(trace))
@@ -41,11 +41,16 @@ def read_parts(trace: Trace, window: tuple[float, float]) -> Parts:
 class PartsReader:
     """Adds the parts up, block by block; without a decode curve its stretches are kept until the end."""
 
-    def __init__(self, run: Run, curve: DecodeYield | None, marks: Sequence[float] = ()) -> None:
+    def __init__(
+        self, run: Run, curves: Sequence[DecodeYield], marks: Sequence[float] = ()
+    ) -> None:
         self._run = run
-        self._curve = curve
-        self._source: YieldSource = "unknown" if curve is None else "curve"
-        self._ledger = Ledger[Part](marks)
+        self._curves = curves
+        self._source: YieldSource = "curve" if curves else "unknown"
+        self._degrees = [own.tensor_parallel for own in run.rollout.kinds]
+        self._kinds: Mapping[int, int] = {}
+        """By replica: of which kind it is, where that is not the first."""
+        self._ledger = Ledger[tuple[int, Part]](marks)
         self._decoding = DecodingReader()
         self._paused: dict[int, list[Span]] = defaultdict(list)
         """By replica: when it computed prefixes or loaded weights and decoded nothing."""
@@ -63,7 +68,7 @@ class PartsReader:
         """Add up what can be known of the part of the run that a timeline is of."""
         self._see(timeline)
         decoding = self._decoding.take(timeline.end)
-        if self._curve is None:
+        if not self._curves:
             self._kept.append(decoding)
             return
         self._enter(decoding)
@@ -76,16 +81,25 @@ class PartsReader:
         self._see(timeline)
         self._enter(_joined([*self._kept, self._decoding.finish()]))
 
-    def between(self, start: float, end: float) -> Parts:
-        """Return the seconds between two marks."""
+    def between(self, start: float, end: float) -> list[Parts]:
+        """Return the GPU-seconds of each kind of replica between two marks."""
         found = self._ledger.between(start, end)
-        return Parts(found.get("prefill", 0.0), found.get("underfilled", 0.0), self._source)
+        return [
+            Parts(
+                found.get((kind, "prefill"), 0.0) * degree,
+                found.get((kind, "underfilled"), 0.0) * degree,
+                self._source,
+            )
+            for kind, degree in enumerate(self._degrees)
+        ]
 
     def _see(self, timeline: Timeline) -> None:
         """Enter prefills, which have no loads in them, and what pauses decoding."""
-        prefills = [*chain.from_iterable(timeline.prefills.values())]
-        pieces = self._ledger.cut(*_edges(prefills).T)
-        self._ledger.add_pieces("prefill", pieces.slot, pieces.end - pieces.start)
+        self._kinds = timeline.kinds
+        for kind in range(len(self._degrees)):
+            own = [s for r, s in timeline.prefills.items() if self._kinds.get(r, 0) == kind]
+            pieces = self._ledger.cut(*_edges([*chain.from_iterable(own)]).T)
+            self._ledger.add_pieces((kind, "prefill"), pieces.slot, pieces.end - pieces.start)
         for replica in {**timeline.replicas, **timeline.prefills}:
             spans = timeline.replicas.get(replica, [])
             loads = [span for span in spans if span.activity == "sync"]
@@ -93,16 +107,16 @@ class PartsReader:
 
     def _enter(self, decoding: dict[int, Decoding]) -> None:
         """Enter what was lost of stretches, what was paused left out."""
-        self._source, replicas = lost_of(decoding, self._curve, self._run)
+        self._source, replicas = lost_of(decoding, self._curves, self._run, self._kinds)
         for replica, lost in replicas.items():
-            self._enter_lost(lost, _edges(self._paused[replica]))
+            self._enter_lost(self._kinds.get(replica, 0), lost, _edges(self._paused[replica]))
 
-    def _enter_lost(self, lost: Lost, paused: Floats) -> None:
+    def _enter_lost(self, kind: int, lost: Lost, paused: Floats) -> None:
         pieces = self._ledger.cut(lost.start, lost.end)
         start, end = pieces.start, pieces.end
         decoded = (end - start) - (_paused_until(paused, end) - _paused_until(paused, start))
         seconds = lost.share[pieces.whole] * np.maximum(decoded, 0.0)
-        self._ledger.add_pieces("underfilled", pieces.slot, seconds)
+        self._ledger.add_pieces((kind, "underfilled"), pieces.slot, seconds)
 
 
 def _joined(parts: list[dict[int, Decoding]]) -> dict[int, Decoding]:

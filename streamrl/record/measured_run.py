@@ -9,14 +9,14 @@ import numpy as np
 from streamrl.hardware.profiles import price_of
 from streamrl.hardware.tables import Floats
 from streamrl.record.against import GpuUse, PairedRun
-from streamrl.record.attribution import ROLLOUT, SHARED, TRAINER, UNDERFILLED
+from streamrl.record.attribution import SHARED, UNDERFILLED
 from streamrl.record.leader_steps import read_steps
 from streamrl.record.metrics import measure_read
-from streamrl.record.rent import gpus_paid
+from streamrl.record.rent import gpus_of_sides, gpus_paid
 from streamrl.record.run_reader import read_run
 from streamrl.record.trace import Trace
 from streamrl.record.whole_run import steps_for_one
-from streamrl.runfile.sides import sides_of
+from streamrl.runfile.sides import SideKind, sides_of
 from streamrl.runfile.units import SECONDS_PER_HOUR
 
 DIGITS = 9
@@ -74,8 +74,8 @@ class MeasuredRun:
             throughput=metrics.throughput,
             goodput=metrics.goodput,
             shares_gpus=run.shares_gpus,
-            generation=self._use(ROLLOUT, self.num_replicas * run.rollout.tensor_parallel),
-            training=self._use(TRAINER, run.trainer.num_gpus),
+            generation=self._use("rollout"),
+            training=self._use("trainer"),
             staleness=metrics.mean_staleness,
             idle_gpu_seconds=float(self.idle.mean()),
             idle_cost=float(self.idle_dollars.mean()),
@@ -83,13 +83,19 @@ class MeasuredRun:
             note=metrics.note,
         )
 
-    def _use(self, name: str, num_gpus: float) -> GpuUse:
+    def _use(self, kind: SideKind) -> GpuUse:
+        """Return what GPUs of a kind of side do, of replicas all together; of those that share them of both."""
         if self.run.shares_gpus:
-            name, num_gpus = SHARED, self.run.num_gpus
-        side = self.metrics.sides[name]
-        is_known = name == TRAINER or self.metrics.underfilled_from != "unknown"
+            counts = {SHARED: float(self.run.num_gpus)}
+        else:
+            sides = gpus_of_sides(self.run, self.num_replicas)
+            counts = {s.name: count for s, count in sides if s.kind == kind and not s.trainer}
+        num_gpus, of_sides = sum(counts.values()), self.metrics.sides
+        idle = sum(count * sum(of_sides[n].idle.values()) for n, count in counts.items())
+        lost = sum(count * of_sides[n].busy.get(UNDERFILLED, 0.0) for n, count in counts.items())
+        is_known = kind == "trainer" or self.metrics.underfilled_from != "unknown"
         return GpuUse(
             num_gpus=num_gpus,
-            idle=sum(side.idle.values()),
-            underfilled=side.busy.get(UNDERFILLED, 0.0) if is_known else None,
+            idle=idle / num_gpus,
+            underfilled=lost / num_gpus if is_known else None,
         )

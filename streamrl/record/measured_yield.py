@@ -11,18 +11,19 @@ from streamrl.record.decode_yield import DecodeYield
 from streamrl.runfile.config import Run
 
 
-def measured_yield(run: Run) -> DecodeYield | None:
-    """Return what a full batch yields by the profile that the run file names; None where it names none of this run.
+def measured_yield(run: Run) -> list[DecodeYield]:
+    """Return what a full batch of each kind of replica yields by the profile that the run file names, if it is of this run.
 
     Executed replicas have memory for the longest output of `max_running` rollouts, so nothing else bounds a batch.
     """
     if run.costs.profile is None:
-        return None
+        return []
     path = Path(run.costs.profile)
     try:
         profile = read_measured(path)
-        check_fits(profile, run, path)
+        for kind in range(run.num_kinds):
+            check_fits(profile, run.of_kind(kind), path)
     except ValueError:
-        return None
-    fit = fit_decode(profile.decode, run.rollout.max_running)
-    return DecodeYield.of(fit.base, fit.per_context_token, None)
+        return []
+    fits = [fit_decode(profile.decode, own.max_running) for own in run.rollout.kinds]
+    return [DecodeYield.of(fit.base, fit.per_context_token, None) for fit in fits]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from streamrl.engine.messages import PushWeights, WeightsPushed
 from streamrl.hardware.profiles import price_of
 from streamrl.record.trace import Entry
 from streamrl.runfile.config import Run
 from streamrl.runfile.pools import find_link
-from streamrl.runfile.sides import sides_of
+from streamrl.runfile.sides import Side, sides_of
 from streamrl.runfile.units import SECONDS_PER_HOUR
 
 BYTES_PER_GB = 1e9
@@ -24,13 +24,19 @@ def gpus_paid(run: Run, num_replicas: float | None = None) -> dict[str, float]:
         run: the run file; what replicas and a trainer share counts once.
         num_replicas: replicas that there were on average; those of the run file where absent.
     """
-    more = 0.0 if num_replicas is None else num_replicas - run.rollout.replicas
     paid = dict.fromkeys(run.cluster.pools, 0.0)
-    for side in sides_of(run):
-        added = more * run.rollout.tensor_parallel if side.kind == "rollout" else 0.0
-        paid[side.pool] += side.num_gpus + added
+    for side, count in gpus_of_sides(run, num_replicas):
+        paid[side.pool] += count
     owned = {name: float(p.num_gpus) for name, p in run.cluster.pools.items() if p.owned}
     return {name: count for name, count in {**paid, **owned}.items() if count}
+
+
+def gpus_of_sides(run: Run, num_replicas: float | None = None) -> Iterator[tuple[Side, float]]:
+    """Yield each side with the GPUs that it had on average, by how many replicas there were; see `gpus_paid`."""
+    more = 0.0 if num_replicas is None else num_replicas - run.rollout.num_replicas
+    for side in sides_of(run):
+        is_resized = side.kind == "rollout" and not side.of_kind
+        yield side, side.num_gpus + (more * run.rollout.tensor_parallel if is_resized else 0.0)
 
 
 def dollars_per_second(run: Run, num_replicas: float | None = None) -> float:
@@ -41,10 +47,12 @@ def dollars_per_second(run: Run, num_replicas: float | None = None) -> float:
 
 
 def egress_dollars(run: Run, num_bytes: float) -> float:
-    """Return what it costs to send bytes from the trainer to the replicas: nothing within a pool."""
-    index = find_link(run)
-    price = 0.0 if index is None else run.cluster.links[index].price_per_gb
-    return num_bytes / BYTES_PER_GB * price
+    """Return what it costs to send bytes from the trainer to the replicas, to each pool as many: nothing within one."""
+    ways = {own.pool: find_link(run.of_kind(kind)) for kind, own in enumerate(run.rollout.kinds)}
+    prices = [
+        0.0 if index is None else run.cluster.links[index].price_per_gb for index in ways.values()
+    ]
+    return num_bytes / BYTES_PER_GB * sum(prices) / len(prices)
 
 
 class Pushes:

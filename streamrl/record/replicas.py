@@ -57,6 +57,6 @@ class PaidReplicas:
 
 def read_replicas(trace: Trace) -> PaidReplicas:
     """Count the replicas of a whole trace."""
-    found = PaidReplicas(trace.run.rollout.replicas)
+    found = PaidReplicas(trace.run.rollout.num_replicas)
     found.read(trace.entries)
     return found

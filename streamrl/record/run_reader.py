@@ -24,7 +24,7 @@ class PaceReader:
         """Take what a trace says of its run; its entries are read by `read`."""
         self.trace = trace
         self.flow = Flow(trace.run.num_trainers)
-        self.replicas = PaidReplicas(trace.run.rollout.replicas)
+        self.replicas = PaidReplicas(trace.run.rollout.num_replicas)
         self.pushes = Pushes()
         self.stopped_for = ""
         """Why a run stopped by itself, or was told to; empty where it was not."""

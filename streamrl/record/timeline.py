@@ -73,6 +73,8 @@ class Timeline(NamedTuple):
     """By replica: one span an attempt, labelled with its rollout; they overlap."""
     prefills: dict[int, list[Span]]
     """By replica: when the prefix of any rollout was computed; parts of its generate spans."""
+    kinds: dict[int, int]
+    """By replica: of which kind it is, where that is not the first."""
     end: float
 
     def starts(self) -> dict[int, float]:
@@ -103,6 +105,7 @@ class TimelineReader:
         self._loads: Spans = defaultdict(list)
         self._starts: Spans = defaultdict(list)
         self._starting: dict[int, float] = {}
+        self._kinds: dict[int, int] = {}
         self._lost: dict[int, float] = {}
         self._trainers: Spans = {}
         self._work: dict[int, Span] = {}
@@ -172,6 +175,7 @@ class TimelineReader:
                 replica: _subtract(_union(spans), loads.get(replica, []))
                 for replica, spans in prefills.items()
             },
+            kinds=self._kinds,
             end=until,
         )
 
@@ -181,6 +185,8 @@ class TimelineReader:
                 self._attempts[command.rollout] = (command.replica, now)
             case StartReplica():
                 self._starting[command.replica] = now
+                if command.kind:
+                    self._kinds[command.replica] = command.kind
             case LoadWeights():
                 self._loading[command.replica, command.version] = now
             case PushWeights():

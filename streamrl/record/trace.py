@@ -6,7 +6,7 @@ same run file and seed give the same bytes; `replay` feeds the events to a fresh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Literal, NamedTuple, TypeAlias, TypeVar
@@ -51,6 +51,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     facts: Facts
     decode: DecodeYield | None = None
     """What a full batch of a replica yields, where that was known beforehand."""
+    other_decodes: list[DecodeYield] = []
+    """The same of the kinds of `rollout.others`."""
     is_endless: bool = False
     """Whether the engine knew of no last step."""
 
@@ -73,7 +75,7 @@ class Trace:
         facts: Facts | None = None,
         file: IO[bytes] | None = None,
         keeps_entries: bool = True,
-        decode: DecodeYield | None = None,
+        decode: Sequence[DecodeYield] = (),
         is_endless: bool = False,
     ) -> None:
         """Begin a trace.
@@ -84,7 +86,7 @@ class Trace:
             facts: where seconds come from.
             file: where entries are written as they happen.
             keeps_entries: whether they stay in memory; a run of days writes them, and they are read back.
-            decode: what a full batch of a replica yields, where it is known.
+            decode: what a full batch of each kind of replica yields, where it is known.
             is_endless: whether the engine knows of no last step: the steady state of a training, which is cut
                 while things are under way, so that nothing winds down in it.
         """
@@ -117,7 +119,8 @@ class Trace:
             world=self.world,
             run=msgspec.Raw(encode_run(self.run)),
             facts=self.facts,
-            decode=self.decode,
+            decode=self.decode[0] if self.decode else None,
+            other_decodes=list(self.decode[1:]),
             is_endless=self.is_endless,
         )
         return _ENCODER.encode(header) + b"\n"
@@ -141,9 +144,8 @@ def read_trace(path: Path) -> Trace:
     header = _read_header(path, lines[0])
     is_old = header.format == OLD_FORMAT
     run = _read_run(path, header)
-    trace = Trace(
-        run, header.world, header.facts, decode=header.decode, is_endless=header.is_endless
-    )
+    decode = [] if header.decode is None else [header.decode, *header.other_decodes]
+    trace = Trace(run, header.world, header.facts, decode=decode, is_endless=header.is_endless)
     if is_old:
         trace.entries = _read_old_entries(path, lines[1:], trace.run)
     else:

@@ -15,6 +15,7 @@ unknown    where it shows no such batch
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ import numpy as np
 from streamrl.hardware.tables import Floats
 from streamrl.record.decode_yield import DecodeYield
 from streamrl.record.decoding import Decoding, read_decoding
+from streamrl.record.timeline import read_timeline
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 
@@ -47,22 +49,42 @@ class Underfilled(NamedTuple):
 
 def read_underfilled(trace: Trace) -> Underfilled:
     """Return what the batches of a run lost, from its trace alone."""
-    return lost_of(read_decoding(trace), trace.decode, trace.run)
+    return lost_of(read_decoding(trace), trace.decode, trace.run, read_timeline(trace).kinds)
 
 
-def lost_of(decoding: dict[int, Decoding], curve: DecodeYield | None, run: Run) -> Underfilled:
-    """Return what batches lost; without a curve they must be all of a run."""
-    if curve is not None:
-        return Underfilled(
-            "curve", {r: _lost(each, _share_by(curve, each, run)) for r, each in decoding.items()}
+def lost_of(
+    decoding: dict[int, Decoding],
+    curves: Sequence[DecodeYield],
+    run: Run,
+    kinds: Mapping[int, int],
+) -> Underfilled:
+    """Return what batches lost; without curves they must be all of a run.
+
+    Args:
+        decoding: by replica.
+        curves: of each kind of replica, or none.
+        run: the run file.
+        kinds: which kind a replica is of, by its id; the first where absent.
+    """
+    if curves:
+        shares = {
+            replica: _share_by(curves[kinds.get(replica, 0)], each, run)
+            for replica, each in decoding.items()
+        }
+        return Underfilled("curve", {r: _lost(each, shares[r]) for r, each in decoding.items()})
+    full = [
+        _observed(
+            [each for replica, each in decoding.items() if kinds.get(replica, 0) == kind], own
         )
-    full = _observed(decoding, run.rollout.max_running)
-    if full is None:
-        return Underfilled("unknown", {})
-    return Underfilled(
-        "observed",
-        {r: _lost(each, np.clip(1 - each.rate / full, 0.0, 1.0)) for r, each in decoding.items()},
-    )
+        for kind, own in enumerate(own.max_running for own in run.rollout.kinds)
+    ]
+    found = {}
+    for replica, each in decoding.items():
+        rate = full[kinds.get(replica, 0)]
+        if rate is None:
+            return Underfilled("unknown", {})
+        found[replica] = _lost(each, np.clip(1 - each.rate / rate, 0.0, 1.0))
+    return Underfilled("observed", found)
 
 
 def _lost(decoding: Decoding, share: Floats) -> Lost:
@@ -108,10 +130,10 @@ def _step_time(curve: DecodeYield, num_running: Floats, context: Floats) -> Floa
     return seconds
 
 
-def _observed(decoding: dict[int, Decoding], most: int) -> float | None:
+def _observed(decoding: Sequence[Decoding], most: int) -> float | None:
     """Return the median tokens/s of full batches, each second of them counted once; None where there are none."""
-    rates = [each.rate[each.num_running >= most] for each in decoding.values()]
-    seconds = [each.seconds[each.num_running >= most] for each in decoding.values()]
+    rates = [each.rate[each.num_running >= most] for each in decoding]
+    seconds = [each.seconds[each.num_running >= most] for each in decoding]
     if not sum(map(len, rates)):
         return None
     rate, weight = np.concatenate(rates), np.concatenate(seconds)

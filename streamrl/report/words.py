@@ -8,7 +8,8 @@ from typing import NamedTuple
 from streamrl.report.plan import SHORT, PlannedSide
 from streamrl.report.run_tables import format_dollars, format_step_time
 from streamrl.runfile.config import Run
-from streamrl.runfile.sides_config import TrainerConfig
+from streamrl.runfile.sides import kind_name
+from streamrl.runfile.sides_config import RolloutConfig, TrainerConfig
 
 NBSP = "\N{NO-BREAK SPACE}"
 CAUSES = {
@@ -128,17 +129,22 @@ class Team(NamedTuple):
 
 def team_of(run: Run) -> Team:
     """Return all sides of a run file: a plan has the first two."""
-    rollout, keys = run.rollout, ("replicas", "tensor_parallel", "expert_parallel")
-    others = {f"train {each.name}": _trainer_side(run, each) for each in run.followers}
+    rollout, *more = (_rollout_side(run, own) for own in run.rollout.kinds)
+    others = {f"generate as {kind_name(kind)}": own for kind, own in enumerate(more, start=1)}
+    others |= {f"train {each.name}": _trainer_side(run, each) for each in run.followers}
     if run.verifier.pool is not None and run.verifier.num_gpus:
         others["verify"] = _side(run, run.verifier.pool, run.verifier.num_gpus, {})
     return Team(
-        _side(
-            run, rollout.pool, rollout.num_gpus, {key: int(getattr(rollout, key)) for key in keys}
-        ),
+        rollout,
         _trainer_side(run, run.trainer),
         others,
     )
+
+
+def _rollout_side(run: Run, rollout: RolloutConfig) -> PlannedSide:
+    keys = ("replicas", "tensor_parallel", "expert_parallel")
+    degrees = {key: int(getattr(rollout, key)) for key in keys}
+    return _side(run, rollout.pool, rollout.num_gpus, degrees)
 
 
 def _trainer_side(run: Run, trainer: TrainerConfig) -> PlannedSide:

@@ -20,6 +20,7 @@ from streamrl.runfile.section import Section
 from streamrl.runfile.sides_config import (
     AlgorithmChanges,
     FollowerConfig,
+    ReplicasConfig,
     RolloutConfig,
     SyncConfig,
     TrainerConfig,
@@ -45,7 +46,7 @@ OF_LOSSES = {
 }
 COUNTS = (
     *(PoolConfig, RolloutConfig, TrainerConfig, FollowerConfig, AlgorithmConfig, WorkloadConfig),
-    *(VerifierConfig, SyncConfig, ExecuteConfig, FrameworkConfig),
+    *(VerifierConfig, SyncConfig, ExecuteConfig, FrameworkConfig, ReplicasConfig),
 )
 """Sections whose whole numbers are all at least 1."""
 BOUNDS: dict[type[Section], dict[str, Bounds]] = {
@@ -57,6 +58,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     },
     LinkConfig: {"bandwidth": POSITIVE, "price_per_gb": Bounds(0)},
     RolloutConfig: {"memory_utilization": POSITIVE_SHARE, "start_time": SECONDS},
+    ReplicasConfig: {"max_running": Bounds(1), "share": POSITIVE},
     TrainerConfig: {"efficiency": POSITIVE_SHARE, "start_time": SECONDS},
     FollowerConfig: {"efficiency": POSITIVE_SHARE, "start_time": SECONDS},
     AlgorithmConfig: {"group_size": Bounds(1, MOST_PER_GROUP), **OF_LOSSES},
@@ -132,7 +134,7 @@ def _sections(place: object, key: str = "") -> Iterator[tuple[str, Section]]:
         case dict():
             for name, entry in place.items():
                 yield from _sections(entry, join_key(key, name))
-        case list():
+        case list() | tuple():
             for index, entry in enumerate(place):
                 yield from _sections(entry, join_key(key, index))
 

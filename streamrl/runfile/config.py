@@ -88,6 +88,18 @@ class Run(Section, frozen=True, kw_only=True):
     """What a run file writes as the second `[[trainer]]` and those after it."""
 
     @property
+    def num_kinds(self) -> int:
+        """Kinds of replicas."""
+        return 1 + len(self.rollout.others)
+
+    def of_kind(self, kind: int) -> Run:
+        """Return the run as if it had replicas of one kind alone, the one that is named first where 0."""
+        if not self.rollout.others:
+            return self
+        found: Run = msgspec.structs.replace(self, rollout=self.rollout.kinds[kind])
+        return found
+
+    @property
     def num_trainers(self) -> int:
         """Trainers: the one that leads, and those that follow."""
         return 1 + len(self.followers)
@@ -124,5 +136,6 @@ class Run(Section, frozen=True, kw_only=True):
     @property
     def num_gpus(self) -> int:
         """GPUs of the replicas and the trainer that leads, those that they share once."""
-        both = (self.rollout.num_gpus, self.trainer.num_gpus)
+        generate = sum(kind.num_gpus for kind in self.rollout.kinds)
+        both = (generate, self.trainer.num_gpus)
         return max(both) if self.shares_gpus else sum(both)

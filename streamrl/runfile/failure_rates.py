@@ -17,4 +17,6 @@ def failures_per_gpu_day(run: Run, trainer: int | None = None) -> float:
 
 def can_fail(run: Run) -> bool:
     """Return whether any GPU that is simulated may fail."""
-    return any(failures_per_gpu_day(run, who) > 0 for who in (None, *range(run.num_trainers)))
+    kinds = (failures_per_gpu_day(run.of_kind(kind)) for kind in range(run.num_kinds))
+    trainers = (failures_per_gpu_day(run, trainer) for trainer in range(run.num_trainers))
+    return any(rate > 0 for rate in (*kinds, *trainers))

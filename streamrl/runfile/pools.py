@@ -5,7 +5,7 @@ from __future__ import annotations
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError
 from streamrl.runfile.keys import join_key, pool_key
-from streamrl.runfile.sides import Claim, claims_of, gpus_used, sides_of
+from streamrl.runfile.sides import Claim, claims_of, gpus_used, kind_key, kind_name, sides_of
 from streamrl.runfile.sides_config import SyncConfig, TrainerConfig
 from streamrl.runfile.trainers import trainer_key
 
@@ -35,7 +35,8 @@ def most_replicas(run: Run) -> int:
     num_gpus = run.cluster.pools[pool].num_gpus
     for side in sides_of(run):
         takes_turns = side.kind == "trainer" and not side.trainer and run.shares_gpus
-        if side.pool == pool and side.kind not in ("rollout", "shared") and not takes_turns:
+        is_theirs = side.kind in ("rollout", "shared") and not side.of_kind
+        if side.pool == pool and not is_theirs and not takes_turns:
             num_gpus -= side.num_gpus
     return num_gpus // run.rollout.tensor_parallel
 
@@ -75,16 +76,33 @@ def _check_owned(run: Run) -> None:
 
 
 def _check_rollout(run: Run) -> None:
-    degree, experts = run.rollout.tensor_parallel, run.rollout.expert_parallel
-    _check_tensor_parallel("rollout", run.rollout.pool, degree, run)
-    if experts not in (1, degree):
-        raise RunError(
-            "rollout.expert_parallel",
-            experts,
-            OneOf([1, degree]),
-            f"rollout.expert_parallel must be 1 or tensor_parallel {degree}, got {experts}",
-            ("rollout.tensor_parallel",),
-        )
+    for kind, rollout in enumerate(run.rollout.kinds):
+        key, degree, experts = kind_key(kind), rollout.tensor_parallel, rollout.expert_parallel
+        _check_tensor_parallel(key, rollout.pool, degree, run)
+        if experts not in (1, degree):
+            raise RunError(
+                f"{key}.expert_parallel",
+                experts,
+                OneOf([1, degree]),
+                f"{key}.expert_parallel must be 1 or tensor_parallel {degree}, got {experts}",
+                (f"{key}.tensor_parallel",),
+            )
+
+
+def _check_kinds(run: Run) -> None:
+    """Refuse several kinds of replicas where a policy reckons with one."""
+    policies, others = run.policies, run.rollout.others
+    if not others:
+        return
+    for key, value, only in (
+        ("policies.system", policies.system, "colocated"),
+        ("policies.resize", policies.resize, "adjust"),
+        ("policies.migration", policies.migration, "consolidate"),
+        ("policies.learns_from_siblings", policies.learns_from_siblings, True),
+    ):
+        if value == only:
+            text = f"{key} {value!r} knows one kind of replica, and rollout.others names {len(others)} more"
+            raise RunError(key, value, None, text, ("rollout.others",))
 
 
 def _check_trainers(run: Run) -> None:
@@ -116,7 +134,7 @@ def _check_trainer(run: Run, key: str, trainer: TrainerConfig) -> None:
 
 
 def _check_follower_names(run: Run) -> None:
-    taken = {"rollout", "trainer", "verifier", "shared"}
+    taken = {"trainer", "verifier", "shared", *map(kind_name, range(run.num_kinds))}
     for number, follower in enumerate(run.followers, start=1):
         name = follower.name
         if not name or name != name.strip() or not name.isprintable() or name in taken:
@@ -196,10 +214,11 @@ def _product(claim: Claim) -> str:
 
 
 def _check_link(run: Run) -> None:
-    ends = (run.rollout.pool, run.trainer.pool)
-    if ends[0] != ends[1] and find_link(run) is None:
-        text = f"cluster.links has no link between {ends[0]!r} and {ends[1]!r}"
-        raise RunError("cluster.links", run.cluster.links, None, text)
+    for kind, rollout in enumerate(run.rollout.kinds):
+        ends = (rollout.pool, run.trainer.pool)
+        if ends[0] != ends[1] and find_link(run.of_kind(kind)) is None:
+            text = f"cluster.links has no link between {ends[0]!r} and {ends[1]!r}"
+            raise RunError("cluster.links", run.cluster.links, None, text)
 
 
 def _check_resize(run: Run) -> None:
@@ -233,7 +252,8 @@ def divisors(number: int) -> list[int]:
 
 
 POOL_CHECKS = (
-    *(_check_names, _check_sizes, _check_owned, _check_rollout, _check_trainers, _check_shared),
+    *(_check_names, _check_sizes, _check_owned, _check_rollout, _check_kinds, _check_trainers),
+    _check_shared,
     *(_check_follower_names, _check_verifier),
     *(_check_num_gpus, _check_link, _check_resize),
 )

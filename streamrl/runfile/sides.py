@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
 from streamrl.runfile.config import Run
+from streamrl.runfile.errors import RunError
 from streamrl.runfile.keys import join_key
-from streamrl.runfile.sides_config import RolloutConfig, TrainerConfig, VerifierConfig
+from streamrl.runfile.sides_config import OF_REPLICAS, RolloutConfig, TrainerConfig, VerifierConfig
 from streamrl.runfile.trainers import trainer_key
+
+OWN_KEYS = re.compile(rf"\brollout\.(?=(?:{'|'.join(OF_REPLICAS)})\b)")
+"""Where a text names a key that each kind of replica has of its own."""
 
 SideKind: TypeAlias = Literal["rollout", "trainer", "verifier", "shared"]
 
@@ -23,6 +28,8 @@ class Side(NamedTuple):
     num_gpus: int
     trainer: int = 0
     """Which trainer it is, the one that leads first."""
+    of_kind: int = 0
+    """Of which kind its replicas are."""
 
 
 class Claim(NamedTuple):
@@ -40,9 +47,31 @@ class Claim(NamedTuple):
         return [join_key(self.key, factor) for factor in self.factors]
 
 
+def kind_key(kind: int) -> str:
+    """Return the key of the section that says how replicas of a kind are."""
+    return f"rollout.others.{kind - 1}" if kind else "rollout"
+
+
+def kind_name(kind: int) -> str:
+    """Return what reports call the replicas of a kind."""
+    return f"rollout-{kind + 1}" if kind else "rollout"
+
+
+def of_kind(error: RunError, kind: int) -> RunError:
+    """Return an error of a run that has one kind of replicas alone, with the keys that these have in the whole run."""
+    key, text, *others = (own_keys(t, kind) for t in (error.key, str(error), *error.others))
+    return RunError(key, error.value, error.allowed, text, tuple(others))
+
+
+def own_keys(text: str, kind: int) -> str:
+    """Return a text with the keys that replicas of a kind have for those of the kind that is named first."""
+    return OWN_KEYS.sub(f"{kind_key(kind)}.", text)
+
+
 def claims_of(run: Run) -> Iterator[Claim]:
     """Yield every section that has GPUs."""
-    yield Claim("rollout", run.rollout, run.rollout.pool, ("replicas", "tensor_parallel"))
+    for kind, rollout in enumerate(run.rollout.kinds):
+        yield Claim(kind_key(kind), rollout, rollout.pool, ("replicas", "tensor_parallel"))
     for number, trainer in enumerate(run.trainers):
         factors = ("data_parallel", "tensor_parallel", "pipeline_parallel")
         yield Claim(trainer_key(number), trainer, trainer.pool, factors)
@@ -60,6 +89,8 @@ def sides_of(run: Run) -> list[Side]:
         Side("rollout", "rollout", run.rollout.pool, rollout - shared),
         Side("trainer", "trainer", run.trainer.pool, trainer - shared),
     ]
+    for kind, other in enumerate(run.rollout.kinds[1:], start=1):
+        found.append(Side(kind_name(kind), "rollout", other.pool, other.num_gpus, of_kind=kind))
     for number, follower in enumerate(run.followers, start=1):
         found.append(Side(follower.name, "trainer", follower.pool, follower.num_gpus, number))
     if run.verifier.pool is not None:

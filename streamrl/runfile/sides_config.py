@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from streamrl.runfile.algorithm_config import AlgorithmName, CorrectionName, LossMean
 from streamrl.runfile.policies_config import SyncMode
 from streamrl.runfile.section import Section
@@ -14,6 +16,25 @@ RolloutBackend = Literal["transformers", "static"]
 AdmissionName = Literal["on-demand", "reserve"]
 Recompute = Literal["none", "selective", "mlp", "full"]
 Logits = Literal["eager", "fused", "chunked"]
+
+
+class ReplicasConfig(Section, frozen=True, kw_only=True):
+    """Replicas of another kind, beside those that `[rollout]` itself names; all else is as there."""
+
+    pool: str
+    replicas: int
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+    max_running: int | None = None
+    share: float | None = None
+    """Rollouts that one of them gets for each that one of the first kind gets; `simulate` and `execute` fill in, from
+    the costs, what lets all be done at the same time."""
+    latency: tuple[tuple[int, float], ...] | None = None
+    """As `policies.latency`, of these; filled in like it."""
+
+
+OF_REPLICAS = ("pool", "replicas", "tensor_parallel", "expert_parallel", "max_running")
+"""What each kind of replica has of its own."""
 
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
@@ -47,10 +68,35 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     over the network, within a node over NVLink."""
     start_time: Duration = Duration(0.0)
     """Simulated seconds until a replica serves."""
+    others: tuple[ReplicasConfig, ...] = ()
+    """Replicas on GPUs of another pool, or of other degrees: each gets rollouts by what it generates a second."""
+
+    @property
+    def kinds(self) -> tuple[RolloutConfig, ...]:
+        """What each kind of replica is by itself, those that are named first before `others`."""
+        if not self.others:
+            return (self,)
+        return tuple(self._of(kind) for kind in range(1 + len(self.others)))
+
+    def _of(self, kind: int) -> RolloutConfig:
+        own = msgspec.structs.asdict(self.others[kind - 1]) if kind else {}
+        own = {key: own[key] for key in OF_REPLICAS if own.get(key) is not None}
+        found: RolloutConfig = msgspec.structs.replace(self, **own, others=())
+        return found
+
+    @property
+    def kind_of_each(self) -> list[int]:
+        """The kind of each replica by its id: those of one kind are started before those of the next."""
+        return [kind for kind, own in enumerate(self.kinds) for _ in range(own.replicas)]
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of all kinds."""
+        return self.replicas + sum(each.replicas for each in self.others)
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of all replicas."""
+        """GPUs of the replicas of the kind that is named first."""
         return self.replicas * self.tensor_parallel
 
 

@@ -52,7 +52,7 @@ class Dispatch:
 
 
 class LeastLoaded(Dispatch):
-    """Send a rollout to the replica that has the fewest."""
+    """Send a rollout to the replica that has the fewest, by its share."""
 
     def choose(self, state: State, rollout: Rollout) -> Replica | None:
         """Return the least loaded replica that is fresh enough."""
@@ -110,13 +110,14 @@ class Dealt(Dispatch):
         raise NotImplementedError
 
     def share_out(self, units: list[list[Rollout]], replicas: list[Replica]) -> None:
-        """Give each unit in turn to the replica that then has the fewest rollouts, least id first."""
-        loads = [(len(replica.rollouts), replica.id) for replica in replicas]
+        """Give each unit in turn to the replica that then has the least load, least id first."""
+        shares = {replica.id: replica.share for replica in replicas}
+        loads = [(replica.load, replica.id) for replica in replicas]
         heapify(loads)
         for unit in units:
             load, replica_id = loads[0]
             self.places[unit[0].id] = replica_id
-            heapreplace(loads, (load + len(unit), replica_id))
+            heapreplace(loads, (load + len(unit) / shares[replica_id], replica_id))
 
 
 class Random(Dealt):

@@ -50,7 +50,7 @@ class KeepReplicas:
             if fleet.num_lost > self.max_restarts:
                 yield Stop(f"{self.max_restarts} replicas were restarted and another was lost")
                 return
-            yield StartReplica(fleet.num_started, state.pushed_version)
+            yield StartReplica(fleet.num_started, state.pushed_version, fleet.lacking())
         while len(fleet.replicas) > fleet.num_wanted:
             idle = fleet.newest_idle()
             if idle is None:

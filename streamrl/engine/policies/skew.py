@@ -6,8 +6,9 @@ fill the other replicas; how many replicas the tail gets is what makes generatio
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
 from streamrl.engine.entities import Replica, Rollout
@@ -41,12 +42,13 @@ class SkewnessAware(Dealt):
         self,
         order: Order,
         keeps_groups: bool,
-        latency: Latency,
+        latencies: Sequence[Latency],
         tail_share: float,
         objective: SkewObjective,
     ) -> None:
+        """Take how long a decode step of each kind of replica takes, beside what the module says."""
         super().__init__(order, keeps_groups)
-        self.latency = latency
+        self.latencies = latencies
         self.tail_share = tail_share
         self.objective = objective
         self._partitions: dict[int, Partition | None] = {}
@@ -83,24 +85,29 @@ class SkewnessAware(Dealt):
         tail, num_tail = _head(units, self.tail_share * len(expected))
         if not tail or len(replicas) < 2 or min(expected) == max(expected):
             return None
-        num_replicas = self._num_of_tail(state, expected, num_tail, len(replicas))
+        replicas = sorted(replicas, key=self._pace)
+        num_replicas = self._num_of_tail(state, expected, num_tail, replicas)
         own = {replica.id: replica for replica in replicas[:num_replicas]}
         return Partition(_place(tail[-1]), own) if own else None
 
+    def _pace(self, replica: Replica) -> tuple[float, int]:
+        """Sort replicas by the seconds of a token of a rollout that is alone there."""
+        return self.latencies[replica.kind].step_time(1), replica.id
+
     def _num_of_tail(
-        self, state: State, expected: list[int], num_tail: int, num_replicas: int
+        self, state: State, expected: list[int], num_tail: int, replicas: list[Replica]
     ) -> int:
         """Return how many replicas the tail gets: the first `num_tail` of `expected` tokens, longest first."""
         match self.objective:
             case "drain":
                 tail, regular = sorted(expected[:num_tail]), sorted(expected[num_tail:])
-                return self._best_drain(tail, regular, num_replicas)
+                return self._best_drain(tail, regular, replicas)
             case "max" | "sum":
                 lengths = state.recent.ordered if state.recent.is_full else sorted(expected)
                 long, middle = quantile(lengths, TAIL_QUANTILE), quantile(lengths, REGULAR_QUANTILE)
                 regular_part = (len(expected) - num_tail, middle)
                 together = max if self.objective == "max" else sum
-                return self._best_split((num_tail, long), regular_part, num_replicas, together)
+                return self._best_split((num_tail, long), regular_part, replicas, together)
             case _:
                 assert_never(self.objective)
 
@@ -108,35 +115,42 @@ class SkewnessAware(Dealt):
         self,
         tail: tuple[int, int],
         regular: tuple[int, int],
-        num_replicas: int,
+        replicas: list[Replica],
         together: Callable[[list[float]], float],
     ) -> int:
         """Return the replicas of the tail by Algorithm 2, from (rollouts, tokens of each) of both parts."""
 
         def cost(tail_replicas: int) -> tuple[float, float]:
-            parts = ((*tail, tail_replicas), (*regular, num_replicas - tail_replicas))
-            in_rounds = [self.latency.time(*part) for part in parts]
-            flowing = [_flowing_time(self.latency, *part) for part in parts]
+            parts = ((tail, replicas[:tail_replicas]), (regular, replicas[tail_replicas:]))
+            in_rounds = [self._time(own, partial(_rounds_time, part)) for part, own in parts]
+            flowing = [self._time(own, partial(_flowing_time, part)) for part, own in parts]
             return together(in_rounds), max(flowing)
 
-        return min(range(1, num_replicas), key=cost)
+        return min(range(1, len(replicas)), key=cost)
 
-    def _best_drain(self, tail: list[int], regular: list[int], num_replicas: int) -> int:
+    def _best_drain(self, tail: list[int], regular: list[int], replicas: list[Replica]) -> int:
         """Return the replicas of the tail, 0 for none of its own, as batches shrink while they drain."""
+
+        def drain(lengths: list[int], own: list[Replica]) -> float:
+            return self._time(own, lambda latency, alike: drain_time(latency, lengths, alike))
 
         def cost(tail_replicas: int) -> float:
             if not tail_replicas:
-                even = drain_time(self.latency, sorted(tail + regular), num_replicas)
-                return (1 - LEAST_GAIN) * even
+                return (1 - LEAST_GAIN) * drain(sorted(tail + regular), replicas)
             return max(
-                drain_time(self.latency, tail, tail_replicas),
-                drain_time(self.latency, regular, num_replicas - tail_replicas),
+                drain(tail, replicas[:tail_replicas]), drain(regular, replicas[tail_replicas:])
             )
 
-        return min(range(num_replicas), key=cost)
+        return min(range(len(replicas)), key=cost)
+
+    def _time(self, replicas: list[Replica], time: Callable[[Latency, float], float]) -> float:
+        """Return when the last of some replicas is done, by what each kind would take were all of them like it."""
+        everyone = sum(replica.share for replica in replicas)
+        shares = {replica.kind: replica.share for replica in replicas}
+        return max(time(self.latencies[kind], everyone / share) for kind, share in shares.items())
 
 
-def drain_time(latency: Latency, lengths: list[int], num_replicas: int) -> float:
+def drain_time(latency: Latency, lengths: list[int], num_replicas: float) -> float:
     """Return the seconds in which replicas that share `lengths`, shortest first, generate them longest first.
 
     A batch shrinks as rollouts end, and each step takes what the rest of it takes. Where more rollouts
@@ -154,11 +168,17 @@ def drain_time(latency: Latency, lengths: list[int], num_replicas: int) -> float
     return max(work, seconds)
 
 
-def _flowing_time(latency: Latency, num_rollouts: int, tokens: int, num_replicas: int) -> float:
-    """Return the seconds of a part that refills its batches as rollouts finish, not round by round.
+def _rounds_time(part: tuple[int, int], latency: Latency, num_replicas: float) -> float:
+    """Return the seconds of (rollouts, tokens of each) in full batches, one after the other."""
+    return latency.time(*part, num_replicas)
+
+
+def _flowing_time(part: tuple[int, int], latency: Latency, num_replicas: float) -> float:
+    """Return the seconds of (rollouts, tokens of each) where batches refill as rollouts finish, not round by round.
 
     Whole rounds make many splits equal; this tells which of them has room to spare.
     """
+    num_rollouts, tokens = part
     share = num_rollouts / num_replicas
     batch = min(share, latency.most_running)
     return latency.step_time(batch) * tokens * max(1.0, share / batch)

@@ -159,10 +159,13 @@ def step_words(run: Run, timeline: Timeline, window: Window) -> Iterator[str]:
 
 def _underfilled_words(trace: Trace, timeline: Timeline, window: Window) -> Iterator[str]:
     """Say what of the time in which replicas generate full batches would not have needed."""
-    parts = read_parts(trace, (window.start, window.end))
-    took = sum(_within(spans, window, "generate") for spans in timeline.replicas.values())
-    if parts.source != "unknown" and took:
-        share = parts.underfilled / took
+    parts, kinds = read_parts(trace, (window.start, window.end)), trace.run.rollout.kinds
+    took = sum(
+        _within(spans, window, "generate") * kinds[timeline.kinds.get(replica, 0)].tensor_parallel
+        for replica, spans in timeline.replicas.items()
+    )
+    if parts[0].source != "unknown" and took:
+        share = sum(each.underfilled for each in parts) / took
         yield f"Full batches would not have needed {percent(share)} of the time in which they generate."
 
 

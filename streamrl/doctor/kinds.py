@@ -1,0 +1,48 @@
+"""What is looked at of a replica is looked at of every kind of replica, each alone, with its own keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import chain
+
+import msgspec
+
+from streamrl.doctor import divisibility, memory
+from streamrl.doctor.finding import Changes, Finding
+from streamrl.doctor.fix import Fix
+from streamrl.runfile.config import Run
+from streamrl.runfile.sides import kind_key, kind_name, own_keys
+
+NAME = re.compile(r"rollout-(?P<number>\d+)-(?P<rest>.+)")
+"""Of findings: `rollout-2-memory` is `rollout-memory` of the second kind."""
+
+
+def find(run: Run) -> Iterator[Finding]:
+    """Find what is wrong with each kind of replica beside the one that is named first."""
+    for kind in range(1, run.num_kinds):
+        seen = run.of_kind(kind)
+        for finding in chain([memory.find_replica(seen)], divisibility.find_replica(seen)):
+            yield msgspec.structs.replace(
+                finding,
+                name=f"{kind_name(kind)}-{finding.name.removeprefix('rollout-')}",
+                text=f"{kind_name(kind)}: {own_keys(finding.text.removeprefix('rollout: '), kind)}",
+            )
+
+
+def fix_of(name: str, fixes: dict[str, Fix]) -> Fix | None:
+    """Return what may mend a finding of another kind of replica; None where it is none."""
+    match = NAME.fullmatch(name)
+    if match is None:
+        return None
+    kind, fix = int(match["number"]) - 1, fixes[f"rollout-{match['rest']}"]
+
+    def candidates(run: Run) -> Iterator[Changes]:
+        for changes in fix.candidates(run.of_kind(kind)):
+            yield {own_keys(key, kind): value for key, value in changes.items()}
+
+    def effect(run: Run) -> str:
+        return fix.effect(run.of_kind(kind))
+
+    otherwise = own_keys(fix.otherwise, kind)
+    return Fix(candidates, f"change {kind_key(kind)}: {otherwise}", effect)
