@@ -92,7 +92,7 @@ class ScriptedLauncher:
         self.trainers: list[Handle] = []
         """The one that is up, after those that were lost."""
 
-    async def replica(self, replica_id: int, model: str) -> Handle:
+    async def replica(self, replica_id: int, kind: int, model: str) -> Handle:
         self.replicas[replica_id] = handle = await self._start(REPLICA, replica_id)
         return handle
 
