@@ -72,6 +72,8 @@ class Replica:
     """Which of the fleet's kinds it is."""
     share: float = 1.0
     """Rollouts that it gets for each that a replica of the first kind gets."""
+    load: float = 0.0
+    """What it would have on its hands with one rollout more, by its share; the fleet keeps it."""
     is_serving: bool = False
     loading: int | None = None
     """Version that a `LoadWeights` under way brings."""
@@ -81,11 +83,6 @@ class Replica:
     """Whether what it has, or loads, are weights that its trainer has lost: it may be sent nothing before it loads."""
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     """What was sent there and has not ended, queued or running."""
-
-    @property
-    def load(self) -> float:
-        """What it would have on its hands with one rollout more, by its share."""
-        return (len(self.rollouts) + 1) / self.share
 
     def promises(self, oldest_version: int) -> bool:
         """Whether what is sent there now starts under `oldest_version` or newer."""

@@ -136,7 +136,8 @@ class Fleet:
     def start(self, replica_id: int, version: int, kind: int = 0) -> None:
         """Enter a replica that is coming up with `version`."""
         share = self.kinds[kind].share
-        self.replicas[replica_id] = Replica(replica_id, version, kind, share, loading=version)
+        replica = Replica(replica_id, version, kind, share, load=1 / share, loading=version)
+        self.replicas[replica_id] = replica
         self.num_started = max(self.num_started, replica_id + 1)
 
     def change(self, command: StartReplica | StopReplica | Resize) -> None:
@@ -258,6 +259,7 @@ class Fleet:
             del self._loads[promised]
 
     def _note_load(self, replica: Replica) -> None:
+        replica.load = (len(replica.rollouts) + 1) / replica.share
         if replica.rollouts or replica.loading is not None or not replica.is_serving:
             self.idle.pop(replica.id, None)
         else:
