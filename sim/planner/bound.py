@@ -28,10 +28,11 @@ from sim.costs.training.training import TrainingCosts
 from sim.planner.generation_time import DealtBatch, GenerationTime, LeastTimes, least_times
 from sim.planner.layouts import Degrees, Replicas
 from sim.planner.modes import Mode
+from sim.planner.objective import values_of
 from sim.planner.space import Candidate, Space
 from sim.planner.sync_time import sync_times
 from sim.planner.train_time import FallingLengths, TrainTimes, closed_form_error, train_times
-from streamrl.engine.systems import System, choose_system
+from streamrl.engine.systems import System
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import StreamingName
 from streamrl.workload.workload import Draw
@@ -90,8 +91,7 @@ class Estimates:
         trains = [FallingLengths(work.lengths) for work in works]
         self.tokens = float(np.mean([work.outputs.sum() for work in works]))
         """Output tokens of a step."""
-        self._systems = [choose_system(mode.apply(run).policies) for mode in space.modes]
-        self._overlaps = [_overlaps(system) for system in self._systems]
+        self._overlaps = [_overlaps(system) for system in space.systems]
         self._times: dict[Asked, GenerationTime] = {}
         self._paces: dict[Paced, float] = {}
         self._alike: dict[Degree, list[int]] = defaultdict(list)
@@ -117,7 +117,7 @@ class Estimates:
         wanted = dict.fromkeys(
             self._asked_for(int(space.of_replicas[i]), int(space.of_mode[i]))
             for i in indices
-            if not _never_drains(self._systems[space.of_mode[i]])
+            if not _never_drains(space.system(i))
         )
         return [
             asked
@@ -162,7 +162,7 @@ class Estimates:
         for trainer, mode in {
             (int(space.of_trainer[i]), int(space.of_mode[i])): 0 for i in indices
         }:
-            streaming = self._systems[mode].streaming
+            streaming = space.systems[mode].streaming
             if (trainer, streaming) in self._checked:
                 continue
             self._checked.add((trainer, streaming))
@@ -182,8 +182,8 @@ class Estimates:
     def training_parts(self, index: int) -> tuple[float, float]:
         """Return a plan's seconds of arithmetic in training, and of all that its trainer does."""
         trainer = self.space.of_trainer[index]
-        system = self._systems[self.space.of_mode[index]]
-        part = self._trained["stream" if system.streaming == "stream" else "whole"]
+        streams = self.space.system(index).streaming == "stream"
+        part = self._trained["stream" if streams else "whole"]
         whole = part[trainer] + self._trained["optimizer"][trainer]
         return float(self._trained["least"][trainer]), float(whole)
 
@@ -207,6 +207,11 @@ class Estimates:
         """Return the seconds that a steady step of each plan does not go below."""
         return self._put_together(is_bound=True).step
 
+    def values(self, steps: Floats, lags: Floats | float = 0.0) -> Floats:
+        """Return the objective of every plan whose steps take so many seconds, its rollouts so many versions behind."""
+        plan, prices, egress = self.space.run.plan, self.space.prices, self.egress(steps)
+        return values_of(plan, steps, prices, self.tokens, lags, egress)
+
     def egress(self, steps: Floats) -> Floats:
         """Return the dollars of what crosses links in a step of so many seconds: a push, or what of one there is time for."""
         found: Floats = self._egress * np.minimum(1.0, steps / np.maximum(self._push, 1e-9))
@@ -219,7 +224,7 @@ class Estimates:
 
     def _put_together(self, *, is_bound: bool) -> StageSeconds:
         columns = [np.zeros(len(self.space)) for _ in StageSeconds._fields]
-        for mode, system in enumerate(self._systems):
+        for mode, system in enumerate(self.space.systems):
             places = np.nonzero(self.space.of_mode == mode)[0]
             found = self._stages(places, mode, system, is_bound=is_bound)
             for column, values in zip(columns, found, strict=True):
@@ -259,7 +264,7 @@ class Estimates:
 
     def _unpaced(self, mode: int) -> Floats:
         """Return what each replicas take for a batch in a mode, one share after the other where steps overlap."""
-        table, system = self._bounds_of(mode), self._systems[mode]
+        table, system = self._bounds_of(mode), self.space.systems[mode]
         if _never_drains(system):
             return table
         seen: dict[Degree, list[tuple[int, float]]] = defaultdict(list)
@@ -293,7 +298,7 @@ class Estimates:
     def _bound_of(self, replicas: int, mode: int) -> float:
         """Steps that overlap share out the longest rollout's seconds; each takes as long as all its tokens do."""
         least, num_replicas = self._least[replicas], self.space.replicas[replicas].replicas
-        num_batches = 1 + self._systems[mode].max_staleness if self._overlaps[mode] else 1
+        num_batches = 1 + self.space.systems[mode].max_staleness if self._overlaps[mode] else 1
         return max(least.longest / num_batches, least.work / num_replicas)
 
     def _paces_of(self, mode: int) -> Floats:
@@ -302,7 +307,7 @@ class Estimates:
         What simulations of the same degree say counts where there is none of the same replicas.
         """
         wanted = self.space.modes[mode]
-        usual = IN_FLIGHT if _never_drains(self._systems[mode]) else OVERLAP
+        usual = IN_FLIGHT if _never_drains(self.space.systems[mode]) else OVERLAP
         by_degree: dict[Degree, list[float]] = defaultdict(list)
         for paced, pace in self._paces.items():
             if paced.mode._replace(sync_mode=wanted.sync_mode) == wanted:

@@ -12,7 +12,7 @@ import numpy as np
 
 from sim.planner.binding import find_binding
 from sim.planner.found import Found, describe
-from sim.planner.objective import UNITS, values_of
+from sim.planner.objective import UNITS
 from sim.planner.race import Race
 from sim.planner.search import Search
 from sim.planner.sensitivity import Verdict, judge
@@ -154,10 +154,7 @@ class _Progress:
 
 def _bounds(search: Search) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Return the objective that no steady step of each plan goes below."""
-    estimates, plan = search.estimates, search.space.run.plan
-    steps, lags = estimates.bound(), np.zeros(len(search.space))
-    egress = estimates.egress(steps)
-    return values_of(plan, steps, search.space.prices, estimates.tokens, lags, egress)
+    return search.estimates.values(search.estimates.bound())
 
 
 def _change(search: Search, chosen: int, verdict: Verdict, value: float) -> Change:

@@ -19,10 +19,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.planner.bound import Estimates
+from sim.planner.bound import Estimates, StageSeconds
 from sim.planner.generation_time import DealtBatch
 from sim.planner.limits import Spend, excess, keeps_limits, limits_of, unmet
-from sim.planner.objective import distance_to_front, value_of, values_of
+from sim.planner.objective import distance_to_front, value_of
 from sim.planner.simplicity import complexities
 from sim.planner.space import Space
 from sim.planner.train_time import FallingLengths
@@ -35,7 +35,6 @@ from sim.planner.trial import (
     short_speed_of,
     shortened,
 )
-from streamrl.engine.systems import choose_system
 from streamrl.record.speed import Speed
 from streamrl.record.whole_run import steps_for_one
 from streamrl.runfile.config import Run
@@ -118,27 +117,30 @@ class Search:
 
     def scores(self) -> Floats:
         """Estimate the least objective that every plan may have; what breaks a budget comes after all others."""
-        plan, stages, prices = self.space.run.plan, self.estimates.estimate(), self.space.prices
-        steps, dollars = self._least_steps()
-        if plan.objective == "pareto":
-            values = distance_to_front(steps, dollars)
+        stages = self.estimates.estimate()
+        steps = self._least_steps(stages)
+        if self.space.run.plan.objective == "pareto":
+            values = distance_to_front(steps, self._dollars(steps))
         else:
-            egress = self.estimates.egress(steps)
-            values = values_of(plan, steps, prices, self.estimates.tokens, self._lags, egress)
+            values = self.estimates.values(steps, self._lags)
         values = values * (1 + SLACK * (stages.training + stages.sync) / stages.step)
-        over = self._over_limits()
+        over = self._over_limits(steps)
         return np.where(over > 1, values.max() * over, values)
 
-    def _least_steps(self) -> tuple[Floats, Floats]:
-        """Return the least seconds and dollars that a step of every plan may take."""
-        steps = self.estimates.estimate().step * self._least_over()[self.space.of_mode]
-        return steps, steps * self.space.prices + self.estimates.egress(steps)
+    def _least_steps(self, stages: StageSeconds) -> Floats:
+        """Return the least seconds that a step of every plan may take."""
+        steps: Floats = stages.step * self._least_over()[self.space.of_mode]
+        return steps
 
-    def _over_limits(self) -> Floats:
-        """Estimate how many times as much as it may every plan takes, at least; up to 1 where it may keep all limits."""
-        run, (steps, dollars) = self.space.run, self._least_steps()
+    def _dollars(self, steps: Floats) -> Floats:
+        return steps * self.space.prices + self.estimates.egress(steps)
+
+    def _over_limits(self, steps: Floats) -> Floats:
+        """Return how many times as much as it may every plan takes whose steps take so long; up to 1 it keeps all limits."""
+        run = self.space.run
         if not limits_of(run):
             return np.zeros(len(self.space))
+        dollars = self._dollars(steps)
         num_steps = run.algorithm.steps * steps_for_one(run.plan, self._lags)
         per_day = dollars / steps * SECONDS_PER_DAY
         spend = Spend(dollars, per_day, num_steps * dollars, num_steps * steps)
@@ -150,7 +152,7 @@ class Search:
         return np.array([self._least_of(mode.system, i) for i, mode in enumerate(self.space.modes)])
 
     def _least_of(self, name: SystemName, mode: int) -> float:
-        system = choose_system(self.space.modes[mode].apply(self.space.run).policies)
+        system = self.space.systems[mode]
         kind = "whole" if system.streaming == "whole-batch" else "streams"
         if system.max_staleness and not system.halts_for_sync:
             kind = "ahead"
@@ -162,11 +164,8 @@ class Search:
     @cached_property
     def _lags(self) -> Floats:
         """Versions that the rollouts of each plan are behind on average, at least."""
-        run = self.space.run
-        bounds = [
-            choose_system(mode.apply(run).policies).max_staleness for mode in self.space.modes
-        ]
-        found: Floats = LEAST_LAG * np.array(bounds, dtype=float)[self.space.of_mode]
+        bounds = np.array([system.max_staleness for system in self.space.systems])
+        found: Floats = LEAST_LAG * bounds[self.space.of_mode]
         return found
 
     def is_affordable(self, speed: Speed) -> bool:
@@ -269,7 +268,7 @@ class Search:
         if plan.objective == "pareto":
             return self._spread([i for i in self.unlike(order) if scores[i] <= 1 + MARGIN])
         if not ranking:
-            over = self._over_limits()
+            over = self._over_limits(self._least_steps(self.estimates.estimate()))
             return list(self.unlike(i for i in order if over[i] <= 1))[:ROUND]
         best = ranking[0]
         worth = scores.copy()

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from sim.planner.bound import Estimates, Floats
-from sim.planner.objective import value_of, values_of
+from sim.planner.objective import value_of
 from sim.planner.search import Search
 from sim.planner.space import Candidate, price_per_second
 from sim.planner.trial import Trial, run_all, short_speed_of, shortened
@@ -221,7 +221,4 @@ def _narrowed(run: Run, search: Search) -> Run:
 
 def _values(estimates: Estimates) -> Floats:
     """Estimate the objective of every plan, budgets aside."""
-    space = estimates.space
-    steps = estimates.estimate().step
-    lags, egress = np.zeros(len(space)), estimates.egress(steps)
-    return values_of(space.run.plan, steps, space.prices, estimates.tokens, lags, egress)
+    return estimates.values(estimates.estimate().step)
