@@ -114,7 +114,7 @@ def compare(name: str, run: Run, *, full: bool, sample: int) -> Outcome:
     plan = make_plan(run).plan
     search = Search.open(run)
     chosen = plan.objective.value
-    bounds = search.estimates.values(search.estimates.bound())
+    bounds = search.bounds()
     could = np.nonzero(bounds <= ROOM * chosen)[0]
     rest = np.nonzero(bounds > ROOM * chosen)[0]
     few = np.random.default_rng(0).choice(rest, min(sample, len(rest)), replace=False)

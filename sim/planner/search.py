@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +33,9 @@ from sim.planner.trial import (
     generation_of,
     open_trial,
     run_all,
-    short_speed_of,
     shortened,
+    timed_speed_of,
+    training_error_of,
 )
 from streamrl.record.speed import Speed
 from streamrl.record.whole_run import steps_for_one
@@ -42,6 +44,8 @@ from streamrl.runfile.policies_config import SystemName
 from streamrl.runfile.units import SECONDS_PER_DAY
 from streamrl.workload.workload import Draw
 
+Key = TypeVar("Key", bound=Hashable)
+Answer = TypeVar("Answer")
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 ROUND = 8
@@ -77,6 +81,8 @@ class Search:
     """Instant of `time.perf_counter` after which nothing more is simulated."""
     speeds: dict[int, Speed] = field(default_factory=dict)
     """What the few steps of each simulated plan gave, on the same prompts for all."""
+    seconds: dict[int, float] = field(default_factory=dict)
+    """What each of these simulations took of this machine."""
     has_converged: bool = False
     """Whether no plan that was not simulated may be better by more than `MARGIN`."""
     _over: dict[SystemName, deque[float]] = field(
@@ -114,6 +120,10 @@ class Search:
     def value_of(self, speed: Speed) -> float:
         """Return the objective of a simulation."""
         return value_of(self.space.run.plan, speed)
+
+    def bounds(self) -> Floats:
+        """Return the objective that no steady step of each plan goes below."""
+        return self.estimates.values(self.estimates.bound())
 
     def scores(self) -> Floats:
         """Estimate the least objective that every plan may have; what breaks a budget comes after all others."""
@@ -187,8 +197,7 @@ class Search:
         Raises:
             ValueError: no plan keeps to the budgets and the deadline of `[plan]`.
         """
-        self._refine(pool, lambda order, scores: self.best_of_each(), FIRST_LOOK)
-        self.simulate(pool, self.best_of_each(), watch)
+        self._look_at_each(pool, watch)
         while not self.is_late:
             if not (chosen := self.next_round(pool)):
                 self.has_converged = True
@@ -199,16 +208,35 @@ class Search:
             raise unmet(self.space.run, self.speeds.values())
         return ranking
 
-    def best_of_each(self) -> list[int]:
-        """Return the best plan by estimate of each system on each pair of pools, and the fastest of all."""
-        scores = self.scores()
+    def _look_at_each(self, pool: Executor, watch: Callable[[], None]) -> None:
+        """Simulate the best plan of each system on each pair of pools, but where all of those are known to be worse."""
+        wanted = self._refine(pool, lambda order, scores: self.best_of_each(scores), FIRST_LOOK)
+        bounds, classes = self.bounds(), self._class_codes
+        least = {i: float(bounds[classes == classes[i]].min()) for i in wanted}
+        while wanted:
+            ranking = self.ranking()
+            is_judged = ranking and self.space.run.plan.objective != "pareto"
+            best = self.value(ranking[0]) if is_judged else np.inf
+            self.simulate(pool, [i for i in wanted[:ROUND] if least[i] <= best], watch)
+            wanted = [] if self.is_late else wanted[ROUND:]
+
+    def best_of_each(self, scores: Floats) -> list[int]:
+        """Return the best plan by estimate of each system, the fastest of all, and the best of each system on each pair of pools."""
         found = [int(places[np.argmin(scores[places])]) for places in self._classes]
-        found.append(int(np.argmin(self.estimates.estimate().step)))
-        return sorted(dict.fromkeys(found), key=lambda index: float(scores[index]))
+        order = sorted(found, key=lambda index: float(scores[index]))
+        of_systems = {self.space.candidate(index).mode.system: index for index in reversed(order)}
+        fastest = int(np.argmin(self.estimates.estimate().step))
+        return list(dict.fromkeys([*of_systems.values(), fastest, *order]))
 
     @cached_property
     def _classes(self) -> list[Indices]:
         """The plans of each system on each pair of pools."""
+        codes = self._class_codes
+        return [np.nonzero(codes == code)[0] for code in np.unique(codes)]
+
+    @cached_property
+    def _class_codes(self) -> Indices:
+        """Of each plan a number for its system and pools."""
         space = self.space
         pools = {name: place for place, name in enumerate(space.run.cluster.pools)}
         systems = {mode.system: place for place, mode in enumerate(space.modes)}
@@ -218,7 +246,7 @@ class Search:
             (space.trainers, space.of_trainer),
         ):
             codes = codes * len(pools) + np.array([pools[side.pool] for side in sides])[of_side]
-        return [np.nonzero(codes == code)[0] for code in np.unique(codes)]
+        return codes
 
     def next_round(self, pool: Executor) -> list[int]:
         """Return the plans to simulate next, none where no other may be better by more than the margin."""
@@ -248,14 +276,28 @@ class Search:
         while True:
             scores = self.scores()
             picked = pick(_best(scores), scores)
-            was_known = not self.estimates.check_trainers(picked)
+            passes = self.estimates.unchecked(picked)
             asked = self.estimates.asked(picked, len(measured))
-            if (was_known and not asked) or self.is_late:
+            if self.is_late or not (passes or asked):
                 return picked
             batches = tuple(measured)
-            trials = [(a, Trial(self.base, self.estimates.like(a), batches)) for a in asked]
-            for which, found in run_all(pool, generation_of, trials, until=self.deadline).items():
+            for one, error in self._ask(pool, training_error_of, passes, batches[:1]):
+                self.estimates.learn_passes(one, error)
+            for which, found in self._ask(pool, generation_of, asked, batches):
                 self.estimates.learn(which, found)
+
+    def _ask(
+        self,
+        pool: Executor,
+        work: Callable[[Trial], Answer],
+        wanted: Mapping[Key, int],
+        batches: tuple[int, ...],
+    ) -> Iterable[tuple[Key, Answer]]:
+        """Let batches of plans be gone through, and return each answer with what asked for it."""
+        trials = [
+            (k, Trial(self.base, self.space.candidate(i), batches)) for k, i in wanted.items()
+        ]
+        return run_all(pool, work, trials, until=self.deadline).items()
 
     def _pick(self, order: list[int], scores: Floats) -> list[int]:
         """Take the best by estimate that may be better than the best so far, or as good and simpler.
@@ -308,7 +350,8 @@ class Search:
         trials = [(i, Trial(self.base, self.space.candidate(i))) for i in indices]
         estimated = self.estimates.estimate().step
         until = self.deadline
-        for index, speed in run_all(pool, short_speed_of, trials, watch, until).items():
+        for index, timed in run_all(pool, timed_speed_of, trials, watch, until).items():
+            speed, self.seconds[index] = timed
             self.speeds[index] = speed
             mode = self.space.modes[self.space.of_mode[index]]
             self._over[mode.system].append(speed.step_time / estimated[index])
