@@ -21,7 +21,6 @@ from msgspec.structs import replace
 
 from sim.fidelity.cases import Case, make_case
 from sim.fidelity.paper import load_paper
-from sim.planner.objective import values_of
 from sim.planner.planner import make_plan
 from sim.planner.search import Search
 from sim.planner.trial import Trial, run_all, short_speed_of
@@ -115,9 +114,7 @@ def compare(name: str, run: Run, *, full: bool, sample: int) -> Outcome:
     plan = make_plan(run).plan
     search = Search.open(run)
     chosen = plan.objective.value
-    estimates, prices = search.estimates, search.space.prices
-    steps, lags = estimates.bound(), np.zeros(len(prices))
-    bounds = values_of(run.plan, steps, prices, estimates.tokens, lags, estimates.egress(steps))
+    bounds = search.bounds()
     could = np.nonzero(bounds <= ROOM * chosen)[0]
     rest = np.nonzero(bounds > ROOM * chosen)[0]
     few = np.random.default_rng(0).choice(rest, min(sample, len(rest)), replace=False)

@@ -27,6 +27,7 @@ from sim.planner.trial import (
     open_trial,
     short_speed_of,
     shortened,
+    training_error_of,
 )
 from streamrl.hardware.memory import most_running
 from streamrl.runfile.config import Run
@@ -147,11 +148,12 @@ def searched(changes: dict[str, Any] | None = None, **plan: Any) -> Search:
 
 
 def learned(estimates: Estimates, base: bytes, indices: list[int]) -> None:
-    estimates.check_trainers(indices)
-    for asked in estimates.asked(indices, 5):
-        first, last = counted_steps(open_trial(base)[0])
-        trial = Trial(base, estimates.like(asked), tuple(range(first - 1, last)))
-        estimates.learn(asked, generation_of(trial))
+    first, last = counted_steps(open_trial(base)[0])
+    batches, candidate = tuple(range(first - 1, last)), estimates.space.candidate
+    for passes, index in estimates.unchecked(indices).items():
+        estimates.learn_passes(passes, training_error_of(Trial(base, candidate(index), batches)))
+    for asked, index in estimates.asked(indices, 5).items():
+        estimates.learn(asked, generation_of(Trial(base, candidate(index), batches)))
 
 
 @pytest.mark.parametrize(
@@ -183,8 +185,9 @@ def test_a_step_that_training_binds_takes_what_its_trainer_does() -> None:
     while True:
         stages = search.estimates.estimate()
         index = int(np.argmin(stages.step))
-        if not search.estimates.check_trainers([index]):
+        if not search.estimates.unchecked([index]):
             break
+        learned(search.estimates, search.base, [index])
     speed = short_speed_of(Trial(search.base, search.space.candidate(index)))
     assert stages.step[index] == stages.training[index]
     assert stages.step[index] == pytest.approx(speed.step_time, rel=0.1)

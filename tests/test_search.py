@@ -18,7 +18,6 @@ from sim.planner.layouts import FINE, sizes
 from sim.planner.planner import make_plan
 from sim.planner.race import Race
 from sim.planner.search import MARGIN, Search
-from sim.planner.simplicity import complexity
 from sim.planner.trial import Trial, open_trial, short_speed_of, shortened
 from streamrl.report.plan import read_plan, write_plan
 from streamrl.runfile.cluster_config import PoolConfig
@@ -96,18 +95,31 @@ def test_of_plans_that_are_alike_the_simplest_is_chosen(monkeypatch: pytest.Monk
     assert race.run(Here(), lambda: None) == by_cost
 
 
-def test_what_there_is_to_set_up_is_counted_alike_for_one_plan_and_for_all() -> None:
+def test_what_there_is_to_set_up_is_counted() -> None:
     search = Search.open(few(SMALL))
-    for index in range(0, len(search.space), 7):
-        candidate = search.space.candidate(index)
-        assert search.complexity[index] == complexity(search.space.run, candidate)
-    plain = next(
-        c
-        for c in map(search.space.candidate, range(len(search.space)))
-        if c.mode.system == "colocated"
-    )
-    harder = plain._replace(trainer=plain.trainer._replace(expert_parallel=4))
-    assert complexity(search.space.run, harder) == complexity(search.space.run, plain) + 1
+    space, counts = search.space, search.complexity
+
+    def counted(system: str, generates: tuple[str, int], trains: tuple[int, int]) -> int:
+        """Return the count of a plan by its system, pool and degree that generate, and tensor and pipeline degree."""
+        return next(
+            int(counts[index])
+            for index, (replicas, trainer, mode) in enumerate(
+                map(space.candidate, range(len(space)))
+            )
+            if mode.system == system
+            and (replicas.pool, replicas.tensor_parallel) == generates
+            and (trainer.tensor_parallel, trainer.pipeline_parallel) == trains
+            and trainer.zero == 1
+        )
+
+    plain = counted("colocated", ("h800", 1), (2, 1))
+    assert plain == 1
+    assert counted("colocated", ("h800", 4), (2, 1)) == plain + 1
+    assert counted("colocated", ("h800", 1), (2, 2)) == plain + 1
+    assert counted("stream-sync", ("h800", 1), (2, 1)) == plain + 1
+    assert counted("one-step-async", ("h800", 1), (2, 1)) == plain + 1
+    assert counted("one-step-async", ("h20", 1), (2, 1)) == plain + 2
+    assert counted("stream-async", ("h800", 1), (2, 1)) == plain + 2
 
 
 def test_sizes_of_a_large_pool_differ_by_a_sixteenth_and_those_of_a_small_one_by_a_node() -> None:

@@ -7,7 +7,6 @@ from typing import assert_never
 from sim.planner.bound import Estimates
 from sim.planner.space import Candidate
 from streamrl.doctor.replica_batch import replica_batch
-from streamrl.engine.systems import choose_system
 from streamrl.record.speed import Speed
 from streamrl.report.plan import Binding
 from streamrl.runfile.config import Run
@@ -33,7 +32,7 @@ def find_binding(estimates: Estimates, index: int, speed: Speed) -> Binding:
         "sync": lambda: _of_sync(candidate),
     }
     resource = resources[stage]()
-    overlap = "beside" if choose_system(run.policies).max_staleness else "before"
+    overlap = "beside" if estimates.space.system(index).max_staleness else "before"
     return Binding(
         stage=stage,
         resource=resource,

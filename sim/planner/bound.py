@@ -28,10 +28,11 @@ from sim.costs.training.training import TrainingCosts
 from sim.planner.generation_time import DealtBatch, GenerationTime, LeastTimes, least_times
 from sim.planner.layouts import Degrees, Replicas
 from sim.planner.modes import Mode
-from sim.planner.space import Candidate, Space
+from sim.planner.objective import values_of
+from sim.planner.space import Space
 from sim.planner.sync_time import sync_times
-from sim.planner.train_time import FallingLengths, TrainTimes, closed_form_error, train_times
-from streamrl.engine.systems import System, choose_system
+from sim.planner.train_time import FallingLengths, TrainTimes, train_times
+from streamrl.engine.systems import System
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import StreamingName
 from streamrl.workload.workload import Draw
@@ -58,6 +59,13 @@ class Asked(NamedTuple):
     replicas: int
     dispatch: str | None
     order: str | None
+
+
+class Passes(NamedTuple):
+    """The passes of a trainer, by how much a command has."""
+
+    trainer: int
+    streaming: StreamingName
 
 
 class Paced(NamedTuple):
@@ -90,8 +98,7 @@ class Estimates:
         trains = [FallingLengths(work.lengths) for work in works]
         self.tokens = float(np.mean([work.outputs.sum() for work in works]))
         """Output tokens of a step."""
-        self._systems = [choose_system(mode.apply(run).policies) for mode in space.modes]
-        self._overlaps = [_overlaps(system) for system in self._systems]
+        self._overlaps = [_overlaps(system) for system in space.systems]
         self._times: dict[Asked, GenerationTime] = {}
         self._paces: dict[Paced, float] = {}
         self._alike: dict[Degree, list[int]] = defaultdict(list)
@@ -100,9 +107,8 @@ class Estimates:
             self._alike[_degree(each)].append(place)
         self._least = [_least_of(found) for found in _least_times(space, works)]
         trained = [_train(run, trainer, trains) for trainer in space.trainers]
-        self._first_batch = works[0].lengths
-        self._checked: set[tuple[int, StreamingName]] = set()
-        """Trainers whose passes were gone through, by how much a command has."""
+        self._checked: set[Passes] = set()
+        """What was gone through one by one."""
         self._trained = {
             name: np.array(column)
             for name, column in zip(TrainTimes._fields, zip(*trained, strict=True), strict=True)
@@ -111,19 +117,17 @@ class Estimates:
 
     # Generation -----------------------------------------------------------------------------------
 
-    def asked(self, indices: Iterable[int], num_batches: int) -> list[Asked]:
-        """Return the generation times that some plans lack, in their order."""
-        space = self.space
-        wanted = dict.fromkeys(
-            self._asked_for(int(space.of_replicas[i]), int(space.of_mode[i]))
-            for i in indices
-            if not _never_drains(self._systems[space.of_mode[i]])
-        )
-        return [
-            asked
-            for asked in wanted
-            if asked not in self._times or len(self._times[asked].seconds) < num_batches
-        ]
+    def asked(self, indices: Iterable[int], num_batches: int) -> dict[Asked, int]:
+        """Return the generation times that some plans lack, in their order, each with a plan that takes it."""
+        space, wanted = self.space, dict[Asked, int]()
+        for index in indices:
+            asked = self._asked_for(int(space.of_replicas[index]), int(space.of_mode[index]))
+            known = self._times.get(asked)
+            if known is not None and len(known.seconds) >= num_batches:
+                continue
+            if not _never_drains(space.system(index)):
+                wanted.setdefault(asked, index)
+        return wanted
 
     def _asked_for(self, replicas: int, mode: int) -> Asked:
         how = self.space.modes[mode]
@@ -134,15 +138,6 @@ class Estimates:
         for asked, found in self._times.items():
             if asked == self._asked_for(asked.replicas, mode):
                 yield asked.replicas, found
-
-    def like(self, asked: Asked) -> Candidate:
-        """Return a plan whose replicas take the asked time."""
-        space = self.space
-        is_like = np.array(
-            [self._asked_for(asked.replicas, mode) == asked for mode in range(len(space.modes))]
-        )
-        like = is_like[space.of_mode] & (space.of_replicas == asked.replicas)
-        return space.candidate(int(np.argmax(like)))
 
     def learn(self, asked: Asked, found: GenerationTime) -> None:
         """Take a generation time from a simulation of replicas."""
@@ -156,24 +151,20 @@ class Estimates:
             paced = Paced(self.space.replicas[replicas], self.space.modes[mode])
             self._paces[paced] = step_time / float(self._unpaced(mode)[replicas])
 
-    def check_trainers(self, indices: Iterable[int]) -> bool:
-        """Go through the passes of the trainers of some plans; return whether there were any whose passes were not known."""
-        space, found = self.space, False
-        for trainer, mode in {
-            (int(space.of_trainer[i]), int(space.of_mode[i])): 0 for i in indices
-        }:
-            streaming = self._systems[mode].streaming
-            if (trainer, streaming) in self._checked:
-                continue
-            self._checked.add((trainer, streaming))
-            run = _with_trainer(space.run, space.trainers[trainer])
-            costs = TrainingCosts.load(run)
-            part = "stream" if streaming == "stream" else "whole"
-            self._trained[part][trainer] *= closed_form_error(
-                run, costs, self._first_batch, streaming
-            )
-            found = True
-        return found
+    def unchecked(self, indices: Iterable[int]) -> dict[Passes, int]:
+        """Return the passes of some plans that none has gone through one by one, each with a plan that makes them."""
+        space, wanted = self.space, dict[Passes, int]()
+        for index in indices:
+            passes = Passes(int(space.of_trainer[index]), space.system(index).streaming)
+            if passes not in self._checked:
+                wanted.setdefault(passes, index)
+        return wanted
+
+    def learn_passes(self, passes: Passes, error: float) -> None:
+        """Take what passes one by one take over their closed form."""
+        self._checked.add(passes)
+        part = "stream" if passes.streaming == "stream" else "whole"
+        self._trained[part][passes.trainer] *= error
 
     def take_paces(self, other: Estimates) -> None:
         """Take over what was learned of replicas for another workload."""
@@ -182,8 +173,8 @@ class Estimates:
     def training_parts(self, index: int) -> tuple[float, float]:
         """Return a plan's seconds of arithmetic in training, and of all that its trainer does."""
         trainer = self.space.of_trainer[index]
-        system = self._systems[self.space.of_mode[index]]
-        part = self._trained["stream" if system.streaming == "stream" else "whole"]
+        streams = self.space.system(index).streaming == "stream"
+        part = self._trained["stream" if streams else "whole"]
         whole = part[trainer] + self._trained["optimizer"][trainer]
         return float(self._trained["least"][trainer]), float(whole)
 
@@ -207,6 +198,11 @@ class Estimates:
         """Return the seconds that a steady step of each plan does not go below."""
         return self._put_together(is_bound=True).step
 
+    def values(self, steps: Floats, lags: Floats | float = 0.0) -> Floats:
+        """Return the objective of every plan whose steps take so many seconds, its rollouts so many versions behind."""
+        plan, prices, egress = self.space.run.plan, self.space.prices, self.egress(steps)
+        return values_of(plan, steps, prices, self.tokens, lags, egress)
+
     def egress(self, steps: Floats) -> Floats:
         """Return the dollars of what crosses links in a step of so many seconds: a push, or what of one there is time for."""
         found: Floats = self._egress * np.minimum(1.0, steps / np.maximum(self._push, 1e-9))
@@ -219,7 +215,7 @@ class Estimates:
 
     def _put_together(self, *, is_bound: bool) -> StageSeconds:
         columns = [np.zeros(len(self.space)) for _ in StageSeconds._fields]
-        for mode, system in enumerate(self._systems):
+        for mode, system in enumerate(self.space.systems):
             places = np.nonzero(self.space.of_mode == mode)[0]
             found = self._stages(places, mode, system, is_bound=is_bound)
             for column, values in zip(columns, found, strict=True):
@@ -259,7 +255,7 @@ class Estimates:
 
     def _unpaced(self, mode: int) -> Floats:
         """Return what each replicas take for a batch in a mode, one share after the other where steps overlap."""
-        table, system = self._bounds_of(mode), self._systems[mode]
+        table, system = self._bounds_of(mode), self.space.systems[mode]
         if _never_drains(system):
             return table
         seen: dict[Degree, list[tuple[int, float]]] = defaultdict(list)
@@ -293,7 +289,7 @@ class Estimates:
     def _bound_of(self, replicas: int, mode: int) -> float:
         """Steps that overlap share out the longest rollout's seconds; each takes as long as all its tokens do."""
         least, num_replicas = self._least[replicas], self.space.replicas[replicas].replicas
-        num_batches = 1 + self._systems[mode].max_staleness if self._overlaps[mode] else 1
+        num_batches = 1 + self.space.systems[mode].max_staleness if self._overlaps[mode] else 1
         return max(least.longest / num_batches, least.work / num_replicas)
 
     def _paces_of(self, mode: int) -> Floats:
@@ -302,7 +298,7 @@ class Estimates:
         What simulations of the same degree say counts where there is none of the same replicas.
         """
         wanted = self.space.modes[mode]
-        usual = IN_FLIGHT if _never_drains(self._systems[mode]) else OVERLAP
+        usual = IN_FLIGHT if _never_drains(self.space.systems[mode]) else OVERLAP
         by_degree: dict[Degree, list[float]] = defaultdict(list)
         for paced, pace in self._paces.items():
             if paced.mode._replace(sync_mode=wanted.sync_mode) == wanted:

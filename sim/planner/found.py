@@ -10,9 +10,7 @@ import msgspec
 from sim.planner.objective import front, value_of
 from sim.planner.race import Race
 from sim.planner.search import Search
-from sim.planner.simplicity import complexity
 from sim.planner.space import Candidate
-from streamrl.engine.systems import System, choose_system
 from streamrl.record.paired import is_beyond_chance
 from streamrl.record.speed import Speed
 from streamrl.report.plan import SHORT, Beside, Choice, PlannedSide, Runner, plan_text
@@ -61,7 +59,7 @@ class Found:
         """Return what a choice is always seen beside: the best synchronous, the best colocated and the fastest plan."""
         ranking = [self._index, *self._others()]
         kinds: dict[str, Callable[[int], bool]] = {
-            "best synchronous": lambda index: not self._system(index).max_staleness,
+            "best synchronous": lambda index: not self._search.space.system(index).max_staleness,
             "best colocated": lambda index: self._mode(index) == "colocated",
         }
         found = []
@@ -102,10 +100,6 @@ class Found:
         )
         return float(ours / theirs)
 
-    def _system(self, index: int) -> System:
-        mode = self._search.space.candidate(index).mode
-        return choose_system(mode.apply(self._search.space.run).policies)
-
     def _mode(self, index: int) -> str:
         return self._search.space.candidate(index).mode.system
 
@@ -130,7 +124,7 @@ class Found:
             cost_per_step=speed.cost_per_step,
             cost_per_million_tokens=speed.cost_per_million_tokens,
             mean_staleness=speed.mean_staleness,
-            complexity=complexity(run, candidate),
+            complexity=int(search.complexity[index]),
             least=min(least for least, _ in ranges),
             most=max(most for _, most in ranges),
             num_seeds=len(ranges),

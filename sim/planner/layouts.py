@@ -192,14 +192,19 @@ def _fit(run: Run, degrees: Degrees, among: TrainerRange, cut: Counter[str]) -> 
     if degrees.logits is None:
         logits = (None, "chunked")
     is_tight = False
-    for offload, recompute, loss in product(offloads, among.recompute, logits):
-        found = degrees._replace(offload=offload, recompute=recompute, logits=loss)
-        split = found.apply(run)
-        taken = _trainer_bytes(split) / memory
-        if taken <= 1 and offloaded_bytes(split) <= host_memory(split):
-            if taken <= among.most_memory:
-                return found
-            is_tight = True
+    for offload in offloads:
+        ways = [
+            degrees._replace(offload=offload, recompute=recompute, logits=loss)
+            for recompute, loss in product(among.recompute, logits)
+        ]
+        leanest = ways[-1].apply(run)
+        least = _trainer_bytes(leanest) / memory
+        if least > 1 or offloaded_bytes(leanest) > host_memory(leanest):
+            continue
+        if least <= among.most_memory:
+            shares = ((way, _trainer_bytes(way.apply(run)) / memory) for way in ways)
+            return next(way for way, share in shares if share <= among.most_memory)
+        is_tight = True
     cut[TIGHT if is_tight else TRAINER_MEMORY] += 1
     return None
 

@@ -8,11 +8,9 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from statistics import median
 from typing import NamedTuple
 
-import numpy as np
-
 from sim.planner.binding import find_binding
 from sim.planner.found import Found, describe
-from sim.planner.objective import UNITS, values_of
+from sim.planner.objective import UNITS
 from sim.planner.race import Race
 from sim.planner.search import Search
 from sim.planner.sensitivity import Verdict, judge
@@ -79,10 +77,10 @@ def _plan(
     race = Race(search)
     chosen, verdicts = _choose(search, race, pool, progress)
     chosen = race.settle(pool, chosen, progress.on("the chosen plan"))
-    planned = search.space.candidate(chosen).apply(run)
+    planned = race.planned(chosen)
     check_run(planned)
     objective, (metrics, *_) = run.plan.objective, race.steady[chosen]
-    value, bounds = search.value_of(metrics), _bounds(search)
+    value, bounds = search.value_of(metrics), search.bounds()
     found = Found(search, race, chosen)
     plan = Plan(
         whole_run=metrics.whole_run,
@@ -99,6 +97,7 @@ def _plan(
         seconds=time.perf_counter() - started_at,
         open_gap=found.open_gap(),
         time_limit=float(run.plan.time_limit),
+        steps_in_time=race.steps_in_time(chosen),
         why=found.why(),
         beside=found.beside(),
         infeasible={reason: count for reason, count in search.space.cut.items() if count},
@@ -129,7 +128,7 @@ def _choose(
         others = (search.space.find(each.other) for each in verdicts if each.other is not None)
         new = [i for i in dict.fromkeys(others) if i is not None and i not in search.speeds]
         search.simulate(pool, new, progress.on("what if"))
-        if not any(search.value(index) < search.value(chosen) for index in new):
+        if not any(search.value(i) < search.value(chosen) for i in new if i in search.speeds):
             break
     return chosen, verdicts
 
@@ -150,14 +149,6 @@ class _Progress:
             self._watch(self._done, what)
 
         return tell
-
-
-def _bounds(search: Search) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return the objective that no steady step of each plan goes below."""
-    estimates, plan = search.estimates, search.space.run.plan
-    steps, lags = estimates.bound(), np.zeros(len(search.space))
-    egress = estimates.egress(steps)
-    return values_of(plan, steps, search.space.prices, estimates.tokens, lags, egress)
 
 
 def _change(search: Search, chosen: int, verdict: Verdict, value: float) -> Change:

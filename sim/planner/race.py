@@ -7,12 +7,16 @@ from concurrent.futures import Executor
 from itertools import chain
 from statistics import median
 
+from msgspec.structs import replace
+
 from sim.planner.limits import excess, limits_of, spend_of, unmet
 from sim.planner.search import ALIKE, Search
 from sim.planner.trial import Trial, metrics_of, run_all, short_speed_of, shortened, whole
 from streamrl.record.metrics import Metrics
 from streamrl.record.paired import is_beyond_chance
 from streamrl.record.speed import Speed
+from streamrl.record.steady import LEAST_STEPS
+from streamrl.runfile.config import Run
 
 FINAL_STEPS = 24
 """Most steps by which finalists are told apart: paired comparisons need no more."""
@@ -20,6 +24,10 @@ EQUAL = 4
 """Digits to which plans are equal: figures of paired steps are no better known."""
 CONTENDS = 1.08
 """Objective over the best's, over the few steps of the search, up to which a plan is a finalist."""
+SETTLING = 0.5
+"""Share of `plan.time_limit` for which the chosen plan may be simulated once that has passed."""
+MEASURING = 1.3
+"""Seconds of a step of which all is measured over those of one of the search."""
 SPARE = 3
 """Plans beyond the finalists that are tried where all of those break a budget over the whole run."""
 
@@ -33,6 +41,8 @@ class Race:
         """Of each finalist the paired steps that tell them apart, one simulation for each seed."""
         self.steady: dict[int, list[Metrics]] = {}
         """Of what may be chosen the steady state, one for each seed."""
+        self._limited: dict[int, Run] = {}
+        """The run file by which each of these was simulated, with as many steps as there was time for."""
 
     # Rounds ---------------------------------------------------------------------------------------
 
@@ -74,9 +84,12 @@ class Race:
         run, new = search.space.run, [index for index in indices if index not in self.finals]
         for seed in range(run.seed, run.seed + run.plan.seeds):
             base, until = shortened(run, seed, FINAL_STEPS), search.deadline
-            trials = [(i, Trial(base, search.space.candidate(i))) for i in new]
-            for index, speed in run_all(pool, short_speed_of, trials, watch, until).items():
-                self.finals.setdefault(index, []).append(speed)
+            known = search.speeds if base == search.base else {}
+            trials = [(i, Trial(base, search.space.candidate(i))) for i in new if i not in known]
+            found = {**known, **run_all(pool, short_speed_of, trials, watch, until)}
+            for index in new:
+                if index in found:
+                    self.finals.setdefault(index, []).append(found[index])
 
     def _choose(self) -> int:
         kept = [i for i in self.finals if all(map(self.search.is_affordable, self.finals[i]))]
@@ -90,10 +103,32 @@ class Race:
         return int(self.search.complexity[index]), float(f"{self.value(index):.{EQUAL}g}"), dollars
 
     def _simulate_whole(self, pool: Executor, index: int, watch: Callable[[], None]) -> None:
-        run, candidate = self.search.space.run, self.search.space.candidate(index)
+        run, candidate = self._in_time(index), self.search.space.candidate(index)
+        self._limited[index] = run
         seeds = range(run.seed, run.seed + run.plan.seeds)
         trials = [(seed, Trial(whole(run, seed), candidate)) for seed in seeds]
         self.steady[index] = list(run_all(pool, metrics_of, trials, watch).values())
+
+    def _in_time(self, index: int) -> Run:
+        """Return the run with no more steps than there is time for, by what those of the search took."""
+        search, run = self.search, self.search.space.run
+        a_step = MEASURING * search.seconds[index] / len(search.speeds[index].step_times)
+        room = max(LEAST_STEPS, int(SETTLING * run.plan.time_limit / a_step))
+        if room >= run.simulate.max_steps:
+            return run
+        return replace(run, simulate=replace(run.simulate, max_steps=room))
+
+    def steps_in_time(self, index: int) -> int | None:
+        """Return the steps that there was time for of a plan whose interval was not reached; None where it was."""
+        most = self._limited[index].simulate.max_steps
+        is_cut = most < self.search.space.run.simulate.max_steps
+        return most if is_cut and len(self.steady[index][0].step_times) > most else None
+
+    def planned(self, index: int) -> Run:
+        """Return the run file of a plan by whose steady state it was chosen: to simulate it gives the same figures."""
+        is_cut = self.steps_in_time(index) is not None
+        base = self._limited[index] if is_cut else self.search.space.run
+        return self.search.space.candidate(index).apply(base)
 
     # Values ---------------------------------------------------------------------------------------
 

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.planner.bound import Estimates
+from sim.planner.bound import Estimates, StageSeconds
 from sim.planner.generation_time import DealtBatch
 from sim.planner.limits import Spend, excess, keeps_limits, limits_of, unmet
-from sim.planner.objective import distance_to_front, value_of, values_of
+from sim.planner.objective import distance_to_front, value_of
 from sim.planner.simplicity import complexities
 from sim.planner.space import Space
 from sim.planner.train_time import FallingLengths
@@ -32,10 +33,10 @@ from sim.planner.trial import (
     generation_of,
     open_trial,
     run_all,
-    short_speed_of,
     shortened,
+    timed_speed_of,
+    training_error_of,
 )
-from streamrl.engine.systems import choose_system
 from streamrl.record.speed import Speed
 from streamrl.record.whole_run import steps_for_one
 from streamrl.runfile.config import Run
@@ -43,6 +44,8 @@ from streamrl.runfile.policies_config import SystemName
 from streamrl.runfile.units import SECONDS_PER_DAY
 from streamrl.workload.workload import Draw
 
+Key = TypeVar("Key", bound=Hashable)
+Answer = TypeVar("Answer")
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 ROUND = 8
@@ -78,6 +81,8 @@ class Search:
     """Instant of `time.perf_counter` after which nothing more is simulated."""
     speeds: dict[int, Speed] = field(default_factory=dict)
     """What the few steps of each simulated plan gave, on the same prompts for all."""
+    seconds: dict[int, float] = field(default_factory=dict)
+    """What each of these simulations took of this machine."""
     has_converged: bool = False
     """Whether no plan that was not simulated may be better by more than `MARGIN`."""
     _over: dict[SystemName, deque[float]] = field(
@@ -116,29 +121,36 @@ class Search:
         """Return the objective of a simulation."""
         return value_of(self.space.run.plan, speed)
 
+    def bounds(self) -> Floats:
+        """Return the objective that no steady step of each plan goes below."""
+        return self.estimates.values(self.estimates.bound())
+
     def scores(self) -> Floats:
         """Estimate the least objective that every plan may have; what breaks a budget comes after all others."""
-        plan, stages, prices = self.space.run.plan, self.estimates.estimate(), self.space.prices
-        steps, dollars = self._least_steps()
-        if plan.objective == "pareto":
-            values = distance_to_front(steps, dollars)
+        stages = self.estimates.estimate()
+        steps = self._least_steps(stages)
+        if self.space.run.plan.objective == "pareto":
+            values = distance_to_front(steps, self._dollars(steps))
         else:
-            egress = self.estimates.egress(steps)
-            values = values_of(plan, steps, prices, self.estimates.tokens, self._lags, egress)
+            values = self.estimates.values(steps, self._lags)
         values = values * (1 + SLACK * (stages.training + stages.sync) / stages.step)
-        over = self._over_limits()
+        over = self._over_limits(steps)
         return np.where(over > 1, values.max() * over, values)
 
-    def _least_steps(self) -> tuple[Floats, Floats]:
-        """Return the least seconds and dollars that a step of every plan may take."""
-        steps = self.estimates.estimate().step * self._least_over()[self.space.of_mode]
-        return steps, steps * self.space.prices + self.estimates.egress(steps)
+    def _least_steps(self, stages: StageSeconds) -> Floats:
+        """Return the least seconds that a step of every plan may take."""
+        steps: Floats = stages.step * self._least_over()[self.space.of_mode]
+        return steps
 
-    def _over_limits(self) -> Floats:
-        """Estimate how many times as much as it may every plan takes, at least; up to 1 where it may keep all limits."""
-        run, (steps, dollars) = self.space.run, self._least_steps()
+    def _dollars(self, steps: Floats) -> Floats:
+        return steps * self.space.prices + self.estimates.egress(steps)
+
+    def _over_limits(self, steps: Floats) -> Floats:
+        """Return how many times as much as it may every plan takes whose steps take so long; up to 1 it keeps all limits."""
+        run = self.space.run
         if not limits_of(run):
             return np.zeros(len(self.space))
+        dollars = self._dollars(steps)
         num_steps = run.algorithm.steps * steps_for_one(run.plan, self._lags)
         per_day = dollars / steps * SECONDS_PER_DAY
         spend = Spend(dollars, per_day, num_steps * dollars, num_steps * steps)
@@ -150,7 +162,7 @@ class Search:
         return np.array([self._least_of(mode.system, i) for i, mode in enumerate(self.space.modes)])
 
     def _least_of(self, name: SystemName, mode: int) -> float:
-        system = choose_system(self.space.modes[mode].apply(self.space.run).policies)
+        system = self.space.systems[mode]
         kind = "whole" if system.streaming == "whole-batch" else "streams"
         if system.max_staleness and not system.halts_for_sync:
             kind = "ahead"
@@ -162,11 +174,8 @@ class Search:
     @cached_property
     def _lags(self) -> Floats:
         """Versions that the rollouts of each plan are behind on average, at least."""
-        run = self.space.run
-        bounds = [
-            choose_system(mode.apply(run).policies).max_staleness for mode in self.space.modes
-        ]
-        found: Floats = LEAST_LAG * np.array(bounds, dtype=float)[self.space.of_mode]
+        bounds = np.array([system.max_staleness for system in self.space.systems])
+        found: Floats = LEAST_LAG * bounds[self.space.of_mode]
         return found
 
     def is_affordable(self, speed: Speed) -> bool:
@@ -188,8 +197,7 @@ class Search:
         Raises:
             ValueError: no plan keeps to the budgets and the deadline of `[plan]`.
         """
-        self._refine(pool, lambda order, scores: self.best_of_each(), FIRST_LOOK)
-        self.simulate(pool, self.best_of_each(), watch)
+        self._look_at_each(pool, watch)
         while not self.is_late:
             if not (chosen := self.next_round(pool)):
                 self.has_converged = True
@@ -200,16 +208,35 @@ class Search:
             raise unmet(self.space.run, self.speeds.values())
         return ranking
 
-    def best_of_each(self) -> list[int]:
-        """Return the best plan by estimate of each system on each pair of pools, and the fastest of all."""
-        scores = self.scores()
+    def _look_at_each(self, pool: Executor, watch: Callable[[], None]) -> None:
+        """Simulate the best plan of each system on each pair of pools, but where all of those are known to be worse."""
+        wanted = self._refine(pool, lambda order, scores: self.best_of_each(scores), FIRST_LOOK)
+        bounds, classes = self.bounds(), self._class_codes
+        least = {i: float(bounds[classes == classes[i]].min()) for i in wanted}
+        while wanted:
+            ranking = self.ranking()
+            is_judged = ranking and self.space.run.plan.objective != "pareto"
+            best = self.value(ranking[0]) if is_judged else np.inf
+            self.simulate(pool, [i for i in wanted[:ROUND] if least[i] <= best], watch)
+            wanted = [] if self.is_late else wanted[ROUND:]
+
+    def best_of_each(self, scores: Floats) -> list[int]:
+        """Return the best plan by estimate of each system, the fastest of all, and the best of each system on each pair of pools."""
         found = [int(places[np.argmin(scores[places])]) for places in self._classes]
-        found.append(int(np.argmin(self.estimates.estimate().step)))
-        return sorted(dict.fromkeys(found), key=lambda index: float(scores[index]))
+        order = sorted(found, key=lambda index: float(scores[index]))
+        of_systems = {self.space.candidate(index).mode.system: index for index in reversed(order)}
+        fastest = int(np.argmin(self.estimates.estimate().step))
+        return list(dict.fromkeys([*of_systems.values(), fastest, *order]))
 
     @cached_property
     def _classes(self) -> list[Indices]:
         """The plans of each system on each pair of pools."""
+        codes = self._class_codes
+        return [np.nonzero(codes == code)[0] for code in np.unique(codes)]
+
+    @cached_property
+    def _class_codes(self) -> Indices:
+        """Of each plan a number for its system and pools."""
         space = self.space
         pools = {name: place for place, name in enumerate(space.run.cluster.pools)}
         systems = {mode.system: place for place, mode in enumerate(space.modes)}
@@ -219,7 +246,7 @@ class Search:
             (space.trainers, space.of_trainer),
         ):
             codes = codes * len(pools) + np.array([pools[side.pool] for side in sides])[of_side]
-        return [np.nonzero(codes == code)[0] for code in np.unique(codes)]
+        return codes
 
     def next_round(self, pool: Executor) -> list[int]:
         """Return the plans to simulate next, none where no other may be better by more than the margin."""
@@ -249,14 +276,28 @@ class Search:
         while True:
             scores = self.scores()
             picked = pick(_best(scores), scores)
-            was_known = not self.estimates.check_trainers(picked)
+            passes = self.estimates.unchecked(picked)
             asked = self.estimates.asked(picked, len(measured))
-            if (was_known and not asked) or self.is_late:
+            if self.is_late or not (passes or asked):
                 return picked
             batches = tuple(measured)
-            trials = [(a, Trial(self.base, self.estimates.like(a), batches)) for a in asked]
-            for which, found in run_all(pool, generation_of, trials, until=self.deadline).items():
+            for one, error in self._ask(pool, training_error_of, passes, batches[:1]):
+                self.estimates.learn_passes(one, error)
+            for which, found in self._ask(pool, generation_of, asked, batches):
                 self.estimates.learn(which, found)
+
+    def _ask(
+        self,
+        pool: Executor,
+        work: Callable[[Trial], Answer],
+        wanted: Mapping[Key, int],
+        batches: tuple[int, ...],
+    ) -> Iterable[tuple[Key, Answer]]:
+        """Let batches of plans be gone through, and return each answer with what asked for it."""
+        trials = [
+            (k, Trial(self.base, self.space.candidate(i), batches)) for k, i in wanted.items()
+        ]
+        return run_all(pool, work, trials, until=self.deadline).items()
 
     def _pick(self, order: list[int], scores: Floats) -> list[int]:
         """Take the best by estimate that may be better than the best so far, or as good and simpler.
@@ -269,7 +310,7 @@ class Search:
         if plan.objective == "pareto":
             return self._spread([i for i in self.unlike(order) if scores[i] <= 1 + MARGIN])
         if not ranking:
-            over = self._over_limits()
+            over = self._over_limits(self._least_steps(self.estimates.estimate()))
             return list(self.unlike(i for i in order if over[i] <= 1))[:ROUND]
         best = ranking[0]
         worth = scores.copy()
@@ -309,7 +350,8 @@ class Search:
         trials = [(i, Trial(self.base, self.space.candidate(i))) for i in indices]
         estimated = self.estimates.estimate().step
         until = self.deadline
-        for index, speed in run_all(pool, short_speed_of, trials, watch, until).items():
+        for index, timed in run_all(pool, timed_speed_of, trials, watch, until).items():
+            speed, self.seconds[index] = timed
             self.speeds[index] = speed
             mode = self.space.modes[self.space.of_mode[index]]
             self._over[mode.system].append(speed.step_time / estimated[index])

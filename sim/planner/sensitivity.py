@@ -14,7 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from sim.planner.bound import Estimates, Floats
-from sim.planner.objective import value_of, values_of
+from sim.planner.objective import value_of
 from sim.planner.search import Search
 from sim.planner.space import Candidate, price_per_second
 from sim.planner.trial import Trial, run_all, short_speed_of, shortened
@@ -121,10 +121,11 @@ def judge(
 ) -> list[Verdict]:
     """Plan again for every shift; `watch` is called after each simulation.
 
-    A few steps are simulated after a shift: how much they differ from as many before it says what it changes.
+    A few steps are simulated after a shift: how much they differ from as many before it says what it changes. Shifts that
+    time does not suffice for are left out.
     """
     run = search.space.run
-    looks = [_look(shift, search, chosen, pool) for shift in shifts(run)]
+    looks = [_look(shift, search, chosen, pool) for shift in shifts(run) if not search.is_late]
     trials = [
         ((place, who), Trial(shortened(look.shift.run, run.seed), who))
         for place, look in enumerate(looks)
@@ -132,7 +133,7 @@ def judge(
         for who in (look.chosen, look.other)
         if who is not None
     ]
-    speeds = run_all(pool, short_speed_of, trials, watch)
+    speeds = run_all(pool, short_speed_of, trials, watch, search.deadline)
     before = search.value(chosen)
     simulated: dict[tuple[int, Candidate | None], float] = {
         key: value_of(run.plan, speed) / before for key, speed in speeds.items()
@@ -221,7 +222,4 @@ def _narrowed(run: Run, search: Search) -> Run:
 
 def _values(estimates: Estimates) -> Floats:
     """Estimate the objective of every plan, budgets aside."""
-    space = estimates.space
-    steps = estimates.estimate().step
-    lags, egress = np.zeros(len(space)), estimates.egress(steps)
-    return values_of(space.run.plan, steps, space.prices, estimates.tokens, lags, egress)
+    return estimates.values(estimates.estimate().step)

@@ -7,18 +7,21 @@ from numpy.typing import NDArray
 
 from sim.planner.layouts import Degrees, Replicas
 from sim.planner.modes import Mode
-from sim.planner.space import Candidate, Space
-from streamrl.engine.systems import choose_system
-from streamrl.runfile.config import Run
+from sim.planner.space import Space
+from streamrl.engine.systems import System
 
 Counts = NDArray[np.int64]
 
 
 def complexities(space: Space) -> Counts:
-    """Return what there is to set up for each plan of a space: see `complexity`."""
+    """Count what there is to set up for each plan of a space.
+
+    That is every parallel degree above one, ZeRO 3, offloading, a second pool, each step that generation is ahead,
+    streaming, dispatch by a ranker, a delta instead of weights.
+    """
     replicas = np.array([_of_replicas(each) for each in space.replicas])
     trainers = np.array([_of_trainer(each) for each in space.trainers])
-    modes = np.array([_of_mode(space.run, mode) for mode in space.modes])
+    modes = np.array(list(map(_of_mode, space.modes, space.systems)))
     pools = {name: place for place, name in enumerate(space.run.cluster.pools)}
     generates, trains = (
         np.array([pools[side.pool] for side in sides]) for sides in (space.replicas, space.trainers)
@@ -30,17 +33,6 @@ def complexities(space: Space) -> Counts:
     return counted
 
 
-def complexity(run: Run, candidate: Candidate) -> int:
-    """Count what there is to set up for a plan.
-
-    That is every parallel degree above one, ZeRO 3, offloading, a second pool, each step that generation is ahead,
-    streaming, dispatch by a ranker, a delta instead of weights.
-    """
-    replicas, trainer, mode = candidate
-    differs = int(replicas.pool != trainer.pool)
-    return _of_replicas(replicas) + _of_trainer(trainer) + _of_mode(run, mode) + differs
-
-
 def _of_replicas(replicas: Replicas) -> int:
     return (replicas.tensor_parallel > 1) + (replicas.expert_parallel > 1)
 
@@ -50,8 +42,7 @@ def _of_trainer(trainer: Degrees) -> int:
     return sum(degree > 1 for degree in degrees) + (trainer.zero == 3) + trainer.offload
 
 
-def _of_mode(run: Run, mode: Mode) -> int:
-    system = choose_system(mode.apply(run).policies)
+def _of_mode(mode: Mode, system: System) -> int:
     is_plain = mode.dispatch in (None, "least-loaded")
     streams = system.streaming == "stream"
     return system.max_staleness + streams + (not is_plain) + (mode.sync_mode == "delta")

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -30,6 +31,7 @@ from sim.planner.modes import Mode, find_modes
 from sim.planner.rented import with_rent
 from sim.planner.stages import refuse_profile
 from sim.planner.train_time import FallingLengths, TrainTimes, train_times
+from streamrl.engine.systems import System, choose_system
 from streamrl.hardware.memory import ROOMY, kv_capacity
 from streamrl.hardware.profiles import check_profiles, load_model, price_of
 from streamrl.runfile.config import Run
@@ -95,6 +97,15 @@ class Space:
             self.trainers[self.of_trainer[index]],
             self.modes[self.of_mode[index]],
         )
+
+    @cached_property
+    def systems(self) -> list[System]:
+        """The policies of each mode."""
+        return [choose_system(mode.apply(self.run).policies) for mode in self.modes]
+
+    def system(self, index: int) -> System:
+        """Return the policies of a plan by its index."""
+        return self.systems[self.of_mode[index]]
 
     def find(self, candidate: Candidate) -> int | None:
         """Return the index of a plan, whatever its trainer has to do here to fit; None where it does not."""
@@ -259,7 +270,7 @@ def _near_best(
     by_gpus: dict[tuple[str, int], list[tuple[Degrees, TrainTimes]]] = defaultdict(list)
     for trainer in trainers:
         split = trainer.apply(run)
-        times = train_times(split, TrainingCosts.load(split), batches)
+        times = train_times(split, TrainingCosts.load(split), batches[:1])
         by_gpus[trainer.pool, trainer.num_gpus].append((trainer, times))
     kept: dict[Degrees, None] = {}
     for alike in by_gpus.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from functools import lru_cache
@@ -13,10 +14,13 @@ from msgspec.structs import replace
 from sim.batch_time import generate_batch
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_latency
+from sim.costs.training.training import TrainingCosts
 from sim.parallel import answers_in_time
-from sim.planner.generation_time import GenerationTime, summarize
+from sim.planner.generation_time import DealtBatch, GenerationTime, summarize
 from sim.planner.space import Candidate
+from sim.planner.train_time import closed_form_error
 from sim.steady_state import measure_steady, sampled, simulate_steady
+from streamrl.engine.systems import choose_system
 from streamrl.record.leader_steps import read_steps
 from streamrl.record.metrics import Metrics, measure_speed
 from streamrl.record.speed import Speed
@@ -49,7 +53,7 @@ class Trial(NamedTuple):
     """The run file as JSON that plans are made of: with its seed, and how many steps are simulated."""
     candidate: Candidate
     batches: tuple[int, ...] = (0,)
-    """Which batches are generated, where generation alone is asked for."""
+    """Which batches, where generation or training alone is asked for."""
 
 
 def whole(run: Run, seed: int) -> bytes:
@@ -73,6 +77,12 @@ def short_speed_of(trial: Trial) -> Speed:
     first, last = counted_steps(trace.run)
     num_whole = read_steps(trace).num_made - 1
     return measure_speed(trace, (min(first, num_whole), min(last, num_whole)))
+
+
+def timed_speed_of(trial: Trial) -> tuple[Speed, float]:
+    """Return the same, and the seconds that it took."""
+    began_at = time.perf_counter()
+    return short_speed_of(trial), time.perf_counter() - began_at
 
 
 def counted_steps(run: Run) -> tuple[int, int]:
@@ -114,6 +124,15 @@ def generation_of(trial: Trial) -> GenerationTime:
     batches = [generate_batch(run, costs, batch, MOST_REPLICAS) for batch in draws]
     waits = run.algorithm.trains_whole_groups
     return summarize(batches, run.rollout.replicas, waits_for_groups=waits)
+
+
+def training_error_of(trial: Trial) -> float:
+    """Return the seconds of a plan's passes one by one, on the first of its batches, over their closed form."""
+    base, workload = open_trial(trial.run)
+    run, size = trial.candidate.apply(base), base.algorithm.prompts_per_step
+    lengths = DealtBatch.of(workload.draw(trial.batches[0] * size, size)).lengths
+    streaming = choose_system(run.policies).streaming
+    return closed_form_error(run, TrainingCosts.load(run), lengths, streaming)
 
 
 @lru_cache(maxsize=8)

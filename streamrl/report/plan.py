@@ -148,6 +148,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     that none is by more than its margin."""
     time_limit: float = 0.0
     """Seconds after which nothing more is simulated."""
+    steps_in_time: int | None = None
+    """Steps of the chosen plan that `time_limit` left time for, where its interval had not come by then."""
     why: str = ""
     """Why this plan and no other that costs about as much."""
     beside: list[Beside] = []

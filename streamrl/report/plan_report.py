@@ -47,6 +47,11 @@ def head_lines(plan: Plan) -> Iterator[str]:
         yield f"  over {chosen.num_seeds} seeds {show(chosen.least)} to {show(chosen.most)}"
     if chosen.note:
         yield f"  {chosen.note}"
+    if plan.steps_in_time is not None:
+        yield (
+            f"  plan.time_limit of {plan.time_limit:.0f} s left time for {plan.steps_in_time} steps of it, "
+            "which is what the plan file has as simulate.max_steps"
+        )
     if plan.whole_run is not None:
         yield from fact_lines(plan.whole_run)
     yield f"  {plan.binding.text}"
@@ -165,7 +170,9 @@ def _behind_text(plan: Plan, runner: Runner) -> str:
     return f"{text}, within costs' {error:.0%}" if runner.behind < error else text
 
 
-def _sensitivity(plan: Plan) -> Table:
+def _sensitivity(plan: Plan) -> RenderableType:
+    if not plan.sensitivity:
+        return Text(f"no what-ifs: plan.time_limit of {plan.time_limit:.0f} s came before them")
     table = Table("if", "the plan gives", "better then", "saves", box=None, pad_edge=False)
     for change in plan.sensitivity:
         show = VALUES[plan.objective.name]
