@@ -11,7 +11,8 @@ import pytest
 from sim.planner.layouts import DIVISIBILITY, HEADS, TRAINER_MEMORY
 from sim.planner.limits import OVER
 from sim.planner.modes import Mode
-from sim.planner.space import LINK, POOL_SIZE, SHARED, Candidate, Space
+from sim.planner.pairs import LINK, POOL_SIZE, SHARED
+from sim.planner.space import Candidate, Space
 from streamrl.record.rent import dollars_per_second
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run

@@ -16,7 +16,7 @@ from sim.costs.inference import Shard
 from sim.costs.kernels import Kernels
 from sim.costs.machine import MachineCosts, MeasuredPrefill
 from sim.costs.overheads import decode_errors, load_engine
-from sim.costs.sync import SyncCosts, side_by_side
+from sim.costs.sync import SyncCosts
 from sim.costs.trainer_costs import FollowerCosts, TrainerCosts
 from sim.costs.training.training import TrainingCosts
 from streamrl.engine.systems import moves_caches
@@ -162,7 +162,7 @@ def _with_others(run: Run) -> Costs:
             kinds.append(Costs.load(run.of_kind(kind)))
         except RunError as error:
             raise of_kind(error, kind) from None
-    sync = side_by_side(run, [costs.sync for costs in kinds])
+    sync = SyncCosts.load(run)
     provenance = dict(kinds[0].provenance)
     for operation in ("prefill", "decode"):
         provenance[operation] = Provenance.joined([costs.provenance[operation] for costs in kinds])

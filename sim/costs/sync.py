@@ -120,12 +120,13 @@ class SyncCosts:
 
     @classmethod
     def load(cls, run: Run) -> SyncCosts:
-        """Put the costs of a run's synchronisation together.
+        """Put the costs of a run's synchronisation together; loads are those of the kind of replica named first.
 
         Raises:
             ValueError: a profile is missing or wrong.
         """
-        return _Route.load(run).costs()
+        alone = [_Route.load(run.of_kind(kind)).costs() for kind in range(run.num_kinds)]
+        return _side_by_side(run, alone) if len(alone) > 1 else alone[0]
 
 
 @dataclass(frozen=True)
@@ -267,7 +268,7 @@ class _Route:
         return tuple(f"profiles/{file}.toml" for file in files)
 
 
-def side_by_side(run: Run, kinds: Sequence[SyncCosts]) -> SyncCosts:
+def _side_by_side(run: Run, kinds: Sequence[SyncCosts]) -> SyncCosts:
     """Return the costs of a push to several kinds of replicas, from those of each alone.
 
     Each pool is sent the weights over its own way at the same time, until the last one has them; loads are those of

@@ -73,6 +73,6 @@ def _of_training(estimates: Estimates, index: int) -> str:
 def _of_sync(candidate: Candidate) -> str:
     if candidate.mode.system == "colocated":
         return "host memory, to and from which phases change"
-    if candidate.replicas.pool == candidate.trainer.pool:
+    if candidate.replicas.pools == (candidate.trainer.pool,):
         return "the network between nodes"
     return "the link between both pools"

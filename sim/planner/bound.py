@@ -29,7 +29,7 @@ from sim.planner.generation_time import DealtBatch, GenerationTime, LeastTimes, 
 from sim.planner.layouts import Degrees, Replicas
 from sim.planner.modes import Mode
 from sim.planner.objective import values_of
-from sim.planner.space import Space
+from sim.planner.space import Candidate, Space
 from sim.planner.sync_time import sync_times
 from sim.planner.train_time import FallingLengths, TrainTimes, train_times
 from streamrl.engine.systems import System
@@ -50,7 +50,7 @@ BINDS = 0.97
 
 
 Degree = Replicas
-"""What one replica is: those of a side with one."""
+"""What one replica is: those of a side with one; several kinds are like no other replicas."""
 
 
 class Asked(NamedTuple):
@@ -94,7 +94,7 @@ class Estimates:
             ValueError: costs of the run's model or GPUs are missing.
         """
         self.space, run = space, space.run
-        works = [DealtBatch.of(batch) for batch in batches]
+        self._works = works = [DealtBatch.of(batch) for batch in batches]
         trains = [FallingLengths(work.lengths) for work in works]
         self.tokens = float(np.mean([work.outputs.sum() for work in works]))
         """Output tokens of a step."""
@@ -103,9 +103,9 @@ class Estimates:
         self._paces: dict[Paced, float] = {}
         self._alike: dict[Degree, list[int]] = defaultdict(list)
         """Places of replicas that differ only in how many there are."""
-        for place, each in enumerate(space.replicas):
-            self._alike[_degree(each)].append(place)
-        self._least = [_least_of(found) for found in _least_times(space, works)]
+        self._least: list[LeastTimes] = []
+        self._shards: dict[Degree, list[LeastTimes]] = {}
+        self._bound_replicas()
         trained = [_train(run, trainer, trains) for trainer in space.trainers]
         self._checked: set[Passes] = set()
         """What was gone through one by one."""
@@ -115,7 +115,35 @@ class Estimates:
         }
         self._push, self._load, self._egress = sync_times(space)
 
+    def widen(self, space: Space) -> None:
+        """Take a space that has further replicas, and plans with them after those that were there."""
+        first, self.space = len(self.space), space
+        self._bound_replicas()
+        more = sync_times(space, first)
+        self._push = np.concatenate([self._push, more.push])
+        self._load = np.concatenate([self._load, more.load])
+        self._egress = np.concatenate([self._egress, more.egress])
+
     # Generation -----------------------------------------------------------------------------------
+
+    def _bound_replicas(self) -> None:
+        """Bound each way to generate that has no bound yet, on every batch."""
+        space = self.space
+        for place, each in enumerate(space.replicas[len(self._least) :], start=len(self._least)):
+            self._alike[_degree(each)].append(place)
+            candidate = space.candidate(int(np.argmax(space.of_replicas == place)))
+            kinds = [(own.replicas, self._shard(own, candidate)) for own in each.kinds]
+            self._least.append(_together(kinds))
+
+    def _shard(self, replicas: Replicas, candidate: Candidate) -> list[LeastTimes]:
+        """Bound one kind of replica on every batch; its curve depends on pool and degrees alone."""
+        shard = _degree(replicas)
+        if shard not in self._shards:
+            costs = Costs.load(candidate._replace(replicas=replicas).apply(self.space.run))
+            self._shards[shard] = [
+                least_times(costs.decode, costs.kv_capacity, work) for work in self._works
+            ]
+        return self._shards[shard]
 
     def asked(self, indices: Iterable[int], num_batches: int) -> dict[Asked, int]:
         """Return the generation times that some plans lack, in their order, each with a plan that takes it."""
@@ -211,7 +239,7 @@ class Estimates:
     def least(self, index: int) -> LeastTimes:
         """Return the bounds of a plan's generation: the longest rollout's, and that of all work for one replica."""
         least = self._least[int(self.space.of_replicas[index])]
-        return least._replace(work=least.work / self.space.candidate(index).replicas.replicas)
+        return least._replace(work=least.work / self.space.candidate(index).replicas.num_replicas)
 
     def _put_together(self, *, is_bound: bool) -> StageSeconds:
         columns = [np.zeros(len(self.space)) for _ in StageSeconds._fields]
@@ -271,7 +299,7 @@ class Estimates:
 
         Fewer replicas take longer for a batch, and more of them save no more than they are more.
         """
-        counts = np.array([each.replicas for each in self.space.replicas])
+        counts = np.array([each.num_replicas for each in self.space.replicas])
         table = bounds.copy()
         for degree, known in seen.items():
             places = np.array(self._alike[degree])
@@ -288,7 +316,7 @@ class Estimates:
 
     def _bound_of(self, replicas: int, mode: int) -> float:
         """Steps that overlap share out the longest rollout's seconds; each takes as long as all its tokens do."""
-        least, num_replicas = self._least[replicas], self.space.replicas[replicas].replicas
+        least, num_replicas = self._least[replicas], self.space.replicas[replicas].num_replicas
         num_batches = 1 + self.space.systems[mode].max_staleness if self._overlaps[mode] else 1
         return max(least.longest / num_batches, least.work / num_replicas)
 
@@ -328,7 +356,7 @@ class Estimates:
 
 
 def _degree(replicas: Replicas) -> Degree:
-    return replicas._replace(replicas=1)
+    return replicas._replace(replicas=1) if replicas.beside is None else replicas
 
 
 def _overlaps(system: System) -> bool:
@@ -342,22 +370,15 @@ def _never_drains(system: System) -> bool:
     return _overlaps(system) and system.weight_sync in ("load-in-flight", "abort-and-resume")
 
 
-def _least_times(space: Space, works: list[DealtBatch]) -> list[list[LeastTimes]]:
-    """Bound each way to generate, on every batch; its curve depends on pool and degrees alone."""
-    by_shard: dict[Degree, list[LeastTimes]] = {}
-    found = []
-    for index, replicas in enumerate(space.replicas):
-        shard = _degree(replicas)
-        if shard not in by_shard:
-            candidate = space.candidate(int(np.argmax(space.of_replicas == index)))
-            costs = Costs.load(candidate.apply(space.run))
-            by_shard[shard] = [least_times(costs.decode, costs.kv_capacity, w) for w in works]
-        found.append(by_shard[shard])
-    return found
-
-
-def _least_of(batches: list[LeastTimes]) -> LeastTimes:
-    return LeastTimes(*(min(column) for column in zip(*batches, strict=True)))
+def _together(kinds: Sequence[tuple[int, list[LeastTimes]]]) -> LeastTimes:
+    """Return the bounds of so many replicas of each kind, the least over all batches; work is of a mean replica."""
+    alone = [
+        (number, LeastTimes(*(min(column) for column in zip(*batches, strict=True))))
+        for number, batches in kinds
+    ]
+    a_second = sum(number / least.work for number, least in alone)
+    longest = min(least.longest for _, least in alone)
+    return LeastTimes(longest, sum(number for number, _ in alone) / a_second)
 
 
 def _train(run: Run, trainer: Degrees, batches: list[FallingLengths]) -> TrainTimes:

@@ -7,6 +7,7 @@ from statistics import median
 
 import msgspec
 
+from sim.planner.layouts import Degrees, Replicas
 from sim.planner.objective import front, value_of
 from sim.planner.race import Race
 from sim.planner.search import Search
@@ -168,20 +169,32 @@ def _range(value: float, speed: Speed) -> tuple[float, float]:
 
 def side_of(run: Run, candidate: Candidate, section: str) -> PlannedSide:
     """Describe the side of a plan."""
-    side = candidate.replicas if section == "rollout" else candidate.trainer
-    return PlannedSide(
-        pool=side.pool,
-        gpu=run.cluster.pools[side.pool].gpu,
-        num_gpus=side.num_gpus,
-        degrees={key: int(value) for key, value in side._asdict().items() if key in DEGREES},
-    )
+    kinds: Sequence[Replicas | Degrees] = (candidate.trainer,)
+    if section == "rollout":
+        kinds = candidate.replicas.kinds
+    found: PlannedSide | None = None
+    for side in reversed(kinds):
+        found = PlannedSide(
+            pool=side.pool,
+            gpu=run.cluster.pools[side.pool].gpu,
+            num_gpus=side.num_gpus,
+            degrees={key: int(value) for key, value in side._asdict().items() if key in DEGREES},
+            beside=found,
+        )
+    assert found is not None
+    return found
 
 
 def settings_of(candidate: Candidate) -> dict[str, str | int | bool]:
     """Return the keys of the run file that a plan sets."""
     mode = candidate.mode
     found: dict[str, str | int | bool | None] = {
-        **{f"rollout.{key}": value for key, value in candidate.replicas._asdict().items()},
+        **{f"rollout.{key}": value for key, value in candidate.replicas.own.items()},
+        **{
+            f"rollout.others.{place}.{key}": value
+            for place, kind in enumerate(candidate.replicas.kinds[1:])
+            for key, value in kind.own.items()
+        },
         **{f"trainer.{key}": value for key, value in candidate.trainer._asdict().items()},
         "policies.system": mode.system,
         "policies.max_staleness": mode.max_staleness,

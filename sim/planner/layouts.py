@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -25,7 +25,7 @@ from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.pools import powers_of_two
-from streamrl.runfile.sides_config import Logits, Recompute
+from streamrl.runfile.sides_config import Logits, Recompute, ReplicasConfig
 
 ROLLOUT_MEMORY = "rollout: a replica holds no longest rollout beside its weights"
 TRAINER_MEMORY = "trainer: does not fit its memory"
@@ -45,22 +45,46 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "mlp", "full")
 
 
 class Replicas(NamedTuple):
-    """The generation side."""
+    """The generation side: replicas that are alike, and maybe others beside them."""
 
     pool: str
     replicas: int
     tensor_parallel: int
     expert_parallel: int
     max_running: int
+    beside: Replicas | None = None
+    """Replicas of another kind."""
+
+    @property
+    def kinds(self) -> tuple[Replicas, ...]:
+        """Each kind of replica by itself."""
+        others = () if self.beside is None else self.beside.kinds
+        return (self._replace(beside=None), *others)
 
     @property
     def num_gpus(self) -> int:
         """GPUs of all replicas."""
-        return self.replicas * self.tensor_parallel
+        return sum(kind.replicas * kind.tensor_parallel for kind in self.kinds)
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of all kinds."""
+        return sum(kind.replicas for kind in self.kinds)
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """Pools of all kinds, each once."""
+        return tuple(dict.fromkeys(kind.pool for kind in self.kinds))
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """What the section of the first kind says."""
+        return {key: value for key, value in self._asdict().items() if key != "beside"}
 
     def apply(self, run: Run) -> Run:
         """Return the run with these replicas."""
-        return replace(run, rollout=replace(run.rollout, **self._asdict()))
+        others = tuple(ReplicasConfig(**kind.own) for kind in self.kinds[1:])
+        return replace(run, rollout=replace(run.rollout, **self.own, others=others))
 
 
 class Degrees(NamedTuple):

@@ -59,7 +59,7 @@ def values_of(
         lags: mean staleness, of each or of all.
         egress: dollars a step for what crosses links.
     """
-    steps = steps_for_one(plan, lags)
+    steps: Floats = steps_for_one(plan, np.asarray(lags))
     seconds, dollars = seconds * steps, (seconds * prices + egress) * steps
     match plan.objective:
         case "cost-per-million-tokens":

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from streamrl.runfile.config import Run
 from streamrl.runfile.plan_config import PlanConfig
+from streamrl.runfile.sides_config import RolloutConfig, TrainerConfig
 
 
 def with_rent(run: Run) -> Run:
@@ -16,7 +17,8 @@ def with_rent(run: Run) -> Run:
     Nothing is open any more; where not all GPUs of these nodes are rented, `[plan]` says how many are.
     """
     needs: Counter[str] = Counter()
-    for side in (run.rollout, run.trainer):
+    sides: list[RolloutConfig | TrainerConfig] = [*run.rollout.kinds, run.trainer]
+    for side in sides:
         taken = needs[side.pool]
         needs[side.pool] = max(taken, side.num_gpus) if run.shares_gpus else taken + side.num_gpus
     pools = {
@@ -28,6 +30,7 @@ def with_rent(run: Run) -> Run:
     plan = PlanConfig(staleness_cost=run.plan.staleness_cost)
     rented = {name: pool.num_gpus for name, pool in pools.items() if not pool.owned}
     if any(num_gpus > needs[name] for name, num_gpus in rented.items()):  # a part of a node
-        gpus = {"rollout_gpus": [run.rollout.num_gpus], "trainer_gpus": [run.trainer.num_gpus]}
+        generate = sum(kind.num_gpus for kind in run.rollout.kinds)
+        gpus = {"rollout_gpus": [generate], "trainer_gpus": [run.trainer.num_gpus]}
         plan = replace(plan, **gpus)
     return replace(run, cluster=replace(run.cluster, pools=pools, links=links), plan=plan)

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -22,10 +21,13 @@ from numpy.typing import NDArray
 
 from sim.planner.bound import Estimates, StageSeconds
 from sim.planner.generation_time import DealtBatch
+from sim.planner.layouts import Replicas, holds_rollouts
 from sim.planner.limits import Spend, excess, keeps_limits, limits_of, unmet
+from sim.planner.mixed_fleets import mixed_fleets
 from sim.planner.objective import distance_to_front, value_of
+from sim.planner.ranking import best_of, classes_of, within
 from sim.planner.simplicity import complexities
-from sim.planner.space import Space
+from sim.planner.space import Candidate, Space
 from sim.planner.train_time import FallingLengths
 from sim.planner.trial import (
     Trial,
@@ -50,8 +52,6 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 ROUND = 8
 """Plans simulated before estimates are corrected again: enough to keep a few cores busy."""
-LOOKED_AT = 4000
-"""Plans, the best by estimate, among which a round chooses."""
 FIRST_LOOK = 1
 """Batches from which replicas' seconds are taken for a first ranking."""
 NEAR, NEARER = 1.1, 1.05
@@ -63,6 +63,8 @@ ALIKE = 0.02
 """Share of the objective within which plans cost about the same, so that the simplest of them is run."""
 SURPRISE, REMEMBERED = {"ahead": 0.85, "streams": 0.95, "whole": 0.97}, 8
 """How far below its estimate a plan may come before simulations of its system tell, and how many of those count."""
+MIXED, NEIGHBOURS = 4, 400
+"""Good replicas, the best first, beside which others are tried, and plans by estimate whose trainers and modes they get."""
 LEAST_LAG = 0.4
 """Share of the bound on staleness that rollouts of a system which generates ahead have on average, at least."""
 SLACK = 0.005
@@ -91,8 +93,18 @@ class Search:
     """Simulated steps over their estimates, the last ones of each system."""
 
     def __post_init__(self) -> None:
-        """Count what there is to set up for each plan."""
-        self.complexity = complexities(self.space)
+        """Tell apart what the plans of the space are."""
+        self._take(self.space)
+
+    def _take(self, space: Space) -> None:
+        """Take a space, and count what there is to set up for each of its plans."""
+        self.space = space
+        self.complexity = complexities(space)
+        bounds = np.array([system.max_staleness for system in space.systems])
+        self._lags: Floats = LEAST_LAG * bounds[space.of_mode]
+        """Versions that the rollouts of each plan are behind on average, at least."""
+        self._class_codes = classes_of(space)
+        """Of each plan a number for its system and pools."""
 
     @classmethod
     def open(cls, run: Run, deadline: float = float("inf")) -> Search:
@@ -171,13 +183,6 @@ class Search:
             return min(SURPRISE[kind], *seen, 1.0)
         return min(1.0, *seen)
 
-    @cached_property
-    def _lags(self) -> Floats:
-        """Versions that the rollouts of each plan are behind on average, at least."""
-        bounds = np.array([system.max_staleness for system in self.space.systems])
-        found: Floats = LEAST_LAG * bounds[self.space.of_mode]
-        return found
-
     def is_affordable(self, speed: Speed) -> bool:
         """Whether a simulated plan keeps to the budgets and the deadline of `[plan]`."""
         return keeps_limits(self.space.run, speed)
@@ -197,16 +202,55 @@ class Search:
         Raises:
             ValueError: no plan keeps to the budgets and the deadline of `[plan]`.
         """
+        self._converge(pool, watch)
+        if self.has_converged and self.mix():
+            self._converge(pool, watch)
+        ranking = self.ranking()
+        if not ranking:
+            raise unmet(self.space.run, self.speeds.values())
+        return ranking
+
+    def _converge(self, pool: Executor, watch: Callable[[], None]) -> None:
+        self.has_converged = False
         self._look_at_each(pool, watch)
         while not self.is_late:
             if not (chosen := self.next_round(pool)):
                 self.has_converged = True
                 break
             self.simulate(pool, chosen, watch)
-        ranking = self.ranking()
-        if not ranking:
-            raise unmet(self.space.run, self.speeds.values())
-        return ranking
+
+    def mix(self) -> bool:
+        """Open plans with two kinds of replicas, of what the best plans are made of; return whether there are any."""
+        space, near = self.space, self._near()
+        trainers = np.unique(space.of_trainer[near]).tolist()
+        modes = np.unique(space.of_mode[near]).tolist()
+        good = dict.fromkeys(space.candidate(index).replicas for index in near)
+        those = [space.trainers[each] for each in trainers]
+        return self.widen(mixed_fleets(space.run, list(good)[:MIXED], those), trainers, modes)
+
+    def open_mixed(self, candidate: Candidate) -> None:
+        """Open a plan with two kinds of replicas, and those that are like it but for what the trainer does to fit."""
+        replicas, trainer, mode = candidate
+        alike = [p for p, each in enumerate(self.space.trainers) if each.split == trainer.split]
+        fits = all(holds_rollouts(kind.apply(self.space.run)) for kind in replicas.kinds)
+        if replicas.beside is not None and fits and alike and mode in self.space.modes:
+            self.widen([replicas], alike, [self.space.modes.index(mode)])
+
+    def widen(
+        self, replicas: Sequence[Replicas], trainers: Sequence[int], modes: Sequence[int]
+    ) -> bool:
+        """Open plans with further replicas, of some trainers and modes; return whether there are any."""
+        space = self.space.widened(replicas, trainers, modes) if replicas else self.space
+        if len(space) == len(self.space):
+            return False
+        self.estimates.widen(space)
+        self._take(space)
+        return True
+
+    def _near(self) -> list[int]:
+        """Return the plans that do not take turns on the same GPUs and may be near the best, those that were simulated first."""
+        order = [*self.ranking(), *best_of(self.scores())[:NEIGHBOURS]]
+        return [i for i in order if self.space.candidate(i).mode.system != "colocated"]
 
     def _look_at_each(self, pool: Executor, watch: Callable[[], None]) -> None:
         """Simulate the best plan of each system on each pair of pools, but where all of those are known to be worse."""
@@ -217,51 +261,36 @@ class Search:
             ranking = self.ranking()
             is_judged = ranking and self.space.run.plan.objective != "pareto"
             best = self.value(ranking[0]) if is_judged else np.inf
-            self.simulate(pool, [i for i in wanted[:ROUND] if least[i] <= best], watch)
+            chosen = self.unlike(i for i in wanted[:ROUND] if least[i] <= best)
+            self.simulate(pool, chosen, watch)
             wanted = [] if self.is_late else wanted[ROUND:]
 
     def best_of_each(self, scores: Floats) -> list[int]:
         """Return the best plan by estimate of each system, the fastest of all, and the best of each system on each pair of pools."""
-        found = [int(places[np.argmin(scores[places])]) for places in self._classes]
+        codes = self._class_codes
+        classes = [np.nonzero(codes == code)[0] for code in np.unique(codes)]
+        found = [int(places[np.argmin(scores[places])]) for places in classes]
         order = sorted(found, key=lambda index: float(scores[index]))
         of_systems = {self.space.candidate(index).mode.system: index for index in reversed(order)}
         fastest = int(np.argmin(self.estimates.estimate().step))
         return list(dict.fromkeys([*of_systems.values(), fastest, *order]))
 
-    @cached_property
-    def _classes(self) -> list[Indices]:
-        """The plans of each system on each pair of pools."""
-        codes = self._class_codes
-        return [np.nonzero(codes == code)[0] for code in np.unique(codes)]
-
-    @cached_property
-    def _class_codes(self) -> Indices:
-        """Of each plan a number for its system and pools."""
-        space = self.space
-        pools = {name: place for place, name in enumerate(space.run.cluster.pools)}
-        systems = {mode.system: place for place, mode in enumerate(space.modes)}
-        codes = np.array([systems[mode.system] for mode in space.modes])[space.of_mode]
-        for sides, of_side in (
-            (space.replicas, space.of_replicas),
-            (space.trainers, space.of_trainer),
-        ):
-            codes = codes * len(pools) + np.array([pools[side.pool] for side in sides])[of_side]
-        return codes
-
     def next_round(self, pool: Executor) -> list[int]:
         """Return the plans to simulate next, none where no other may be better by more than the margin."""
-        self._refine(pool, lambda order, scores: _within(order, scores, NEAR), FIRST_LOOK)
-        self._refine(pool, lambda order, scores: _within(order, scores, NEARER))
+        self._refine(pool, lambda order, scores: within(order, scores, NEAR), FIRST_LOOK)
+        self._refine(pool, lambda order, scores: within(order, scores, NEARER))
         return self._refine(pool, self._pick)
 
     def least_open(self) -> float:
         """Return the least objective that a plan may have whose like was not simulated."""
         scores, seen = self.scores(), self._seen()
-        return min((scores[i] for i in _best(scores) if self._shape(i) not in seen), default=np.inf)
+        return min(
+            (scores[i] for i in best_of(scores) if self._shape(i) not in seen), default=np.inf
+        )
 
     def settle(self, pool: Executor, indices: list[int]) -> None:
         """Let replicas of the best plans by estimate be simulated on a batch, those of `indices` on all."""
-        self._refine(pool, lambda order, scores: _within(order, scores, NEARER), FIRST_LOOK)
+        self._refine(pool, lambda order, scores: within(order, scores, NEARER), FIRST_LOOK)
         self._refine(pool, lambda order, scores: indices)
 
     def _refine(
@@ -275,7 +304,7 @@ class Search:
         measured = range(first - 1, last)[:num_batches]
         while True:
             scores = self.scores()
-            picked = pick(_best(scores), scores)
+            picked = pick(best_of(scores), scores)
             passes = self.estimates.unchecked(picked)
             asked = self.estimates.asked(picked, len(measured))
             if self.is_late or not (passes or asked):
@@ -321,7 +350,7 @@ class Search:
 
     def in_order(self) -> list[int]:
         """Return the plans that are best by estimate, the best first."""
-        return _best(self.scores())
+        return best_of(self.scores())
 
     def unlike(self, order: Iterable[int]) -> Iterator[int]:
         """Yield plans like none that was simulated, or came before."""
@@ -356,19 +385,6 @@ class Search:
             mode = self.space.modes[self.space.of_mode[index]]
             self._over[mode.system].append(speed.step_time / estimated[index])
             self.estimates.learn_step(index, speed.step_time)
-
-
-def _best(scores: Floats) -> list[int]:
-    """Return the places of the least scores, the least first."""
-    count = min(LOOKED_AT, len(scores))
-    places = np.argpartition(scores, count - 1)[:count]
-    order: list[int] = places[np.argsort(scores[places], kind="stable")].tolist()
-    return order
-
-
-def _within(order: list[int], scores: Floats, reach: float) -> list[int]:
-    """Return the plans whose score is near the best."""
-    return [index for index in order if scores[index] <= reach * scores[order[0]]]
 
 
 def _draw(base: bytes) -> list[list[Draw]]:

@@ -15,8 +15,9 @@ from msgspec.structs import replace
 
 from sim.planner.bound import Estimates, Floats
 from sim.planner.objective import value_of
+from sim.planner.pairs import price_per_second
 from sim.planner.search import Search
-from sim.planner.space import Candidate, price_per_second
+from sim.planner.space import Candidate
 from sim.planner.trial import Trial, run_all, short_speed_of, shortened
 from streamrl.runfile.config import Run
 from streamrl.runfile.units import SECONDS_PER_HOUR, Bandwidth
@@ -81,11 +82,11 @@ def shifts(run: Run) -> Iterator[Shift]:
 
 
 def _crosses_a_link(candidate: Candidate) -> bool:
-    return candidate.replicas.pool != candidate.trainer.pool
+    return candidate.replicas.pools != (candidate.trainer.pool,)
 
 
 def _rents(pool: str) -> Callable[[Candidate], bool]:
-    return lambda candidate: pool in (candidate.replicas.pool, candidate.trainer.pool)
+    return lambda candidate: pool in (*candidate.replicas.pools, candidate.trainer.pool)
 
 
 def _with_lengths(run: Run, factor: float) -> Run:
@@ -190,6 +191,7 @@ def _look_at_stages(shift: Shift, search: Search, chosen: int, pool: Executor) -
     except ValueError:  # nothing like the best plans fits any more, as the verdict then says
         return _Look(shift, 1.0, None, None)
     after.estimates.take_paces(search.estimates)
+    after.open_mixed(search.space.candidate(chosen))
     place = after.space.find(search.space.candidate(chosen))
     after.settle(pool, [] if place is None else [place])
     values, candidate = _values(after.estimates), after.space.candidate
@@ -206,7 +208,8 @@ def _narrowed(run: Run, search: Search) -> Run:
     space, values = search.space, _values(search.estimates)
     near = np.nonzero(values <= CONTENDS * values.min())[0]
     trainers = [space.trainers[i] for i in np.unique(space.of_trainer[near])]
-    replicas = [space.replicas[i] for i in np.unique(space.of_replicas[near])]
+    fleets = [space.replicas[i] for i in np.unique(space.of_replicas[near])]
+    replicas = [kind for fleet in fleets for kind in fleet.kinds]
     modes = [space.modes[i] for i in np.unique(space.of_mode[near])]
     plan = replace(
         run.plan,

@@ -16,25 +16,27 @@ Counts = NDArray[np.int64]
 def complexities(space: Space) -> Counts:
     """Count what there is to set up for each plan of a space.
 
-    That is every parallel degree above one, ZeRO 3, offloading, a second pool, each step that generation is ahead,
-    streaming, dispatch by a ranker, a delta instead of weights.
+    That is every parallel degree above one, ZeRO 3, offloading, every pool and every kind of replica beyond one, each
+    step that generation is ahead, streaming, dispatch by a ranker, a delta instead of weights.
     """
     replicas = np.array([_of_replicas(each) for each in space.replicas])
     trainers = np.array([_of_trainer(each) for each in space.trainers])
     modes = np.array(list(map(_of_mode, space.modes, space.systems)))
-    pools = {name: place for place, name in enumerate(space.run.cluster.pools)}
-    generates, trains = (
-        np.array([pools[side.pool] for side in sides]) for sides in (space.replicas, space.trainers)
+    pools = np.array(
+        [
+            [len({*generate.pools, train.pool}) for train in space.trainers]
+            for generate in space.replicas
+        ]
     )
-    differs = generates[space.of_replicas] != trains[space.of_trainer]
-    counted: Counts = (
-        replicas[space.of_replicas] + trainers[space.of_trainer] + modes[space.of_mode] + differs
-    )
+    sides = replicas[space.of_replicas] + trainers[space.of_trainer]
+    apart = pools[space.of_replicas, space.of_trainer] - 1
+    counted: Counts = sides + modes[space.of_mode] + apart
     return counted
 
 
 def _of_replicas(replicas: Replicas) -> int:
-    return (replicas.tensor_parallel > 1) + (replicas.expert_parallel > 1)
+    degrees = [d for kind in replicas.kinds for d in (kind.tensor_parallel, kind.expert_parallel)]
+    return sum(degree > 1 for degree in degrees) + len(replicas.kinds) - 1
 
 
 def _of_trainer(trainer: Degrees) -> int:

@@ -13,8 +13,6 @@ from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from sim.costs.training.training import TrainingCosts
 from sim.planner.layouts import (
@@ -26,17 +24,16 @@ from sim.planner.layouts import (
     fitting_trainers,
     sizes,
 )
-from sim.planner.limits import within_rent
 from sim.planner.modes import Mode, find_modes
+from sim.planner.pairs import Floats, Indices, Pairs, plans_of
 from sim.planner.rented import with_rent
 from sim.planner.stages import refuse_profile
 from sim.planner.train_time import FallingLengths, TrainTimes, train_times
 from streamrl.engine.systems import System, choose_system
 from streamrl.hardware.memory import ROOMY, kv_capacity
-from streamrl.hardware.profiles import check_profiles, load_model, price_of
+from streamrl.hardware.profiles import check_profiles, load_model
 from streamrl.runfile.config import Run
-from streamrl.runfile.pools import find_link, powers_of_two
-from streamrl.runfile.units import SECONDS_PER_HOUR
+from streamrl.runfile.pools import powers_of_two
 
 MICRO_BATCHES = (1, 2, 4, 8)
 MOST_RUNNING = 1024
@@ -44,11 +41,6 @@ MOST_RUNNING = 1024
 NEAR_BEST, MOST_ALIKE = 1.3, 8
 """Of trainers on the same GPUs those are compared whose closed form is so near the best's, and so many."""
 MOST_EXPERT_RANKS = 64
-MOST_PLANS = 10_000_000
-"""Plans beyond which arrays outgrow a small machine's memory."""
-LINK = "no link between the two pools"
-POOL_SIZE = "both sides need more GPUs than their pool has"
-SHARED = "colocated: sides in different pools, or of different size"
 SLOW = "trainer: another on the same GPUs is faster by its closed form"
 
 
@@ -66,9 +58,6 @@ class Candidate(NamedTuple):
 
 
 Part = TypeVar("Part")
-Indices = NDArray[np.int32]
-Floats = NDArray[np.float64]
-Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +94,7 @@ class Space:
 
     def system(self, index: int) -> System:
         """Return the policies of a plan by its index."""
-        return self.systems[self.of_mode[index]]
+        return self.systems[int(self.of_mode[index])]
 
     def find(self, candidate: Candidate) -> int | None:
         """Return the index of a plan, whatever its trainer has to do here to fit; None where it does not."""
@@ -122,7 +111,7 @@ class Space:
 
     def priced(self, run: Run) -> Space:
         """Return the same plans with the prices of another offer."""
-        pairs = _Pairs(run, self.replicas, self.trainers)
+        pairs = Pairs(run, self.replicas, self.trainers)
         is_shared = np.array([mode.system == "colocated" for mode in self.modes])[self.of_mode]
         prices = pairs.prices(is_shared, self.of_replicas, self.of_trainer)
         return replace_fields(self, run=run, prices=prices)
@@ -162,27 +151,12 @@ class Space:
         modes: list[Mode],
         cut: Counter[str],
     ) -> Space:
-        pairs = _Pairs(run, replicas, trainers)
-        parts = []
-        for index, mode in enumerate(modes):
-            is_open = pairs.open_to(mode, cut)
-            first, second = np.nonzero(is_open)
-            parts.append((first, second, np.full(len(first), index)))
-        columns = (np.concatenate(column).astype(np.int32) for column in zip(*parts, strict=True))
-        of_replicas, of_trainer, of_mode = columns
-        if not len(of_mode):
+        plans = plans_of(run, replicas, trainers, modes, cut)
+        if not len(plans.of_mode):
             raise ValueError(f"no plan is left: {_why(cut)}")
-        if len(of_mode) > MOST_PLANS:
-            raise ValueError(
-                f"{len(of_mode)} plans are open, of which {MOST_PLANS} can be compared: name in [plan] "
-                "what is open, such as unit, rollout_gpus or micro_batch"
-            )
-        is_shared = np.array([mode.system == "colocated" for mode in modes])[of_mode]
-        prices = pairs.prices(is_shared, of_replicas, of_trainer)
-        kept = within_rent(run.plan, prices, cut)
-        replicas, of_replicas = _used(replicas, of_replicas[kept])
-        trainers, of_trainer = _used(trainers, of_trainer[kept])
-        modes, of_mode = _used(modes, of_mode[kept])
+        replicas, of_replicas = _used(replicas, plans.of_replicas)
+        trainers, of_trainer = _used(trainers, plans.of_trainer)
+        modes, of_mode = _used(modes, plans.of_mode)
         return cls(
             run=run,
             replicas=replicas,
@@ -191,14 +165,40 @@ class Space:
             of_replicas=of_replicas,
             of_trainer=of_trainer,
             of_mode=of_mode,
-            prices=prices[kept],
+            prices=plans.prices,
             cut=cut,
         )
 
+    def widened(
+        self, more: Sequence[Replicas], trainers: Sequence[int], modes: Sequence[int]
+    ) -> Space:
+        """Return the space with further replicas, each with some of the trainers in some of the modes.
 
-def price_per_second(run: Run, pool: str) -> float:
-    """Return the dollars of a pool's GPU for a second."""
-    return price_of(run.cluster.pools[pool]) / SECONDS_PER_HOUR
+        Plans that were there keep their indices.
+        """
+        plans = plans_of(
+            self.run,
+            more,
+            [self.trainers[each] for each in trainers],
+            [self.modes[each] for each in modes],
+            Counter(),
+        )
+        added = (
+            plans.of_replicas + len(self.replicas),
+            np.array(trainers)[plans.of_trainer],
+            np.array(modes)[plans.of_mode],
+        )
+        ours = (self.of_replicas, self.of_trainer, self.of_mode)
+        columns = (np.concatenate(pair).astype(np.int32) for pair in zip(ours, added, strict=True))
+        of_replicas, of_trainer, of_mode = columns
+        return replace_fields(
+            self,
+            replicas=[*self.replicas, *more],
+            of_replicas=of_replicas,
+            of_trainer=of_trainer,
+            of_mode=of_mode,
+            prices=np.concatenate([self.prices, plans.prices]),
+        )
 
 
 # The sides ------------------------------------------------------------------------------------
@@ -308,65 +308,13 @@ def _expert_degrees(run: Run) -> Sequence[int]:
     return run.plan.expert_parallel or sorted({own, *usual})
 
 
-# Pairs of both sides ------------------------------------------------------------------------------
-
-
-class _Pairs:
-    """Which replicas go with which trainers."""
-
-    def __init__(self, run: Run, replicas: list[Replicas], trainers: list[Degrees]) -> None:
-        pools = {name: index for index, name in enumerate(run.cluster.pools)}
-        sizes_of = np.array([pool.num_gpus for pool in run.cluster.pools.values()])
-        self._first, self._second = (
-            np.array([pools[side.pool] for side in sides]) for sides in (replicas, trainers)
-        )
-        self._gpus = tuple(
-            np.array([side.num_gpus for side in sides]) for sides in (replicas, trainers)
-        )
-        offer = run.cluster.pools.items()
-        rent = {name: 0.0 if p.owned else price_per_second(run, name) for name, p in offer}
-        self._prices = tuple(
-            np.array([side.num_gpus * rent[side.pool] for side in sides])
-            for sides in (replicas, trainers)
-        )
-        self._owned = sum(p.num_gpus * price_per_second(run, name) for name, p in offer if p.owned)
-        """Dollars a second of pools that are owned, whatever a plan takes of them."""
-        links = np.array([[_has_link(run, a, b) for b in pools] for a in pools])
-        self._linked = links[self._first[:, None], self._second[None, :]]
-        self._same = self._first[:, None] == self._second[None, :]
-        first, second = self._gpus
-        self._room = first[:, None] + second[None, :] <= sizes_of[self._first][:, None]
-
-    def open_to(self, mode: Mode, cut: Counter[str]) -> Mask:
-        """Say which pairs can run in a mode."""
-        if mode.system == "colocated":
-            first, second = self._gpus
-            is_shared: Mask = self._same & (first[:, None] == second[None, :])
-            cut[SHARED] += int((~is_shared).sum())
-            return is_shared
-        has_room = ~self._same | self._room
-        cut[LINK] += int((~self._same & ~self._linked).sum())
-        cut[POOL_SIZE] += int((~has_room).sum())
-        is_open: Mask = (self._same | self._linked) & has_room
-        return is_open
-
-    def prices(self, is_shared: Mask, first: Indices, second: Indices) -> Floats:
-        """Return the dollars a second of plans."""
-        generate, train = self._prices[0][first], self._prices[1][second]
-        rented = np.where(is_shared, np.maximum(generate, train), generate + train)
-        found: Floats = rented + self._owned
-        return found
+# What several ask ---------------------------------------------------------------------------------
 
 
 def _used(parts: list[Part], places: Indices) -> tuple[list[Part], Indices]:
     """Leave out the parts that no plan has."""
     kept, renumbered = np.unique(places, return_inverse=True)
     return [parts[place] for place in kept], renumbered.astype(np.int32)
-
-
-def _has_link(run: Run, first: str, second: str) -> bool:
-    rollout, trainer = replace(run.rollout, pool=first), replace(run.trainer, pool=second)
-    return find_link(replace(run, rollout=rollout, trainer=trainer)) is not None
 
 
 def _why(cut: Counter[str]) -> str:

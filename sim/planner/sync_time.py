@@ -28,18 +28,19 @@ class SyncTimes(NamedTuple):
     """Dollars of a push."""
 
 
-def sync_times(space: Space) -> SyncTimes:
-    """Return seconds of push and of load, and dollars of what crosses links, of every plan."""
-    is_shared = np.array([mode.system == "colocated" for mode in space.modes])[space.of_mode]
+def sync_times(space: Space, first: int = 0) -> SyncTimes:
+    """Return seconds of push and of load, and dollars of what crosses links, of every plan from the first on."""
+    of_mode, of_trainer = space.of_mode[first:], space.of_trainer[first:]
+    is_shared = np.array([mode.system == "colocated" for mode in space.modes])[of_mode]
     names = {name: i for i, name in enumerate(dict.fromkeys(m.sync_mode for m in space.modes))}
-    sent = np.array([names[mode.sync_mode] for mode in space.modes])[space.of_mode]
-    senders = _classes(space.trainers, _sender)[space.of_trainer]
-    shares = _classes(space.trainers, _shares)[space.of_trainer]
+    sent = np.array([names[mode.sync_mode] for mode in space.modes])[of_mode]
+    senders = _classes(space.trainers, _sender)[of_trainer]
+    shares = _classes(space.trainers, _shares)[of_trainer]
     size = len(space.trainers)
     trainers = np.where(is_shared, size + shares, senders)
-    codes = (space.of_replicas.astype(np.int64) * 2 * size + trainers) * len(names) + sent
+    codes = (space.of_replicas[first:].astype(np.int64) * 2 * size + trainers) * len(names) + sent
     _, firsts, inverse = np.unique(codes, return_index=True, return_inverse=True)
-    found = [_sync(space.run, space.candidate(int(first))) for first in firsts]
+    found = [_sync(space.run, space.candidate(first + int(place))) for place in firsts]
     push, load, egress = np.array(found).T[:, inverse]
     return SyncTimes(push, load, egress)
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from sim.batch_time import generate_batch
 from sim.costs.costs import Costs
-from sim.costs.fill import fill_latency
+from sim.costs.fill import fill_kinds, fill_latency
 from sim.costs.training.training import TrainingCosts
 from sim.parallel import answers_in_time
 from sim.planner.generation_time import DealtBatch, GenerationTime, summarize
@@ -119,7 +119,7 @@ def generation_of(trial: Trial) -> GenerationTime:
     base, workload = open_trial(trial.run)
     run = trial.candidate.apply(base)
     costs, size = Costs.load(run), run.algorithm.prompts_per_step
-    run = fill_latency(run, costs)
+    run = fill_kinds(fill_latency(run, costs), costs)
     draws = [workload.draw(batch * size, size) for batch in trial.batches]
     batches = [generate_batch(run, costs, batch, MOST_REPLICAS) for batch in draws]
     waits = run.algorithm.trains_whole_groups

@@ -40,6 +40,8 @@ class PlannedSide(msgspec.Struct, frozen=True, kw_only=True):
     num_gpus: int
     degrees: dict[str, int]
     """Keys of the run file's section, such as tensor_parallel."""
+    beside: PlannedSide | None = None
+    """Replicas of another kind that generate too."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,7 +217,8 @@ def plan_text(
 
 
 def _side_text(side: PlannedSide) -> str:
-    return f"{side.num_gpus} {side.pool} ({_degrees_text(side)})"
+    others = "" if side.beside is None else f" and {_side_text(side.beside)}"
+    return f"{side.num_gpus} {side.pool} ({_degrees_text(side)}){others}"
 
 
 def _degrees_text(side: PlannedSide) -> str:

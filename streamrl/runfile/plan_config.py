@@ -47,6 +47,8 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     """Powers of two that divide a node where absent."""
     trainer_tensor_parallel: list[int] | None = None
     """Powers of two that divide a node where absent."""
+    mixes_replicas: bool = True
+    """Whether some replicas may be on GPUs of a second pool, or in other degrees, where that is better."""
     pipeline_parallel: list[int] | None = None
     """Powers of two where absent."""
     expert_parallel: list[int] | None = None

@@ -62,12 +62,15 @@ def _table(section: Section) -> dict[str, Any]:
     return found
 
 
-def _state(table: dict[str, Any], run: Run, key: str) -> None:
+def _state(table: Any, run: Any, key: str) -> None:
     *parents, last = key.split(".")
-    section: Any = run
+    section, place = run, table
     for parent in parents:
-        table, section = table.setdefault(parent, {}), getattr(section, parent)
-    table[last] = _value(getattr(section, last))
+        if parent.isdigit():
+            section, place = section[int(parent)], place[int(parent)]
+        else:
+            section, place = getattr(section, parent), place.setdefault(parent, {})
+    place[last] = _value(getattr(section, last))
 
 
 def _value(value: Any) -> Any:

@@ -17,6 +17,7 @@ from streamrl.report.plan import Choice
 from streamrl.report.words import Team, rent_text, team_of, what_text
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import encode_run
+from streamrl.runfile.sides import kind_name
 from streamrl.runfile.units import SECONDS_PER_HOUR
 
 Kind = Literal["plan", "runner-up", "front", "run"]
@@ -140,7 +141,10 @@ def _of_choice(
     value: float | None,
 ) -> Option:
     """Describe a choice whose objective is `value`, by which its seeds are seen; None where it is not known."""
-    team, system = Team(choice.rollout, choice.trainer, {}), str(choice.settings["policies.system"])
+    beside = choice.rollout.beside
+    others = {} if beside is None else {f"generate as {kind_name(1)}": beside}
+    team = Team(choice.rollout, choice.trainer, others)
+    system = str(choice.settings["policies.system"])
     per_second = choice.cost_per_step / choice.step_time
     cost = choice.cost_per_million_tokens
     power = 0.5 if made.plan.objective.name == "pareto" else 1.0  # both factors grow with seconds
