@@ -123,7 +123,7 @@ def generation_of(trial: Trial) -> GenerationTime:
     draws = [workload.draw(batch * size, size) for batch in trial.batches]
     batches = [generate_batch(run, costs, batch, MOST_REPLICAS) for batch in draws]
     waits = run.algorithm.trains_whole_groups
-    return summarize(batches, run.rollout.replicas, waits_for_groups=waits)
+    return summarize(batches, run.rollout.num_replicas, waits_for_groups=waits)
 
 
 def training_error_of(trial: Trial) -> float:
