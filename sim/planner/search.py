@@ -253,16 +253,17 @@ class Search:
         return [i for i in order if self.space.candidate(i).mode.system != "colocated"]
 
     def _look_at_each(self, pool: Executor, watch: Callable[[], None]) -> None:
-        """Simulate the best plan of each system on each pair of pools, but where all of those are known to be worse."""
+        """Simulate the best plan of each system on pools of which none was, but where all of those are known to be worse."""
         wanted = self._refine(pool, lambda order, scores: self.best_of_each(scores), FIRST_LOOK)
         bounds, classes = self.bounds(), self._class_codes
+        looked_at = {classes[index] for index in self.speeds}
+        wanted = [index for index in wanted if classes[index] not in looked_at]
         least = {i: float(bounds[classes == classes[i]].min()) for i in wanted}
         while wanted:
             ranking = self.ranking()
             is_judged = ranking and self.space.run.plan.objective != "pareto"
             best = self.value(ranking[0]) if is_judged else np.inf
-            chosen = self.unlike(i for i in wanted[:ROUND] if least[i] <= best)
-            self.simulate(pool, chosen, watch)
+            self.simulate(pool, [i for i in wanted[:ROUND] if least[i] <= best], watch)
             wanted = [] if self.is_late else wanted[ROUND:]
 
     def best_of_each(self, scores: Floats) -> list[int]:
