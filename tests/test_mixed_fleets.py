@@ -125,7 +125,7 @@ def test_a_plan_takes_the_gpus_that_training_leaves_to_generate_and_is_what_is_s
     assert [kind.pool for kind in fleet.kinds] in (["h20", "h800"], ["h800", "h20"])
     assert planned.plan.allocation.rollout.beside is not None
     assert planned.plan.allocation.step_time < 0.95 * alike.plan.allocation.step_time
-    assert "and 4 " in planned.plan.allocation.text
+    assert " and " in planned.plan.allocation.text.partition(" generate")[0]
     write_run(planned.run, tmp_path / "plan.toml", stated=list(planned.plan.allocation.settings))
     again = load_run(tmp_path / "plan.toml")
     assert measure_steady(again).step_time == planned.plan.allocation.step_time

@@ -73,8 +73,8 @@ class Replicas(NamedTuple):
 
     @property
     def pools(self) -> tuple[str, ...]:
-        """Pools of all kinds, each once."""
-        return tuple(dict.fromkeys(kind.pool for kind in self.kinds))
+        """Pools of all kinds by name, each once."""
+        return tuple(sorted({kind.pool for kind in self.kinds}))
 
     @property
     def own(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def mixed_fleets(
     if not can_mix(run):
         return []
     found = dict.fromkeys(
-        each._replace(replicas=kept, beside=beside)
+        _together(each._replace(replicas=kept), beside)
         for each in replicas
         if each.beside is None
         for share in SHARES
@@ -38,6 +38,12 @@ def mixed_fleets(
         for beside in _beside(run, each._replace(replicas=kept), trainers)
     )
     return list(found)
+
+
+def _together(first: Replicas, second: Replicas) -> Replicas:
+    """Return both kinds, in the same order whichever was there first."""
+    kinds = sorted((first, second), key=lambda kind: (kind.pool, kind.tensor_parallel))
+    return kinds[0]._replace(beside=kinds[1])
 
 
 def can_mix(run: Run) -> bool:
