@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 
 from executor.back_ends import check_back_ends
+from executor.carriers.launch import Launcher
 from executor.carriers.local_gpus import gpus_needed
 from executor.carriers.placement import Placement
+from executor.record import RunDirectory
 from sim.batch_time import generate_batch
 from sim.costs.costs import Costs
 from sim.costs.fill import even_shares, fill_policies
@@ -250,3 +253,22 @@ def test_a_run_needs_the_gpus_of_all_kinds_and_back_ends_refuse_degrees_of_each(
     assert gpus_needed(run) == 2 + 4 + 1
     with pytest.raises(ValueError, match=r"rollout\.others\.0\.tensor_parallel must be 1"):
         check_back_ends(run)
+
+
+def test_a_replica_is_launched_as_its_kind_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[dict[str, object]] = []
+
+    async def start(
+        self: Launcher, role: str, config: dict[str, object], name: str, place: object
+    ) -> None:
+        started.append({**config, "place": place})
+
+    monkeypatch.setattr(Launcher, "_start", start)
+    run = run_of({"pool": "near", "replicas": 1, "max_running": 7})
+    launcher = Launcher(run, RunDirectory(tmp_path))
+    for replica, kind in enumerate(run.rollout.kind_of_each):
+        asyncio.run(launcher.replica(replica, kind, "model"))
+    assert [config["max_running"] for config in started] == [4, 4, 7]
+    assert [config["place"].pool for config in started] == ["far", "far", "near"]  # type: ignore[attr-defined]
