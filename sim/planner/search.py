@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from typing import TypeVar
 
 import numpy as np
@@ -52,8 +53,9 @@ ROUND = 8
 """Plans simulated before estimates are corrected again: enough to keep a few cores busy."""
 LOOKED_AT = 4000
 """Plans, the best by estimate, among which a round chooses."""
-FIRST_LOOK = 1
-"""Batches from which replicas' seconds are taken for a first ranking."""
+FIRST_LOOK, FIRST_ROUNDS = 1, 4
+"""Batches from which replicas' seconds are taken for a first ranking, and rounds after which a first plan of each system
+is settled on: later ones are told by its simulation too."""
 NEAR, NEARER = 1.1, 1.05
 """How far from the best estimate a plan may be whose replicas are simulated on one batch, and on all: while
 some are only bounded from below many look good, and one batch may be 5 % longer than another."""
@@ -210,7 +212,9 @@ class Search:
 
     def _look_at_each(self, pool: Executor, watch: Callable[[], None]) -> None:
         """Simulate the best plan of each system on each pair of pools, but where all of those are known to be worse."""
-        wanted = self._refine(pool, lambda order, scores: self.best_of_each(scores), FIRST_LOOK)
+        wanted = self._refine(
+            pool, lambda order, scores: self.best_of_each(scores), FIRST_LOOK, FIRST_ROUNDS
+        )
         bounds, classes = self.bounds(), self._class_codes
         least = {i: float(bounds[classes == classes[i]].min()) for i in wanted}
         while wanted:
@@ -269,22 +273,24 @@ class Search:
         pool: Executor,
         pick: Callable[[list[int], Floats], list[int]],
         num_batches: int | None = None,
+        most_rounds: float = np.inf,
     ) -> list[int]:
-        """Simulate the replicas of what is picked, on all batches or on the first, until the pick has no others."""
+        """Look closer at the sides of what is picked, on all batches or on the first, until the pick has no others."""
         first, last = counted_steps(open_trial(self.base)[0])
         measured = range(first - 1, last)[:num_batches]
-        while True:
+        for num_rounds in count():
             scores = self.scores()
             picked = pick(_best(scores), scores)
             passes = self.estimates.unchecked(picked)
             asked = self.estimates.asked(picked, len(measured))
-            if self.is_late or not (passes or asked):
-                return picked
+            if self.is_late or num_rounds >= most_rounds or not (passes or asked):
+                break
             batches = tuple(measured)
             for one, error in self._ask(pool, training_error_of, passes, batches[:1]):
                 self.estimates.learn_passes(one, error)
             for which, found in self._ask(pool, generation_of, asked, batches):
                 self.estimates.learn(which, found)
+        return picked
 
     def _ask(
         self,
@@ -360,8 +366,8 @@ class Search:
 
 def _best(scores: Floats) -> list[int]:
     """Return the places of the least scores, the least first."""
-    count = min(LOOKED_AT, len(scores))
-    places = np.argpartition(scores, count - 1)[:count]
+    most = min(LOOKED_AT, len(scores))
+    places = np.argpartition(scores, most - 1)[:most]
     order: list[int] = places[np.argsort(scores[places], kind="stable")].tolist()
     return order
 
