@@ -156,14 +156,15 @@ def _alone(run: Run, pool: Executor) -> Iterator[Challenger]:
 
 
 def _wide(search: Search, pool: Executor, most: int, seconds: float) -> Iterator[Challenger]:
-    """Yield the best of as many plans, the best by estimate, each other than those before."""
+    """Yield the best of as many plans: those that are like none before, the best by estimate, and then the others."""
     until = time.perf_counter() + seconds
     while len(search.speeds) < most and time.perf_counter() < until:
         search.settle(pool, [])
-        new = list(search.unlike(search.in_order()))[:ROUND]
+        order = search.in_order()
+        new = [*search.unlike(order), *(i for i in order if i not in search.speeds)]
         if not new:
             break
-        search.simulate(pool, new, lambda: None)
+        search.simulate(pool, list(dict.fromkeys(new))[:ROUND], lambda: None)
     best = Race(search).run(pool, lambda: None)
     yield Challenger(f"the best of {len(search.speeds)}", search.space.candidate(best))
 

@@ -97,15 +97,16 @@ class Search:
         self.complexity = complexities(self.space)
 
     @classmethod
-    def open(cls, run: Run, deadline: float = float("inf")) -> Search:
-        """Find all plans and estimate them.
+    def open(cls, run: Run, deadline: float = float("inf"), *, tight: bool = False) -> Search:
+        """Find all plans and estimate them; `tight` ones are those whose trainers leave too little room otherwise.
 
         Raises:
             ValueError: no plan is left, or costs are missing.
         """
         base = shortened(run, run.seed)
         batches = _draw(base)
-        space = Space.open(run, [FallingLengths(DealtBatch.of(batch).lengths) for batch in batches])
+        falling = [FallingLengths(DealtBatch.of(batch).lengths) for batch in batches]
+        space = Space.open(run, falling, tight=tight)
         return cls(space=space, estimates=Estimates(space, batches), base=base, deadline=deadline)
 
     @property
