@@ -105,7 +105,7 @@ class Space:
 
     def system(self, index: int) -> System:
         """Return the policies of a plan by its index."""
-        return self.systems[self.of_mode[index]]
+        return self.systems[int(self.of_mode[index])]
 
     def find(self, candidate: Candidate) -> int | None:
         """Return the index of a plan, whatever its trainer has to do here to fit; None where it does not."""
