@@ -4,8 +4,10 @@
     python benchmarks/bench_offers.py 8b-2-h100 32b-8-h800
 
 Of every offer the chosen plan is set against the best plan of each system searched alone, and against the best of a
-search with twenty times the simulations (or as many as `--seconds` allow). Winner and challengers are simulated again, on
-the prompts and lengths of a seed that no search has seen. A JSON object for each offer goes to `--output`.
+search with twenty times the simulations, or as many as `--seconds` allow: `simulated` and `wide` say how many there were.
+Winner and challengers are simulated again, on the prompts and lengths of a seed that no search has seen. What `doctor`
+says of the plan and what its sides take of their memory stands beside. Each offer has a line of JSON in `--output`;
+those that this commit has one of are left out.
 """
 
 from __future__ import annotations
@@ -21,15 +23,19 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from sim.checkup.checkup import check_up
+from sim.planner.found import settings_of
 from sim.planner.modes import USUAL_SYSTEMS
 from sim.planner.planner import make_plan
 from sim.planner.race import FINAL_STEPS, Race
 from sim.planner.search import ROUND, Search
 from sim.planner.space import Candidate
 from sim.planner.trial import Trial, run_all, short_speed_of, shortened
-from streamrl.hardware.memory import trainer_memory
-from streamrl.hardware.profiles import load_gpu
+from streamrl.doctor.diagnosis import diagnose
+from streamrl.doctor.finding import Finding
+from streamrl.doctor.memory import memory_of
 from streamrl.record.paired import ratio_half_width
+from streamrl.report.plan import Plan
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
 
@@ -58,11 +64,19 @@ def main() -> None:
     arguments = parser.parse_args()
     names = arguments.offers or sorted(path.stem for path in OFFERS.glob("*.toml"))
     for name in names:
+        known = read_results(arguments.output)
+        if known.get(name, {}).get("commit") == _commit():
+            continue
         found = compare(name, load_run(OFFERS / f"{name}.toml"), arguments.seconds)
-        line = json.dumps(found)
-        print(line, flush=True)
-        with arguments.output.open("a") as file:
-            file.write(line + "\n")
+        print(json.dumps(found), flush=True)
+        lines = [json.dumps(each) + "\n" for each in {**known, name: found}.values()]
+        arguments.output.write_text("".join(lines))
+
+
+def read_results(path: Path) -> dict[str, dict[str, Any]]:
+    """Return what is known of offers, by their name."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {found["offer"]: found for found in map(json.loads, lines)}
 
 
 def compare(name: str, run: Run, seconds: float) -> dict[str, Any]:
@@ -82,8 +96,7 @@ def compare(name: str, run: Run, seconds: float) -> dict[str, Any]:
     }
     worst = max(behind, key=lambda who: behind[who])
     half_width = ratio_half_width(ours, speeds[worst])
-    split = planned.run
-    memory = load_gpu(split.cluster.pools[split.trainer.pool].gpu).usable_memory
+    sides = memory_of(planned.run)
     return {
         "offer": name,
         "commit": _commit(),
@@ -98,21 +111,36 @@ def compare(name: str, run: Run, seconds: float) -> dict[str, Any]:
         "simulated": plan.simulated,
         "open_gap": plan.open_gap,
         "wide": len(search.speeds),
+        "times_as_many": round(len(search.speeds) / plan.simulated, 1),
         "seconds": round(plan.seconds, 1),
-        "trainer_memory": round(sum(trainer_memory(split).values()) / memory, 3),
+        "steps_in_time": plan.steps_in_time,
+        "interval": _interval(plan),
+        "memory": {side.side: round(side.need / side.usable, 3) for side in sides},
+        "doctor": [each.name for each in _findings(planned.run) if each.level != "ok"],
     }
 
 
 def _chosen(search: Search, settings: dict[str, str | int | bool]) -> Candidate:
     """Return the plan that has these settings."""
-    from sim.planner.found import settings_of
-
     space = search.space
     return next(
         candidate
         for candidate in map(space.candidate, range(len(space)))
         if settings_of(candidate) == settings
     )
+
+
+def _interval(plan: Plan) -> float | None:
+    """Return half the 95 % interval of a step's seconds as a share of them; None where too few were simulated."""
+    if plan.allocation.step_time_interval is None:
+        return None
+    least, most = plan.allocation.step_time_interval
+    return round((most - least) / 2 / plan.allocation.step_time, 4)
+
+
+def _findings(run: Run) -> list[Finding]:
+    """Return what `doctor` says of a run, machine and files aside."""
+    return [*diagnose(run), *check_up(run).findings]
 
 
 def _alone(run: Run, pool: Executor) -> Iterator[Challenger]:
@@ -128,14 +156,15 @@ def _alone(run: Run, pool: Executor) -> Iterator[Challenger]:
 
 
 def _wide(search: Search, pool: Executor, most: int, seconds: float) -> Iterator[Challenger]:
-    """Yield the best of as many plans, the best by estimate, each other than those before."""
+    """Yield the best of as many plans: those that are like none before, the best by estimate, and then the others."""
     until = time.perf_counter() + seconds
     while len(search.speeds) < most and time.perf_counter() < until:
         search.settle(pool, [])
-        new = list(search.unlike(search.in_order()))[:ROUND]
+        order = search.in_order()
+        new = [*search.unlike(order), *(i for i in order if i not in search.speeds)]
         if not new:
             break
-        search.simulate(pool, new, lambda: None)
+        search.simulate(pool, list(dict.fromkeys(new))[:ROUND], lambda: None)
     best = Race(search).run(pool, lambda: None)
     yield Challenger(f"the best of {len(search.speeds)}", search.space.candidate(best))
 

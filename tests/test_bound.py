@@ -157,24 +157,28 @@ def learned(estimates: Estimates, base: bytes, indices: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("system", "error"),
+    ("system", "steps", "error"),
     [
-        *(("colocated", 0.03), ("disaggregated", 0.03), ("stream-sync", 0.05)),
-        *(("one-step-async", 0.07), ("stream-async", 0.15)),
+        *(("colocated", 5, 0.03), ("disaggregated", 5, 0.03), ("stream-sync", 5, 0.05)),
+        *(("one-step-async", 5, 0.07), ("stream-async", 32, 0.07)),
     ],
 )
-def test_estimates_of_steps_are_what_simulations_take(system: str, error: float) -> None:
-    search = searched(systems=[system])
+def test_estimates_of_steps_are_what_simulations_take(
+    system: str, steps: int, error: float
+) -> None:
+    """Where batches flow into each other a few steps are up to a fifth off their own mean, many are not."""
+    search = searched({"simulate.max_steps": steps}, systems=[system])
+    run = search.space.run
+    simulated = shortened(run, run.seed, steps)
     values = search.estimates.bound()
     likely = np.nonzero(values <= np.quantile(values, 0.5))[0]
     picked = np.random.default_rng(1).choice(likely, 6, replace=False).tolist()
     learned(search.estimates, search.base, picked)
-    steps, bounds = search.estimates.estimate().step, search.estimates.bound()
+    estimates, bounds = search.estimates.estimate().step, search.estimates.bound()
     off: list[float] = []
     for index in picked:
-        speed = short_speed_of(Trial(search.base, search.space.candidate(index)))
-        mean = speed.step_time
-        off.append(abs(steps[index] / mean - 1))
+        mean = short_speed_of(Trial(simulated, search.space.candidate(index))).step_time
+        off.append(abs(estimates[index] / mean - 1))
         assert bounds[index] <= mean
     *most, worst = sorted(off)
     assert max(most) <= error and worst <= 1.5 * error

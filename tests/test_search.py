@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from io import StringIO
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from sim.batch_time import generate_batch
 from sim.costs.costs import Costs
@@ -19,7 +21,10 @@ from sim.planner.planner import make_plan
 from sim.planner.race import Race
 from sim.planner.search import MARGIN, Search
 from sim.planner.trial import Trial, open_trial, short_speed_of, shortened
+from sim.steady_state import measure_steady
+from streamrl.record.steady import LEAST_STEPS
 from streamrl.report.plan import read_plan, write_plan
+from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.runfile.cluster_config import PoolConfig
 from tests.test_plan import SMALL, Here, few
 
@@ -56,9 +61,50 @@ def test_a_search_that_is_out_of_time_says_how_much_better_a_plan_may_be(tmp_pat
     assert search.speeds and not search.has_converged
     plan = make_plan(few(SMALL, time_limit="1 ms")).plan
     assert plan.open_gap is not None and 0 <= plan.open_gap < 1
+    console = Console(file=(shown := StringIO()), width=200)
+    console.print(plan_report(plan))
+    assert not plan.sensitivity and "no what-ifs" in shown.getvalue()
     write_plan(plan, tmp_path)
     assert read_plan(tmp_path / "plan.json") == plan
     assert make_plan(few(SMALL)).plan.open_gap is None
+
+
+def test_the_chosen_plan_is_simulated_for_as_many_steps_as_there_is_time_for() -> None:
+    long = {**SMALL, "simulate.max_steps": 60, "simulate.interval": 1e-4}
+    plan, run = (planned := make_plan(few(long, time_limit="1 ms"))).plan, planned.run
+    assert plan.steps_in_time == LEAST_STEPS == run.simulate.max_steps
+    assert measure_steady(run).step_time == plan.allocation.step_time
+    assert plan.allocation.step_time_interval is not None
+    told = "\n".join(head_lines(plan))
+    assert f"left time for {LEAST_STEPS} steps of it" in told and plan.allocation.note in told
+    unhurried = make_plan(few({**SMALL, "simulate.max_steps": 60, "simulate.interval": 0.5}))
+    assert unhurried.plan.steps_in_time is None and unhurried.run.simulate.max_steps == 60
+
+
+def test_a_system_is_not_tried_on_pools_where_all_its_plans_are_known_to_be_worse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sim.planner.search.ROUND", 4)
+    search = Search.open(few({**SMALL, "cluster.pools.h20.price": 1000.0}))
+    search.run(Here(), lambda: None)
+    space, best = search.space, search.value(search.ranking()[0])
+    assert {space.candidate(i).replicas.pool for i in search.speeds} == {"h800"}
+    on_h20 = np.array([each.pool == "h20" for each in space.replicas])[space.of_replicas]
+    assert on_h20.any() and search.bounds()[on_h20].min() > best
+    tried = {space.candidate(i).mode.system for i in search.speeds}
+    assert tried == {mode.system for mode in space.modes}
+
+
+def test_finalists_of_as_few_steps_as_the_search_had_are_not_simulated_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    search = searched()
+    simulated: list[Trial] = []
+    monkeypatch.setattr("sim.planner.race.short_speed_of", simulated.append)
+    race = Race(search)
+    race.run(Here(), lambda: None)
+    assert race.finals and not simulated
+    assert all(race.finals[index] == [search.speeds[index]] for index in race.finals)
 
 
 def test_what_has_not_begun_in_time_is_left_but_for_the_first() -> None:

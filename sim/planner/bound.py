@@ -226,9 +226,10 @@ class Estimates:
         """Return the seconds that a steady step of each plan does not go below."""
         return self._put_together(is_bound=True).step
 
-    def values(self, steps: Floats, lags: Floats | float = 0.0) -> Floats:
-        """Return the objective of every plan whose steps take so many seconds, its rollouts so many versions behind."""
+    def values(self, steps: Floats, lags: Floats | None = None) -> Floats:
+        """Return the objective of every plan whose steps take so many seconds, its rollouts so many versions behind, or none."""
         plan, prices, egress = self.space.run.plan, self.space.prices, self.egress(steps)
+        lags = np.zeros(len(steps)) if lags is None else lags
         return values_of(plan, steps, prices, self.tokens, lags, egress)
 
     def egress(self, steps: Floats) -> Floats:

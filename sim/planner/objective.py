@@ -46,7 +46,7 @@ def values_of(
     seconds: Floats,
     prices: Floats,
     tokens_per_step: float,
-    lags: Floats | float,
+    lags: Floats,
     egress: Floats,
 ) -> Floats:
     """Estimate the objective of every plan.
@@ -56,7 +56,7 @@ def values_of(
         seconds: of a step.
         prices: dollars a second.
         tokens_per_step: output tokens that a step trains on.
-        lags: mean staleness, of each or of all.
+        lags: mean staleness.
         egress: dollars a step for what crosses links.
     """
     steps: Floats = steps_for_one(plan, np.asarray(lags))

@@ -14,6 +14,7 @@ from sim.planner.objective import UNITS
 from sim.planner.race import Race
 from sim.planner.search import Search
 from sim.planner.sensitivity import Verdict, judge
+from sim.planner.tighter import find_tighter
 from sim.planner.trial import open_trial
 from streamrl.hardware.profiles import price_of
 from streamrl.report.plan import Change, Figure, Plan
@@ -38,7 +39,8 @@ class Planned(NamedTuple):
 def make_plan(run: Run, watch: Callable[[int, str], None] = lambda *_: None) -> Planned:
     """Choose among everything that a run's offer and its section `[plan]` leave open, on all cores.
 
-    `watch` is told how many simulations are done and what comes now: simulating, finalists, what if, the chosen plan.
+    `watch` is told how many simulations are done and what comes now: simulating, finalists, what if, the
+    chosen plan, with less room.
 
     Raises:
         ValueError: nothing fits, or nothing within budget: the constraint is named.
@@ -77,6 +79,7 @@ def _plan(
     race = Race(search)
     chosen, verdicts = _choose(search, race, pool, progress)
     chosen = race.settle(pool, chosen, progress.on("the chosen plan"))
+    tighter = find_tighter(search, chosen, pool, progress.on("with less room"))
     planned = race.planned(chosen)
     check_run(planned)
     objective, (metrics, *_) = run.plan.objective, race.steady[chosen]
@@ -108,6 +111,7 @@ def _plan(
         runners_up=found.runners_up(),
         pareto=found.pareto(),
         sensitivity=[_change(search, chosen, verdict, value) for verdict in verdicts],
+        tighter=tighter,
         staleness_cost=run.plan.staleness_cost,
         tiers=metrics.tiers,
         uncertainty=metrics.uncertainty,

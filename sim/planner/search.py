@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TypeVar
 
 import numpy as np
@@ -31,6 +32,7 @@ from sim.planner.space import Candidate, Space
 from sim.planner.train_time import FallingLengths
 from sim.planner.trial import (
     Trial,
+    counted_batches,
     counted_steps,
     generation_of,
     open_trial,
@@ -44,7 +46,6 @@ from streamrl.record.whole_run import steps_for_one
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import SystemName
 from streamrl.runfile.units import SECONDS_PER_DAY
-from streamrl.workload.workload import Draw
 
 Key = TypeVar("Key", bound=Hashable)
 Answer = TypeVar("Answer")
@@ -52,8 +53,9 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 ROUND = 8
 """Plans simulated before estimates are corrected again: enough to keep a few cores busy."""
-FIRST_LOOK = 1
-"""Batches from which replicas' seconds are taken for a first ranking."""
+FIRST_LOOK, FIRST_ROUNDS = 1, 4
+"""Batches from which replicas' seconds are taken for a first ranking, and rounds after which a first plan of each system
+is settled on: later ones are told by its simulation too."""
 NEAR, NEARER = 1.1, 1.05
 """How far from the best estimate a plan may be whose replicas are simulated on one batch, and on all: while
 some are only bounded from below many look good, and one batch may be 5 % longer than another."""
@@ -107,15 +109,16 @@ class Search:
         """Of each plan a number for its system and pools."""
 
     @classmethod
-    def open(cls, run: Run, deadline: float = float("inf")) -> Search:
-        """Find all plans and estimate them.
+    def open(cls, run: Run, deadline: float = float("inf"), *, tight: bool = False) -> Search:
+        """Find all plans and estimate them; `tight` ones are those whose trainers leave too little room otherwise.
 
         Raises:
             ValueError: no plan is left, or costs are missing.
         """
         base = shortened(run, run.seed)
-        batches = _draw(base)
-        space = Space.open(run, [FallingLengths(DealtBatch.of(batch).lengths) for batch in batches])
+        batches = counted_batches(base)
+        falling = [FallingLengths(DealtBatch.of(batch).lengths) for batch in batches]
+        space = Space.open(run, falling, tight=tight)
         return cls(space=space, estimates=Estimates(space, batches), base=base, deadline=deadline)
 
     @property
@@ -254,7 +257,9 @@ class Search:
 
     def _look_at_each(self, pool: Executor, watch: Callable[[], None]) -> None:
         """Simulate the best plan of each system on pools of which none was, but where all of those are known to be worse."""
-        wanted = self._refine(pool, lambda order, scores: self.best_of_each(scores), FIRST_LOOK)
+        wanted = self._refine(
+            pool, lambda order, scores: self.best_of_each(scores), FIRST_LOOK, FIRST_ROUNDS
+        )
         bounds, classes = self.bounds(), self._class_codes
         looked_at = {classes[index] for index in self.speeds}
         wanted = [index for index in wanted if classes[index] not in looked_at]
@@ -299,22 +304,24 @@ class Search:
         pool: Executor,
         pick: Callable[[list[int], Floats], list[int]],
         num_batches: int | None = None,
+        most_rounds: float = np.inf,
     ) -> list[int]:
-        """Simulate the replicas of what is picked, on all batches or on the first, until the pick has no others."""
+        """Look closer at the sides of what is picked, on all batches or on the first, until the pick has no others."""
         first, last = counted_steps(open_trial(self.base)[0])
         measured = range(first - 1, last)[:num_batches]
-        while True:
+        for num_rounds in count():
             scores = self.scores()
             picked = pick(best_of(scores), scores)
             passes = self.estimates.unchecked(picked)
             asked = self.estimates.asked(picked, len(measured))
-            if self.is_late or not (passes or asked):
-                return picked
+            if self.is_late or num_rounds >= most_rounds or not (passes or asked):
+                break
             batches = tuple(measured)
             for one, error in self._ask(pool, training_error_of, passes, batches[:1]):
                 self.estimates.learn_passes(one, error)
             for which, found in self._ask(pool, generation_of, asked, batches):
                 self.estimates.learn(which, found)
+        return picked
 
     def _ask(
         self,
@@ -386,10 +393,3 @@ class Search:
             mode = self.space.modes[self.space.of_mode[index]]
             self._over[mode.system].append(speed.step_time / estimated[index])
             self.estimates.learn_step(index, speed.step_time)
-
-
-def _draw(base: bytes) -> list[list[Draw]]:
-    """Return the batches that the steps of a trial that count train on."""
-    run, workload = open_trial(base)
-    size, (first, last) = run.algorithm.prompts_per_step, counted_steps(run)
-    return [workload.draw(batch * size, size) for batch in range(first - 1, last)]

@@ -117,12 +117,15 @@ class Space:
         return replace_fields(self, run=run, prices=prices)
 
     @classmethod
-    def open(cls, run: Run, batches: Sequence[FallingLengths] = ()) -> Space:
+    def open(
+        cls, run: Run, batches: Sequence[FallingLengths] = (), *, tight: bool = False
+    ) -> Space:
         """Find the plans that a run's offer and its section `[plan]` leave open.
 
         Args:
             run: the run file.
             batches: what is trained on. Where given, trainers that others on the same GPUs leave behind are cut.
+            tight: only with trainers that plans have not, as they leave too little room.
 
         Raises:
             ValueError: there are none; the constraint that rules out the last is named.
@@ -134,7 +137,7 @@ class Space:
                 f"policies.resize {run.policies.resize!r} changes what a plan decides: leave it out"
             )
         cut: Counter[str] = Counter()
-        replicas, trainers = find_replicas(run, cut), find_trainers(run, cut)
+        replicas, trainers = find_replicas(run, cut), find_trainers(run, cut, tight=tight)
         modes = find_modes(run)
         if batches:
             trainers = _near_best(run, trainers, batches, cut)
@@ -229,8 +232,13 @@ def find_replicas(run: Run, cut: Counter[str]) -> list[Replicas]:
     return found
 
 
-def find_trainers(run: Run, cut: Counter[str]) -> list[Degrees]:
+def find_trainers(run: Run, cut: Counter[str], *, tight: bool = False) -> list[Degrees]:
     """Return every way to train, with room on its GPUs where there is one.
+
+    Args:
+        run: the run file.
+        cut: reasons are counted there.
+        tight: return the others instead, which fit but leave less room.
 
     Raises:
         ValueError: there is none.
@@ -247,6 +255,9 @@ def find_trainers(run: Run, cut: Counter[str]) -> list[Degrees]:
     before = cut.copy()
     roomy = replace_fields(among, most_memory=ROOMY)
     found = _fitting(run, roomy, cut) or _fitting(run, among, Counter())
+    if tight:
+        roomier = set(found)
+        found = [each for each in _fitting(run, among, Counter()) if each not in roomier]
     if not found:
         offer = ", ".join(plan.trainer_pools or run.cluster.pools)
         raise ValueError(f"no trainer can train in pools {offer}: {_why(cut - before)}")

@@ -28,7 +28,7 @@ from streamrl.record.trace import Trace
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import decode_run, encode_run
-from streamrl.workload.workload import SimulatedWorkload
+from streamrl.workload.workload import Draw, SimulatedWorkload
 
 SEARCH_STEPS = 8
 """Most steps by which a search compares plans: all take the same prompts and lengths, so that their difference is known
@@ -89,6 +89,13 @@ def counted_steps(run: Run) -> tuple[int, int]:
     """Return the first and last step by which a search compares plans of a shortened run."""
     most = run.simulate.max_steps
     return min(START, most - 1) + 1, most
+
+
+def counted_batches(base: bytes) -> list[list[Draw]]:
+    """Return the batches that the steps of a trial that count train on."""
+    run, workload = open_trial(base)
+    size, (first, last) = run.algorithm.prompts_per_step, counted_steps(run)
+    return [workload.draw(batch * size, size) for batch in range(first - 1, last)]
 
 
 def metrics_of(trial: Trial) -> Metrics:

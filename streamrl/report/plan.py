@@ -117,6 +117,19 @@ class Beside(msgspec.Struct, frozen=True, kw_only=True):
     """That plan, which may be the chosen one; None where the offer or `[plan]` has none."""
 
 
+class Tighter(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan that is notably better, and not chosen as its trainer leaves too little of a GPU's memory free."""
+
+    choice: str
+    """What is run, in a line."""
+    settings: dict[str, str | int | bool]
+    """Every key of the run file that it sets."""
+    gain: float
+    """Share by which its objective is below the chosen plan's, on the same prompts."""
+    memory: float
+    """Share of a GPU that its trainer takes."""
+
+
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     """What would be chosen if the world were another."""
 
@@ -156,6 +169,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Why this plan and no other that costs about as much."""
     beside: list[Beside] = []
     """The best synchronous, the best colocated and the fastest plan."""
+    tighter: Tighter | None = None
+    """A better plan with less room; None where there is none that is notably better, or no time was left to look."""
     staleness_cost: float = 0.0
     """Per cent more steps that were charged for each version of lag."""
     ruled_out: int

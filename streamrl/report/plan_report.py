@@ -56,6 +56,11 @@ def head_lines(plan: Plan) -> Iterator[str]:
         yield from fact_lines(plan.whole_run)
     yield f"  {plan.binding.text}"
     yield f"  chosen as {plan.why}; {search_text(plan)}"
+    if plan.tighter is not None:
+        yield (
+            f"  with less room {plan.tighter.gain:.0%} better: {plan.tighter.choice}, whose trainer takes "
+            f"{plan.tighter.memory:.1%} of a GPU"
+        )
     if not plan.staleness_cost:
         yield "  staleness is taken to cost no progress: plan.staleness_cost says how much it does"
     else:

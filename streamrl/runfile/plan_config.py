@@ -75,7 +75,8 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     """Per cent more steps that a training needs for each version that its rollouts are behind on average. Nobody knows it
     for your task but you: 0 takes a stale rollout to teach as much as a fresh one."""
     time_limit: Duration = Duration(300.0)
-    """After which no further plan is simulated; the plan then says how much better another might be."""
+    """After which no further plan is simulated; the plan then says how much better another might be. The chosen one is
+    simulated for half as long at most, but for 20 steps: where its interval has not come by then, the plan says so."""
     finalists: int = 6
     """Plans that are simulated for longer, of which the best is chosen and simulated to the interval of `[simulate]`."""
     seeds: int = 1

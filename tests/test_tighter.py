@@ -1,0 +1,77 @@
+"""A plan says what the room costs that it leaves on its trainer's GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from sim.planner.found import settings_of
+from sim.planner.planner import make_plan
+from sim.planner.search import ALIKE
+from sim.planner.space import Space
+from sim.planner.trial import Trial, short_speed_of, shortened
+from streamrl.doctor.memory import trainer_side
+from streamrl.hardware.memory import ROOMY
+from streamrl.report.plan_report import head_lines
+from streamrl.runfile.config import Run
+from tests.test_plan import few
+
+FULL: dict[str, Any] = {
+    "trainer_gpus": [8, 16],
+    "trainer_tensor_parallel": [4],
+    "pipeline_parallel": [1],
+    "recompute": ["none"],
+    "zero": [1],
+    "micro_batch": [8],
+    "systems": ["stream-async"],
+    "rollout_pools": ["h20"],
+}
+"""Trainers on 8 GPUs, whose optimizer is split over two ranks, fill them more than those on 16."""
+
+
+def filled() -> Run:
+    """Return an offer whose trainers on 8 GPUs fit, with less room than is left."""
+    run = few(
+        {"trainer.logits": "chunked", "algorithm.name": "grpo", "algorithm.group_size": 2}, **FULL
+    )
+    for tokens in range(8000, 400_000, 1000):
+        full = replace(run, trainer=replace(run.trainer, max_tokens_per_pass=tokens))
+        if {each.num_gpus for each in Space.open(full).trainers} == {16}:
+            return full
+    raise AssertionError("no batch fills them")
+
+
+def test_a_plan_names_the_better_one_that_leaves_less_room() -> None:
+    run = filled()
+    tight = Space.open(run, tight=True)
+    sides = [trainer_side(trainer.apply(run)) for trainer in tight.trainers]
+    assert sides and all(ROOMY * side.capacity < side.need <= side.capacity for side in sides)
+    planned = make_plan(run)
+    tighter, chosen = planned.plan.tighter, planned.plan.allocation
+    assert tighter is not None and chosen.trainer.num_gpus == 16
+    assert tighter.settings["trainer.data_parallel"] == 2 and ROOMY < tighter.memory <= 1
+    ours, theirs = (_simulated(run, settings) for settings in (chosen.settings, tighter.settings))
+    assert tighter.gain == pytest.approx(1 - theirs / ours) and tighter.gain > ALIKE
+    (line,) = [line for line in head_lines(planned.plan) if "with less room" in line]
+    assert tighter.choice in line and f"{tighter.gain:.0%} better" in line
+
+
+def _simulated(run: Run, settings: dict[str, str | int | bool]) -> float:
+    """Return the objective of a plan over the few steps of a search."""
+    for tight in (False, True):
+        space = Space.open(run, tight=tight)
+        for candidate in map(space.candidate, range(len(space))):
+            if settings_of(candidate) == settings:
+                trial = Trial(shortened(run, run.seed), candidate)
+                return short_speed_of(trial).cost_per_million_tokens
+    raise AssertionError("no such plan")
+
+
+def test_no_plan_is_named_that_is_no_better() -> None:
+    run = filled()
+    dearer = replace(run, plan=replace(run.plan, objective="step-time"))
+    plan = make_plan(dearer).plan
+    assert plan.allocation.trainer.num_gpus == 16 and plan.tighter is None
+    assert not [line for line in head_lines(plan) if "with less room" in line]
