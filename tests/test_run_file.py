@@ -50,6 +50,8 @@ def error_of(changes: dict[str, Any]) -> str:
         (link(bandwidth="80 Gb"), ["cluster.links.0.bandwidth", "'80 Gb'"]),
         (link(bandwidth="0 Gbps"), ["cluster.links.0.bandwidth", "above 0"]),
         (link(latency=3), ["cluster.links.0.latency", "3 needs a unit"]),
+        (link(latency="-3 ms"), ["cluster.links.0.latency", "'-3 ms' is below 0"]),
+        (link(between=["far", "far"]), ["cluster.links.0.between", "two pools, got 'far' twice"]),
         (link(between=["far", "moon"]), ["cluster.links.0.between", "'moon'"]),
         ({"cluster.links": []}, ["cluster.links", "'far'", "'near'"]),
         (
@@ -131,7 +133,9 @@ def test_set_reads_numbers_strings_tables_and_entries_of_lists() -> None:
 def test_set_reaches_the_entry_of_a_list_that_it_names(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(
-        EXAMPLE.read_text() + '[[cluster.links]]\nbetween = ["h20", "h20"]\nbandwidth = "1 Gbps"\n'
+        EXAMPLE.read_text()
+        + '[cluster.pools.spare]\ngpu = "h20"\n'
+        + '[[cluster.links]]\nbetween = ["h20", "spare"]\nbandwidth = "1 Gbps"\n'
     )
     run = load_run(path, ["cluster.links.1.latency=5 ms"])
     assert [link.latency for link in run.cluster.links] == pytest.approx([0.01, 0.005])

@@ -57,6 +57,21 @@ def _check_names(run: Run) -> None:
                 raise RunError(key, link.between, pools, text)
 
 
+def _check_links(run: Run) -> None:
+    """Refuse a link of a pool with itself, and a second one between two pools, of which neither would carry anything."""
+    seen: dict[frozenset[str], int] = {}
+    for index, link in enumerate(run.cluster.links):
+        key, pair = f"cluster.links.{index}.between", frozenset(link.between)
+        first = seen.setdefault(pair, index)
+        if len(pair) == 1:
+            text = f"{key} must name two pools, got {link.between[0]!r} twice"
+            raise RunError(key, link.between, None, text)
+        if first != index:
+            names = " and ".join(map(repr, link.between))
+            text = f"{key} names {names}, which cluster.links.{first} joins already"
+            raise RunError(key, link.between, None, text, (f"cluster.links.{first}.between",))
+
+
 def _check_sizes(run: Run) -> None:
     for name, pool in run.cluster.pools.items():
         if pool.num_gpus > MOST_GPUS:
@@ -252,7 +267,15 @@ def divisors(number: int) -> list[int]:
 
 
 POOL_CHECKS = (
-    *(_check_names, _check_sizes, _check_owned, _check_rollout, _check_kinds, _check_trainers),
+    *(
+        _check_names,
+        _check_links,
+        _check_sizes,
+        _check_owned,
+        _check_rollout,
+        _check_kinds,
+        _check_trainers,
+    ),
     _check_shared,
     *(_check_follower_names, _check_verifier),
     *(_check_num_gpus, _check_link, _check_resize),

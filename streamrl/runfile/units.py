@@ -13,7 +13,7 @@ _TIMES = {
     **{"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0},
     **{"h": SECONDS_PER_HOUR, "d": SECONDS_PER_DAY},
 }
-_NUMBER = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]+)\s*")
+_NUMBER = re.compile(r"\s*(-?[0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]+)\s*")
 
 
 class Bandwidth(float):
@@ -68,6 +68,8 @@ def _split(text: object, example: str) -> tuple[float, str]:
     match = _NUMBER.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise ValueError(f"{text!r} needs a unit: write {example}")
+    if match[1].startswith("-"):
+        raise ValueError(f"{text!r} is below 0: write {example}")
     return float(match[1]), match[2]
 
 
