@@ -15,6 +15,7 @@ from typing import Any
 
 from executor.back_ends import check_back_ends
 from executor.carriers.local_gpus import claim_gpus
+from executor.verifier.records import check_prompts
 from executor.verifier.scorers import SCORERS
 from streamrl.engine.messages import Event
 from streamrl.engine.state import State
@@ -48,6 +49,7 @@ def check_executable(run: Run) -> None:
         )
     if run.verifier.scorer not in SCORERS:
         raise ValueError(f"verifier.scorer {run.verifier.scorer!r} is none of {', '.join(SCORERS)}")
+    check_prompts(run)
     check_back_ends(run)
     claim_gpus(run)
 

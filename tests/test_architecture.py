@@ -31,7 +31,17 @@ def sources(package: str) -> list[Path]:
 CONTROL = [
     ROOT / "streamrl" / "engine" / f"{name}.py"
     for name in (
-        *("messages", "entities", "fleet", "lines", "batch", "recent", "pace", "latency"),
+        *(
+            "messages",
+            "entities",
+            "fleet",
+            "lines",
+            "batch",
+            "recent",
+            "pace",
+            "latency",
+            "setbacks",
+        ),
         *("state", "invariants", "engine"),
     )
 ] + sources("streamrl/engine/policies")
