@@ -150,7 +150,8 @@ LAYERS = {
     ),
     "executor": (
         *("tokens", "samples", "prompts", "roles", "pretrained", "buffer", "record", "carriers"),
-        *("transfer", "rollout", "trainer", "verifier", "world", "back_ends", "execute"),
+        *("transfer", "rollout", "trainer", "verifier", "watchdog", "world"),
+        *("back_ends", "interruption", "execute"),
         *("checkup", "profiling"),
     ),
 }
