@@ -66,6 +66,8 @@ class Interruption:
         self.signal = self.signal or signal.Signals(number)
         if self._ending is None:
             raise self.error
+        if self._ending.loop.is_closed():
+            return  # it has ended
         self._ending.loop.call_soon_threadsafe(self._ending.ask, NAMES[self.signal])
         if self._last is None:
             self._last = threading.Timer(LAST_TIME, self._end)

@@ -141,7 +141,8 @@ class RealWorld(World[Trace]):
 
     def abandon(self) -> None:
         """Leave no process and no shared memory behind, from any thread, where the event loop hangs."""
-        for role in (*self._replicas.values(), self._trainer):
+        roles: list[Replica | Trainer] = [*self._replicas.values(), self._trainer]
+        for role in roles:
             role.kill("was killed: the run hangs")
         self._transfer.stop()
         self._verifier.close()
