@@ -125,7 +125,7 @@ async def _execute(
         def say() -> str:
             saved = directory.newest_checkpoint()
             what = "no step is saved yet" if saved is None else f"step {saved.version} is saved"
-            return f"after step {world.engine.version}: {what}; go on with: {how_to_resume}"
+            return f" after step {world.engine.version}: {what}; go on with: {how_to_resume}"
 
         loop = asyncio.get_running_loop()
         interruption.watch_over(Ending(loop, world.interrupt, abandon, say))

@@ -27,7 +27,7 @@ class Ending(NamedTuple):
     abandon: Callable[[], None]
     """Leaves no process and no shared memory behind."""
     say: Callable[[], str]
-    """Says how far it is, what is saved, and how to go on."""
+    """Says how far it is, what is saved, and how to go on; stands after the name of the signal."""
 
 
 class Interruption:
@@ -59,8 +59,8 @@ class Interruption:
     def error(self) -> RunInterruptedError:
         """What to raise once the run has ended of the signal."""
         assert self.signal is not None, "nothing came"
-        said = "nothing was begun" if self._ending is None else self._ending.say()
-        return RunInterruptedError(f"{NAMES[self.signal]} {said}", self.signal)
+        said = ": nothing was begun" if self._ending is None else self._ending.say()
+        return RunInterruptedError(f"{NAMES[self.signal]}{said}", self.signal)
 
     def _obey(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or signal.Signals(number)

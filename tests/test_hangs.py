@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
+from executor.interruption import Interruption
 from executor.watchdog import FACTOR, TICK, Watchdog
 from executor.world import RealWorld
 from streamrl.engine.messages import (
@@ -34,6 +35,7 @@ from streamrl.engine.messages import (
     Woke,
 )
 from streamrl.engine.state import State
+from streamrl.engine.world import RunInterruptedError
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace, replay
 from streamrl.runfile.config import Run
@@ -220,3 +222,11 @@ def test_a_replica_whose_engine_died_is_replaced_though_its_process_lives(tmp_pa
     assert sum(isinstance(event, Failed) for event in events) <= 12
     assert {event.replica for event in events if isinstance(event, ReplicaStarted)} == {0, 1, 2}
     assert measure(trace).num_steps == 8
+
+
+def test_ctrl_c_before_a_run_has_begun_ends_it_at_once() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(RunInterruptedError, match="Ctrl-C: nothing was begun"), Interruption():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5.0)
+    assert signal.getsignal(signal.SIGINT) is before

@@ -66,7 +66,7 @@ class InProcess(Handle):
         try:
             return await work
         except RoleLostError as error:
-            self.kill(str(error))
+            self.kill(f"can do nothing any more: {error}")
         except asyncio.CancelledError:
             if self._lost is None:
                 raise
