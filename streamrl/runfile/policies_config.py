@@ -83,5 +83,6 @@ class PoliciesConfig(Section, frozen=True, kw_only=True):
     max_failures_per_minute: int = 10_000
     """Failures of rollouts and rewards within a minute, those that a lost replica brings left out, after which the
     run stops."""
-    max_step_time: Duration = Duration(SECONDS_PER_DAY)
-    """Longest time without a step, after which the run stops at whatever happens next."""
+    max_step_time: Duration = Duration(7 * SECONDS_PER_DAY)
+    """Longest time without a step, after which the run stops at whatever happens next. A week is longer than any step
+    that somebody waits for, or simulates to learn that nobody would: set it by what your steps take."""
