@@ -14,6 +14,8 @@ import pytest
 
 from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
 from executor.interruption import Interruption
+from executor.prompts import Record
+from executor.roles import Scoring
 from executor.watchdog import FACTOR, TICK, Watchdog
 from executor.world import RealWorld
 from streamrl.engine.messages import (
@@ -30,6 +32,7 @@ from streamrl.engine.messages import (
     Train,
     Trained,
     TrainerLost,
+    Verify,
     WakeAt,
     WeightsLoaded,
     Woke,
@@ -39,7 +42,7 @@ from streamrl.engine.world import RunInterruptedError
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace, replay
 from streamrl.runfile.config import Run
-from tests.scripted import REPLICA, ScriptedLauncher, make_world
+from tests.scripted import REPLICA, ScriptedLauncher, ScriptedVerifier, make_world
 from tests.test_execute import real_run
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
 
@@ -194,6 +197,36 @@ def test_a_generation_that_never_ends_costs_its_replica_and_not_the_run(tmp_path
     (lost,) = [entry.event for entry in trace.entries if isinstance(entry.event, ReplicaLost)]
     assert "Generate took more than 2 s" in lost.reason
     check_every_rollout_is_accounted_for(trace)
+    assert measure(trace).num_steps == 4
+
+
+class StuckVerifier(ScriptedVerifier):
+    """Comes to no end with one completion, until it is closed."""
+
+    def __init__(self) -> None:
+        self._num_asked = 0
+        self._closed = asyncio.Event()
+
+    async def verify(self, completion: str, record: Record) -> Scoring:
+        self._num_asked += 1
+        if self._num_asked == 10:
+            await self._closed.wait()
+            raise RuntimeError("the verifier was closed")
+        return Scoring(1.0, None)
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+def test_a_reward_that_never_comes_is_asked_for_again(tmp_path: Path) -> None:
+    run = real_run(tmp_path, execute__patience="200 ms")
+
+    async def go() -> Trace:
+        return await make_world(run, {}, verifier_class=StuckVerifier).run()
+
+    trace = asyncio.run(asyncio.wait_for(go(), timeout=60))
+    (failed,) = [entry.event for entry in trace.entries if isinstance(entry.event, Failed)]
+    assert isinstance(failed.command, Verify) and "was closed" in failed.reason
     assert measure(trace).num_steps == 4
 
 
