@@ -191,6 +191,9 @@ class Loopback(Handle):
         self.frames.append(encode_frame(Call(1, method, list(arguments))))
         return decode(await _answered(), returns)
 
+    def kill(self, reason: str) -> None:
+        """End nothing."""
+
     async def close(self) -> None:
         """End nothing."""
 

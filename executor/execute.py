@@ -8,13 +8,14 @@ import importlib.metadata
 import importlib.util
 import platform
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from executor.back_ends import check_back_ends
 from executor.carriers.local_gpus import claim_gpus
+from executor.interruption import Ending, Interruption
+from executor.verifier.records import check_prompts
 from executor.verifier.scorers import SCORERS
 from streamrl.engine.messages import Event
 from streamrl.engine.state import State
@@ -48,23 +49,38 @@ def check_executable(run: Run) -> None:
         )
     if run.verifier.scorer not in SCORERS:
         raise ValueError(f"verifier.scorer {run.verifier.scorer!r} is none of {', '.join(SCORERS)}")
+    check_prompts(run)
     check_back_ends(run)
     claim_gpus(run)
 
 
-def execute(run: Run, resume: bool = False, watch: Watch = lambda event, state, now: None) -> Trace:
-    """Execute a run and return its trace; Ctrl-C winds it down.
+def execute(
+    run: Run,
+    resume: bool = False,
+    watch: Watch = lambda event, state, now: None,
+    how_to_resume: str = "streamrl execute RUN.toml --resume",
+) -> Trace:
+    """Execute a run and return its trace; Ctrl-C winds it down, and ends it within 15 seconds.
 
     Raises:
         ValueError: the run file cannot be executed, or its output directory is in use.
         RuntimeError: the run stopped before its last step.
+        RunInterruptedError: it did so because of a signal; `how_to_resume` is part of what it says.
     """
     check_executable(run)
-    asyncio.run(_execute(run, resume, watch))
+    with Interruption() as interruption:
+        try:
+            asyncio.run(_execute(run, resume, watch, how_to_resume, interruption))
+        except RuntimeError:
+            if interruption.signal is None:
+                raise
+            raise interruption.error from None
     return read_trace(Path(run.execute.output) / TRACE)
 
 
-async def _execute(run: Run, resume: bool, watch: Watch) -> None:
+async def _execute(
+    run: Run, resume: bool, watch: Watch, how_to_resume: str, interruption: Interruption
+) -> None:
     from executor.buffer import RolloutBuffer
     from executor.carriers.launch import Launcher
     from executor.prompts import PromptWorkload, load_tokenizer
@@ -100,9 +116,19 @@ async def _execute(run: Run, resume: bool, watch: Watch) -> None:
             checkpoint,
             watch,
         )
+
+        def abandon() -> None:
+            world.abandon()
+            if tokens is not None:
+                shutil.rmtree(tokens, ignore_errors=True)
+
+        def say() -> str:
+            saved = directory.newest_checkpoint()
+            what = "no step is saved yet" if saved is None else f"step {saved.version} is saved"
+            return f" after step {world.engine.version}: {what}; go on with: {how_to_resume}"
+
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, world.interrupt, "Ctrl-C")
-        loop.add_signal_handler(signal.SIGTERM, world.interrupt, "terminated")
+        interruption.watch_over(Ending(loop, world.interrupt, abandon, say))
         try:
             await world.run()
         finally:

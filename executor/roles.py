@@ -19,6 +19,10 @@ Figures = dict[str, float]
 """What a call of the trainer measured, by name."""
 
 
+class RoleLostError(RuntimeError):
+    """A role can do nothing any more, though its process lives: whoever called ends it as one that died."""
+
+
 class ReplicaRole(Protocol):
     """Generates rollouts and takes new weights while it does; calls take effect in order."""
 
@@ -30,6 +34,7 @@ class ReplicaRole(Protocol):
 
         The smallest priority starts first, ties by rollout. Raises an error that names the key and the bound for
         a request without room, and one for whatever else keeps it from its end; a replica that was stopped says so.
+        `RoleLostError` where none will ever be generated.
         """
 
     async def abort(self, rollout: int) -> None:

@@ -19,6 +19,7 @@ from executor.roles import TransferRole, VerifierRole, Write
 from executor.rollout.replica import Replica
 from executor.trainer.estimator import AdvantageEstimator
 from executor.trainer.trainer import Trainer
+from executor.watchdog import TICK, Watchdog
 from streamrl.engine.engine import Engine
 from streamrl.engine.messages import (
     Abort,
@@ -56,7 +57,9 @@ from streamrl.engine.state import State
 from streamrl.engine.world import World
 from streamrl.record.trace import Trace
 
-STOP_TIME = 10.0  # seconds that work under way gets to end once a run is interrupted
+STOP_TIME = 6.0
+"""Seconds that work under way gets to end once a run is interrupted: with `CLOSE_TIME` of the workers, and what their
+verifier takes, it is over within 15."""
 
 
 class RealWorld(World[Trace]):
@@ -91,6 +94,9 @@ class RealWorld(World[Trace]):
         self._began_at = 0.0
         self._over = asyncio.Event()
         self._error: BaseException | None = None
+        self._is_interrupted = False
+        execute = trace.run.execute
+        self._watchdog = Watchdog(execute.patience, trace.run.rollout.max_tokens)
 
     @property
     def now(self) -> float:
@@ -108,11 +114,14 @@ class RealWorld(World[Trace]):
             begun = RunStarted(self._resume_from.version, self._resume_from.groups_done)
         self._buffer.begin_at(begun.groups_done)
         self._began_at = time.monotonic()
+        watch = asyncio.create_task(self._watch_commands())
+        watch.add_done_callback(self._end_task)
         try:
             await self._verifier.start()  # its scorer loads while replicas do
             self.emit(begun)
             await self._over.wait()
         finally:
+            watch.cancel()
             await self._close()
         if self._error is not None:
             raise self._error
@@ -122,9 +131,21 @@ class RealWorld(World[Trace]):
         return self.trace
 
     def interrupt(self, reason: str) -> None:
-        """Let the run end soon: what runs is aborted, what hangs is killed after `STOP_TIME`."""
+        """Let the run end soon: what runs is aborted, what hangs is killed after `STOP_TIME`, or a second call."""
+        if self._is_interrupted:
+            self._over.set()
+            return
+        self._is_interrupted = True
         asyncio.get_running_loop().call_later(STOP_TIME, self._over.set)
         self.emit(Interrupted(reason))
+
+    def abandon(self) -> None:
+        """Leave no process and no shared memory behind, from any thread, where the event loop hangs."""
+        roles: list[Replica | Trainer] = [*self._replicas.values(), self._trainer]
+        for role in roles:
+            role.kill("was killed: the run hangs")
+        self._transfer.stop()
+        self._verifier.close()
 
     def emit(self, event: Event) -> None:
         """Let the engine handle `event`; notice when that ends the run."""
@@ -144,7 +165,7 @@ class RealWorld(World[Trace]):
     async def _carry_out(self, command: Command) -> None:
         """Do what `command` says and emit its event, or that it failed."""
         try:
-            event = await self._do(command)
+            event = await self._do_watched(command)
         except Exception as error:
             self._emit_failure(command, error)
         else:
@@ -153,6 +174,16 @@ class RealWorld(World[Trace]):
         finally:
             if isinstance(command, LoadWeights | StartReplica):
                 self._transfer.release(command.version)
+
+    async def _do_watched(self, command: Command) -> Event | None:
+        """Do what `command` says, and take note of how long that takes."""
+        event = None
+        number = self._watchdog.begin(command, self.now)
+        try:
+            event = await self._do(command)
+        finally:
+            self._watchdog.end(number, event, self.now)
+        return event
 
     async def _do(self, command: Command) -> Event | None:
         """Hand a command to the role it is for, and return the event that it ends in, if any."""
@@ -247,6 +278,27 @@ class RealWorld(World[Trace]):
 
     # What goes wrong, and the end -----------------------------------------------------------------
 
+    async def _watch_commands(self) -> None:
+        """Give up what hangs, as long as the run goes on."""
+        while True:
+            await asyncio.sleep(TICK)
+            for command, limit in self._watchdog.tick():
+                self._give_up(command, limit)
+
+    def _give_up(self, command: Command, limit: float) -> None:
+        """Kill whoever carries out a command that hangs: that fails it."""
+        reason = f"was killed: {type(command).__name__} took more than {limit:,.0f} s"
+        match command:
+            case Generate() | LoadWeights() | StartReplica() | StopReplica():
+                if command.replica in self._replicas:
+                    self._replicas[command.replica].kill(reason)
+            case StartTrainer() | Score() | Train() | Step() | SaveCheckpoint() | PushWeights():
+                self._trainer.kill(reason)
+            case Verify():
+                self._verifier.close()
+            case _:
+                pass  # is done at once
+
     def _emit_failure(self, command: Command, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, WorkerLostError):
@@ -258,6 +310,8 @@ class RealWorld(World[Trace]):
                 case _:
                     pass  # is carried out elsewhere
         if isinstance(command, StartReplica):
+            if command.replica in self._replicas:
+                self._replicas.pop(command.replica).kill("did not come up")
             self._launcher.free(command.replica)
         if not isinstance(command, Abort | Take | Skip | Drop | Resize | Stop):
             self.emit(Failed(command, reason))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from executor.buffer import RolloutBuffer
-from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
+from executor.carriers.handles import Handle, InProcess, LocalProcess
 from executor.prompts import PromptWorkload, Record
 from executor.record import RunDirectory
 from executor.roles import Scoring, TransferRole, VerifierRole, Write
@@ -87,6 +86,7 @@ class ScriptedLauncher:
         self._directory = directory
         self._is_local = is_local
         self._seed = run.seed
+        self._patience = run.execute.patience
         self._options: dict[str, Any] = options
         self.replicas: dict[int, Handle] = {}
         self.trainers: list[Handle] = []
@@ -112,29 +112,8 @@ class ScriptedLauncher:
         }
         if self._is_local:
             log = self._directory.logs / f"{number}.log"
-            return await LocalProcess.start(role, config, log, {})
-        return MortalHandle(role, config)
-
-
-class MortalHandle(InProcess):
-    """A role in this process that can be killed as a process can."""
-
-    def __init__(self, role_path: str, config: dict[str, object]) -> None:
-        super().__init__(role_path, config)
-        self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def kill(self) -> None:
-        if not self._death.done():
-            self._death.set_exception(WorkerLostError("killed by a test"))
-            self._death.exception()
-
-    async def call(self, method: str, *arguments: object, returns: Any) -> Any:
-        work = asyncio.ensure_future(super().call(method, *arguments, returns=returns))
-        await asyncio.wait([work, self._death], return_when=asyncio.FIRST_COMPLETED)
-        if self._death.done():
-            work.cancel()
-            self._death.result()
-        return await work
+            return await LocalProcess.start(role, config, log, {}, self._patience)
+        return InProcess(role, config)
 
 
 def make_world(

@@ -31,7 +31,17 @@ def sources(package: str) -> list[Path]:
 CONTROL = [
     ROOT / "streamrl" / "engine" / f"{name}.py"
     for name in (
-        *("messages", "entities", "fleet", "lines", "batch", "recent", "pace", "latency"),
+        *(
+            "messages",
+            "entities",
+            "fleet",
+            "lines",
+            "batch",
+            "recent",
+            "pace",
+            "latency",
+            "setbacks",
+        ),
         *("state", "invariants", "engine"),
     )
 ] + sources("streamrl/engine/policies")
@@ -140,7 +150,8 @@ LAYERS = {
     ),
     "executor": (
         *("tokens", "samples", "prompts", "roles", "pretrained", "buffer", "record", "carriers"),
-        *("transfer", "rollout", "trainer", "verifier", "world", "back_ends", "execute"),
+        *("transfer", "rollout", "trainer", "verifier", "watchdog", "world"),
+        *("back_ends", "interruption", "execute"),
         *("checkup", "profiling"),
     ),
 }

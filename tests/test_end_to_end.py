@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -86,6 +87,14 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+def is_running(pid: int) -> bool:
+    """Return whether a process is there, and not only its exit status for who never asks."""
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_a_real_run_trains_resumes_replays_and_compares(project: Path) -> None:
     done = streamrl("execute", project / "run.toml", "--json")
     assert done.returncode == 0, done.stderr
@@ -112,37 +121,86 @@ def test_a_real_run_trains_resumes_replays_and_compares(project: Path) -> None:
     assert streamrl("compare", project / "run", "--json").returncode == 0
 
 
-def test_ctrl_c_leaves_a_readable_trace_and_no_process(project: Path) -> None:
-    output = project / "interrupted"
-    settings = ["--set", "algorithm.steps=10000", "--set", f"execute.output={output}"]
-    shared = set(Path("/dev/shm").glob("streamrl-*"))
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "from streamrl.cli import main; main()",
-            "execute",
-            str(project / "run.toml"),
-            *settings,
-        ],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 90
-    while not (output / "metrics.jsonl").exists() or not (output / "metrics.jsonl").read_text():
+MAIN = "from streamrl.cli import main; main()"
+HANGING = """
+import sys, time
+from pathlib import Path
+from executor import interruption
+from executor.execute import execute
+from streamrl.engine.messages import Stepped
+from streamrl.runfile.reading import load_run
+
+interruption.LAST_TIME = 2.0
+
+def watch(event, state, now):
+    if isinstance(event, Stepped) and event.version == 3:
+        time.sleep(3600)
+
+execute(load_run(Path(sys.argv[1]), sys.argv[2:]), watch=watch)
+"""
+"""A program whose event loop hangs in the third step."""
+
+
+def begin(program: str, *arguments: object, until: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """Start a run, and return it with its workers once its directory holds a step or more."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    metrics, deadline = until / "metrics.jsonl", time.monotonic() + 90
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.1)
     workers = children_of(process.pid)
     assert len(workers) >= 3
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
-    *progress, told = errors.splitlines()
-    assert process.returncode == 1 and told == "streamrl: Ctrl-C"
-    assert all(line.startswith("step: ") for line in progress)
-    for worker in workers:
-        with pytest.raises(ProcessLookupError):
-            os.kill(worker, 0)
+    return process, workers
+
+
+def check_is_gone(workers: list[int], shared: set[Path]) -> None:
+    """Raise `AssertionError` where a worker, or what it shared with others, is still there."""
+    deadline = time.monotonic() + 2
+    while any(map(is_running, workers)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     assert set(Path("/dev/shm").glob("streamrl-*")) <= shared
+
+
+@pytest.mark.parametrize("who", ["everybody stopped", "the loop"])
+def test_ctrl_c_ends_a_run_within_15_seconds_whatever_hangs(project: Path, who: str) -> None:
+    output = project / who.replace(" ", "-")
+    settings = [f"execute.output={output}", "algorithm.steps=10000", "execute.checkpoint_every=1"]
+    shared = set(Path("/dev/shm").glob("streamrl-*"))
+    if who == "the loop":
+        process, workers = begin(HANGING, project / "run.toml", *settings, until=output)
+        time.sleep(2.0)
+    else:
+        words = [word for setting in settings for word in ("--set", setting)]
+        process, workers = begin(MAIN, "execute", project / "run.toml", *words, until=output)
+        for worker in workers:
+            os.kill(worker, signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=15)
+    assert process.returncode == 130
+    told = errors.splitlines()[-1]
+    assert re.fullmatch(
+        r"streamrl: Ctrl-C after step \d+: step \d+ is saved; go on with: streamrl execute .* --resume",
+        told,
+    )
+    check_is_gone(workers, shared)
+
+
+def test_ctrl_c_leaves_a_readable_trace_and_no_process(project: Path) -> None:
+    output = project / "interrupted"
+    settings = ["--set", "algorithm.steps=10000", "--set", f"execute.output={output}"]
+    shared = set(Path("/dev/shm").glob("streamrl-*"))
+    process, workers = begin(MAIN, "execute", project / "run.toml", *settings, until=output)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=15)
+    *progress, told = errors.splitlines()
+    assert process.returncode == 130 and told.startswith("streamrl: Ctrl-C after step ")
+    assert told.endswith(
+        f" saved; go on with: streamrl execute {project / 'run.toml'} {' '.join(settings)} --resume"
+    )
+    assert all(line.startswith("step: ") for line in progress)
+    check_is_gone(workers, shared)
     trace = read_trace(output / "trace.jsonl")
     check_every_rollout_is_accounted_for(trace)
     assert replay(trace) is None

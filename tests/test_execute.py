@@ -35,7 +35,7 @@ from streamrl.record.trace import Entry, Trace, read_trace, replay
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import WeightSyncName
 from tests.runs import make_table
-from tests.scripted import MortalHandle, ScriptedLauncher, ScriptedVerifier, make_world
+from tests.scripted import ScriptedLauncher, ScriptedVerifier, make_world
 from tests.scripted_roles import tokens_of
 from tests.traces import (
     check_every_command_ends_once,
@@ -159,8 +159,7 @@ def test_a_replica_killed_at_any_moment_is_replaced_and_nothing_is_lost(
             seen += 1
             if seen == moment and launcher().replicas:
                 handle = launcher().replicas[min(launcher().replicas)]
-                assert isinstance(handle, MortalHandle)
-                handle.kill()
+                handle.kill("was killed by a test")
 
         world = make_world(run, {"slowest": 0.01}, watch=watch)
 
@@ -198,8 +197,7 @@ def test_a_trainer_killed_at_any_moment_begins_again_at_its_checkpoint(
             seen += 1
             if seen == moment:
                 handle = world._launcher.trainers[-1]  # type: ignore[attr-defined]
-                assert isinstance(handle, MortalHandle)
-                handle.kill()
+                handle.kill("was killed by a test")
 
         world: RealWorld = make_world(run, {"slowest": 0.01}, watch=watch)
         return await world.run()

@@ -15,6 +15,7 @@ import pytest
 
 from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
 from executor.carriers.remote import remote
+from executor.roles import RoleLostError
 
 ROLE = "tests.test_handles:Counter"
 
@@ -56,6 +57,14 @@ class Counter:
 
     async def compute(self) -> None:
         await asyncio.to_thread(time.sleep, 600)
+
+    async def compute_alone(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            pass
+
+    async def break_down(self) -> None:
+        raise RoleLostError("no GPU is left")
 
     async def fail(self) -> None:
         raise KeyError("no such thing")
@@ -145,6 +154,32 @@ def test_a_dead_worker_fails_pending_and_later_calls(tmp_path: Path) -> None:
         await handle.close()
 
     asyncio.run(go())
+
+
+@carriers
+def test_a_role_that_is_killed_or_can_do_nothing_any_more_fails_pending_and_later_calls(
+    start: Start, tmp_path: Path
+) -> None:
+    async def go(end: Callable[[Handle], Awaitable[None]], told: str) -> None:
+        handle = await start(tmp_path / "log")
+        await handle.call("count", returns=int)
+        pending = asyncio.ensure_future(handle.call("wait", 0, 60.0, returns=list[int]))
+        await asyncio.sleep(0.1)
+        await end(handle)
+        for call in (pending, handle.call("count", returns=int)):
+            with pytest.raises(WorkerLostError, match=told):
+                await asyncio.wait_for(call, timeout=10)
+        await handle.close()
+
+    async def kill(handle: Handle) -> None:
+        handle.kill("was in the way")
+
+    async def break_down(handle: Handle) -> None:
+        with pytest.raises(WorkerLostError, match="no GPU is left"):
+            await handle.call("break_down", returns=type(None))
+
+    asyncio.run(go(kill, "was in the way"))
+    asyncio.run(go(break_down, "can do nothing any more: .*no GPU is left"))
 
 
 def test_closing_leaves_no_process_even_in_the_middle_of_a_call(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_the_trainer_reads_what_replicas_wrote_whoever_dies_on_the_way(
         if isinstance(event, Generated) and killed < 3 and rng.random() < 0.1:
             killed += 1
             launcher = world._launcher
-            launcher.replicas[min(launcher.replicas)].kill()  # type: ignore[attr-defined]
+            launcher.replicas[min(launcher.replicas)].kill("was killed by a test")  # type: ignore[attr-defined]
 
     run = real_run(tmp_path, policies__system=system, algorithm__steps=16, **changes)
     trace = execute(run, directory, watch, slowest=0.01)

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -479,6 +480,48 @@ def test_calls_keep_their_order_and_the_event_loop_stays_free(model_path: str) -
         return turns
 
     assert asyncio.run(run()) > 20
+
+
+def test_a_push_waits_for_no_training_and_no_training_shows_in_it(
+    model_path: str, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        samples = make_samples(3, count=1000)
+        async with started(make_config(model_path)) as trainer:
+            ended: list[str] = []
+
+            async def note(name: str, work: Awaitable[Any]) -> Any:
+                result = await work
+                ended.append(name)
+                return result
+
+            training = note("train", trainer.train(samples))
+            _, pushed = await asyncio.gather(training, note("push", weights(trainer, 0, tmp_path)))
+            assert ended == ["push", "train"]
+            initial = load_model(model_path).state_dict()
+            assert all(torch.equal(pushed[name], tensor) for name, tensor in initial.items())
+
+    asyncio.run(scenario())
+
+
+def test_a_step_waits_for_the_push_before_it_and_a_push_for_the_step(
+    model_path: str, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with started(make_config(model_path)) as trainer:
+            await trainer.train(make_samples(3))
+            for thread in (trainer._pusher, trainer._thread):  # both are late, the one more so
+                thread.submit(time.sleep, 0.5 if thread is trainer._pusher else 0.1)
+            calls = [
+                trainer.push(0, str(tmp_path)),
+                trainer.step(1),
+                trainer.push(1, str(tmp_path)),
+            ]
+            before, _, after = await asyncio.gather(*calls)
+            old, new = dict(read_buckets(before)), dict(read_buckets(after))
+            assert any(not torch.equal(old[name], new[name]) for name in old)
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """One async handle on a role, wherever it lives: in this process (tests), or in a local process of its own.
 
 `await handle.call("method", ...)` gives its result; `executor.carriers.remote` makes such calls out of a role's
-contract. Calls on one handle begin in the order they are made. A process that dies, or whose handle is closed,
-makes every pending and later call raise `WorkerLostError`.
+contract. Calls on one handle begin in the order they are made. A process that dies, gives no sign of life for too
+long, or has a role that can do nothing any more, and one whose handle is closed, makes every pending and later call
+raise `WorkerLostError`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from executor.carriers.wire import Answer, Call, decode, read_frame, write_frame
+from executor.carriers.heartbeat import PATIENCE, PING_TIME, Heartbeat
+from executor.carriers.wire import PING, Answer, Call, decode, read_frame, write_frame
 from executor.carriers.worker import make_role
+from executor.roles import RoleLostError
 
 CLOSE_TIME = 5.0  # seconds that a worker gets to leave before it is killed
 
@@ -38,6 +41,10 @@ class Handle(ABC):
         """Run a method of the role and return its result, as `returns`."""
 
     @abstractmethod
+    def kill(self, reason: str) -> None:
+        """Let every pending and later call raise `WorkerLostError`; a process ends at once, whatever it does."""
+
+    @abstractmethod
     async def close(self) -> None:
         """End the role; nothing of it is left behind."""
 
@@ -47,11 +54,32 @@ class InProcess(Handle):
 
     def __init__(self, role_path: str, config: Config) -> None:
         self._role: Any = make_role(role_path, config)
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._lost: WorkerLostError | None = None
 
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
         """Await the role's own method."""
-        result: T = await getattr(self._role, method)(*arguments)
-        return result
+        if self._lost is not None:
+            raise self._lost
+        work: asyncio.Task[T] = asyncio.ensure_future(getattr(self._role, method)(*arguments))
+        self._calls.add(work)
+        try:
+            return await work
+        except RoleLostError as error:
+            self.kill(f"can do nothing any more: {error}")
+        except asyncio.CancelledError:
+            if self._lost is None:
+                raise
+        finally:
+            self._calls.discard(work)
+        assert self._lost is not None
+        raise self._lost
+
+    def kill(self, reason: str) -> None:
+        """Cancel what runs; a computation in a thread goes on to its end, for nobody."""
+        self._lost = self._lost or WorkerLostError(f"role in this process {reason}")
+        for work in self._calls:
+            work.cancel()
 
     async def close(self) -> None:
         """Let the role stop."""
@@ -66,6 +94,7 @@ class LocalProcess(Handle):
         process: subprocess.Popen[bytes],
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        patience: float,
     ) -> None:
         self._process = process
         self._reader = reader
@@ -74,12 +103,19 @@ class LocalProcess(Handle):
         self._num_calls = 0
         self._lost: WorkerLostError | None = None
         self._listener = asyncio.create_task(self._listen())
+        self._heartbeat = Heartbeat(process.pid, patience)
+        self._beating = asyncio.create_task(self._beat())
 
     @classmethod
     async def start(
-        cls, role_path: str, config: Config, log: Path, environment: dict[str, str]
+        cls,
+        role_path: str,
+        config: Config,
+        log: Path,
+        environment: dict[str, str],
+        patience: float = PATIENCE,
     ) -> LocalProcess:
-        """Start the process; its output goes to `log`."""
+        """Start the process; its output goes to `log`, and it is killed where it seems dead for `patience` seconds."""
         ours, theirs = socket.socketpair()
         with log.open("ab") as output, theirs:
             process = subprocess.Popen(
@@ -93,7 +129,7 @@ class LocalProcess(Handle):
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         write_frame(writer, config)
-        return cls(process, reader, writer)
+        return cls(process, reader, writer, patience)
 
     @property
     def pid(self) -> int:
@@ -108,20 +144,33 @@ class LocalProcess(Handle):
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
         """Send the call now, wait for its result."""
         answer = await self._send(method, arguments)
+        if answer.kind == "result":
+            return decode(answer.value, returns)
+        error = decode(answer.value, str)
         if answer.kind == "error":
-            raise RuntimeError(decode(answer.value, str))
-        return decode(answer.value, returns)
+            raise RuntimeError(error)
+        self.kill(f"can do nothing any more: {error}")
+        assert self._lost is not None
+        raise self._lost
+
+    def kill(self, reason: str) -> None:
+        """Kill the process, also one that is stopped, and say why it is lost."""
+        self._lose(reason)
+        self._process.kill()
 
     async def close(self) -> None:
         """Hang up, wait a little, then kill."""
         self._listener.cancel()
         self._lose("was closed")
-        self._writer.close()
+        await asyncio.to_thread(self._end)
+
+    def _end(self) -> int:
+        """Wait for the process, but not for ever; return its exit status."""
         try:
-            await asyncio.to_thread(self._process.wait, CLOSE_TIME)
+            return self._process.wait(CLOSE_TIME)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            await asyncio.to_thread(self._process.wait)
+            return self._process.wait()
 
     def _send(self, method: str, arguments: tuple[object, ...]) -> asyncio.Future[Answer]:
         if self._lost is not None:
@@ -136,17 +185,30 @@ class LocalProcess(Handle):
         try:
             while True:
                 answer = decode(await read_frame(self._reader), Answer)
+                if answer.id == PING:
+                    self._heartbeat.answer()
+                    continue
                 waiting = self._answers.pop(answer.id)
                 if not waiting.done():  # else its caller was cancelled
                     waiting.set_result(answer)
         except (asyncio.IncompleteReadError, ConnectionError):
-            status = await asyncio.to_thread(self._process.wait)
+            status = await asyncio.to_thread(self._end)
             self._lose(f"ended with status {status}")
 
+    async def _beat(self) -> None:
+        """Ask for a sign of life now and then, until there has been none for too long."""
+        while not self._heartbeat.is_over:
+            if self._heartbeat.is_asked_for():
+                write_frame(self._writer, Call(PING, "", []))
+            await asyncio.sleep(PING_TIME)
+        self.kill(f"gave no sign of life for {self._heartbeat.silence:.0f} s and was killed")
+
     def _lose(self, how: str) -> None:
-        """Fail every pending and later call."""
+        """Hang up, and fail every pending and later call."""
         if self._lost is None:
             self._lost = WorkerLostError(f"worker process {self.pid} {how}")
+            self._beating.cancel()
+            self._writer.close()
         for waiting in self._answers.values():
             if not waiting.done():
                 waiting.set_exception(self._lost)

@@ -79,7 +79,9 @@ class Launcher:
         if self._run.execute.launcher == "in-process":
             return InProcess(role, config)
         log = self._directory.logs / f"{name}.log"
-        return await LocalProcess.start(role, config, log, self.environment(place))
+        return await LocalProcess.start(
+            role, config, log, self.environment(place), self._run.execute.patience
+        )
 
     def environment(self, place: Place) -> dict[str, str]:
         """Return what the process of a role finds in its environment beside what this one has."""

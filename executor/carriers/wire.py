@@ -9,9 +9,11 @@ import msgspec
 
 LENGTH_BYTES = 4
 MOST_BYTES = 1 << 30  # a longer frame is a broken peer, not a message
+PING = 0  # id of a call that a worker answers by itself, as a sign of life; those of its role begin at 1
 
 T = TypeVar("T")
-Kind = Literal["result", "error"]
+Kind = Literal["result", "error", "lost"]
+"""lost: an error after which the role can do nothing any more; see `RoleLostError`."""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):

@@ -15,7 +15,8 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from executor.carriers.wire import Answer, Call, encode, read_frame, write_frame
+from executor.carriers.wire import PING, Answer, Call, Kind, encode, read_frame, write_frame
+from executor.roles import RoleLostError
 
 
 async def serve(role_path: str, connection: socket.socket) -> None:
@@ -28,6 +29,9 @@ async def serve(role_path: str, connection: socket.socket) -> None:
             call = msgspec.msgpack.decode(await read_frame(reader), type=Call)
         except (asyncio.IncompleteReadError, ConnectionError):
             os._exit(0)  # the controller is gone: threads in the middle of a computation end too
+        if call.id == PING:
+            write_frame(writer, Answer(PING, "result", encode(None)))
+            continue
         task = asyncio.create_task(_answer(role, call, writer))
         running.add(task)
         task.add_done_callback(running.discard)
@@ -48,7 +52,8 @@ async def _answer(role: Any, call: Call, writer: asyncio.StreamWriter) -> None:
         write_frame(writer, Answer(call.id, "result", encode(result)))
     except Exception as error:  # crosses the process boundary as text, and becomes `Failed` there
         traceback.print_exc()
-        write_frame(writer, Answer(call.id, "error", encode(f"{type(error).__name__}: {error}")))
+        kind: Kind = "lost" if isinstance(error, RoleLostError) else "error"
+        write_frame(writer, Answer(call.id, kind, encode(f"{type(error).__name__}: {error}")))
     await writer.drain()
 
 

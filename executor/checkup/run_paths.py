@@ -6,21 +6,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from executor.prompts import EXPECTED, Record, expecting_policy, read_prompts
+from executor.prompts import EXPECTED, expecting_policy, read_prompts
 from executor.record import RunDirectory
+from executor.verifier.records import find_lacks
 from executor.verifier.scorers import SCORERS
 from streamrl.doctor.changes import say
 from streamrl.doctor.finding import Changes, Finding, Level
 from streamrl.runfile.config import Run
-
-FIELDS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "exact": (("answer",),),
-    "math-verify": (("answer",),),
-    "reasoning-gym": (("task",), ("entry", "answer")),
-}
-"""What each scorer of `executor.verifier.scorers` reads of a record: of every tuple one field."""
-SHOWN = 3
-"""Lines of a prompts file that a finding names."""
 
 
 def find(run: Run) -> Iterator[Finding]:
@@ -44,28 +36,16 @@ def _find_prompts(run: Run) -> Iterator[Finding]:
         fix = 'write a line {"prompt": "...", "answer": "..."} for each prompt'
         yield _finding("error", "prompts", str(error), fix)
         return
-    wanted = [*FIELDS[scorer], *([(EXPECTED,)] if expecting_policy(run) else [])]
-    lacking = [(fields, _lines_without(records, fields)) for fields in wanted]
-    for fields, lines in lacking:
-        if lines:
-            names = " or ".join(map(repr, fields))
-            shown = ", ".join(map(str, lines[:SHOWN])) + (", ..." if len(lines) > SHOWN else "")
-            text = f"workload.prompts: {len(lines)} lines of {path} have no {names} (lines {shown})"
-            fix = f"add it, or choose a verifier.scorer that needs none ({scorer} does)"
-            if fields == (EXPECTED,):
-                fix = f"add it, or choose another policy ({expecting_policy(run)} goes by it)"
-            yield _finding("error", "prompts", text, fix)
-    if not any(lines for _, lines in lacking):
+    wanted = [*SCORERS[scorer].fields, *([(EXPECTED,)] if expecting_policy(run) else [])]
+    lacks = list(find_lacks(records, wanted))
+    for lack in lacks:
+        fix = f"add it, or choose a verifier.scorer that needs none ({scorer} does)"
+        if lack.fields == (EXPECTED,):
+            fix = f"add it, or choose another policy ({expecting_policy(run)} goes by it)"
+        yield _finding("error", "prompts", lack.say(path), fix)
+    if not lacks:
         text = f"workload.prompts: {len(records):,} prompts with what {scorer} scores by"
         yield _finding("ok", "prompts", text)
-
-
-def _lines_without(records: list[Record], fields: tuple[str, ...]) -> list[int]:
-    return [
-        number
-        for number, record in enumerate(records, start=1)
-        if not any(record.get(field) is not None for field in fields)
-    ]
 
 
 def _find_output(run: Run) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import Protocol, TypeVar
 
 from executor.roles import ReplicaRole, TrainerRole
@@ -62,11 +63,11 @@ class TimedTrainer(TrainerWorker, TimedTrainerRole):
         seconds, self._seconds = self._seconds, []
         return seconds
 
-    async def _run(self, work: Callable[[Learner], R]) -> R:
+    async def _run(self, work: Callable[[Learner], R], thread: Executor | None = None) -> R:
         def timed(learner: Learner) -> R:
             start = self._stopwatch.mark()
             result = work(learner)
             self._seconds.append(self._stopwatch.between(start, self._stopwatch.mark()))
             return result
 
-        return await super()._run(timed)
+        return await super()._run(timed, thread)

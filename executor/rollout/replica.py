@@ -54,6 +54,10 @@ class Replica:
         load_time = await self._worker.load(manifest, command.drain)
         return WeightsLoaded(command.replica, command.version, load_time)
 
+    def kill(self, reason: str) -> None:
+        """Let the worker be lost, with what is queued or runs."""
+        self._handle.kill(reason)
+
     async def stop(self) -> None:
         """End the worker; what was queued or running is lost."""
         await self._handle.close()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from executor.prompts import load_tokenizer
-from executor.roles import ReplicaRole
+from executor.roles import ReplicaRole, RoleLostError
 from executor.rollout.engines import make_engine
 from executor.rollout.inference_engine import (
     Copy,
@@ -59,6 +59,7 @@ class ReplicaWorker(ReplicaRole):
         self._arrivals = itertools.count()
         self._tokenizer: Any = None
         self._idle_since = 0.0
+        self._is_stopped = False
         self._num_loads = 0
         """Loads asked for and not done; nothing is admitted meanwhile."""
         self._idle = asyncio.Event()
@@ -78,7 +79,7 @@ class ReplicaWorker(ReplicaRole):
         the first forward pass that held part of the prefix to the first token, so it counts whole
         passes, shared with whatever else they computed; waiting for that first pass is not in it.
         Raises `ValueError` for a request the cache has no room for, `RuntimeError` if generation
-        fails or stops.
+        fails or stops; `RoleLostError` if it did before, as it does not begin again.
         """
         self._check(request)
         prefix = read_blocks(request.prefix)[0].tolist()
@@ -127,6 +128,7 @@ class ReplicaWorker(ReplicaRole):
 
     async def stop(self) -> None:
         """End generation; every pending `generate` raises `RuntimeError`."""
+        self._is_stopped = True
         await self._engine.stop()
         self._admit()  # the queue sees the same error
 
@@ -166,7 +168,7 @@ class ReplicaWorker(ReplicaRole):
             )
             self._running.add(attempt)
         except RuntimeError as error:
-            attempt.ended.set_exception(error)
+            attempt.ended.set_exception(error if self._is_stopped else RoleLostError(str(error)))
 
     def _end(
         self, attempt: _Attempt, result: RunningSequence | Exception, aborted: bool = False

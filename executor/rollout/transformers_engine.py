@@ -99,7 +99,8 @@ class TransformersEngine:
         )
         if accepted is None:
             self._forget(run)
-            raise RuntimeError("continuous batching is not running") from self._cause
+            why = "its thread ended" if self._cause is None else self._cause
+            raise RuntimeError(f"continuous batching is not running: {why}") from self._cause
         return run
 
     @asynccontextmanager

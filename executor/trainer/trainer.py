@@ -97,6 +97,11 @@ class Trainer:
         """Write the weights to a directory that replicas read, and return what they need to."""
         return await self._worker.push(version, str(directory))
 
+    def kill(self, reason: str) -> None:
+        """Let the worker be lost, where one has come up."""
+        if self._handle is not None:
+            self._handle.kill(reason)
+
     async def stop(self) -> None:
         """End the worker, where one has come up."""
         handle, self._handle = self._handle, None

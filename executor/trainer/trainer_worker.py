@@ -4,7 +4,8 @@ Invariants:
 1. The gradient of a batch does not depend on how it was split over calls of `train`, nor on their
    order: sums accumulate, and `step` divides by the tokens (or rollouts) of the whole batch.
 2. Versions rise by one: `step` makes only the next one, `push` writes only the current one.
-3. Work runs in one thread, in order of the calls; the event loop stays free.
+3. Work runs in one thread, in order of the calls; the event loop stays free. Only pushes run beside it, since replicas
+   wait for them: they read weights, as passes and checkpoints do, and whatever changes weights waits for them.
 4. A checkpoint is complete or absent.
 """
 
@@ -16,8 +17,9 @@ import functools
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any, TypeVar, get_args
 
 import msgspec
@@ -94,6 +96,11 @@ class TrainerWorker(TrainerRole):
         self.config = config
         threads = (config.num_threads,)
         self._thread = ThreadPoolExecutor(1, "trainer", torch.set_num_threads, threads)
+        self._pusher = ThreadPoolExecutor(1, "push", torch.set_num_threads, threads)
+        self._step_over, self._push_over = Event(), Event()
+        """Set once the last step, or push, that was called for has ended."""
+        self._step_over.set()
+        self._push_over.set()
         self._learner: Learner | None = None
 
     async def start(self, checkpoint: str | None) -> int:
@@ -125,14 +132,24 @@ class TrainerWorker(TrainerRole):
         Raises ValueError where `version` is not the next one or nothing was trained on since the
         last step, FloatingPointError on a gradient that is not finite; the weights then stay.
         """
-        return await self._run(lambda learner: learner.step(version))
+        self._check_started()
+        before, self._step_over = self._push_over, Event()
+        return await self._run(
+            in_turn(before, lambda learner: learner.step(version), self._step_over)
+        )
 
     async def push(self, version: int, directory: str) -> Manifest:
         """Write the weights as buckets to `directory`; whoever knows the readers removes old versions.
 
         Raises ValueError where `version` is not the current one. A repeat writes the same bytes.
         """
-        return await self._run(lambda learner: learner.push(version, Path(directory)))
+        self._check_started()
+        before, self._push_over = self._step_over, Event()
+
+        def push(learner: Learner) -> Manifest:
+            return learner.push(version, Path(directory))
+
+        return await self._run(in_turn(before, push, self._push_over), self._pusher)
 
     async def save(self, path: str) -> None:
         """Write a checkpoint of the last step to `path`, in place of what was there.
@@ -145,13 +162,18 @@ class TrainerWorker(TrainerRole):
     async def stop(self) -> None:
         """Finish the work that was called for and free the model."""
         await asyncio.to_thread(self._thread.shutdown)
+        await asyncio.to_thread(self._pusher.shutdown)
         self._learner = None
 
-    async def _run(self, work: Callable[[Learner], R]) -> R:
+    async def _run(self, work: Callable[[Learner], R], thread: Executor | None = None) -> R:
+        learner = self._check_started()
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(thread or self._thread, work, learner)
+
+    def _check_started(self) -> Learner:
         if self._learner is None:
             raise RuntimeError("the trainer has no weights: call start first")
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, work, self._learner)
+        return self._learner
 
 
 @dataclasses.dataclass
@@ -277,6 +299,19 @@ class Learner:
     def _logprobs(self, model: PreTrainedModel, sequences: list[TokenSequence]) -> torch.Tensor:
         dtype = DTYPES[self.config.dtype]
         return losses.output_logprobs(model, sequences, self.config.temperature, dtype)
+
+
+def in_turn(before: Event, work: Callable[[Learner], R], over: Event) -> Callable[[Learner], R]:
+    """Return work that waits for `before`, in whatever thread it is done, and sets `over` at its end."""
+
+    def do(learner: Learner) -> R:
+        before.wait()
+        try:
+            return work(learner)
+        finally:
+            over.set()
+
+    return do
 
 
 def _load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:

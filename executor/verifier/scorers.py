@@ -31,6 +31,8 @@ class Scorer(NamedTuple):
     second, which every worker that is forked before it would take anew."""
     evaluates: bool
     """Whether it may run an answer as code."""
+    fields: tuple[tuple[str, ...], ...]
+    """What it reads of a record: of every tuple one field."""
 
 
 _ARITHMETIC = re.compile(r"[0-9.,:;+\-*/%^=<>(){}\[\]$ \t\n]*")
@@ -109,7 +111,9 @@ def _load_reasoning_gym() -> Grader:
 
 
 SCORERS: dict[str, Scorer] = {
-    "exact": Scorer(final_answer, _answer_of, _load_exact, evaluates=False),
-    "math-verify": Scorer(_whole, _answer_of, _load_math_verify, evaluates=True),
-    "reasoning-gym": Scorer(final_answer, _answer_of_entry, _load_reasoning_gym, evaluates=True),
+    "exact": Scorer(final_answer, _answer_of, _load_exact, False, (("answer",),)),
+    "math-verify": Scorer(_whole, _answer_of, _load_math_verify, True, (("answer",),)),
+    "reasoning-gym": Scorer(
+        final_answer, _answer_of_entry, _load_reasoning_gym, True, (("task",), ("entry", "answer"))
+    ),
 }

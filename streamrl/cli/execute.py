@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +18,7 @@ from streamrl.cli.views import write_views
 from streamrl.engine.messages import Event, Generated, Stepped, Verified
 from streamrl.engine.state import State
 from streamrl.engine.systems import needs_costs
+from streamrl.engine.world import RunInterruptedError
 from streamrl.record.metrics import measure
 from streamrl.report.run_tables import metrics_table
 from streamrl.runfile.reading import load_run
@@ -43,8 +46,13 @@ def execute(
         run = fill_policies(run, Costs.load(run))
     from executor.execute import execute as execute_run
 
-    with make_progress() as progress:
-        trace = execute_run(run, resume, _Watch(progress, run.algorithm.steps))
+    try:
+        with make_progress() as progress:
+            watch = _Watch(progress, run.algorithm.steps)
+            trace = execute_run(run, resume, watch, _how_to_resume(run_file, overrides or ()))
+    except RunInterruptedError as error:
+        typer.echo(f"streamrl: {error}", err=True)
+        raise typer.Exit(128 + error.signal) from None
     metrics = measure(trace)
     write_views(trace, Path(run.execute.output))
     if as_json:
@@ -53,6 +61,12 @@ def execute(
         console = Console()
         console.print(metrics_table(metrics))
         console.print(f"run directory: {run.execute.output}", soft_wrap=True)
+
+
+def _how_to_resume(run_file: Path, overrides: Sequence[str]) -> str:
+    """Return the command that goes on with the run."""
+    changes = [word for override in overrides for word in ("--set", override)]
+    return shlex.join(["streamrl", "execute", str(run_file), *changes, "--resume"])
 
 
 class _Watch:

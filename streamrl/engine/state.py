@@ -6,9 +6,9 @@ Policies read it and never scan history, so each question they ask has an index 
     fleet        replicas by version and by load                    see `streamrl.engine.fleet`
     waiting      rollouts to dispatch                               see `streamrl.engine.lines`
     unverified   finished rollouts without a reward                 in order of arrival
-    failed       rollouts that failed and are not ready yet         by id
     outlived     groups that a trainer lost with its versions       in draw order
     recent       lengths of the rollouts that finished last         by length
+    setbacks     what failed, and how often in how short a time     see `streamrl.engine.setbacks`
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ from streamrl.engine.messages import (
     Woke,
 )
 from streamrl.engine.recent import RecentLengths
-from streamrl.engine.trainer_side import TrainerCommand, TrainerSide
+from streamrl.engine.setbacks import Setbacks
+from streamrl.engine.trainer_side import TrainerSide
 
 
 @dataclass(slots=True)
@@ -76,6 +77,7 @@ class State:
     fleet: Fleet
     recent: RecentLengths
     waiting: WaitingRollouts
+    setbacks: Setbacks
 
     now: float = 0.0
     has_started: bool = False
@@ -92,7 +94,6 @@ class State:
     rollouts: dict[int, Rollout] = field(default_factory=dict)
 
     unverified: deque[Rollout] = field(default_factory=deque)
-    failed: dict[int, Rollout] = field(default_factory=dict)
     outlived: dict[int, Group] = field(default_factory=dict)
     """Groups of versions that the leader lost, which nobody has given up yet."""
 
@@ -252,9 +253,8 @@ class State:
             self._forget(rollout)
             return
         rollout.phase = "ready"
-        if self.failed:
-            self.failed.pop(rollout.id, None)
         group.num_missing -= 1
+        self.setbacks.recover(rollout)
         for trainer in self.trainers:
             trainer.see_ready(rollout)
 
@@ -267,6 +267,8 @@ class State:
     def _end_step(self, trainer: TrainerSide, version: int) -> None:
         for group in trainer.end_step(version, self.now):
             self._let_go(group)
+        if trainer.leads:
+            self.setbacks.end_step(self.now)
         self.is_stopping = self.is_stopping or self.has_all_steps
 
     def _add_groups(self, event: PromptsDrawn) -> None:
@@ -310,6 +312,7 @@ class State:
 
     def _drop(self, group: Group, reason: str) -> None:
         group.is_dropped = True
+        self.setbacks.drop(group)
         for trainer in self.trainers:
             self._leave_out(group, trainer, reason)
         del self.groups[group.id]
@@ -320,7 +323,7 @@ class State:
     def _forget(self, rollout: Rollout) -> None:
         if rollout.phase == "finished":
             self.unverified.remove(rollout)
-        self.failed.pop(rollout.id, None)
+        self.setbacks.failed.pop(rollout.id, None)
         del self.rollouts[rollout.id]
 
     def _stop(self, reason: str) -> None:
@@ -343,12 +346,14 @@ class State:
         self.num_unready = sum(not side.is_ready for side in self.trainers)
 
     def _fail(self, command: Command, reason: str) -> None:
+        what = f"{type(command).__name__}: {reason}"
+        self.setbacks.enter(what)
         match command:
-            case Generate(rollout_id):
+            case Generate(rollout_id, replica_id):
                 rollout = self.rollouts[rollout_id]
                 self.fleet.release(rollout)
                 self.num_generating -= 1
-                self._retry(rollout)
+                self._retry(rollout, is_lost=replica_id not in self.fleet.replicas)
             case Verify(rollout_id):
                 self.num_verifying -= 1
                 self._retry(self.rollouts[rollout_id])
@@ -359,15 +364,14 @@ class State:
             case PushWeights() if self.pushing is None:
                 pass  # its trainer is lost
             case Score() | Train() | Step() | SaveCheckpoint() | StartTrainer():
-                self._fail_trainer(command, reason)
+                self._fail_trainer(self.trainers[command.trainer], what)
             case _:
-                self.failure = f"{type(command).__name__}: {reason}"
+                self.failure = what
                 self._break_off(command)
 
-    def _fail_trainer(self, command: TrainerCommand, reason: str) -> None:
+    def _fail_trainer(self, trainer: TrainerSide, what: str) -> None:
         """Enter that a trainer's work failed, unless it is lost; one that follows goes on without it."""
-        trainer = self.trainers[command.trainer]
-        trainer.end_failed(f"{type(command).__name__}: {reason}")
+        trainer.end_failed(what)
         self._count_unready()
         if trainer.leads:
             self.failure = self.failure or trainer.failure
@@ -382,16 +386,13 @@ class State:
                 self.num_drawing -= num_groups
             case PushWeights():
                 self.pushing = None
-            case _:
-                pass  # has nothing else under way
 
-    def _retry(self, rollout: Rollout) -> None:
+    def _retry(self, rollout: Rollout, is_lost: bool = False) -> None:
         """Let what failed be tried again; a policy says how often."""
         if rollout.group.is_dropped:
             self._forget(rollout)
             return
-        rollout.failures += 1
-        self.failed[rollout.id] = rollout
+        self.setbacks.fail(rollout, None if is_lost else self.now)
         if rollout.phase == "verifying":
             rollout.phase = "finished"
             self.unverified.append(rollout)

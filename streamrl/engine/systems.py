@@ -12,6 +12,7 @@ fully-async     as rollouts arrive     max_staleness steps ahead     overlapped,
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import assert_never
@@ -37,6 +38,7 @@ from streamrl.engine.policies.resize import AdjustReplicas, KeepReplicas
 from streamrl.engine.policies.retry import RetryThenDrop, StartOver, WindDown
 from streamrl.engine.policies.skew import SkewnessAware
 from streamrl.engine.policies.staleness import BoundedAdmission, BoundedBacklog, TakeInLine
+from streamrl.engine.policies.standstill import GiveUp
 from streamrl.engine.policies.streaming import Stream, WholeBatch
 from streamrl.engine.policies.verification import VerifyOnArrival
 from streamrl.engine.policies.weight_sync import (
@@ -47,6 +49,7 @@ from streamrl.engine.policies.weight_sync import (
     LoadInFlight,
 )
 from streamrl.engine.recent import RecentLengths
+from streamrl.engine.setbacks import Setbacks
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import LEADER, TrainerSide
 from streamrl.runfile.config import Run
@@ -134,6 +137,7 @@ def build_policies(run: Run) -> list[Policy]:
         *([build_resize(run)] if run.policies.resize == "adjust" else []),
         KeepReplicas(run.policies.max_restarts),
         RetryThenDrop(run.policies.max_attempts),
+        GiveUp(run.policies.max_dropped_groups, run.policies.max_step_time),
         StartOver(),
         WindDown(),
         CheckpointEvery(LEADER, run.execute.checkpoint_every),
@@ -331,6 +335,7 @@ def build_state(run: Run, *, is_endless: bool = False) -> State:
         fleet=Fleet(kinds=list(_kinds(run))),
         recent=RecentLengths(enough=run.algorithm.rollouts_per_step),
         waiting=WaitingRollouts(run.policies.learns_from_siblings),
+        setbacks=Setbacks(deque(maxlen=run.policies.max_failures_per_minute)),
     )
 
 

@@ -19,6 +19,15 @@ class Record(Protocol):
         ...
 
 
+class RunInterruptedError(Exception):
+    """A signal ended the run before its last step; the message says what is saved, and how to go on."""
+
+    def __init__(self, message: str, signal: int) -> None:
+        super().__init__(message)
+        self.signal = signal
+        """Its number; a process that it ends has exit status 128 + this, as shells have it."""
+
+
 R = TypeVar("R", bound=Record)
 
 

@@ -58,7 +58,7 @@ def tell_doubts(trace: Trace, steps: LeaderSteps, steady: Steady, stopped_for: s
     if not trace.is_endless:
         stopped_for = ""  # it was to stop
     if stopped_for:
-        doubts.append(f"the run stopped by itself: {stopped_for} (policies.max_restarts)")
+        doubts.append(f"the run stopped by itself: {stopped_for}")
     if not steady.has_settled:
         doubts.append(f"no steady state was found in {steady.last} steps")
     if steady.half_width is None:

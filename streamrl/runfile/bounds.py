@@ -38,6 +38,8 @@ FACTOR = Bounds(1e-4, 1e4)
 POSITIVE_SHARE = Bounds(0, 1, excludes_least=True)
 MOST_PER_GROUP = 2**14
 """Rollouts of one prompt; lengths of a thousand groups are drawn at once, which this keeps below 128 MiB."""
+MOST_FAILURES = 10**7
+"""Within a minute; each is remembered that long."""
 OF_LOSSES = {
     "learning_rate": Bounds(0),
     "clip": POSITIVE,
@@ -90,6 +92,9 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "shrink_after": Bounds(1),
         "max_attempts": Bounds(1),
         "max_restarts": Bounds(0),
+        "max_dropped_groups": Bounds(1),
+        "max_failures_per_minute": Bounds(1, MOST_FAILURES),
+        "max_step_time": POSITIVE,
     },
     PlanConfig: {
         "budget_per_hour": POSITIVE,
@@ -102,6 +107,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "seeds": Bounds(1),
         "staleness_cost": Bounds(0),
     },
+    ExecuteConfig: {"patience": POSITIVE},
     SimulateConfig: {"interval": POSITIVE_SHARE, "max_steps": Bounds(1)},
     FailuresConfig: {"per_gpu_day": Bounds(0)},
     FrameworkConfig: {

@@ -26,6 +26,7 @@ from streamrl.runfile.sides_config import (
     VerifierConfig,
 )
 from streamrl.runfile.simulate_config import SimulateConfig
+from streamrl.runfile.units import Duration
 from streamrl.runfile.workload_config import WorkloadConfig
 
 DEVICE = re.compile(r"auto|cpu|cuda(?::(?P<index>\d+))?")
@@ -63,6 +64,9 @@ class ExecuteConfig(Section, frozen=True, kw_only=True):
     """CPU threads of each worker process."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1" (every role on that GPU), or "auto": a GPU where the pool has any."""
+    patience: Duration = Duration(60.0)
+    """Time for which a worker process may neither answer nor compute before it is killed and replaced. What is under
+    way gets ten times as long at least, and ten times what the slowest of its kind took so far."""
 
 
 class Run(Section, frozen=True, kw_only=True):

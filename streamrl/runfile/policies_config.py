@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from streamrl.runfile.section import Section
+from streamrl.runfile.units import SECONDS_PER_DAY, Duration
 
 SystemName = Literal[
     "colocated", "disaggregated", "stream-sync", "one-step-async", "stream-async", "fully-async"
@@ -77,3 +78,11 @@ class PoliciesConfig(Section, frozen=True, kw_only=True):
     """Failures of one rollout after which its group is dropped."""
     max_restarts: int = 4
     """Lost replicas that are replaced before the run stops."""
+    max_dropped_groups: int = 64
+    """Groups dropped in a row, none complete between them, after which the run stops."""
+    max_failures_per_minute: int = 10_000
+    """Failures of rollouts and rewards within a minute, those that a lost replica brings left out, after which the
+    run stops."""
+    max_step_time: Duration = Duration(7 * SECONDS_PER_DAY)
+    """Longest time without a step, after which the run stops at whatever happens next. A week is longer than any step
+    that somebody waits for, or simulates to learn that nobody would: set it by what your steps take."""

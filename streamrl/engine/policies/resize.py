@@ -42,13 +42,17 @@ class KeepReplicas:
             if trainer.num_lost <= self.max_restarts:
                 yield StartTrainer(trainer.id, trainer.version)
             elif trainer.leads:
-                yield Stop(f"the trainer was restarted {self.max_restarts} times and lost again")
+                yield self._stop(
+                    f"the trainer was restarted {self.max_restarts} times and lost again", state
+                )
 
     def _start_replicas(self, state: State) -> Iterator[Command]:
         fleet = state.fleet
         while len(fleet.replicas) < fleet.num_wanted:
             if fleet.num_lost > self.max_restarts:
-                yield Stop(f"{self.max_restarts} replicas were restarted and another was lost")
+                yield self._stop(
+                    f"{self.max_restarts} replicas were restarted and another was lost", state
+                )
                 return
             yield StartReplica(fleet.num_started, state.pushed_version, fleet.lacking())
         while len(fleet.replicas) > fleet.num_wanted:
@@ -56,6 +60,9 @@ class KeepReplicas:
             if idle is None:
                 return
             yield StopReplica(idle.id)
+
+    def _stop(self, what: str, state: State) -> Stop:
+        return Stop(f"{what} (policies.max_restarts){state.setbacks}")
 
 
 class AdjustReplicas:

@@ -22,12 +22,12 @@ class RetryThenDrop:
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield drops for what failed too often."""
-        return self._give_up(state) if state.failed or state.failure is not None else ()
+        return self._give_up(state) if state.setbacks.failed or state.failure is not None else ()
 
     def _give_up(self, state: State) -> Iterator[Command]:
         if state.failure is not None and state.stop_reason is None:
             yield Stop(state.failure)
-        hopeless = [r for r in state.failed.values() if r.failures >= self.max_attempts]
+        hopeless = [r for r in state.setbacks.failed.values() if r.failures >= self.max_attempts]
         for rollout in hopeless:
             if rollout.group.is_dropped:
                 continue
