@@ -44,6 +44,7 @@ def make_plan(run: Run, watch: Callable[[int, str], None] = lambda *_: None) -> 
 
     Raises:
         ValueError: nothing fits, or nothing within budget: the constraint is named.
+        RuntimeError: no plan comes to the run's last step.
         RunError: the run file has several trainers.
     """
     _check_trainers(run)
@@ -129,7 +130,8 @@ def _choose(
         others = (search.space.find(each.other) for each in verdicts if each.other is not None)
         new = [i for i in dict.fromkeys(others) if i is not None and i not in search.speeds]
         search.simulate(pool, new, progress.on("what if"))
-        if not any(search.value(index) < search.value(chosen) for index in new):
+        finished = [index for index in new if index not in search.unfinished]
+        if not any(search.value(index) < search.value(chosen) for index in finished):
             break
     return chosen, verdicts
 

@@ -28,6 +28,7 @@ from sim.planner.space import Space
 from sim.planner.train_time import FallingLengths
 from sim.planner.trial import (
     Trial,
+    Unfinished,
     counted_steps,
     generation_of,
     open_trial,
@@ -78,6 +79,8 @@ class Search:
     """Instant of `time.perf_counter` after which nothing more is simulated."""
     speeds: dict[int, Speed] = field(default_factory=dict)
     """What the few steps of each simulated plan gave, on the same prompts for all."""
+    unfinished: dict[int, Unfinished] = field(default_factory=dict)
+    """Plans whose simulation stopped before the run's last step: none of them may be chosen."""
     has_converged: bool = False
     """Whether no plan that was not simulated may be better by more than `MARGIN`."""
     _over: dict[SystemName, deque[float]] = field(
@@ -174,8 +177,12 @@ class Search:
         return keeps_limits(self.space.run, speed)
 
     def ranking(self) -> list[int]:
-        """Return the simulated plans within budget, the best first."""
-        kept = [index for index, speed in self.speeds.items() if self.is_affordable(speed)]
+        """Return the simulated plans that finish within budget, the best first."""
+        kept = [
+            index
+            for index, speed in self.speeds.items()
+            if index not in self.unfinished and self.is_affordable(speed)
+        ]
         return sorted(kept, key=lambda index: (self.value(index), index))
 
     # Rounds ---------------------------------------------------------------------------------------
@@ -187,6 +194,7 @@ class Search:
 
         Raises:
             ValueError: no plan keeps to the budgets and the deadline of `[plan]`.
+            RuntimeError: no plan finishes.
         """
         self._refine(pool, lambda order, scores: self.best_of_each(), FIRST_LOOK)
         self.simulate(pool, self.best_of_each(), watch)
@@ -197,8 +205,21 @@ class Search:
             self.simulate(pool, chosen, watch)
         ranking = self.ranking()
         if not ranking:
-            raise unmet(self.space.run, self.speeds.values())
+            raise self.nothing_left(self.speeds.values())
         return ranking
+
+    def nothing_left(self, speeds: Iterable[Speed]) -> Exception:
+        """Return the error that no plan is left to choose, of those with these speeds and those that do not finish."""
+        if speeds := list(speeds):
+            return unmet(self.space.run, speeds)
+        some = next(iter(self.unfinished.values()))
+        return RuntimeError(
+            f"none of the {len(self.unfinished)} plans that were simulated: {some.reason}"
+        )
+
+    def give_up(self, index: int, reason: Unfinished) -> None:
+        """Enter that a plan does not finish, so that nobody chooses it."""
+        self.unfinished[index] = reason
 
     def best_of_each(self) -> list[int]:
         """Return the best plan by estimate of each system on each pair of pools, and the fastest of all."""
@@ -291,7 +312,7 @@ class Search:
                 yield index
 
     def _seen(self) -> set[Hashable]:
-        return {self._shape(index) for index in self.speeds}
+        return {self._shape(index) for index in (*self.speeds, *self.unfinished)}
 
     def _shape(self, index: int) -> Hashable:
         replicas, trainer, mode = self.space.candidate(index)
@@ -310,6 +331,9 @@ class Search:
         estimated = self.estimates.estimate().step
         until = self.deadline
         for index, speed in run_all(pool, short_speed_of, trials, watch, until).items():
+            if isinstance(speed, Unfinished):
+                self.give_up(index, speed)
+                continue
             self.speeds[index] = speed
             mode = self.space.modes[self.space.of_mode[index]]
             self._over[mode.system].append(speed.step_time / estimated[index])

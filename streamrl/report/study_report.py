@@ -51,7 +51,8 @@ class StudyResult:
         spread = f"median of {seeds} seeds" if seeds > 1 else "one seed"
         if widest := self.widest:
             spread += f", bars are 95 % intervals, ± {widest * 100:.2g} % at most (smaller differences may be chance)"
-        left_out = f"; {len(self.grid.refused)} combinations left out" if self.grid.refused else ""
+        num_left_out = len(self.grid.refused) + len(self.grid.unfinished)
+        left_out = f"; {num_left_out} combinations left out" if num_left_out else ""
         return f"Simulated, {spread}{left_out}: {self.study.run_file.name}."
 
     @property
@@ -105,6 +106,9 @@ def describe(report: StudyResult) -> Json:
         "refused": [
             {"values": grid.values(refused.place), "reason": refused.reason}
             for refused in grid.refused
+        ],
+        "unfinished": [
+            {"values": grid.values(each.place), "reason": each.reason} for each in grid.unfinished
         ],
     }
 

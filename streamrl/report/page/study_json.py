@@ -26,7 +26,7 @@ class Combination(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedRefusal(msgspec.Struct, frozen=True, kw_only=True):
-    """A combination that cannot run, and why."""
+    """A combination that cannot run, or does not finish, and why."""
 
     values: dict[str, str]
     reason: str
@@ -46,6 +46,7 @@ class StudyJson(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str] = []
     """What keeps combinations from being as exactly known as was asked for."""
     refused: list[RecordedRefusal] = []
+    unfinished: list[RecordedRefusal] = []
 
 
 class RecordedStudy(msgspec.Struct, frozen=True, kw_only=True):
