@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count, islice
 from pathlib import Path
 
 from executor.prompts import PromptWorkload, Record
@@ -95,17 +96,18 @@ class RolloutBuffer:
         self._directory = directory
         self._num_paths = 0
         self._free_paths: list[str] = []
-        self._next_group = 0
+        self._undrawn: Iterator[int] = count()
         self.rollouts: dict[int, BufferedRollout] = {}
 
-    def begin_at(self, group: int) -> None:
-        """Let the next draw start at `group`, for a run that resumes."""
-        self._next_group = group
+    def begin_at(self, group: int, done_ahead: Collection[int] = ()) -> None:
+        """Let the next draw start at `group` and leave those out that are done, for a run that resumes."""
+        done = frozenset(done_ahead)
+        self._undrawn = (each for each in count(group) if each not in done)
 
     def draw(self, num_groups: int) -> tuple[DrawnGroup, ...]:
         """Open places for the next groups."""
-        draws = self.workload.draw(self._next_group, num_groups)
-        self._next_group += num_groups
+        groups = islice(self._undrawn, num_groups)
+        draws = [draw for group in groups for draw in self.workload.draw(group, 1)]
         for draw in draws:
             line = self.workload.line(draw.drawn.group)
             for rollout in draw.drawn.rollouts:

@@ -9,9 +9,10 @@ import importlib.util
 import platform
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from executor.back_ends import check_back_ends
 from executor.carriers.local_gpus import claim_gpus
@@ -21,9 +22,12 @@ from streamrl.engine.state import State
 from streamrl.engine.systems import build_engine
 from streamrl.hardware.profiles import load_model
 from streamrl.record.measured_yield import measured_yield
-from streamrl.record.prompt_tokens import write_prompt_tokens
+from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_tokens
 from streamrl.record.trace import Trace, read_trace
 from streamrl.runfile.config import Run
+
+if TYPE_CHECKING:
+    from executor.record import RunDirectory
 
 TRACE = "trace.jsonl"
 BACKENDS = ("torch", "transformers", "safetensors", "tokenizers")
@@ -65,22 +69,32 @@ def execute(run: Run, resume: bool = False, watch: Watch = lambda event, state, 
 
 
 async def _execute(run: Run, resume: bool, watch: Watch) -> None:
+    from executor.record import RunDirectory
+
+    with contextlib.closing(RunDirectory(Path(run.execute.output))) as directory:
+        directory.find_checkpoint(run, resume)
+        await _execute_in(directory, run, resume, watch)
+
+
+async def _execute_in(directory: RunDirectory, run: Run, resume: bool, watch: Watch) -> None:
     from executor.buffer import RolloutBuffer
     from executor.carriers.launch import Launcher
     from executor.prompts import PromptWorkload, load_tokenizer
-    from executor.record import RunDirectory
     from executor.tokens import decode_ids
     from executor.transfer.transfer import Transfer
     from executor.verifier.verifier import Verifier
     from executor.world import RealWorld
 
-    directory = RunDirectory(Path(run.execute.output))
-    directory.find_checkpoint(run, resume)
     assert run.model.path is not None and run.verifier.scorer is not None
     workload = PromptWorkload(run, load_tokenizer(run.model.path))
     verifier = Verifier(run.verifier.scorer, run.verifier, directory.logs / "verifier.log")
+    prompts = [decode_ids(prompt) for prompt in workload.prompts]
+    if resume:
+        check_prompt_tokens(directory.path, prompts)
     checkpoint = directory.open(run, resume)
-    write_prompt_tokens(directory.path, [decode_ids(prompt) for prompt in workload.prompts])
+    for damage in directory.damaged:
+        print(f"streamrl: a damaged checkpoint is passed over: {damage}", file=sys.stderr)
+    write_prompt_tokens(directory.path, prompts)
     with token_directory(run) as tokens:
         world = RealWorld(
             Trace(
@@ -90,6 +104,7 @@ async def _execute(run: Run, resume: bool, watch: Watch) -> None:
                 directory.trace_file,
                 keeps_entries=False,
                 decode=measured_yield(run),
+                leg=directory.leg,
             ),
             build_engine(run),
             Launcher(run, directory, claim_gpus(run)),
@@ -103,10 +118,7 @@ async def _execute(run: Run, resume: bool, watch: Watch) -> None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, world.interrupt, "Ctrl-C")
         loop.add_signal_handler(signal.SIGTERM, world.interrupt, "terminated")
-        try:
-            await world.run()
-        finally:
-            directory.close()
+        await world.run()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,8 @@ from typing import assert_never
 from executor.buffer import RolloutBuffer
 from executor.carriers.handles import WorkerLostError
 from executor.carriers.launch import Launcher
-from executor.record import Checkpoint, RunDirectory
+from executor.checkpoints import Checkpoint
+from executor.record import RunDirectory
 from executor.roles import TransferRole, VerifierRole, Write
 from executor.rollout.replica import Replica
 from executor.trainer.estimator import AdvantageEstimator
@@ -105,8 +106,9 @@ class RealWorld(World[Trace]):
         """
         begun = RunStarted(0, 0)
         if self._resume_from is not None:
-            begun = RunStarted(self._resume_from.version, self._resume_from.groups_done)
-        self._buffer.begin_at(begun.groups_done)
+            at = self._resume_from.position
+            begun = RunStarted(at.version, at.groups_done)
+            self._buffer.begin_at(at.groups_done, at.done_ahead)
         self._began_at = time.monotonic()
         try:
             await self._verifier.start()  # its scorer loads while replicas do
@@ -228,7 +230,7 @@ class RealWorld(World[Trace]):
         return ReplicaStopped(command.replica)
 
     async def _start_trainer(self, command: StartTrainer) -> Event:
-        checkpoint = self._directory.checkpoint(command.version) if command.version else None
+        checkpoint = self._directory.checkpoints.read(command.version) if command.version else None
         handle = await self._launcher.trainer()
         self._has_trainer = True
         return await self._trainer.start(command, handle, checkpoint)

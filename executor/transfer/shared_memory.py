@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import shutil
@@ -17,12 +16,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from executor.checksums import file_checksum
 from executor.samples import Bucket, Manifest
 
 BUCKET_BYTES = 256 * 2**20
 """Large enough that opening a file costs nothing beside its bytes, small enough to stage."""
-CHECKSUM_BYTES = 16
-"""BLAKE2b-128: told apart from chance corruption for good, and hashed at memory-like speed."""
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -56,7 +54,7 @@ def read_buckets(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
     valid after `remove_version`.
     """
     for bucket in manifest.buckets:
-        found = _checksum(Path(bucket.path))
+        found = file_checksum(Path(bucket.path))
         if found != bucket.checksum:
             raise ValueError(
                 f"{bucket.path}: expected checksum {bucket.checksum}, found {found} "
@@ -186,7 +184,7 @@ def _standalone(tensor: torch.Tensor, contents: dict[str, torch.Tensor]) -> torc
 def _write_bucket(contents: dict[str, torch.Tensor], aliases: dict[str, str], path: Path) -> Bucket:
     partial = path.with_suffix(".partial")
     save_file(contents, partial, metadata=aliases)
-    bucket = Bucket(str(path), partial.stat().st_size, _checksum(partial))
+    bucket = Bucket(str(path), partial.stat().st_size, file_checksum(partial))
     partial.replace(path)
     return bucket
 
@@ -218,9 +216,3 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=CHECKSUM_BYTES))
-    return digest.hexdigest()

@@ -66,6 +66,9 @@ def tell_doubts(trace: Trace, steps: LeaderSteps, steady: Steady, unfinished: st
         unfinished: what `tell_unfinished` gives.
     """
     doubts = [f"the run {unfinished}"] if unfinished else []
+    if trace.leg > 1:
+        since = steps.version - len(steps)
+        doubts.append(f"leg {trace.leg} alone of a run that was resumed, after its step {since}")
     if _drifts(trace):
         return "; ".join([*doubts, _tell_drift(trace.run, steady)])
     if not steady.has_settled:
