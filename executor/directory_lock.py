@@ -53,3 +53,13 @@ class DirectoryLock:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def is_abandoned(directory: Path) -> bool:
+    """Whether a directory had an owner, which is dead; False where that is not sure."""
+    try:
+        with (directory / LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -7,7 +7,6 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import platform
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -130,13 +129,13 @@ def token_directory(run: Run) -> Iterator[Path | None]:
     if run.execute.launcher == "in-process":
         yield None
         return
-    from executor.transfer.shared_memory import shared_directory
+    from executor.transfer.shared_directory import SharedDirectory
 
-    directory = shared_directory("tokens")
+    directory = SharedDirectory("tokens")
     try:
-        yield directory
+        yield directory.path
     finally:
-        shutil.rmtree(directory)
+        directory.remove()
 
 
 def facts() -> dict[str, str | float]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
-import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +19,6 @@ from executor.samples import Bucket, Manifest
 
 BUCKET_BYTES = 256 * 2**20
 """Large enough that opening a file costs nothing beside its bytes, small enough to stage."""
-SHARED_MEMORY = Path("/dev/shm")
 
 
 def write_buckets(
@@ -73,18 +70,6 @@ def remove_version(directory: Path, version: int) -> None:
     target = version_directory(directory, version)
     if target.exists():
         shutil.rmtree(target)
-
-
-def shared_directory(run_name: str) -> Path:
-    """Make a fresh directory that only this user can open, in shared memory where there is one.
-
-    You remove it: nothing else does, and what lies in shared memory takes memory.
-    """
-    if not re.fullmatch(r"[\w.-]+", run_name):
-        raise ValueError(f"run name must be letters, digits, '_', '-' or '.', got {run_name!r}")
-    usable = SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
-    parent = SHARED_MEMORY if usable else None
-    return Path(tempfile.mkdtemp(prefix=f"streamrl-{run_name}-", dir=parent))
 
 
 def cast_tensors(
