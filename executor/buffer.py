@@ -50,7 +50,13 @@ class BufferedRollout:
         return self.num_tokens
 
     def enter(self, reward: float, fault: str | None) -> None:
-        """Enter what the verifier said, which nobody needs the text after: a long one is larger than all else here."""
+        """Enter what the verifier said, which nobody needs the text after: a long one is larger than all else here.
+
+        Raises:
+            ValueError: the reward is none, such as NaN, which would spoil every weight.
+        """
+        if not 0 <= reward <= 1:
+            raise ValueError(f"a reward must be from 0 to 1, got {reward}")
         self.reward, self.fault, self.text = reward, fault, None
 
 

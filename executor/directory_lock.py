@@ -32,7 +32,7 @@ class DirectoryLock:
     def _take(self) -> str:
         if self._file is not None:
             return ""
-        file = self._path.open("a+")
+        file = self._path.open("a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -58,7 +58,7 @@ class DirectoryLock:
 def is_abandoned(directory: Path) -> bool:
     """Whether a directory had an owner, which is dead; False where that is not sure."""
     try:
-        with (directory / LOCK).open() as file:
+        with (directory / LOCK).open(encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return False

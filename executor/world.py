@@ -118,7 +118,7 @@ class RealWorld(World[Trace]):
             await self._close()
         if self._error is not None:
             raise self._error
-        if not self.engine.has_all_steps:
+        if not self.engine.has_all_steps or self.engine.has_failed:
             reason = self.engine.stop_reason
             raise RuntimeError(reason or f"the run is stuck at {self.now:.1f} s: {self.engine}")
         return self.trace

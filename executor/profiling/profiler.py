@@ -101,7 +101,7 @@ async def _measure(setup: Setup, watch: Watch) -> Readings:
     readings = Readings()
     with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
         endless = _without_end(Path(setup.model), Path(scratch, "model"))
-        vocabulary = json.loads((endless / "config.json").read_text())["vocab_size"]
+        vocabulary = json.loads((endless / "config.json").read_text(encoding="utf-8"))["vocab_size"]
         common = {
             "model": str(endless),
             "device": setup.device,
@@ -362,7 +362,7 @@ def _without_end(model: Path, copy: Path) -> Path:
             (copy / file.name).symlink_to(file.resolve())
     for name in CONFIG_FILES:
         if (model / name).is_file():
-            table = json.loads((model / name).read_text())
+            table = json.loads((model / name).read_text(encoding="utf-8"))
             kept = {key: value for key, value in table.items() if key not in END_KEYS}
-            (copy / name).write_text(json.dumps(kept))
+            (copy / name).write_text(json.dumps(kept), encoding="utf-8")
     return copy

@@ -132,7 +132,7 @@ def write_study(report: StudyResult, directory: Path) -> list[Path]:
 def write_rows(report: StudyResult, path: Path) -> None:
     """Write a row for each combination and seed: the swept keys, the seed, every figure."""
     keys = [key for axis in report.grid.axes for key in axis.keys]
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*keys, "seed", *report.rows[0].figures])
         for row in report.rows:

@@ -33,7 +33,7 @@ def load_run(path: Path | str, overrides: Iterable[str] = ()) -> Run:
 def read_table(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
     """Read the run file at `path` as TOML gives it, with overrides applied; see `load_run` for the errors."""
     try:
-        table = tomllib.loads(path.read_text())
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such run file") from None
     except OSError as error:

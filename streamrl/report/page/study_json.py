@@ -89,7 +89,7 @@ def read_study(path: Path, name: str) -> RecordedStudy:
 def _read_tiers(path: Path) -> dict[str, float]:
     """Average the columns tiers.measured, tiers.composed and tiers.roofline over all rows."""
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         names = [name for name in (rows[0] if rows else {}) if name.startswith(TIERS)]
         return {
