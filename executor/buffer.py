@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count, islice
 from pathlib import Path
 
 from executor.prompts import PromptWorkload, Record
@@ -49,7 +50,13 @@ class BufferedRollout:
         return self.num_tokens
 
     def enter(self, reward: float, fault: str | None) -> None:
-        """Enter what the verifier said, which nobody needs the text after: a long one is larger than all else here."""
+        """Enter what the verifier said, which nobody needs the text after: a long one is larger than all else here.
+
+        Raises:
+            ValueError: the reward is none, such as NaN, which would spoil every weight.
+        """
+        if not 0 <= reward <= 1:
+            raise ValueError(f"a reward must be from 0 to 1, got {reward}")
         self.reward, self.fault, self.text = reward, fault, None
 
 
@@ -95,17 +102,18 @@ class RolloutBuffer:
         self._directory = directory
         self._num_paths = 0
         self._free_paths: list[str] = []
-        self._next_group = 0
+        self._undrawn: Iterator[int] = count()
         self.rollouts: dict[int, BufferedRollout] = {}
 
-    def begin_at(self, group: int) -> None:
-        """Let the next draw start at `group`, for a run that resumes."""
-        self._next_group = group
+    def begin_at(self, group: int, done_ahead: Collection[int] = ()) -> None:
+        """Let the next draw start at `group` and leave those out that are done, for a run that resumes."""
+        done = frozenset(done_ahead)
+        self._undrawn = (each for each in count(group) if each not in done)
 
     def draw(self, num_groups: int) -> tuple[DrawnGroup, ...]:
         """Open places for the next groups."""
-        draws = self.workload.draw(self._next_group, num_groups)
-        self._next_group += num_groups
+        groups = islice(self._undrawn, num_groups)
+        draws = [draw for group in groups for draw in self.workload.draw(group, 1)]
         for draw in draws:
             line = self.workload.line(draw.drawn.group)
             for rollout in draw.drawn.rollouts:

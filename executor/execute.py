@@ -8,9 +8,10 @@ import importlib.metadata
 import importlib.util
 import platform
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from executor.back_ends import check_back_ends
 from executor.carriers.local_gpus import claim_gpus
@@ -22,9 +23,12 @@ from streamrl.engine.state import State
 from streamrl.engine.systems import build_engine
 from streamrl.hardware.profiles import load_model
 from streamrl.record.measured_yield import measured_yield
-from streamrl.record.prompt_tokens import write_prompt_tokens
+from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_tokens
 from streamrl.record.trace import Trace, read_trace
 from streamrl.runfile.config import Run
+
+if TYPE_CHECKING:
+    from executor.record import RunDirectory
 
 TRACE = "trace.jsonl"
 BACKENDS = ("torch", "transformers", "safetensors", "tokenizers")
@@ -81,22 +85,39 @@ def execute(
 async def _execute(
     run: Run, resume: bool, watch: Watch, how_to_resume: str, interruption: Interruption
 ) -> None:
+    from executor.record import RunDirectory
+
+    with contextlib.closing(RunDirectory(Path(run.execute.output))) as directory:
+        directory.find_checkpoint(run, resume)
+        await _execute_in(directory, run, resume, watch, how_to_resume, interruption)
+
+
+async def _execute_in(
+    directory: RunDirectory,
+    run: Run,
+    resume: bool,
+    watch: Watch,
+    how_to_resume: str,
+    interruption: Interruption,
+) -> None:
     from executor.buffer import RolloutBuffer
     from executor.carriers.launch import Launcher
     from executor.prompts import PromptWorkload, load_tokenizer
-    from executor.record import RunDirectory
     from executor.tokens import decode_ids
     from executor.transfer.transfer import Transfer
     from executor.verifier.verifier import Verifier
     from executor.world import RealWorld
 
-    directory = RunDirectory(Path(run.execute.output))
-    directory.find_checkpoint(run, resume)
     assert run.model.path is not None and run.verifier.scorer is not None
     workload = PromptWorkload(run, load_tokenizer(run.model.path))
     verifier = Verifier(run.verifier.scorer, run.verifier, directory.logs / "verifier.log")
+    prompts = [decode_ids(prompt) for prompt in workload.prompts]
+    if resume:
+        check_prompt_tokens(directory.path, prompts)
     checkpoint = directory.open(run, resume)
-    write_prompt_tokens(directory.path, [decode_ids(prompt) for prompt in workload.prompts])
+    for damage in directory.damaged:
+        print(f"streamrl: a damaged checkpoint is passed over: {damage}", file=sys.stderr)
+    write_prompt_tokens(directory.path, prompts)
     with token_directory(run) as tokens:
         world = RealWorld(
             Trace(
@@ -106,6 +127,7 @@ async def _execute(
                 directory.trace_file,
                 keeps_entries=False,
                 decode=measured_yield(run),
+                leg=directory.leg,
             ),
             build_engine(run),
             Launcher(run, directory, claim_gpus(run)),
@@ -123,16 +145,13 @@ async def _execute(
                 shutil.rmtree(tokens, ignore_errors=True)
 
         def say() -> str:
-            saved = directory.newest_checkpoint()
+            saved = directory.checkpoints.newest()
             what = "no step is saved yet" if saved is None else f"step {saved.version} is saved"
             return f" after step {world.engine.version}: {what}; go on with: {how_to_resume}"
 
         loop = asyncio.get_running_loop()
         interruption.watch_over(Ending(loop, world.interrupt, abandon, say))
-        try:
-            await world.run()
-        finally:
-            directory.close()
+        await world.run()
 
 
 @contextlib.contextmanager
@@ -144,13 +163,13 @@ def token_directory(run: Run) -> Iterator[Path | None]:
     if run.execute.launcher == "in-process":
         yield None
         return
-    from executor.transfer.shared_memory import shared_directory
+    from executor.transfer.shared_directory import SharedDirectory
 
-    directory = shared_directory("tokens")
+    directory = SharedDirectory("tokens")
     try:
-        yield directory
+        yield directory.path
     finally:
-        shutil.rmtree(directory)
+        directory.remove()
 
 
 def facts() -> dict[str, str | float]:

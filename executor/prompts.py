@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from executor.tokens import count_ids, encode_ids
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
 from streamrl.engine.siblings import PRIOR_SAMPLES, SiblingLengths
 from streamrl.engine.systems import choose_system
 from streamrl.runfile.config import Run
+from streamrl.runfile.errors import shown
 from streamrl.workload.tail_batching import TailBatches
 from streamrl.workload.workload import Draw
 
@@ -25,6 +27,7 @@ Record = dict[str, Any]
 KEPT_EPOCHS = 4
 """Orders of prompts in memory: those of the epoch, of the next, and of prompts that tail batching puts off. Others are
 made anew, so that memory does not grow with the run."""
+MOST_EXPECTED = 10**9
 EXPECTED = "expected_tokens"  # of a record: the output tokens that a ranker expects of its rollouts
 
 
@@ -35,7 +38,10 @@ class PromptWorkload:
         assert run.workload.prompts is not None, "check_executable wants prompts"
         path = Path(run.workload.prompts)
         self.records = read_prompts(path)
-        self.prompts = [encode_ids(_tokenize(record, tokenizer)) for record in self.records]
+        self.prompts = [
+            encode_ids(_tokenize(record, tokenizer, f"{path}:{number}"))
+            for number, record in enumerate(self.records, start=1)
+        ]
         """Token ids of each record's prompt; see `executor.tokens`."""
         self._group_size = run.algorithm.group_size
         self._max_tokens = run.rollout.max_tokens
@@ -138,12 +144,12 @@ def expecting_policy(run: Run) -> str | None:
 def read_prompts(path: Path) -> list[Record]:
     """Read a JSONL file of prompts; `ValueError` names the file and line that is wrong."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8-sig").rstrip().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"workload.prompts: {path} cannot be read: {error}") from None
-    records = [_read_line(path, number, line) for number, line in enumerate(lines, start=1)]
-    if not records:
+    if lines == [""]:
         raise ValueError(f"workload.prompts: {path} has no lines")
+    records = [_read_line(path, number, line) for number, line in enumerate(lines, start=1)]
     return records
 
 
@@ -157,20 +163,39 @@ def load_tokenizer(path: str) -> Any:
 def _read_line(path: Path, number: int, line: str) -> Record:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+        json.dumps(record, ensure_ascii=False).encode()  # which half of a surrogate pair cannot be
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}:{number}: not JSON: {error}") from None
-    if not isinstance(record, dict) or not isinstance(record.get("prompt"), str | list):
+    prompt = record.get("prompt") if isinstance(record, dict) else None
+    if not isinstance(prompt, str) and not _is_chat(prompt):
         raise ValueError(f'{path}:{number}: needs a "prompt": a text, or a list of chat messages')
     expected = record.get(EXPECTED, 1)
-    if isinstance(expected, bool) or not isinstance(expected, int | float) or not expected >= 1:
-        raise ValueError(f"{path}:{number}: {EXPECTED} must be 1 or more, got {expected!r}")
-    return record
+    is_number = isinstance(expected, int | float) and not isinstance(expected, bool)
+    if not is_number or not 1 <= expected <= MOST_EXPECTED:
+        raise ValueError(
+            f"{path}:{number}: {EXPECTED} must be from 1 to {MOST_EXPECTED:.0e}, got {shown(expected)}"
+        )
+    return dict(record)
 
 
-def _tokenize(record: Record, tokenizer: Any) -> list[int]:
+def _is_chat(prompt: object) -> bool:
+    """Whether a prompt is a list of chat messages."""
+    return (
+        isinstance(prompt, list)
+        and bool(prompt)
+        and all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in prompt)
+    )
+
+
+def _tokenize(record: Record, tokenizer: Any, line: str) -> list[int]:
     """Encode a text with the model's own special tokens, chat messages through its chat template."""
     prompt = record["prompt"]
     if isinstance(prompt, str):
         return list(tokenizer.encode(prompt))
-    encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+    try:
+        encoded = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_dict=True
+        )
+    except (TemplateError, TypeError, LookupError, ValueError) as error:
+        raise ValueError(f"{line}: the model's chat template does not take it: {error}") from None
     return list(encoded["input_ids"])

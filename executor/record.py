@@ -1,40 +1,46 @@
 """The run directory: what a run leaves on disk, and what a resumed one finds there.
 
 run.json                 the run file as it was read
-trace.jsonl              every event and command; earlier parts of a resumed run: trace.1.jsonl …
+trace.jsonl              every event and command of its last leg; those before a resume: trace.1.jsonl …
 prompts.npz              token ids of the prompts that its trace speaks of
 inputs/                  what it was read from, as far as reports and comparisons need it
-metrics.jsonl            a line for each step
-rollouts.jsonl           a line for each verified rollout
-checkpoints/v000050/     weights, optimizer, and where in the prompts the run was
+metrics.jsonl            a line for each step, and for each time that steps were taken back
+rollouts.jsonl           a line for each verified rollout, and for each resume
+checkpoints/             see `executor.checkpoints`
 logs/                    output of the worker processes
+lock                     the process that runs it, as long as it lives
+
+What a resume or a lost trainer takes back stays in both .jsonl files; `streamrl.record.run_lines` reads what counts.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
+from collections.abc import Mapping
+from mmap import ACCESS_READ, mmap
+from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import msgspec
 
 from executor.buffer import BufferedRollout
+from executor.checkpoints import Checkpoint, Checkpoints, Position
+from executor.directory_lock import DirectoryLock
 from streamrl.record.inputs import keep_inputs
+from streamrl.record.run_lines import METRICS, ROLLED_BACK_TO, ROLLOUTS
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import encode_run
+from streamrl.runfile.errors import RunError
+from streamrl.runfile.reading import decode_recorded_run, encode_run
 
-KEPT_CHECKPOINTS = 2  # the newest may be the one that a crash left useless
-
-
-class Checkpoint(NamedTuple):
-    """Where a run can resume."""
-
-    path: Path
-    version: int
-    groups_done: int
-    baseline: float = 0.0
-    """Mean reward of the batch that made `version`, which `reinforce++` goes by."""
+KEPT_BY_A_RESUME = (
+    "seed",
+    "algorithm.prompts_per_step",
+    "algorithm.group_size",
+    "policies.tail_batching",
+    "policies.tail_every",
+)
+"""What says which rollouts a group has and which prompt it is of: with another value a checkpoint means other prompts."""
 
 
 class RunDirectory:
@@ -43,10 +49,16 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.logs = path / "logs"
-        self._checkpoints = path / "checkpoints"
+        self.checkpoints = Checkpoints(path / "checkpoints")
+        self.leg = 1
+        """How often the run was begun or resumed, this time included."""
         self.trace_file: IO[bytes]
-        self._metrics: IO[str]
+        self._metrics: IO[bytes]
         self._rollouts: IO[bytes]
+        self._files: list[IO[bytes]] = []
+        self._lock = DirectoryLock(path)
+        self.damaged: list[str] = []
+        """Checkpoints that a resume passed over, and what is wrong with each."""
 
     def open(self, run: Run, resume: bool) -> Checkpoint | None:
         """Make or reopen the directory; return the checkpoint to resume from, or None to begin at version 0.
@@ -56,20 +68,26 @@ class RunDirectory:
         """
         checkpoint = self.find_checkpoint(run, resume)
         self.logs.mkdir(parents=True, exist_ok=True)
-        self._checkpoints.mkdir(exist_ok=True)
+        (self.path / "checkpoints").mkdir(exist_ok=True)
+        self._claim(self._lock.take())
         self._put_old_trace_aside()
         (self.path / "run.json").write_bytes(encode_run(run))
         keep_inputs(run, self.path)
         self.trace_file = (self.path / "trace.jsonl").open("wb", buffering=0)
-        self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1)
-        self._rollouts = (self.path / "rollouts.jsonl").open("ab", buffering=0)
+        self._metrics = _open_at_end(self.path / METRICS)
+        self._rollouts = _open_at_end(self.path / ROLLOUTS)
+        self._files = [self.trace_file, self._metrics, self._rollouts]
+        if resume:
+            self.damaged = self.checkpoints.resume_from(checkpoint)
+            self._mark_resume(checkpoint)
         return checkpoint
 
     def find_checkpoint(self, run: Run, resume: bool) -> Checkpoint | None:
         """Return the checkpoint that `run` resumes from; None where it begins, or no checkpoint is complete.
 
         Raises:
-            ValueError: a run is there already, none to resume, or one that has all its steps.
+            ValueError: a run is there already, none to resume, one that has all its steps, that another process runs,
+                that was begun with other settings, or whose every checkpoint is damaged.
         """
         has_run = (self.path / "trace.jsonl").exists()
         if has_run and not resume:
@@ -77,49 +95,36 @@ class RunDirectory:
                 f"execute.output {str(self.path)!r} holds a run; resume it with --resume, or name "
                 "another directory with --set execute.output=…"
             )
-        if resume and not has_run:
+        if not resume:
+            return None
+        if not has_run:
             raise ValueError(f"execute.output {str(self.path)!r} holds no run to resume")
-        checkpoint = self.newest_checkpoint() if resume else None
+        try:
+            return self._find_to_resume(run)
+        except ValueError:
+            self._lock.release()
+            raise
+
+    def _find_to_resume(self, run: Run) -> Checkpoint | None:
+        self._claim(self._lock.take_if_there())
+        checkpoint = self.checkpoints.newest()
         if checkpoint is not None and checkpoint.version >= run.algorithm.steps:
             raise ValueError(
                 f"execute.output {str(self.path)!r} holds a run that has all its steps: "
                 f"algorithm.steps is {run.algorithm.steps}, its checkpoint is of step "
                 f"{checkpoint.version}; --set algorithm.steps={2 * checkpoint.version} goes on with it"
             )
-        return checkpoint
+        self._check_settings(run)
+        return self.checkpoints.newest_whole()
 
-    def newest_checkpoint(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint, None where there is none."""
-        saved = sorted(self._checkpoints.glob("v*/position.json"))
-        if not saved:
-            return None
-        return _read_checkpoint(saved[-1].parent)
-
-    def checkpoint(self, version: int) -> Checkpoint:
-        """Return a complete checkpoint."""
-        return _read_checkpoint(self.checkpoint_path(version))
-
-    def checkpoint_path(self, version: int) -> Path:
-        """Return the directory of one checkpoint."""
-        return self._checkpoints / f"v{version:06d}"
-
-    def finish_checkpoint(self, version: int, groups_done: int, baseline: float) -> None:
-        """Mark a checkpoint complete and remove those that are not kept."""
-        position = {"version": version, "groups_done": groups_done, "baseline": baseline}
-        path = self.checkpoint_path(version) / "position.json"
-        path.with_suffix(".tmp").write_text(json.dumps(position))
-        path.with_suffix(".tmp").rename(path)
-        for old in sorted(self._checkpoints.glob("v*"))[:-KEPT_CHECKPOINTS]:
-            shutil.rmtree(old)
-
-    def write_step(self, figures: dict[str, float]) -> None:
+    def write_step(self, figures: Mapping[str, object]) -> None:
         """Add a line to metrics.jsonl."""
-        self._metrics.write(json.dumps(figures) + "\n")
+        self._metrics.write(json.dumps(figures).encode() + b"\n")
 
     def roll_back(self, time: float) -> None:
         """Add a line to metrics.jsonl: the steps after the newest checkpoint are taken back, and will be made again."""
-        saved = self.newest_checkpoint()
-        self.write_step({"rolled_back_to": saved.version if saved else 0, "time": time})
+        saved = self.checkpoints.newest()
+        self.write_step({ROLLED_BACK_TO: saved.version if saved else 0, "time": time})
 
     def write_rollout(
         self, rollout: int, buffered: BufferedRollout, text: str, facts: dict[str, Any]
@@ -127,6 +132,7 @@ class RunDirectory:
         """Add a line to rollouts.jsonl."""
         line = {
             "rollout": rollout,
+            "group": rollout // len(buffered.group),
             "line": buffered.line,
             "text": text,
             "num_tokens": buffered.num_tokens,
@@ -138,17 +144,59 @@ class RunDirectory:
         self._rollouts.write(msgspec.json.encode(line) + b"\n")
 
     def close(self) -> None:
-        """Close every file."""
-        for file in (self.trace_file, self._metrics, self._rollouts):
+        """Close every file, and let others have the directory."""
+        for file in self._files:
             file.close()
+        self._lock.release()
+
+    def _claim(self, who: str) -> None:
+        """Refuse to go on where `who` is another process that holds the directory."""
+        if who:
+            raise ValueError(
+                f"execute.output {str(self.path)!r} is in use by process {who}: a directory has one run at a time"
+            )
+
+    def _check_settings(self, run: Run) -> None:
+        """Refuse to resume with what would give groups other prompts than they had.
+
+        Raises:
+            RunError: the first key that has another value than the run was begun with.
+            ValueError: nobody can say what it was begun with.
+        """
+        path = self.path / "run.json"
+        try:
+            begun = decode_recorded_run(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{path}: cannot be read, so the run cannot be resumed: {error}"
+            ) from None
+        for key in KEPT_BY_A_RESUME:
+            value, was = (attrgetter(key)(each) for each in (run, begun))
+            if value != was:
+                text = f"{key} is {value!r}, but the run in {str(self.path)!r} was begun with {was!r}: --resume needs the same"
+                raise RunError(key, value, text=text)
+
+    def _mark_resume(self, checkpoint: Checkpoint | None) -> None:
+        """Add a line to metrics.jsonl and rollouts.jsonl: what comes after the checkpoint will be made again."""
+        at = Position(version=0, groups_done=0) if checkpoint is None else checkpoint.position
+        mark = {ROLLED_BACK_TO: at.version, "leg": self.leg}
+        self.write_step({**mark, **({"damaged": self.damaged} if self.damaged else {})})
+        prompts = {"groups_done": at.groups_done, "done_ahead": at.done_ahead}
+        self._rollouts.write(msgspec.json.encode({**mark, **prompts}) + b"\n")
 
     def _put_old_trace_aside(self) -> None:
         trace = self.path / "trace.jsonl"
         if trace.exists():
-            number = 1 + len(list(self.path.glob("trace.*.jsonl")))
-            trace.rename(self.path / f"trace.{number}.jsonl")
+            before = 1 + len(list(self.path.glob("trace.*.jsonl")))
+            trace.rename(self.path / f"trace.{before}.jsonl")
+            self.leg = before + 1
 
 
-def _read_checkpoint(path: Path) -> Checkpoint:
-    position = json.loads((path / "position.json").read_text())
-    return Checkpoint(path, **position)
+def _open_at_end(path: Path) -> IO[bytes]:
+    """Open a file of lines for more of them; a last one that a crash cut short is left out."""
+    file = path.open("a+b", buffering=0)
+    if path.stat().st_size:
+        with mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+            end = data.rfind(b"\n") + 1
+        file.truncate(end)
+    return file

@@ -14,7 +14,8 @@ from typing import assert_never
 from executor.buffer import RolloutBuffer
 from executor.carriers.handles import WorkerLostError
 from executor.carriers.launch import Launcher
-from executor.record import Checkpoint, RunDirectory
+from executor.checkpoints import Checkpoint
+from executor.record import RunDirectory
 from executor.roles import TransferRole, VerifierRole, Write
 from executor.rollout.replica import Replica
 from executor.trainer.estimator import AdvantageEstimator
@@ -111,8 +112,9 @@ class RealWorld(World[Trace]):
         """
         begun = RunStarted(0, 0)
         if self._resume_from is not None:
-            begun = RunStarted(self._resume_from.version, self._resume_from.groups_done)
-        self._buffer.begin_at(begun.groups_done)
+            at = self._resume_from.position
+            begun = RunStarted(at.version, at.groups_done)
+            self._buffer.begin_at(at.groups_done, at.done_ahead)
         self._began_at = time.monotonic()
         watch = asyncio.create_task(self._watch_commands())
         watch.add_done_callback(self._end_task)
@@ -125,7 +127,7 @@ class RealWorld(World[Trace]):
             await self._close()
         if self._error is not None:
             raise self._error
-        if not self.engine.has_all_steps:
+        if not self.engine.has_all_steps or self.engine.has_failed:
             reason = self.engine.stop_reason
             raise RuntimeError(reason or f"the run is stuck at {self.now:.1f} s: {self.engine}")
         return self.trace
@@ -260,7 +262,7 @@ class RealWorld(World[Trace]):
         return ReplicaStopped(command.replica)
 
     async def _start_trainer(self, command: StartTrainer) -> Event:
-        checkpoint = self._directory.checkpoint(command.version) if command.version else None
+        checkpoint = self._directory.checkpoints.read(command.version) if command.version else None
         handle = await self._launcher.trainer()
         self._has_trainer = True
         return await self._trainer.start(command, handle, checkpoint)

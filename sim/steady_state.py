@@ -20,7 +20,7 @@ from streamrl.engine.trainer_side import LEADER
 from streamrl.record.leader_steps import LeaderSteps
 from streamrl.record.metrics import Metrics
 from streamrl.record.steady import LEAST_STEPS, NEGLIGIBLE, Steady
-from streamrl.record.steady_run import LEAST_FAILURES, find_steady_so_far
+from streamrl.record.steady_run import LEAST_FAILURES, find_steady_so_far, tell_unfinished
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from streamrl.runfile.failure_rates import failures_per_gpu_day
@@ -38,6 +38,18 @@ makes 95 % intervals hold 80 to 90 % of the time."""
 T = TypeVar("T", bound=StepTrace)
 
 
+class UnfinishedError(RuntimeError):
+    """A run stopped by itself before its last step."""
+
+    def __init__(self, unfinished: str) -> None:
+        """Say so.
+
+        Args:
+            unfinished: after which step and why, as `Speed` has it.
+        """
+        super().__init__(f"not finished: the run {unfinished}")
+
+
 def simulate_steady(
     run: Run,
     watch: Callable[[int], None] = lambda version: None,
@@ -52,6 +64,7 @@ def simulate_steady(
 
     Raises:
         ValueError: the run file asks for what its profiles or memory do not allow.
+        UnfinishedError: it stops before it has a step.
         RuntimeError: nothing is left that could happen.
     """
     return _simulate(run, StepTrace, watch, workload)
@@ -65,7 +78,8 @@ def measure_steady(
     """Simulate as `simulate_steady` does and measure as it goes, in memory that hardly grows with the steps.
 
     Raises:
-        ValueError: the run file asks for what its profiles or memory do not allow; or it makes no step.
+        ValueError: the run file asks for what its profiles or memory do not allow.
+        UnfinishedError: it stops before it has a step.
         RuntimeError: nothing is left that could happen.
     """
     return _simulate(run, MeasuredTrace, watch, workload).measure()
@@ -76,6 +90,8 @@ def _simulate(
 ) -> T:
     world, trace = _open(run, kind, workload)
     world.run(watch, Enough(run, trace.steps).is_there)
+    if not trace.steps:
+        raise UnfinishedError(tell_unfinished(run, 0, world.engine.stop_reason or "no step stays"))
     return trace
 
 

@@ -131,7 +131,7 @@ def make_world(
     checkpoint = directory.open(run, resume)
     launcher = launcher_class(run, directory, **launcher_options)
     return RealWorld(
-        Trace(run, "real", {}, directory.trace_file),
+        Trace(run, "real", {}, directory.trace_file, leg=directory.leg),
         CheckedEngine(build_state(run), build_policies(run)),
         launcher,  # type: ignore[arg-type]
         RolloutBuffer(run, PromptWorkload(run, ScriptedTokenizer()), tokens),

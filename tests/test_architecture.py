@@ -149,7 +149,8 @@ LAYERS = {
         *("batch_time", "parallel", "studies", "planner", "checkup", "fidelity"),
     ),
     "executor": (
-        *("tokens", "samples", "prompts", "roles", "pretrained", "buffer", "record", "carriers"),
+        *("tokens", "samples", "prompts", "roles", "pretrained", "buffer"),
+        *("checksums", "checkpoints", "directory_lock", "record", "carriers"),
         *("transfer", "rollout", "trainer", "verifier", "watchdog", "world"),
         *("back_ends", "interruption", "execute"),
         *("checkup", "profiling"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,6 +29,7 @@ from streamrl.engine.messages import (
     Verified,
 )
 from streamrl.record.informative import informative_share
+from streamrl.record.run_lines import read_rollouts
 from streamrl.record.trace import Trace, replay
 from streamrl.runfile.config import Run
 from tests.scripted import ScriptedLauncher, ScriptedTokenizer, make_world
@@ -64,7 +65,9 @@ def advantages_of(run: Run, resume: bool = False) -> list[dict[int, float]]:
     NotingTrainer.steps = [{}]
 
     async def go() -> Trace:
-        return await make_world(run, {}, resume, NotingLauncher).run()
+        world = make_world(run, {}, resume, NotingLauncher)
+        with contextlib.closing(world._directory):
+            return await world.run()
 
     assert replay(asyncio.run(asyncio.wait_for(go(), timeout=60))) is None
     return NotingTrainer.steps[:-1]
@@ -84,8 +87,7 @@ def test_the_baseline_of_a_step_is_the_mean_reward_of_the_one_before_also_where_
     }
     steps = advantages_of(real_run(tmp_path, **keys, algorithm__steps=3))
     steps += advantages_of(real_run(tmp_path, **keys, algorithm__steps=5), resume=True)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").open()]
-    rewards = {line["rollout"]: line["reward"] for line in lines}
+    rewards = {line["rollout"]: line["reward"] for line in read_rollouts(tmp_path / "run")}
     assert len(set(rewards.values())) == 2 and [len(step) for step in steps] == [6 * group_size] * 5
     baseline = 0.0
     for step in steps:

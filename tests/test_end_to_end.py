@@ -16,6 +16,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from streamrl.record.run_lines import read_metrics, read_rollouts
 from streamrl.record.trace import read_trace, replay
 from streamrl.runfile.sides_config import RolloutBackend
 from tests.command_line import streamrl
@@ -110,10 +111,10 @@ def test_a_real_run_trains_resumes_replays_and_compares(project: Path) -> None:
         "execute", project / "run.toml", "--resume", "--json", "--set", "algorithm.steps=5"
     )
     assert resumed.returncode == 0, resumed.stderr
-    steps = [json.loads(line) for line in (project / "run" / "metrics.jsonl").open()]
+    steps = read_metrics(project / "run")
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]
     assert all(step["grad_norm"] >= 0 and step["rollouts"] == 16 for step in steps)
-    rollouts = [json.loads(line) for line in (project / "run" / "rollouts.jsonl").open()]
+    rollouts = read_rollouts(project / "run")
     assert len(rollouts) == 5 * 16
     assert all(rollout["versions"][0][1] == 0 for rollout in rollouts)
     both = streamrl("replay", project / "run", project / "run" / "trace.1.jsonl")

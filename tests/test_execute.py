@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -31,6 +32,7 @@ from streamrl.engine.state import State
 from streamrl.engine.systems import SYSTEMS
 from streamrl.engine.trainer_side import ROLLED_BACK
 from streamrl.record.metrics import measure
+from streamrl.record.run_lines import read_metrics
 from streamrl.record.trace import Entry, Trace, read_trace, replay
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import WeightSyncName
@@ -77,7 +79,9 @@ def execute(run: Run, resume: bool = False, **options: Any) -> Trace:
     """Run scripted roles in this process to the end."""
 
     async def go() -> Trace:
-        return await make_world(run, options, resume).run()
+        world = make_world(run, options, resume)
+        with contextlib.closing(world._directory):
+            return await world.run()
 
     return asyncio.run(asyncio.wait_for(go(), timeout=60))
 
@@ -251,8 +255,7 @@ def test_a_run_resumes_from_its_checkpoint_and_trains_on_the_next_prompts(tmp_pa
     drawn = [group for entry in trace.entries for group in getattr(entry.event, "groups", ())]
     assert min(group.group for group in drawn) == 9
     assert [e.event.version for e in trace.entries if isinstance(e.event, Stepped)] == [4, 5, 6]
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
     assert (tmp_path / "run" / "trace.1.jsonl").exists()
 
 

@@ -122,4 +122,4 @@ def test_a_checkpoint_says_from_which_group_a_resumed_run_draws() -> None:
     s = singles(2, algorithm__steps=9, execute__checkpoint_every=1, policies__consumption="greedy")
     s.draw(s.begin())
     s.finish(0, 2)  # group 1 is behind, groups 1 and 3 are neither trained nor dropped
-    assert of(SaveCheckpoint, s.step(1)) == [SaveCheckpoint(1, 1, 0)]
+    assert of(SaveCheckpoint, s.step(1)) == [SaveCheckpoint(1, 1, 0, done_ahead=(2,))]

@@ -1,16 +1,37 @@
-"""Resuming: what a finished run's directory holds stays as it is."""
+"""Resuming: from which checkpoint, with which settings, and that nothing is trained on twice."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from executor.checkpoints import Checkpoint, Checkpoints, Position
+from executor.checksums import CHECKSUMS, find_damage, write_checksums
 from executor.checkup import run_paths
 from executor.execute import execute as execute_for_real
+from executor.record import RunDirectory
+from streamrl.engine.messages import Event, SaveCheckpoint, Step, Stepped
+from streamrl.engine.state import State
+from streamrl.record.metrics import measure
+from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_tokens
+from streamrl.record.run_lines import read_metrics, read_rollouts
+from streamrl.record.trace import Entry, read_trace, replay
+from streamrl.runfile.config import Run
+from streamrl.runfile.errors import RunError
 from streamrl.runfile.reading import make_run
 from tests.patients import bad, local_table
+from tests.scripted import make_world
 from tests.test_execute import execute, real_run
 
 
@@ -47,3 +68,245 @@ def test_a_finished_run_is_refused_before_its_prompts_are_read(tmp_path: Path) -
     assert digests(tmp_path) == before
     finding = bad(list(run_paths.find(run)))["output"]
     assert "leaves nothing to do" in finding.text and "algorithm.steps is above 7" in finding.fix
+
+
+# What was trained on ------------------------------------------------------------------------------
+
+
+class DeathError(Exception):
+    """Ends a run at once, as a kill does: nothing winds down, nothing is saved."""
+
+
+def die_after_step(run: Run, version: int, resume: bool = False) -> None:
+    """Execute a run with scripted roles until it has made a version and begun the next one."""
+
+    def watch(event: Event, state: State, now: float) -> None:
+        if isinstance(event, Stepped) and event.version == version:
+            raise DeathError
+
+    async def go() -> None:
+        world = make_world(run, {"slowest": 0.01}, resume, watch=watch)
+        with contextlib.closing(world._directory), pytest.raises(DeathError):
+            await world.run()
+
+    asyncio.run(asyncio.wait_for(go(), timeout=60))
+
+
+def steps_of(entries: list[Entry], most: int) -> dict[int, tuple[int, ...]]:
+    """Return the groups of each step up to a version."""
+    commands = [command for entry in entries for command in entry.commands]
+    steps = {c.version: c.groups for c in commands if isinstance(c, Step)}
+    made = [e.event.version for e in entries if isinstance(e.event, Stepped)]
+    return {version: steps[version] for version in made if version <= most}
+
+
+@pytest.mark.parametrize("consumption", ["greedy", "strict-fifo"])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_group_is_trained_on_twice_in_a_run_that_dies_and_resumes(
+    tmp_path: Path, consumption: str, seed: int
+) -> None:
+    keys: dict[str, Any] = {
+        "seed": seed,
+        "policies__system": "fully-async",
+        "policies__consumption": consumption,
+        "policies__max_staleness": 4,
+        "algorithm__steps": 12,
+        "execute__checkpoint_every": 2,
+    }
+    run = real_run(tmp_path, **keys)
+    die_after_step(run, 5)
+    die_after_step(run, 9, resume=True)
+    last = execute(run, resume=True)
+    assert replay(last) is None
+    trained: dict[int, tuple[int, ...]] = {}
+    for name in ("trace.1.jsonl", "trace.2.jsonl"):
+        entries = read_trace(tmp_path / "run" / name).entries
+        saved = [c.version for e in entries for c in e.commands if isinstance(c, SaveCheckpoint)]
+        trained |= steps_of(entries, max(saved))
+    trained |= steps_of(last.entries, 12)
+    assert sorted(trained) == list(range(1, 13))
+    groups = Counter(group for step in trained.values() for group in step)
+    assert groups.most_common(1)[0][1] == 1
+    assert sorted(groups) == list(range(36))  # none is left out either
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(1, 13))
+    rollouts = [line["rollout"] for line in read_rollouts(tmp_path / "run")]
+    assert sorted(rollouts) == list(range(36 * run.algorithm.group_size))
+
+
+def test_what_a_resume_takes_back_is_marked_and_what_was_cut_short_is_gone(tmp_path: Path) -> None:
+    run = real_run(tmp_path, algorithm__steps=6, execute__checkpoint_every=2)
+    die_after_step(run, 3)
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        with (tmp_path / "run" / name).open("a") as file:
+            file.write('{"step": 4, "rew')
+    execute(run, resume=True)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert [line.get("step") for line in lines] == [1, 2, 3, None, 3, 4, 5, 6]
+    assert lines[3] == {"rolled_back_to": 2, "leg": 2}
+    mark = json.loads(
+        next(line for line in (tmp_path / "run" / "rollouts.jsonl").open() if "leg" in line)
+    )
+    assert mark["rolled_back_to"] == 2 and mark["groups_done"] >= 4
+
+
+def test_a_trace_says_which_leg_of_a_resumed_run_it_is(tmp_path: Path) -> None:
+    run = real_run(tmp_path, algorithm__steps=6, execute__checkpoint_every=2)
+    die_after_step(run, 3)
+    die_after_step(run, 5, resume=True)
+    metrics = measure(read_trace(tmp_path / "run" / "trace.jsonl"))
+    assert metrics.note.startswith("leg 2 alone of a run that was resumed, after its step 2")
+    assert "leg" not in measure(read_trace(tmp_path / "run" / "trace.1.jsonl")).note
+
+
+# Which checkpoint ---------------------------------------------------------------------------------
+
+
+def saved(directory: Path, *versions: int) -> Checkpoints:
+    """Write checkpoints of a file each."""
+    checkpoints = Checkpoints(directory)
+    for version in versions:
+        path = checkpoints.path_of(version)
+        path.mkdir(parents=True)
+        (path / "weights").write_bytes(bytes(range(256)))
+        write_checksums(path)
+        checkpoints.finish(Position(version=version, groups_done=3 * version))
+    return Checkpoints(directory)
+
+
+def cut(path: Path) -> None:
+    """Leave half of a file."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    """Change a bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "weights cut": lambda path: cut(path / "weights"),
+    "weights gone": lambda path: (path / "weights").unlink(),
+    "a bit of the weights": lambda path: flip(path / "weights"),
+    "checksums cut": lambda path: cut(path / CHECKSUMS),
+    "position cut": lambda path: cut(path / "position.json"),
+    "position empty": lambda path: (path / "position.json").write_text(""),
+    "position without keys": lambda path: (path / "position.json").write_text("{}"),
+    "position of another": lambda path: (path / "position.json").write_text(
+        '{"version": 2, "groups_done": 6}'
+    ),
+    "position negative": lambda path: (path / "position.json").write_text(
+        '{"version": 4, "groups_done": -6}'
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_for_the_older_one(tmp_path: Path, damage: str) -> None:
+    checkpoints = saved(tmp_path, 2, 4)
+    DAMAGES[damage](checkpoints.path_of(4))
+    found = checkpoints.newest_whole()
+    assert found == Checkpoint(checkpoints.path_of(2), Position(version=2, groups_done=6))
+    assert [text.partition(":")[0] for text in checkpoints.resume_from(found)] == ["v000004"]
+    assert not checkpoints.path_of(4).exists() and (tmp_path / "damaged-v000004").exists()
+    if damage != "a bit of the weights":  # which sizes do not tell
+        assert saved(tmp_path / "more", 2).newest() is not None
+
+
+def test_a_run_of_which_every_checkpoint_is_damaged_is_left_to_a_person(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 2, 4)
+    for version in (2, 4):
+        cut(checkpoints.path_of(version) / "weights")
+    assert checkpoints.newest() is None
+    with pytest.raises(ValueError, match=r"every checkpoint is damaged: v000004: weights has 128"):
+        checkpoints.newest_whole()
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_checksums_and_is_taken_as_it_is(
+    tmp_path: Path,
+) -> None:
+    checkpoints = saved(tmp_path, 2)
+    (checkpoints.path_of(2) / CHECKSUMS).unlink()
+    assert find_damage(checkpoints.path_of(2), reads_all=True) == ""
+    assert checkpoints.newest_whole() is not None
+
+
+def test_what_a_run_resumed_from_stays_as_replicas_that_start_later_load_it(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 2)
+    checkpoints.resume_from(checkpoints.newest_whole())
+    for version in (4, 6, 8):
+        checkpoints.path_of(version).mkdir()
+        checkpoints.finish(Position(version=version, groups_done=0))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v000002", "v000006", "v000008"]
+
+
+def test_a_run_whose_newest_checkpoint_is_cut_goes_on_from_the_older_one(tmp_path: Path) -> None:
+    run = real_run(tmp_path, algorithm__steps=7, execute__checkpoint_every=2)
+    die_after_step(run, 5)
+    cut(tmp_path / "run" / "checkpoints" / "v000004" / "position.json")
+    execute(run, resume=True)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    (mark,) = (line for line in lines if "leg" in line)
+    assert mark["rolled_back_to"] == 2 and mark["damaged"][0].startswith("v000004: position.json: ")
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(1, 8))
+
+
+# Who may resume, and with what --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("seed", 1), ("algorithm__group_size", 4), ("algorithm__prompts_per_step", 2)],
+)
+def test_a_run_is_resumed_with_the_settings_that_say_which_prompts_are_done(
+    tmp_path: Path, key: str, value: int
+) -> None:
+    keys: dict[str, Any] = {"algorithm__steps": 6, "execute__checkpoint_every": 2}
+    die_after_step(real_run(tmp_path, **keys), 3)
+    before = digests(tmp_path)
+    other = real_run(tmp_path, **keys, **{key: value})
+    with pytest.raises(RunError, match=f"{key.replace('__', '.')} is {value}, but .* begun with"):
+        RunDirectory(tmp_path / "run").find_checkpoint(other, resume=True)
+    assert digests(tmp_path) == before
+
+
+def test_a_run_is_resumed_with_the_prompts_that_it_began_with(tmp_path: Path) -> None:
+    import numpy as np
+
+    prompts = [np.array(ids, np.int32) for ids in ([1, 2], [3])]
+    check_prompt_tokens(tmp_path, prompts)  # a run that died before it wrote any
+    write_prompt_tokens(tmp_path, prompts)
+    check_prompt_tokens(tmp_path, prompts)
+    with pytest.raises(ValueError, match=r"3 lines, but the run in .* was begun with 2"):
+        check_prompt_tokens(tmp_path, [*prompts, prompts[0]])
+    with pytest.raises(ValueError, match="line 2 is another"):
+        check_prompt_tokens(tmp_path, [prompts[0], prompts[0]])
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from executor.directory_lock import DirectoryLock
+lock = DirectoryLock(Path(sys.argv[1]))
+print(repr(lock.take()), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_directory_has_one_run_at_a_time_and_a_dead_one_holds_nothing(tmp_path: Path) -> None:
+    run = real_run(tmp_path, algorithm__steps=6, execute__checkpoint_every=2)
+    die_after_step(run, 3)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "''\n"
+        with pytest.raises(
+            ValueError, match=f"is in use by process {holder.pid}: .* one run at a time"
+        ):
+            RunDirectory(tmp_path / "run").find_checkpoint(run, resume=True)
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.communicate()
+    execute(run, resume=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,12 +14,12 @@ import pytest
 import torch
 
 from executor.samples import Manifest
+from executor.transfer.shared_directory import SharedDirectory, remove_abandoned
 from executor.transfer.shared_memory import (
     cast_tensors,
     read_buckets,
     remove_version,
     replaced_directory,
-    shared_directory,
     write_buckets,
 )
 from executor.transfer.transfer import Transfer
@@ -131,20 +133,62 @@ def test_what_was_read_outlives_its_version_and_a_second_write_of_it(tmp_path: P
 
 
 def test_a_shared_directory_is_fresh_and_private() -> None:
-    first, second = shared_directory("run"), shared_directory("run")
+    first, second = SharedDirectory("run"), SharedDirectory("run")
     try:
-        assert first != second
-        assert stat.S_IMODE(first.stat().st_mode) == 0o700
+        assert first.path != second.path and second.path.is_dir()
+        assert stat.S_IMODE(first.path.stat().st_mode) == 0o700
         if Path("/dev/shm").is_dir():
-            assert first.parent == Path("/dev/shm")
+            assert first.path.parent == Path("/dev/shm")
     finally:
-        first.rmdir()
-        second.rmdir()
+        for directory in (first, second, second):
+            directory.remove()
+    assert not first.path.exists() and not second.path.exists()
 
 
-def test_a_run_name_that_is_a_path_is_refused() -> None:
-    with pytest.raises(ValueError, match="run name"):
-        shared_directory("../run")
+def test_a_name_that_is_a_path_is_refused() -> None:
+    with pytest.raises(ValueError, match="name must be letters"):
+        SharedDirectory("../run")
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from executor.transfer.shared_directory import SharedDirectory
+directory = SharedDirectory("owned")
+path = directory.path
+(path / "v000001").mkdir()
+(path / "v000001" / "bucket").write_bytes(bytes(1000))
+print(path, flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_killed_owner_leaves_is_gone_with_the_next_start_and_what_the_living_have_stays() -> (
+    None
+):
+    owners = [
+        subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    try:
+        paths = [Path((owner.stdout or sys.stdin).readline().strip()) for owner in owners]
+        owners[0].kill()
+        owners[0].wait()
+        assert all((path / "v000001" / "bucket").exists() for path in paths)
+        SharedDirectory("next").remove()
+        assert [path.exists() for path in paths] == [False, True]
+    finally:
+        for owner in owners:
+            owner.kill()
+            owner.communicate()
+    SharedDirectory("next").remove()
+    assert not paths[1].exists()
+
+
+def test_a_directory_without_a_lock_is_nobodys_to_remove(tmp_path: Path) -> None:
+    (tmp_path / "streamrl-older").mkdir()
+    remove_abandoned(tmp_path)
+    assert (tmp_path / "streamrl-older").exists()
 
 
 def test_a_replaced_directory_is_the_old_or_the_new_one_whole(tmp_path: Path) -> None:

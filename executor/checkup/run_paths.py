@@ -62,7 +62,7 @@ def _find_output(run: Run) -> Iterator[Finding]:
 
 def _taken(run: Run, path: Path) -> Finding:
     """Say how far the run in the directory is, and how to go on with it."""
-    saved = RunDirectory(path).newest_checkpoint()
+    saved = RunDirectory(path).checkpoints.newest()
     where = "no checkpoint yet" if saved is None else f"a checkpoint of step {saved.version}"
     goes_on = "streamrl execute --resume goes on with it"
     if saved is not None and saved.version >= run.algorithm.steps:

@@ -153,7 +153,7 @@ def _cpu_name() -> str:
     """Return the processor's name where Linux tells it, else the architecture."""
     facts_file = Path("/proc/cpuinfo")
     if facts_file.is_file():
-        for line in facts_file.read_text().splitlines():
+        for line in facts_file.read_text(encoding="utf-8").splitlines():
             key, _, value = line.partition(":")
             if key.strip() == "model name":
                 return value.strip()

@@ -28,7 +28,7 @@ from executor.profiling.timed_roles import TimedReplicaRole, TimedTrainerRole
 from executor.rollout.transformers_engine import PREFILL_TOKENS
 from executor.samples import Request, Sample
 from executor.tokens import TokenSegment, encode_ids, write_block
-from executor.transfer.shared_memory import remove_version, shared_directory
+from executor.transfer.shared_directory import SharedDirectory
 
 REPLICA = "executor.profiling.timed_roles:TimedReplica"
 TRAINER = "executor.profiling.timed_roles:TimedTrainer"
@@ -101,7 +101,7 @@ async def _measure(setup: Setup, watch: Watch) -> Readings:
     readings = Readings()
     with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
         endless = _without_end(Path(setup.model), Path(scratch, "model"))
-        vocabulary = json.loads((endless / "config.json").read_text())["vocab_size"]
+        vocabulary = json.loads((endless / "config.json").read_text(encoding="utf-8"))["vocab_size"]
         common = {
             "model": str(endless),
             "device": setup.device,
@@ -308,17 +308,16 @@ class _Bench:
         self._version += 1
         await trainer.step(self._version)
         self._readings.optimizer += await self._seconds(trainer)
-        directory = shared_directory("profile")
+        directory = SharedDirectory("profile")
         try:
-            manifest = await trainer.push(self._version, str(directory))
+            manifest = await trainer.push(self._version, str(directory.path))
             self._readings.push += await self._seconds(trainer)
             self._readings.num_bytes = manifest.num_bytes
             began_at = time.perf_counter()
             await replica.load(manifest, drain=True)
             self._readings.load.append(time.perf_counter() - began_at)
         finally:
-            remove_version(directory, self._version)
-            directory.rmdir()
+            directory.remove()
         self._watch("sync")
 
     async def time_scores(self, scorer: TimedTrainerRole) -> None:
@@ -363,7 +362,7 @@ def _without_end(model: Path, copy: Path) -> Path:
             (copy / file.name).symlink_to(file.resolve())
     for name in CONFIG_FILES:
         if (model / name).is_file():
-            table = json.loads((model / name).read_text())
+            table = json.loads((model / name).read_text(encoding="utf-8"))
             kept = {key: value for key, value in table.items() if key not in END_KEYS}
-            (copy / name).write_text(json.dumps(kept))
+            (copy / name).write_text(json.dumps(kept), encoding="utf-8")
     return copy

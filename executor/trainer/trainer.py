@@ -8,7 +8,8 @@ from pathlib import Path
 from executor.buffer import RolloutBuffer
 from executor.carriers.handles import Handle
 from executor.carriers.remote import remote
-from executor.record import Checkpoint, RunDirectory
+from executor.checkpoints import Checkpoint, Position
+from executor.record import RunDirectory
 from executor.roles import TrainerRole
 from executor.samples import Manifest
 from executor.trainer.advantages import NO_BASELINE
@@ -51,7 +52,7 @@ class Trainer:
         await self.stop()
         self._handle = handle
         self._remote = remote(TrainerRole, handle)
-        baseline = NO_BASELINE if checkpoint is None else checkpoint.baseline
+        baseline = NO_BASELINE if checkpoint is None else checkpoint.position.baseline
         self._estimator.baseline = baseline
         path = None if checkpoint is None else str(checkpoint.path)
         return TrainerStarted(command.trainer, await self._worker.start(path))
@@ -87,10 +88,16 @@ class Trainer:
 
     async def save(self, command: SaveCheckpoint) -> CheckpointSaved:
         """Write a checkpoint, which is complete or not there."""
-        path = self._directory.checkpoint_path(command.version)
+        path = self._directory.checkpoints.path_of(command.version)
         await self._worker.save(str(path))
-        baseline = self._estimator.baseline
-        self._directory.finish_checkpoint(command.version, command.groups_done, baseline)
+        self._directory.checkpoints.finish(
+            Position(
+                version=command.version,
+                groups_done=command.groups_done,
+                done_ahead=command.done_ahead,
+                baseline=self._estimator.baseline,
+            )
+        )
         return CheckpointSaved(command.version, command.trainer)
 
     async def push(self, version: int, directory: Path) -> Manifest:

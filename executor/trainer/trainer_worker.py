@@ -26,6 +26,7 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
+from executor.checksums import write_checksums
 from executor.pretrained import load_pretrained
 from executor.roles import TrainerRole
 from executor.samples import Manifest, Sample
@@ -259,7 +260,7 @@ class Learner:
         return write_buckets(tensors, directory, version)
 
     def save(self, path: Path) -> None:
-        """Write weights, optimizer and version, and the model's other files beside them."""
+        """Write weights, optimizer and version, the model's other files beside them, and checksums of all."""
         with replaced_directory(path) as partial:
             for file in Path(self.config.model).iterdir():
                 if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
@@ -267,6 +268,7 @@ class Learner:
             self.model.save_pretrained(partial)
             state = {"optimizer": self.optimizer.state_dict(), "version": self.version}
             torch.save(state, partial / STATE_FILE)
+            write_checksums(partial)
 
     def _models_to_score(self) -> dict[str, PreTrainedModel]:
         models = {"proximal": self.model} if self.config.correction == "decoupled" else {}

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import re
 import shutil
-import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,13 +14,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from executor.checksums import file_checksum
 from executor.samples import Bucket, Manifest
 
 BUCKET_BYTES = 256 * 2**20
 """Large enough that opening a file costs nothing beside its bytes, small enough to stage."""
-CHECKSUM_BYTES = 16
-"""BLAKE2b-128: told apart from chance corruption for good, and hashed at memory-like speed."""
-SHARED_MEMORY = Path("/dev/shm")
 
 
 def write_buckets(
@@ -56,7 +51,7 @@ def read_buckets(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
     valid after `remove_version`.
     """
     for bucket in manifest.buckets:
-        found = _checksum(Path(bucket.path))
+        found = file_checksum(Path(bucket.path))
         if found != bucket.checksum:
             raise ValueError(
                 f"{bucket.path}: expected checksum {bucket.checksum}, found {found} "
@@ -75,18 +70,6 @@ def remove_version(directory: Path, version: int) -> None:
     target = version_directory(directory, version)
     if target.exists():
         shutil.rmtree(target)
-
-
-def shared_directory(run_name: str) -> Path:
-    """Make a fresh directory that only this user can open, in shared memory where there is one.
-
-    You remove it: nothing else does, and what lies in shared memory takes memory.
-    """
-    if not re.fullmatch(r"[\w.-]+", run_name):
-        raise ValueError(f"run name must be letters, digits, '_', '-' or '.', got {run_name!r}")
-    usable = SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
-    parent = SHARED_MEMORY if usable else None
-    return Path(tempfile.mkdtemp(prefix=f"streamrl-{run_name}-", dir=parent))
 
 
 def cast_tensors(
@@ -186,7 +169,7 @@ def _standalone(tensor: torch.Tensor, contents: dict[str, torch.Tensor]) -> torc
 def _write_bucket(contents: dict[str, torch.Tensor], aliases: dict[str, str], path: Path) -> Bucket:
     partial = path.with_suffix(".partial")
     save_file(contents, partial, metadata=aliases)
-    bucket = Bucket(str(path), partial.stat().st_size, _checksum(partial))
+    bucket = Bucket(str(path), partial.stat().st_size, file_checksum(partial))
     partial.replace(path)
     return bucket
 
@@ -218,9 +201,3 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=CHECKSUM_BYTES))
-    return digest.hexdigest()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 
 from executor.roles import TransferRole, Write
 from executor.samples import Manifest
-from executor.transfer.shared_memory import remove_version, shared_directory
+from executor.transfer.shared_directory import SharedDirectory
+from executor.transfer.shared_memory import remove_version
 from streamrl.engine.messages import PushWeights, WeightsPushed
 
 
@@ -16,7 +16,7 @@ class Transfer(TransferRole):
 
     def __init__(self, write: Write) -> None:
         self._write = write
-        self._directory = shared_directory("streamrl")
+        self._directory = SharedDirectory("weights")
         self.manifests: dict[int, Manifest] = {}
         """What a replica loads, by version; the one that the run began with was never pushed."""
         self._held: Counter[int] = Counter()
@@ -25,7 +25,7 @@ class Transfer(TransferRole):
 
     async def push(self, command: PushWeights) -> WeightsPushed:
         """Send a version to where replicas can load it."""
-        manifest = await self._write(command.version, self._directory)
+        manifest = await self._write(command.version, self._directory.path)
         self.manifests[command.version] = manifest
         self._newest = command.version
         self._remove_unwanted()
@@ -44,9 +44,8 @@ class Transfer(TransferRole):
         for version in list(self.manifests):
             if version != self._newest and not self._held[version]:
                 del self.manifests[version]
-                remove_version(self._directory, version)
+                remove_version(self._directory.path, version)
 
     def stop(self) -> None:
         """Remove the directory with all that lies in it, also of a push that broke off."""
-        if self._directory.exists():
-            shutil.rmtree(self._directory)
+        self._directory.remove()

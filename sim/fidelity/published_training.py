@@ -71,7 +71,9 @@ class PublishedStep(msgspec.Struct, frozen=True, kw_only=True):
 @functools.cache
 def read_steps(path: Path = PATH) -> tuple[PublishedStep, ...]:
     """Read the committed table."""
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    lines = [
+        line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")
+    ]
     return tuple(
         msgspec.convert(_typed(line), PublishedStep, strict=False) for line in csv.DictReader(lines)
     )

@@ -90,10 +90,10 @@ def write_history(
     line |= {f"paper_{name}": f"{error:.4f}" for name, error in paper.items()}
     lines = []
     if path.is_file():
-        with path.open() as file:
+        with path.open(encoding="utf-8") as file:
             lines = [one for one in csv.DictReader(file) if one["commit"] != line["commit"]]
     names = list(dict.fromkeys(key for one in (*lines, line) for key in one))
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         table = csv.DictWriter(file, names, lineterminator="\n")
         table.writeheader()
         table.writerows([*lines, line])

@@ -48,7 +48,7 @@ def read_serving() -> tuple[ServingRow, ...]:
     """Read all tables."""
     rows: list[ServingRow] = []
     for path in sorted((PROFILES / "published").glob("serving_*.csv")):
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
         head = [line for line in lines if line.startswith("#")]
         source = head[0].removeprefix("# source: ")
         for line in csv.DictReader(lines[len(head) :]):

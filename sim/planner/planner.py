@@ -44,6 +44,7 @@ def make_plan(run: Run, watch: Callable[[int, str], None] = lambda *_: None) -> 
 
     Raises:
         ValueError: nothing fits, or nothing within budget: the constraint is named.
+        RuntimeError: no plan comes to the run's last step.
         RunError: the run file has several trainers.
     """
     _check_trainers(run)

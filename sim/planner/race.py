@@ -9,9 +9,17 @@ from statistics import median
 
 from msgspec.structs import replace
 
-from sim.planner.limits import excess, limits_of, spend_of, unmet
+from sim.planner.limits import excess, limits_of, spend_of
 from sim.planner.search import ALIKE, Search
-from sim.planner.trial import Trial, metrics_of, run_all, short_speed_of, shortened, whole
+from sim.planner.trial import (
+    Trial,
+    Unfinished,
+    metrics_of,
+    run_all,
+    short_speed_of,
+    shortened,
+    whole,
+)
 from streamrl.record.metrics import Metrics
 from streamrl.record.paired import is_beyond_chance
 from streamrl.record.speed import Speed
@@ -62,15 +70,17 @@ class Race:
 
         Raises:
             ValueError: all break a budget or the deadline of `[plan]`.
+            RuntimeError: none finishes.
         """
         ranking = sorted(self.finals, key=self.value)
         spare = self._most_spare(SPARE)
         for each in [index, *(other for other in ranking if other != index), *spare]:
             self._compare(pool, [each], watch)
             self._simulate_whole(pool, each, watch)
-            if all(self.search.is_affordable(speed) for speed in self.steady[each]):
+            steady = self.steady.get(each, ())
+            if steady and all(map(self.search.is_affordable, steady)):
                 return each
-        raise unmet(self.search.space.run, chain.from_iterable(self.steady.values()))
+        raise self.search.nothing_left(chain.from_iterable(self.steady.values()))
 
     def _most_spare(self, count: int) -> list[int]:
         """Return plans that are no finalists, those that leave most of the budgets first."""
@@ -88,10 +98,16 @@ class Race:
             trials = [(i, Trial(base, search.space.candidate(i))) for i in new if i not in known]
             found = {**known, **run_all(pool, short_speed_of, trials, watch, until)}
             for index in new:
-                if index in found:
-                    self.finals.setdefault(index, []).append(found[index])
+                speed = found.get(index)
+                if isinstance(speed, Unfinished):
+                    search.give_up(index, speed)
+                elif speed is not None:
+                    self.finals.setdefault(index, []).append(speed)
+        self.finals = {i: s for i, s in self.finals.items() if i not in search.unfinished}
 
     def _choose(self) -> int:
+        if not self.finals:
+            raise self.search.nothing_left(())
         kept = [i for i in self.finals if all(map(self.search.is_affordable, self.finals[i]))]
         ranking = sorted(kept or self.finals, key=self.value)
         alike = [i for i in ranking if self.is_alike(i, ranking[0])]
@@ -107,7 +123,13 @@ class Race:
         self._limited[index] = run
         seeds = range(run.seed, run.seed + run.plan.seeds)
         trials = [(seed, Trial(whole(run, seed), candidate)) for seed in seeds]
-        self.steady[index] = list(run_all(pool, metrics_of, trials, watch).values())
+        found = run_all(pool, metrics_of, trials, watch).values()
+        finished = [metrics for metrics in found if not isinstance(metrics, Unfinished)]
+        if len(finished) == len(found):
+            self.steady[index] = finished
+        else:
+            self.search.give_up(index, next(m for m in found if isinstance(m, Unfinished)))
+            self.finals.pop(index, None)
 
     def _in_time(self, index: int) -> Run:
         """Return the run with no more steps than there is time for, by what those of the search took."""

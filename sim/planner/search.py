@@ -10,7 +10,6 @@ Estimates only say what is worth a simulation. The objective is that of `streamr
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -20,18 +19,18 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.planner.bound import Estimates, StageSeconds
+from sim.planner.bound import Estimates
 from sim.planner.generation_time import DealtBatch
 from sim.planner.layouts import Replicas, holds_rollouts
-from sim.planner.limits import Spend, excess, keeps_limits, limits_of, unmet
+from sim.planner.limits import unmet
 from sim.planner.mixed_fleets import mixed_fleets
-from sim.planner.objective import distance_to_front, value_of
-from sim.planner.ranking import best_of, classes_of, within
-from sim.planner.simplicity import complexities
+from sim.planner.ranking import best_of, within
+from sim.planner.scores import Scores
 from sim.planner.space import Candidate, Space
 from sim.planner.train_time import FallingLengths
 from sim.planner.trial import (
     Trial,
+    Unfinished,
     counted_batches,
     counted_steps,
     generation_of,
@@ -42,10 +41,7 @@ from sim.planner.trial import (
     training_error_of,
 )
 from streamrl.record.speed import Speed
-from streamrl.record.whole_run import steps_for_one
 from streamrl.runfile.config import Run
-from streamrl.runfile.policies_config import SystemName
-from streamrl.runfile.units import SECONDS_PER_DAY
 
 Key = TypeVar("Key", bound=Hashable)
 Answer = TypeVar("Answer")
@@ -63,22 +59,14 @@ MARGIN = 0.01
 """Share by which no plan that was not simulated may be better, by its lower estimate, than the best that was."""
 ALIKE = 0.02
 """Share of the objective within which plans cost about the same, so that the simplest of them is run."""
-SURPRISE, REMEMBERED = {"ahead": 0.85, "streams": 0.95, "whole": 0.97}, 8
-"""How far below its estimate a plan may come before simulations of its system tell, and how many of those count."""
 MIXED, NEIGHBOURS = 4, 400
 """Good replicas, the best first, beside which others are tried, and plans by estimate whose trainers and modes they get."""
-LEAST_LAG = 0.4
-"""Share of the bound on staleness that rollouts of a system which generates ahead have on average, at least."""
-SLACK = 0.005
-"""What a plan's idle stages count, so that of plans that are alike the one with most room comes first."""
 
 
 @dataclass(kw_only=True)
-class Search:
+class Search(Scores):
     """What has been found out about the plans of a space."""
 
-    space: Space
-    estimates: Estimates
     base: bytes
     """The run file as trials of the search take it."""
     deadline: float
@@ -87,26 +75,10 @@ class Search:
     """What the few steps of each simulated plan gave, on the same prompts for all."""
     seconds: dict[int, float] = field(default_factory=dict)
     """What each of these simulations took of this machine."""
+    unfinished: dict[int, Unfinished] = field(default_factory=dict)
+    """Plans whose simulation stopped before the run's last step: none of them may be chosen."""
     has_converged: bool = False
     """Whether no plan that was not simulated may be better by more than `MARGIN`."""
-    _over: dict[SystemName, deque[float]] = field(
-        default_factory=lambda: defaultdict(lambda: deque(maxlen=REMEMBERED))
-    )
-    """Simulated steps over their estimates, the last ones of each system."""
-
-    def __post_init__(self) -> None:
-        """Tell apart what the plans of the space are."""
-        self._take(self.space)
-
-    def _take(self, space: Space) -> None:
-        """Take a space, and count what there is to set up for each of its plans."""
-        self.space = space
-        self.complexity = complexities(space)
-        bounds = np.array([system.max_staleness for system in space.systems])
-        self._lags: Floats = LEAST_LAG * bounds[space.of_mode]
-        """Versions that the rollouts of each plan are behind on average, at least."""
-        self._class_codes = classes_of(space)
-        """Of each plan a number for its system and pools."""
 
     @classmethod
     def open(cls, run: Run, deadline: float = float("inf"), *, tight: bool = False) -> Search:
@@ -132,67 +104,13 @@ class Search:
         """Return the objective of a simulated plan over the few steps of the search."""
         return self.value_of(self.speeds[index])
 
-    def value_of(self, speed: Speed) -> float:
-        """Return the objective of a simulation."""
-        return value_of(self.space.run.plan, speed)
-
-    def bounds(self) -> Floats:
-        """Return the objective that no steady step of each plan goes below."""
-        return self.estimates.values(self.estimates.bound())
-
-    def scores(self) -> Floats:
-        """Estimate the least objective that every plan may have; what breaks a budget comes after all others."""
-        stages = self.estimates.estimate()
-        steps = self._least_steps(stages)
-        if self.space.run.plan.objective == "pareto":
-            values = distance_to_front(steps, self._dollars(steps))
-        else:
-            values = self.estimates.values(steps, self._lags)
-        values = values * (1 + SLACK * (stages.training + stages.sync) / stages.step)
-        over = self._over_limits(steps)
-        return np.where(over > 1, values.max() * over, values)
-
-    def _least_steps(self, stages: StageSeconds) -> Floats:
-        """Return the least seconds that a step of every plan may take."""
-        steps: Floats = stages.step * self._least_over()[self.space.of_mode]
-        return steps
-
-    def _dollars(self, steps: Floats) -> Floats:
-        return steps * self.space.prices + self.estimates.egress(steps)
-
-    def _over_limits(self, steps: Floats) -> Floats:
-        """Return how many times as much as it may every plan takes whose steps take so long; up to 1 it keeps all limits."""
-        run = self.space.run
-        if not limits_of(run):
-            return np.zeros(len(self.space))
-        dollars = self._dollars(steps)
-        num_steps = run.algorithm.steps * steps_for_one(run.plan, self._lags)
-        per_day = dollars / steps * SECONDS_PER_DAY
-        spend = Spend(dollars, per_day, num_steps * dollars, num_steps * steps)
-        found: Floats = np.asarray(excess(run, spend))
-        return found
-
-    def _least_over(self) -> Floats:
-        """Return, by mode, the share of its estimate that a simulated step may take."""
-        return np.array([self._least_of(mode.system, i) for i, mode in enumerate(self.space.modes)])
-
-    def _least_of(self, name: SystemName, mode: int) -> float:
-        system = self.space.systems[mode]
-        kind = "whole" if system.streaming == "whole-batch" else "streams"
-        if system.max_staleness and not system.halts_for_sync:
-            kind = "ahead"
-        seen = self._over[name]
-        if len(seen) < REMEMBERED // 2:
-            return min(SURPRISE[kind], *seen, 1.0)
-        return min(1.0, *seen)
-
-    def is_affordable(self, speed: Speed) -> bool:
-        """Whether a simulated plan keeps to the budgets and the deadline of `[plan]`."""
-        return keeps_limits(self.space.run, speed)
-
     def ranking(self) -> list[int]:
-        """Return the simulated plans within budget, the best first."""
-        kept = [index for index, speed in self.speeds.items() if self.is_affordable(speed)]
+        """Return the simulated plans that finish within budget, the best first."""
+        kept = [
+            index
+            for index, speed in self.speeds.items()
+            if index not in self.unfinished and self.is_affordable(speed)
+        ]
         return sorted(kept, key=lambda index: (self.value(index), index))
 
     # Rounds ---------------------------------------------------------------------------------------
@@ -204,13 +122,14 @@ class Search:
 
         Raises:
             ValueError: no plan keeps to the budgets and the deadline of `[plan]`.
+            RuntimeError: no plan finishes.
         """
         self._converge(pool, watch)
         if self.has_converged and self.mix():
             self._converge(pool, watch)
         ranking = self.ranking()
         if not ranking:
-            raise unmet(self.space.run, self.speeds.values())
+            raise self.nothing_left(self.speeds.values())
         return ranking
 
     def _converge(self, pool: Executor, watch: Callable[[], None]) -> None:
@@ -221,6 +140,19 @@ class Search:
                 self.has_converged = True
                 break
             self.simulate(pool, chosen, watch)
+
+    def nothing_left(self, speeds: Iterable[Speed]) -> Exception:
+        """Return the error that no plan is left to choose, of those with these speeds and those that do not finish."""
+        if speeds := list(speeds):
+            return unmet(self.space.run, speeds)
+        some = next(iter(self.unfinished.values()))
+        return RuntimeError(
+            f"none of the {len(self.unfinished)} plans that were simulated: {some.reason}"
+        )
+
+    def give_up(self, index: int, reason: Unfinished) -> None:
+        """Enter that a plan does not finish, so that nobody chooses it."""
+        self.unfinished[index] = reason
 
     def mix(self) -> bool:
         """Open plans with two kinds of replicas, of what the best plans are made of; return whether there are any."""
@@ -261,7 +193,7 @@ class Search:
             pool, lambda order, scores: self.best_of_each(scores), FIRST_LOOK, FIRST_ROUNDS
         )
         bounds, classes = self.bounds(), self._class_codes
-        looked_at = {classes[index] for index in self.speeds}
+        looked_at = {classes[index] for index in (*self.speeds, *self.unfinished)}
         wanted = [index for index in wanted if classes[index] not in looked_at]
         least = {i: float(bounds[classes == classes[i]].min()) for i in wanted}
         while wanted:
@@ -369,7 +301,7 @@ class Search:
                 yield index
 
     def _seen(self) -> set[Hashable]:
-        return {self._shape(index) for index in self.speeds}
+        return {self._shape(index) for index in (*self.speeds, *self.unfinished)}
 
     def _shape(self, index: int) -> Hashable:
         replicas, trainer, mode = self.space.candidate(index)
@@ -387,8 +319,11 @@ class Search:
         trials = [(i, Trial(self.base, self.space.candidate(i))) for i in indices]
         estimated = self.estimates.estimate().step
         until = self.deadline
-        for index, timed in run_all(pool, timed_speed_of, trials, watch, until).items():
-            speed, self.seconds[index] = timed
+        for index, (speed, seconds) in run_all(pool, timed_speed_of, trials, watch, until).items():
+            if isinstance(speed, Unfinished):
+                self.give_up(index, speed)
+                continue
+            self.seconds[index] = seconds
             self.speeds[index] = speed
             mode = self.space.modes[self.space.of_mode[index]]
             self._over[mode.system].append(speed.step_time / estimated[index])

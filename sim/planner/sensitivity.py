@@ -18,7 +18,7 @@ from sim.planner.objective import value_of
 from sim.planner.pairs import price_per_second
 from sim.planner.search import Search
 from sim.planner.space import Candidate
-from sim.planner.trial import Trial, run_all, short_speed_of, shortened
+from sim.planner.trial import Trial, Unfinished, run_all, short_speed_of, shortened
 from streamrl.runfile.config import Run
 from streamrl.runfile.units import SECONDS_PER_HOUR, Bandwidth
 
@@ -137,7 +137,9 @@ def judge(
     speeds = run_all(pool, short_speed_of, trials, watch, search.deadline)
     before = search.value(chosen)
     simulated: dict[tuple[int, Candidate | None], float] = {
-        key: value_of(run.plan, speed) / before for key, speed in speeds.items()
+        key: value_of(run.plan, speed) / before
+        for key, speed in speeds.items()
+        if not isinstance(speed, Unfinished)
     }
     return [
         _verdict(

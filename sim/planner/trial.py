@@ -19,12 +19,11 @@ from sim.parallel import answers_in_time
 from sim.planner.generation_time import DealtBatch, GenerationTime, summarize
 from sim.planner.space import Candidate
 from sim.planner.train_time import closed_form_error
-from sim.steady_state import measure_steady, sampled, simulate_steady
+from sim.steady_state import UnfinishedError, measure_steady, sampled, simulate_steady
 from streamrl.engine.systems import choose_system
 from streamrl.record.leader_steps import read_steps
 from streamrl.record.metrics import Metrics, measure_speed
 from streamrl.record.speed import Speed
-from streamrl.record.trace import Trace
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import decode_run, encode_run
@@ -44,6 +43,13 @@ MOST_REPLICAS = 64
 
 Key = TypeVar("Key")
 Answer = TypeVar("Answer")
+Figures = TypeVar("Figures", bound=Speed)
+
+
+class Unfinished(NamedTuple):
+    """What a simulation gives that stopped before its run's last step: nothing that a plan could be judged by."""
+
+    reason: str
 
 
 class Trial(NamedTuple):
@@ -71,18 +77,41 @@ def shortened(run: Run, seed: int, steps: int = SEARCH_STEPS) -> bytes:
     return whole(replace(run, simulate=replace(run.simulate, max_steps=most)), seed)
 
 
-def short_speed_of(trial: Trial) -> Speed:
+def short_speed_of(trial: Trial) -> Speed | Unfinished:
     """Simulate as many steps of a plan as the run file has at most, those at the start left out."""
-    trace = _trace_of(trial)
+    return _if_finished(_measure_short, trial)
+
+
+def metrics_of(trial: Trial) -> Metrics | Unfinished:
+    """Simulate the steady state of a plan and measure all of it."""
+    return _if_finished(_measure_steady, trial)
+
+
+def _if_finished(measure: Callable[[Trial], Figures], trial: Trial) -> Figures | Unfinished:
+    try:
+        found = measure(trial)
+    except UnfinishedError as error:
+        return Unfinished(str(error))
+    return Unfinished(str(UnfinishedError(found.unfinished))) if found.unfinished else found
+
+
+def _measure_short(trial: Trial) -> Speed:
+    run, workload = _planned(trial)
+    trace = simulate_steady(run, workload=workload)
     first, last = counted_steps(trace.run)
-    num_whole = read_steps(trace).num_made - 1
+    num_whole = max(1, read_steps(trace).num_made - 1)
     return measure_speed(trace, (min(first, num_whole), min(last, num_whole)))
 
 
-def timed_speed_of(trial: Trial) -> tuple[Speed, float]:
+def timed_speed_of(trial: Trial) -> tuple[Speed | Unfinished, float]:
     """Return the same, and the seconds that it took."""
     began_at = time.perf_counter()
     return short_speed_of(trial), time.perf_counter() - began_at
+
+
+def _measure_steady(trial: Trial) -> Metrics:
+    run, workload = _planned(trial)
+    return measure_steady(run, workload=workload)
 
 
 def counted_steps(run: Run) -> tuple[int, int]:
@@ -96,17 +125,6 @@ def counted_batches(base: bytes) -> list[list[Draw]]:
     run, workload = open_trial(base)
     size, (first, last) = run.algorithm.prompts_per_step, counted_steps(run)
     return [workload.draw(batch * size, size) for batch in range(first - 1, last)]
-
-
-def metrics_of(trial: Trial) -> Metrics:
-    """Simulate the steady state of a plan and measure all of it."""
-    run, workload = _planned(trial)
-    return measure_steady(run, workload=workload)
-
-
-def _trace_of(trial: Trial) -> Trace:
-    run, workload = _planned(trial)
-    return simulate_steady(run, workload=workload)
 
 
 def _planned(trial: Trial) -> tuple[Run, SimulatedWorkload]:

@@ -8,12 +8,13 @@ from msgspec.structs import replace
 
 from sim.steady_state import Enough, open_world
 from sim.studies.break_even import Watch, find_break_even_bandwidth
-from sim.world import collecting_seldom
+from sim.world import SimWorld, collecting_seldom
 from streamrl.record.against import Against
 from streamrl.record.paired import PairedSteps, find_paired_steps
 from streamrl.record.rent import dollars_per_second
 from streamrl.record.set_against import set_against
 from streamrl.record.steady import Steady
+from streamrl.record.steady_run import tell_unfinished
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, RunError
@@ -45,7 +46,7 @@ def compare_runs(a: Run, b: Run, watch: Watch = lambda what, done, most: None) -
 
     Raises:
         ValueError: they do not do the same work, or one asks for what its profiles or memory do not allow.
-        RuntimeError: nothing is left that could happen.
+        RuntimeError: nothing is left that could happen, or one stops before its last step.
     """
     check_same_work(a, b)
     for run in (a, b):
@@ -102,6 +103,7 @@ def simulate_pair(a: Run, b: Run, watch: Watch = lambda what, done, most: None) 
             behind, other = (0, 1) if len(made[0]) <= len(made[1]) else (1, 0)
             stopped_by_itself = next(walks[behind], True)
             if stopped_by_itself:
+                _check_finished(worlds[behind], "AB"[behind])
                 break
             watch("step", min(map(len, made)), most)
             ahead = len(made[behind]) - len(made[other])
@@ -114,6 +116,16 @@ def simulate_pair(a: Run, b: Run, watch: Watch = lambda what, done, most: None) 
         raise RuntimeError("a run was over before a step of it stayed: there is nothing to compare")
     steps = find_paired_steps(runs, made, 1, drifts=drifts)
     return Pair((worlds[0].trace, worlds[1].trace), steps, _doubts(a, steps, drifts))
+
+
+def _check_finished(world: SimWorld, letter: str) -> None:
+    """Refuse to set a run that never comes to its last step against one that may."""
+    engine, run = world.engine, world.run_file
+    unfinished = tell_unfinished(run, world.steps.version, engine.stop_reason or "")
+    if unfinished:
+        raise RuntimeError(
+            f"{letter} is not finished, so there is nothing to compare: it {unfinished}"
+        )
 
 
 def _doubts(run: Run, steps: PairedSteps, drifts: bool) -> str:

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from sim.costs.costs import Costs
 from sim.parallel import answers
-from sim.steady_state import measure_steady
+from sim.steady_state import UnfinishedError, measure_steady
 from streamrl.record.metrics import Metrics
 from streamrl.report.study_table import StudyRow
-from streamrl.runfile.grid import Grid, GridCell, Refused
+from streamrl.runfile.grid import Grid, Refused
 from streamrl.runfile.reading import decode_run, encode_run
 from streamrl.workload.workload import SimulatedWorkload
 
@@ -28,16 +28,15 @@ def run_sweep(
     skips: bool = False,
     watch: Watch = lambda what, done, total: None,
 ) -> tuple[Grid, list[StudyRow]]:
-    """Return the grid without what cannot be simulated, and a row for each combination and seed.
+    """Return the grid without what cannot be simulated or does not finish, and a row for each combination and seed.
 
     Raises:
         ValueError: the first combination whose costs, memory or workload allow no simulation, unless `skips`;
             or nothing is left to simulate.
-        RuntimeError: a simulation made no step.
+        RuntimeError: no combination finishes.
     """
     with ProcessPoolExecutor() as pool:
-        grid = _check(pool, grid, skips, watch)
-        return grid, _simulate(pool, grid, num_seeds, watch)
+        return _simulate(pool, _check(pool, grid, skips, watch), num_seeds, watch)
 
 
 def _check(pool: Executor, grid: Grid, skips: bool, watch: Watch) -> Grid:
@@ -57,24 +56,33 @@ def _check(pool: Executor, grid: Grid, skips: bool, watch: Watch) -> Grid:
     return Grid(grid.axes, cells, sorted(refused))
 
 
-def _simulate(pool: Executor, grid: Grid, num_seeds: int, watch: Watch) -> list[StudyRow]:
+def _simulate(
+    pool: Executor, grid: Grid, num_seeds: int, watch: Watch
+) -> tuple[Grid, list[StudyRow]]:
+    """Simulate every combination with every seed, and keep those apart that do not finish."""
     tasks = [(cell, cell.run.seed + offset) for cell in grid.cells for offset in range(num_seeds)]
     runs = [encode_run(replace(cell.run, seed=seed)) for cell, seed in tasks]
     found = answers(pool, _measure, runs, _counted(watch, "simulating", len(runs)))
-    return [_row(grid, task, each) for task, each in zip(tasks, found, strict=True)]
+    unfinished: dict[tuple[int, ...], Refused] = {}
+    for (cell, seed), each in zip(tasks, found, strict=True):
+        if isinstance(each, str):
+            unfinished.setdefault(cell.place, Refused(cell.place, f"seed {seed}: {each}"))
+    rows = [
+        StudyRow.of(cell.place, seed, each)
+        for (cell, seed), each in zip(tasks, found, strict=True)
+        if not isinstance(each, str) and cell.place not in unfinished
+    ]
+    if not rows:
+        place, reason = next(iter(unfinished.values()))
+        raise RuntimeError(f"no combination finishes; {grid.name(place)}: {reason}")
+    cells = [cell for cell in grid.cells if cell.place not in unfinished]
+    return Grid(grid.axes, cells, grid.refused, list(unfinished.values())), rows
 
 
 def _counted(watch: Watch, what: str, total: int) -> Callable[[], None]:
     """Return what is to be called after each of `total` jobs."""
     done = count(1)
     return lambda: watch(what, next(done), total)
-
-
-def _row(grid: Grid, task: tuple[GridCell, int], found: Metrics | str) -> StudyRow:
-    cell, seed = task
-    if isinstance(found, str):
-        raise RuntimeError(f"{grid.name(cell.place)}, seed {seed}: {found}")
-    return StudyRow.of(cell.place, seed, found)
 
 
 def _find_fault(run: bytes) -> str:
@@ -89,8 +97,9 @@ def _find_fault(run: bytes) -> str:
 
 
 def _measure(run: bytes) -> Metrics | str:
-    """Simulate and measure a run, or say why that failed."""
+    """Simulate and measure a run, or say why that failed or is not finished."""
     try:
-        return measure_steady(decode_run(run))
+        metrics = measure_steady(decode_run(run))
     except (ValueError, RuntimeError) as error:
         return str(error)
+    return str(UnfinishedError(metrics.unfinished)) if metrics.unfinished else metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 from typing import Annotated, ClassVar
 
 import typer
@@ -91,6 +92,9 @@ def _options(
 
 def main() -> None:
     """Run a command; say in one line what was wrong with its input, or why it failed."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # what a terminal cannot show is no failure
     try:
         app(prog_name="streamrl")
     except ValueError as error:
@@ -99,7 +103,10 @@ def main() -> None:
     except RuntimeError as error:
         _say(error)
         sys.exit(FAILED)
+    except OSError as error:  # of a disk that is full, or a file that went meanwhile
+        _say(f"{error.filename}: {error.strerror}" if error.filename else error)
+        sys.exit(FAILED)
 
 
-def _say(error: Exception) -> None:
+def _say(error: Exception | str) -> None:
     print(f"streamrl: {' '.join(str(error).split())}", file=sys.stderr)

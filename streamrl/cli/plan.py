@@ -41,16 +41,17 @@ def plan(
             raise ValueError(f"{output / name} is there already: --force replaces it")
     claim_directory(output)
     planned = _plan(run)
+    if as_json:
+        print_json(planned.plan)
+    else:
+        Console().print(plan_report(planned.plan))
     output.mkdir(parents=True, exist_ok=True)
     write_plan(planned.plan, output)
     keep_inputs(planned.run, output)
     notes = [f"Chosen by `streamrl plan {run_file.name}`:", *head_lines(planned.plan)]
     settings = planned.plan.allocation.settings
     write_run(planned.run, output / PLAN_TOML, notes, settings, run_file.parent)
-    if as_json:
-        print_json(planned.plan)
-    else:
-        Console().print(plan_report(planned.plan))
+    if not as_json:
         Console().print(f"\nwritten to {output / PLAN_TOML}", highlight=False)
 
 

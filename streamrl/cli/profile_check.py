@@ -132,7 +132,9 @@ def _check_host(path: Path) -> list[str]:
 
 
 def _check_lengths(path: Path) -> list[str]:
-    header = next(line for line in path.read_text().splitlines() if not line.startswith("#"))
+    header = next(
+        line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")
+    )
     load_source(
         LengthsConfig(kind="histogram" if "density" in header else "empirical", source=str(path))
     )

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrl.cli.progress import make_progress
-from streamrl.cli.shared import AsJson, print_json
+from streamrl.cli.shared import AsJson, claim_file, print_json
 from streamrl.hardware.machine_profile import MeasuredProfile, write_measured
 
 DIRECTORY = Path("runs/profiles")
@@ -46,6 +46,8 @@ def measure(
     """
     if backend != "transformers":
         raise ValueError(f"--backend {backend!r} is unknown; there is transformers")
+    path = output or DIRECTORY / f"{model.resolve().name}.{gpu}.toml"
+    claim_file(path)
     _need_executor()
     from executor.profiling.measurements import Limits
     from executor.profiling.profile_file import make_setup, profile_model
@@ -63,7 +65,6 @@ def measure(
         ),
         is_quick=quick,
     )
-    path = output or DIRECTORY / f"{model.resolve().name}.{gpu}.toml"
     with make_progress() as progress:
         task = progress.add_task("measure", total=num_points(setup.plan), facts="starting")
         found = profile_model(setup, gpu, lambda what: progress.update(task, advance=1, facts=what))

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from sim.studies.replica_speed import study_generation
-from streamrl.cli.shared import AsJson, print_json
+from streamrl.cli.shared import AsJson, claim_file, print_json
 from streamrl.hardware.profiles import load_model
 from streamrl.report.generation import (
     comparison_table,
@@ -47,6 +47,10 @@ def show(
 
     Example: streamrl profile show qwen2.5-7b --gpu h20,h800 -o generation.png
     """
+    if output is not None:
+        if output.suffix not in (".png", ".svg"):
+            raise ValueError(f"--output must end in .png or .svg, got {output}")
+        claim_file(output)
     config = ModelConfig(path=model) if Path(model).is_dir() else ModelConfig(name=model)
     check_degrees(tensor_parallel, expert_parallel)
     shape = load_model(config)
@@ -64,8 +68,6 @@ def show(
         for name in gpu.split(",")
     ]
     if output is not None:
-        if output.suffix not in (".png", ".svg"):
-            raise ValueError(f"--output must end in .png or .svg, got {output}")
         output.parent.mkdir(parents=True, exist_ok=True)
         generation_figure(curves, output)
     if as_json:

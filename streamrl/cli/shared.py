@@ -38,6 +38,13 @@ def claim_directory(path: Path) -> None:
         raise ValueError(f"--output {path}: cannot be written: {error.strerror}") from None
 
 
+def claim_file(path: Path) -> None:
+    """Raise `ValueError` where a result could not be written to a file, before any work; nothing is left there."""
+    if path.is_dir():
+        raise ValueError(f"--output {path}: cannot be written: Is a directory")
+    claim_directory(path.parent)
+
+
 def trace_file(path: Path) -> Path:
     """Return a trace file, or the one in a run directory."""
     return path / TRACE_FILE if path.is_dir() else path

@@ -9,7 +9,7 @@ import typer
 from msgspec.structs import asdict
 from rich.console import Console
 
-from sim.steady_state import measure_steady, simulate_steady
+from sim.steady_state import UnfinishedError, measure_steady, simulate_steady
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import (
     TRACE_FILE,
@@ -111,6 +111,8 @@ def simulate(
         print_json({"whole_run": metrics.whole_run, **asdict(metrics)})
     else:
         Console().print(metrics_table(metrics))
+    if metrics.unfinished:
+        raise UnfinishedError(metrics.unfinished)
 
 
 def _given_of_studies(has_seeds: bool, has_metrics: bool, skips: bool) -> dict[str, bool]:

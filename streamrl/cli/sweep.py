@@ -49,13 +49,26 @@ def make_study(
 
 
 def run_study(study: Study, output: Path | None, *, skips: bool, as_json: bool) -> None:
-    """Check every combination, simulate each with every seed, and say what came out."""
+    """Check every combination, simulate each with every seed, and say what came out.
+
+    Raises:
+        RuntimeError: one or more do not finish; it is raised once all the others are told and written.
+    """
     report = simulate_study(study, skips=skips)
     figures = [] if output is None else write_study(report, output)
     if as_json:
         print_json(describe(report))
-        return
-    console = Console()
+    else:
+        _print(report, figures, output)
+    if unfinished := report.grid.unfinished:
+        names = "; ".join(report.grid.name(each.place) for each in unfinished)
+        raise RuntimeError(
+            f"{len(unfinished)} combinations do not finish and are left out: {names}"
+        )
+
+
+def _print(report: StudyResult, figures: list[Path], output: Path | None) -> None:
+    study, console = report.study, Console()
     console.print(f"[bold]{study.title}[/]", highlight=False)
     if study.question:
         console.print(study.question, highlight=False)
@@ -67,10 +80,8 @@ def run_study(study: Study, output: Path | None, *, skips: bool, as_json: bool) 
     console.print(report.note, highlight=False)
     for doubt in report.doubts:
         console.print(doubt, highlight=False)
-    for refused in report.grid.refused:
-        console.print(
-            f"left out: {report.grid.name(refused.place)}: {refused.reason}", highlight=False
-        )
+    for each in (*report.grid.refused, *report.grid.unfinished):
+        console.print(f"left out: {report.grid.name(each.place)}: {each.reason}", highlight=False)
     if output is not None:
         names = ", ".join([STUDY_CSV, *(path.name for path in figures)])
         console.print(f"\nwritten to {output}: {names}", highlight=False)

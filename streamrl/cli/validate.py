@@ -156,6 +156,7 @@ def write_page(found: list[PaperFigure], output: Path, sets: dict[str, list[Row]
     for one in found:
         figure_picture(one, pictures / f"{slug(one.name)}.png")
     first = list(sections(sets))
-    (output / "fidelity.md").write_text(fidelity_page(found, constants(), PICTURES, first, stamp()))
+    page = fidelity_page(found, constants(), PICTURES, first, stamp())
+    (output / "fidelity.md").write_text(page, encoding="utf-8")
     if len(sets) == len(ROWS):
         write_history(sets, {slug(one.name): one.mape for one in found}, output / HISTORY)

@@ -125,8 +125,8 @@ def _there(key: str, path: Path, otherwise: str) -> Finding:
 def _read_json(path: Path) -> dict[str, Any] | None:
     """Read a JSON object; None where there is none."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

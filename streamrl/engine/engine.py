@@ -54,6 +54,11 @@ class Engine:
         return self.state.has_all_steps
 
     @property
+    def has_failed(self) -> bool:
+        """Whether something broke beyond what a retry can mend, be it the last checkpoint."""
+        return self.state.failure is not None
+
+    @property
     def stop_reason(self) -> str | None:
         """Why the run ends before its last step, or None."""
         return self.state.stop_reason

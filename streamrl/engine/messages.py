@@ -175,12 +175,14 @@ class LoadWeights(Message, frozen=True):
 class SaveCheckpoint(Message, frozen=True):
     """Write down everything that a resumed run needs at policy version `version`.
 
-    Groups before `groups_done` in draw order are trained or dropped: a resumed run draws from there.
+    Groups before `groups_done` in draw order are trained or dropped: a resumed run draws from there, but for those of
+    `done_ahead`, which overtook it.
     """
 
     version: int
     groups_done: int
     trainer: int
+    done_ahead: tuple[int, ...] = ()
 
 
 class WakeAt(Message, frozen=True):

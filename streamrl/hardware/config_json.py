@@ -20,8 +20,8 @@ def read_config_json(path: Path) -> ModelShape:
             that no model of the type can have; with file, key and value.
     """
     try:
-        table = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        table = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
         raise _wrong(path, f"{path} cannot be read: {error}") from None
     if not isinstance(table, dict):
         raise _wrong(path, f"{path} must hold a JSON object, got {shown(table)}")

@@ -169,10 +169,10 @@ def read_measured(path: Path) -> MeasuredProfile:
         ValueError: naming the file, the table, the row (from 1) and the key that is wrong.
     """
     try:
-        table = tomllib.loads(path.read_text())
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a TOML file: {error}") from None
     try:
         profile = msgspec.convert(table, MeasuredProfile)
@@ -237,7 +237,7 @@ def write_measured(profile: MeasuredProfile, path: Path) -> None:
     for key, table in tables.items():
         lines += ["", f"[{key}]", *(f"{name} = {_toml(value)}" for name, value in table.items())]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _toml(value: object) -> str:

@@ -203,7 +203,10 @@ def _names(folder: Path, ending: str) -> list[str]:
 def read_profile(path: Path, kind: type[_Profile]) -> _Profile:
     """Read a TOML profile of any kind; `ValueError` by file and key where it is not one."""
     try:
-        table = tomllib.loads(path.read_text())
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         return msgspec.convert(table, kind, dec_hook=read_quantity)
-    except ValueError as error:  # of TOML, of a value's type, or of the value itself
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # of TOML, of a value's type, or of the value itself
         raise ValueError(f"{path}: {error}") from None

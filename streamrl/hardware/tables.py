@@ -78,7 +78,7 @@ def read_table(path: Path) -> Table:
     Raises:
         ValueError: a fact is missing or a cell is no positive number; names file, row and column.
     """
-    lines = path.read_text().splitlines()
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
     head = [line for line in lines if line.startswith("#")]
     facts = _read_facts(path, head)
     body = lines[len(head) :]

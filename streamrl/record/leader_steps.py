@@ -50,6 +50,11 @@ class LeaderSteps:
     def __len__(self) -> int:
         return len(self.ended_at)
 
+    @property
+    def version(self) -> int:
+        """The newest version that stayed."""
+        return self._first_version + len(self)
+
     def record(self, time: float, event: Event, commands: list[Command]) -> None:
         """Take one entry of a trace."""
         if type(event) not in OF_STEPS:

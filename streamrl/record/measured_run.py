@@ -15,7 +15,7 @@ from streamrl.record.metrics import measure_read
 from streamrl.record.rent import gpus_of_sides, gpus_paid
 from streamrl.record.run_reader import read_run
 from streamrl.record.trace import Trace
-from streamrl.record.whole_run import steps_for_one
+from streamrl.record.whole_run import WholeRun, steps_for_one
 from streamrl.runfile.sides import SideKind, sides_of
 from streamrl.runfile.units import SECONDS_PER_HOUR
 
@@ -62,6 +62,14 @@ class MeasuredRun:
         """GPUs that are paid for by pool, on average."""
         return gpus_paid(self.run, self.num_replicas)
 
+    @property
+    def whole_run(self) -> WholeRun:
+        """What all its steps take."""
+        assert self.metrics.whole_run is not None, (
+            "only runs that finish are set against each other"
+        )
+        return self.metrics.whole_run
+
     def describe(self) -> PairedRun:
         """Return the run's own figures."""
         metrics, run = self.metrics, self.run
@@ -79,7 +87,7 @@ class MeasuredRun:
             staleness=metrics.mean_staleness,
             idle_gpu_seconds=float(self.idle.mean()),
             idle_cost=float(self.idle_dollars.mean()),
-            whole_run=metrics.whole_run,
+            whole_run=self.whole_run,
             note=metrics.note,
         )
 

@@ -16,7 +16,7 @@ from streamrl.record.rent import dollars_per_second, egress_dollars
 from streamrl.record.run_reader import PaceReader, RunReader, read_run
 from streamrl.record.speed import Speed
 from streamrl.record.steady import Steady, count_steps
-from streamrl.record.steady_run import find_steady_of, tell_doubts
+from streamrl.record.steady_run import find_steady_of, tell_doubts, tell_unfinished
 from streamrl.record.trace import Trace, blaming_damage
 from streamrl.record.uncertainty import (
     OPERATION_OF_ACTIVITY,
@@ -66,8 +66,9 @@ class Metrics(Speed, frozen=True, kw_only=True):
     num_steps: int
     total_time: float
     """Seconds from the first to the last entry."""
-    whole_run: WholeRun
-    """What all `algorithm.steps` take and cost: an estimate, where they are not what is recorded."""
+    whole_run: WholeRun | None
+    """What all `algorithm.steps` take and cost: an estimate, where they are not what is recorded. None of a run that
+    is unfinished: it never comes to all of them."""
     num_gpus: dict[str, int]
     """GPUs allocated at the start by side, each once: "shared" ones generate and train in turn."""
     busy: dict[str, float]
@@ -138,7 +139,9 @@ def measure_read(
         world=trace.world,
         num_steps=len(speed.step_times),
         total_time=reader.end,
-        whole_run=make_whole_run(trace, speed, shares, reader.replicas.mean(*window)),
+        whole_run=None
+        if speed.unfinished
+        else make_whole_run(trace, speed, shares, reader.replicas.mean(*window)),
         num_gpus={side.name: side.num_gpus for side in sides_of(trace.run)},
         busy=shares.whole.busy,
         idle=shares.whole.idle,
@@ -169,6 +172,7 @@ def _measure_speed(
     dollars = dollars_per_second(trace.run, reader.replicas.mean(began, ended))
     egress = egress_dollars(trace.run, reader.pushes.num_bytes(began, ended))
     step_times = leader.step_times()
+    unfinished = tell_unfinished(trace.run, steps.version, reader.stopped_for)
     return Speed(
         step_time=steady.step_time,
         step_time_interval=steady.interval,
@@ -176,7 +180,8 @@ def _measure_speed(
         step_times=step_times,
         step_tokens=step_tokens,
         counted_steps=(first + 1, last),
-        note=tell_doubts(trace, steps, steady, reader.stopped_for),
+        note=tell_doubts(trace, steps, steady, unfinished),
+        unfinished=unfinished,
         throughput=(num_tokens + flow.lost_tokens(began, ended)) / (ended - began),
         goodput=num_tokens / (ended - began),
         samples_per_second=num_rollouts / (ended - began),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from streamrl.engine.messages import Event, Stepped, Stop
+from streamrl.engine.messages import Event, Interrupted, Stepped, Stop
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.attribution import AttributionReader
 from streamrl.record.flow import Flow
@@ -27,7 +27,7 @@ class PaceReader:
         self.replicas = PaidReplicas(trace.run.rollout.num_replicas)
         self.pushes = Pushes()
         self.stopped_for = ""
-        """Why a run stopped by itself, or was told to; empty where it was not."""
+        """Why a run stopped by itself, or was interrupted; empty where neither."""
         self.end = 0.0
         """Instant of the last entry."""
 
@@ -36,9 +36,10 @@ class PaceReader:
         self.flow.read(entries)
         self.replicas.read(entries)
         self.pushes.read(entries)
-        stops = [c for _, _, commands in entries for c in commands if type(c) is Stop]
-        if stops:
-            self.stopped_for = stops[-1].reason
+        for _, event, commands in entries:
+            for message in (event, *commands):
+                if type(message) is Stop or type(message) is Interrupted:
+                    self.stopped_for = message.reason
         if entries:
             self.end = entries[-1].time
 

@@ -44,7 +44,7 @@ def set_against(traces: tuple[Trace, Trace], counted_steps: tuple[int, int], not
     cost_ratio = _ratio(
         longer * ours.cost_per_million_tokens / theirs.cost_per_million_tokens, spread - more_tokens
     )
-    whole, other = ours.whole_run, theirs.whole_run
+    whole, other = a.whole_run, b.whole_run
     all_seconds = whole.steps * a.seconds - other.steps * b.seconds
     all_dollars = (
         whole.steps * a.seconds * a.dollars_per_second

@@ -23,6 +23,8 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     note: str
     """What keeps the figures from being those of a steady state as exactly known as was asked for; empty where
     nothing does."""
+    unfinished: str = ""
+    """After which step the run stopped before its last one, and why; empty where it did not."""
     throughput: float
     """Output tokens generated a second: those that the steps were made of, and those that were lost meanwhile."""
     goodput: float

@@ -43,22 +43,34 @@ def find_steady_so_far(
     )
 
 
-def tell_doubts(trace: Trace, steps: LeaderSteps, steady: Steady, stopped_for: str) -> str:
+def tell_unfinished(run: Run, version: int, stopped_for: str) -> str:
+    """Say after which step a run stopped before its last one, and why; nothing where it did not.
+
+    Args:
+        run: the run file.
+        version: the newest one that it made.
+        stopped_for: why it stopped; empty where it did not. A simulation may go on past the last step.
+    """
+    if not stopped_for or version >= run.algorithm.steps:
+        return ""
+    return f"stopped after step {version} of {run.algorithm.steps}: {stopped_for}"
+
+
+def tell_doubts(trace: Trace, steps: LeaderSteps, steady: Steady, unfinished: str) -> str:
     """Say what keeps the figures from being those of a steady state as exactly known as was asked for.
 
     Args:
         trace: what its header says; its entries are not looked at.
         steps: of its leader.
         steady: those that count.
-        stopped_for: why the run stopped by itself; empty where it did not.
+        unfinished: what `tell_unfinished` gives.
     """
+    doubts = [f"the run {unfinished}"] if unfinished else []
+    if trace.leg > 1:
+        since = steps.version - len(steps)
+        doubts.append(f"leg {trace.leg} alone of a run that was resumed, after its step {since}")
     if _drifts(trace):
-        return _tell_drift(trace.run, steady)
-    doubts = []
-    if not trace.is_endless:
-        stopped_for = ""  # it was to stop
-    if stopped_for:
-        doubts.append(f"the run stopped by itself: {stopped_for}")
+        return "; ".join([*doubts, _tell_drift(trace.run, steady)])
     if not steady.has_settled:
         doubts.append(f"no steady state was found in {steady.last} steps")
     if steady.half_width is None:

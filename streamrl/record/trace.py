@@ -18,8 +18,7 @@ from streamrl.engine.systems import build_engine
 from streamrl.record.decode_yield import DecodeYield
 from streamrl.record.upgrade import OLD_FORMAT, RawEntry, upgrade_entries
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import decode_run, encode_run
-from streamrl.runfile.renamed import upgrade_run
+from streamrl.runfile.reading import decode_recorded_run, encode_run
 
 FORMAT = 2
 
@@ -55,6 +54,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The same of the kinds of `rollout.others`."""
     is_endless: bool = False
     """Whether the engine knew of no last step."""
+    leg: int = 1
+    """How often the run was begun or resumed: the trace is of what happened since."""
 
 
 class Divergence(NamedTuple):
@@ -77,6 +78,7 @@ class Trace:
         keeps_entries: bool = True,
         decode: Sequence[DecodeYield] = (),
         is_endless: bool = False,
+        leg: int = 1,
     ) -> None:
         """Begin a trace.
 
@@ -89,12 +91,14 @@ class Trace:
             decode: what a full batch of each kind of replica yields, where it is known.
             is_endless: whether the engine knows of no last step: the steady state of a training, which is cut
                 while things are under way, so that nothing winds down in it.
+            leg: how often the run was begun or resumed, this time included.
         """
         self.run = run
         self.world = world
         self.facts: Facts = facts or {}
         self.decode = decode
         self.is_endless = is_endless
+        self.leg = leg
         self.entries: list[Entry] = []
         self._file = file
         self._keeps_entries = keeps_entries
@@ -122,6 +126,7 @@ class Trace:
             decode=self.decode[0] if self.decode else None,
             other_decodes=list(self.decode[1:]),
             is_endless=self.is_endless,
+            leg=self.leg,
         )
         return _ENCODER.encode(header) + b"\n"
 
@@ -145,7 +150,14 @@ def read_trace(path: Path) -> Trace:
     is_old = header.format == OLD_FORMAT
     run = _read_run(path, header)
     decode = [] if header.decode is None else [header.decode, *header.other_decodes]
-    trace = Trace(run, header.world, header.facts, decode=decode, is_endless=header.is_endless)
+    trace = Trace(
+        run,
+        header.world,
+        header.facts,
+        decode=decode,
+        is_endless=header.is_endless,
+        leg=header.leg,
+    )
     if is_old:
         trace.entries = _read_old_entries(path, lines[1:], trace.run)
     else:
@@ -207,9 +219,8 @@ def _read_header(path: Path, line: bytes) -> Header:
 def _read_run(path: Path, header: Header) -> Run:
     """Read the run file of a header, whichever version wrote it."""
     try:
-        table = upgrade_run(msgspec.json.decode(bytes(header.run)))
-        return decode_run(msgspec.json.encode(table))
-    except (msgspec.MsgspecError, TypeError, AttributeError) as error:  # or no table at all
+        return decode_recorded_run(bytes(header.run))
+    except ValueError as error:
         raise ValueError(f"{path}:1: not a trace header: {error}") from None
 
 

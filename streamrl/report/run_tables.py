@@ -227,10 +227,13 @@ def _errors(found: Uncertainty) -> tuple[str, str]:
 
 
 def _whole(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
-    """Yield what the whole run takes: the first thing that is said."""
+    """Yield what the whole run takes, or that it is none: the first thing that is said."""
     whole = metrics.whole_run
-    yield "whole run", time_text(whole), price_note(whole)
-    yield from facts(whole)
+    if whole is None:
+        yield "NOT FINISHED", "", f"[red]{metrics.unfinished}[/]"
+    else:
+        yield "whole run", time_text(whole), price_note(whole)
+        yield from facts(whole)
     yield "", "", ""
 
 

@@ -88,8 +88,8 @@ class Study:
 def is_study(path: Path) -> bool:
     """Return whether a file is a study, not a run file; what cannot be read is none."""
     try:
-        return isinstance(tomllib.loads(path.read_text()).get(KEY), str)
-    except (OSError, ValueError):
+        return isinstance(tomllib.loads(path.read_text(encoding="utf-8-sig")).get(KEY), str)
+    except (OSError, ValueError, RecursionError):
         return False
 
 
@@ -100,8 +100,8 @@ def load_study(path: Path) -> Study:
         ValueError: one line that begins with its path and names the key and what is wrong with it.
     """
     try:
-        return _make_study(tomllib.loads(path.read_text()), path.parent)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return _make_study(tomllib.loads(path.read_text(encoding="utf-8-sig")), path.parent)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: not a TOML file: {error}") from None
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}: {_say(str(error))}") from None

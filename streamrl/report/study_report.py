@@ -51,7 +51,8 @@ class StudyResult:
         spread = f"median of {seeds} seeds" if seeds > 1 else "one seed"
         if widest := self.widest:
             spread += f", bars are 95 % intervals, ± {widest * 100:.2g} % at most (smaller differences may be chance)"
-        left_out = f"; {len(self.grid.refused)} combinations left out" if self.grid.refused else ""
+        num_left_out = len(self.grid.refused) + len(self.grid.unfinished)
+        left_out = f"; {num_left_out} combinations left out" if num_left_out else ""
         return f"Simulated, {spread}{left_out}: {self.study.run_file.name}."
 
     @property
@@ -106,6 +107,9 @@ def describe(report: StudyResult) -> Json:
             {"values": grid.values(refused.place), "reason": refused.reason}
             for refused in grid.refused
         ],
+        "unfinished": [
+            {"values": grid.values(each.place), "reason": each.reason} for each in grid.unfinished
+        ],
     }
 
 
@@ -128,7 +132,7 @@ def write_study(report: StudyResult, directory: Path) -> list[Path]:
 def write_rows(report: StudyResult, path: Path) -> None:
     """Write a row for each combination and seed: the swept keys, the seed, every figure."""
     keys = [key for axis in report.grid.axes for key in axis.keys]
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*keys, "seed", *report.rows[0].figures])
         for row in report.rows:

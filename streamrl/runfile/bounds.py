@@ -59,7 +59,11 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "spot_failures_per_gpu_day": Bounds(0),
     },
     LinkConfig: {"bandwidth": POSITIVE, "price_per_gb": Bounds(0)},
-    RolloutConfig: {"memory_utilization": POSITIVE_SHARE, "start_time": SECONDS},
+    RolloutConfig: {
+        "memory_utilization": POSITIVE_SHARE,
+        "start_time": SECONDS,
+        "temperature": POSITIVE,
+    },
     ReplicasConfig: {"max_running": Bounds(1), "share": POSITIVE},
     TrainerConfig: {"efficiency": POSITIVE_SHARE, "start_time": SECONDS},
     FollowerConfig: {"efficiency": POSITIVE_SHARE, "start_time": SECONDS},
@@ -84,6 +88,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     CostsConfig: {"generation_factor": FACTOR, "training_factor": FACTOR},
     PoliciesConfig: {
         "max_staleness": Bounds(0),
+        "context_time": Bounds(0),
         "tail_share": SHARE,
         "tail_every": Bounds(2),
         "resize_unit": Bounds(1),

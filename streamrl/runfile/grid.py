@@ -86,7 +86,7 @@ class GridCell(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """A combination that is no valid run."""
+    """A combination that is no valid run, or one that does not finish."""
 
     place: tuple[int, ...]
     reason: str
@@ -99,6 +99,8 @@ class Grid:
     axes: tuple[Axis, ...]
     cells: list[GridCell] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
+    unfinished: list[Refused] = field(default_factory=list)
+    """Those that stop before their last step, on one seed or more: they have no figures."""
 
     def name(self, place: tuple[int, ...]) -> str:
         """Name a combination by its keys and values."""

@@ -14,6 +14,7 @@ from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.overrides import override
 from streamrl.runfile.paths import paths_of, with_paths
+from streamrl.runfile.renamed import upgrade_run
 from streamrl.runfile.table_errors import find_errors
 from streamrl.runfile.trainers import split_trainers
 from streamrl.runfile.units import read_quantity
@@ -32,7 +33,7 @@ def load_run(path: Path | str, overrides: Iterable[str] = ()) -> Run:
 def read_table(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
     """Read the run file at `path` as TOML gives it, with overrides applied; see `load_run` for the errors."""
     try:
-        table = tomllib.loads(path.read_text())
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such run file") from None
     except OSError as error:
@@ -62,6 +63,19 @@ def convert_run(table: dict[str, Any], base: Path = Path()) -> Run:
 def decode_run(data: bytes) -> Run:
     """Read a run that `encode_run` wrote."""
     return msgspec.json.decode(data, type=Run, dec_hook=_restore_quantity)
+
+
+def decode_recorded_run(data: bytes) -> Run:
+    """Read a run that `encode_run` wrote, of whichever version.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        table = upgrade_run(msgspec.json.decode(data))
+        return decode_run(msgspec.json.encode(table))
+    except (msgspec.MsgspecError, TypeError, AttributeError) as error:  # or no table at all
+        raise ValueError(str(error)) from None
 
 
 def encode_run(run: Run) -> bytes:

@@ -46,7 +46,7 @@ def write_run(
         _turn(table, key, path.parent)
     table = join_trainers(table)
     head = "".join(f"# {note}\n" for note in notes)
-    path.write_text(f"{head}\n{tomli_w.dumps(table)}")
+    path.write_text(f"{head}\n{tomli_w.dumps(table)}", encoding="utf-8")
 
 
 def _table(section: Section) -> dict[str, Any]:

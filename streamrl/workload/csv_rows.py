@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,13 +19,13 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(_lines(path)))
     except (OSError, EOFError) as error:
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-    except (UnicodeDecodeError, csv.Error) as error:
+    except (UnicodeDecodeError, csv.Error, zlib.error) as error:
         raise ValueError(f"{path}: not a CSV file: {error}") from None
 
 
 def _lines(path: Path) -> Iterator[str]:
-    is_compressed = path.suffix == ".gz"
-    with gzip.open(path, "rt", newline="") if is_compressed else path.open(newline="") as file:
+    open_text = gzip.open if path.suffix == ".gz" else open
+    with open_text(path, "rt", newline="", encoding="utf-8-sig") as file:
         for line in file:
             if not line.startswith("#"):
                 yield line

@@ -132,6 +132,6 @@ class TrainingProfile(ProfileTable, frozen=True, kw_only=True):
 def load_training_profile(path: Path = PATH) -> TrainingProfile:
     """Read the profile; `ValueError` with file and key where something is wrong."""
     try:
-        return msgspec.convert(tomllib.loads(path.read_text()), TrainingProfile)
+        return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8-sig")), TrainingProfile)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

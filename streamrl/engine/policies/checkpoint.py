@@ -25,6 +25,8 @@ class CheckpointEvery:
             return ()
         if state.failure is not None:
             return ()
-        open_groups = (group.id for group in state.groups.values() if trainer.wants(group))
+        open_groups = {group.id for group in state.groups.values() if trainer.wants(group)}
         groups_done = min(open_groups, default=state.next_group)
-        return (SaveCheckpoint(trainer.version, groups_done, self.trainer),)
+        drawn_later = range(groups_done, state.next_group)
+        done_ahead = tuple(group for group in drawn_later if group not in open_groups)
+        return (SaveCheckpoint(trainer.version, groups_done, self.trainer, done_ahead),)

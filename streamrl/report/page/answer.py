@@ -22,12 +22,13 @@ class Tile(NamedTuple):
 
 
 def chosen_of(options: list[Option]) -> Option | None:
-    """Return the option that a report is about: the first plan, else the run with the cheapest tokens."""
+    """Return the option that a report is about: the first plan, else of the runs that finish the one with the cheapest tokens."""
     plans = [option for option in options if option.kind == "plan"]
     if plans:
         return plans[0]
-    paid = [option for option in options if option.cost_per_million_tokens > 0]
-    return min(paid or options, key=lambda option: option.cost_per_million_tokens, default=None)
+    finished = [option for option in options if not option.unfinished] or options
+    paid = [option for option in finished if option.cost_per_million_tokens > 0]
+    return min(paid or finished, key=lambda option: option.cost_per_million_tokens, default=None)
 
 
 def answer_of(sources: Sources, options: list[Option]) -> str:
@@ -41,7 +42,7 @@ def answer_of(sources: Sources, options: list[Option]) -> str:
             f"{_whole(chosen)}To post-train {model}, rent {chosen.rent}: a million tokens trained on then cost {_cost(chosen)}, and an "
             f"optimizer step takes {_step(chosen)} at {dollars(chosen.dollars_per_hour)} an hour."
         )
-    rivals = [option for option in options if option is not chosen]
+    rivals = [option for option in options if option is not chosen and not option.unfinished]
     if not rivals:
         return _of_one(chosen)
     return _of_runs(chosen, rivals)
@@ -81,7 +82,9 @@ def _of_study(sources: Sources) -> str:
 
 
 def _whole(option: Option) -> str:
-    """Say what the whole run takes, before anything else."""
+    """Say what the whole run takes, or that it is not finished, before anything else."""
+    if option.unfinished:
+        return f"Not finished: the run {option.unfinished}. "
     return "" if option.whole_run is None else f"{headline(option.whole_run)}. "
 
 

@@ -105,7 +105,7 @@ def _lengths_source(lengths: LengthsConfig) -> str:
     path = PROFILES / "lengths" / f"{lengths.source}.csv"
     if lengths.names_a_file or not path.is_file():
         return f"{RUN_FILE}: workload.lengths.source"
-    lines = path.read_text().splitlines()
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
     return " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
 
 
@@ -156,7 +156,7 @@ def _with_origin(source: str) -> str:
     path = PROFILES.parent / source
     if not (source.startswith("profiles/") and source.endswith(".toml") and path.is_file()):
         return source
-    origin = tomllib.loads(path.read_text()).get("source")
+    origin = tomllib.loads(path.read_text(encoding="utf-8-sig")).get("source")
     return f"{source}: {origin}" if isinstance(origin, str) else source
 
 

@@ -121,13 +121,14 @@ def _row(option: Option, chosen: Option) -> list[PageCell]:
     against = option.cost_per_million_tokens / (chosen.cost_per_million_tokens or 1.0) - 1
     if option.behind is not None and chosen.kind == "plan":
         against = option.behind
+    against_text = "" if option is chosen else change(against)
     seeds = "executed" if option.band.is_timed else _seeds(option.band.num_seeds)
     band = f"{least} to {most}" if option.band.is_known else "band not known"
     return [
         PageCell(option.letter),
         PageCell(option.name, option.what),
         PageCell(dollars(option.cost_per_million_tokens), band),
-        PageCell("" if option is chosen else change(against)),
+        PageCell("not finished" if option.unfinished else against_text),
         PageCell(
             step_seconds(option.step_time, option.step_time_interval),
             f"{dollars(option.cost_per_step)} each",
@@ -201,7 +202,11 @@ def _chance(sources: Sources) -> Iterator[str]:
 
 def _other_gpus(chosen: Option, options: list[Option]) -> Iterator[str]:
     """Say what the best alternative with other GPUs costs, where the first ones differ in degrees alone."""
-    others = [o for o in options if o.rent != chosen.rent and o.cost_per_million_tokens > 0]
+    others = [
+        o
+        for o in options
+        if o.rent != chosen.rent and o.cost_per_million_tokens > 0 and not o.unfinished
+    ]
     if chosen.kind != "plan" or not others:
         return
     best = min(others, key=lambda option: option.cost_per_million_tokens)

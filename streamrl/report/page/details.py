@@ -216,6 +216,10 @@ def study_sections(studies: Sequence[RecordedStudy]) -> Iterator[PageSection]:
         ]
         head = ("combination", *map(name_of, study.metrics))
         section.tables.append(PageTable("", head, rows, numbers=range(1, len(head))))
+        section.text += [
+            f"Left out, as it does not finish: {listing(list(each.values.values()))}: {each.reason}."
+            for each in found.unfinished
+        ]
         if found.refused:
             reasons = list(dict.fromkeys(refused.reason for refused in found.refused))[
                 :MOST_REASONS

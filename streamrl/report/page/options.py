@@ -58,6 +58,8 @@ class Option:
     """The trace of it, where there is one."""
     whole_run: WholeRun | None = None
     """What all its training steps take; None of what a plan was chosen before."""
+    unfinished: str = ""
+    """After which step it stopped before its last one, and why: it is no answer then."""
 
     @property
     def cost_range(self) -> tuple[float, float]:
@@ -203,6 +205,7 @@ def _of_run(run: RecordedRun) -> Option:
         source=f"{run.name}/{run.path.name}",
         run=run,
         whole_run=metrics.whole_run,
+        unfinished=metrics.unfinished,
     )
 
 

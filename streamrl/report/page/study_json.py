@@ -26,7 +26,7 @@ class Combination(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedRefusal(msgspec.Struct, frozen=True, kw_only=True):
-    """A combination that cannot run, and why."""
+    """A combination that cannot run, or does not finish, and why."""
 
     values: dict[str, str]
     reason: str
@@ -46,6 +46,7 @@ class StudyJson(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str] = []
     """What keeps combinations from being as exactly known as was asked for."""
     refused: list[RecordedRefusal] = []
+    unfinished: list[RecordedRefusal] = []
 
 
 class RecordedStudy(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +89,7 @@ def read_study(path: Path, name: str) -> RecordedStudy:
 def _read_tiers(path: Path) -> dict[str, float]:
     """Average the columns tiers.measured, tiers.composed and tiers.roofline over all rows."""
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         names = [name for name in (rows[0] if rows else {}) if name.startswith(TIERS)]
         return {

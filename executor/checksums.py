@@ -1,0 +1,63 @@
+"""Checksums: whether files are those that were written."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+CHECKSUM_BYTES = 16
+"""BLAKE2b-128: told apart from chance corruption for good, and hashed at memory-like speed."""
+CHECKSUMS = "checksums.json"
+
+
+class Written(msgspec.Struct, frozen=True):
+    """A file as it was written."""
+
+    num_bytes: int
+    checksum: str
+
+
+def file_checksum(path: Path) -> str:
+    """Return the checksum of a file's bytes."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=CHECKSUM_BYTES))
+    return digest.hexdigest()
+
+
+def write_checksums(directory: Path) -> None:
+    """Write into a directory what its files are."""
+    files = sorted(file for file in directory.iterdir() if file.is_file())
+    written = {file.name: Written(file.stat().st_size, file_checksum(file)) for file in files}
+    (directory / CHECKSUMS).write_bytes(msgspec.json.encode(written))
+
+
+def find_damage(directory: Path, *, reads_all: bool) -> str:
+    """Say what is not as `write_checksums` left it; nothing where all is, or where no checksums were written.
+
+    Args:
+        directory: what was written.
+        reads_all: whether every byte is read, which finds what sizes alone do not.
+    """
+    if not (directory / CHECKSUMS).exists():
+        return ""
+    return next(_damages(directory, reads_all), "")
+
+
+def _damages(directory: Path, reads_all: bool) -> Iterator[str]:
+    try:
+        data = (directory / CHECKSUMS).read_bytes()
+        written = msgspec.json.decode(data, type=dict[str, Written])
+    except (OSError, msgspec.MsgspecError) as error:
+        yield f"{CHECKSUMS}: {error}"
+        return
+    for name, expected in written.items():
+        file = directory / name
+        if not file.is_file():
+            yield f"{name} is missing"
+        elif (size := file.stat().st_size) != expected.num_bytes:
+            yield f"{name} has {size:,} of {expected.num_bytes:,} bytes"
+        elif reads_all and file_checksum(file) != expected.checksum:
+            yield f"{name} has other bytes than were written"

@@ -1,0 +1,236 @@
+"""Files as people and their editors leave them, and values that no run can have: read, or refused in one line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from executor.buffer import BufferedRollout
+from executor.prompts import PromptWorkload, read_prompts
+from streamrl.runfile.bounds import _bounds_of
+from streamrl.runfile.config import Run
+from streamrl.runfile.plan_config import PlanConfig
+from streamrl.runfile.reading import load_run
+from streamrl.runfile.section import Section
+from streamrl.runfile.units import QUANTITIES
+from streamrl.workload.csv_rows import read_csv
+from tests.command_line import streamrl
+from tests.scripted import ScriptedTokenizer, make_world
+from tests.test_execute import real_run
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "h20-h800.toml"
+SMALL = ["--set", "algorithm.prompts_per_step=64", "--set", "simulate.max_steps=3"]
+BOM = b"\xef\xbb\xbf"
+
+# Text ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        BOM + b'{"prompt": "a"}\n{"prompt": "b"}\n',
+        b'{"prompt": "a"}\r\n{"prompt": "b"}\r\n',
+        b'{"prompt": "a"}\n{"prompt": "b"}\n\n  \n',
+        b'{"prompt": "a"}\n{"prompt": "b"}',
+    ],
+    ids=["BOM", "CRLF", "blank last lines", "no last newline"],
+)
+def test_prompts_are_read_as_editors_leave_them(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(text)
+    assert [record["prompt"] for record in read_prompts(path)] == ["a", "b"]
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85", "\v", "\f", "\x1c"])
+def test_what_ends_a_line_elsewhere_is_text_inside_json(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    line = json.dumps({"prompt": f"a{end}b"}, ensure_ascii=False)
+    path.write_text(f"{line}\n{line}\n", encoding="utf-8")
+    assert [record["prompt"] for record in read_prompts(path)] == [f"a{end}b"] * 2
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"prompt": "\\ud800"}', "surrogates not allowed"),
+        ("[" * 100_000 + "]" * 100_000, "not JSON"),
+        ('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}", "not JSON"),
+        ('{"prompt": []}', "chat messages"),
+        ('{"prompt": [1]}', "chat messages"),
+        ('{"prompt": [{"content": "no role"}]}', "chat messages"),
+        ('{"prompt": "a", "expected_tokens": 1e999}', "expected_tokens must be from 1"),
+        ('{"prompt": "a", "expected_tokens": NaN}', "expected_tokens must be from 1"),
+        (
+            '{"prompt": "a", "expected_tokens": 1' + "0" * 400 + "}",
+            "expected_tokens must be from 1",
+        ),
+        ("", "not JSON"),
+    ],
+    ids=range(10),
+)
+def test_a_prompt_that_is_none_is_refused_by_its_line(
+    tmp_path: Path, line: str, words: str
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "a"}}\n{line}\n{{"prompt": "b"}}\n')
+    with pytest.raises(ValueError, match=f"{path}:2: .*{words}") as found:
+        read_prompts(path)
+    assert len(str(found.value)) < 400 and "\n" not in str(found.value)
+
+
+def test_a_chat_that_the_template_cannot_take_is_refused_by_its_line(tmp_path: Path) -> None:
+    class Picky(ScriptedTokenizer):
+        def apply_chat_template(self, prompt: Any, **_: Any) -> dict[str, list[int]]:
+            raise TypeError("content is None")
+
+    run = real_run(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": null}]}\n')
+    with pytest.raises(ValueError, match=r"prompts\.jsonl:1: the model's chat template"):
+        PromptWorkload(run, Picky())
+
+
+def test_run_files_and_tables_are_read_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes(BOM + EXAMPLE.read_bytes())
+    assert load_run(tmp_path / "run.toml").rollout == load_run(EXAMPLE).rollout
+    (tmp_path / "lengths.csv").write_bytes(BOM + b"prompt_id,output_tokens\n1,2\n\n")
+    assert read_csv(tmp_path / "lengths.csv") == [{"prompt_id": "1", "output_tokens": "2"}]
+
+
+def test_a_compressed_table_that_is_damaged_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv.gz"
+    path.write_bytes(b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03" + bytes(range(1, 200)))
+    with pytest.raises(ValueError, match=f"{path}: "):
+        read_csv(path)
+
+
+@pytest.mark.parametrize("locale", ["C", "POSIX"])
+def test_every_locale_shows_what_it_can(tmp_path: Path, locale: str) -> None:
+    run = tmp_path / "run.toml"
+    run.write_bytes("# ±\n".encode() + EXAMPLE.read_bytes())
+    done = subprocess.run(
+        [sys.executable, "-c", "from streamrl.cli import main; main()", "simulate", run, *SMALL],
+        env={"PATH": "", "LC_ALL": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        cwd=EXAMPLE.parent.parent,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0 and b"step time" in done.stdout, done.stderr
+
+
+# Values -------------------------------------------------------------------------------------------
+
+
+def numbers_without_bounds() -> list[str]:
+    """Return the keys of a run file that may be any number."""
+    found, kinds = [], [Run]
+    for kind in kinds:
+        for field in msgspec.structs.fields(kind):
+            types = [field.type]
+            for each in types:
+                types += get_args(each)
+                if not isinstance(each, type):
+                    continue
+                if issubclass(each, Section):
+                    kinds += [each] if each not in kinds else []
+                elif issubclass(each, int | float) and not issubclass(each, (bool, *QUANTITIES)):
+                    known = field.name in _bounds_of(kind) or kind is PlanConfig
+                    found += [] if known else [f"{kind.__name__}.{field.name}"]
+    return list(dict.fromkeys(found))
+
+
+def test_every_number_of_a_run_file_has_bounds() -> None:
+    of_checks = ["LengthsConfig.prompt_tokens", "PoliciesConfig.latency"]
+    assert sorted(numbers_without_bounds()) == of_checks
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "-inf"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("cluster.pools.h20.price", "rollout.temperature", "algorithm.learning_rate"),
+        *("algorithm.clip", "algorithm.kl_coefficient", "policies.context_time", "plan.budget"),
+    ],
+)
+def test_a_number_that_none_can_be_is_refused_by_its_key(key: str, value: str) -> None:
+    done = streamrl("simulate", EXAMPLE, "--set", f"{key}={value}")
+    assert done.returncode == 2 and done.stderr.startswith(f"streamrl: {key} must be ")
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), -0.1, 1.5])
+def test_a_reward_that_is_none_enters_nowhere(reward: float) -> None:
+    with pytest.raises(ValueError, match="a reward must be from 0 to 1"):
+        BufferedRollout((0,), 0).enter(reward, None)
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["/proc/streamrl", "file", "file/inside"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("simulate", EXAMPLE, *SMALL, "-o"),
+        ("plan", EXAMPLE, "-o"),
+        ("profile", "show", "qwen2.5-7b", "--gpu", "h20", "-o"),
+        ("validate", "-o"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_place_that_cannot_be_written_to_is_refused_before_any_work(
+    tmp_path: Path, command: tuple[str | Path, ...], place: str
+) -> None:
+    (tmp_path / "file").touch()
+    output = tmp_path / place
+    if command[0] == "profile":
+        output = output / "curve.png"
+    done = streamrl(*command, output)
+    assert done.returncode == 2 and "cannot be written" in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+def test_a_profile_that_could_not_be_written_is_not_measured(tmp_path: Path) -> None:
+    done = streamrl("profile", tmp_path / "model", "-o", tmp_path)
+    assert done.returncode == 2 and "Is a directory" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OSError(28, "No space left on device", "runs/trace.jsonl"), "runs/trace.jsonl: No space"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+    ],
+)
+def test_a_disk_that_is_full_is_said_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, error: OSError, text: str
+) -> None:
+    def fail(prog_name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(sys.modules["streamrl.cli.main"], "app", fail)
+    done = streamrl("simulate", EXAMPLE)
+    assert done.returncode == 1 and text in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_run_whose_last_checkpoint_cannot_be_saved_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = real_run(tmp_path, algorithm__steps=2)
+
+    def full(self: object, position: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("executor.checkpoints.Checkpoints.finish", full)
+
+    async def go() -> None:
+        await make_world(run, {}).run()
+
+    with pytest.raises(RuntimeError, match=r"SaveCheckpoint: .*No space left"):
+        asyncio.run(asyncio.wait_for(go(), timeout=60))
