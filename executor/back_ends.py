@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import inf
 from typing import NamedTuple
 
 from streamrl.runfile.config import Run
@@ -93,8 +92,6 @@ def _limits(run: Run) -> Iterator[Limit]:
         run.model.dtype != "float16",
         f"'bfloat16' or 'float32' for backend {trainer.backend}",
     )
-    temperature = rollout.temperature
-    yield Limit("rollout.temperature", temperature, 0 < temperature < inf, "above 0")
     yield Limit(
         "sync.mode",
         run.sync.mode,

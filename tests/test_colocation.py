@@ -252,7 +252,7 @@ def test_a_colocated_trainer_is_launched_on_the_gpu_of_the_first_replica(
     async def launch() -> None:
         run = small_run({"policies.system": system, "rollout.replicas": 1, "trainer.pool": "far"})
         launcher = NotingLauncher(run, RunDirectory(tmp_path))
-        await launcher.replica(0, "model")
+        await launcher.replica(0, 0, "model")
         await launcher.trainer()
 
     asyncio.run(launch())

@@ -30,7 +30,6 @@ LIMITS: tuple[Changes, ...] = (
     {"framework.optimizer_steps": 1},
     {"framework.epochs": 1},
     {"model.dtype": "bfloat16"},
-    {"rollout.temperature": 1.0},
     {"algorithm.learning_rate": 1e-6},
     {"algorithm.max_grad_norm": 1.0},
     {"sync.mode": "full"},
