@@ -1,5 +1,6 @@
 # make demo   sets up and runs the main job: plan, simulate, report, profile, execute, replay, compare
 # make test   sets up and runs the tests
+# make fuzz   damaged and made-up inputs, others each time: FUZZ_EXAMPLES=N for each test, 1,000 where absent
 # make mutants   do the tests catch what they are there for? mutations of the code, one at a time
 # make lint   style and types
 # make bench  the simulator's speed, one JSON object a figure
@@ -20,7 +21,7 @@ READY := $(VENV)/.ready
 DEMO := build/demo
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test mutants lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan clean
+.PHONY: demo test fuzz mutants lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -44,6 +45,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+fuzz: $(READY)
+	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-1000} $(BIN)/python -m pytest tests/test_fuzz.py
 
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants

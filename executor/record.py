@@ -31,6 +31,7 @@ from streamrl.record.inputs import keep_inputs
 from streamrl.record.run_lines import METRICS, ROLLED_BACK_TO, ROLLOUTS
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.paths import check_writable
 from streamrl.runfile.reading import decode_recorded_run, encode_run
 
 KEPT_BY_A_RESUME = (
@@ -86,8 +87,9 @@ class RunDirectory:
         """Return the checkpoint that `run` resumes from; None where it begins, or no checkpoint is complete.
 
         Raises:
-            ValueError: a run is there already, none to resume, one that has all its steps, that another process runs,
-                that was begun with other settings, or whose every checkpoint is damaged.
+            ValueError: the directory cannot be written to; a run is there already, none to resume, one that has all
+                its steps, that another process runs, that was begun with other settings, or whose every checkpoint is
+                damaged.
         """
         has_run = (self.path / "trace.jsonl").exists()
         if has_run and not resume:
@@ -95,6 +97,7 @@ class RunDirectory:
                 f"execute.output {str(self.path)!r} holds a run; resume it with --resume, or name "
                 "another directory with --set execute.output=…"
             )
+        check_writable(self.path, "execute.output")
         if not resume:
             return None
         if not has_run:

@@ -14,6 +14,7 @@ import pytest
 
 from executor.buffer import BufferedRollout
 from executor.prompts import PromptWorkload, read_prompts
+from executor.record import RunDirectory
 from streamrl.runfile.bounds import _bounds_of
 from streamrl.runfile.config import Run
 from streamrl.runfile.plan_config import PlanConfig
@@ -194,6 +195,14 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_any_work(
     done = streamrl(*command, output)
     assert done.returncode == 2 and "cannot be written" in done.stderr, done.stderr
     assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+@pytest.mark.parametrize("place", ["/proc/streamrl", "file", "file/inside"])
+def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    run = real_run(tmp_path, execute__output=str(tmp_path / place))
+    with pytest.raises(ValueError, match=r"^execute\.output .*: cannot be written: "):
+        RunDirectory(tmp_path / place).find_checkpoint(run, resume=False)
 
 
 def test_a_profile_that_could_not_be_written_is_not_measured(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from streamrl.cli.lazy import CommandTable, LazyGroup
 
 WRONG_INPUT = 2
 FAILED = 1
+MOST_SAID = 1000
+"""Characters of a line that quotes a file, whatever is in it."""
 
 
 class Commands(LazyGroup):
@@ -109,4 +111,6 @@ def main() -> None:
 
 
 def _say(error: Exception | str) -> None:
-    print(f"streamrl: {' '.join(str(error).split())}", file=sys.stderr)
+    text = " ".join(str(error).split())
+    shown = text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]}..."
+    print(f"streamrl: {shown}", file=sys.stderr)

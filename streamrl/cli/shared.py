@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import msgspec
 import typer
 
 from streamrl.record.trace import Trace, read_trace
+from streamrl.runfile.paths import check_writable
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")]
 Overrides = Annotated[
@@ -30,12 +30,7 @@ def print_json(value: object) -> None:
 
 def claim_directory(path: Path) -> None:
     """Raise `ValueError` where results could not be written to a directory, before any work; nothing is left there."""
-    place = next(each for each in (path, *path.absolute().parents) if each.exists())
-    try:
-        with TemporaryDirectory(dir=place):
-            pass
-    except OSError as error:
-        raise ValueError(f"--output {path}: cannot be written: {error.strerror}") from None
+    check_writable(path, "--output")
 
 
 def claim_file(path: Path) -> None:

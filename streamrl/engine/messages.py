@@ -172,7 +172,7 @@ class LoadWeights(Message, frozen=True):
     drain: bool
 
 
-class SaveCheckpoint(Message, frozen=True):
+class SaveCheckpoint(Message, frozen=True, omit_defaults=True):
     """Write down everything that a resumed run needs at policy version `version`.
 
     Groups before `groups_done` in draw order are trained or dropped: a resumed run draws from there, but for those of

@@ -34,7 +34,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.timeline import Span, Timeline, read_timeline
-from streamrl.record.trace import Trace
+from streamrl.record.trace import Trace, blaming_damage
 from streamrl.record.underfilled import read_underfilled
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import trainer_names
@@ -66,21 +66,14 @@ class TraceEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 def chrome_trace(trace: Trace) -> bytes:
-    """Encode a trace as Chrome trace JSON."""
-    timeline = read_timeline(trace)
-    events: list[TraceEvent] = []
-    for replica, spans in timeline.replicas.items():
-        events.extend(_slices(spans, REPLICAS, replica))
-    for trainer, spans in timeline.trainers.items():
-        events.extend(_slices(spans, TRAINERS, trainer))
-    events.extend(_slices(timeline.link, LINKS, 0))
-    if trace.run.verifier.num_gpus:
-        events.extend(_slices(timeline.verifier, VERIFIERS, 0))
-    events.extend(_rollouts(trace))
-    events.extend(_running(span for spans in timeline.rollouts.values() for span in spans))
-    events.extend(_underfilled(trace, timeline))
-    events.extend(_versions(trace))
-    events.sort(key=attrgetter("ts"))
+    """Encode a trace as Chrome trace JSON.
+
+    Raises:
+        ValueError: the trace is damaged.
+    """
+    with blaming_damage(trace):
+        timeline = read_timeline(trace)
+        events = sorted(_events(trace, timeline), key=attrgetter("ts"))
     return msgspec.json.encode(
         {
             "traceEvents": [*_names(timeline.replicas, trace.run), *events],
@@ -88,6 +81,20 @@ def chrome_trace(trace: Trace) -> bytes:
             "otherData": {"system": trace.run.policies.system, "world": trace.world},
         }
     )
+
+
+def _events(trace: Trace, timeline: Timeline) -> Iterator[TraceEvent]:
+    for replica, spans in timeline.replicas.items():
+        yield from _slices(spans, REPLICAS, replica)
+    for trainer, spans in timeline.trainers.items():
+        yield from _slices(spans, TRAINERS, trainer)
+    yield from _slices(timeline.link, LINKS, 0)
+    if trace.run.verifier.num_gpus:
+        yield from _slices(timeline.verifier, VERIFIERS, 0)
+    yield from _rollouts(trace)
+    yield from _running(span for spans in timeline.rollouts.values() for span in spans)
+    yield from _underfilled(trace, timeline)
+    yield from _versions(trace)
 
 
 def _names(replicas: Iterable[int], run: Run) -> Iterator[TraceEvent]:

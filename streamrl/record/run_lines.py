@@ -7,7 +7,7 @@ what stands before it and came after that version counts no more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,46 +20,59 @@ ROLLED_BACK_TO = "rolled_back_to"
 Line = dict[str, Any]
 
 
+class RolledBack(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of a line that takes others back."""
+
+    rolled_back_to: int
+    groups_done: int = 0
+    done_ahead: frozenset[int] = frozenset()
+
+
+class Counted(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of a line that may be taken back."""
+
+    step: int = 0
+    group: int | None = None
+    """None in rollouts of earlier versions, which nothing takes back."""
+
+
 def read_metrics(directory: Path) -> list[Line]:
     """Return a line for each step of a run that stayed, in order.
 
     Raises:
-        ValueError: there is no such file, or a line of it is no JSON object.
+        ValueError: there is no such file, or a line of it is none of a run.
     """
-    kept: list[Line] = []
-    for line in _lines(directory / METRICS):
-        if ROLLED_BACK_TO not in line:
-            kept.append(line)
-            continue
-        while kept and kept[-1]["step"] > line[ROLLED_BACK_TO]:
-            kept.pop()
-    return kept
+    return _read(directory / METRICS, lambda line, mark: line.step <= mark.rolled_back_to)
 
 
 def read_rollouts(directory: Path) -> list[Line]:
     """Return a line for each verified rollout of a run that no resume took back, in order.
 
     Raises:
-        ValueError: there is no such file, or a line of it is no JSON object.
+        ValueError: there is no such file, or a line of it is none of a run.
     """
-    kept: list[Line] = []
-    for line in _lines(directory / ROLLOUTS):
-        if ROLLED_BACK_TO not in line:
-            kept.append(line)
-            continue
-        done, ahead = line["groups_done"], frozenset(line["done_ahead"])
-        kept = [each for each in kept if each["group"] < done or each["group"] in ahead]
-    return kept
+    return _read(directory / ROLLOUTS, _is_done)
 
 
-def _lines(path: Path) -> Iterator[Line]:
-    """Yield every line; a last one that a crash cut short is left out."""
+def _is_done(line: Counted, mark: RolledBack) -> bool:
+    return line.group is None or line.group < mark.groups_done or line.group in mark.done_ahead
+
+
+def _read(path: Path, stays: Callable[[Counted, RolledBack], bool]) -> list[Line]:
+    """Return the lines that no later one takes back; a last one that a crash cut short is left out."""
     try:
         *lines, _ = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
-    for number, line in enumerate(lines, start=1):
+    kept: list[tuple[Counted, Line]] = []
+    for number, data in enumerate(lines, start=1):
         try:
-            yield msgspec.json.decode(line, type=Line)
-        except msgspec.MsgspecError as error:
+            line = msgspec.json.decode(data, type=Line)
+            if ROLLED_BACK_TO in line:
+                mark = msgspec.convert(line, RolledBack)
+                kept = [each for each in kept if stays(each[0], mark)]
+            else:
+                kept.append((msgspec.convert(line, Counted), line))
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise ValueError(f"{path}:{number}: not a line of a run: {error}") from None
+    return [line for _, line in kept]

@@ -36,10 +36,10 @@ class PaceReader:
         self.flow.read(entries)
         self.replicas.read(entries)
         self.pushes.read(entries)
-        for _, event, commands in entries:
-            for message in (event, *commands):
-                if type(message) is Stop or type(message) is Interrupted:
-                    self.stopped_for = message.reason
+        stops = [c.reason for _, _, commands in entries for c in commands if type(c) is Stop]
+        stops += [event.reason for _, event, _ in entries if type(event) is Interrupted]
+        if stops:
+            self.stopped_for = stops[-1]
         if entries:
             self.end = entries[-1].time
 

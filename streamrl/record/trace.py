@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
+from streamrl.engine.invariants import check
 from streamrl.engine.messages import Command, Event
 from streamrl.engine.systems import build_engine
 from streamrl.record.decode_yield import DecodeYield
 from streamrl.record.upgrade import OLD_FORMAT, RawEntry, upgrade_entries
+from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import decode_recorded_run, encode_run
 
@@ -162,11 +165,23 @@ def read_trace(path: Path) -> Trace:
         trace.entries = _read_old_entries(path, lines[1:], trace.run)
     else:
         trace.entries = list(_read_entries(path, lines[1:], _DECODER))
+    _check_times(path, trace.entries)
     return trace
 
 
-def replay(trace: Trace) -> Divergence | None:
+def _check_times(path: Path, entries: list[Entry]) -> None:
+    """Refuse entries that are not in the order in which they happened."""
+    for number, (one, other) in enumerate(pairwise(entries), start=3):
+        if one.time > other.time:
+            raise ValueError(f"{path}:{number}: a damaged trace: {other.time} s after {one.time} s")
+
+
+def replay(trace: Trace, *, checks_invariants: bool = False) -> Divergence | None:
     """Feed the recorded events to a fresh engine; return the first decision that differs, if any.
+
+    Args:
+        trace: the record.
+        checks_invariants: whether what is true of every state is checked after each event, which takes long.
 
     Raises:
         ValueError: naming the entry whose event cannot have happened after those before it.
@@ -175,6 +190,8 @@ def replay(trace: Trace) -> Divergence | None:
     for index, (time, event, recorded) in enumerate(trace.entries):
         try:
             decided = engine.handle(event, time)
+            if checks_invariants:
+                check(engine.state)
         except UNHEARD_OF as error:
             name = type(event).__name__
             raise ValueError(_say_damaged(index, f"{name} cannot follow: {error!r}")) from error
@@ -195,7 +212,10 @@ def blaming_damage(trace: Trace) -> Iterator[None]:
     except UNHEARD_OF as error:
         if isinstance(error, ValueError):
             raise
-        divergence = replay(trace)
+        divergence = replay(trace, checks_invariants=True)
+        if divergence is None and isinstance(error, LookupError):
+            what = f"an event answers nothing that was begun: {error!r}"
+            raise ValueError(f"a damaged trace: {what}") from error
         if divergence is None:
             raise
         raise ValueError(_say_damaged(divergence.entry, "decided differently now")) from error
@@ -219,7 +239,9 @@ def _read_header(path: Path, line: bytes) -> Header:
 def _read_run(path: Path, header: Header) -> Run:
     """Read the run file of a header, whichever version wrote it."""
     try:
-        return decode_recorded_run(bytes(header.run))
+        run = decode_recorded_run(bytes(header.run))
+        check_run(run)
+        return run
     except ValueError as error:
         raise ValueError(f"{path}:1: not a trace header: {error}") from None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -49,3 +51,13 @@ def _replaced(section: Any, names: list[str], path: str) -> Any:
     assert isinstance(section, Section), f"no section has {name}"
     value = _replaced(getattr(section, name), rest, path) if rest else path
     return msgspec.structs.replace(section, **{name: value})
+
+
+def check_writable(path: Path, key: str) -> None:
+    """Raise `ValueError` with `key` where nothing could be written to a directory; nothing is left there."""
+    try:
+        place = next(each for each in (path, *path.absolute().parents) if each.exists())
+        with TemporaryDirectory(dir=place):
+            pass
+    except OSError as error:
+        raise ValueError(f"{key} {path}: cannot be written: {error.strerror}") from None

@@ -16,11 +16,15 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         ValueError: the file cannot be read; the message begins with its path.
     """
     try:
-        return list(csv.DictReader(_lines(path)))
+        rows = list(csv.DictReader(_lines(path)))
     except (OSError, EOFError) as error:
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     except (UnicodeDecodeError, csv.Error, zlib.error) as error:
         raise ValueError(f"{path}: not a CSV file: {error}") from None
+    for number, row in enumerate(rows, start=1):
+        if None in row:
+            raise ValueError(f"{path}: row {number} has more columns than the header")
+    return rows
 
 
 def _lines(path: Path) -> Iterator[str]:
