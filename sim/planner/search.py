@@ -229,7 +229,9 @@ class Search:
         """Return the best plan by estimate of each system, the fastest of all, and the best of each system on each pair of pools."""
         found = [int(places[np.argmin(scores[places])]) for places in self._classes]
         order = sorted(found, key=lambda index: float(scores[index]))
-        of_systems = {self.space.candidate(index).mode.system: index for index in reversed(order)}
+        of_systems: dict[SystemName, int] = {}
+        for index in order:
+            of_systems.setdefault(self.space.candidate(index).mode.system, index)
         fastest = int(np.argmin(self.estimates.estimate().step))
         return list(dict.fromkeys([*of_systems.values(), fastest, *order]))
 
