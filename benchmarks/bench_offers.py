@@ -161,7 +161,10 @@ def _wide(search: Search, pool: Executor, most: int, seconds: float) -> Iterator
     while len(search.speeds) < most and time.perf_counter() < until:
         search.settle(pool, [])
         order = search.in_order()
-        new = [*search.unlike(order), *(i for i in order if i not in search.speeds)]
+        new = [
+            *search.unlike(order, search.scores()),
+            *(i for i in order if i not in search.speeds),
+        ]
         if not new:
             break
         search.simulate(pool, list(dict.fromkeys(new))[:ROUND], lambda: None)

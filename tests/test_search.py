@@ -95,6 +95,23 @@ def test_a_system_is_not_tried_on_pools_where_all_its_plans_are_known_to_be_wors
     assert tried == {mode.system for mode in space.modes}
 
 
+def test_a_plan_like_one_that_was_simulated_is_too_where_it_is_clearly_better_by_estimate() -> None:
+    search = searched()
+    space, (best, *_) = search.space, search.ranking()
+    replicas, trainer, mode = space.candidate(best)
+    other = next(
+        index
+        for index, each in enumerate(map(space.candidate, range(len(space))))
+        if (each.replicas, each.mode, each.trainer.num_gpus) == (replicas, mode, trainer.num_gpus)
+        and each.trainer.pool == trainer.pool
+        and index not in search.speeds
+    )
+    scores = search.scores()
+    for share, is_wanted in ((1 - 2 * MARGIN, True), (1 - MARGIN / 2, False)):
+        scores[other] = share * scores[best]
+        assert list(search.unlike([best, other], scores)) == [other] * is_wanted
+
+
 def test_finalists_of_as_few_steps_as_the_search_had_are_not_simulated_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

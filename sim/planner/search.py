@@ -263,8 +263,8 @@ class Search:
 
     def least_open(self) -> float:
         """Return the least objective that a plan may have whose like was not simulated."""
-        scores, seen = self.scores(), self._seen()
-        return min((scores[i] for i in _best(scores) if self._shape(i) not in seen), default=np.inf)
+        scores = self.scores()
+        return next((float(scores[i]) for i in self.unlike(_best(scores), scores)), np.inf)
 
     def settle(self, pool: Executor, indices: list[int]) -> None:
         """Let replicas of the best plans by estimate be simulated on a batch, those of `indices` on all."""
@@ -317,31 +317,33 @@ class Search:
         """
         ranking, plan = self.ranking(), self.space.run.plan
         if plan.objective == "pareto":
-            return self._spread([i for i in self.unlike(order) if scores[i] <= 1 + MARGIN])
+            return self._spread([i for i in self.unlike(order, scores) if scores[i] <= 1 + MARGIN])
         if not ranking:
             over = self._over_limits(self._least_steps(self.estimates.estimate()))
-            return list(self.unlike(i for i in order if over[i] <= 1))[:ROUND]
+            kept = [i for i in order if over[i] <= 1]
+            return list(self.unlike(kept, scores))[:ROUND]
         best = ranking[0]
         worth = scores.copy()
         worth[self.complexity < self.complexity[best]] *= (1 - MARGIN) / (1 + ALIKE)
         limit = (1 - MARGIN) * self.value(best)
         wanted = sorted((i for i in order if worth[i] < limit), key=lambda i: worth[i])
-        return list(self.unlike(wanted))[:ROUND]
+        return list(self.unlike(wanted, scores))[:ROUND]
 
     def in_order(self) -> list[int]:
         """Return the plans that are best by estimate, the best first."""
         return _best(self.scores())
 
-    def unlike(self, order: Iterable[int]) -> Iterator[int]:
-        """Yield plans like none that was simulated, or came before."""
-        seen = self._seen()
+    def unlike(self, order: Iterable[int], scores: Floats) -> Iterator[int]:
+        """Yield plans like none that was simulated, or came before, and those that are clearly better by estimate."""
+        least: dict[Hashable, float] = {}
+        for index in self.speeds:
+            shape = self._shape(index)
+            least[shape] = min(least.get(shape, np.inf), scores[index])
         for index in order:
-            if (shape := self._shape(index)) not in seen:
-                seen.add(shape)
+            shape = self._shape(index)
+            if scores[index] < (1 - MARGIN) * least.get(shape, np.inf):
+                least[shape] = scores[index]
                 yield index
-
-    def _seen(self) -> set[Hashable]:
-        return {self._shape(index) for index in self.speeds}
 
     def _shape(self, index: int) -> Hashable:
         replicas, trainer, mode = self.space.candidate(index)
