@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from sim.checkup.checkup import check_up
-from sim.planner.found import settings_of
-from sim.planner.modes import USUAL_SYSTEMS
+from sim.planner.layouts import Degrees, Replicas
+from sim.planner.modes import USUAL_SYSTEMS, Mode
 from sim.planner.planner import make_plan
 from sim.planner.race import FINAL_STEPS, Race
 from sim.planner.search import ROUND, Search
@@ -84,7 +84,7 @@ def compare(name: str, run: Run, seconds: float) -> dict[str, Any]:
     planned = make_plan(run)
     plan = planned.plan
     search = Search.open(run)
-    chosen = _chosen(search, plan.allocation.settings)
+    chosen = _chosen(plan.allocation.settings)
     with ProcessPoolExecutor() as pool:
         rivals = [*_alone(run, pool), *_wide(search, pool, WIDER * plan.simulated, seconds)]
         trials = [("plan", chosen), *((each.found_by, each.candidate) for each in rivals)]
@@ -120,14 +120,14 @@ def compare(name: str, run: Run, seconds: float) -> dict[str, Any]:
     }
 
 
-def _chosen(search: Search, settings: dict[str, str | int | bool]) -> Candidate:
+def _chosen(settings: dict[str, Any]) -> Candidate:
     """Return the plan that has these settings."""
-    space = search.space
-    return next(
-        candidate
-        for candidate in map(space.candidate, range(len(space)))
-        if settings_of(candidate) == settings
+    replicas, trainer, policies = (
+        {key: settings.get(f"{section}.{key}") for key in kind._fields}
+        for section, kind in (("rollout", Replicas), ("trainer", Degrees), ("policies", Mode))
     )
+    mode = Mode(**{**policies, "sync_mode": settings["sync.mode"]})
+    return Candidate(Replicas(**replicas), Degrees(**trainer), mode)
 
 
 def _interval(plan: Plan) -> float | None:
@@ -161,7 +161,10 @@ def _wide(search: Search, pool: Executor, most: int, seconds: float) -> Iterator
     while len(search.speeds) < most and time.perf_counter() < until:
         search.settle(pool, [])
         order = search.in_order()
-        new = [*search.unlike(order), *(i for i in order if i not in search.speeds)]
+        new = [
+            *search.unlike(order, search.scores()),
+            *(i for i in order if i not in search.speeds),
+        ]
         if not new:
             break
         search.simulate(pool, list(dict.fromkeys(new))[:ROUND], lambda: None)

@@ -6,8 +6,10 @@ by itself: without SimPy's queue that takes a tenth of a step's simulation.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from math import ceil, inf
 from typing import Any, NamedTuple
 
@@ -31,8 +33,8 @@ from streamrl.engine.trainer_side import LEADER
 from streamrl.runfile.config import Run
 from streamrl.workload.workload import Draw
 
-LONGEST = 4
-"""One in so many of the replicas that are simulated is there for its longest rollout."""
+LAST = 4
+"""One in so many of the replicas that are simulated is there because it may be the last."""
 
 
 class Finish(NamedTuple):
@@ -47,19 +49,19 @@ class Finish(NamedTuple):
     replica: int = 0
     """Who generated it."""
     weight: float = 1.0
-    """Replicas that this one stands for."""
+    """Replicas that this one stands for; 0 where its end is that of another like it."""
 
 
 def generate_batch(
     run: Run, costs: Costs, batch: Sequence[Draw], most: int | None = None
 ) -> list[Finish]:
-    """Return the end of every rollout of a batch, the first first.
+    """Return the end of every rollout of a batch, the first first; those with a weight were simulated.
 
     Args:
         run: the run file.
         costs: its seconds.
         batch: what is generated.
-        most: replicas that are simulated: of more, those with the longest rollouts, and some that stand for all others.
+        most: replicas that are simulated: of more, those that may be the last, and some that stand for all others.
 
     Raises:
         ValueError: a policy reckons with `policies.latency` and nobody has filled it in.
@@ -69,29 +71,63 @@ def generate_batch(
         shares[command.replica].append(command)
     rollouts = rollouts_of(batch)
     finishes: list[Finish] = []
-    kinds = run.rollout.kind_of_each
-    for replica_id, weight in _sampled(shares, rollouts, most or len(shares)).items():
+    kinds, weights = run.rollout.kind_of_each, dict[int, float]()
+    for kind in range(run.num_kinds):
+        seen, its = run.of_kind(kind), costs.of_kind(kind)
+        own = {r: share for r, share in shares.items() if kinds[r] == kind}
+        steps = {r: _most_steps(seen, its, rollouts, share) for r, share in own.items()}
+        weights |= _sampled(steps, ceil((most or len(shares)) * len(own) / len(shares)))
+    for replica_id, weight in weights.items():
         alone, commands = _Alone(run, costs, rollouts), shares[replica_id]
         replica = Replica(alone, replica_id, 0, kinds[replica_id])
         for command in commands:
             replica.generate(command)
         alone.env.work()
         finishes += [each._replace(replica=replica_id, weight=weight) for each in alone.finishes]
-    return sorted(finishes)
+    simulated = {finish.replica for finish in finishes}
+    others = [share for replica, share in sorted(shares.items()) if replica not in simulated]
+    return sorted([*finishes, *_like_those(finishes, rollouts, chain.from_iterable(others))])
 
 
-def _sampled(
-    shares: Mapping[int, list[Generate]], rollouts: Mapping[int, DrawnRollout], most: int
-) -> dict[int, float]:
-    """Return the replicas to simulate, each with how many it stands for."""
-    if len(shares) <= most:
-        return dict.fromkeys(shares, 1.0)
-    longest = {
-        replica: max(rollouts[command.rollout].length for command in commands)
-        for replica, commands in shares.items()
-    }
-    order = sorted(shares, key=lambda replica: (-longest[replica], replica))
-    first, rest = order[: most // LONGEST], order[most // LONGEST :]
+def _like_those(
+    finishes: Sequence[Finish],
+    rollouts: Mapping[int, DrawnRollout],
+    commands: Iterable[Generate],
+) -> Iterator[Finish]:
+    """Yield ends of rollouts whose replicas others stand for: each that of one of about its length, in turn.
+
+    They count for nothing but the end of their group.
+    """
+    known = sorted((each.tokens, each.time) for each in finishes if each.weight > 1)
+    lengths = [tokens for tokens, _ in known]
+    for number, command in enumerate(commands):
+        drawn = rollouts[command.rollout]
+        first, end = bisect_left(lengths, drawn.length), bisect_right(lengths, drawn.length)
+        place = first + number % (end - first) if first < end else min(first, len(known) - 1)
+        yield Finish(known[place][1], drawn.length, drawn.group, command.replica, 0.0)
+
+
+def _most_steps(
+    run: Run, costs: Costs, rollouts: Mapping[int, DrawnRollout], share: Sequence[Generate]
+) -> float:
+    """Bound the decode steps of a replica's share: all its work at what memory or places hold, and the longest rollout.
+
+    That is Graham's bound on list scheduling (1969). Where memory is short a share with many tokens ends last, not the
+    one with the longest rollout.
+    """
+    drawn = [rollouts[command.rollout] for command in share]
+    held = sum(each.length * (each.prompt_tokens + each.length / 2) for each in drawn)
+    tokens = sum(each.length for each in drawn)
+    work = max(held / costs.kv_capacity, tokens / run.rollout.max_running)
+    return work + max(each.length for each in drawn)
+
+
+def _sampled(steps: Mapping[int, float], most: int) -> dict[int, float]:
+    """Return the replicas to simulate of those that need so many steps, each with how many it stands for."""
+    if len(steps) <= most:
+        return dict.fromkeys(steps, 1.0)
+    order = sorted(steps, key=lambda replica: (-steps[replica], replica))
+    first, rest = order[: most // LAST], order[most // LAST :]
     stride = ceil(len(rest) / (most - len(first)))
     others = rest[stride // 2 :: stride]
     return {**dict.fromkeys(first, 1.0), **dict.fromkeys(others, len(rest) / len(others))}

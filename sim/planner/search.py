@@ -42,6 +42,7 @@ from sim.planner.trial import (
 )
 from streamrl.record.speed import Speed
 from streamrl.runfile.config import Run
+from streamrl.runfile.policies_config import SystemName
 
 Key = TypeVar("Key", bound=Hashable)
 Answer = TypeVar("Answer")
@@ -209,7 +210,9 @@ class Search(Scores):
         classes = [np.nonzero(codes == code)[0] for code in np.unique(codes)]
         found = [int(places[np.argmin(scores[places])]) for places in classes]
         order = sorted(found, key=lambda index: float(scores[index]))
-        of_systems = {self.space.candidate(index).mode.system: index for index in reversed(order)}
+        of_systems: dict[SystemName, int] = {}
+        for index in order:
+            of_systems.setdefault(self.space.candidate(index).mode.system, index)
         fastest = int(np.argmin(self.estimates.estimate().step))
         return list(dict.fromkeys([*of_systems.values(), fastest, *order]))
 
@@ -221,10 +224,8 @@ class Search(Scores):
 
     def least_open(self) -> float:
         """Return the least objective that a plan may have whose like was not simulated."""
-        scores, seen = self.scores(), self._seen()
-        return min(
-            (scores[i] for i in best_of(scores) if self._shape(i) not in seen), default=np.inf
-        )
+        scores = self.scores()
+        return next((float(scores[i]) for i in self.unlike(best_of(scores), scores)), np.inf)
 
     def settle(self, pool: Executor, indices: list[int]) -> None:
         """Let replicas of the best plans by estimate be simulated on a batch, those of `indices` on all."""
@@ -277,31 +278,33 @@ class Search(Scores):
         """
         ranking, plan = self.ranking(), self.space.run.plan
         if plan.objective == "pareto":
-            return self._spread([i for i in self.unlike(order) if scores[i] <= 1 + MARGIN])
+            return self._spread([i for i in self.unlike(order, scores) if scores[i] <= 1 + MARGIN])
         if not ranking:
             over = self._over_limits(self._least_steps(self.estimates.estimate()))
-            return list(self.unlike(i for i in order if over[i] <= 1))[:ROUND]
+            kept = [i for i in order if over[i] <= 1]
+            return list(self.unlike(kept, scores))[:ROUND]
         best = ranking[0]
         worth = scores.copy()
         worth[self.complexity < self.complexity[best]] *= (1 - MARGIN) / (1 + ALIKE)
         limit = (1 - MARGIN) * self.value(best)
         wanted = sorted((i for i in order if worth[i] < limit), key=lambda i: worth[i])
-        return list(self.unlike(wanted))[:ROUND]
+        return list(self.unlike(wanted, scores))[:ROUND]
 
     def in_order(self) -> list[int]:
         """Return the plans that are best by estimate, the best first."""
         return best_of(self.scores())
 
-    def unlike(self, order: Iterable[int]) -> Iterator[int]:
-        """Yield plans like none that was simulated, or came before."""
-        seen = self._seen()
+    def unlike(self, order: Iterable[int], scores: Floats) -> Iterator[int]:
+        """Yield plans like none that was simulated, or came before, and those that are clearly better by estimate."""
+        least: dict[Hashable, float] = {}
+        for index in (*self.speeds, *self.unfinished):
+            shape = self._shape(index)
+            least[shape] = min(least.get(shape, np.inf), scores[index])
         for index in order:
-            if (shape := self._shape(index)) not in seen:
-                seen.add(shape)
+            shape = self._shape(index)
+            if scores[index] < (1 - MARGIN) * least.get(shape, np.inf):
+                least[shape] = scores[index]
                 yield index
-
-    def _seen(self) -> set[Hashable]:
-        return {self._shape(index) for index in (*self.speeds, *self.unfinished)}
 
     def _shape(self, index: int) -> Hashable:
         replicas, trainer, mode = self.space.candidate(index)
