@@ -168,7 +168,7 @@ def test_the_front_holds_what_nothing_is_below() -> None:
 
 def test_a_plan_says_what_was_cut_what_binds_and_how_far_the_bound_is() -> None:
     plan = planned(few(seeds=3)).plan
-    assert plan.candidates == len(Search.open(few()).space)
+    assert plan.candidates > len(Search.open(few()).space), "those of two kinds came later"
     assert plan.infeasible and all(count > 0 for count in plan.infeasible.values())
     assert 0 < plan.lower_bound <= plan.own_bound <= plan.objective.value
     assert plan.gap == pytest.approx(plan.objective.value / plan.lower_bound - 1)
@@ -369,9 +369,11 @@ def test_a_plan_that_cannot_be_is_one_line_and_status_two(
 def test_the_papers_pools_are_split_as_in_the_paper(size: str, split: tuple[int, int]) -> None:
     run = make_case(Case(size, "20K", "async"))
     options: dict[str, Any] = {"objective": "step-time", "systems": ["stream-async"], "seeds": 1}
+    options["mixes_replicas"] = False
     few_steps = replace(run.simulate, max_steps=4)
     search = Search.open(replace(run, plan=replace(run.plan, **options), simulate=few_steps))
-    chosen = search.space.candidate(search.run(Here(), lambda: None)[0])
+    best = search.run(Here(), lambda: None)[0]
+    chosen = search.space.candidate(best)
     sides = (chosen.replicas.num_gpus, chosen.trainer.num_gpus)
     assert max(abs(ours - papers) for ours, papers in zip(sides, split, strict=True)) <= 8
 

@@ -25,7 +25,7 @@ def find_tighter(
     alike = replace(
         run.plan,
         systems=[mode.system],
-        rollout_pools=[replicas.pool],
+        rollout_pools=list(replicas.pools),
         trainer_pools=[trainer.pool],
     )
     if search.is_late:
@@ -41,8 +41,10 @@ def find_tighter(
     if scores[best] >= value:
         return None
     other.simulate(pool, [best], watch)
+    if best not in other.ranking():  # it breaks a budget, or does not finish
+        return None
     gain = 1 - other.value(best) / value
-    if gain <= ALIKE or not other.is_affordable(other.speeds[best]):
+    if gain <= ALIKE:
         return None
     candidate = other.space.candidate(best)
     side = trainer_side(candidate.apply(run))
