@@ -20,6 +20,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
 from tests.command_line import streamrl
 from tests.patients import NOWHERE, bad, doctor, full_run, full_table, local_table
+from tests.runs import make_table
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
@@ -65,9 +66,10 @@ SELF_EVIDENT: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {
-            "rollout.tensor_parallel": 2,
+            "rollout.tensor_parallel": 4,
             "rollout.replicas": 1,
-            "model.name": "deepseek-v3",
+            "cluster.pools.far.gpus_per_node": 4,
+            "model.name": "qwen2.5-1.5b",
         },
         "rollout-kv-heads",
         "warning",
@@ -331,3 +333,15 @@ def test_exit_status_is_0_without_errors_1_with_errors_and_2_where_nothing_can_b
     broken.write_text("[model\n")
     done = streamrl("doctor", broken)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+def test_replicas_that_need_the_room_may_keep_each_head_on_several_gpus() -> None:
+    pool = {"gpu": "h200", "nodes": 9}
+    changes = {
+        "model.name": "qwen3-235b-a22b",
+        "cluster": {"pools": {"here": pool}},
+        "rollout": {"pool": "here", "replicas": 1, "tensor_parallel": 8, "max_tokens": 256},
+        "trainer": {"pool": "here", "tensor_parallel": 4, "pipeline_parallel": 16},
+    }
+    found = {finding.name: finding.level for finding in diagnose(make_run(make_table(changes)))}
+    assert found["rollout-fits"] == "ok" and "rollout-kv-heads" not in found

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from streamrl.doctor.finding import Changes, Finding, Level
 from streamrl.doctor.fix import Fix
+from streamrl.hardware.memory import kv_capacity
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.config import Run
@@ -32,6 +35,7 @@ def find_replica(run: Run) -> Iterator[Finding]:
     """Find what a replica cannot split as the run file says."""
     model = load_model(run.model)
     yield from _find_heads(model, "rollout", run.rollout.tensor_parallel)
+    yield from _find_kv_heads(run, model)
     yield from _find_experts(model, "rollout", run.rollout.expert_parallel)
 
 
@@ -58,21 +62,44 @@ def _find_heads(model: ModelShape, side: str, degree: int) -> Iterator[Finding]:
             text = f"{key} must divide the {count:,} {what} of {model.name}"
             yield _finding("error", f"{side}-heads", text)
             return
-    heads = 1 if model.latent is not None else model.num_kv_heads
-    if heads % degree == 0:
-        return
-    if degree % heads:
+    heads = _num_kv_heads(model)
+    if heads % degree and degree % heads:
         text = (
             f"{key} must divide, or be a multiple of, the {heads} key-value heads of {model.name}"
         )
         yield _finding("error", f"{side}-heads", text)
-    elif side == "rollout":
-        what = "one latent vector" if model.latent is not None else f"{heads} key-value heads"
-        text = (
-            f"{key}: {model.name} has {what} a token, so each is kept on {degree // heads} GPUs, and a "
-            f"replica's KV cache holds no more than {heads} GPUs' would"
-        )
-        yield _finding("warning", f"{side}-kv-heads", text)
+
+
+def _find_kv_heads(run: Run, model: ModelShape) -> Iterator[Finding]:
+    """Find replicas that keep each key-value head on several GPUs, though as many GPUs in more replicas would hold more.
+
+    Where the weights leave fewer GPUs less room, nothing is lost by it.
+    """
+    heads, degree = _num_kv_heads(model), run.rollout.tensor_parallel
+    if degree <= heads or degree % heads:
+        return
+    if _cache_per_gpu(run, heads) <= _cache_per_gpu(run, degree):
+        return
+    what = "one latent vector" if model.latent is not None else f"{heads} key-value heads"
+    text = (
+        f"rollout.tensor_parallel={degree}: {model.name} has {what} a token, so each is kept on "
+        f"{degree // heads} GPUs, and as many GPUs in replicas of {heads} would hold more of them"
+    )
+    yield _finding("warning", "rollout-kv-heads", text)
+
+
+def _num_kv_heads(model: ModelShape) -> int:
+    return 1 if model.latent is not None else model.num_kv_heads
+
+
+def _cache_per_gpu(run: Run, degree: int) -> float:
+    """Return the tokens that replicas of a degree hold for each of their GPUs; 0 where they do not hold the longest rollout."""
+    experts = degree if run.rollout.expert_parallel > 1 else 1
+    rollout = replace(run.rollout, tensor_parallel=degree, expert_parallel=experts)
+    try:
+        return kv_capacity(replace(run, rollout=rollout)) / degree
+    except ValueError:
+        return 0.0
 
 
 def _mlp_width(model: ModelShape) -> int:
