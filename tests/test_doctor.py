@@ -20,7 +20,6 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
 from tests.command_line import streamrl
 from tests.patients import NOWHERE, bad, doctor, full_run, full_table, local_table
-from tests.runs import make_table
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
@@ -66,16 +65,6 @@ SELF_EVIDENT: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {
-            "rollout.tensor_parallel": 4,
-            "rollout.replicas": 1,
-            "cluster.pools.far.gpus_per_node": 4,
-            "model.name": "qwen2.5-1.5b",
-        },
-        "rollout-kv-heads",
-        "warning",
-    ),
-    (
-        {
             "trainer.pipeline_parallel": 3,
             "trainer.tensor_parallel": 1,
             "cluster.pools.near.gpus_per_node": 3,
@@ -117,7 +106,7 @@ SELF_EVIDENT: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-WITHOUT_CHANGES = ("rollout-memory", "rollout-kv-heads", "pipeline-bubble")
+WITHOUT_CHANGES = ("rollout-memory", "pipeline-bubble")
 """Findings above that no key of their run file mends: the fix says what else would."""
 
 
@@ -335,13 +324,9 @@ def test_exit_status_is_0_without_errors_1_with_errors_and_2_where_nothing_can_b
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stdout == ""
 
 
-def test_replicas_that_need_the_room_may_keep_each_head_on_several_gpus() -> None:
-    pool = {"gpu": "h200", "nodes": 9}
-    changes = {
-        "model.name": "qwen3-235b-a22b",
-        "cluster": {"pools": {"here": pool}},
-        "rollout": {"pool": "here", "replicas": 1, "tensor_parallel": 8, "max_tokens": 256},
-        "trainer": {"pool": "here", "tensor_parallel": 4, "pipeline_parallel": 16},
+def test_heads_that_are_kept_on_several_gpus_are_told_and_nothing_is_wrong_with_it() -> None:
+    changes = {"rollout.tensor_parallel": 4, "rollout.replicas": 1, "model.name": "qwen2.5-1.5b"}
+    found = {
+        f.name: f for f in diagnose(full_run({**changes, "cluster.pools.far.gpus_per_node": 4}))
     }
-    found = {finding.name: finding.level for finding in diagnose(make_run(make_table(changes)))}
-    assert found["rollout-fits"] == "ok" and "rollout-kv-heads" not in found
+    assert found["rollout-kv-heads"].level == "ok" and "on 2 GPUs" in found["rollout-kv-heads"].text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from itertools import chain
 from statistics import median
@@ -63,6 +63,10 @@ class Race:
         simpler = sorted(ranking, key=lambda index: int(search.complexity[index]))
         near = [i for i in simpler if search.value(i) <= (1 + 2 * ALIKE) * search.value(ranking[0])]
         self._compare(pool, dict.fromkeys([*contenders, *near[:1]]), watch)
+        for index in self._that_may_finish():
+            if self.finals:
+                break
+            self._compare(pool, [index], watch)
         return self._choose()
 
     def settle(self, pool: Executor, index: int, watch: Callable[[], None]) -> int:
@@ -73,21 +77,30 @@ class Race:
             RuntimeError: none finishes.
         """
         ranking = sorted(self.finals, key=self.value)
-        spare = self._most_spare(SPARE)
-        for each in [index, *(other for other in ranking if other != index), *spare]:
+        finalists = [index, *(other for other in ranking if other != index)]
+        for each in chain(finalists, self._most_spare(SPARE), self._that_may_finish()):
             self._compare(pool, [each], watch)
-            self._simulate_whole(pool, each, watch)
+            if each in self.finals:
+                self._simulate_whole(pool, each, watch)
             steady = self.steady.get(each, ())
             if steady and all(map(self.search.is_affordable, steady)):
                 return each
         raise self.search.nothing_left(chain.from_iterable(self.steady.values()))
 
-    def _most_spare(self, count: int) -> list[int]:
-        """Return plans that are no finalists, those that leave most of the budgets first."""
+    def _that_may_finish(self) -> Iterator[int]:
+        """Yield all other plans, the best first, where those before did not finish, for as long as there is time."""
+        for index in self.search.ranking():
+            if self.search.is_late or not self.search.unfinished:
+                return
+            if index not in self._limited and index not in self.search.unfinished:
+                yield index
+
+    def _most_spare(self, count: int) -> Iterator[int]:
+        """Yield plans that are no finalists, those that leave most of the budgets first."""
         search, run = self.search, self.search.space.run
         others = [index for index in search.ranking() if index not in self.finals]
         others.sort(key=lambda index: excess(run, spend_of(run, search.speeds[index])))
-        return others[:count] if limits_of(run) else []
+        yield from others[:count] if limits_of(run) else []
 
     def _compare(self, pool: Executor, indices: Iterable[int], watch: Callable[[], None]) -> None:
         search = self.search

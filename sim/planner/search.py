@@ -147,9 +147,7 @@ class Search(Scores):
         if speeds := list(speeds):
             return unmet(self.space.run, speeds)
         some = next(iter(self.unfinished.values()))
-        return RuntimeError(
-            f"none of the {len(self.unfinished)} plans that were simulated: {some.reason}"
-        )
+        return RuntimeError(f"no plan that was simulated comes to its end: {some.reason}")
 
     def give_up(self, index: int, reason: Unfinished) -> None:
         """Enter that a plan does not finish, so that nobody chooses it."""

@@ -99,7 +99,7 @@ def _measure_short(trial: Trial) -> Speed:
     run, workload = _planned(trial)
     trace = simulate_steady(run, workload=workload)
     first, last = counted_steps(trace.run)
-    num_whole = max(1, read_steps(trace).num_made - 1)
+    num_whole = max(1, len(read_steps(trace)) - 1)  # those that a lost trainer took back left out
     return measure_speed(trace, (min(first, num_whole), min(last, num_whole)))
 
 

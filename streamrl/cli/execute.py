@@ -87,7 +87,9 @@ class _Watch:
             return
         reward = sum(self._rewards) / len(self._rewards) if self._rewards else 0.0
         leader, replicas = state.leader, state.fleet.replicas.values()
-        behind = leader.version - min((r.version for r in replicas), default=leader.version)
+        behind = leader.version - min(
+            (r.version for r in replicas if r.is_serving), default=leader.version
+        )
         facts = (
             f"reward {reward:.3f}  rollouts {leader.num_trained}+{state.num_generating}  "
             f"staleness {behind}  {self._tokens / now:,.0f} tokens/s"

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from msgspec.structs import replace
-
 from streamrl.doctor.finding import Changes, Finding, Level
 from streamrl.doctor.fix import Fix
-from streamrl.hardware.memory import kv_capacity
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.config import Run
@@ -71,35 +68,19 @@ def _find_heads(model: ModelShape, side: str, degree: int) -> Iterator[Finding]:
 
 
 def _find_kv_heads(run: Run, model: ModelShape) -> Iterator[Finding]:
-    """Find replicas that keep each key-value head on several GPUs, though as many GPUs in more replicas would hold more.
-
-    Where the weights leave fewer GPUs less room, nothing is lost by it.
-    """
+    """Say where each key-value head is kept on several GPUs: nothing is wrong with that, and memory counts it."""
     heads, degree = _num_kv_heads(model), run.rollout.tensor_parallel
-    if degree <= heads or degree % heads:
-        return
-    if _cache_per_gpu(run, heads) <= _cache_per_gpu(run, degree):
-        return
-    what = "one latent vector" if model.latent is not None else f"{heads} key-value heads"
-    text = (
-        f"rollout.tensor_parallel={degree}: {model.name} has {what} a token, so each is kept on "
-        f"{degree // heads} GPUs, and as many GPUs in replicas of {heads} would hold more of them"
-    )
-    yield _finding("warning", "rollout-kv-heads", text)
+    if degree > heads and degree % heads == 0:
+        what = "one latent vector" if model.latent is not None else f"{heads} key-value heads"
+        text = (
+            f"rollout.tensor_parallel={degree}: {model.name} has {what} a token, so each is kept on "
+            f"{degree // heads} GPUs"
+        )
+        yield _finding("ok", "rollout-kv-heads", text)
 
 
 def _num_kv_heads(model: ModelShape) -> int:
     return 1 if model.latent is not None else model.num_kv_heads
-
-
-def _cache_per_gpu(run: Run, degree: int) -> float:
-    """Return the tokens that replicas of a degree hold for each of their GPUs; 0 where they do not hold the longest rollout."""
-    experts = degree if run.rollout.expert_parallel > 1 else 1
-    rollout = replace(run.rollout, tensor_parallel=degree, expert_parallel=experts)
-    try:
-        return kv_capacity(replace(run, rollout=rollout)) / degree
-    except ValueError:
-        return 0.0
 
 
 def _mlp_width(model: ModelShape) -> int:
@@ -212,7 +193,6 @@ FIXES = {
     "rollout-heads": Fix(
         _rollout_degrees, "choose a tensor_parallel that divides both heads and a node"
     ),
-    "rollout-kv-heads": Fix(_rollout_degrees, "nothing, where memory asks for as many GPUs"),
     "trainer-heads": Fix(
         _trainer_degrees, "choose a tensor_parallel that divides both heads and a node"
     ),
