@@ -233,8 +233,8 @@ def test_a_reward_that_never_comes_is_asked_for_again(tmp_path: Path) -> None:
 class DyingLauncher(ScriptedLauncher):
     """Starts a first replica whose engine ends after a while."""
 
-    async def replica(self, replica_id: int, model: str) -> Handle:
-        handle = await super().replica(replica_id, model)
+    async def replica(self, replica_id: int, kind: int, model: str) -> Handle:
+        handle = await super().replica(replica_id, kind, model)
         if replica_id == 0:
             assert isinstance(handle, InProcess)
             stop = handle._role._engine.stop

@@ -147,7 +147,8 @@ def numbers_without_bounds() -> list[str]:
 
 
 def test_every_number_of_a_run_file_has_bounds() -> None:
-    of_checks = ["LengthsConfig.prompt_tokens", "PoliciesConfig.latency"]
+    latencies = ["PoliciesConfig.latency", "ReplicasConfig.latency"]
+    of_checks = ["LengthsConfig.prompt_tokens", *latencies]
     assert sorted(numbers_without_bounds()) == of_checks
 
 

@@ -56,6 +56,8 @@ def traced(run: Run) -> Trace:
         ({"pool": "nowhere"}, {}, "rollout.others.0.pool", "'nowhere' is none of the pools"),
         ({"replicas": 0}, {}, "rollout.others.0.replicas", "at least 1, got 0"),
         ({"share": 0.0}, {}, "rollout.others.0.share", "above 0, got 0.0"),
+        ({"latency": [[4, 0.1], [1, 0.1]]}, {}, "rollout.others.0.latency", "in rising order"),
+        ({"latency": [[1, 0.0]]}, {}, "rollout.others.0.latency", "at batch 1 must be above 0"),
         ({"tensor_parallel": 3}, {}, "rollout.others.0.tensor_parallel", "must divide the 8 GPUs"),
         ({"expert_parallel": 4}, {}, "rollout.others.0.expert_parallel", "1 or tensor_parallel 2"),
         ({"replicas": 3}, {}, "rollout.others.0.replicas", "pool 'near' has 8 GPUs"),

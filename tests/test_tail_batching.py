@@ -125,7 +125,7 @@ def test_prompts_may_say_what_a_ranker_expects_of_them(tmp_path: Path) -> None:
     assert {d.drawn.expected_tokens for d in workload.draw(0, 3)} == {(e, e) for e in expected}
     for wrong in ('"many"', "0", "true", "NaN"):
         Path(source).write_text(f'{{"prompt": "p", "expected_tokens": {wrong}}}\n')
-        with pytest.raises(ValueError, match=r"prompts.jsonl:1: expected_tokens must be 1 or more"):
+        with pytest.raises(ValueError, match=r"prompts.jsonl:1: expected_tokens must be from 1"):
             PromptWorkload(small_run({"workload.prompts": source}), ScriptedTokenizer())
 
 

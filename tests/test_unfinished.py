@@ -114,7 +114,9 @@ def test_no_plan_is_chosen_that_does_not_finish() -> None:
     }
     found = planned(few({**lossy, **pools})).plan
     assert found.allocation.rollout.pool == "h800"
-    with pytest.raises(RuntimeError, match="no plan that was simulated comes to its end: not finished"):
+    with pytest.raises(
+        RuntimeError, match="no plan that was simulated comes to its end: not finished"
+    ):
         planned(few({**lossy, "failures.per_gpu_day": HOPELESS}))
 
 

@@ -14,6 +14,7 @@ from streamrl.runfile.paths import paths_of
 from streamrl.runfile.plan_checks import check_plan
 from streamrl.runfile.policy_checks import POLICY_CHECKS
 from streamrl.runfile.pools import POOL_CHECKS
+from streamrl.runfile.sides import kind_key
 from streamrl.runfile.workload_config import RankerName
 
 MOST_ROLLOUTS = 10**7
@@ -143,18 +144,23 @@ def _check_sync(run: Run) -> None:
         )
 
 
-def _check_latency(run: Run) -> None:
-    points = run.policies.latency
+def _check_latencies(run: Run) -> None:
+    _check_latency("policies.latency", run.policies.latency)
+    for place, other in enumerate(run.rollout.others):
+        _check_latency(f"{kind_key(place + 1)}.latency", other.latency)
+
+
+def _check_latency(key: str, points: tuple[tuple[int, float], ...] | None) -> None:
     if points is None:
         return
     batches = [batch for batch, _ in points]
     if not batches or batches != sorted(set(batches)) or batches[0] < 1:
-        text = f"policies.latency must hold batches in rising order from 1, got {batches}"
-        raise RunError("policies.latency", points, list, text)
+        text = f"{key} must hold batches in rising order from 1, got {batches}"
+        raise RunError(key, points, list, text)
     for batch, seconds in points:
         if not POSITIVE.hold(seconds):
-            text = f"policies.latency at batch {batch} must be {POSITIVE}, got {seconds}"
-            raise RunError("policies.latency", points, list, text)
+            text = f"{key} at batch {batch} must be {POSITIVE}, got {seconds}"
+            raise RunError(key, points, list, text)
 
 
 def _check_paths(run: Run) -> None:
@@ -186,7 +192,7 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
     *(
         _check_ranker,
         _check_sync,
-        _check_latency,
+        _check_latencies,
         *POLICY_CHECKS,
         check_plan,
         _check_paths,
