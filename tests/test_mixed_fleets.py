@@ -157,8 +157,7 @@ def test_the_best_of_two_kinds_is_simulated_once_all_of_one_kind_are_ranked() ->
     assert np.isfinite(search.least_open())
 
 
-@pytest.mark.parametrize("rate", [3000.0, 100_000.0])
-def test_where_all_finalists_lose_their_gpus_a_plan_that_finishes_is_chosen(rate: float) -> None:
-    spot = {**POOLS["h20"], "spot_failures_per_gpu_day": rate}
+def test_where_all_finalists_lose_their_gpus_a_plan_that_finishes_is_chosen() -> None:
+    spot = {**POOLS["h20"], "spot_failures_per_gpu_day": 3000.0}
     chosen = make_plan(offer(cluster__pools={**POOLS, "h20": spot})).plan.allocation
     assert (chosen.rollout.pool, chosen.rollout.beside) == ("h800", None)
