@@ -30,6 +30,28 @@ class Fix(NamedTuple):
     """Says in a few words what the changed run is like."""
 
 
+def of_part(
+    fix: Fix, see: Callable[[Run], Run], own_key: Callable[[str], str], otherwise: str
+) -> Fix:
+    """Return what mends a part of a run as another fix mends the run that has that part alone.
+
+    Args:
+        fix: of the run that has it alone.
+        see: gives that run.
+        own_key: gives the key that stands for one of that run's in the whole run.
+        otherwise: what to do where nothing helps.
+    """
+
+    def candidates(run: Run) -> Iterator[Changes]:
+        for changes in fix.candidates(see(run)):
+            yield {own_key(key): value for key, value in changes.items()}
+
+    def effect(run: Run) -> str:
+        return fix.effect(see(run))
+
+    return Fix(candidates, otherwise, effect)
+
+
 def treat(run: Run, finding: Finding, fix: Fix, examine: Examine) -> Finding:
     """Return a finding with the first candidate that makes it go and brings nothing new.
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import msgspec
 
 from streamrl.doctor import batch, divisibility, memory
-from streamrl.doctor.finding import Changes, Finding
-from streamrl.doctor.fix import Fix
+from streamrl.doctor.finding import Finding
+from streamrl.doctor.fix import Fix, of_part
 from streamrl.runfile.config import Run
 from streamrl.runfile.trainers import trainer_key
 
@@ -40,15 +40,12 @@ def fix_of(name: str, fixes: dict[str, Fix]) -> Fix | None:
     number, rest = int(match["trainer"]), match["rest"]
     fix = fixes.get(f"trainer-{rest}") or fixes[rest]
     key = trainer_key(number)
-
-    def candidates(run: Run) -> Iterator[Changes]:
-        for changes in fix.candidates(run.as_seen_by(number)):
-            yield {_own_key(each, key): value for each, value in changes.items()}
-
-    def effect(run: Run) -> str:
-        return fix.effect(run.as_seen_by(number))
-
-    return Fix(candidates, _own_text(fix.otherwise, key), effect)
+    return of_part(
+        fix,
+        lambda run: run.as_seen_by(number),
+        lambda changed: _own_key(changed, key),
+        _own_text(fix.otherwise, key),
+    )
 
 
 def _own_text(text: str, key: str) -> str:

@@ -9,8 +9,8 @@ from itertools import chain
 import msgspec
 
 from streamrl.doctor import divisibility, memory
-from streamrl.doctor.finding import Changes, Finding
-from streamrl.doctor.fix import Fix
+from streamrl.doctor.finding import Finding
+from streamrl.doctor.fix import Fix, of_part
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import kind_key, kind_name, own_keys
 
@@ -36,13 +36,9 @@ def fix_of(name: str, fixes: dict[str, Fix]) -> Fix | None:
     if match is None:
         return None
     kind, fix = int(match["number"]) - 1, fixes[f"rollout-{match['rest']}"]
-
-    def candidates(run: Run) -> Iterator[Changes]:
-        for changes in fix.candidates(run.of_kind(kind)):
-            yield {own_keys(key, kind): value for key, value in changes.items()}
-
-    def effect(run: Run) -> str:
-        return fix.effect(run.of_kind(kind))
-
-    otherwise = own_keys(fix.otherwise, kind)
-    return Fix(candidates, f"change {kind_key(kind)}: {otherwise}", effect)
+    return of_part(
+        fix,
+        lambda run: run.of_kind(kind),
+        lambda key: own_keys(key, kind),
+        f"change {kind_key(kind)}: {own_keys(fix.otherwise, kind)}",
+    )
