@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -33,6 +33,21 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """What to do; empty where nothing has to be done."""
     changes: Changes = {}
     """The same as keys and values, each tried; empty where no key of the run file mends it."""
+
+
+def of_part(finding: Finding, side: str, name: str, who: str, own: Callable[[str], str]) -> Finding:
+    """Return a finding of a side that was looked at alone as one of the part of the run that it stood for.
+
+    Args:
+        finding: of the side.
+        side: what its name and text call the side.
+        name: what findings of the part begin with.
+        who: what texts call the part.
+        own: gives a text with the part's own keys.
+    """
+    text = own(finding.text.removeprefix(f"{side}: "))
+    own_name = f"{name}-{finding.name.removeprefix(f'{side}-')}"
+    return msgspec.structs.replace(finding, name=own_name, text=f"{who}: {text}")
 
 
 def is_error(finding: Finding) -> bool:

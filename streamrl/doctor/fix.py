@@ -30,7 +30,7 @@ class Fix(NamedTuple):
     """Says in a few words what the changed run is like."""
 
 
-def of_part(
+def fix_of_part(
     fix: Fix, see: Callable[[Run], Run], own_key: Callable[[str], str], otherwise: str
 ) -> Fix:
     """Return what mends a part of a run as another fix mends the run that has that part alone.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-
-import msgspec
+from functools import partial
 
 from streamrl.doctor import batch, divisibility, memory
-from streamrl.doctor.finding import Finding
-from streamrl.doctor.fix import Fix, of_part
+from streamrl.doctor.finding import Finding, of_part
+from streamrl.doctor.fix import Fix, fix_of_part
 from streamrl.runfile.config import Run
 from streamrl.runfile.trainers import trainer_key
 
@@ -25,11 +24,7 @@ def find(run: Run) -> Iterator[Finding]:
         seen, key = run.as_seen_by(number), trainer_key(number)
         for look in (memory.find_trainer, divisibility.find_trainer, batch.find_trainer):
             for finding in look(seen):
-                yield msgspec.structs.replace(
-                    finding,
-                    name=f"{key}-{finding.name.removeprefix('trainer-')}",
-                    text=f"{follower.name}: {_own_text(finding.text, key)}",
-                )
+                yield of_part(finding, "trainer", key, follower.name, partial(_own_text, key))
 
 
 def fix_of(name: str, fixes: dict[str, Fix]) -> Fix | None:
@@ -40,16 +35,16 @@ def fix_of(name: str, fixes: dict[str, Fix]) -> Fix | None:
     number, rest = int(match["trainer"]), match["rest"]
     fix = fixes.get(f"trainer-{rest}") or fixes[rest]
     key = trainer_key(number)
-    return of_part(
+    return fix_of_part(
         fix,
         lambda run: run.as_seen_by(number),
         lambda changed: _own_key(changed, key),
-        _own_text(fix.otherwise, key),
+        _own_text(key, fix.otherwise),
     )
 
 
-def _own_text(text: str, key: str) -> str:
-    return OWN.sub(f"{key}.", text.removeprefix("trainer: "))
+def _own_text(key: str, text: str) -> str:
+    return OWN.sub(f"{key}.", text)
 
 
 def _own_key(changed: str, key: str) -> str:

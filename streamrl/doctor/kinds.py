@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 
-import msgspec
-
 from streamrl.doctor import divisibility, memory
-from streamrl.doctor.finding import Finding
-from streamrl.doctor.fix import Fix, of_part
+from streamrl.doctor.finding import Finding, of_part
+from streamrl.doctor.fix import Fix, fix_of_part
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import kind_key, kind_name, own_keys
 
@@ -23,11 +22,8 @@ def find(run: Run) -> Iterator[Finding]:
     for kind in range(1, run.num_kinds):
         seen = run.of_kind(kind)
         for finding in chain([memory.find_replica(seen)], divisibility.find_replica(seen)):
-            yield msgspec.structs.replace(
-                finding,
-                name=f"{kind_name(kind)}-{finding.name.removeprefix('rollout-')}",
-                text=f"{kind_name(kind)}: {own_keys(finding.text.removeprefix('rollout: '), kind)}",
-            )
+            name = kind_name(kind)
+            yield of_part(finding, "rollout", name, name, partial(own_keys, kind=kind))
 
 
 def fix_of(name: str, fixes: dict[str, Fix]) -> Fix | None:
@@ -36,9 +32,9 @@ def fix_of(name: str, fixes: dict[str, Fix]) -> Fix | None:
     if match is None:
         return None
     kind, fix = int(match["number"]) - 1, fixes[f"rollout-{match['rest']}"]
-    return of_part(
+    return fix_of_part(
         fix,
         lambda run: run.of_kind(kind),
-        lambda key: own_keys(key, kind),
+        partial(own_keys, kind=kind),
         f"change {kind_key(kind)}: {own_keys(fix.otherwise, kind)}",
     )
