@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from itertools import count
 from typing import TypeVar
 
 import numpy as np
@@ -50,9 +49,9 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 ROUND = 8
 """Plans simulated before estimates are corrected again: enough to keep a few cores busy."""
-FIRST_LOOK, FIRST_ROUNDS = 1, 4
-"""Batches from which replicas' seconds are taken for a first ranking, and rounds after which a first plan of each system
-is settled on: later ones are told by its simulation too."""
+FIRST_LOOK, FIRST_SHARE = 1, 0.3
+"""Batches from which replicas' seconds are taken for a first ranking, and share of `plan.time_limit` after which a first
+plan of each system is settled on, though another may turn out to be better."""
 NEAR, NEARER = 1.1, 1.05
 """How far from the best estimate a plan may be whose replicas are simulated on one batch, and on all: while
 some are only bounded from below many look good, and one batch may be 5 % longer than another."""
@@ -189,7 +188,10 @@ class Search(Scores):
     def _look_at_each(self, pool: Executor, watch: Callable[[], None]) -> None:
         """Simulate the best plan of each system on pools of which none was, but where all of those are known to be worse."""
         wanted = self._refine(
-            pool, lambda order, scores: self.best_of_each(scores), FIRST_LOOK, FIRST_ROUNDS
+            pool,
+            lambda order, scores: self.best_of_each(scores),
+            FIRST_LOOK,
+            self.deadline - (1 - FIRST_SHARE) * self.space.run.plan.time_limit,
         )
         bounds, classes = self.bounds(), self._class_codes
         looked_at = {classes[index] for index in (*self.speeds, *self.unfinished)}
@@ -235,24 +237,26 @@ class Search(Scores):
         pool: Executor,
         pick: Callable[[list[int], Floats], list[int]],
         num_batches: int | None = None,
-        most_rounds: float = np.inf,
+        until: float = np.inf,
     ) -> list[int]:
-        """Look closer at the sides of what is picked, on all batches or on the first, until the pick has no others."""
+        """Look closer at the sides of what is picked, on all batches or on the first, until the pick has no others.
+
+        It ends too at `until`, an instant of `time.perf_counter`, and when the search has no time left.
+        """
         first, last = counted_steps(open_trial(self.base)[0])
         measured = range(first - 1, last)[:num_batches]
-        for num_rounds in count():
+        while True:
             scores = self.scores()
             picked = pick(best_of(scores), scores)
             passes = self.estimates.unchecked(picked)
             asked = self.estimates.asked(picked, len(measured))
-            if self.is_late or num_rounds >= most_rounds or not (passes or asked):
-                break
+            if time.perf_counter() > min(until, self.deadline) or not (passes or asked):
+                return picked
             batches = tuple(measured)
             for one, error in self._ask(pool, training_error_of, passes, batches[:1]):
                 self.estimates.learn_passes(one, error)
             for which, found in self._ask(pool, generation_of, asked, batches):
                 self.estimates.learn(which, found)
-        return picked
 
     def _ask(
         self,
