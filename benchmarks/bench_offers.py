@@ -18,6 +18,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ from streamrl.record.paired import ratio_half_width
 from streamrl.report.plan import Plan
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
+from streamrl.runfile.section import Section
 
 OFFERS = Path(__file__).parent / "offers"
 FRESH = 1000
@@ -84,7 +86,7 @@ def compare(name: str, run: Run, seconds: float) -> dict[str, Any]:
     planned = make_plan(run)
     plan = planned.plan
     search = Search.open(run)
-    chosen = _chosen(plan.allocation.settings)
+    chosen = _chosen(planned.run)
     with ProcessPoolExecutor() as pool:
         rivals = [*_alone(run, pool), *_wide(search, pool, WIDER * plan.simulated, seconds)]
         trials = [("plan", chosen), *((each.found_by, each.candidate) for each in rivals)]
@@ -120,14 +122,18 @@ def compare(name: str, run: Run, seconds: float) -> dict[str, Any]:
     }
 
 
-def _chosen(settings: dict[str, Any]) -> Candidate:
-    """Return the plan that has these settings."""
-    replicas, trainer, policies = (
-        {key: settings.get(f"{section}.{key}") for key in kind._fields}
-        for section, kind in (("rollout", Replicas), ("trainer", Degrees), ("policies", Mode))
-    )
-    mode = Mode(**{**policies, "sync_mode": settings["sync.mode"]})
-    return Candidate(Replicas(**replicas), Degrees(**trainer), mode)
+def _chosen(run: Run) -> Candidate:
+    """Return the plan that a run file carries out."""
+    kinds = [Replicas(*_settings(kind, Replicas)) for kind in (run.rollout, *run.rollout.others)]
+    beside = reduce(lambda last, kind: kind._replace(beside=last), reversed(kinds[1:]), None)
+    mode = Mode(*_settings(run.policies, Mode), sync_mode=run.sync.mode)
+    trainer = Degrees(*_settings(run.trainer, Degrees))
+    return Candidate(kinds[0]._replace(beside=beside), trainer, mode)
+
+
+def _settings(section: Section, kind: type[NamedTuple]) -> Iterator[Any]:
+    """Yield what a section says of the fields of a part of a plan that it has."""
+    return (getattr(section, name) for name in kind._fields if hasattr(section, name))
 
 
 def _interval(plan: Plan) -> float | None:
@@ -156,8 +162,8 @@ def _alone(run: Run, pool: Executor) -> Iterator[Challenger]:
 
 
 def _wide(search: Search, pool: Executor, most: int, seconds: float) -> Iterator[Challenger]:
-    """Yield the best of as many plans: those that are like none before, the best by estimate, and then the others."""
-    until = time.perf_counter() + seconds
+    """Yield the best of as many plans: those like none before, the best by estimate, then others; of one kind at first."""
+    until, is_mixed = time.perf_counter() + seconds, False
     while len(search.speeds) < most and time.perf_counter() < until:
         search.settle(pool, [])
         order = search.in_order()
@@ -168,6 +174,9 @@ def _wide(search: Search, pool: Executor, most: int, seconds: float) -> Iterator
         if not new:
             break
         search.simulate(pool, list(dict.fromkeys(new))[:ROUND], lambda: None)
+        if not is_mixed:
+            is_mixed = True
+            search.mix()
     best = Race(search).run(pool, lambda: None)
     yield Challenger(f"the best of {len(search.speeds)}", search.space.candidate(best))
 
