@@ -1,21 +1,16 @@
-"""A run against another that does the same work: what is known of their difference, and what would make them even."""
+"""A run against another that does the same work: what is known of their difference, and what decides."""
 
 from __future__ import annotations
 
-import json
-from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from msgspec.structs import asdict, replace
-from rich.console import Console
 
 from sim.steady_state import simulate_steady
-from sim.studies.break_even import FREE_BANDWIDTH, LEAST_BANDWIDTH
 from sim.studies.pair import compare_runs, simulate_pair
-from streamrl.record.against import Against, BreakEvenBandwidth, Known, Outcome
+from streamrl.record.against import Against, Known, Outcome
 from streamrl.record.attribution import attribute_sides
 from streamrl.record.batch_means import half_width
 from streamrl.record.leader_steps import read_steps
@@ -23,43 +18,13 @@ from streamrl.record.metrics import Metrics, measure
 from streamrl.record.paired import relative
 from streamrl.record.run_reader import read_run
 from streamrl.record.set_against import decide, set_against
-from streamrl.report.against_report import against_report, break_even_lines, verdict
-from streamrl.runfile.config import Run
+from streamrl.report.against_report import verdict
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.simulate_config import SimulateConfig
-from streamrl.runfile.units import Bandwidth
-from streamrl.runfile.workload_config import LengthsConfig
-from streamrl.runfile.writing import write_run
-from tests.command_line import streamrl
-from tests.runs import small_run
+from tests.against_pair import COLOCATED, FAR, colocated, disaggregated, render, some_run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-SOME: dict[str, Any] = {
-    "algorithm.prompts_per_step": 8,
-    "algorithm.steps": 50,
-    "simulate.interval": 0.03,
-    "rollout.max_running": 8,
-}
-COLOCATED = {"policies.system": "colocated", "rollout.pool": "near", "rollout.replicas": 4}
-FAR = {"cluster.pools.far.price": 20.0}
-"""A price at which generating there is dear, however good the link."""
 TRAINING = ("training_steps", "training_time", "training_cost")
-
-
-def some_run(changes: dict[str, Any] | None = None) -> Run:
-    """Return a small run whose step time need not be known well."""
-    return small_run({**SOME, **(changes or {})})
-
-
-def disaggregated(changes: dict[str, Any] | None = None) -> Run:
-    """Return a run on both pools."""
-    return some_run({"policies.system": "stream-sync", **(changes or {})})
-
-
-def colocated() -> Run:
-    """Return a run that has the nearer pool alone."""
-    return some_run(COLOCATED)
-
 
 PAIR = (disaggregated(), colocated())
 
@@ -68,13 +33,6 @@ PAIR = (disaggregated(), colocated())
 def found() -> Against:
     """A disaggregated run against a colocated one."""
     return compare_runs(disaggregated(FAR), colocated())
-
-
-def render(against: Against) -> str:
-    """Return the report of two runs as text."""
-    output = StringIO()
-    Console(width=200, file=output).print(against_report(against, ("one", "other")))
-    return output.getvalue()
 
 
 # Differences --------------------------------------------------------------------------------------
@@ -102,7 +60,7 @@ def test_a_run_against_itself_differs_in_nothing_and_that_is_said() -> None:
     assert same.cost_ratio == same.step_time_ratio == Known(value=1.0, interval=(1.0, 1.0))
     assert same.outcome == "no difference" and same.unshared_error == 0
     assert "no difference" in verdict(same)
-    assert same.prices == [] and same.bandwidths[0].break_even == same.bandwidths[0].bandwidth
+    assert same.prices == [] and same.bandwidths == []
 
 
 def test_differences_are_those_of_the_figures_of_both(found: Against) -> None:
@@ -270,89 +228,6 @@ def test_steps_of_other_tokens_are_compared_by_the_token() -> None:
         assert np.log(ratio.interval[1] / ratio.value) == pytest.approx(half_width(spread))
 
 
-# Even ---------------------------------------------------------------------------------------------
-
-
-def test_with_the_break_even_price_a_token_costs_the_same(found: Against) -> None:
-    (price,) = found.prices
-    assert (price.pool, price.num_gpus, price.price) == ("far", 2, 20.0)
-    assert price.break_even is None and found.cost_ratio.value > 1
-    dear = small_run({**SOME, **COLOCATED, "cluster.pools.near.price": 5.2725})
-    cheap = disaggregated({"cluster.pools.near.price": 0.5})
-    (price,) = compare_runs(cheap, dear).prices
-    assert price.break_even is not None and price.break_even.interval is not None
-    assert price.break_even.interval[0] < price.break_even.value < price.break_even.interval[1]
-    changes = {"cluster.pools.near.price": 0.5, "cluster.pools.far.price": price.break_even.value}
-    even = compare_runs(disaggregated(changes), dear)
-    assert even.cost_ratio.value == pytest.approx(1, abs=1e-6)
-    assert even.outcome == "may be chance"
-
-
-def test_of_a_pool_that_both_rent_the_break_even_price_is_that_of_what_a_has_more() -> None:
-    a, b = (disaggregated({"rollout.replicas": replicas}) for replicas in (4, 1))
-    against = compare_runs(a, b)
-    (price,) = against.prices
-    assert price.break_even is not None and price.num_gpus == 3
-    dollars = 1 * 1.85 + 3 * price.break_even.value + 4 * 5.2725
-    tokens = against.a.cost_per_million_tokens / against.a.dollars_per_hour
-    assert tokens * dollars == pytest.approx(against.b.cost_per_million_tokens, rel=1e-9)
-
-
-def cheap_beside(bandwidth: str = "8 Gbps") -> Run:
-    """Return a disaggregated run that is cheap, and waits for its link."""
-    link = {"between": ["far", "near"], "bandwidth": bandwidth, "latency": "10 ms"}
-    return disaggregated({"cluster.pools.near.price": 2.0, "cluster.links": [link]})
-
-
-def _of_one_length(run: Run, directory: Path) -> Run:
-    """Return a run whose rollouts are all of one length, so that few steps tell what a token costs."""
-    path = directory / "one.csv"
-    path.write_text("output_tokens\n100\n")
-    lengths = LengthsConfig(kind="empirical", source=str(path))
-    return replace(run, workload=replace(run.workload, lengths=lengths))
-
-
-def with_bandwidth(run: Run, bandwidth: float) -> Run:
-    """Return a run whose link has another bandwidth."""
-    links = [replace(run.cluster.links[0], bandwidth=Bandwidth(bandwidth))]
-    return replace(run, cluster=replace(run.cluster, links=links))
-
-
-@pytest.mark.parametrize("bandwidth", ["0.2 Gbps", "400 Gbps"])
-def test_with_the_break_even_bandwidth_a_token_costs_the_same(
-    bandwidth: str, tmp_path: Path
-) -> None:
-    trials: list[int] = []
-    one, other = (_of_one_length(run, tmp_path) for run in (cheap_beside(bandwidth), colocated()))
-
-    def watch(what: str, done: int, most: int) -> None:
-        trials.extend([done] * (what == "bandwidth"))
-
-    against = compare_runs(one, other, watch)
-    (found,) = against.bandwidths
-    assert found.break_even is not None and 1 < len(trials) <= 12
-    even = compare_runs(with_bandwidth(one, found.break_even), other)
-    assert even.cost_ratio.value == pytest.approx(1, abs=0.2 * one.simulate.interval)
-    assert abs(against.cost_ratio.value - 1) > 0.1
-
-
-def test_a_link_that_does_not_help_even_free_is_tried_once(found: Against) -> None:
-    (bandwidth,) = found.bandwidths
-    assert bandwidth.break_even is None and not bandwidth.is_cheaper
-    free = compare_runs(with_bandwidth(disaggregated(FAR), FREE_BANDWIDTH), colocated())
-    assert free.cost_ratio.value > 1
-    tried: list[str] = []
-    compare_runs(disaggregated(FAR), colocated(), lambda what, done, most: tried.append(what))
-    assert tried.count("bandwidth") == 1
-
-
-def test_a_run_that_is_cheaper_over_any_link_says_so() -> None:
-    cheap = {"cluster.pools.near.price": 1e-4, "cluster.pools.far.price": 1e-4}
-    (bandwidth,) = compare_runs(disaggregated(cheap), colocated()).bandwidths
-    assert bandwidth.break_even is None and bandwidth.is_cheaper
-    assert bandwidth.least == LEAST_BANDWIDTH
-
-
 # What decides -------------------------------------------------------------------------------------
 
 
@@ -441,27 +316,6 @@ def test_stages_that_both_do_alike_leave_no_error_in_the_difference() -> None:
     assert unchecked.unshared_error is None
 
 
-def test_the_report_has_both_runs_and_what_makes_them_even(found: Against) -> None:
-    text = render(found)
-    assert "A  one" in text and "B  other" in text and verdict(found) in text
-    assert "even with the 2 far that A has more at $0 a token costs more with A" in text
-    assert "A costs more even with a free link far - near (it has 80 Gbps)" in text
-    link = {"between": ("far", "near"), "bandwidth": 1e9, "least": LEAST_BANDWIDTH}
-    for more, said in (
-        ({"break_even": 5e8, "is_cheaper": False}, "about 4 Gbps on the link far - near"),
-        (
-            {"break_even": None, "is_cheaper": True},
-            "A costs less at any of the link far - near down",
-        ),
-    ):
-        bandwidth = BreakEvenBandwidth(**link, **more)  # type: ignore[arg-type]  # as keywords
-        lines = list(break_even_lines(replace(found, bandwidths=[bandwidth])))
-        assert said in lines[-1]
-    assert list(break_even_lines(replace(found, prices=[], bandwidths=[]))) == [
-        "A rents no GPUs beyond those of B, so no price of them makes up for anything."
-    ]
-
-
 # Input --------------------------------------------------------------------------------------------
 
 
@@ -505,83 +359,3 @@ def test_a_run_that_costs_nothing_is_refused() -> None:
     free = {"cluster.pools.near.price": 0.0, "cluster.pools.far.price": 0.0}
     with pytest.raises(RunError, match=r"cluster\.pools\.far\.price is 0"):
         compare_runs(disaggregated(free), colocated())
-
-
-# The command --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Run files of a disaggregated and a colocated run."""
-    base = tmp_path_factory.mktemp("runs")
-    for name, run in (("a.toml", disaggregated(FAR)), ("b.toml", colocated())):
-        write_run(run, base / name)
-    return base / "a.toml", base / "b.toml"
-
-
-def test_the_command_prints_the_table_and_the_verdict(
-    files: tuple[Path, Path], found: Against
-) -> None:
-    a, b = files
-    done = streamrl("simulate", a, "--against", b)
-    assert done.returncode == 0 and done.stderr == ""
-    text = " ".join(done.stdout.split())
-    assert verdict(found) in text and "A a.toml: 2" in text and "B b.toml: 4" in text
-
-
-def test_the_command_gives_the_same_as_json(files: tuple[Path, Path], found: Against) -> None:
-    a, b = files
-    done = streamrl("simulate", a, "--against", b, "--json")
-    data = json.loads(done.stdout)
-    assert data["verdict"] == verdict(found) and data["outcome"] == found.outcome
-    assert data["cost_ratio"]["value"] == found.cost_ratio.value
-    assert data["counted_steps"] == list(found.counted_steps)
-
-
-def test_settings_are_of_both_or_of_the_one_they_are_written_for(files: tuple[Path, Path]) -> None:
-    a, _ = files
-    both = streamrl("simulate", a, "--against", a, "--json", "--set", "rollout.replicas=1")
-    assert json.loads(both.stdout)["b"]["generation"]["num_gpus"] == 1
-    settings = ("--set", "A:rollout.replicas=1", "--set", "B:rollout.replicas=3")
-    one = json.loads(streamrl("simulate", a, "--against", a, "--json", *settings).stdout)
-    assert [one[letter]["generation"]["num_gpus"] for letter in "ab"] == [1, 3]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--set", "B:algorithm.group_size=4"), "algorithm.group_size is 2 in A and 4 in B"),
-        (("--set", "A:rollout.replicas=99"), "pool 'far' has 8 GPUs"),
-        (("--sweep", "rollout.replicas=1,2"), "--sweep does not go with --against"),
-        (("-o", "somewhere"), "--output does not go with --against"),
-        (("--seeds", "2"), "--seeds does not go with --against"),
-    ],
-)
-def test_bad_input_is_one_line(
-    files: tuple[Path, Path], arguments: tuple[str, ...], said: str
-) -> None:
-    a, b = files
-    done = streamrl("simulate", a, "--against", b, *arguments)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and said in done.stderr
-
-
-def test_a_missing_file_and_a_study_are_refused(files: tuple[Path, Path]) -> None:
-    a, _ = files
-    missing = streamrl("simulate", a, "--against", "nowhere.toml")
-    assert missing.returncode == 2 and "nowhere.toml: no such run file" in missing.stderr
-    study = EXAMPLES / "studies" / "bandwidth.toml"
-    done = streamrl("simulate", a, "--against", study)
-    assert done.returncode == 2 and "bandwidth.toml is a study" in done.stderr
-
-
-def test_the_example_asks_what_readme_answers() -> None:
-    quick = ("--set", "simulate.interval=0.1", "--set", "simulate.max_steps=22")
-    few = ("--set", "algorithm.prompts_per_step=64")
-    done = streamrl(
-        "simulate", EXAMPLES / "against.toml", "--against", EXAMPLES / "against-colocated.toml",
-        *quick, *few, "--json",
-    )  # fmt: skip
-    data = json.loads(done.stdout)
-    assert data["a"]["generation"]["num_gpus"] == 32 and data["b"]["shares_gpus"]
-    assert data["prices"][0]["pool"] == "h20" and len(data["bandwidths"]) == 1

@@ -56,7 +56,7 @@ def compare_runs(a: Run, b: Run, watch: Watch = lambda what, done, most: None) -
     counted = (pair.steps.first, pair.steps.last)
     against = set_against(pair.traces, counted, pair.note)
     index = find_link(a)
-    if index is None:
+    if index is None or against.outcome == "no difference":
         return against
     found = find_break_even_bandwidth(a, index, against, watch)
     return replace(against, bandwidths=[found])

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
 from sim.studies.pair import compare_runs
 from streamrl.cli.progress import make_progress
-from streamrl.cli.shared import print_json
+from streamrl.cli.shared import claim_directory, print_json
 from streamrl.record.against import Against
-from streamrl.report.against_report import against_report, verdict
+from streamrl.report.against_file import Comparison, write_comparison
+from streamrl.report.against_report import against_report
 from streamrl.report.study_file import is_study
 from streamrl.report.words import team_of, what_text
 from streamrl.runfile.config import Run
@@ -22,17 +22,21 @@ LETTERS = ("A", "B")
 
 
 def simulate_against(
-    run_file: Path, other: Path, overrides: Sequence[str], *, as_json: bool
+    run_file: Path, other: Path, overrides: Sequence[str], output: Path | None, *, as_json: bool
 ) -> None:
     """Simulate A, the run file, against B, the other, and say whether A is worth it."""
+    if output is not None:
+        claim_directory(output)
     files = (run_file, other)
     a, b = (_load(path, letter, overrides) for path, letter in zip(files, LETTERS, strict=True))
-    against = _compare(a, b)
-    if as_json:
-        print_json({**msgspec.to_builtins(against), "verdict": verdict(against)})
-        return
     names = (_name(run_file, a), _name(other, b))
-    Console().print(against_report(against, names))
+    comparison = Comparison(names=names, against=_compare(a, b))
+    if output is not None:
+        write_comparison(comparison, output)
+    if as_json:
+        print_json(comparison.as_json())
+    else:
+        Console().print(against_report(comparison.against, names))
 
 
 def _load(path: Path, letter: str, overrides: Sequence[str]) -> Run:

@@ -38,7 +38,7 @@ def simulate(
             "--output",
             "-o",
             help="Write trace.jsonl, timeline.png and chrome_trace.json there; of a study study.csv, "
-            "study.json and a figure for each metric.",
+            "study.json and a figure for each metric; of a run against another against.json. `streamrl report` reads all of them.",
         ),
     ] = None,
     sweep: Annotated[
@@ -90,11 +90,9 @@ def simulate(
     if against is not None:
         from streamrl.cli.against import simulate_against
 
-        others = {"--output": output is not None, "--sweep": bool(sweep)}
-        _refuse_beside_against(
-            {**others, **_given_of_studies(seeds is not None, bool(metric), skip_infeasible)}
-        )
-        simulate_against(run_file, against, overrides or (), as_json=as_json)
+        of_studies = _given_of_studies(seeds is not None, bool(metric), skip_infeasible)
+        _refuse_beside_against({"--sweep": bool(sweep), **of_studies})
+        simulate_against(run_file, against, overrides or (), output, as_json=as_json)
         return
     if output is not None:
         refuse_real_run(output)

@@ -41,12 +41,12 @@ def against_report(against: Against, names: tuple[str, str]) -> RenderableType:
     table = Table("", "A", "B", "A - B", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
-    for row in _rows(against):
+    for row in figures(against):
         table.add_row(*row)
     lines = [Text(line) for line in break_even_lines(against)]
-    notes = [Text(note, style="yellow") for note in _notes(against)]
+    doubts = [Text(note, style="yellow") for note in notes(against)]
     told = Text(verdict(against), style="bold")
-    return Group(*heads, Text(), table, Text(), *lines, *notes, told)
+    return Group(*heads, Text(), table, Text(), *lines, *doubts, told)
 
 
 # Sentences ----------------------------------------------------------------------------------------
@@ -166,7 +166,8 @@ def _bandwidth_line(found: BreakEvenBandwidth, *, may_be_chance: bool) -> str:
     return f"Break-even bandwidth: none; A costs more even with a free link {link} ({now})."
 
 
-def _notes(against: Against) -> Iterator[str]:
+def notes(against: Against) -> Iterator[str]:
+    """Yield what keeps the difference, or a run's figures, from being as well known as was asked for."""
     if against.note:
         yield against.note
     for letter, run in (("A", against.a), ("B", against.b)):
@@ -177,7 +178,8 @@ def _notes(against: Against) -> Iterator[str]:
 # The table ----------------------------------------------------------------------------------------
 
 
-def _rows(against: Against) -> Iterator[Row]:
+def figures(against: Against) -> Iterator[Row]:
+    """Yield what each run takes and costs, and their difference: name, A, B, A - B."""
     a, b = against.a, against.b
     seconds = _signed(format_duration)
     dollars = _signed(format_dollars)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from streamrl.report.against_report import verdict
 from streamrl.report.page.options import Option
 from streamrl.report.page.sources import Sources
 from streamrl.report.whole_text import dollars_text, headline, time_text
@@ -35,7 +36,7 @@ def answer_of(sources: Sources, options: list[Option]) -> str:
     """Say what the whole run takes, then what to do and what that costs."""
     chosen = chosen_of(options)
     if chosen is None:
-        return _of_study(sources)
+        return _without_runs(sources)
     if chosen.kind == "plan":
         model = sources.plans[0].model.name
         return (
@@ -76,7 +77,9 @@ def _of_runs(chosen: Option, rivals: list[Option]) -> str:
     )
 
 
-def _of_study(sources: Sources) -> str:
+def _without_runs(sources: Sources) -> str:
+    if sources.comparisons:
+        return verdict(sources.comparisons[0].found.against)
     study = sources.studies[0].found
     return study.findings[next(iter(study.findings))] if study.findings else study.title
 

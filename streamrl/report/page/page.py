@@ -10,6 +10,7 @@ from typing import NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
+from streamrl.report.page.against_section import against_sections
 from streamrl.report.page.answer import answer_of, chosen_of, tiles_of
 from streamrl.report.page.comparison import compare_options, differences
 from streamrl.report.page.details import (
@@ -91,6 +92,7 @@ def describe(report: Report) -> dict[str, object]:
             {"title": study.found.title, "findings": study.found.findings}
             for study in sources.studies
         ],
+        "against": [made.found.as_json() for made in sources.comparisons],
     }
 
 
@@ -102,6 +104,7 @@ def _sections(sources: Sources, options: list[Option]) -> Iterator[PageSection]:
         yield step_section(options)
         yield sensitivity_section(sources, options)
         yield uncertainty_section(options)
+    yield from against_sections(sources.comparisons)
     yield from study_sections(sources.studies)
     yield from differences(options)
     yield from assumption_sections(sources, options)
@@ -111,7 +114,8 @@ def _title(sources: Sources) -> str:
     of_plans = [made.model.name for made in sources.plans]
     models = dict.fromkeys([*of_plans, *(run.model.name for run in sources.runs)])
     if not models:
-        return listing([study.found.title for study in sources.studies])
+        titles = ["Is it worth it?" for _ in sources.comparisons[:1]]
+        return listing([*titles, *(study.found.title for study in sources.studies)])
     return f"What it costs to post-train {listing(list(models))}"
 
 
@@ -125,6 +129,8 @@ def _subtitle(sources: Sources) -> str:
         found.setdefault(run.name, []).append(kind)
     for study in sources.studies:
         found.setdefault(study.name, []).append("what-if study")
+    for comparison in sources.comparisons:
+        found.setdefault(comparison.name, []).append("a run against another")
     return "streamrl report of " + "; ".join(f"{n}: {listing(k)}" for n, k in found.items())
 
 

@@ -1,10 +1,11 @@
-"""Read what the directories of a report hold: a trace, a plan, a study, or several of them."""
+"""Read what the directories of a report hold: a trace, a plan, a study, a run set against another, or several of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,12 +14,14 @@ from streamrl.hardware.profiles import load_model
 from streamrl.record.inputs import CONFIG, kept_names, with_kept_inputs
 from streamrl.record.metrics import Metrics, measure
 from streamrl.record.trace import Trace, read_trace
+from streamrl.report.against_file import AGAINST_JSON, Comparison, read_comparison
 from streamrl.report.page.study_json import STUDY_CSV, RecordedStudy, read_study
 from streamrl.report.plan import PLAN_JSON, PLAN_TOML, Plan, read_plan
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
 
 TRACE_FILE = "trace.jsonl"
+REPORTED = (TRACE_FILE, PLAN_JSON, STUDY_CSV, AGAINST_JSON)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,13 @@ class PlanMade:
     """As of a recorded run."""
 
 
+class RecordedComparison(NamedTuple):
+    """A run that was set against another."""
+
+    name: str
+    found: Comparison
+
+
 @dataclass(frozen=True)
 class Sources:
     """Everything that a report is about, in the order of its directories."""
@@ -60,6 +70,7 @@ class Sources:
     runs: list[RecordedRun]
     plans: list[PlanMade]
     studies: list[RecordedStudy]
+    comparisons: list[RecordedComparison]
 
 
 def read_sources(directories: Sequence[Path]) -> Sources:
@@ -68,7 +79,7 @@ def read_sources(directories: Sequence[Path]) -> Sources:
     Raises:
         ValueError: a directory is missing or named twice, holds nothing that can be reported, or a file in it cannot be read.
     """
-    sources = Sources([], [], [])
+    sources = Sources([], [], [], [])
     for directory, name in zip(directories, _names(directories), strict=True):
         _read_directory(directory, name, sources)
     return sources
@@ -91,17 +102,17 @@ def _names(directories: Sequence[Path]) -> list[str]:
 def _read_directory(directory: Path, name: str, sources: Sources) -> None:
     if not directory.is_dir():
         raise ValueError(f"{directory} is no directory")
-    trace, plan, study = (directory / file for file in (TRACE_FILE, PLAN_JSON, STUDY_CSV))
-    if not (trace.exists() or plan.exists() or study.exists()):
-        raise ValueError(
-            f"{directory} holds nothing to report: neither {TRACE_FILE} nor {PLAN_JSON} nor {STUDY_CSV}"
-        )
+    trace, plan, study, against = (directory / file for file in REPORTED)
+    if not any(path.exists() for path in (trace, plan, study, against)):
+        raise ValueError(f"{directory} holds nothing to report: neither {' nor '.join(REPORTED)}")
     if plan.exists():
         sources.plans.append(_read_plan(plan, name))
     if trace.exists():
         sources.runs.append(_read_run(trace, name))
     if study.exists():
         sources.studies.append(read_study(study, name))
+    if against.exists():
+        sources.comparisons.append(RecordedComparison(name, read_comparison(against)))
 
 
 def _read_plan(path: Path, name: str) -> PlanMade:
