@@ -19,9 +19,8 @@ from sim.planner.layouts import FINE, sizes
 from sim.planner.planner import make_plan
 from sim.planner.race import Race
 from sim.planner.search import MARGIN, Search
-from sim.planner.trial import Trial, open_trial, short_speed_of, shortened
+from sim.planner.trial import SEARCH_STEPS, Trial, open_trial, short_speed_of, shortened
 from sim.steady_state import measure_steady
-from streamrl.record.steady import LEAST_STEPS
 from streamrl.report.plan import read_plan, write_plan
 from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.runfile.cluster_config import PoolConfig
@@ -72,11 +71,11 @@ def test_a_search_that_is_out_of_time_says_how_much_better_a_plan_may_be(tmp_pat
 def test_the_chosen_plan_is_simulated_for_as_many_steps_as_there_is_time_for() -> None:
     long = {**SMALL, "simulate.max_steps": 60, "simulate.interval": 1e-4}
     plan, run = (planned := make_plan(few(long, time_limit="1 ms"))).plan, planned.run
-    assert plan.steps_in_time == LEAST_STEPS == run.simulate.max_steps
+    assert plan.steps_in_time == SEARCH_STEPS == run.simulate.max_steps
     assert measure_steady(run).step_time == plan.allocation.step_time
-    assert plan.allocation.step_time_interval is not None
+    assert plan.allocation.step_time_interval is None  # of so few steps
     told = "\n".join(head_lines(plan))
-    assert f"left time for {LEAST_STEPS} steps of it" in told and plan.allocation.note in told
+    assert f"left time for {SEARCH_STEPS} steps of it" in told and plan.allocation.note in told
     unhurried = make_plan(few({**SMALL, "simulate.max_steps": 60, "simulate.interval": 0.5}))
     assert unhurried.plan.steps_in_time is None and unhurried.run.simulate.max_steps == 60
 

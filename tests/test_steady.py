@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.hardware.tables import Floats
 from streamrl.record.batch_means import half_width, student
-from streamrl.record.steady import LEAST_STEPS, end_of_transient, find_steady
+from streamrl.record.steady import LEAST_STEPS, START, end_of_transient, find_steady
 
 SEEDS = 200
 
@@ -126,3 +126,11 @@ def test_it_lasts_until_what_is_generated_meanwhile_is_steady_too() -> None:
 
 def test_values_of_a_batch_do_not_make_an_interval_alone() -> None:
     assert half_width([1.0] * 9) is None and half_width([1.0] * 10) == 0.0
+
+
+@pytest.mark.parametrize(("num", "first"), [(1, 0), (2, 1), (5, 2), (8, START), (19, START)])
+def test_of_few_steps_the_start_is_left_out_half_of_them_at_most(num: int, first: int) -> None:
+    found = find_steady([300.0, 90.0, 95.0, *[100.0] * 17][:num])
+    assert (found.first, found.last) == (first, num)
+    drifting = find_steady([100.0] * num, drifts=True)
+    assert drifting.first == min(1, num // 2)

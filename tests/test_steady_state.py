@@ -253,3 +253,16 @@ def test_a_key_that_is_no_more_is_answered_by_what_stands_for_it(setting: str, p
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     key = setting.partition("=")[0]
     assert f"{key} is no key any more" in done.stderr and part in done.stderr
+
+
+def test_a_few_steps_give_the_mean_of_many_where_generation_is_ahead(tmp_path: Path) -> None:
+    short, long = (
+        figures(
+            constant_run(
+                tmp_path / "one.csv", simulate__max_steps=steps, policies__system="stream-async"
+            )
+        )
+        for steps in (8, 400)
+    )
+    assert short.step_time_interval is None and short.counted_steps == (4, 8)
+    assert short.step_time == pytest.approx(long.step_time)

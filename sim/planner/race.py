@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from sim.planner.limits import excess, limits_of, spend_of
 from sim.planner.search import ALIKE, Search
 from sim.planner.trial import (
+    SEARCH_STEPS,
     Trial,
     Unfinished,
     metrics_of,
@@ -23,7 +24,6 @@ from sim.planner.trial import (
 from streamrl.record.metrics import Metrics
 from streamrl.record.paired import is_beyond_chance
 from streamrl.record.speed import Speed
-from streamrl.record.steady import LEAST_STEPS
 from streamrl.runfile.config import Run
 
 FINAL_STEPS = 24
@@ -148,7 +148,7 @@ class Race:
         """Return the run with no more steps than there is time for, by what those of the search took."""
         search, run = self.search, self.search.space.run
         a_step = MEASURING * search.seconds[index] / len(search.speeds[index].step_times)
-        room = max(LEAST_STEPS, int(SETTLING * run.plan.time_limit / a_step))
+        room = max(SEARCH_STEPS, int(SETTLING * run.plan.time_limit / a_step))
         if room >= run.simulate.max_steps:
             return run
         return replace(run, simulate=replace(run.simulate, max_steps=room))

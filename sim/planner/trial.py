@@ -24,6 +24,7 @@ from streamrl.engine.systems import choose_system
 from streamrl.record.leader_steps import read_steps
 from streamrl.record.metrics import Metrics, measure_speed
 from streamrl.record.speed import Speed
+from streamrl.record.steady import START
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import decode_run, encode_run
@@ -32,10 +33,6 @@ from streamrl.workload.workload import Draw, SimulatedWorkload
 SEARCH_STEPS = 8
 """Most steps by which a search compares plans: all take the same prompts and lengths, so that their difference is known
 better than the time of any."""
-START = 3
-"""Steps at the start that a search leaves out: where generation is ahead the first one fills replicas, and those that
-follow are shorter than they will be; with them six steps are 13 to 17 % faster than the steady state, without 1 %."""
-
 LEAST_COUNTED, ROLLOUTS = 2, 100_000
 """Steps that count at least, and rollouts in all that count where these are more."""
 MOST_REPLICAS = 64

@@ -28,7 +28,10 @@ NEGLIGIBLE = 1e-6
 """Standard error, as a share, below which steps are alike: what rounding leaves of equal ones is less."""
 LEAST_STEPS = 20
 """Steps below which the end of a transient is not looked for: half of them must make up `LEAST_BATCHES` batches, and
-of fewer than four means of five the least error is luck. Only the first step is left out then."""
+of fewer than four means of five the least error is luck. `START` steps are left out then, at most half of them."""
+START = 3
+"""Steps at the start of a short run that are left out: where generation is ahead the first one fills replicas, and those
+that follow are shorter than they will be; with them six steps are 13 to 17 % faster than the steady state, without 1 %."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +82,7 @@ def find_steady(
     last = len(durations) - left_out if len(durations) > left_out + 1 else len(durations)
     first, has_settled = 0, True
     if drifts or last < max(LEAST_STEPS, 2 * MSER_SIZE * cycle):
-        first = min(1, last - 1)
+        first = min(1 if drifts else START, last // 2)
     else:
         for values in (durations, generated):
             end, is_over = end_of_transient(_cycle_means(values[:last], cycle))
