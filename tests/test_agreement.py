@@ -55,6 +55,14 @@ def test_all_commands_have_one_step_time_and_one_cost(directory: Path) -> None:
         assert runner.value == pytest.approx(runner.choice.cost_per_million_tokens)
 
 
+def test_reports_of_a_plan_and_of_its_simulation_have_one_range_of_cost(tmp_path: Path) -> None:
+    plan, run = write_planned(tmp_path / "plan", seeds=1), tmp_path / "run"
+    assert read_plan(plan / "plan.json").allocation.step_time_interval is not None
+    assert streamrl("simulate", plan / "plan.toml", "-o", run).returncode == 0
+    ranges = [read_report([each]).options[0].cost_range for each in (plan, run)]
+    assert ranges[0] == pytest.approx(ranges[1], rel=1e-12) and ranges[0][0] < ranges[0][1]
+
+
 def test_all_commands_write_them_with_the_same_digits(directory: Path) -> None:
     plan = read_plan(directory / "plan.json")
     step = format_step_time(plan.allocation.step_time, plan.allocation.step_time_interval)

