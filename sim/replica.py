@@ -65,6 +65,9 @@ class Replica:
         self.has_stopped = False
         self._aborted: list[int] = []
         self.num_preempted = 0
+        """Times that a running rollout was put off as no room was left."""
+        self.recompute_time = 0.0
+        """Seconds of computing again what rollouts had made before."""
         self._load: LoadWeights | None = None
         self._idle: simpy.Event | None = None
         self._is_decoding = False
@@ -137,7 +140,7 @@ class Replica:
         if self._load is not None or self._is_full or not self._queue:
             return None
         joined: list[Attempt] = []
-        tokens, pairs, num_prefixes, step_time, transfer_time = 0, 0.0, 0, 0.0, 0.0
+        tokens, again, pairs, num_prefixes, step_time, transfer_time = 0, 0, 0.0, 0, 0.0, 0.0
         places = self._max_running - self._num_stale_places()
         budget = self._costs.tokens_per_pass - len(self._running)
         while self._queue and len(self._running) < places and tokens < budget:
@@ -160,6 +163,7 @@ class Replica:
             done = min(attempt.computed, fresh)
             part = int(min(fresh - done, budget - tokens))
             tokens += max(part, 1)
+            again += part if attempt.done else 0
             pairs += part * (context - fresh + done + part / 2)
             num_prefixes += 1
             if done + part < fresh:
@@ -170,7 +174,9 @@ class Replica:
             joined.append(attempt)
         if not tokens:
             return transfer_time or None
-        return transfer_time + step_time + self._prefill(joined, tokens, pairs, num_prefixes)
+        prefill_time = self._prefill(joined, tokens, pairs, num_prefixes)
+        self.recompute_time += prefill_time * again / tokens
+        return transfer_time + step_time + prefill_time
 
     def _receive(self, attempt: Attempt, fresh: int) -> float:
         """Take a rollout in whose KV cache comes over the network; return the seconds of that.

@@ -30,6 +30,7 @@ from streamrl.report.plan import Plan, read_plan, write_plan
 from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.report.run_tables import format_dollars, format_step_time
 from streamrl.runfile.reading import load_run
+from streamrl.runfile.writing import write_run
 from tests.command_line import streamrl
 from tests.report_directories import write_planned
 from tests.test_plan import SMALL, Here, few, planned
@@ -56,7 +57,11 @@ def test_all_commands_have_one_step_time_and_one_cost(directory: Path) -> None:
 
 
 def test_reports_of_a_plan_and_of_its_simulation_have_one_range_of_cost(tmp_path: Path) -> None:
-    plan, run = write_planned(tmp_path / "plan", seeds=1), tmp_path / "run"
+    plan, run = tmp_path / "plan", tmp_path / "run"
+    found = planned(few({**SMALL, "simulate.max_steps": 30}, seeds=1))
+    plan.mkdir()
+    write_plan(found.plan, plan)
+    write_run(found.run, plan / "plan.toml", ["a plan"], found.plan.allocation.settings)
     assert read_plan(plan / "plan.json").allocation.step_time_interval is not None
     assert streamrl("simulate", plan / "plan.toml", "-o", run).returncode == 0
     ranges = [read_report([each]).options[0].cost_range for each in (plan, run)]

@@ -135,7 +135,11 @@ def test_replicas_that_put_rollouts_off_are_warned_of_and_mended_only_where_they
         "algorithm.prompts_per_step": 100,
     }
     finding = bad(doctor(crowded).findings)["preempted"]
-    assert finding.level == "warning" and "are put off and computed again" in finding.text
+    assert (
+        finding.level == "warning"
+        and "a rollout is put off 2.4 times on average, and computing it again takes 8% of"
+        in finding.text
+    )
     assert "preempted" not in bad(doctor({**crowded, **finding.changes}).findings)
     roomy = {**crowded, "rollout.max_running": 512, "rollout.memory_utilization": 0.9}
     found = check_up(full_run({**roomy, "algorithm.prompts_per_step": 300}))

@@ -29,8 +29,8 @@ POLICIES = (
 )
 """Policies that are tried at their system's own, one by one, where a run is stuck."""
 MUCH_UNDERFILLED = 0.5  # share of decode seconds from which it is worth a word
-MOST_PREEMPTED = 0.1
-"""Share of rollouts that replicas may put off and compute again before it is called a loss."""
+MOST_RECOMPUTING = 0.05
+"""Share of replicas' seconds that may go into computing rollouts again that were put off, before it is called a loss."""
 LESS = (1.0, 0.8, 0.6, 0.4)
 """Shares of what a replica's memory holds that are tried where it preempts."""
 MOST_TRIALS = 6
@@ -77,11 +77,11 @@ def _should_be_simulated(run: Run) -> bool:
 
 def _find_preempted(run: Run, rehearsal: Rehearsal) -> Iterator[Finding]:
     """Find that replicas take in far more than they hold in the end."""
-    share = rehearsal.num_preempted / (rehearsal.version * run.algorithm.rollouts_per_step)
-    if share > MOST_PREEMPTED:
+    if rehearsal.recomputing > MOST_RECOMPUTING:
+        times = rehearsal.num_preempted / (rehearsal.version * run.algorithm.rollouts_per_step)
         text = (
-            f"replicas run out of KV memory: for every 100 rollouts {100 * share:.0f} are put off and computed "
-            f"again (rollout.max_running={run.rollout.max_running})"
+            f"replicas run out of KV memory: a rollout is put off {times:.1f} times on average, and computing it again takes "
+            f"{rehearsal.recomputing:.0%} of their time (rollout.max_running={run.rollout.max_running})"
         )
         yield Finding(level="warning", topic="memory", name="preempted", text=text)
 

@@ -52,6 +52,8 @@ class Rehearsal(NamedTuple):
     """Whether model, GPUs and lengths were small ones, as the run's own cannot be simulated."""
     num_preempted: int = 0
     """Times that a replica had no room left for what it ran, and put a rollout off."""
+    recomputing: float = 0.0
+    """Share of the replicas' seconds in which they compute again what rollouts had made before."""
     refusal: str = ""
     """What a simulation of the run itself says; empty where it has nothing to say."""
 
@@ -115,10 +117,17 @@ def perform(world: CountingWorld, *, is_stand_in: bool = False) -> Rehearsal:
         problem = (
             f"it stops after step {state.leader.version} of {state.num_steps}: {state.stop_reason}"
         )
-    preempted = sum(replica.num_preempted for replica in world.replicas.values())
-    version = state.leader.version
+    replicas, version = world.replicas.values(), state.leader.version
+    seconds = len(replicas) * world.env.now
     return Rehearsal(
-        world.trace, state.num_steps, version, problem, stopped, is_stand_in, preempted
+        trace=world.trace,
+        steps=state.num_steps,
+        version=version,
+        problem=problem,
+        stopped=stopped,
+        is_stand_in=is_stand_in,
+        num_preempted=sum(replica.num_preempted for replica in replicas),
+        recomputing=sum(r.recompute_time for r in replicas) / seconds if seconds else 0.0,
     )
 
 
