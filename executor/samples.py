@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from executor.checksums import combine
 from executor.tokens import TokenBlock, TokenSegment
 
 FinishReason = Literal["stop", "length", "aborted"]
@@ -67,11 +68,25 @@ class Bucket(msgspec.Struct, frozen=True):
     """BLAKE2b-128 of the file's bytes, in hex."""
 
 
+class Loaded(msgspec.Struct, frozen=True):
+    """What a load took, and what it brought."""
+
+    load_time: float
+    """Seconds for which the replica stood still."""
+    checksum: str
+    """Of the weights, as the replica found them."""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Every bucket of one weight version; complete or not there at all."""
 
     version: int
     buckets: list[Bucket]
+
+    @property
+    def checksum(self) -> str:
+        """Of every bucket that is as it was written."""
+        return combine(bucket.checksum for bucket in self.buckets)
 
     @property
     def num_bytes(self) -> int:

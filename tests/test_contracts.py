@@ -197,7 +197,9 @@ def test_a_load_in_flight_changes_the_version_amid_what_runs(served: Served) -> 
         old = served.version
         running = task(served.role.generate(long(0)))
         await asyncio.sleep(SLOWNESS * 0.7)
-        assert await served.role.load(served.next_manifest(), drain=False) >= 0
+        manifest = served.next_manifest()
+        loaded = await served.role.load(manifest, drain=False)
+        assert loaded.load_time >= 0 and loaded.checksum == manifest.checksum
         await asyncio.sleep(SLOWNESS / 5)
         await served.role.abort(0)
         check(await running, long(0), [old, served.version])
@@ -215,7 +217,7 @@ def test_a_drained_load_waits_for_what_runs_and_comes_before_what_is_sent_later(
         loading = task(served.role.load(served.next_manifest(), drain=True))
         await asyncio.sleep(0)
         later = task(served.role.generate(after))
-        assert await loading >= 0
+        assert (await loading).load_time >= 0
         assert running.done() and not later.done()
         check(await running, before, [old])
         check(await later, after, [served.version])

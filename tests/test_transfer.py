@@ -23,6 +23,7 @@ from executor.transfer.shared_memory import (
     write_buckets,
 )
 from executor.transfer.transfer import Transfer
+from executor.transfer.verification import verify_buckets
 from streamrl.engine.messages import PushWeights, WeightsPushed
 
 
@@ -108,14 +109,14 @@ def test_a_cast_keeps_tied_weights_tied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped"])
-def test_a_damaged_bucket_is_refused_by_name_before_any_tensor(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_bucket_is_refused_by_name(tmp_path: Path, damage: str) -> None:
     manifest = write_buckets(make_tensors().items(), tmp_path, 0, bucket_bytes=100)
     bucket = manifest.buckets[-1]
     content = bytearray(Path(bucket.path).read_bytes())
     content[-1] ^= 1
     Path(bucket.path).write_bytes(content if damage == "flipped" else content[:-1])
     with pytest.raises(ValueError, match=f"{bucket.path}: expected .*{bucket.checksum}, found"):
-        read_buckets(manifest)
+        verify_buckets(manifest)
 
 
 def test_a_name_that_comes_twice_is_refused(tmp_path: Path) -> None:

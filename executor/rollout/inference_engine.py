@@ -2,7 +2,7 @@
 
 | what | who guarantees it |
 |---|---|
-| the order of rollouts, their policy versions, aborts, drained loads | `ReplicaWorker`, for every engine |
+| the order of rollouts, their policy versions, aborts, drained loads, weights that are as they were pushed | `ReplicaWorker`, for every engine |
 | a run ends in exactly one call of its `on_end`, on the event loop, unless it is cancelled | the engine |
 | while `paused()` is held no token is made, and every earlier `on_end` has been called | the engine |
 | after `stop()` or a death, `submit` and `paused` raise `RuntimeError` | the engine |
@@ -125,9 +125,9 @@ class InferenceEngine(Protocol):
         """Drop `run` without calling its `on_end`; only while paused."""
 
     async def read_weights(self, manifest: Manifest) -> Copy:
-        """Read and check new weights beside generation, and return what copies them.
+        """Read new weights, whose checksum was verified, beside generation, and return what copies them.
 
-        Raises `ValueError` for a manifest that is damaged or of another model; nothing has changed then.
+        Raises `ValueError` for those of another model; nothing has changed then.
         """
 
     async def stop(self) -> None:

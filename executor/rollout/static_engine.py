@@ -118,7 +118,7 @@ class StaticEngine:
         self._take([run])
 
     async def read_weights(self, manifest: Manifest) -> Copy:
-        """Read and check new weights, and return what copies them."""
+        """Read new weights, and return what copies them."""
         return await read_weights(manifest, self._model)
 
     async def stop(self) -> None:

@@ -28,11 +28,10 @@ async def load_model(settings: ReplicaSettings, manifest: Manifest | None) -> An
 
 
 async def read_weights(manifest: Manifest, model: Any) -> Copy:
-    """Read and check a manifest's weights, and return what copies them into the model.
+    """Read a manifest's weights, and return what copies them into the model.
 
-    Raises `ValueError` for a bucket whose checksum does not match, and for a name that the model
-    does not have, that is missing, or whose shape differs. Tied tensors may come under any of
-    their names.
+    Raises `ValueError` for a name that the model does not have, that is missing, or whose shape differs. Tied
+    tensors may come under any of their names.
     """
     pairs = await asyncio.to_thread(_read_pairs, manifest, model)
 

@@ -9,17 +9,20 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from streamrl.cli.progress import make_progress
-from streamrl.cli.shared import AsJson, Overrides, RunFile, print_json
+from streamrl.cli.shared import AsJson, Overrides, RunFile, check_ledger, print_json
 from streamrl.cli.views import write_views
 from streamrl.engine.messages import Event, Generated, Stepped, Verified
 from streamrl.engine.state import State
 from streamrl.engine.systems import needs_costs
 from streamrl.engine.world import RunInterruptedError
+from streamrl.record.legs import balance_books
 from streamrl.record.metrics import measure
+from streamrl.report.ledger_line import ledger_line
 from streamrl.report.run_tables import metrics_table
 from streamrl.runfile.reading import load_run
 
@@ -53,13 +56,17 @@ def execute(
     except RunInterruptedError as error:
         typer.echo(f"streamrl: {error}", err=True)
         raise typer.Exit(128 + error.signal) from None
-    metrics = measure(trace)
-    write_views(trace, Path(run.execute.output))
+    output = Path(run.execute.output)
+    ledger = balance_books(trace, output)
+    check_ledger(ledger)
+    metrics = replace(measure(trace), ledger=ledger)
+    write_views(trace, output)
     if as_json:
         print_json(metrics)
     else:
         console = Console()
         console.print(metrics_table(metrics))
+        typer.echo(ledger_line(ledger))
         console.print(f"run directory: {run.execute.output}", soft_wrap=True)
 
 

@@ -226,11 +226,13 @@ class RunStarted(Message, frozen=True):
     groups_done: int
 
 
-class ReplicaStarted(Message, frozen=True):
+class ReplicaStarted(Message, frozen=True, omit_defaults=True):
     """Replica `replica` serves with weights of `version`."""
 
     replica: int
     version: int
+    checksum: str = ""
+    """That it found in what was pushed; empty where it loaded what the run began with, or bytes are but imagined."""
 
 
 class ReplicaStopped(Message, frozen=True):
@@ -331,19 +333,23 @@ class Stepped(Message, frozen=True):
     trainer: int
 
 
-class WeightsPushed(Message, frozen=True):
+class WeightsPushed(Message, frozen=True, omit_defaults=True):
     """Weights of `version` can be loaded by every replica."""
 
     version: int
     num_bytes: int
+    checksum: str = ""
+    """Of all these bytes; empty where they are but imagined."""
 
 
-class WeightsLoaded(Message, frozen=True):
+class WeightsLoaded(Message, frozen=True, omit_defaults=True):
     """Replica `replica` serves with weights of `version`; its last `load_time` seconds went into that."""
 
     replica: int
     version: int
     load_time: float
+    checksum: str = ""
+    """That it found in what was pushed; empty where bytes are but imagined."""
 
 
 class CheckpointSaved(Message, frozen=True):
