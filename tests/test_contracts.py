@@ -16,6 +16,7 @@ import pytest
 from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
 from executor.carriers.launch import REPLICA, TRAINER
 from executor.carriers.remote import remote
+from executor.checksums import combine
 from executor.roles import ReplicaRole, TrainerRole, TransferRole, VerifierRole, Write
 from executor.samples import Bucket, Completion, Manifest, Request, Sample
 from executor.tokens import TokenSegment, count_tokens, encode_ids, read_block, write_block
@@ -392,9 +393,10 @@ def test_a_transfer_keeps_what_is_wanted_and_leaves_nothing(
     async def go() -> None:
         transfer = kind(write)
         num_bytes = sum(bucket.num_bytes for bucket in buckets)
-        assert await transfer.push(PushWeights(1, 0)) == WeightsPushed(1, num_bytes)
+        checksum = combine(bucket.checksum for bucket in buckets)
+        assert await transfer.push(PushWeights(1, 0)) == WeightsPushed(1, num_bytes, checksum)
         transfer.hold(1)
-        assert await transfer.push(PushWeights(2, 0)) == WeightsPushed(2, num_bytes)
+        assert await transfer.push(PushWeights(2, 0)) == WeightsPushed(2, num_bytes, checksum)
         assert list(transfer.manifests) == [1, 2]
         transfer.release(1)
         assert list(transfer.manifests) == [2]

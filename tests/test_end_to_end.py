@@ -112,6 +112,9 @@ def test_a_real_run_trains_resumes_replays_and_compares(project: Path) -> None:
         "execute", project / "run.toml", "--resume", "--json", "--set", "algorithm.steps=5"
     )
     assert resumed.returncode == 0, resumed.stderr
+    ledger = json.loads(resumed.stdout)["ledger"]
+    assert ledger["is_balanced"] and ledger["legs"] == 2 and ledger["checksummed"] >= 4
+    assert ledger["drawn"] == 5 * 16 + sum(ledger["trainers"][0]["dropped"].values())
     steps = read_metrics(project / "run")
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]
     assert all(step["grad_norm"] >= 0 and step["rollouts"] == 16 for step in steps)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from executor.samples import Manifest
+from executor.transfer.manifest_check import verify_buckets
 from executor.transfer.shared_directory import SharedDirectory, remove_abandoned
 from executor.transfer.shared_memory import (
     cast_tensors,
@@ -23,7 +24,6 @@ from executor.transfer.shared_memory import (
     write_buckets,
 )
 from executor.transfer.transfer import Transfer
-from executor.transfer.verification import verify_buckets
 from streamrl.engine.messages import PushWeights, WeightsPushed
 
 
@@ -219,7 +219,7 @@ def test_a_pushed_version_stays_while_it_is_the_newest_or_held() -> None:
                 transfer.hold(version)
                 pushed = await transfer.push(PushWeights(version, 0))
                 manifest = transfer.manifests[version]
-                assert pushed == WeightsPushed(version, manifest.num_bytes)
+                assert pushed == WeightsPushed(version, manifest.num_bytes, manifest.checksum)
             oldest = Path(transfer.manifests[1].buckets[0].path)
             assert oldest.exists()
             for version in (1, 3):  # the newest stays though nobody holds it

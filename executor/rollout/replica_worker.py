@@ -31,7 +31,7 @@ from executor.tokens import (
     read_blocks,
     write_block,
 )
-from executor.transfer.verification import verify_buckets
+from executor.transfer.manifest_check import verify_buckets
 
 
 @dataclass(eq=False)

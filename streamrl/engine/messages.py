@@ -227,12 +227,11 @@ class RunStarted(Message, frozen=True):
 
 
 class ReplicaStarted(Message, frozen=True, omit_defaults=True):
-    """Replica `replica` serves with weights of `version`."""
+    """Replica `replica` serves with weights of `version`, and of `checksum` unless the run began with them."""
 
     replica: int
     version: int
     checksum: str = ""
-    """That it found in what was pushed; empty where it loaded what the run began with, or bytes are but imagined."""
 
 
 class ReplicaStopped(Message, frozen=True):
@@ -343,13 +342,12 @@ class WeightsPushed(Message, frozen=True, omit_defaults=True):
 
 
 class WeightsLoaded(Message, frozen=True, omit_defaults=True):
-    """Replica `replica` serves with weights of `version`; its last `load_time` seconds went into that."""
+    """Replica `replica` serves with weights of `version` and `checksum`; its last `load_time` seconds went into that."""
 
     replica: int
     version: int
     load_time: float
     checksum: str = ""
-    """That it found in what was pushed; empty where bytes are but imagined."""
 
 
 class CheckpointSaved(Message, frozen=True):
