@@ -24,6 +24,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Most output tokens, those of the prefix included."""
     prefix: tuple[TokenBlock, ...] = ()
     """Output tokens that aborted attempts already made; generation goes on after them."""
+    seed: int | None = None
+    """Of its sampling; None: whatever its replica draws next."""
     output_path: str | None = None
     """Where to put the output tokens; None: into the completion."""
 

@@ -43,6 +43,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     num_threads: int = 1
     """CPU threads of the engine."""
+    deterministic: bool = False
+    """Whether its passes depend on nothing but weights and tokens, down to how weights lie in memory."""
     tokenizer: str | None = None
     """Hugging Face directory of the tokenizer that makes a finished rollout's text; None: no text."""
 
@@ -112,8 +114,14 @@ class InferenceEngine(Protocol):
     def has_room(self) -> bool:
         """Whether a sequence submitted now joins the next forward pass; True where `submit` raises."""
 
-    def submit(self, tokens: list[int], max_new_tokens: int, on_end: OnEnd) -> str:
-        """Generate after `tokens`, prompt and prefix; return the run's name, which no other run has."""
+    def submit(
+        self, tokens: list[int], max_new_tokens: int, on_end: OnEnd, seed: int | None
+    ) -> str:
+        """Generate after `tokens`, prompt and prefix; return the run's name, which no other run has.
+
+        With a `seed` the same sequence is made whatever came before it, by engines that can
+        (`executor.back_ends` refuses it to others).
+        """
 
     def paused(self) -> AbstractAsyncContextManager[None]:
         """Hold generation between two forward passes; runs in flight keep their KV."""

@@ -172,6 +172,7 @@ class ReplicaWorker(ReplicaRole):
                 [*decode_ids(request.prompt).tolist(), *attempt.prefix],
                 request.max_tokens - len(attempt.prefix),
                 lambda result: self._end(attempt, result),
+                request.seed,
             )
             self._running.add(attempt)
         except RuntimeError as error:

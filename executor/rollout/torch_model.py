@@ -52,7 +52,12 @@ def end_tokens(model: PreTrainedModel) -> frozenset[int]:
 
 def _load(settings: ReplicaSettings) -> Any:
     dtype = getattr(torch, settings.dtype)
-    model = load_pretrained(settings.model, dtype=dtype, attn_implementation="sdpa")
+    model = load_pretrained(
+        settings.model,
+        is_aligned=settings.deterministic,
+        dtype=dtype,
+        attn_implementation="sdpa",
+    )
     return model.to(torch.device(settings.device)).eval().requires_grad_(False)
 
 
