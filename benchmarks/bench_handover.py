@@ -36,7 +36,7 @@ from executor.execute import token_directory
 from executor.prompts import PromptWorkload
 from executor.record import RunDirectory
 from executor.rollout.replica import Replica
-from executor.samples import Completion, Manifest, Request, Sample
+from executor.samples import Completion, Loaded, Manifest, Request, Sample
 from executor.tokens import TokenBlock, TokenSegment, write_block
 from executor.trainer.estimator import AdvantageEstimator
 from executor.trainer.trainer import Trainer
@@ -113,9 +113,10 @@ class InstantReplica:
         self._config = config
         self._version = 0
 
-    async def start(self, manifest: Manifest | None, version: int) -> None:
+    async def start(self, manifest: Manifest | None, version: int) -> str:
         """Serve."""
         self._version = version
+        return ""
 
     async def generate(self, request: Request) -> Completion:
         """Return as many tokens as it was told."""
@@ -124,10 +125,10 @@ class InstantReplica:
         output = write_block(ids, logprobs, request.output_path)
         return complete(request, output, self._version)
 
-    async def load(self, manifest: Manifest, drain: bool) -> float:
+    async def load(self, manifest: Manifest, drain: bool) -> Loaded:
         """Take nothing."""
         self._version = manifest.version
-        return 0.0
+        return Loaded(0.0, manifest.checksum)
 
 
 class InstantTrainer:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from executor.carriers.local_gpus import device_of
+from streamrl.engine.systems import choose_system
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import kind_key
 
@@ -92,6 +94,8 @@ def _limits(run: Run) -> Iterator[Limit]:
         run.model.dtype != "float16",
         f"'bfloat16' or 'float32' for backend {trainer.backend}",
     )
+    if run.execute.deterministic:
+        yield from _limits_of_determinism(run)
     yield Limit(
         "sync.mode",
         run.sync.mode,
@@ -99,3 +103,46 @@ def _limits(run: Run) -> Iterator[Limit]:
         "'full' to be executed, as only whole weights are pushed",
         "--set sync.mode=full executes the run with full weights",
     )
+
+
+def _limits_of_determinism(run: Run) -> Iterator[Limit]:
+    """Yield what keeps the order and the shapes of all sums, and so their bits, from depending on what comes when."""
+    where = "where execute.deterministic is true"
+    system, policies = choose_system(run.policies), run.policies
+    key = "policies.system" if policies.max_staleness is None else "policies.max_staleness"
+    yield Limit(
+        key,
+        policies.system if policies.max_staleness is None else policies.max_staleness,
+        system.max_staleness == 0,
+        f"one that trains on fresh rollouts alone {where}",
+    )
+    yield Limit(
+        "policies.consumption",
+        system.consumption,
+        system.consumption == "strict-fifo",
+        f"'strict-fifo' {where}",
+    )
+    yield Limit(
+        "policies.migration",
+        policies.migration,
+        policies.migration == "none",
+        f"'none' {where}: what a moved rollout computes again has another shape",
+    )
+    for kind, own in enumerate(run.rollout.kinds):
+        name, device = kind_key(kind), device_of(run, own.pool)
+        yield Limit(
+            f"{name}.backend",
+            own.backend,
+            own.backend == "static",
+            f"'static' {where}, which samples each rollout from a seed of its own",
+        )
+        yield Limit(
+            f"{name}.max_running",
+            own.max_running,
+            own.max_running == 1,
+            f"1 {where}: what runs beside a rollout changes the last bits of its logits",
+        )
+        yield Limit("execute.device", run.execute.device, device == "cpu", f"'cpu' {where}")
+    trains_on = device_of(run, run.trainer.pool)
+    yield Limit("execute.device", run.execute.device, trains_on == "cpu", f"'cpu' {where}")
+    yield Limit("execute.threads", run.execute.threads, run.execute.threads == 1, f"1 {where}")

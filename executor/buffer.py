@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
 
+import numpy as np
+from numpy.random import SeedSequence
+
 from executor.prompts import PromptWorkload, Record
 from executor.samples import Completion, Request, Sample
 from executor.tokens import TokenBlock, TokenSegment, merge_segments
@@ -132,6 +135,7 @@ class RolloutBuffer:
             priority=command.priority,
             max_tokens=self._run.rollout.max_tokens,
             prefix=buffered.output,
+            seed=self._seed_of(command.rollout) if self._run.execute.deterministic else None,
             output_path=path,
         )
 
@@ -174,6 +178,11 @@ class RolloutBuffer:
     def _rollouts(self, group: int) -> range:
         size = self._run.algorithm.group_size
         return range(group * size, group * size + size)
+
+    def _seed_of(self, rollout: int) -> int:
+        """Return the same seed for a rollout in every run of one seed, whoever generates it and whenever."""
+        seed: int = SeedSequence([self._run.seed, rollout]).generate_state(1, np.uint64)[0]
+        return int(seed) >> 1
 
     def _take_path(self) -> str | None:
         """Return the path of a file that nobody needs, or of none yet."""

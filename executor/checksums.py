@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -25,6 +25,12 @@ def file_checksum(path: Path) -> str:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=CHECKSUM_BYTES))
     return digest.hexdigest()
+
+
+def combine(checksums: Iterable[str]) -> str:
+    """Return the checksum of files in order, of whose bytes these are the checksums."""
+    text = " ".join(checksums)
+    return hashlib.blake2b(text.encode(), digest_size=CHECKSUM_BYTES).hexdigest()
 
 
 def write_checksums(directory: Path) -> None:

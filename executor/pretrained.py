@@ -12,8 +12,19 @@ _LOADING = threading.Lock()
 back what the other took out, and no model of the process has tied weights any more (seen in 5.23)."""
 
 
-def load_pretrained(directory: str, **options: Any) -> Any:
-    """Load a model on the CPU; `options` are those of `from_pretrained`."""
+def load_pretrained(directory: str, *, is_aligned: bool = False, **options: Any) -> Any:
+    """Load a model on the CPU.
+
+    Args:
+        directory: where it lies.
+        is_aligned: whether its weights are copied to where torch puts its own. As they are loaded they lie as in their
+            file, and the last bits of a product depend on how its factors are aligned.
+        options: those of `from_pretrained`.
+    """
     load: Any = AutoModelForCausalLM.from_pretrained
     with _LOADING:
-        return load(directory, **options)
+        model = load(directory, **options)
+    if is_aligned:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+    return model

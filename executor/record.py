@@ -28,6 +28,7 @@ from executor.buffer import BufferedRollout
 from executor.checkpoints import Checkpoint, Checkpoints, Position
 from executor.directory_lock import DirectoryLock
 from streamrl.record.inputs import keep_inputs
+from streamrl.record.legs import trace_of_leg
 from streamrl.record.run_lines import METRICS, ROLLED_BACK_TO, ROLLOUTS
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
@@ -191,7 +192,7 @@ class RunDirectory:
         trace = self.path / "trace.jsonl"
         if trace.exists():
             before = 1 + len(list(self.path.glob("trace.*.jsonl")))
-            trace.rename(self.path / f"trace.{before}.jsonl")
+            trace.rename(trace_of_leg(self.path, before))
             self.leg = before + 1
 
 

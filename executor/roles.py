@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from executor.samples import Completion, Manifest, Request, Sample
+from executor.samples import Completion, Loaded, Manifest, Request, Sample
 from streamrl.engine.messages import PushWeights, WeightsPushed
 
 if TYPE_CHECKING:
@@ -26,8 +26,11 @@ class RoleLostError(RuntimeError):
 class ReplicaRole(Protocol):
     """Generates rollouts and takes new weights while it does; calls take effect in order."""
 
-    async def start(self, manifest: Manifest | None, version: int) -> None:
-        """Load the model, then the manifest's weights if given, and begin to serve as `version`."""
+    async def start(self, manifest: Manifest | None, version: int) -> str:
+        """Load the model, then the manifest's weights if given, and begin to serve as `version`.
+
+        Returns the checksum of these weights as they were found; nothing where there are none.
+        """
 
     async def generate(self, request: Request) -> Completion:
         """Return when this rollout is finished or aborted, whatever its siblings do.
@@ -40,8 +43,8 @@ class ReplicaRole(Protocol):
     async def abort(self, rollout: int) -> None:
         """Make its `generate` return now with the tokens so far; nothing if it is not here."""
 
-    async def load(self, manifest: Manifest, drain: bool) -> float:
-        """Serve the manifest's weights from the next token on, and return the seconds it stood still for that.
+    async def load(self, manifest: Manifest, drain: bool) -> Loaded:
+        """Serve the manifest's weights from the next token on, and return the seconds it stood still and their checksum.
 
         Nothing starts from this call on until the weights are in place, so what is sent after a load starts under
         what it brings. With `drain` the running rollouts end first. A bad manifest is an error, and the old

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from executor.checksums import combine
 from executor.tokens import TokenBlock, TokenSegment
 
 FinishReason = Literal["stop", "length", "aborted"]
@@ -23,6 +24,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Most output tokens, those of the prefix included."""
     prefix: tuple[TokenBlock, ...] = ()
     """Output tokens that aborted attempts already made; generation goes on after them."""
+    seed: int | None = None
+    """Of its sampling; None: whatever its replica draws next."""
     output_path: str | None = None
     """Where to put the output tokens; None: into the completion."""
 
@@ -67,11 +70,25 @@ class Bucket(msgspec.Struct, frozen=True):
     """BLAKE2b-128 of the file's bytes, in hex."""
 
 
+class Loaded(msgspec.Struct, frozen=True):
+    """What a load took, and what it brought."""
+
+    load_time: float
+    """Seconds for which the replica stood still."""
+    checksum: str
+    """Of the weights, as the replica found them."""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Every bucket of one weight version; complete or not there at all."""
 
     version: int
     buckets: list[Bucket]
+
+    @property
+    def checksum(self) -> str:
+        """Of every bucket that is as it was written."""
+        return combine(bucket.checksum for bucket in self.buckets)
 
     @property
     def num_bytes(self) -> int:

@@ -60,7 +60,7 @@ class ScriptedTransfer(TransferRole):
         manifest = await self._write(command.version, Path(os.devnull))
         self.manifests[command.version] = self.manifests.pop(command.version, manifest)
         self._clear()
-        return WeightsPushed(command.version, manifest.num_bytes)
+        return WeightsPushed(command.version, manifest.num_bytes, manifest.checksum)
 
     def hold(self, version: int) -> None:
         self._held.append(version)

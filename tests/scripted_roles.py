@@ -112,7 +112,9 @@ class ScriptedEngine:
     def has_room(self) -> bool:
         return self._is_stopped or len(self._runs) < self._config.max_running
 
-    def submit(self, tokens: list[int], max_new_tokens: int, on_end: OnEnd) -> str:
+    def submit(
+        self, tokens: list[int], max_new_tokens: int, on_end: OnEnd, seed: int | None
+    ) -> str:
         if self._is_stopped:
             raise RuntimeError(STOPPED)
         run, (rollout, *prefix) = next(self._names), tokens

@@ -149,8 +149,8 @@ LAYERS = {
         *("batch_time", "parallel", "studies", "planner", "checkup", "fidelity"),
     ),
     "executor": (
-        *("tokens", "samples", "prompts", "roles", "pretrained", "buffer"),
-        *("checksums", "checkpoints", "directory_lock", "record", "carriers"),
+        *("checksums", "tokens", "samples", "prompts", "roles", "pretrained", "buffer"),
+        *("checkpoints", "directory_lock", "record", "carriers"),
         *("transfer", "rollout", "trainer", "verifier", "watchdog", "world"),
         *("back_ends", "interruption", "execute"),
         *("checkup", "profiling"),

@@ -16,6 +16,7 @@ import pytest
 from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
 from executor.carriers.launch import REPLICA, TRAINER
 from executor.carriers.remote import remote
+from executor.checksums import combine
 from executor.roles import ReplicaRole, TrainerRole, TransferRole, VerifierRole, Write
 from executor.samples import Bucket, Completion, Manifest, Request, Sample
 from executor.tokens import TokenSegment, count_tokens, encode_ids, read_block, write_block
@@ -197,7 +198,9 @@ def test_a_load_in_flight_changes_the_version_amid_what_runs(served: Served) -> 
         old = served.version
         running = task(served.role.generate(long(0)))
         await asyncio.sleep(SLOWNESS * 0.7)
-        assert await served.role.load(served.next_manifest(), drain=False) >= 0
+        manifest = served.next_manifest()
+        loaded = await served.role.load(manifest, drain=False)
+        assert loaded.load_time >= 0 and loaded.checksum == manifest.checksum
         await asyncio.sleep(SLOWNESS / 5)
         await served.role.abort(0)
         check(await running, long(0), [old, served.version])
@@ -215,7 +218,7 @@ def test_a_drained_load_waits_for_what_runs_and_comes_before_what_is_sent_later(
         loading = task(served.role.load(served.next_manifest(), drain=True))
         await asyncio.sleep(0)
         later = task(served.role.generate(after))
-        assert await loading >= 0
+        assert (await loading).load_time >= 0
         assert running.done() and not later.done()
         check(await running, before, [old])
         check(await later, after, [served.version])
@@ -390,9 +393,10 @@ def test_a_transfer_keeps_what_is_wanted_and_leaves_nothing(
     async def go() -> None:
         transfer = kind(write)
         num_bytes = sum(bucket.num_bytes for bucket in buckets)
-        assert await transfer.push(PushWeights(1, 0)) == WeightsPushed(1, num_bytes)
+        checksum = combine(bucket.checksum for bucket in buckets)
+        assert await transfer.push(PushWeights(1, 0)) == WeightsPushed(1, num_bytes, checksum)
         transfer.hold(1)
-        assert await transfer.push(PushWeights(2, 0)) == WeightsPushed(2, num_bytes)
+        assert await transfer.push(PushWeights(2, 0)) == WeightsPushed(2, num_bytes, checksum)
         assert list(transfer.manifests) == [1, 2]
         transfer.release(1)
         assert list(transfer.manifests) == [2]

@@ -112,6 +112,9 @@ def test_a_real_run_trains_resumes_replays_and_compares(project: Path) -> None:
         "execute", project / "run.toml", "--resume", "--json", "--set", "algorithm.steps=5"
     )
     assert resumed.returncode == 0, resumed.stderr
+    ledger = json.loads(resumed.stdout)["ledger"]
+    assert ledger["is_balanced"] and ledger["legs"] == 2 and ledger["checksummed"] >= 3
+    assert ledger["drawn"] == 5 * 16 + sum(ledger["trainers"][0]["dropped"].values())
     steps = read_metrics(project / "run")
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]
     assert all(step["grad_norm"] >= 0 and step["rollouts"] == 16 for step in steps)
@@ -197,7 +200,8 @@ def test_ctrl_c_leaves_a_readable_trace_and_no_process(project: Path) -> None:
     process, workers = begin(MAIN, "execute", project / "run.toml", *settings, until=output)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=15)
-    *progress, told = errors.splitlines()
+    *progress, ledger, told = errors.splitlines()
+    assert ledger.startswith("ledger: ") and "not balance" not in ledger
     assert process.returncode == 130 and told.startswith("streamrl: Ctrl-C after step ")
     assert told.endswith(
         f" saved; go on with: streamrl execute {project / 'run.toml'} {' '.join(settings)} --resume"

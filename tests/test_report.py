@@ -18,6 +18,7 @@ from rich.table import Table
 
 from sim.world import simulate
 from streamrl.engine.messages import Generated, Stepped
+from streamrl.record.balance import Balance, TrainerBalance
 from streamrl.record.chrome_trace import chrome_trace
 from streamrl.record.metrics import Metrics, SideMetrics, TrainerMetrics, measure
 from streamrl.record.trace import Trace
@@ -102,6 +103,16 @@ PREDICTED = Metrics(
         )
     ],
     tiers={"measured": 0.75, "roofline": 0.25},
+    ledger=Balance(
+        is_balanced=True,
+        drawn=4008,
+        trainers=[
+            TrainerBalance(name="trainer", trained=4000, dropped={"failed 3 times": 8}, open=0)
+        ],
+        staleness=1,
+        max_staleness=1,
+        checksummed=None,
+    ),
 )
 MEASURED = msgspec.structs.replace(
     PREDICTED,

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from executor.samples import Manifest
+from executor.transfer.manifest_check import verify_buckets
 from executor.transfer.shared_directory import SharedDirectory, remove_abandoned
 from executor.transfer.shared_memory import (
     cast_tensors,
@@ -108,14 +109,14 @@ def test_a_cast_keeps_tied_weights_tied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped"])
-def test_a_damaged_bucket_is_refused_by_name_before_any_tensor(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_bucket_is_refused_by_name(tmp_path: Path, damage: str) -> None:
     manifest = write_buckets(make_tensors().items(), tmp_path, 0, bucket_bytes=100)
     bucket = manifest.buckets[-1]
     content = bytearray(Path(bucket.path).read_bytes())
     content[-1] ^= 1
     Path(bucket.path).write_bytes(content if damage == "flipped" else content[:-1])
     with pytest.raises(ValueError, match=f"{bucket.path}: expected .*{bucket.checksum}, found"):
-        read_buckets(manifest)
+        verify_buckets(manifest)
 
 
 def test_a_name_that_comes_twice_is_refused(tmp_path: Path) -> None:
@@ -218,7 +219,7 @@ def test_a_pushed_version_stays_while_it_is_the_newest_or_held() -> None:
                 transfer.hold(version)
                 pushed = await transfer.push(PushWeights(version, 0))
                 manifest = transfer.manifests[version]
-                assert pushed == WeightsPushed(version, manifest.num_bytes)
+                assert pushed == WeightsPushed(version, manifest.num_bytes, manifest.checksum)
             oldest = Path(transfer.manifests[1].buckets[0].path)
             assert oldest.exists()
             for version in (1, 3):  # the newest stays though nobody holds it

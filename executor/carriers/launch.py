@@ -73,6 +73,7 @@ class Launcher:
             "device": device_of(self._run, pool),
             "dtype": self._run.model.dtype,
             "num_threads": self._run.execute.threads,
+            "deterministic": self._run.execute.deterministic,
         }
 
     async def _start(self, role: str, config: dict[str, object], name: str, place: Place) -> Handle:

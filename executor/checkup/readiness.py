@@ -33,6 +33,7 @@ LIMITS: tuple[Changes, ...] = (
     {"algorithm.learning_rate": 1e-6},
     {"algorithm.max_grad_norm": 1.0},
     {"sync.mode": "full"},
+    {"execute.deterministic": False},
     {"verifier.pool": None, "verifier.gpus_per_worker": 0},
 )
 """What mends a run that these back ends cannot execute."""

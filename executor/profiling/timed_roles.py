@@ -36,10 +36,11 @@ class TimedTrainerRole(TrainerRole, Protocol):
 class TimedReplica(ReplicaWorker, TimedReplicaRole):
     """A replica whose engine times its forward passes."""
 
-    async def start(self, manifest: Manifest | None, version: int) -> None:
+    async def start(self, manifest: Manifest | None, version: int) -> str:
         """Begin to serve, and to time."""
-        await super().start(manifest, version)
+        checksum = await super().start(manifest, version)
         self._engine.time_passes()
+        return checksum
 
     async def pads_context(self) -> bool:
         """Return whether decode steps pad every rollout to the longest."""

@@ -2,7 +2,7 @@
 
 | what | who guarantees it |
 |---|---|
-| the order of rollouts, their policy versions, aborts, drained loads | `ReplicaWorker`, for every engine |
+| the order of rollouts, their policy versions, aborts, drained loads, weights that are as they were pushed | `ReplicaWorker`, for every engine |
 | a run ends in exactly one call of its `on_end`, on the event loop, unless it is cancelled | the engine |
 | while `paused()` is held no token is made, and every earlier `on_end` has been called | the engine |
 | after `stop()` or a death, `submit` and `paused` raise `RuntimeError` | the engine |
@@ -43,6 +43,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     num_threads: int = 1
     """CPU threads of the engine."""
+    deterministic: bool = False
+    """Whether its passes depend on nothing but weights and tokens, down to how weights lie in memory."""
     tokenizer: str | None = None
     """Hugging Face directory of the tokenizer that makes a finished rollout's text; None: no text."""
 
@@ -112,8 +114,14 @@ class InferenceEngine(Protocol):
     def has_room(self) -> bool:
         """Whether a sequence submitted now joins the next forward pass; True where `submit` raises."""
 
-    def submit(self, tokens: list[int], max_new_tokens: int, on_end: OnEnd) -> str:
-        """Generate after `tokens`, prompt and prefix; return the run's name, which no other run has."""
+    def submit(
+        self, tokens: list[int], max_new_tokens: int, on_end: OnEnd, seed: int | None
+    ) -> str:
+        """Generate after `tokens`, prompt and prefix; return the run's name, which no other run has.
+
+        With a `seed` the same sequence is made whatever came before it, by engines that can
+        (`executor.back_ends` refuses it to others).
+        """
 
     def paused(self) -> AbstractAsyncContextManager[None]:
         """Hold generation between two forward passes; runs in flight keep their KV."""
@@ -125,9 +133,9 @@ class InferenceEngine(Protocol):
         """Drop `run` without calling its `on_end`; only while paused."""
 
     async def read_weights(self, manifest: Manifest) -> Copy:
-        """Read and check new weights beside generation, and return what copies them.
+        """Read new weights, whose checksum was verified, beside generation, and return what copies them.
 
-        Raises `ValueError` for a manifest that is damaged or of another model; nothing has changed then.
+        Raises `ValueError` for those of another model; nothing has changed then.
         """
 
     async def stop(self) -> None:

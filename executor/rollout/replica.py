@@ -27,8 +27,8 @@ class Replica:
 
     async def start(self, command: StartReplica, manifest: Manifest | None) -> ReplicaStarted:
         """Load the model, then the manifest's weights if there are any newer, and begin to serve."""
-        await self._worker.start(manifest, command.version)
-        return ReplicaStarted(command.replica, command.version)
+        checksum = await self._worker.start(manifest, command.version)
+        return ReplicaStarted(command.replica, command.version, checksum)
 
     async def generate(self, command: Generate) -> Generated:
         """Generate a rollout, and put what was made of it into the buffer."""
@@ -51,8 +51,8 @@ class Replica:
 
     async def load(self, command: LoadWeights, manifest: Manifest) -> WeightsLoaded:
         """Take new weights, once drained or in flight."""
-        load_time = await self._worker.load(manifest, command.drain)
-        return WeightsLoaded(command.replica, command.version, load_time)
+        loaded = await self._worker.load(manifest, command.drain)
+        return WeightsLoaded(command.replica, command.version, loaded.load_time, loaded.checksum)
 
     def kill(self, reason: str) -> None:
         """Let the worker be lost, with what is queued or runs."""

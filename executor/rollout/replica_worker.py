@@ -22,7 +22,7 @@ from executor.rollout.inference_engine import (
     ReplicaSettings,
     RunningSequence,
 )
-from executor.samples import Completion, FinishReason, Manifest, Request
+from executor.samples import Completion, FinishReason, Loaded, Manifest, Request
 from executor.tokens import (
     TokenSegment,
     count_ids,
@@ -31,6 +31,7 @@ from executor.tokens import (
     read_blocks,
     write_block,
 )
+from executor.transfer.manifest_check import verify_buckets
 
 
 @dataclass(eq=False)
@@ -65,12 +66,17 @@ class ReplicaWorker(ReplicaRole):
         self._idle = asyncio.Event()
         self._loading = asyncio.Lock()
 
-    async def start(self, manifest: Manifest | None, version: int) -> None:
-        """Load the model, then the manifest's weights if given, and begin to serve as `version`."""
+    async def start(self, manifest: Manifest | None, version: int) -> str:
+        """Load the model, then the manifest's weights if given, and begin to serve as `version`.
+
+        Returns the checksum of these weights as they were found; nothing where there are none.
+        """
+        checksum = "" if manifest is None else await asyncio.to_thread(verify_buckets, manifest)
         if self.config.tokenizer is not None:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self.config.tokenizer)
         await self._engine.start(manifest)
         self._version = version
+        return checksum
 
     async def generate(self, request: Request) -> Completion:
         """Return when this rollout is finished or aborted, whatever its siblings do.
@@ -103,8 +109,8 @@ class ReplicaWorker(ReplicaRole):
         if attempt is not None:
             await self._withdraw(attempt)
 
-    async def load(self, manifest: Manifest, drain: bool) -> float:
-        """Serve the manifest's weights from the next token on, and return the seconds it stood still for that.
+    async def load(self, manifest: Manifest, drain: bool) -> Loaded:
+        """Serve the manifest's weights from the next token on, and return the seconds it stood still and their checksum.
 
         Nothing is admitted from this call on until the weights are in place, so what is sent after a load starts
         under what it brings. With `drain` the running rollouts end first. Without it, rollouts in flight wait only
@@ -115,13 +121,14 @@ class ReplicaWorker(ReplicaRole):
         try:
             async with self._loading:
                 began_at = time.perf_counter()
+                checksum = await asyncio.to_thread(verify_buckets, manifest)
                 copy = await self._engine.read_weights(manifest)
                 if drain:
                     await self._idle_now()
                 is_in_flight = bool(self._running)
                 still_at = time.perf_counter() if is_in_flight else max(began_at, self._idle_since)
                 await self._swap(copy, manifest.version)
-                return time.perf_counter() - still_at
+                return Loaded(time.perf_counter() - still_at, checksum)
         finally:
             self._num_loads -= 1
             self._admit()
@@ -165,6 +172,7 @@ class ReplicaWorker(ReplicaRole):
                 [*decode_ids(request.prompt).tolist(), *attempt.prefix],
                 request.max_tokens - len(attempt.prefix),
                 lambda result: self._end(attempt, result),
+                request.seed,
             )
             self._running.add(attempt)
         except RuntimeError as error:

@@ -41,6 +41,8 @@ class _Row:
     prefix: list[int]
     max_new_tokens: int
     on_end: OnEnd
+    random: torch.Generator | None = None
+    """That it alone is sampled with; None: that of the engine."""
     prefill_at: float | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -92,14 +94,17 @@ class StaticEngine:
         is_open = self._batch is None and len(self._rows) < self._settings.max_running
         return is_open or self._end is not None
 
-    def submit(self, tokens: list[int], max_new_tokens: int, on_end: OnEnd) -> str:
+    def submit(
+        self, tokens: list[int], max_new_tokens: int, on_end: OnEnd, seed: int | None
+    ) -> str:
         """Put a sequence into the batch that begins once the event loop is back at work."""
         self._check_alive()
         assert self._batch is None, "whoever submits asks for room first"
         if not self._rows:
             asyncio.get_running_loop().call_soon(self._begin)
         run = next(self._ids)
-        self._rows[run] = _Row(tokens, max_new_tokens, on_end)
+        own = None if seed is None else torch.Generator(self._settings.device).manual_seed(seed)
+        self._rows[run] = _Row(tokens, max_new_tokens, on_end, own)
         return run
 
     @asynccontextmanager
@@ -118,7 +123,7 @@ class StaticEngine:
         self._take([run])
 
     async def read_weights(self, manifest: Manifest) -> Copy:
-        """Read and check new weights, and return what copies them."""
+        """Read new weights, and return what copies them."""
         return await read_weights(manifest, self._model)
 
     async def stop(self) -> None:
@@ -221,7 +226,7 @@ class _Batch:
         """Compute a pass and sample the next token of every row, kept of those that are not over."""
         began_at = time.perf_counter()
         logprobs = self._next_logprobs()
-        sampled = torch.multinomial(logprobs.exp(), 1, generator=random)
+        sampled = self._sample(logprobs.exp(), random)
         chosen = logprobs.gather(1, sampled)[:, 0].tolist()
         tokens = sampled[:, 0].tolist()
         known_at = time.perf_counter()
@@ -232,6 +237,13 @@ class _Batch:
                 row.logprobs.append(logprob)
                 row.token_times.append(known_at)
         self._inputs = sampled
+
+    def _sample(self, probabilities: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+        """Return a token of each row, (rows, 1)."""
+        if all(row.random is None for row in self._rows):
+            return torch.multinomial(probabilities, 1, generator=random)
+        each = zip(probabilities, self._rows, strict=True)
+        return torch.stack([torch.multinomial(p, 1, generator=r.random or random) for p, r in each])
 
     def _next_logprobs(self) -> torch.Tensor:
         """Return the log-probability of each next token, (rows, vocabulary), in float32."""

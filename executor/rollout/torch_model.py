@@ -28,11 +28,10 @@ async def load_model(settings: ReplicaSettings, manifest: Manifest | None) -> An
 
 
 async def read_weights(manifest: Manifest, model: Any) -> Copy:
-    """Read and check a manifest's weights, and return what copies them into the model.
+    """Read a manifest's weights, and return what copies them into the model.
 
-    Raises `ValueError` for a bucket whose checksum does not match, and for a name that the model
-    does not have, that is missing, or whose shape differs. Tied tensors may come under any of
-    their names.
+    Raises `ValueError` for a name that the model does not have, that is missing, or whose shape differs. Tied
+    tensors may come under any of their names.
     """
     pairs = await asyncio.to_thread(_read_pairs, manifest, model)
 
@@ -53,7 +52,12 @@ def end_tokens(model: PreTrainedModel) -> frozenset[int]:
 
 def _load(settings: ReplicaSettings) -> Any:
     dtype = getattr(torch, settings.dtype)
-    model = load_pretrained(settings.model, dtype=dtype, attn_implementation="sdpa")
+    model = load_pretrained(
+        settings.model,
+        is_aligned=settings.deterministic,
+        dtype=dtype,
+        attn_implementation="sdpa",
+    )
     return model.to(torch.device(settings.device)).eval().requires_grad_(False)
 
 

@@ -87,8 +87,13 @@ class TransformersEngine:
         """Whether one more sequence fits the batch, which changes from pass to pass."""
         return len(self._on_end) < self._settings.max_running
 
-    def submit(self, tokens: list[int], max_new_tokens: int, on_end: OnEnd) -> str:
-        """Generate after `tokens` from the next forward pass on; `on_end` gets the run or why not."""
+    def submit(
+        self, tokens: list[int], max_new_tokens: int, on_end: OnEnd, seed: int | None
+    ) -> str:
+        """Generate after `tokens` from the next forward pass on; `on_end` gets the run or why not.
+
+        All sequences of a pass are sampled from one stream of random numbers: `seed` changes nothing.
+        """
         if self._stopping:
             raise RuntimeError(STOPPED)
         run = next(self._ids)  # never a rollout's id: a late cancel would hit its next attempt
@@ -151,7 +156,7 @@ class TransformersEngine:
         self._manager.cancel_request(run)
 
     async def read_weights(self, manifest: Manifest) -> Copy:
-        """Read and check new weights, and return what copies them."""
+        """Read new weights, and return what copies them."""
         return await read_weights(manifest, self._model)
 
     async def stop(self) -> None:

@@ -78,6 +78,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     """Of compute and of pushed weights; the weights that AdamW updates are float32."""
     num_threads: int = 1
+    deterministic: bool = False
+    """Whether a batch is computed as one at its step, so that its sums do not show how it arrived."""
 
     def __post_init__(self) -> None:
         for field, names in CHOICES.items():
@@ -184,6 +186,8 @@ class Accumulated:
     num_tokens: int = 0
     num_rollouts: int = 0
     sums: Counter[str] = dataclasses.field(default_factory=Counter)
+    waiting: list[TokenSequence] = dataclasses.field(default_factory=list)
+    """What is computed as one at the step, where that is deterministic."""
     whole: bool = True
     """False while a call of `train` is under way, and for good once one has failed."""
 
@@ -207,8 +211,14 @@ class Learner:
     """By rollout: `proximal` and `reference` log-probabilities of the tokens that the policy sampled."""
 
     def score(self, samples: list[Sample]) -> dict[str, float]:
-        """Keep what `train` needs of these samples."""
+        """Keep what `train` needs of these samples; a deterministic step does that itself."""
         sequences = read_samples(samples)
+        if not self.config.deterministic:
+            self._score(sequences)
+        computed = self._models_to_score()
+        return {"scored_tokens": sum(s.num_trained for s in sequences) if computed else 0}
+
+    def _score(self, sequences: list[TokenSequence]) -> None:
         models = self._models_to_score()
         for some in losses.padded_passes(sequences, self.config.max_tokens_per_pass):
             lengths = [sequence.num_trained for sequence in some]
@@ -217,12 +227,17 @@ class Learner:
                     parts = torch.split(self._logprobs(model, some), lengths)
                 for sequence, part in zip(some, parts, strict=True):
                     self.scores.setdefault(sequence.rollout, {})[name] = part.clone()
-        return {"scored_tokens": sum(s.num_trained for s in sequences) if models else 0}
 
     def train(self, samples: list[Sample]) -> dict[str, float]:
-        """Add these samples to the batch and their gradient to the parameters."""
+        """Add these samples to the batch and their gradient to the parameters, or leave that to a deterministic step."""
         sequences = read_samples(samples)
+        if self.config.deterministic:
+            self.batch.waiting += sequences
+            return {"tokens": sum(s.num_trained for s in sequences), "rollouts": len(sequences)}
         self._check_scored(sequences)
+        return self._accumulate(sequences)
+
+    def _accumulate(self, sequences: list[TokenSequence]) -> dict[str, float]:
         computed = [s for s in sequences if s.advantage != 0 or self.reference is not None]
         whole, self.batch.whole = self.batch.whole, False
         sums: Counter[str] = Counter()
@@ -242,6 +257,10 @@ class Learner:
         batch = self.batch
         if version != self.version + 1:
             raise ValueError(f"step must make version {self.version + 1}, got {version}")
+        waiting, batch.waiting = batch.waiting, []
+        if waiting:
+            self._score(waiting)
+            self._accumulate(waiting)
         if batch.num_tokens == 0 or not batch.whole:
             reason = "nothing was trained on" if batch.whole else "a call of train failed"
             raise ValueError(f"step to version {version} without a gradient: {reason}")
@@ -318,8 +337,8 @@ def in_turn(before: Event, work: Callable[[Learner], R], over: Event) -> Callabl
 
 def _load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:
     torch.manual_seed(config.seed)
-    model = _load_model(checkpoint or config.model, config.device)
-    reference = _load_model(config.model, config.device) if config.kl_coefficient > 0 else None
+    model = _load_model(checkpoint or config.model, config)
+    reference = _load_model(config.model, config) if config.kl_coefficient > 0 else None
     optimizer = torch.optim.AdamW(model.parameters(), betas=ADAM_BETAS, fused=True)
     for parameter in model.parameters():
         # Zeros, not None: a batch whose advantages are all 0 steps like any other zero gradient.
@@ -334,9 +353,11 @@ def _load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:
     return Learner(config, model, reference, optimizer, version)
 
 
-def _load_model(directory: str, device: str) -> Any:
+def _load_model(directory: str, config: TrainerSettings) -> Any:
     if not Path(directory, "config.json").is_file():
         raise ValueError(f"no Hugging Face model directory (config.json) at {directory!r}")
-    model = load_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    model = load_pretrained(
+        directory, is_aligned=config.deterministic, dtype=torch.float32, local_files_only=True
+    )
     # eval, so without dropout: a ratio must say how the weights differ, not which units are off.
-    return model.to(device).eval()
+    return model.to(config.device).eval()

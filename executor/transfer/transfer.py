@@ -29,7 +29,7 @@ class Transfer(TransferRole):
         self.manifests[command.version] = manifest
         self._newest = command.version
         self._remove_unwanted()
-        return WeightsPushed(command.version, manifest.num_bytes)
+        return WeightsPushed(command.version, manifest.num_bytes, manifest.checksum)
 
     def hold(self, version: int) -> None:
         """Keep a version for someone who will load it, also where a newer one is there."""

@@ -9,17 +9,28 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from streamrl.cli.progress import make_progress
-from streamrl.cli.shared import AsJson, Overrides, RunFile, print_json
+from streamrl.cli.shared import (
+    TRACE_FILE,
+    AsJson,
+    Overrides,
+    RunFile,
+    check_ledger,
+    open_trace,
+    print_json,
+)
 from streamrl.cli.views import write_views
 from streamrl.engine.messages import Event, Generated, Stepped, Verified
 from streamrl.engine.state import State
 from streamrl.engine.systems import needs_costs
 from streamrl.engine.world import RunInterruptedError
+from streamrl.record.legs import balance_books
 from streamrl.record.metrics import measure
+from streamrl.report.ledger_line import ledger_line
 from streamrl.report.run_tables import metrics_table
 from streamrl.runfile.reading import load_run
 
@@ -46,21 +57,35 @@ def execute(
         run = fill_policies(run, Costs.load(run))
     from executor.execute import execute as execute_run
 
+    output = Path(run.execute.output)
     try:
         with make_progress() as progress:
             watch = _Watch(progress, run.algorithm.steps)
             trace = execute_run(run, resume, watch, _how_to_resume(run_file, overrides or ()))
     except RunInterruptedError as error:
+        _tell_ledger(output)
         typer.echo(f"streamrl: {error}", err=True)
         raise typer.Exit(128 + error.signal) from None
-    metrics = measure(trace)
-    write_views(trace, Path(run.execute.output))
+    except RuntimeError:
+        _tell_ledger(output)
+        raise
+    ledger = balance_books(trace, output)
+    check_ledger(ledger)
+    metrics = replace(measure(trace), ledger=ledger)
+    write_views(trace, output)
     if as_json:
         print_json(metrics)
     else:
         console = Console()
         console.print(metrics_table(metrics))
+        typer.echo(ledger_line(ledger))
         console.print(f"run directory: {run.execute.output}", soft_wrap=True)
+
+
+def _tell_ledger(output: Path) -> None:
+    """Say how the books of a run stand that was cut short, where it has left any."""
+    if (output / TRACE_FILE).exists():
+        typer.echo(ledger_line(balance_books(open_trace(output), output)), err=True)
 
 
 def _how_to_resume(run_file: Path, overrides: Sequence[str]) -> str:

@@ -8,7 +8,9 @@ from typing import Annotated
 import msgspec
 import typer
 
+from streamrl.record.balance import Balance
 from streamrl.record.trace import Trace, read_trace
+from streamrl.report.ledger_line import tell_faults
 from streamrl.runfile.paths import check_writable
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")]
@@ -26,6 +28,13 @@ TRACE_FILE = "trace.jsonl"
 def print_json(value: object) -> None:
     """Print one JSON object on a line of its own."""
     typer.echo(msgspec.json.encode(value).decode())
+
+
+def check_ledger(*ledgers: Balance) -> None:
+    """Raise `RuntimeError` where the books of a run do not balance, naming what is wrong with them."""
+    for ledger in ledgers:
+        if not ledger.is_balanced:
+            raise RuntimeError(f"the ledger does not balance: {tell_faults(ledger)}")
 
 
 def claim_directory(path: Path) -> None:

@@ -16,6 +16,7 @@ from streamrl.cli.shared import (
     AsJson,
     Overrides,
     RunFile,
+    check_ledger,
     claim_directory,
     open_trace,
     print_json,
@@ -23,6 +24,7 @@ from streamrl.cli.shared import (
 from streamrl.record.inputs import keep_inputs
 from streamrl.record.metrics import Metrics, measure
 from streamrl.record.trace import Trace
+from streamrl.report.ledger_line import ledger_line
 from streamrl.report.run_tables import metrics_table
 from streamrl.report.study_file import is_study
 from streamrl.runfile.config import Run
@@ -109,6 +111,8 @@ def simulate(
         print_json({"whole_run": metrics.whole_run, **asdict(metrics)})
     else:
         Console().print(metrics_table(metrics))
+        typer.echo(ledger_line(metrics.ledger))
+    check_ledger(metrics.ledger)
     if metrics.unfinished:
         raise UnfinishedError(metrics.unfinished)
 

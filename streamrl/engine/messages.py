@@ -226,11 +226,12 @@ class RunStarted(Message, frozen=True):
     groups_done: int
 
 
-class ReplicaStarted(Message, frozen=True):
-    """Replica `replica` serves with weights of `version`."""
+class ReplicaStarted(Message, frozen=True, omit_defaults=True):
+    """Replica `replica` serves with weights of `version`, and of `checksum` unless the run began with them."""
 
     replica: int
     version: int
+    checksum: str = ""
 
 
 class ReplicaStopped(Message, frozen=True):
@@ -331,19 +332,22 @@ class Stepped(Message, frozen=True):
     trainer: int
 
 
-class WeightsPushed(Message, frozen=True):
+class WeightsPushed(Message, frozen=True, omit_defaults=True):
     """Weights of `version` can be loaded by every replica."""
 
     version: int
     num_bytes: int
+    checksum: str = ""
+    """Of all these bytes; empty where they are but imagined."""
 
 
-class WeightsLoaded(Message, frozen=True):
-    """Replica `replica` serves with weights of `version`; its last `load_time` seconds went into that."""
+class WeightsLoaded(Message, frozen=True, omit_defaults=True):
+    """Replica `replica` serves with weights of `version` and `checksum`; its last `load_time` seconds went into that."""
 
     replica: int
     version: int
     load_time: float
+    checksum: str = ""
 
 
 class CheckpointSaved(Message, frozen=True):

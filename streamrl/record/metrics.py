@@ -10,6 +10,7 @@ from statistics import median
 import msgspec
 
 from streamrl.record.attribution import Attribution, SidesAttribution
+from streamrl.record.balance import Balance
 from streamrl.record.flow import Flow
 from streamrl.record.leader_steps import LeaderSteps, read_steps
 from streamrl.record.rent import dollars_per_second, egress_dollars
@@ -90,6 +91,8 @@ class Metrics(Speed, frozen=True, kw_only=True):
     """Every trainer, the one that leads first: all other figures of steps are its own."""
     tiers: dict[str, float]
     """Share of busy seconds, but those of verifiers, by where they came from: measured, composed, roofline."""
+    ledger: Balance
+    """What became of every rollout and every version, of what is recorded here."""
     uncertainty: Uncertainty | None = None
     """How far simulated seconds may be off, by stage and of the step; None of a real run."""
 
@@ -152,6 +155,7 @@ def measure_read(
         dropped=dict(leader.lost),
         trainers=list(_trainers(trace.run, reader.flow, window)),
         tiers=tiers,
+        ledger=reader.books.balance(),
         uncertainty=read_uncertainty(trace, shares),
         **msgspec.structs.asdict(speed),
     )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from streamrl.engine.messages import Event, Interrupted, Stepped, Stop
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.attribution import AttributionReader
+from streamrl.record.books import Books
 from streamrl.record.flow import Flow
 from streamrl.record.rent import Pushes
 from streamrl.record.replicas import PaidReplicas
@@ -45,14 +46,16 @@ class PaceReader:
 
 
 class RunReader(PaceReader):
-    """Reads all that figures are made of: where every GPU-second went too."""
+    """Reads all that figures are made of: where every GPU-second went too, and whether the books balance."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace)
         self.attribution = AttributionReader(trace)
+        self.books = Books(trace)
 
     def read(self, entries: Sequence[Entry]) -> None:
         """Take the entries that come after those before."""
+        self.books.read(entries)
         super().read(entries)
         self.attribution.mark([time for time, event, _ in entries if _is_leaders_step(event)])
         self.attribution.read(entries)

@@ -62,6 +62,10 @@ class ExecuteConfig(Section, frozen=True, kw_only=True):
     """Steps between checkpoints; the last step is always saved."""
     threads: int = 1
     """CPU threads of each worker process."""
+    deterministic: bool = False
+    """Whether every run of this file trains on the same tokens and makes the same weights, bit by bit, also one that was
+    killed and resumed. For synchronous systems that generate one rollout at a time, on CPUs of one kind and one thread
+    each; what cannot be so is refused. Groups that are dropped, and trainers that are lost, break it."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1" (every role on that GPU), or "auto": a GPU where the pool has any."""
     patience: Duration = Duration(60.0)

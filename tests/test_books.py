@@ -1,0 +1,367 @@
+"""The books of a run: they balance whatever fails, and no rollout or version can go astray without their saying so."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.engine.messages import (
+    CheckpointSaved,
+    Command,
+    Drop,
+    Event,
+    Generated,
+    LoadWeights,
+    ReplicaStarted,
+    RunStarted,
+    SaveCheckpoint,
+    Skip,
+    StartReplica,
+    Step,
+    Stepped,
+    Trained,
+    TrainerLost,
+    TrainerStarted,
+    WeightsLoaded,
+    WeightsPushed,
+)
+from streamrl.engine.systems import SYSTEMS
+from streamrl.engine.trainer_side import ROLLED_BACK
+from streamrl.record.balance import Balance
+from streamrl.record.books import Books
+from streamrl.record.legs import balance_books
+from streamrl.record.trace import Entry, Trace, read_trace
+from streamrl.report.ledger_line import ledger_line
+from tests.command_line import streamrl
+from tests.hand_traces import HandTrace
+from tests.random_runs import Losses, failures, losses, runs, runs_of_several, simulate
+from tests.test_execute import execute, real_run
+from tests.test_resume import die_after_step
+
+
+def balance_of(trace: Trace) -> Balance:
+    """Return how the books of a run of one leg stand."""
+    books = Books(trace)
+    books.read(trace.entries)
+    return books.balance()
+
+
+# Runs whose books balance -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("system", sorted(SYSTEMS))
+@settings(max_examples=10, deadline=None)
+@given(st.data(), losses, failures)
+def test_every_run_balances_whatever_fails(
+    system: str, data: st.DataObject, lost: Losses, faults: frozenset[int]
+) -> None:
+    trace = simulate(data.draw(runs(None, system)), lost, faults)
+    balance = balance_of(trace)
+    assert balance.is_balanced, balance.faults
+    assert balance.drawn == balance.trainers[0].trained + sum(balance.trainers[0].dropped.values())
+    assert balance.checksummed is None and ledger_line(balance).count("\n") == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data(), losses, losses, failures, st.integers(1, 3))
+def test_the_books_of_several_trainers_that_are_lost_balance(
+    data: st.DataObject, lost: Losses, trainers: Losses, faults: frozenset[int], every: int
+) -> None:
+    run = data.draw(runs_of_several())
+    which = [(time, trainer % run.num_trainers) for time, trainer in trainers]
+    balance = balance_of(simulate(run, lost, faults, which, every))
+    assert balance.is_balanced, balance.faults
+    for trainer in balance.trainers:
+        assert trainer.trained + sum(trainer.dropped.values()) == balance.drawn
+        assert trainer.open == 0
+
+
+def test_a_simulation_without_an_end_has_rollouts_open_and_says_how_many(tmp_path: Path) -> None:
+    done = streamrl("simulate", "examples/h20-h800.toml", *FEW_STEPS)
+    last = done.stdout.splitlines()[-1]
+    assert done.returncode == 0 and last.startswith("ledger: ") and " open; staleness at " in last
+    done = streamrl("simulate", "examples/h20-h800.toml", *FEW_STEPS, "--json")
+    ledger = json.loads(done.stdout)["ledger"]
+    (trainer,) = ledger["trainers"]
+    assert ledger["is_balanced"] and trainer["open"] > 0
+    assert ledger["drawn"] == trainer["trained"] + trainer["open"]
+    assert ledger["staleness"] <= ledger["max_staleness"] == 1
+
+
+FEW_STEPS = ("--set", "simulate.max_steps=3", "--set", "algorithm.prompts_per_step=16")
+
+
+def test_an_executed_run_balances_over_all_its_legs(tmp_path: Path) -> None:
+    keys = {"policies__consumption": "greedy", "policies__max_staleness": 4}
+    run = real_run(
+        tmp_path,
+        policies__system="fully-async",
+        algorithm__steps=12,
+        execute__checkpoint_every=2,
+        **keys,
+    )
+    die_after_step(run, 5)
+    die_after_step(run, 9, resume=True)
+    last = execute(run, resume=True)
+    balance = balance_books(last, tmp_path / "run")
+    assert balance.is_balanced, balance.faults
+    per_group = run.algorithm.group_size
+    assert balance.trainers[0].trained == 36 * per_group and balance.legs == 3
+    assert balance.taken_back >= 2 * 3 * per_group
+    assert balance.checksummed and not balance.unverified
+    done = streamrl("replay", tmp_path / "run")
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == ledger_line(balance)
+    first = read_trace(tmp_path / "run" / "trace.1.jsonl")
+    assert balance_books(first, tmp_path / "run").trainers[0].open > 0
+    alone = balance_books(last, tmp_path / "elsewhere")  # where its earlier legs are not
+    assert alone.is_balanced and alone.trainers[0].trained < balance.trainers[0].trained
+
+
+# Books that are cooked ----------------------------------------------------------------------------
+
+
+def hand(**changes: Any) -> HandTrace:
+    """Return a run of three rollouts, each trained on in a step of its own, of which every token is fresh."""
+    found = HandTrace(algorithm__steps=3, policies__system="fully-async", **changes)
+    found.begin()
+    for step in range(3):
+        found.draw(step, step + 1, 1)
+        found.generate(step, step)
+        found.generated(step + 0.5, step, 0.5, version=step)
+        found.train(step + 0.6, step + 0.9, step + 1, step)
+    return found
+
+
+def index_of(trace: Trace, kind: type[Event], nth: int = 0) -> int:
+    """Return the place of the nth entry of a kind."""
+    return [n for n, entry in enumerate(trace.entries) if isinstance(entry.event, kind)][nth]
+
+
+def put(trace: Trace, index: int, event: Event, *commands: Command) -> None:
+    """Put other words in the place of an entry."""
+    trace.entries[index] = Entry(trace.entries[index].time, event, list(commands))
+
+
+def train_twice(trace: Trace) -> None:
+    at = index_of(trace, Trained, 1)
+    put(trace, at, Trained((0,), 0), Step(2, (0,), 0))
+
+
+def train_twice_in_one_step(trace: Trace) -> None:
+    at = index_of(trace, Trained, 1)
+    trace.entries.insert(at, Entry(trace.entries[at].time, Trained((1,), 0), []))
+
+
+def lose_one(trace: Trace) -> None:
+    """Let the last step be made of nothing, and the last rollout be forgotten."""
+    put(trace, index_of(trace, Trained, 2), Trained((), 0), Step(3, (), 0))
+
+
+def lose_one_of_a_step(trace: Trace) -> None:
+    put(trace, index_of(trace, Trained, 1), Trained((), 0), Step(2, (1,), 0))
+
+
+def pass_one_over(trace: Trace) -> None:
+    """Let the run break off after a step that is made of a later group than the first that is open."""
+    del trace.entries[index_of(trace, Stepped, 2) + 1 :]
+    put(trace, index_of(trace, Trained, 1), Trained((), 0), Step(2, (), 0))
+
+
+def drop_twice(trace: Trace) -> None:
+    trace.entries.append(Entry(9.0, TrainerStarted(0, 3), [Drop(0, "failed 3 times")]))
+
+
+def skip_what_is_trained(trace: Trace) -> None:
+    trace.entries.append(Entry(9.0, TrainerStarted(0, 3), [Skip(2, 0, "the trainer was behind")]))
+
+
+def draw_twice(trace: Trace) -> None:
+    found = next(n for n, e in enumerate(trace.entries) if getattr(e.event, "step", 0) == 2)
+    first = next(e.event for e in trace.entries if getattr(e.event, "step", 0) == 1)
+    put(trace, found, first)
+
+
+def sample_stale(trace: Trace) -> None:
+    put(trace, index_of(trace, Generated, 2), Generated(2, 100, "stop", 0, 0.5, 0.0))
+
+
+def sample_partly_stale(trace: Trace) -> None:
+    """Let the first attempt of a rollout begin two versions earlier than the one that ends it."""
+    at = index_of(trace, Generated, 2)
+    aborted = Generated(2, 40, "aborted", 0, 0.5, 0.0)
+    trace.entries.insert(at, Entry(trace.entries[at].time, aborted, []))
+
+
+def sample_from_the_future(trace: Trace) -> None:
+    put(trace, index_of(trace, Generated, 1), Generated(1, 100, "stop", 2, 0.5, 0.0))
+
+
+def sample_nothing(trace: Trace) -> None:
+    del trace.entries[index_of(trace, Generated, 1)]
+
+
+BREAKS: dict[str, tuple[Callable[[Trace], None], str]] = {
+    "trained twice": (train_twice, "step 2 trained on rollout 0, which was not open any more"),
+    "trained twice in a step": (train_twice_in_one_step, "rollout 1 was trained on twice"),
+    "lost": (lose_one, "rollouts 2 of group 2 were lost"),
+    "lost by its step": (lose_one_of_a_step, "step 2 lost rollout 1 of its own groups"),
+    "passed over": (pass_one_over, "rollouts 1 of group 1 were lost: later ones trained"),
+    "dropped twice": (drop_twice, "group 0 was given up twice, or after a step"),
+    "given up after its step": (skip_what_is_trained, "group 2 was given up twice"),
+    "drawn twice": (draw_twice, "group 0 was drawn again, though it was done"),
+    "too stale": (sample_stale, "rollout 2 was trained on with tokens 2 versions behind, 1 are"),
+    "first tokens too stale": (sample_partly_stale, "rollout 2 .* tokens 2 versions behind"),
+    "of no version yet": (sample_from_the_future, "tokens of version 2, which was taken back"),
+    "without a token": (sample_nothing, "rollout 1 was trained on without a token"),
+}
+
+
+def test_the_hand_trace_balances_before_it_is_broken() -> None:
+    trace = hand(policies__max_staleness=1).trace
+    assert ledger_line(balance_of(trace)) == (
+        "ledger: 3 rollouts drawn: 3 trained once; staleness at most 0 of 1"
+    )
+
+
+@pytest.mark.parametrize("way", BREAKS)
+def test_a_trace_that_is_broken_in_one_way_does_not_balance(way: str, tmp_path: Path) -> None:
+    break_it, told = BREAKS[way]
+    trace = hand(policies__max_staleness=1).trace
+    break_it(trace)
+    balance = balance_of(trace)
+    assert not balance.is_balanced and balance.num_faults >= 1
+    assert re.search(told, balance.faults[0]), balance.faults
+    (tmp_path / "trace.jsonl").write_bytes(trace.encode())
+    done = streamrl("replay", tmp_path)
+    assert done.returncode == 1 and "the ledger does not balance: " in done.stderr
+    assert done.stdout.splitlines()[-1].startswith("ledger: does not balance: ")
+    assert json.loads(streamrl("replay", tmp_path, "--json").stdout)["ledger"]["faults"]
+
+
+# What a loss and a resume take back ---------------------------------------------------------------
+
+
+def test_steps_that_a_loss_took_back_are_given_up_and_their_rollouts_count_once() -> None:
+    found = hand()
+    found.at(5.0, TrainerLost(0, "gone"))
+    assert dict(balance_of(found.trace).trainers[0].dropped) == {ROLLED_BACK: 3}
+    saved = hand()
+    saved.trace.entries.insert(
+        index_of(saved.trace, Stepped, 1) + 1, Entry(1.9, CheckpointSaved(2, 0), [])
+    )
+    saved.at(5.0, TrainerLost(0, "gone"))
+    balance = balance_of(saved.trace)
+    assert balance.is_balanced and balance.trainers[0].trained == 2
+    assert balance.trainers[0].dropped == {ROLLED_BACK: 1}
+
+
+def resumed(*groups: int, groups_done: int = 2, ahead: tuple[int, ...] = ()) -> Books:
+    """Return the books of a run that saved its second step, died after the third and goes on with some groups."""
+    first = hand()
+    at = index_of(first.trace, Stepped, 1)
+    save = SaveCheckpoint(2, 2, 0, ahead)
+    put(first.trace, at, first.trace.entries[at].event, save)
+    second = HandTrace(algorithm__steps=4, policies__system="fully-async")
+    second.trace.leg = 2
+    second.at(0.0, RunStarted(2, groups_done))
+    for step, group in enumerate(groups, start=3):
+        second.num_groups = group
+        second.draw(step, step, 1)
+        second.generate(step, group)
+        second.generated(step + 0.5, group, 0.5, version=step - 1)
+        second.train(step + 0.6, step + 0.9, step, group)
+    books = Books(first.trace)
+    books.read(first.trace.entries)
+    books.begin_leg(second.trace)
+    books.read(second.trace.entries)
+    return books
+
+
+def test_what_a_resume_took_back_is_drawn_again_and_counts_once() -> None:
+    balance = resumed(2, 3).balance()
+    assert balance.is_balanced, balance.faults
+    assert ledger_line(balance) == (
+        "ledger: 4 rollouts drawn: 4 trained once; staleness at most 0 of 2; 2 legs, 1 rollouts taken back"
+    )
+    assert resumed(3, 4, ahead=(2,)).balance().is_balanced
+
+
+def test_a_checkpoint_that_calls_done_what_is_open_does_not_balance() -> None:
+    found = hand()
+    at = index_of(found.trace, Generated, 1)
+    put(found.trace, at, found.trace.entries[at].event, SaveCheckpoint(1, 2, 0))
+    balance = balance_of(found.trace)
+    assert balance.faults == ["group 1 is done by a checkpoint, though it is open"]
+
+
+@pytest.mark.parametrize(
+    ("books", "told"),
+    [
+        (lambda: resumed(1, 2), "group 1 was drawn again, though it was done"),
+        (lambda: resumed(3, 4), "group 2 was never drawn"),
+        (lambda: resumed(3, 4, groups_done=3), "resumes from group 3, but its checkpoint from"),
+    ],
+)
+def test_a_leg_that_trains_what_is_done_or_leaves_prompts_out_does_not_balance(
+    books: Callable[[], Books], told: str
+) -> None:
+    balance = books().balance()
+    assert told in balance.faults[0]
+
+
+# Versions -----------------------------------------------------------------------------------------
+
+
+def served(pushed: str, found: str, started: str = "aa") -> Balance:
+    """Return the books of an executed run whose replica 0 loads version 1, and whose replica 1 comes up with it."""
+    trace = Trace(hand().trace.run, "real")
+    trace.record(0.0, RunStarted(0, 0), [StartReplica(0, 0)])
+    trace.record(0.0, ReplicaStarted(0, 0), [])
+    trace.record(1.0, WeightsPushed(1, 8, "aa"), [LoadWeights(0, 1, True), StartReplica(1, 1)])
+    trace.record(2.0, WeightsLoaded(0, 1, 0.5, found), [])
+    trace.record(2.0, ReplicaStarted(1, 1, started), [])
+    trace.record(3.0, WeightsPushed(2, 8, pushed), [LoadWeights(0, 2, True)])
+    trace.record(4.0, WeightsLoaded(0, 2, 0.5, pushed), [])
+    return balance_of(trace)
+
+
+def test_each_version_that_was_served_was_checksummed() -> None:
+    balance = served("bb", "aa")
+    assert balance.is_balanced and balance.checksummed == 2
+    assert ledger_line(balance).endswith("; 2 versions checksummed")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("bb", "bb"), "replica 0 served version 1 with checksum bb, pushed was aa"),
+        (("bb", ""), "replica 0 served version 1 with checksum none, pushed was aa"),
+        (("bb", "aa", ""), "replica 1 served version 1 with checksum none, pushed was aa"),
+        (("", "aa"), "versions 2 were served without a checksum"),
+    ],
+)
+def test_a_version_that_was_served_unverified_does_not_balance(
+    words: tuple[str, ...], told: str
+) -> None:
+    balance = served(*words)
+    assert not balance.is_balanced and balance.faults == [told]
+
+
+def test_a_version_that_nobody_pushed_does_not_balance() -> None:
+    trace = Trace(hand().trace.run, "real")
+    trace.record(0.0, RunStarted(0, 0), [StartReplica(0, 1)])
+    assert balance_of(trace).faults == ["replica 0 loads version 1, never pushed"]
+
+
+def test_records_from_before_pushes_were_checksummed_say_so_and_balance() -> None:
+    data = Path(__file__).parent / "data" / "format-1" / "real" / "run"
+    balance = balance_books(read_trace(data / "trace.jsonl"), data)
+    assert balance.is_balanced and balance.checksummed == 0
+    assert ledger_line(balance).endswith(f"; {balance.unverified} recorded without checksums")

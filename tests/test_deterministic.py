@@ -1,0 +1,183 @@
+"""Deterministic runs: the same tokens and the same weights bit by bit, straight on or killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from executor.back_ends import check_back_ends
+from streamrl.record.legs import balance_books
+from streamrl.record.run_lines import read_metrics, read_rollouts
+from streamrl.record.trace import read_trace
+from streamrl.runfile.reading import load_run
+from tests.command_line import streamrl
+from tests.tiny_model import tiny_model
+
+SYMBOLS = ["<pad>", "<eos>", *"0123456789+= "]
+RUN_FILE = """
+[model]
+path = "model"
+dtype = "float32"
+[cluster.pools.local]
+gpu = "cpu"
+gpus_per_node = 3
+[rollout]
+pool = "local"
+replicas = 2
+backend = "static"
+max_running = 1
+max_tokens = 12
+[trainer]
+pool = "local"
+micro_batch = 3
+[algorithm]
+steps = 5
+prompts_per_step = 4
+group_size = 4
+learning_rate = 1e-3
+[workload]
+prompts = "prompts.jsonl"
+max_prompt_tokens = 16
+[verifier]
+scorer = "exact"
+[policies]
+system = "stream-sync"
+[execute]
+deterministic = true
+checkpoint_every = 2
+"""
+MAIN = "from streamrl.cli import main; main()"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a random model, its tokenizer, prompts and a run file."""
+    path = tmp_path_factory.mktemp("project")
+    core = Tokenizer(models.WordLevel({s: i for i, s in enumerate(SYMBOLS)}, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.save_pretrained(path / "model")
+    model = tiny_model(len(SYMBOLS), max_position_embeddings=64, pad_token_id=0, eos_token_id=1)
+    model.save_pretrained(path / "model")
+    prompts = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(5)]
+    (path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in prompts))
+    (path / "run.toml").write_text(RUN_FILE)
+    return path
+
+
+def execute(project: Path, name: str, *words: str) -> Path:
+    """Execute the run to its end in a directory of its own, and return that."""
+    output = project / name
+    arguments = ("--set", f"execute.output={output}", *words)
+    done = streamrl("execute", project / "run.toml", *arguments)
+    assert done.returncode == 0, done.stderr
+    return output
+
+
+def execute_and_kill(project: Path, name: str, version: int, *words: str) -> Path:
+    """Execute the run until it has made a version, and kill the process that drives it."""
+    output = project / name
+    arguments = [str(project / "run.toml"), "--set", f"execute.output={output}", *words]
+    command = [sys.executable, "-c", MAIN, "execute", *arguments]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    metrics, until = output / "metrics.jsonl", time.monotonic() + 60
+    while not metrics.exists() or len(metrics.read_bytes().splitlines()) < version:
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    return output
+
+
+def what_it_made(output: Path) -> dict[str, Any]:
+    """Return the tokens that a run trained on, with all figures of its steps, and the bits of its last weights."""
+    figures = [
+        {key: value for key, value in step.items() if key != "time"}
+        for step in read_metrics(output)
+    ]
+    rollouts = {
+        line["rollout"]: (line["text"], line["num_tokens"], line["versions"], line["reward"])
+        for line in read_rollouts(output)
+    }
+    (weights,) = sorted((output / "checkpoints").glob("v*"))[-1].glob("*.safetensors")
+    tensors = {name: tensor.numpy().tobytes() for name, tensor in load_file(weights).items()}
+    return {"steps": figures, "rollouts": rollouts, "weights": tensors}
+
+
+@pytest.fixture(scope="module")
+def straight(project: Path) -> dict[str, Any]:
+    """What a run made that nobody disturbed."""
+    return what_it_made(execute(project, "straight"))
+
+
+def test_two_runs_make_the_same_tokens_and_weights(project: Path, straight: dict[str, Any]) -> None:
+    others = ("--set", "rollout.replicas=1", "--set", "trainer.micro_batch=5")
+    again = what_it_made(execute(project, "again", *others))
+    assert len(straight["rollouts"]) == 5 * 16 and len(straight["steps"]) == 5
+    assert again == straight
+    other = what_it_made(execute(project, "other", "--set", "seed=1"))
+    assert other["rollouts"] != straight["rollouts"] and other["weights"] != straight["weights"]
+
+
+def test_a_run_that_was_killed_and_resumed_makes_what_a_straight_one_makes(
+    project: Path, straight: dict[str, Any]
+) -> None:
+    output = execute_and_kill(project, "killed", 3)
+    execute(project, "killed", "--resume")
+    assert what_it_made(output) == straight
+    balance = balance_books(read_trace(output / "trace.jsonl"), output)
+    assert balance.is_balanced and balance.legs == 2 and balance.trainers[0].trained == 5 * 16
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("policies.system=disaggregated", "algorithm.kl_coefficient=0.1"),
+        ("policies.system=stream-sync", "algorithm.correction=decoupled"),
+    ],
+)
+def test_passes_that_come_before_training_are_the_same_too(
+    project: Path, changes: tuple[str, ...]
+) -> None:
+    words = [word for change in (*changes, "algorithm.steps=3") for word in ("--set", change)]
+    name = changes[0].partition("=")[2] + changes[1].partition("=")[2]
+    one, other = (what_it_made(execute(project, f"{name}-{n}", *words)) for n in (1, 2))
+    assert one == other
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("policies.system=stream-async", "policies.system must be one that .*, got 'stream-async'"),
+        ("policies.max_staleness=1", "policies.max_staleness must be one that .*, got 1"),
+        ("policies.consumption=greedy", "policies.consumption must be 'strict-fifo' .* 'greedy'"),
+        ("rollout.backend=transformers", "rollout.backend must be 'static' .*'transformers'"),
+        ("rollout.max_running=4", "rollout.max_running must be 1 .*, got 4"),
+        ("execute.device=cuda", "execute.device must be 'cpu' .*, got 'cuda'"),
+        ("execute.threads=2", "execute.threads must be 1 .*, got 2"),
+    ],
+)
+def test_what_cannot_be_deterministic_is_refused_in_a_line(
+    project: Path, change: str, told: str
+) -> None:
+    output = project / "refused"
+    done = streamrl(
+        "execute", project / "run.toml", "--set", f"execute.output={output}", "--set", change
+    )
+    assert done.returncode == 2 and re.search(told, done.stderr), done.stderr
+    assert done.stderr.count("\n") == 1 and not output.exists()
+    run = load_run(project / "run.toml", ("execute.deterministic=false", change))
+    if "cuda" not in change:
+        check_back_ends(run)
