@@ -38,6 +38,7 @@ class Replica:
     def __init__(self, around: Surroundings, replica_id: int, version: int, kind: int = 0) -> None:
         """Begin to serve `version`, as a replica of a kind."""
         self._env = around.env
+        self._time = around.cores.time_of("generating")
         self._costs = around.costs.of_kind(kind)
         self._rollouts = around.rollouts
         self._emit = around.emit
@@ -116,7 +117,7 @@ class Replica:
                 if self._load is not None and not (self._load.drain and self._running):
                     yield from self._load_weights(self._load)
                 elif (prefill_time := self._admit()) is not None:
-                    yield self._env.timeout(prefill_time)
+                    yield self._time.work(prefill_time)
                     self._end_finished()
                 elif self._running:
                     yield from self._decode()
@@ -124,10 +125,10 @@ class Replica:
                     self._idle = self._env.event()
                     yield self._idle
         except simpy.Interrupt:
-            return  # stopped
+            self._time.leave()  # stopped
 
     def _load_weights(self, command: LoadWeights) -> Generator[simpy.Event, Any, None]:
-        yield self._env.timeout(self._costs.load_time)
+        yield self._time.work(self._costs.load_time)
         self._load = None
         self.version = command.version
         self._emit(WeightsLoaded(self.id, command.version, self._costs.load_time))
@@ -216,16 +217,15 @@ class Replica:
         steps = min(self._next_finish() - self._step, room)
         if self._queue and self._num_stale_places():
             steps = min(steps, self._freed_at + self._costs.refill_passes - self._step)
-        began_at = self._env.now
         self._is_decoding = True
         try:
-            yield self._env.timeout(self._time_of(steps))
+            yield self._time.work(self._time_of(steps))
         except simpy.Interrupt:
             if self.has_stopped:
                 raise
-            elapsed = self._env.now - began_at
-            steps = min(steps, self._steps_in(elapsed))
-            yield self._env.timeout(max(0.0, self._time_of(steps) - elapsed))
+            done = self._time.leave()
+            steps = min(steps, self._steps_in(done))
+            yield self._time.work(max(0.0, self._time_of(steps) - done))
         self._is_decoding = False
         self._advance(steps)
         self._end_finished()
@@ -243,7 +243,7 @@ class Replica:
         return steps * curve.base[num_running] + curve.per_context_token[num_running] * context
 
     def _steps_in(self, elapsed: float) -> int:
-        """Decode steps after `elapsed` seconds, the one under way counted: the inverse of `_time_of`."""
+        """Decode steps after `elapsed` seconds of work, the one under way counted: the inverse of `_time_of`."""
         curve, num_running = self._costs.decode, len(self._running)
         per_token = curve.per_context_token[num_running]
         slope = per_token * num_running / 2

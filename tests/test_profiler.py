@@ -45,6 +45,8 @@ def test_a_profile_has_every_table_and_says_what_it_was_taken_on(profile: Path) 
     assert (found.gpu, found.dtype, found.backend) == ("cpu", "float32", "transformers")
     assert not found.shares_prefixes and found.pads_context
     assert found.host.threads == 1 and found.host.cores >= 1 and found.host.cpu
+    (shared,) = found.sharing
+    assert (shared.generating, shared.training) == (1, 1) and shared.train is not None
     assert {"python", "torch", "transformers"} <= set(found.versions)
 
 

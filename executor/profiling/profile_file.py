@@ -6,13 +6,15 @@ import datetime
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from executor.execute import facts
 from executor.profiling.measurements import Limits, full_plan, quick_plan
-from executor.profiling.profiler import Readings, Setup, Watch, measure
+from executor.profiling.profiler import Setup, Watch, measure
+from executor.profiling.readings import Readings
 from executor.rollout.transformers_engine import PREFILL_TOKENS
 from streamrl.hardware.machine_profile import (
     CallRow,
@@ -26,6 +28,7 @@ from streamrl.hardware.machine_profile import (
     PassRow,
     PrefillRow,
     Seconds,
+    SharingRow,
     shape_digest,
 )
 from streamrl.hardware.profiles import load_gpu, load_model
@@ -48,13 +51,16 @@ def make_setup(
         raise ValueError(f"{model} is no model directory: it has no config.json")
     load_gpu(gpu)
     load_model(ModelConfig(path=str(model)))
+    plan = quick_plan(limits) if is_quick else full_plan(limits)
+    if gpu != "cpu":
+        plan = replace(plan, companies=[])  # each role has GPUs of its own
     return Setup(
         model=str(model),
         dtype=dtype,
         device="cpu" if gpu == "cpu" else "cuda",
         threads=threads,
         limits=limits,
-        plan=quick_plan(limits) if is_quick else full_plan(limits),
+        plan=plan,
     )
 
 
@@ -106,6 +112,15 @@ def to_profile(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
         optimizer=Once(seconds=quartiles(readings.optimizer)),
         push=Moved(bytes=readings.num_bytes, seconds=quartiles(readings.push)),
         load=Moved(bytes=readings.num_bytes, seconds=quartiles(readings.load)),
+        sharing=tuple(
+            SharingRow(
+                generating=key[0],
+                training=key[1],
+                generation=quartiles(shares),
+                train=quartiles(readings.training[key]) if key[1] else None,
+            )
+            for key, shares in sorted(readings.generation.items())
+        ),
     )
 
 

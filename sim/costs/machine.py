@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sim.costs.curves import DecodeCurve
+from sim.costs.sharing import CoreSharing
 from sim.costs.sync import SyncCosts
 from sim.costs.training.line import Line, SerialLine
 from streamrl.hardware.machine_fit import (
@@ -105,6 +106,7 @@ class MachineCosts:
     pads_context: bool
     tokens_per_pass: float
     refill_passes: int
+    sharing: CoreSharing | None
     provenance: Provenance
     """Of every operation but `decode`, which has its own."""
 
@@ -133,6 +135,7 @@ class MachineCosts:
             pads_context=profile.pads_context,
             tokens_per_pass=profile.prefill_tokens + run.rollout.max_running,
             refill_passes=profile.refill_passes,
+            sharing=CoreSharing.of(profile.sharing, profile.host),
             provenance=measured,
         )
 
@@ -152,6 +155,9 @@ def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
         notes.append(f"decode extrapolated from {most} to {running} rollouts")
     if wanted > longest:
         notes.append(f"decode extrapolated from {longest:.0f} to {wanted} tokens of a rollout")
+    roles = run.rollout.num_replicas + run.num_trainers
+    if profile.gpu == "cpu" and not profile.sharing and roles > 1:
+        notes.append(f"{roles} roles as if none slowed another down, which was not measured")
     return notes
 
 

@@ -11,6 +11,7 @@ Every `seconds` is [lower quartile, median, upper quartile] of the repeats. Tabl
 | score    | a forward pass over the same                                                       |
 | call     | what a call of the trainer takes beside its passes, for `tokens` of rollouts sent  |
 | optimizer, push, load | an optimizer step; weights out of the trainer; weights into a replica |
+| sharing  | speeds of roles that compute at the same time on one host's cores, as shares of those alone |
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ DIGEST_LENGTH = 16  # hex digits: chance never makes two shapes alike
 
 Seconds = tuple[float, float, float]
 """Lower quartile, median and upper quartile."""
+Shares = Seconds
+"""The same of shares."""
 
 
 class MeasuredModel(ProfileTable, frozen=True, kw_only=True):
@@ -119,6 +122,18 @@ class Moved(ProfileTable, frozen=True, kw_only=True):
     seconds: Seconds
 
 
+class SharingRow(ProfileTable, frozen=True, kw_only=True, omit_defaults=True):
+    """What is left of the speeds of roles that compute at the same time, in shares of their speeds alone."""
+
+    generating: int
+    """Replicas that decode."""
+    training: int = 0
+    """Trainers that train beside them: one, or none."""
+    generation: Shares
+    train: Shares | None = None
+    """None where nobody trains."""
+
+
 class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     """A whole profile."""
 
@@ -152,6 +167,8 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     optimizer: Once
     push: Moved
     load: Moved
+    sharing: tuple[SharingRow, ...] = ()
+    """Empty where it was not measured: on GPUs, or by an earlier version."""
 
 
 def shape_digest(shape: ModelShape) -> str:
@@ -201,6 +218,20 @@ def find_problems(profile: MeasuredProfile) -> Iterator[str]:
             yield from _row_problems(f"{name} row {number}", row)
     for name in ("optimizer", "push", "load"):
         yield from _row_problems(name, getattr(profile, name))
+    for number, shared in enumerate(profile.sharing, start=1):
+        yield from _sharing_problems(f"sharing row {number}", shared)
+
+
+def _sharing_problems(where: str, row: SharingRow) -> Iterator[str]:
+    if row.generating < 1:
+        yield f"{where}: generating must be at least 1, got {row.generating}"
+    if row.training not in (0, 1):
+        yield f"{where}: training must be 0 or 1, got {row.training}"
+    elif (row.train is None) == bool(row.training):
+        yield f"{where}: train must be there if training is 1, and only then"
+    yield from _seconds_problems(f"{where}: generation", row.generation)
+    if row.train is not None:
+        yield from _seconds_problems(f"{where}: train", row.train)
 
 
 def _row_problems(where: str, row: ProfileTable) -> Iterator[str]:
