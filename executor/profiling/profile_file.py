@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
+from executor.carriers.local_cores import usable_cores
 from executor.execute import facts
 from executor.profiling.measurements import Limits, full_plan, quick_plan
 from executor.profiling.profiler import Setup, Watch, measure
 from executor.profiling.readings import Readings
 from executor.rollout.transformers_engine import PREFILL_TOKENS
+from streamrl.hardware.host_cores import threads_of_each
 from streamrl.hardware.machine_profile import (
     CallRow,
     DecodeRow,
@@ -40,9 +41,9 @@ LEAST_JOINS = 3
 
 
 def make_setup(
-    model: Path, *, gpu: str, dtype: str, threads: int, limits: Limits, is_quick: bool
+    model: Path, *, gpu: str, dtype: str, threads: int | None, limits: Limits, is_quick: bool
 ) -> Setup:
-    """Say what to measure.
+    """Say what to measure; without `threads` a replica and a trainer on the CPU share its cores.
 
     Raises:
         ValueError: no model directory, or an unknown GPU, with the closest names.
@@ -58,7 +59,7 @@ def make_setup(
         model=str(model),
         dtype=dtype,
         device="cpu" if gpu == "cpu" else "cuda",
-        threads=threads,
+        threads=threads or (threads_of_each(usable_cores(), 2) if gpu == "cpu" else 1),
         limits=limits,
         plan=plan,
     )
@@ -160,8 +161,7 @@ def _host(setup: Setup) -> Host:
         device = torch.cuda.get_device_name()
     else:
         device = cpu
-    cores = len(os.sched_getaffinity(0))
-    return Host(cpu=cpu, cores=cores, threads=setup.threads, device=device)
+    return Host(cpu=cpu, cores=usable_cores(), threads=setup.threads, device=device)
 
 
 def _cpu_name() -> str:

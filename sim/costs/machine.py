@@ -10,6 +10,7 @@ from sim.costs.curves import DecodeCurve
 from sim.costs.sharing import CoreSharing
 from sim.costs.sync import SyncCosts
 from sim.costs.training.line import Line, SerialLine
+from streamrl.hardware.host_cores import threads_of_each
 from streamrl.hardware.machine_fit import (
     MEDIAN,
     PassFit,
@@ -156,6 +157,9 @@ def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
     if wanted > longest:
         notes.append(f"decode extrapolated from {longest:.0f} to {wanted} tokens of a rollout")
     roles = run.rollout.num_replicas + run.num_trainers
+    threads = run.execute.threads or threads_of_each(profile.host.cores, roles)
+    if profile.gpu == "cpu" and threads != profile.host.threads:
+        notes.append(f"measured with {profile.host.threads} threads a role, not {threads}")
     if profile.gpu == "cpu" and not profile.sharing and roles > 1:
         notes.append(f"{roles} roles as if none slowed another down, which was not measured")
     return notes

@@ -60,8 +60,9 @@ class ExecuteConfig(Section, frozen=True, kw_only=True):
     """Run directory: trace, metrics, rollouts, checkpoints."""
     checkpoint_every: int = 50
     """Steps between checkpoints; the last step is always saved."""
-    threads: int = 1
-    """CPU threads of each worker process."""
+    threads: int | None = None
+    """CPU threads of each worker process; where absent the cores of the machine, dealt evenly to roles that compute on them,
+    and one for each that has a GPU."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1" (every role on that GPU), or "auto": a GPU where the pool has any."""
     patience: Duration = Duration(60.0)
