@@ -251,10 +251,15 @@ class Replica:
         steps = 2 * elapsed / (first + sqrt(first * first + 4 * slope * elapsed))
         return ceil(steps - ROUNDING)
 
-    def _attended(self) -> int:
-        """Return the tokens that the next decode step attends to."""
-        if not self._costs.pads_context:
+    def _attended(self) -> float:
+        """Return the tokens that the next decode step pays for."""
+        share = self._costs.padded_share
+        if not share:
             return self._context
+        return self._context + share * (self._padded() - self._context)
+
+    def _padded(self) -> int:
+        """Return the tokens that there would be if every running rollout were as long as the longest."""
         by_length = self._by_length
         while True:
             ahead, rollout = by_length[0]
@@ -279,7 +284,7 @@ class Replica:
         attempt.finish_at = self._step + attempt.length - attempt.done
         self._running[attempt.rollout] = attempt
         heappush(self._finishing, (attempt.finish_at, attempt.rollout))
-        if self._costs.pads_context:
+        if self._costs.padded_share:
             heappush(self._by_length, (-attempt.ahead, attempt.rollout))
         self._context += attempt.prompt_tokens + attempt.done
         self._cache.enter(attempt, fresh + num_new)

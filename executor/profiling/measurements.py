@@ -48,6 +48,8 @@ class Measurements:
     repeats: int
     decode: list[tuple[int, int]]
     """(rollouts, tokens of context)"""
+    mixed: list[tuple[int, int]]
+    """(rollouts, how many of them are as long as may be), the others short"""
     prefill: list[tuple[int, int]]
     """(rollouts, tokens of a prefix)"""
     join: list[tuple[int, int, int]]
@@ -86,6 +88,7 @@ def _plan(
     return Measurements(
         repeats=repeats,
         decode=[(b, context) for b in batches for context in lengths],
+        mixed=[(b, long) for b in running if b > 1 for long in sorted({1, b // 2})],
         prefill=_prefixes(limits, lengths),
         join=[
             (b, max(1, b // 8), length)

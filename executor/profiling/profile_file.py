@@ -24,6 +24,7 @@ from streamrl.hardware.machine_profile import (
     JoinRow,
     MeasuredModel,
     MeasuredProfile,
+    MixedRow,
     Moved,
     Once,
     PassRow,
@@ -99,6 +100,7 @@ def to_profile(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
             )
             for key, seconds in sorted(readings.decode.items())
         ],
+        mixed=_mixed_rows(readings) if readings.pads_context else (),
         prefill=[
             PrefillRow(rollouts=n, tokens=tokens, seconds=quartiles(seconds))
             for (n, tokens), seconds in sorted(readings.prefill.items())
@@ -129,6 +131,16 @@ def quartiles(seconds: Sequence[float]) -> Seconds:
     """Return lower quartile, median and upper quartile."""
     low, median, high = np.percentile(seconds, QUARTILES).tolist()
     return low, median, high
+
+
+def _mixed_rows(readings: Readings) -> tuple[MixedRow, ...]:
+    rows = []
+    for key, seconds in sorted(readings.mixed.items()):
+        context, longest = np.mean(readings.mixed_context[key], axis=0).tolist()
+        rows.append(
+            MixedRow(running=key[0], context=context, longest=longest, seconds=quartiles(seconds))
+        )
+    return tuple(rows)
 
 
 def _join_rows(readings: Readings) -> list[JoinRow]:

@@ -65,7 +65,7 @@ def measure(setup: Setup, watch: Watch) -> Readings:
 
 def num_points(plan: Measurements) -> int:
     """Return how often `watch` will be called."""
-    replica = len(plan.decode) + len(plan.prefill) + len(plan.join) + 1
+    replica = len(plan.decode) + len(plan.mixed) + len(plan.prefill) + len(plan.join) + 1
     trainer = len(plan.passes) + len(plan.calls) + 1
     return plan.repeats * (replica + trainer + len(plan.passes) + len(plan.companies))
 
@@ -89,11 +89,11 @@ async def _measure(setup: Setup, watch: Watch) -> Readings:
                 await bench.time_replica(replica)
                 await bench.time_sync(replica, trainer)
                 await bench.time_trainer(trainer)
+            if setup.plan.companies:
+                await bench.time_companies(replica, trainer)
         async with bench.trainer("decoupled") as scorer:
             for _ in range(setup.plan.repeats):
                 await bench.time_scores(scorer)
-        if setup.plan.companies:
-            await bench.time_companies()
     return readings
 
 
@@ -178,6 +178,9 @@ class _Bench:
         for point in self._plan.decode:
             await self._time_decode(replica, *point)
             self._watch("decode")
+        for point in self._plan.mixed:
+            await self._time_mixed(replica, *point)
+            self._watch("mixed")
         for point in self._plan.prefill:
             await self._time_prefill(replica, *point)
             self._watch("prefill")
@@ -200,6 +203,21 @@ class _Bench:
             if one.running == running and not one.prefixes:
                 self._readings.decode[key].append(one.seconds)
                 self._readings.decode_context[key].append(one.context / running)
+
+    async def _time_mixed(self, replica: TimedReplicaRole, running: int, num_long: int) -> None:
+        """Let rollouts decode of which some have as many tokens as may be, and the others few."""
+        longest = self._limits.max_context
+        lead = (num_long * longest + running * SHORT) // PREFILL_TOKENS + 1
+        steps = WINDOW + lead
+        await asyncio.gather(
+            self._generate(replica, num_long, max(1, longest - steps), steps),
+            self._generate(replica, running - num_long, SHORT, steps),
+        )
+        key = (running, num_long)
+        for one in await replica.passes():
+            if one.running == running and not one.prefixes:
+                self._readings.mixed[key].append(one.seconds)
+                self._readings.mixed_context[key].append((one.context / running, one.longest))
 
     async def _time_prefill(self, replica: TimedReplicaRole, rollouts: int, tokens: int) -> None:
         await self._generate(replica, rollouts, tokens, 2)  # the pass after marks the end of it
@@ -258,14 +276,14 @@ class _Bench:
 
     # Roles side by side ---------------------------------------------------------------------------
 
-    async def time_companies(self) -> None:
+    async def time_companies(self, first: TimedReplicaRole, trainer: TimedTrainerRole) -> None:
         """Measure what roles lose that compute at the same time, each round after each of them alone."""
         most = max(generating for generating, _ in self._plan.companies)
         async with contextlib.AsyncExitStack() as roles:
-            replicas = [await roles.enter_async_context(self.replica()) for _ in range(most)]
-            trainer = await roles.enter_async_context(self.trainer("token-tis"))
-            for replica in replicas:
+            more = [await roles.enter_async_context(self.replica()) for _ in range(most - 1)]
+            for replica in more:
                 await self.warm_up(replica, trainer)
+            replicas = [first, *more]
             generate = [partial(self._decode_on, replica) for replica in replicas]
             train = partial(self._train_on, trainer)
             for _ in range(self._plan.repeats):

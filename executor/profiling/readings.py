@@ -14,6 +14,12 @@ class Readings:
     decode_context: dict[tuple[int, int], list[float]] = field(
         default_factory=lambda: defaultdict(list)
     )
+    mixed: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    """By (running, how many of them are long)."""
+    mixed_context: dict[tuple[int, int], list[tuple[float, int]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    """Mean and longest context of each."""
     prefill: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     join: dict[tuple[int, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     """By (running, joining, tokens)."""

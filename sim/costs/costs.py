@@ -47,8 +47,9 @@ class Costs(TrainerCosts):
     cache_transfer: CacheTransfer
     rides_along: bool = False
     """Whether running rollouts make a token in a pass that prefills for others."""
-    pads_context: bool = False
-    """Whether a decode step takes as long as if every running rollout were as long as the longest."""
+    padded_share: float = 0.0
+    """Share of what a token of context costs that a decode step pays for each of a running rollout as long as the longest;
+    the rest it pays for those that there are."""
     tokens_per_pass: float = inf
     """Tokens that one forward pass of a replica takes: one of each running rollout, the rest of prefixes."""
     refill_passes: int = 0
@@ -197,7 +198,7 @@ def _with_machine(costs: Costs, machine: MachineCosts) -> Costs:
         sync=machine.sync,
         training=machine.training,
         rides_along=True,
-        pads_context=machine.pads_context,
+        padded_share=machine.padded_share,
         tokens_per_pass=machine.tokens_per_pass,
         refill_passes=machine.refill_passes,
         sharing=machine.sharing,

@@ -16,6 +16,7 @@ from streamrl.hardware.machine_fit import (
     PassFit,
     fit_decode,
     fit_line,
+    fit_padded_share,
     fit_passes,
     fit_prefill,
 )
@@ -104,7 +105,7 @@ class MachineCosts:
     prefill: MeasuredPrefill
     sync: SyncCosts
     training: MeasuredTraining
-    pads_context: bool
+    padded_share: float
     tokens_per_pass: float
     refill_passes: int
     sharing: CoreSharing | None
@@ -133,12 +134,19 @@ class MachineCosts:
             prefill=MeasuredPrefill(fit_prefill(profile.prefill, profile.join), measured),
             sync=_sync(profile, measured),
             training=_training(profile, run),
-            pads_context=profile.pads_context,
+            padded_share=_padded_share(profile),
             tokens_per_pass=profile.prefill_tokens + run.rollout.max_running,
             refill_passes=profile.refill_passes,
             sharing=CoreSharing.of(profile.sharing, profile.host),
             provenance=measured,
         )
+
+
+def _padded_share(profile: MeasuredProfile) -> float:
+    if not profile.mixed:
+        return float(profile.pads_context)
+    most = max(row.running for row in (*profile.mixed, *profile.decode))
+    return fit_padded_share(profile.mixed, fit_decode(profile.decode, most))
 
 
 def _source(profile: MeasuredProfile, path: Path) -> str:

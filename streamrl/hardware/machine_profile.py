@@ -5,6 +5,7 @@ Every `seconds` is [lower quartile, median, upper quartile] of the repeats. Tabl
 | table    | one row is                                                                        |
 |----------|-----------------------------------------------------------------------------------|
 | decode   | a decode step of `running` rollouts with `context` tokens each                     |
+| mixed    | a decode step of `running` rollouts of `context` tokens on average, `longest` at most |
 | prefill  | a pass that computes `rollouts` prefixes of `tokens` each, and nothing else        |
 | join     | the same beside a decode step, and the decode steps around it alone                |
 | train    | a forward and backward pass over `rollouts` of `tokens` each, padding included     |
@@ -64,6 +65,17 @@ class DecodeRow(ProfileTable, frozen=True, kw_only=True):
     running: int
     context: float
     """Tokens of each running rollout, prompt included."""
+    seconds: Seconds
+
+
+class MixedRow(ProfileTable, frozen=True, kw_only=True):
+    """One point of the decode step where rollouts differ in length."""
+
+    running: int
+    context: float
+    """Tokens of a running rollout, on average."""
+    longest: float
+    """Tokens of the longest."""
     seconds: Seconds
 
 
@@ -167,6 +179,9 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     optimizer: Once
     push: Moved
     load: Moved
+    mixed: tuple[MixedRow, ...] = ()
+    """Empty where contexts are not padded, or an earlier version measured: then a step that pads costs what it would
+    if all were as long as the longest."""
     sharing: tuple[SharingRow, ...] = ()
     """Empty where it was not measured: on GPUs, or by an earlier version."""
 
@@ -218,6 +233,10 @@ def find_problems(profile: MeasuredProfile) -> Iterator[str]:
             yield from _row_problems(f"{name} row {number}", row)
     for name in ("optimizer", "push", "load"):
         yield from _row_problems(name, getattr(profile, name))
+    for number, mixed in enumerate(profile.mixed, start=1):
+        yield from _row_problems(f"mixed row {number}", mixed)
+        if mixed.longest < mixed.context:
+            yield f"mixed row {number}: longest must be at least context={mixed.context}, got {mixed.longest}"
     for number, shared in enumerate(profile.sharing, start=1):
         yield from _sharing_problems(f"sharing row {number}", shared)
 
