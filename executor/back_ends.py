@@ -145,4 +145,6 @@ def _limits_of_determinism(run: Run) -> Iterator[Limit]:
         yield Limit("execute.device", run.execute.device, device == "cpu", f"'cpu' {where}")
     trains_on = device_of(run, run.trainer.pool)
     yield Limit("execute.device", run.execute.device, trains_on == "cpu", f"'cpu' {where}")
-    yield Limit("execute.threads", run.execute.threads, run.execute.threads == 1, f"1 {where}")
+    yield Limit(
+        "execute.threads", run.execute.threads, run.execute.threads in (None, 1), f"1 {where}"
+    )

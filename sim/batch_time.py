@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import simpy
 from msgspec.structs import replace
 
+from sim.cores import Cores
 from sim.costs.costs import Costs
 from sim.replica import Replica
 from sim.surroundings import DrawnRollout, rollouts_of
@@ -148,6 +149,7 @@ class _Alone:
 
     def __init__(self, run: Run, costs: Costs, rollouts: Mapping[int, DrawnRollout]) -> None:
         self.env = _OneProcess()
+        self.cores = Cores(self.env)
         self.run_file = run
         self.costs = costs
         self.rollouts = rollouts

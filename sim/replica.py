@@ -38,6 +38,7 @@ class Replica:
     def __init__(self, around: Surroundings, replica_id: int, version: int, kind: int = 0) -> None:
         """Begin to serve `version`, as a replica of a kind."""
         self._env = around.env
+        self._time = around.cores.time_of("generating")
         self._costs = around.costs.of_kind(kind)
         self._rollouts = around.rollouts
         self._emit = around.emit
@@ -119,7 +120,7 @@ class Replica:
                 if self._load is not None and not (self._load.drain and self._running):
                     yield from self._load_weights(self._load)
                 elif (prefill_time := self._admit()) is not None:
-                    yield self._env.timeout(prefill_time)
+                    yield self._time.work(prefill_time)
                     self._end_finished()
                 elif self._running:
                     yield from self._decode()
@@ -127,10 +128,10 @@ class Replica:
                     self._idle = self._env.event()
                     yield self._idle
         except simpy.Interrupt:
-            return  # stopped
+            self._time.leave()  # stopped
 
     def _load_weights(self, command: LoadWeights) -> Generator[simpy.Event, Any, None]:
-        yield self._env.timeout(self._costs.load_time)
+        yield self._time.work(self._costs.load_time)
         self._load = None
         self.version = command.version
         self._emit(WeightsLoaded(self.id, command.version, self._costs.load_time))
@@ -222,16 +223,15 @@ class Replica:
         steps = min(self._next_finish() - self._step, room)
         if self._queue and self._num_stale_places():
             steps = min(steps, self._freed_at + self._costs.refill_passes - self._step)
-        began_at = self._env.now
         self._is_decoding = True
         try:
-            yield self._env.timeout(self._time_of(steps))
+            yield self._time.work(self._time_of(steps))
         except simpy.Interrupt:
             if self.has_stopped:
                 raise
-            elapsed = self._env.now - began_at
-            steps = min(steps, self._steps_in(elapsed))
-            yield self._env.timeout(max(0.0, self._time_of(steps) - elapsed))
+            done = self._time.leave()
+            steps = min(steps, self._steps_in(done))
+            yield self._time.work(max(0.0, self._time_of(steps) - done))
         self._is_decoding = False
         self._advance(steps)
         self._end_finished()
@@ -249,7 +249,7 @@ class Replica:
         return steps * curve.base[num_running] + curve.per_context_token[num_running] * context
 
     def _steps_in(self, elapsed: float) -> int:
-        """Decode steps after `elapsed` seconds, the one under way counted: the inverse of `_time_of`."""
+        """Decode steps after `elapsed` seconds of work, the one under way counted: the inverse of `_time_of`."""
         curve, num_running = self._costs.decode, len(self._running)
         per_token = curve.per_context_token[num_running]
         slope = per_token * num_running / 2
@@ -257,10 +257,15 @@ class Replica:
         steps = 2 * elapsed / (first + sqrt(first * first + 4 * slope * elapsed))
         return ceil(steps - ROUNDING)
 
-    def _attended(self) -> int:
-        """Return the tokens that the next decode step attends to."""
-        if not self._costs.pads_context:
+    def _attended(self) -> float:
+        """Return the tokens that the next decode step pays for."""
+        share = self._costs.padded_share
+        if not share:
             return self._context
+        return self._context + share * (self._padded() - self._context)
+
+    def _padded(self) -> int:
+        """Return the tokens that there would be if every running rollout were as long as the longest."""
         by_length = self._by_length
         while True:
             ahead, rollout = by_length[0]
@@ -285,7 +290,7 @@ class Replica:
         attempt.finish_at = self._step + attempt.length - attempt.done
         self._running[attempt.rollout] = attempt
         heappush(self._finishing, (attempt.finish_at, attempt.rollout))
-        if self._costs.pads_context:
+        if self._costs.padded_share:
             heappush(self._by_length, (-attempt.ahead, attempt.rollout))
         self._context += attempt.prompt_tokens + attempt.done
         self._cache.enter(attempt, fresh + num_new)

@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 import simpy
 
+from sim.cores import Cores
 from sim.costs.costs import Costs
 from streamrl.engine.messages import Event
 from streamrl.runfile.config import Run
@@ -20,6 +21,11 @@ class Surroundings(Protocol):
     @property
     def env(self) -> simpy.Environment:
         """Simulated time."""
+        ...
+
+    @property
+    def cores(self) -> Cores:
+        """What roles compute on."""
         ...
 
     @property

@@ -37,6 +37,7 @@ class Trainer:
         self._start_time = around.run_file.trainers[trainer_id].start_time
         self._inbox = simpy.Store(around.env)
         self._line = costs.line()
+        self._time = around.cores.time_of("training")
         self._under_way: deque[Command] = deque()
         self.id = trainer_id
         self.has_stopped = False
@@ -82,10 +83,10 @@ class Trainer:
                 work: Work = yield self._inbox.get()
                 yield from work
         except simpy.Interrupt:
-            return  # stopped
+            self._time.leave()  # stopped
 
     def _work(self, seconds: float, event: Event) -> Work:
-        yield self._around.env.timeout(seconds)
+        yield self._time.work(seconds)
         self._under_way.popleft()
         self._around.emit(event)
 

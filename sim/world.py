@@ -9,6 +9,7 @@ from typing import Any, assert_never
 
 import simpy
 
+from sim.cores import Cores
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_policies
 from sim.costs.trainer_costs import TrainerCosts
@@ -105,6 +106,7 @@ class SimWorld(World[Trace]):
         self.run_file = run
         self.costs = costs
         self.env = simpy.Environment()
+        self.cores = Cores(self.env, costs.sharing)
         self.steps = trace.steps
         self._drawn = Drawn(run.num_trainers)
         self._stepping: dict[int, tuple[int, ...]] = {}

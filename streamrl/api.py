@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from sim.studies.efficiency import operator_efficiency, training_mfu
     from sim.studies.pair import compare_runs
     from sim.studies.replica_speed import study_generation
+    from sim.studies.rerun import rerun
     from streamrl.hardware.profiles import load_model
     from streamrl.record.metrics import measure
     from streamrl.record.trace import read_trace
@@ -37,6 +38,7 @@ PLACES = {
     "simulate": "sim.steady_state:simulate_steady",
     "compare_runs": "sim.studies.pair:compare_runs",
     "against_report": "streamrl.report.against_report:against_report",
+    "rerun": "sim.studies.rerun:rerun",
     "read_trace": "streamrl.record.trace:read_trace",
     "timeline_figure": "streamrl.report.figures:timeline_figure",
     "measure": "streamrl.record.metrics:measure",
@@ -75,6 +77,7 @@ __all__ = [
     "read_bubbles",
     "read_trace",
     "report",
+    "rerun",
     "share_figure",
     "simulate",
     "study_generation",

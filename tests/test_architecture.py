@@ -143,7 +143,7 @@ LAYERS = {
         *("api", "cli"),
     ),
     "sim": (
-        *("costs", "surroundings", "attempt", "admission"),
+        *("costs", "cores", "surroundings", "attempt", "admission"),
         *("replica", "trainer", "transfer", "verifier", "failures", "drawn"),
         *("step_trace", "world", "steady_state"),
         *("batch_time", "parallel", "studies", "planner", "checkup", "fidelity"),

@@ -7,15 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from sim.costs.costs import Costs
 from sim.costs.machine import padded_passes
 from sim.world import SimWorld, simulate
 from streamrl.engine.messages import DrawnGroup, Generate, Generated, PromptsDrawn, Train, Verified
-from streamrl.hardware.machine_fit import fit_decode, fit_passes, fit_positive, fit_prefill
+from streamrl.hardware.machine_fit import (
+    fit_decode,
+    fit_padded_share,
+    fit_passes,
+    fit_positive,
+    fit_prefill,
+)
 from streamrl.hardware.machine_profile import (
     DecodeRow,
     MeasuredProfile,
+    MixedRow,
     read_measured,
     write_measured,
 )
@@ -308,6 +316,49 @@ def test_attention_that_pads_takes_every_rollout_for_the_longest(
     times = replica_times(run, [5, 2, 2], prompt=10)
     joined = ALONE + prefix_time(2, 10) + step(2, 22) + step(1, 12) + prefix_time(1, 10)
     assert times[2] == pytest.approx(joined + step(2, 26), rel=1e-4)  # 13 and 11 tokens, padded
+
+
+def mixed_rows(share: float) -> tuple[MixedRow, ...]:
+    """Return steps of which so much of the cost of context is that of the longest rollout."""
+    rows = []
+    for running, context, longest in ((4, 30.0, 90.0), (16, 50.0, 250.0), (16, 150.0, 250.0)):
+        attended = running * (context + share * (longest - context))
+        seconds = around(base(running) + slope(running) * attended)
+        rows.append(MixedRow(running=running, context=context, longest=longest, seconds=seconds))
+    return tuple(rows)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_a_step_of_mixed_contexts_pays_for_padding_as_far_as_was_measured(
+    share: float, model: Path, tmp_path: Path
+) -> None:
+    path = written(make_profile(model, pads_context=True, mixed=mixed_rows(share)), tmp_path)
+    assert read_measured(path).mixed[1].longest == 250.0
+    run = measured_run(model, path, rollout__max_running=2)
+    assert Costs.load(run).padded_share == pytest.approx(share, abs=1e-3)
+    times = replica_times(run, [5, 2, 2], prompt=10)
+    joined = ALONE + prefix_time(2, 10) + step(2, 22) + step(1, 12) + prefix_time(1, 10)
+    assert times[2] == pytest.approx(joined + step(2, 24 + 2 * share), rel=1e-4)
+
+
+def test_a_padded_share_is_no_less_than_none_and_no_more_than_all() -> None:
+    rows = [
+        DecodeRow(running=b, context=c, seconds=around(base(b) + slope(b) * b * c))
+        for b in (1, 4, 16)
+        for c in (16.0, 256.0)
+    ]
+    fit = fit_decode(rows, 16)
+    assert fit_padded_share(mixed_rows(1.5), fit) == 1.0
+    assert fit_padded_share(mixed_rows(-0.5), fit) == 0.0
+    level = [replace(row, longest=row.context) for row in mixed_rows(0.0)]
+    assert fit_padded_share(level, fit) == 1.0  # nothing is known of padding
+
+
+def test_a_longest_rollout_is_no_shorter_than_the_mean(model: Path, tmp_path: Path) -> None:
+    row = MixedRow(running=4, context=90.0, longest=30.0, seconds=around(1e-3))
+    path = written(make_profile(model, mixed=(row,)), tmp_path)
+    with pytest.raises(ValueError, match=r"mixed row 1: longest must be at least context=90.0"):
+        read_measured(path)
 
 
 def test_a_prompt_is_kept_once_a_rollout_where_prefixes_are_not_shared(

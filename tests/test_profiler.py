@@ -45,6 +45,10 @@ def test_a_profile_has_every_table_and_says_what_it_was_taken_on(profile: Path) 
     assert (found.gpu, found.dtype, found.backend) == ("cpu", "float32", "transformers")
     assert not found.shares_prefixes and found.pads_context
     assert found.host.threads == 1 and found.host.cores >= 1 and found.host.cpu
+    assert all(row.context <= row.longest <= 64 for row in found.mixed)
+    assert [row.running for row in found.mixed] == [3]
+    (shared,) = found.sharing
+    assert (shared.generating, shared.training) == (1, 1) and shared.train is not None
     assert {"python", "torch", "transformers"} <= set(found.versions)
 
 
@@ -83,4 +87,5 @@ def test_a_full_plan_reaches_the_limits_and_stays_within_them() -> None:
     assert {running for running, _ in plan.decode} >= {1, 2, 4, 8, 16}
     assert all(context < 300 for _, context in plan.decode)
     assert all(rollouts * tokens <= 1000 for rollouts, tokens in plan.passes)
+    assert all(0 < long < running for running, long in plan.mixed)
     assert all(running + joining <= 24 for running, joining, _ in plan.join)

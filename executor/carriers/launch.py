@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from executor.carriers.handles import Handle, InProcess, LocalProcess
+from executor.carriers.local_cores import threads_of
 from executor.carriers.local_gpus import LocalGpus, device_of
 from executor.carriers.placement import Place, Placement
 from executor.record import RunDirectory
@@ -72,7 +73,7 @@ class Launcher:
         return {
             "device": device_of(self._run, pool),
             "dtype": self._run.model.dtype,
-            "num_threads": self._run.execute.threads,
+            "num_threads": threads_of(self._run),
             "deterministic": self._run.execute.deterministic,
         }
 
@@ -86,7 +87,7 @@ class Launcher:
 
     def environment(self, place: Place) -> dict[str, str]:
         """Return what the process of a role finds in its environment beside what this one has."""
-        return worker_environment(self._run.execute.threads) | self._gpus.environment(place)
+        return worker_environment(threads_of(self._run)) | self._gpus.environment(place)
 
 
 def worker_environment(threads: int) -> dict[str, str]:

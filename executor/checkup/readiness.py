@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from executor.back_ends import check_back_ends
+from executor.carriers.local_cores import roles_on_cores, threads_of, usable_cores
 from executor.carriers.local_gpus import find_gpus, gpus_needed, say_seen
 from executor.verifier.sandbox import find_gaps
 from executor.verifier.scorers import SCORERS
@@ -47,6 +48,7 @@ def find(run: Run) -> Iterator[Finding]:
         return
     yield from _find_limits(run)
     yield from _find_gpus(run)
+    yield from _find_cores(run)
     yield from _find_sandbox(run)
 
 
@@ -98,6 +100,32 @@ def _find_gpus(run: Run) -> Iterator[Finding]:
     changes: Changes = {"execute.device": "cpu"}
     fix = f"{say(changes)}, or execute it where the GPUs are"
     yield _finding(level, "gpus", text, fix, changes)
+
+
+def _find_cores(run: Run) -> Iterator[Finding]:
+    """Find that roles that compute on the CPU want more cores than there are."""
+    roles, cores = roles_on_cores(run), usable_cores()
+    if not roles:
+        return
+    wanted = roles * threads_of(run)
+    text = f"{roles} roles compute on the CPU, with {threads_of(run)} threads each, and it has {cores} cores"
+    if wanted <= cores:
+        yield _finding("ok", "cores", text)
+        return
+    text += ": each is slower while the others compute"
+    changes = _fewer_roles(run, roles, cores)
+    fix = say(changes) if changes else f"execute it where there are {wanted} cores"
+    yield _finding("warning", "cores", text, fix, changes)
+
+
+def _fewer_roles(run: Run, roles: int, cores: int) -> Changes:
+    """Return a change with which every role has a core for each of its threads, or nothing."""
+    left = run.rollout.replicas - (roles - cores)
+    if roles <= cores:
+        return {"execute.threads": cores // roles}
+    if run.rollout.others or left < 1:
+        return {}
+    return {"rollout.replicas": left}
 
 
 def _find_sandbox(run: Run) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from executor.rollout.transformers_engine import PREFILL_TOKENS
@@ -13,6 +14,8 @@ WINDOW = 16
 """Decode steps at each batch and context: a rollout gains so many tokens, which its context is the mean of."""
 JOIN_STEPS = 96
 """Decode steps beside which prefixes join."""
+COMPANIES = ((1, 1), (2, 0), (2, 1), (3, 0), (3, 1))
+"""(replicas, trainers) that compute at the same time: what more lose is reckoned from these."""
 SHORT = 16
 """Tokens of the shortest prefix measured: what a rollout costs whatever its length shows best here."""
 
@@ -45,6 +48,8 @@ class Measurements:
     repeats: int
     decode: list[tuple[int, int]]
     """(rollouts, tokens of context)"""
+    mixed: list[tuple[int, int]]
+    """(rollouts, how many of them are as long as may be), the others short"""
     prefill: list[tuple[int, int]]
     """(rollouts, tokens of a prefix)"""
     join: list[tuple[int, int, int]]
@@ -53,20 +58,28 @@ class Measurements:
     """(rollouts, tokens of each)"""
     calls: list[tuple[int, int]]
     """(rollouts, tokens of each)"""
+    companies: list[tuple[int, int]]
+    """(replicas that decode, trainers that train), at the same time on the cores of one host"""
 
 
 def full_plan(limits: Limits) -> Measurements:
     """Cover the limits densely enough to interpolate; a few minutes for a small model on a CPU."""
     batches = [b for b in BATCHES if b < limits.max_running] + [limits.max_running]
-    return _plan(limits, 5, batches, NUM_CONTEXTS)
+    return _plan(limits, 5, batches, NUM_CONTEXTS, COMPANIES)
 
 
 def quick_plan(limits: Limits) -> Measurements:
     """Touch every table: for tests, and to see that everything runs."""
-    return _plan(limits, 2, sorted({1, limits.max_running}), 2)
+    return _plan(limits, 2, sorted({1, limits.max_running}), 2, COMPANIES[:1])
 
 
-def _plan(limits: Limits, repeats: int, batches: list[int], num_contexts: int) -> Measurements:
+def _plan(
+    limits: Limits,
+    repeats: int,
+    batches: list[int],
+    num_contexts: int,
+    companies: Sequence[tuple[int, int]],
+) -> Measurements:
     lengths = _spread(SHORT, limits.max_context - WINDOW, num_contexts)
     widths = _spread(SHORT, limits.max_context, num_contexts)
     room = limits.max_tokens_per_pass
@@ -75,6 +88,7 @@ def _plan(limits: Limits, repeats: int, batches: list[int], num_contexts: int) -
     return Measurements(
         repeats=repeats,
         decode=[(b, context) for b in batches for context in lengths],
+        mixed=[(b, long) for b in running if b > 1 for long in sorted({1, b // 2})],
         prefill=_prefixes(limits, lengths),
         join=[
             (b, max(1, b // 8), length)
@@ -84,6 +98,7 @@ def _plan(limits: Limits, repeats: int, batches: list[int], num_contexts: int) -
         ],
         passes=passes,
         calls=[(1, SHORT), (max(1, room // widths[-1]), widths[-1])],
+        companies=[*companies],
     )
 
 

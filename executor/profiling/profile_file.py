@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import datetime
-import os
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from executor.carriers.local_cores import usable_cores
 from executor.execute import facts
 from executor.profiling.measurements import Limits, full_plan, quick_plan
-from executor.profiling.profiler import Readings, Setup, Watch, measure
+from executor.profiling.profiler import Setup, Watch, measure
+from executor.profiling.readings import Readings
 from executor.rollout.transformers_engine import PREFILL_TOKENS
+from streamrl.hardware.host_cores import threads_of_each
 from streamrl.hardware.machine_profile import (
     CallRow,
     DecodeRow,
@@ -21,11 +24,13 @@ from streamrl.hardware.machine_profile import (
     JoinRow,
     MeasuredModel,
     MeasuredProfile,
+    MixedRow,
     Moved,
     Once,
     PassRow,
     PrefillRow,
     Seconds,
+    SharingRow,
     shape_digest,
 )
 from streamrl.hardware.profiles import load_gpu, load_model
@@ -37,9 +42,9 @@ LEAST_JOINS = 3
 
 
 def make_setup(
-    model: Path, *, gpu: str, dtype: str, threads: int, limits: Limits, is_quick: bool
+    model: Path, *, gpu: str, dtype: str, threads: int | None, limits: Limits, is_quick: bool
 ) -> Setup:
-    """Say what to measure.
+    """Say what to measure; without `threads` a replica and a trainer on the CPU share its cores.
 
     Raises:
         ValueError: no model directory, or an unknown GPU, with the closest names.
@@ -48,13 +53,16 @@ def make_setup(
         raise ValueError(f"{model} is no model directory: it has no config.json")
     load_gpu(gpu)
     load_model(ModelConfig(path=str(model)))
+    plan = quick_plan(limits) if is_quick else full_plan(limits)
+    if gpu != "cpu":
+        plan = replace(plan, companies=[])  # each role has GPUs of its own
     return Setup(
         model=str(model),
         dtype=dtype,
         device="cpu" if gpu == "cpu" else "cuda",
-        threads=threads,
+        threads=threads or (threads_of_each(usable_cores(), 2) if gpu == "cpu" else 1),
         limits=limits,
-        plan=quick_plan(limits) if is_quick else full_plan(limits),
+        plan=plan,
     )
 
 
@@ -92,6 +100,7 @@ def to_profile(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
             )
             for key, seconds in sorted(readings.decode.items())
         ],
+        mixed=_mixed_rows(readings) if readings.pads_context else (),
         prefill=[
             PrefillRow(rollouts=n, tokens=tokens, seconds=quartiles(seconds))
             for (n, tokens), seconds in sorted(readings.prefill.items())
@@ -106,6 +115,15 @@ def to_profile(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
         optimizer=Once(seconds=quartiles(readings.optimizer)),
         push=Moved(bytes=readings.num_bytes, seconds=quartiles(readings.push)),
         load=Moved(bytes=readings.num_bytes, seconds=quartiles(readings.load)),
+        sharing=tuple(
+            SharingRow(
+                generating=key[0],
+                training=key[1],
+                generation=quartiles(shares),
+                train=quartiles(readings.training[key]) if key[1] else None,
+            )
+            for key, shares in sorted(readings.generation.items())
+        ),
     )
 
 
@@ -113,6 +131,16 @@ def quartiles(seconds: Sequence[float]) -> Seconds:
     """Return lower quartile, median and upper quartile."""
     low, median, high = np.percentile(seconds, QUARTILES).tolist()
     return low, median, high
+
+
+def _mixed_rows(readings: Readings) -> tuple[MixedRow, ...]:
+    rows = []
+    for key, seconds in sorted(readings.mixed.items()):
+        context, longest = np.mean(readings.mixed_context[key], axis=0).tolist()
+        rows.append(
+            MixedRow(running=key[0], context=context, longest=longest, seconds=quartiles(seconds))
+        )
+    return tuple(rows)
 
 
 def _join_rows(readings: Readings) -> list[JoinRow]:
@@ -145,8 +173,7 @@ def _host(setup: Setup) -> Host:
         device = torch.cuda.get_device_name()
     else:
         device = cpu
-    cores = len(os.sched_getaffinity(0))
-    return Host(cpu=cpu, cores=cores, threads=setup.threads, device=device)
+    return Host(cpu=cpu, cores=usable_cores(), threads=setup.threads, device=device)
 
 
 def _cpu_name() -> str:

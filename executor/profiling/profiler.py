@@ -13,9 +13,8 @@ import json
 import random
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,7 +22,9 @@ import msgspec
 from executor.carriers.handles import Handle, LocalProcess
 from executor.carriers.launch import worker_environment
 from executor.carriers.remote import remote
+from executor.profiling.company import side_by_side
 from executor.profiling.measurements import JOIN_STEPS, SHORT, WINDOW, Limits, Measurements
+from executor.profiling.readings import Readings
 from executor.profiling.timed_roles import TimedReplicaRole, TimedTrainerRole
 from executor.rollout.transformers_engine import PREFILL_TOKENS
 from executor.samples import Request, Sample
@@ -53,34 +54,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     plan: Measurements
 
 
-@dataclass
-class Readings:
-    """Seconds by point, as many of each as the rounds gave."""
-
-    decode: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    decode_context: dict[tuple[int, int], list[float]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-    prefill: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    join: dict[tuple[int, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    """By (running, joining, tokens)."""
-    step: dict[tuple[int, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Decode steps around a join, by the same key."""
-    join_context: dict[tuple[int, int, int], list[float]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-    train: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    score: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    call: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """By tokens sent."""
-    optimizer: list[float] = field(default_factory=list)
-    push: list[float] = field(default_factory=list)
-    load: list[float] = field(default_factory=list)
-    refill_passes: list[float] = field(default_factory=list)
-    num_bytes: int = 0
-    pads_context: bool = False
-
-
 def measure(setup: Setup, watch: Watch) -> Readings:
     """Measure every point of the plan.
 
@@ -92,9 +65,9 @@ def measure(setup: Setup, watch: Watch) -> Readings:
 
 def num_points(plan: Measurements) -> int:
     """Return how often `watch` will be called."""
-    replica = len(plan.decode) + len(plan.prefill) + len(plan.join) + 1
+    replica = len(plan.decode) + len(plan.mixed) + len(plan.prefill) + len(plan.join) + 1
     trainer = len(plan.passes) + len(plan.calls) + 1
-    return plan.repeats * (replica + trainer + len(plan.passes))
+    return plan.repeats * (replica + trainer + len(plan.passes) + len(plan.companies))
 
 
 async def _measure(setup: Setup, watch: Watch) -> Readings:
@@ -116,6 +89,8 @@ async def _measure(setup: Setup, watch: Watch) -> Readings:
                 await bench.time_replica(replica)
                 await bench.time_sync(replica, trainer)
                 await bench.time_trainer(trainer)
+            if setup.plan.companies:
+                await bench.time_companies(replica, trainer)
         async with bench.trainer("decoupled") as scorer:
             for _ in range(setup.plan.repeats):
                 await bench.time_scores(scorer)
@@ -203,6 +178,9 @@ class _Bench:
         for point in self._plan.decode:
             await self._time_decode(replica, *point)
             self._watch("decode")
+        for point in self._plan.mixed:
+            await self._time_mixed(replica, *point)
+            self._watch("mixed")
         for point in self._plan.prefill:
             await self._time_prefill(replica, *point)
             self._watch("prefill")
@@ -226,6 +204,21 @@ class _Bench:
                 self._readings.decode[key].append(one.seconds)
                 self._readings.decode_context[key].append(one.context / running)
 
+    async def _time_mixed(self, replica: TimedReplicaRole, running: int, num_long: int) -> None:
+        """Let rollouts decode of which some have as many tokens as may be, and the others few."""
+        longest = self._limits.max_context
+        lead = (num_long * longest + running * SHORT) // PREFILL_TOKENS + 1
+        steps = WINDOW + lead
+        await asyncio.gather(
+            self._generate(replica, num_long, max(1, longest - steps), steps),
+            self._generate(replica, running - num_long, SHORT, steps),
+        )
+        key = (running, num_long)
+        for one in await replica.passes():
+            if one.running == running and not one.prefixes:
+                self._readings.mixed[key].append(one.seconds)
+                self._readings.mixed_context[key].append((one.context / running, one.longest))
+
     async def _time_prefill(self, replica: TimedReplicaRole, rollouts: int, tokens: int) -> None:
         await self._generate(replica, rollouts, tokens, 2)  # the pass after marks the end of it
         for one in await replica.passes():
@@ -236,8 +229,7 @@ class _Bench:
         self, replica: TimedReplicaRole, running: int, joining: int, tokens: int
     ) -> None:
         """Let rollouts of one token join while others decode, again and again."""
-        steps = min(JOIN_STEPS, self._limits.max_context - SHORT)
-        decoding = asyncio.ensure_future(self._generate(replica, running, SHORT, steps))
+        decoding = asyncio.ensure_future(self._generate(replica, running, SHORT, self._long_decode))
         while not decoding.done():
             await self._generate(replica, joining, tokens, 1)
         await decoding
@@ -281,6 +273,46 @@ class _Bench:
         ]
         self._num_rollouts += rollouts
         await asyncio.gather(*(replica.generate(r) for r in requests))
+
+    # Roles side by side ---------------------------------------------------------------------------
+
+    async def time_companies(self, first: TimedReplicaRole, trainer: TimedTrainerRole) -> None:
+        """Measure what roles lose that compute at the same time, each round after each of them alone."""
+        most = max(generating for generating, _ in self._plan.companies)
+        async with contextlib.AsyncExitStack() as roles:
+            more = [await roles.enter_async_context(self.replica()) for _ in range(most - 1)]
+            for replica in more:
+                await self.warm_up(replica, trainer)
+            replicas = [first, *more]
+            generate = [partial(self._decode_on, replica) for replica in replicas]
+            train = partial(self._train_on, trainer)
+            for _ in range(self._plan.repeats):
+                alone = await side_by_side(generate[:1], None)
+                trained = await side_by_side([], train)
+                for key in self._plan.companies:
+                    found = await side_by_side(generate[: key[0]], train if key[1] else None)
+                    self._readings.generation[key].append(alone.generating / found.generating)
+                    if key[1]:
+                        self._readings.training[key].append(trained.training / found.training)
+                    self._watch("company")
+
+    async def _decode_on(self, replica: TimedReplicaRole) -> list[float]:
+        """Decode half a batch; return the seconds of each step."""
+        running = max(1, self._limits.max_running // 2)
+        await self._generate(replica, running, SHORT, self._long_decode)
+        passes = await replica.passes()
+        return [one.seconds for one in passes if one.running == running and not one.prefixes]
+
+    async def _train_on(self, trainer: TimedTrainerRole) -> list[float]:
+        """Make a pass of middling size; return its seconds."""
+        passes = sorted(self._plan.passes, key=lambda one: one[0] * one[1])
+        await self._train(trainer, *passes[len(passes) // 2])
+        return await self._seconds(trainer)
+
+    @property
+    def _long_decode(self) -> int:
+        """Decode steps of rollouts beside which something else happens."""
+        return min(JOIN_STEPS, self._limits.max_context - SHORT)
 
     # The trainer ----------------------------------------------------------------------------------
 

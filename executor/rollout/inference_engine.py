@@ -88,6 +88,8 @@ class TimedPass(msgspec.Struct, frozen=True, kw_only=True):
     """Rollouts that decoded."""
     context: int
     """Tokens that they attended to, in all."""
+    longest: int
+    """Of these, those of the rollout that has most."""
     prefixes: list[int]
     """New prefix tokens of each rollout whose prefix, or a part of it, was computed."""
     seconds: float

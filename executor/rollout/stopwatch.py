@@ -71,6 +71,7 @@ def _timed(content: PassContent, seconds: float) -> TimedPass:
     return TimedPass(
         running=len(content.decoding),
         context=sum(content.decoding),
+        longest=max(content.decoding, default=0),
         prefixes=content.prefixes,
         seconds=seconds,
     )

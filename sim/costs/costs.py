@@ -16,6 +16,7 @@ from sim.costs.inference import Shard
 from sim.costs.kernels import Kernels
 from sim.costs.machine import MachineCosts, MeasuredPrefill
 from sim.costs.overheads import decode_errors, load_engine
+from sim.costs.sharing import CoreSharing
 from sim.costs.sync import SyncCosts
 from sim.costs.trainer_costs import FollowerCosts, TrainerCosts
 from sim.costs.training.training import TrainingCosts
@@ -46,12 +47,15 @@ class Costs(TrainerCosts):
     cache_transfer: CacheTransfer
     rides_along: bool = False
     """Whether running rollouts make a token in a pass that prefills for others."""
-    pads_context: bool = False
-    """Whether a decode step takes as long as if every running rollout were as long as the longest."""
+    padded_share: float = 0.0
+    """Share of what a token of context costs that a decode step pays for each of a running rollout as long as the longest;
+    the rest it pays for those that there are."""
     tokens_per_pass: float = inf
     """Tokens that one forward pass of a replica takes: one of each running rollout, the rest of prefixes."""
     refill_passes: int = 0
     """Passes from the end of a rollout to the one that the next in the queue joins."""
+    sharing: CoreSharing | None = None
+    """What roles lose that compute on one host; None where nobody takes anything from another."""
     generation_factor: float = 1.0
     """Seconds of prefill are divided by it; those of `decode` are already."""
     followers: tuple[FollowerCosts, ...] = ()
@@ -194,9 +198,10 @@ def _with_machine(costs: Costs, machine: MachineCosts) -> Costs:
         sync=machine.sync,
         training=machine.training,
         rides_along=True,
-        pads_context=machine.pads_context,
+        padded_share=machine.padded_share,
         tokens_per_pass=machine.tokens_per_pass,
         refill_passes=machine.refill_passes,
+        sharing=machine.sharing,
         provenance={
             **dict.fromkeys(costs.provenance, machine.provenance),
             "decode": machine.decode.provenance,

@@ -29,6 +29,17 @@ def fill_policies(run: Run, costs: Costs) -> Run:
     return replace(run, policies=replace(run.policies, context_time=_context_time(run, costs)))
 
 
+def empty_policies(run: Run, costs: Costs) -> Run:
+    """Return a recorded run without the seconds that `fill_policies` gave it, so that they follow what changes."""
+    others = tuple(replace(kind, latency=None, share=None) for kind in run.rollout.others)
+    empty: Run = replace(
+        run,
+        policies=replace(run.policies, latency=None, context_time=None),
+        rollout=replace(run.rollout, others=others),
+    )
+    return empty if fill_policies(empty, costs) == run else run
+
+
 def _context_time(run: Run, costs: Costs) -> float:
     """Return the seconds of each token of context that moves: its transfer, or prefill at the longest context."""
     if moves_caches(run):

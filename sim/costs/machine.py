@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sim.costs.curves import DecodeCurve
+from sim.costs.sharing import CoreSharing
 from sim.costs.sync import SyncCosts
 from sim.costs.training.line import Line, SerialLine
+from streamrl.hardware.host_cores import threads_of_each
 from streamrl.hardware.machine_fit import (
     MEDIAN,
     PassFit,
     fit_decode,
     fit_line,
+    fit_padded_share,
     fit_passes,
     fit_prefill,
 )
@@ -102,9 +105,10 @@ class MachineCosts:
     prefill: MeasuredPrefill
     sync: SyncCosts
     training: MeasuredTraining
-    pads_context: bool
+    padded_share: float
     tokens_per_pass: float
     refill_passes: int
+    sharing: CoreSharing | None
     provenance: Provenance
     """Of every operation but `decode`, which has its own."""
 
@@ -130,11 +134,19 @@ class MachineCosts:
             prefill=MeasuredPrefill(fit_prefill(profile.prefill, profile.join), measured),
             sync=_sync(profile, measured),
             training=_training(profile, run),
-            pads_context=profile.pads_context,
+            padded_share=_padded_share(profile),
             tokens_per_pass=profile.prefill_tokens + run.rollout.max_running,
             refill_passes=profile.refill_passes,
+            sharing=CoreSharing.of(profile.sharing, profile.host),
             provenance=measured,
         )
+
+
+def _padded_share(profile: MeasuredProfile) -> float:
+    if not profile.mixed:
+        return float(profile.pads_context)
+    most = max(row.running for row in (*profile.mixed, *profile.decode))
+    return fit_padded_share(profile.mixed, fit_decode(profile.decode, most))
 
 
 def _source(profile: MeasuredProfile, path: Path) -> str:
@@ -152,6 +164,12 @@ def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
         notes.append(f"decode extrapolated from {most} to {running} rollouts")
     if wanted > longest:
         notes.append(f"decode extrapolated from {longest:.0f} to {wanted} tokens of a rollout")
+    roles = run.rollout.num_replicas + run.num_trainers
+    threads = run.execute.threads or threads_of_each(profile.host.cores, roles)
+    if profile.gpu == "cpu" and threads != profile.host.threads:
+        notes.append(f"measured with {profile.host.threads} threads a role, not {threads}")
+    if profile.gpu == "cpu" and not profile.sharing and roles > 1:
+        notes.append(f"{roles} roles as if none slowed another down, which was not measured")
     return notes
 
 

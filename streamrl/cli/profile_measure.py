@@ -29,7 +29,13 @@ def measure(
     max_running: Annotated[int, typer.Option(help="Largest batch to decode.")] = 64,
     max_context: Annotated[int, typer.Option(help="Longest prompt and output together.")] = 512,
     max_tokens_per_pass: Annotated[int, typer.Option(help="Of the trainer.")] = 2048,
-    threads: Annotated[int, typer.Option(help="CPU threads of each worker process.")] = 1,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="CPU threads of each worker process; where absent half of the cores, as of a run with one replica.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file to write.")
     ] = None,

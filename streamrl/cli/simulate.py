@@ -15,7 +15,6 @@ from streamrl.cli.shared import (
     TRACE_FILE,
     AsJson,
     Overrides,
-    RunFile,
     check_ledger,
     claim_directory,
     open_trace,
@@ -32,7 +31,9 @@ from streamrl.runfile.reading import load_run
 
 
 def simulate(
-    run_file: RunFile,
+    run_file: Annotated[
+        Path | None, typer.Argument(metavar="RUN.toml", help="The run file; none with --from.")
+    ] = None,
     overrides: Overrides = None,
     output: Annotated[
         Path | None,
@@ -57,6 +58,15 @@ def simulate(
             metavar="B.toml",
             help="Is this run worth it over that one? Simulate both on the same prompts until their difference is known. "
             "--set changes both; --set A:KEY=VALUE or B:KEY=VALUE one of them.",
+        ),
+    ] = None,
+    recorded: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="RUN",
+            help="What would have happened? Simulate what a run's directory or trace records, as it was and with "
+            "--set KEY=VALUE, from the lengths that it had.",
         ),
     ] = None,
     seeds: Annotated[
@@ -88,12 +98,28 @@ def simulate(
     difference is more than chance, and at which price or bandwidth a token costs as much with both.
 
     Example: streamrl simulate examples/against.toml --against examples/against-colocated.toml
+
+    With --from, a run that was executed or simulated is simulated again, as it was and with --set, both from the
+    lengths, expectations and share of advantages that it had: what would the change have saved?
+
+    Example: streamrl simulate --from runs/quickstart --set policies.system=stream-sync
     """
+    of_studies = _given_of_studies(seeds is not None, bool(metric), skip_infeasible)
+    others = {"--sweep": bool(sweep), **of_studies}
+    if recorded is not None:
+        from streamrl.cli.rerun import simulate_again
+
+        given = {"RUN.toml": run_file is not None, "--output": output is not None}
+        given |= {"--against": against is not None, **others}
+        _refuse_beside("--from, which takes the run file from its record", given)
+        simulate_again(recorded, overrides or (), as_json=as_json)
+        return
+    if run_file is None:
+        raise ValueError("RUN.toml is missing: name a run file, or a recorded run with --from")
     if against is not None:
         from streamrl.cli.against import simulate_against
 
-        of_studies = _given_of_studies(seeds is not None, bool(metric), skip_infeasible)
-        _refuse_beside_against({"--sweep": bool(sweep), **of_studies})
+        _refuse_beside("--against, which simulates two runs", others)
         simulate_against(run_file, against, overrides or (), output, as_json=as_json)
         return
     if output is not None:
@@ -105,7 +131,7 @@ def simulate(
         study = make_study(run_file, sweep or (), overrides or (), seeds, metric or ())
         run_study(study, output, skips=skip_infeasible, as_json=as_json)
         return
-    _refuse_options_of_studies(_given_of_studies(seeds is not None, bool(metric), skip_infeasible))
+    _refuse_options_of_studies(of_studies)
     metrics = _simulate(load_run(run_file, overrides or ()), output)
     if as_json:
         print_json({"whole_run": metrics.whole_run, **asdict(metrics)})
@@ -122,10 +148,10 @@ def _given_of_studies(has_seeds: bool, has_metrics: bool, skips: bool) -> dict[s
     return {"--seeds": has_seeds, "--metric": has_metrics, "--skip-infeasible": skips}
 
 
-def _refuse_beside_against(options: dict[str, bool]) -> None:
+def _refuse_beside(what: str, options: dict[str, bool]) -> None:
     for option, is_given in options.items():
         if is_given:
-            raise ValueError(f"{option} does not go with --against, which simulates two runs")
+            raise ValueError(f"{option} does not go with {what}")
 
 
 def _refuse_options_of_studies(options: dict[str, bool]) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 
 from streamrl.runfile.config import Run
 from streamrl.runfile.workload_config import LengthsConfig
-from streamrl.workload.workload import BLOCK, Recorded, load_source
+from streamrl.workload.recorded import Recorded
+from streamrl.workload.workload import BLOCK, load_source
 
 
 class MeanLengths(NamedTuple):
@@ -45,7 +46,7 @@ def mean_lengths(run: Run) -> MeanLengths | None:
 def _mean(config: LengthsConfig, group_size: int, most: int, seed: int) -> MeanLengths:
     source = load_source(config)
     if isinstance(source, Recorded):
-        lengths, prompts = source.block(0, group_size)
+        lengths, prompts = source.block(0, BLOCK, group_size)
     else:
         lengths, prompts = source.sample(np.random.default_rng([seed, 0]), BLOCK, group_size)
     capped = np.clip(np.rint(lengths * config.scale), 1, most)

@@ -1,6 +1,7 @@
 """Lines through a measured profile: seconds of any batch, context and length from those that were measured.
 
     decode step of b rollouts with S tokens     a(b) + c(b) * S
+    the same where one has m, more than others  a(b) + c(b) * (p * b * m + (1 - p) * S)
     pass that computes r prefixes, t tokens     the decode step beside it + u r + v t + w p
     training pass over n rollouts, t tokens     k + u n + v t + w p
 
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.hardware.machine_profile import DecodeRow, JoinRow, PassRow, PrefillRow
+from streamrl.hardware.machine_profile import DecodeRow, JoinRow, MixedRow, PassRow, PrefillRow
 
 MEDIAN = 1
 """Index of the median in `seconds`."""
@@ -76,6 +77,21 @@ def fit_decode(rows: Sequence[DecodeRow], max_running: int) -> DecodeFit:
         most_running=measured[-1],
         longest_context=max(row.context for row in rows),
     )
+
+
+def fit_padded_share(rows: Sequence[MixedRow], decode: DecodeFit) -> float:
+    """Fit the share of a token's cost that a rollout causes for every token of the longest one, not its own.
+
+    Kernels compute what is padded, but need not fetch it: between 0, nothing is padded, and 1, all costs the same.
+    """
+    padding = [row.running * (row.longest - row.context) for row in rows]
+    slopes = [decode.per_context_token[row.running] for row in rows]
+    known = [decode.step_time(row.running, row.running * row.context) for row in rows]
+    seconds = np.array([row.seconds[MEDIAN] for row in rows])
+    cost = np.array(slopes) * np.array(padding) / seconds
+    square = float(cost @ cost)
+    share = float(cost @ ((seconds - np.array(known)) / seconds)) / square if square else 1.0
+    return min(1.0, max(0.0, share))
 
 
 def fit_prefill(prefill: Sequence[PrefillRow], join: Sequence[JoinRow]) -> PassFit:

@@ -5,12 +5,14 @@ Every `seconds` is [lower quartile, median, upper quartile] of the repeats. Tabl
 | table    | one row is                                                                        |
 |----------|-----------------------------------------------------------------------------------|
 | decode   | a decode step of `running` rollouts with `context` tokens each                     |
+| mixed    | a decode step of `running` rollouts of `context` tokens on average, `longest` at most |
 | prefill  | a pass that computes `rollouts` prefixes of `tokens` each, and nothing else        |
 | join     | the same beside a decode step, and the decode steps around it alone                |
 | train    | a forward and backward pass over `rollouts` of `tokens` each, padding included     |
 | score    | a forward pass over the same                                                       |
 | call     | what a call of the trainer takes beside its passes, for `tokens` of rollouts sent  |
 | optimizer, push, load | an optimizer step; weights out of the trainer; weights into a replica |
+| sharing  | speeds of roles that compute at the same time on one host's cores, as shares of those alone |
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ DIGEST_LENGTH = 16  # hex digits: chance never makes two shapes alike
 
 Seconds = tuple[float, float, float]
 """Lower quartile, median and upper quartile."""
+Shares = Seconds
+"""The same of shares."""
 
 
 class MeasuredModel(ProfileTable, frozen=True, kw_only=True):
@@ -61,6 +65,17 @@ class DecodeRow(ProfileTable, frozen=True, kw_only=True):
     running: int
     context: float
     """Tokens of each running rollout, prompt included."""
+    seconds: Seconds
+
+
+class MixedRow(ProfileTable, frozen=True, kw_only=True):
+    """One point of the decode step where rollouts differ in length."""
+
+    running: int
+    context: float
+    """Tokens of a running rollout, on average."""
+    longest: float
+    """Tokens of the longest."""
     seconds: Seconds
 
 
@@ -119,6 +134,18 @@ class Moved(ProfileTable, frozen=True, kw_only=True):
     seconds: Seconds
 
 
+class SharingRow(ProfileTable, frozen=True, kw_only=True, omit_defaults=True):
+    """What is left of the speeds of roles that compute at the same time, in shares of their speeds alone."""
+
+    generating: int
+    """Replicas that decode."""
+    training: int = 0
+    """Trainers that train beside them: one, or none."""
+    generation: Shares
+    train: Shares | None = None
+    """None where nobody trains."""
+
+
 class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     """A whole profile."""
 
@@ -152,6 +179,11 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     optimizer: Once
     push: Moved
     load: Moved
+    mixed: tuple[MixedRow, ...] = ()
+    """Empty where contexts are not padded, or an earlier version measured: then a step that pads costs what it would
+    if all were as long as the longest."""
+    sharing: tuple[SharingRow, ...] = ()
+    """Empty where it was not measured: on GPUs, or by an earlier version."""
 
 
 def shape_digest(shape: ModelShape) -> str:
@@ -201,6 +233,24 @@ def find_problems(profile: MeasuredProfile) -> Iterator[str]:
             yield from _row_problems(f"{name} row {number}", row)
     for name in ("optimizer", "push", "load"):
         yield from _row_problems(name, getattr(profile, name))
+    for number, mixed in enumerate(profile.mixed, start=1):
+        yield from _row_problems(f"mixed row {number}", mixed)
+        if mixed.longest < mixed.context:
+            yield f"mixed row {number}: longest must be at least context={mixed.context}, got {mixed.longest}"
+    for number, shared in enumerate(profile.sharing, start=1):
+        yield from _sharing_problems(f"sharing row {number}", shared)
+
+
+def _sharing_problems(where: str, row: SharingRow) -> Iterator[str]:
+    if row.generating < 1:
+        yield f"{where}: generating must be at least 1, got {row.generating}"
+    if row.training not in (0, 1):
+        yield f"{where}: training must be 0 or 1, got {row.training}"
+    elif (row.train is None) == bool(row.training):
+        yield f"{where}: train must be there if training is 1, and only then"
+    yield from _seconds_problems(f"{where}: generation", row.generation)
+    if row.train is not None:
+        yield from _seconds_problems(f"{where}: train", row.train)
 
 
 def _row_problems(where: str, row: ProfileTable) -> Iterator[str]:

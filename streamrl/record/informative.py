@@ -24,10 +24,17 @@ from streamrl.runfile.workload_config import LengthsConfig, WorkloadConfig
 
 
 def recorded_workload(trace: Trace, file: Path) -> WorkloadConfig:
-    """Return the workload that a run had: the lengths in its trace file, and the share of its advantages."""
+    """Return the workload that a run had: lengths and what was expected of them in its trace file, the share of its advantages."""
+    config = trace.run.workload
+    lengths = LengthsConfig(
+        kind="trace",
+        source=str(file),
+        ranker="recorded",
+        prompt_tokens=config.max_prompt_tokens,  # a trace says how many a prompt has
+    )
     workload: WorkloadConfig = msgspec.structs.replace(
-        trace.run.workload,
-        lengths=LengthsConfig(kind="trace", source=str(file)),
+        config,
+        lengths=lengths,
         informative_share=informative_share(trace),
     )
     return workload
@@ -37,8 +44,11 @@ def informative_share(trace: Trace) -> float:
     """Return the share of rollouts trained on by the leader with a non-zero advantage, 1 where there are none.
 
     An advantage under a group's baseline is zero where all rewards of the group are equal, and one under the
-    baseline of the batch before where the reward is just that: 0 in the first step of a run.
+    baseline of the batch before where the reward is just that: 0 in the first step of a run. Rewards of a
+    simulation say nothing, and its share stands in its run file.
     """
+    if trace.world == "simulated":
+        return trace.run.workload.informative_share
     informs = _in_group if trace.run.algorithm.trains_whole_groups else _beside_last_batch
     found = list(informs(trace))
     return sum(found) / len(found) if found else 1.0

@@ -15,7 +15,7 @@ from streamrl.runfile.plan_checks import check_plan
 from streamrl.runfile.policy_checks import POLICY_CHECKS
 from streamrl.runfile.pools import POOL_CHECKS
 from streamrl.runfile.sides import kind_key
-from streamrl.runfile.workload_config import RankerName
+from streamrl.runfile.workload_config import FreeRanker
 
 MOST_ROLLOUTS = 10**7
 """Of one step; every rollout under way is held in memory."""
@@ -111,15 +111,18 @@ def _check_ranker(run: Run) -> None:
         text = "workload.lengths.ranker_scores is missing: ranker is 'scores'"
         others = ("workload.lengths.ranker",)
         raise RunError("workload.lengths.ranker_scores", None, str, text, others)
-    if lengths.ranker == "history" and lengths.kind != "groups":
-        raise RunError(
-            "workload.lengths.ranker",
-            lengths.ranker,
-            OneOf(name for name in get_args(RankerName) if name not in ("history", "scores")),
-            f"workload.lengths.ranker 'history' needs kind 'groups', which knows the samples "
-            f"of a prompt, got {lengths.kind!r}",
-            ("workload.lengths.kind",),
-        )
+    for ranker, kind, what in (
+        ("history", "groups", "which knows the samples of a prompt"),
+        ("recorded", "trace", "which holds what was expected"),
+    ):
+        if lengths.ranker == ranker and lengths.kind != kind:
+            raise RunError(
+                "workload.lengths.ranker",
+                lengths.ranker,
+                OneOf(get_args(FreeRanker)),
+                f"workload.lengths.ranker {ranker!r} needs kind {kind!r}, {what}, got {lengths.kind!r}",
+                ("workload.lengths.kind",),
+            )
 
 
 def _check_sync(run: Run) -> None:

@@ -60,8 +60,9 @@ class ExecuteConfig(Section, frozen=True, kw_only=True):
     """Run directory: trace, metrics, rollouts, checkpoints."""
     checkpoint_every: int = 50
     """Steps between checkpoints; the last step is always saved."""
-    threads: int = 1
-    """CPU threads of each worker process."""
+    threads: int | None = None
+    """CPU threads of each worker process; where absent the cores of the machine, dealt evenly to roles that compute on them,
+    and one for each that has a GPU."""
     deterministic: bool = False
     """Whether every run of this file trains on the same tokens and makes the same weights, bit by bit, also one that was
     killed and resumed. For synchronous systems that generate one rollout at a time, on CPUs of one kind and one thread

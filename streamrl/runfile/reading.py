@@ -18,6 +18,7 @@ from streamrl.runfile.renamed import upgrade_run
 from streamrl.runfile.table_errors import find_errors
 from streamrl.runfile.trainers import split_trainers
 from streamrl.runfile.units import read_quantity
+from streamrl.runfile.writing import run_table
 
 
 def load_run(path: Path | str, overrides: Iterable[str] = ()) -> Run:
@@ -28,6 +29,14 @@ def load_run(path: Path | str, overrides: Iterable[str] = ()) -> Run:
         ValueError: there is no such file, or it is not TOML.
     """
     return make_run(read_table(Path(path), overrides), Path(path).parent)
+
+
+def change_run(run: Run, overrides: Iterable[str]) -> Run:
+    """Return a run with `key=value` overrides applied, as if its file had them; see `load_run` for the errors."""
+    table = run_table(run)
+    for change in overrides:
+        override(table, change)
+    return make_run(table)
 
 
 def read_table(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:

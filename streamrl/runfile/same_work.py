@@ -17,8 +17,13 @@ GUESSES = "workload.lengths.ranker"
 """Keys that begin so say what is known of lengths beforehand, not how long outputs are."""
 
 
-def check_same_work(one: Run, other: Run) -> None:
+def check_same_work(one: Run, other: Run, names: tuple[str, str] = ("in A", "in B")) -> None:
     """Refuse two run files that train another model, or on other rollouts, or otherwise.
+
+    Args:
+        one: a run file.
+        other: the other.
+        names: where each has its keys, for the line that says so.
 
     Raises:
         RunError: one line that names the first key in which they differ.
@@ -27,7 +32,8 @@ def check_same_work(one: Run, other: Run) -> None:
     for key in [*ours, *(key for key in theirs if key not in ours)]:
         a, b = ours.get(key), theirs.get(key)
         if a != b:
-            text = f"{key} is {shown(a)} in A and {shown(b)} in B: both must do the same work"
+            here, there = names
+            text = f"{key} is {shown(a)} {here} and {shown(b)} {there}: both must do the same work"
             raise RunError(key, a, None, text)
 
 

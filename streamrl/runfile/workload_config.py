@@ -7,7 +7,9 @@ from typing import Literal
 from streamrl.runfile.section import Section
 
 LengthsKind = Literal["histogram", "empirical", "groups", "trace"]
-RankerName = Literal["none", "oracle", "recall", "scores", "history"]
+RankerName = Literal["none", "oracle", "recall", "scores", "history", "recorded"]
+FreeRanker = Literal["none", "oracle", "recall"]
+"""Rankers that need no file, and work with lengths of any kind."""
 
 TAIL_SHARE = 0.2
 """Of recall@20%, the figure that StreamRL (arXiv 2504.15930, Table 4) states first; a ranker that knows nothing has it."""
@@ -31,7 +33,8 @@ class LengthsConfig(Section, frozen=True, kw_only=True):
     """Tokens of a prompt where the source does not say."""
     ranker: RankerName = "none"
     """What a rollout's expected length is: the mean of all (none), its true one (oracle), that with as much
-    noise as `ranker_recall` allows, with the errors of `ranker_scores`, or the mean of its prompt's past."""
+    noise as `ranker_recall` allows, with the errors of `ranker_scores`, the mean of its prompt's past (history),
+    or what the recorded run expected (recorded, of kind trace), whose order of prompts then stays as it was."""
     ranker_recall: float = 0.87
     """recall@20% of a ranker of kind recall; 0.87 is StreamRL's (arXiv 2504.15930, Table 4)."""
     ranker_recall_to: float | None = None

@@ -49,6 +49,11 @@ def write_run(
     path.write_text(f"{head}\n{tomli_w.dumps(table)}", encoding="utf-8")
 
 
+def run_table(run: Run) -> dict[str, Any]:
+    """Return a run as TOML gives its file."""
+    return join_trainers(_table(run))
+
+
 def _table(section: Section) -> dict[str, Any]:
     """Return a section as TOML has it."""
     found = {}

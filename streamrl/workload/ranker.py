@@ -6,6 +6,7 @@ oracle    its true one                                            nothing
 recall    its true one with as much noise as the recall allows    `ranker_recall`
 scores    by its place among real scores of a real ranker         `ranker_scores`
 history   the mean of earlier samples of its prompt               lengths by prompt
+recorded  what the recorded run expected                          a trace
 
 Dispatch and order use only who comes before whom. A noisy place is turned back into the length that has
 this place among all lengths, so expected lengths are as skewed as true ones.
@@ -148,7 +149,7 @@ class History:
 def load_ranker(
     config: LengthsConfig, population: Callable[[], Lengths], past: Past | None, seed: int
 ) -> Ranker | None:
-    """Make the ranker that `workload.lengths` names, or None where nothing tells rollouts apart.
+    """Make the ranker that `workload.lengths` names, or None where lengths tell nothing of what is expected.
 
     `population` draws lengths to calibrate on; `past` is None where lengths are not known by prompt.
 
@@ -156,7 +157,7 @@ def load_ranker(
         ValueError: the scores cannot be read.
     """
     match config.ranker:
-        case "none":
+        case "none" | "recorded":
             return None
         case "oracle":
             return Oracle()

@@ -8,17 +8,17 @@ from typing import NamedTuple, Protocol, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated, PromptsDrawn
+from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
 from streamrl.engine.siblings import SiblingLengths
 from streamrl.hardware.profiles import find_profile
 from streamrl.hardware.tables import Floats
-from streamrl.record.trace import read_trace
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.csv_rows import read_csv
 from streamrl.workload.drift import Drift
 from streamrl.workload.ranker import load_ranker
+from streamrl.workload.recorded import Recorded
 from streamrl.workload.tail_batching import TailBatches
 
 BLOCK = (
@@ -132,7 +132,7 @@ class SimulatedWorkload:
     def _sample(self, block: int) -> tuple[list[list[int]], list[list[int]], list[int]]:
         """Return lengths by group, expected ones where a ranker tells, and prompt tokens."""
         if isinstance(self._source, Recorded):
-            lengths, prompts = self._source.block(block, self._group_size)
+            lengths, prompts = self._source.block(block * BLOCK, BLOCK, self._group_size)
         else:
             rng = np.random.default_rng([self._seed, block])
             lengths, prompts = self._source.sample(rng, BLOCK, self._group_size)
@@ -142,6 +142,9 @@ class SimulatedWorkload:
         if self._ranker is not None:
             age = self._drift.at(groups, 0.0, 1.0)
             expected = self._scaled(self._ranker.expect(block, lengths, age), scale)
+        elif isinstance(self._source, Recorded) and self._config.ranker == "recorded":
+            known = self._source.expected(block * BLOCK, BLOCK, self._group_size)
+            expected = self._scaled(known, scale)
         return self._scaled(lengths, scale), expected, prompts.tolist()
 
     def _scaled(self, lengths: Lengths | Floats, scale: Floats) -> list[list[int]]:
@@ -152,7 +155,7 @@ class SimulatedWorkload:
     def _population(self) -> Lengths:
         """Draw lengths for a ranker to be calibrated on, whatever the run's seed."""
         if isinstance(self._source, Recorded):
-            return self._source.block(0, self._group_size)[0]
+            return self._source.block(0, BLOCK, self._group_size)[0]
         rng = np.random.default_rng(CALIBRATION)
         return self._source.sample(rng, CALIBRATION // self._group_size + 1, self._group_size)[0]
 
@@ -219,44 +222,6 @@ class Groups:
                 others.remove(length)
             found[row] = rng.choice(others, num_samples, replace=False)
         return found
-
-
-class Recorded:
-    """What a recorded run generated, group by group."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._prompts: dict[int, int] = {}
-        self._lengths: dict[int, list[int]] = {}
-        tokens: dict[int, int] = {}
-        rollouts: dict[int, tuple[int, ...]] = {}
-        for entry in read_trace(path).entries:
-            if isinstance(entry.event, PromptsDrawn):
-                for drawn in entry.event.groups:
-                    self._prompts[drawn.group] = drawn.prompt_tokens
-                    rollouts[drawn.group] = drawn.rollouts
-            elif isinstance(entry.event, Generated) and entry.event.finish != "aborted":
-                tokens[entry.event.rollout] = entry.event.tokens
-        for group, ids in rollouts.items():
-            if all(rollout in tokens for rollout in ids):
-                self._lengths[group] = [tokens[rollout] for rollout in ids]
-        if not self._lengths:
-            raise ValueError(f"{path} records no finished group")
-
-    def block(self, block: int, group_size: int) -> tuple[Lengths, Lengths]:
-        """Return the groups of one block; past the recorded ones it starts over."""
-        known = sorted(self._lengths)
-        size = len(self._lengths[known[0]])
-        if size != group_size:
-            raise ValueError(
-                f"algorithm.group_size is {group_size}, but {self._path} records groups of {size}"
-            )
-        picks = [
-            group if group in self._lengths else known[group % len(known)]
-            for group in range(block * BLOCK, (block + 1) * BLOCK)
-        ]
-        lengths = np.array([self._lengths[group] for group in picks])
-        return lengths, np.array([self._prompts[group] for group in picks])
 
 
 def load_source(config: LengthsConfig) -> Source | Recorded:

@@ -1,0 +1,45 @@
+"""The cores of this machine that processes may use, and how the roles of a run share them."""
+
+from __future__ import annotations
+
+import os
+from math import ceil
+from pathlib import Path
+
+from executor.carriers.local_gpus import device_of
+from streamrl.hardware.host_cores import threads_of_each
+from streamrl.runfile.config import Run
+
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""Microseconds of CPU time that a container has in each period, and that period, in cgroup v2; "max" where it has all."""
+
+
+def usable_cores() -> int:
+    """Return the cores that this process may use: those of its affinity, and no more than its container's share."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(cores or 1, _allowed(QUOTA)))
+
+
+def roles_on_cores(run: Run) -> int:
+    """Return how many roles of a run compute on the CPU: replicas at the start, and the trainer."""
+    kinds = [own.replicas for own in run.rollout.kinds if device_of(run, own.pool) == "cpu"]
+    return sum(kinds) + (device_of(run, run.trainer.pool) == "cpu")
+
+
+def threads_of(run: Run) -> int:
+    """Return the CPU threads of each worker process; of one that has a GPU a second one is of no use."""
+    if run.execute.threads is not None:
+        return run.execute.threads
+    if run.execute.deterministic:
+        return 1
+    roles = roles_on_cores(run)
+    return threads_of_each(usable_cores(), roles) if roles else 1
+
+
+def _allowed(quota: Path) -> int:
+    """Return the cores that a quota is worth, a part of one counted whole."""
+    try:
+        allowed, period = quota.read_text(encoding="ascii").split()
+        return ceil(int(allowed) / int(period))
+    except (OSError, ValueError):  # no cgroup v2, or "max": no limit
+        return 10**6

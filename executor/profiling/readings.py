@@ -1,0 +1,46 @@
+"""What a profile's stopwatches read, by what was asked for; rows of quartiles are made of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Readings:
+    """Seconds by point, as many of each as the rounds gave."""
+
+    decode: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    decode_context: dict[tuple[int, int], list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    mixed: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    """By (running, how many of them are long)."""
+    mixed_context: dict[tuple[int, int], list[tuple[float, int]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    """Mean and longest context of each."""
+    prefill: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    join: dict[tuple[int, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    """By (running, joining, tokens)."""
+    step: dict[tuple[int, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Decode steps around a join, by the same key."""
+    join_context: dict[tuple[int, int, int], list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    train: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    score: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    call: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """By tokens sent."""
+    optimizer: list[float] = field(default_factory=list)
+    push: list[float] = field(default_factory=list)
+    load: list[float] = field(default_factory=list)
+    refill_passes: list[float] = field(default_factory=list)
+    generation: dict[tuple[int, int], list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    """By company: what is left of a replica's speed, as a share of that alone."""
+    training: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    """The same of a trainer's, where there is one."""
+    num_bytes: int = 0
+    pads_context: bool = False

@@ -1,0 +1,98 @@
+"""What would have happened? A recorded run simulated as it was and with changes, both from what it generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec.structs import asdict, replace
+
+from sim.costs.costs import Costs
+from sim.costs.fill import empty_policies
+from sim.steady_state import open_world
+from sim.studies.break_even import Watch
+from sim.world import simulate
+from streamrl.record.informative import recorded_workload
+from streamrl.record.inputs import with_kept_inputs
+from streamrl.record.leader_steps import read_steps
+from streamrl.record.set_beside import Rerun, set_beside
+from streamrl.record.trace import Trace
+from streamrl.runfile.config import Run
+from streamrl.runfile.errors import RunError, shown
+from streamrl.runfile.reading import change_run
+from streamrl.runfile.same_work import check_same_work
+
+
+def rerun(
+    trace: Trace,
+    file: Path,
+    changes: Sequence[str],
+    watch: Watch = lambda what, done, most: None,
+) -> Rerun:
+    """Simulate a recorded run as it was and with changes: same prompts, lengths, expectations and share of advantages.
+
+    Seconds are those of the run's profile in both, so what that is off by for both cancels in their ratio.
+
+    Args:
+        trace: an executed or a simulated run.
+        file: its trace file, where lengths are read.
+        changes: `key=value` of its run file; `workload.lengths.ranker` says what is expected of lengths, which is
+            what the recorded run expected where it is left alone.
+        watch: told of progress.
+
+    Raises:
+        ValueError: no finished group or step is recorded, or a change is none, or one of the work itself.
+        RuntimeError: a simulation stops before the steps that were recorded.
+    """
+    num_steps = len(read_steps(trace))
+    if not num_steps:
+        raise ValueError(f"{file} records no finished step, so there is nothing to run again")
+    base = change_run(_as_recorded(trace, file), ())
+    changed = change_run(base, changes)
+    _check_order(base, changed)
+    check_same_work(changed, base, ("with --set", f"in {file}"))
+    is_cut = trace.is_endless or num_steps < base.algorithm.steps
+    simulated = [
+        _simulate(run, num_steps, is_cut, what, watch)
+        for run, what in ((base, "as it was"), (changed, "changed"))
+    ]
+    return set_beside((trace, simulated[0], simulated[1]), list(changes))
+
+
+def _as_recorded(trace: Trace, file: Path) -> Run:
+    run = with_kept_inputs(trace.run, file.parent)
+    run = empty_policies(run, Costs.load(run))
+    return replace(run, workload=recorded_workload(trace, file))
+
+
+def _check_order(base: Run, changed: Run) -> None:
+    """Refuse what lets other prompts make up a step than those whose lengths are recorded for it."""
+    ours, theirs = _order_of(base), _order_of(changed)
+    for key, was in ours.items():
+        value = theirs.get(key, was)
+        if value != was:
+            text = f"{key} is {shown(value)} with --set, not {shown(was)}: which prompts a step gets is as it was recorded"
+            raise RunError(key, value, None, text)
+
+
+def _order_of(run: Run) -> dict[str, object]:
+    """Return by dotted key what decides which prompts a step gets."""
+    policies, lengths = run.policies, run.workload.lengths
+    found: dict[str, object] = {"policies.tail_batching": policies.tail_batching}
+    if policies.tail_batching != "none" and lengths is not None:
+        found["policies.tail_every"] = policies.tail_every
+        of_ranker = {key: value for key, value in asdict(lengths).items() if "ranker" in key}
+        found |= {f"workload.lengths.{key}": value for key, value in of_ranker.items()}
+    return found
+
+
+def _simulate(run: Run, num_steps: int, is_cut: bool, what: str, watch: Watch) -> Trace:
+    """Simulate a run to its end, or where its record was cut as many steps of it, while things are under way."""
+
+    def tell(version: int) -> None:
+        watch(what, version, num_steps)
+
+    if not is_cut:
+        return simulate(run, tell)
+    world = open_world(run)
+    return world.run(tell, lambda: len(world.steps) >= num_steps)

@@ -1,0 +1,243 @@
+"""Roles that share the cores of a host: how fast each goes, when each is done, and nothing of it where none share."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import simpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace as with_fields
+
+from sim.cores import Cores, OwnTime, RoleKind, WorkTime
+from sim.costs.costs import Costs
+from sim.costs.sharing import CoreSharing, Speeds
+from sim.world import SimWorld, simulate
+from streamrl.hardware.machine_profile import Host, SharingRow, read_measured, write_measured
+from streamrl.record.metrics import measure
+from streamrl.runfile.config import Run
+from streamrl.workload.workload import SimulatedWorkload
+from tests.measured_profile import make_profile, measured_run, model_directory
+from tests.runs import small_run
+from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
+
+TWO_CORES = Host(cpu="a pencil", cores=2, threads=1, device="a pencil")
+
+
+def fair(cores: float) -> CoreSharing:
+    """Return cores that up to three roles beside a trainer share evenly, and lose nothing by it."""
+    measured: dict[tuple[int, int], Speeds] = {}
+    for generating in (1, 2, 3):
+        for training in (0, 1):
+            share = min(1.0, cores / (generating + training))
+            measured[generating, training] = {"generating": share, "training": share}
+    return CoreSharing(measured, cores)
+
+
+def work_off(sharing: CoreSharing | None, jobs: list[tuple[RoleKind, float, float]]) -> list[float]:
+    """Return when each of several roles is done, which begins at an instant with so many seconds of work."""
+    env = simpy.Environment()
+    cores = Cores(env, sharing)
+    ends = [0.0] * len(jobs)
+
+    def role(
+        number: int, time: WorkTime, begins: float, seconds: float
+    ) -> Generator[simpy.Event, Any, None]:
+        yield env.timeout(begins)
+        yield time.work(seconds)
+        ends[number] = env.now
+
+    for number, (kind, begins, seconds) in enumerate(jobs):
+        env.process(role(number, cores.time_of(kind), begins, seconds))
+    env.run()
+    return ends
+
+
+# Speeds -------------------------------------------------------------------------------------------
+
+
+def test_one_alone_has_its_own_speed_whoever_it_is() -> None:
+    for generating, training in ((1, 0), (0, 1), (0, 0)):
+        assert fair(1.0).speeds(generating, training)["generating"] == 1.0
+
+
+def test_more_roles_than_were_measured_divide_the_cores_that_there_are() -> None:
+    assert fair(2.0).speeds(6, 0)["generating"] == pytest.approx(2 / 6)
+    assert fair(2.0).speeds(7, 1)["training"] == pytest.approx(2 / 8)
+    assert fair(16.0).speeds(12, 1) == {"generating": 1.0, "training": 1.0}
+    assert fair(16.0).speeds(31, 1)["generating"] == pytest.approx(16 / 32)
+
+
+def test_a_second_trainer_takes_as_much_as_a_replica() -> None:
+    assert fair(2.0).speeds(1, 2) == fair(2.0).speeds(2, 1)
+
+
+# Time ---------------------------------------------------------------------------------------------
+
+
+def test_two_on_one_core_end_as_processor_sharing_has_it() -> None:
+    ends = work_off(fair(1.0), [("generating", 0.0, 4.0), ("training", 1.0, 1.0)])
+    assert ends == pytest.approx([5.0, 3.0])  # both at half speed from 1 to 3
+
+
+def test_roles_are_slower_only_while_there_are_more_than_cores() -> None:
+    jobs: list[tuple[RoleKind, float, float]] = [("generating", 0.0, 3.0)] * 3
+    assert work_off(fair(2.0), jobs) == pytest.approx([4.5, 4.5, 4.5])
+    assert work_off(fair(3.0), jobs) == pytest.approx([3.0, 3.0, 3.0])
+    jobs[2] = ("training", 0.0, 1.0)
+    assert work_off(fair(2.0), jobs) == pytest.approx([3.5, 3.5, 1.5])
+
+
+JOBS = st.lists(
+    st.tuples(st.sampled_from(("generating", "training")), st.floats(0, 9), st.floats(0.01, 9)),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(jobs=JOBS)
+def test_a_core_is_never_idle_while_there_is_work_and_never_does_two_things(
+    jobs: list[tuple[RoleKind, float, float]],
+) -> None:
+    """On one core the last is done when a queue would be, whatever the order: processor sharing loses no second."""
+    busy_until = 0.0
+    for _, begins, seconds in sorted(jobs, key=lambda job: job[1]):
+        busy_until = max(busy_until, begins) + seconds
+    ends = work_off(fair_for_all(1.0), jobs)
+    assert max(ends) == pytest.approx(busy_until)
+    assert all(
+        end >= begins + seconds - 1e-9 for end, (_, begins, seconds) in zip(ends, jobs, strict=True)
+    )
+
+
+def fair_for_all(cores: float) -> CoreSharing:
+    """Return cores of which measured companies are those of two, so that all others are extrapolated."""
+    return CoreSharing(
+        {key: own for key, own in fair(cores).measured.items() if sum(key) == 2}, cores
+    )
+
+
+def test_work_that_is_broken_off_says_how_much_of_it_is_done() -> None:
+    env = simpy.Environment()
+    cores = Cores(env, fair(1.0))
+    one, other = cores.time_of("generating"), cores.time_of("training")
+    one.work(4.0)
+    other.work(8.0)
+    env.run(until=3.0)
+    assert one.leave() == pytest.approx(1.5)
+    env.run(until=4.0)
+    assert other.leave() == pytest.approx(2.5)
+
+
+# Runs ---------------------------------------------------------------------------------------------
+
+
+def shared_run(directory: Path, **changes: Any) -> Run:
+    """Return a small run on two cores whose loss by sharing is measured."""
+    model = model_directory(directory / "model")
+    rows = tuple(
+        SharingRow(
+            generating=n, training=t, generation=around(share), train=around(share) if t else None
+        )
+        for (n, t), share in {
+            (2, 0): 0.9,
+            (3, 0): 0.6,
+            (1, 1): 0.8,
+            (2, 1): 0.5,
+            (3, 1): 0.4,
+        }.items()
+    )
+    path = directory / "profile.toml"
+    write_measured(make_profile(model, host=TWO_CORES, sharing=rows), path)
+    assert read_measured(path).sharing == rows
+    return measured_run(model, path, **changes)
+
+
+def around(share: float) -> tuple[float, float, float]:
+    """Return quartiles about a median that keep their digits in a file."""
+    return round(share - 0.1, 3), share, round(share + 0.1, 3)
+
+
+@pytest.mark.parametrize("system", ["stream-async", "disaggregated", "fully-async", "colocated"])
+def test_a_run_on_shared_cores_loses_time_and_nothing_else(system: str, tmp_path: Path) -> None:
+    changes = {
+        "algorithm__steps": 5,
+        "rollout__replicas": 2,
+        "cluster__pools__local__gpus_per_node": 3,
+    }
+    if system == "colocated":
+        changes |= {"rollout__replicas": 1}
+    run = shared_run(tmp_path, policies__system=system, **changes)
+    costs = Costs.load(run)
+    shared, alone = (
+        SimWorld(run, each, SimulatedWorkload(run)).run() for each in (costs, _unshared(costs))
+    )
+    check_every_command_ends_once(shared)
+    check_every_rollout_is_accounted_for(shared)
+    assert simulate(run).encode() == shared.encode()
+    ratio = measure(shared).total_time / measure(alone).total_time
+    if system == "colocated":
+        assert ratio == pytest.approx(1.0)  # one at a time
+    else:
+        assert 1.05 < ratio <= 1 / 0.5
+
+
+def _unshared(costs: Costs) -> Costs:
+    return replace(costs, sharing=None)
+
+
+def test_sharing_at_full_speed_changes_no_time(tmp_path: Path) -> None:
+    run = shared_run(tmp_path, algorithm__steps=5)
+    costs = Costs.load(run)
+    free = replace(costs, sharing=fair(4.0))
+    times = [
+        measure(SimWorld(run, each, SimulatedWorkload(run)).run()).step_times
+        for each in (free, _unshared(costs))
+    ]
+    assert times[0] == pytest.approx(times[1])
+
+
+def test_who_shares_no_cores_waits_with_nothing_but_the_clock() -> None:
+    run = small_run()
+    costs = Costs.load(run)
+    world = SimWorld(run, costs, SimulatedWorkload(run))
+    assert costs.sharing is None and isinstance(world.cores.time_of("generating"), OwnTime)
+    env = simpy.Environment()
+    assert isinstance(Cores(env).time_of("training").work(2.0), simpy.Timeout)
+    assert env.peek() == 2.0
+
+
+def test_a_profile_that_does_not_say_shares_nothing_and_that_is_said(tmp_path: Path) -> None:
+    run = shared_run(tmp_path)
+    path = Path(str(run.costs.profile))
+    sources = Costs.load(run).provenance["decode"].sources
+    assert not any("slowed another" in source for source in sources)
+    write_measured(with_fields(read_measured(path), sharing=()), path)
+    costs = Costs.load(run)
+    assert costs.sharing is None
+    assert any("as if none slowed another down" in s for s in costs.provenance["decode"].sources)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"generating": 0}, "sharing row 1: generating must be at least 1, got 0"),
+        ({"training": 2}, "sharing row 1: training must be 0 or 1, got 2"),
+        ({"training": 1}, "sharing row 1: train must be there"),
+        ({"generation": (0.9, 0.5, 0.6)}, "sharing row 1: generation must be quartiles"),
+    ],
+)
+def test_speeds_that_cannot_be_are_refused_with_their_row(
+    row: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    run = shared_run(tmp_path)
+    path = Path(str(run.costs.profile))
+    wrong = SharingRow(**{"generating": 2, "generation": around(0.5), **row})
+    write_measured(with_fields(read_measured(path), sharing=(wrong,)), path)
+    with pytest.raises(ValueError, match=words):
+        read_measured(path)
