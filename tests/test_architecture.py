@@ -144,7 +144,7 @@ LAYERS = {
     ),
     "sim": (
         *("costs", "surroundings", "attempt", "admission"),
-        *("replica", "trainer", "transfer", "verifier", "failures", "drawn"),
+        *("replica", "trainer", "transfer", "verifier", "failures", "faults", "drawn"),
         *("step_trace", "world", "steady_state"),
         *("batch_time", "parallel", "studies", "planner", "checkup", "fidelity"),
     ),
@@ -159,7 +159,7 @@ LAYERS = {
 """Rooms, and files beside them, from low to high: each imports only what stands before it."""
 ROLES = {"replica": "Replica", "trainer": "Trainer", "transfer": "Transfer", "verifier": "Verifier"}
 """Files and classes that are there in simulated and in real time; `Replica` is also what the engine knows of one."""
-MIRRORED = {"world", *ROLES}
+MIRRORED = {"world", "faults", *ROLES}
 """Files that are there in simulated and in real time."""
 
 
