@@ -151,7 +151,7 @@ LAYERS = {
     "executor": (
         *("tokens", "samples", "prompts", "roles", "pretrained", "buffer"),
         *("checksums", "checkpoints", "directory_lock", "record", "carriers"),
-        *("transfer", "rollout", "trainer", "verifier", "watchdog", "world"),
+        *("transfer", "rollout", "trainer", "verifier", "watchdog", "faults", "world"),
         *("back_ends", "interruption", "execute"),
         *("checkup", "profiling"),
     ),
