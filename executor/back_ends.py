@@ -45,6 +45,12 @@ def _limits(run: Run) -> Iterator[Limit]:
         not run.verifier.num_gpus,
         "left out to be executed: rewards are computed on CPUs",
     )
+    yield Limit(
+        "execute.launcher",
+        run.execute.launcher,
+        not run.faults or run.execute.launcher == "local",
+        "'local' where there are faults, which strike processes",
+    )
     for kind, own in enumerate(rollout.kinds):
         yield Limit(
             f"{kind_key(kind)}.tensor_parallel",

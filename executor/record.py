@@ -6,6 +6,7 @@ prompts.npz              token ids of the prompts that its trace speaks of
 inputs/                  what it was read from, as far as reports and comparisons need it
 metrics.jsonl            a line for each step, and for each time that steps were taken back
 rollouts.jsonl           a line for each verified rollout, and for each resume
+faults.jsonl             a line for each planned fault that struck; see `executor.faults`
 checkpoints/             see `executor.checkpoints`
 logs/                    output of the worker processes
 lock                     the process that runs it, as long as it lives

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -77,6 +78,15 @@ def write_block(
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
     return TokenBlock(len(ids), path)
+
+
+def is_whole(block: TokenBlock) -> bool:
+    """Return whether a block has the bytes of its tokens, without a look at them."""
+    if block.path is None:
+        return len(block.data) == TOKEN_BYTES * block.num_tokens
+    with suppress(FileNotFoundError):
+        return Path(block.path).stat().st_size == TOKEN_BYTES * block.num_tokens
+    return False
 
 
 def read_block(block: TokenBlock) -> tuple[Ids, Logprobs]:

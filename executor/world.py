@@ -15,6 +15,7 @@ from executor.buffer import RolloutBuffer
 from executor.carriers.handles import WorkerLostError
 from executor.carriers.launch import Launcher
 from executor.checkpoints import Checkpoint
+from executor.faults import TRAINER, RealFaults
 from executor.record import RunDirectory
 from executor.roles import TransferRole, VerifierRole, Write
 from executor.rollout.replica import Replica
@@ -90,6 +91,7 @@ class RealWorld(World[Trace]):
         self._trainer = Trainer(buffer, estimator, directory, lambda: self.now)
         self._transfer = make_transfer(self._trainer.push)
         self._verifier = verifier
+        self._faults = RealFaults(trace.run, directory.path, directory.leg, verifier)
         self._has_trainer = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._began_at = 0.0
@@ -182,6 +184,7 @@ class RealWorld(World[Trace]):
         event = None
         number = self._watchdog.begin(command, self.now)
         try:
+            self._faults.strike(command, self.engine.version, self.now)
             event = await self._do(command)
         finally:
             self._watchdog.end(number, event, self.now)
@@ -251,7 +254,7 @@ class RealWorld(World[Trace]):
         manifest = self._transfer.manifests.get(command.version)
         model = self._initial_model()
         handle = await self._launcher.replica(command.replica, command.kind, model)
-        replica = Replica(handle, self._buffer)
+        replica = Replica(self._faults.expose(command.replica, handle), self._buffer)
         self._replicas[command.replica] = replica
         return await replica.start(command, manifest)
 
@@ -263,7 +266,7 @@ class RealWorld(World[Trace]):
 
     async def _start_trainer(self, command: StartTrainer) -> Event:
         checkpoint = self._directory.checkpoints.read(command.version) if command.version else None
-        handle = await self._launcher.trainer()
+        handle = self._faults.expose(TRAINER, await self._launcher.trainer())
         self._has_trainer = True
         return await self._trainer.start(command, handle, checkpoint)
 

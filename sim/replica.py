@@ -104,9 +104,11 @@ class Replica:
         self._notice()
 
     def stop(self) -> Sequence[Command]:
-        """End here and now; return what was asked for and is lost."""
+        """End here and now; return what was asked for and is lost, also since it was stopped before."""
+        if not self.has_stopped:
+            self.process.interrupt("stopped")
         self.has_stopped = True
-        self.process.interrupt("stopped")
+        self._is_decoding = False  # and so nobody wakes it up
         lost = [Generate(r, self.id, 0) for r in sorted([*self._queued, *self._running])]
         return lost if self._load is None else [*lost, self._load]
 

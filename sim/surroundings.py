@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -39,6 +40,11 @@ class Surroundings(Protocol):
         ...
 
     @property
+    def hindrances(self) -> Hindrances:
+        """What keeps resources from their usual pace just now."""
+        ...
+
+    @property
     def rollouts(self) -> Mapping[int, DrawnRollout]:
         """Every rollout that was drawn, by id."""
         ...
@@ -46,6 +52,16 @@ class Surroundings(Protocol):
     def emit(self, event: Event) -> None:
         """Take note that something happened, at this instant."""
         ...
+
+
+@dataclass(slots=True)
+class Hindrances:
+    """What keeps resources from their usual pace."""
+
+    slowness: float = 1.0
+    """How many times as long as it should a push takes that begins now."""
+    stalled_until: float = 0.0
+    """Seconds since the run's start before which verifiers look at nothing."""
 
 
 class DrawnRollout(msgspec.Struct, frozen=True, gc=False):

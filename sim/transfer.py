@@ -58,8 +58,9 @@ class Transfer:
 
     def _send(self, command: PushWeights) -> Generator[simpy.Event, Any, None]:
         sync, env = self._around.costs.sync, self._around.env
-        yield env.timeout(sync.fill_time)
-        yield from self._link.carry(sync.wire_time)
-        yield env.timeout(sync.drain_time)
+        slowness = self._around.hindrances.slowness
+        yield env.timeout(sync.fill_time * slowness)
+        yield from self._link.carry(sync.wire_time * slowness)
+        yield env.timeout(sync.drain_time * slowness)
         self._under_way.popleft()
         self._around.emit(WeightsPushed(command.version, sync.wire_bytes))

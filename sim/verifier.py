@@ -28,11 +28,21 @@ class Verifier:
         """Reward a rollout after those before it; a verifier that takes no time answers at once."""
         if self._time:
             self._inbox.put(command)
+        elif stall_time := self._stall_time:
+            self._around.env.process(self._grade(command, stall_time))
         else:
             self._around.emit(Verified(command.rollout, REWARD))
 
     def _run(self) -> Generator[simpy.Event, Any, None]:
         while True:
             command: Verify = yield self._inbox.get()
-            yield self._around.env.timeout(self._time)
-            self._around.emit(Verified(command.rollout, REWARD))
+            yield from self._grade(command, self._stall_time + self._time)
+
+    def _grade(self, command: Verify, seconds: float) -> Generator[simpy.Event, Any, None]:
+        yield self._around.env.timeout(seconds)
+        self._around.emit(Verified(command.rollout, REWARD))
+
+    @property
+    def _stall_time(self) -> float:
+        """Seconds for which it still stands still."""
+        return max(0.0, self._around.hindrances.stalled_until - self._around.env.now)

@@ -15,9 +15,10 @@ from sim.costs.fill import fill_policies
 from sim.costs.trainer_costs import TrainerCosts
 from sim.drawn import Drawn
 from sim.failures import Failures
+from sim.faults import SimFaults
 from sim.replica import Replica
 from sim.step_trace import StepTrace
-from sim.surroundings import DrawnRollout
+from sim.surroundings import DrawnRollout, Hindrances
 from sim.trainer import Trainer
 from sim.transfer import Transfer
 from sim.verifier import Verifier
@@ -116,9 +117,11 @@ class SimWorld(World[Trace]):
         self._workload = workload
         self._next_group = 0
         self.trainers: dict[int, Trainer] = {}
+        self.hindrances = Hindrances()
         self._transfer = Transfer(self)
         self._verifier = Verifier(self)
         self._failures = Failures(self, self.lose, self.lose_trainer)
+        self.faults = SimFaults(self) if run.faults else None
 
     @property
     def now(self) -> float:
@@ -173,6 +176,8 @@ class SimWorld(World[Trace]):
 
     def emit(self, event: Event) -> None:
         """Let the engine handle `event`, and forget what the trainers have stepped past."""
+        if self.faults is not None:
+            event = self.faults.result(event)
         if isinstance(event, Stepped):
             groups = self._stepping.pop(event.trainer)
             self._drawn.end_step(event.version, groups, event.trainer)
@@ -180,6 +185,8 @@ class SimWorld(World[Trace]):
 
     def start(self, command: Command) -> None:
         """Hand a command to the resource it is for."""
+        if self.faults is not None:
+            self.faults.strike(command, self.engine.version)
         match command:
             case Generate():
                 self.replicas[command.replica].generate(command)

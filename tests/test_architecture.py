@@ -144,14 +144,14 @@ LAYERS = {
     ),
     "sim": (
         *("costs", "cores", "surroundings", "attempt", "admission"),
-        *("replica", "trainer", "transfer", "verifier", "failures", "drawn"),
+        *("replica", "trainer", "transfer", "verifier", "failures", "faults", "drawn"),
         *("step_trace", "world", "steady_state"),
         *("batch_time", "parallel", "studies", "planner", "checkup", "fidelity"),
     ),
     "executor": (
         *("checksums", "tokens", "samples", "prompts", "roles", "pretrained", "buffer"),
         *("checkpoints", "directory_lock", "record", "carriers"),
-        *("transfer", "rollout", "trainer", "verifier", "watchdog", "world"),
+        *("transfer", "rollout", "trainer", "verifier", "watchdog", "faults", "world"),
         *("back_ends", "interruption", "execute"),
         *("checkup", "profiling"),
     ),
@@ -159,7 +159,7 @@ LAYERS = {
 """Rooms, and files beside them, from low to high: each imports only what stands before it."""
 ROLES = {"replica": "Replica", "trainer": "Trainer", "transfer": "Transfer", "verifier": "Verifier"}
 """Files and classes that are there in simulated and in real time; `Replica` is also what the engine knows of one."""
-MIRRORED = {"world", *ROLES}
+MIRRORED = {"world", "faults", *ROLES}
 """Files that are there in simulated and in real time."""
 
 

@@ -14,7 +14,6 @@ from streamrl.engine.messages import (
     Generate,
     Interrupted,
     LoadWeights,
-    PushWeights,
     ReplicaLost,
     SaveCheckpoint,
     StartReplica,
@@ -76,15 +75,6 @@ def test_a_failure_beyond_one_rollout_stops_the_run_and_names_it(command: Any) -
     s.finish(0, 1)
     (stop,) = of(Stop, s.tell(Failed(command, "out of memory")))
     assert "out of memory" in stop.reason
-
-
-def test_a_push_that_fails_stops_the_run() -> None:
-    s = script()
-    s.draw(s.begin())
-    s.finish(0, 1, 2, 3)
-    (push,) = of(PushWeights, s.step(1))
-    (stop,) = of(Stop, s.tell(Failed(push, "no room")))
-    assert "PushWeights: no room" in stop.reason
 
 
 def test_an_interrupted_run_aborts_what_runs_and_drops_everything_with_the_reason() -> None:

@@ -194,6 +194,8 @@ class LocalProcess(Handle):
         except (asyncio.IncompleteReadError, ConnectionError):
             status = await asyncio.to_thread(self._end)
             self._lose(f"ended with status {status}")
+        except (ValueError, KeyError) as error:
+            self.kill(f"sent what is no answer and was killed: {error}")
 
     async def _beat(self) -> None:
         """Ask for a sign of life now and then, until there has been none for too long."""

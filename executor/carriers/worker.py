@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import traceback
+from contextlib import suppress
 from typing import Any, get_type_hints
 
 import msgspec
@@ -51,7 +52,8 @@ async def _answer(role: Any, call: Call, writer: asyncio.StreamWriter) -> None:
         result = await method(*_typed(method, call.arguments))
         write_frame(writer, Answer(call.id, "result", encode(result)))
     except Exception as error:  # crosses the process boundary as text, and becomes `Failed` there
-        traceback.print_exc()
+        with suppress(OSError):  # its log's disk is full
+            traceback.print_exc()
         kind: Kind = "lost" if isinstance(error, RoleLostError) else "error"
         write_frame(writer, Answer(call.id, kind, encode(f"{type(error).__name__}: {error}")))
     await writer.drain()

@@ -6,7 +6,8 @@ from executor.buffer import RolloutBuffer
 from executor.carriers.handles import Handle
 from executor.carriers.remote import remote
 from executor.roles import ReplicaRole
-from executor.samples import Manifest
+from executor.samples import Completion, Manifest, Request
+from executor.tokens import count_tokens, is_whole
 from streamrl.engine.messages import (
     Generate,
     Generated,
@@ -15,6 +16,33 @@ from streamrl.engine.messages import (
     StartReplica,
     WeightsLoaded,
 )
+
+
+def check_completion(request: Request, completion: Completion) -> None:
+    """Refuse what is no answer to a request, before anything is entered of it.
+
+    Raises:
+        ValueError: it is another rollout's, has tokens that nobody asked for or that are not there, or does not say whose
+            they are.
+    """
+    output, least = completion.output, 0 if completion.finish == "aborted" else 1
+    most = request.max_tokens - count_tokens(request.prefix)
+    starts = [start for _, start in completion.versions]
+    if completion.rollout != request.rollout:
+        wrong = f"rollout {completion.rollout}"
+    elif not least <= output.num_tokens <= most:
+        wrong = f"{output.num_tokens} tokens where {least} to {most} can be"
+    elif count_tokens(completion.segments) != output.num_tokens:
+        wrong = f"{output.num_tokens} tokens but segments of {count_tokens(completion.segments)}"
+    elif output.num_tokens and (
+        starts[:1] != [0] or starts != sorted({*starts}) or starts[-1] >= output.num_tokens
+    ):
+        wrong = f"versions {completion.versions} of {output.num_tokens} tokens"
+    elif output.path not in (None, request.output_path) or not is_whole(output):
+        wrong = f"tokens that are not where they should be: {output.path}"
+    else:
+        return
+    raise ValueError(f"rollout {request.rollout} is answered with {wrong}")
 
 
 class Replica:
@@ -35,6 +63,7 @@ class Replica:
         with self._buffer.hold([command.rollout]) as (buffered,):
             request = self._buffer.request(command)
             completion = await self._worker.generate(request)
+            check_completion(request, completion)
             num_tokens = buffered.add(completion)
         return Generated(
             command.rollout,

@@ -25,7 +25,12 @@ class Transfer(TransferRole):
 
     async def push(self, command: PushWeights) -> WeightsPushed:
         """Send a version to where replicas can load it."""
-        manifest = await self._write(command.version, self._directory.path)
+        try:
+            manifest = await self._write(command.version, self._directory.path)
+        except Exception:
+            if command.version not in self.manifests:
+                remove_version(self._directory.path, command.version)
+            raise
         self.manifests[command.version] = manifest
         self._newest = command.version
         self._remove_unwanted()

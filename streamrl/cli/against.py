@@ -11,7 +11,7 @@ from sim.studies.pair import compare_runs
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import claim_directory, print_json
 from streamrl.record.against import Against
-from streamrl.report.against_file import Comparison, write_comparison
+from streamrl.report.against_file import AgainstFile, write_comparison
 from streamrl.report.against_report import against_report
 from streamrl.report.study_file import is_study
 from streamrl.report.words import team_of, what_text
@@ -30,7 +30,7 @@ def simulate_against(
     files = (run_file, other)
     a, b = (_load(path, letter, overrides) for path, letter in zip(files, LETTERS, strict=True))
     names = (_name(run_file, a), _name(other, b))
-    comparison = Comparison(names=names, against=_compare(a, b))
+    comparison = AgainstFile(names=names, against=_compare(a, b))
     if output is not None:
         write_comparison(comparison, output)
     if as_json:

@@ -23,6 +23,8 @@ class Setbacks:
     """Rollouts that failed and are not ready yet, by id."""
     num_dropped: int = 0
     """Groups dropped in a row in which a rollout failed: none got all its rewards in between."""
+    num_failed_pushes: int = 0
+    """Pushes that failed in a row."""
     last_step_at: float = 0.0
     """When the leading trainer made its last step, or the run began."""
     _counts: Counter[str] = field(default_factory=Counter)

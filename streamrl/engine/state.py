@@ -151,15 +151,14 @@ class State:
             case ExpectationsChanged(rollouts, tokens):
                 self._expect(rollouts, tokens)
             case WeightsPushed(version):
-                self.pushing = None
-                self.pushed_version = version
+                self.pushing, self.pushed_version = None, version
+                self.setbacks.num_failed_pushes = 0
                 self.fleet.find_outdated(version)
             case WeightsLoaded(replica_id, version) | ReplicaStarted(replica_id, version):
                 self.fleet.serve(replica_id, version, self.pushed_version)
             case TrainerStarted(trainer, version):
                 self.trainers[trainer].come_up(version)
-                self._count_unready()
-                self.is_stopping = self.is_stopping or self.has_all_steps
+                self._look_at_trainers()
             case RunStarted(version, groups_done):
                 self._begin(version, groups_done)
             case ReplicaLost(replica_id, _) | ReplicaStopped(replica_id):
@@ -224,7 +223,7 @@ class State:
         self.num_admitted = version * self.leader.prompts_per_step
         for trainer in self.trainers:
             trainer.begin_at(version if trainer.leads else 0)
-        self._count_unready()
+        self._look_at_trainers()
 
     def _end_generate(self, event: Generated) -> None:
         rollout = self.rollouts[event.rollout]
@@ -333,7 +332,7 @@ class State:
     def _lose_trainer(self, trainer: TrainerSide) -> None:
         """Enter that a trainer is gone; where it leads, what its lost versions were for is outlived."""
         num_steps = trainer.fall_back()
-        self._count_unready()
+        self._look_at_trainers()
         if not trainer.leads:
             return
         self.pushing = None
@@ -342,7 +341,9 @@ class State:
             self.outlived = {n: g for n, g in self.groups.items() if trainer.wants(g)}
             self.fleet.fall_back(trainer.version)
 
-    def _count_unready(self) -> None:
+    def _look_at_trainers(self) -> None:
+        """Enter who is up, and whether all steps are made: one that is lost takes back even the last."""
+        self.is_stopping = self.stop_reason is not None or self.has_all_steps
         self.num_unready = sum(not side.is_ready for side in self.trainers)
 
     def _fail(self, command: Command, reason: str) -> None:
@@ -361,8 +362,9 @@ class State:
                 self.fleet.lose(replica_id)
             case LoadWeights(replica_id) if replica_id not in self.fleet.replicas:
                 pass  # lost: nothing is left to load into
-            case PushWeights() if self.pushing is None:
-                pass  # its trainer is lost
+            case PushWeights():  # by itself, unless its trainer is lost
+                self.setbacks.num_failed_pushes += self.pushing is not None
+                self.pushing = None
             case Score() | Train() | Step() | SaveCheckpoint() | StartTrainer():
                 self._fail_trainer(self.trainers[command.trainer], what)
             case _:
@@ -372,7 +374,7 @@ class State:
     def _fail_trainer(self, trainer: TrainerSide, what: str) -> None:
         """Enter that a trainer's work failed, unless it is lost; one that follows goes on without it."""
         trainer.end_failed(what)
-        self._count_unready()
+        self._look_at_trainers()
         if trainer.leads:
             self.failure = self.failure or trainer.failure
 
@@ -384,8 +386,6 @@ class State:
             case DrawPrompts(_, num_groups):
                 self.num_admitted -= num_groups
                 self.num_drawing -= num_groups
-            case PushWeights():
-                self.pushing = None
 
     def _retry(self, rollout: Rollout, is_lost: bool = False) -> None:
         """Let what failed be tried again; a policy says how often."""

@@ -140,7 +140,7 @@ def build_policies(run: Run) -> list[Policy]:
         GiveUp(run.policies.max_dropped_groups, run.policies.max_step_time),
         StartOver(),
         WindDown(),
-        CheckpointEvery(LEADER, run.execute.checkpoint_every),
+        CheckpointEvery(LEADER, run.execute.checkpoint_every, run.policies.max_attempts),
         TakeInLine(LEADER),
         BoundedAdmission(system.max_staleness, system.waits_for_whole_batches),
         _streaming(run, LEADER, system.streaming),
@@ -159,7 +159,7 @@ def _follow(run: Run, trainer: int) -> Iterator[Policy]:
     """Yield the policies of a trainer that follows: it works on what is complete, as it comes, in its own time."""
     seen = run.as_seen_by(trainer)
     backlog = run.followers[trainer - 1].backlog
-    yield CheckpointEvery(trainer, run.execute.checkpoint_every)
+    yield CheckpointEvery(trainer, run.execute.checkpoint_every, run.policies.max_attempts)
     yield TakeInLine(trainer)
     yield BoundedBacklog(trainer, backlog * run.algorithm.prompts_per_step)
     yield _streaming(seen, trainer, "stream")

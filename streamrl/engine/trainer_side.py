@@ -54,6 +54,8 @@ class TrainerSide:
     """Whether it is gone and what it did has yet to fail: before that nothing takes its place."""
     num_lost: int = 0
     """How often it was lost."""
+    num_failed_saves: int = 0
+    """Checkpoints that failed in a row."""
     failure: str | None = None
     """What broke beyond what a retry can mend."""
 
@@ -145,6 +147,7 @@ class TrainerSide:
     def save(self, version: int) -> None:
         """Enter that its checkpoint of `version` is on disk."""
         self.command = None
+        self.num_failed_saves = 0
         self.checkpoint_version = version
         self._trained_until = {v: n for v, n in self._trained_until.items() if v >= version}
 
@@ -177,9 +180,16 @@ class TrainerSide:
         return num_steps
 
     def end_failed(self, reason: str) -> None:
-        """Enter that what it did has failed: it can do nothing any more, unless it was lost and begins again."""
+        """Enter that what it did has failed: it can do nothing any more, unless it was lost and begins again.
+
+        A checkpoint that fails changes nothing: the one before it stands, and the trainer that leads goes on.
+        """
         if self.is_lost:
             self.is_lost = False
+            self.command = None
+            return
+        if isinstance(self.command, SaveCheckpoint) and self.leads:
+            self.num_failed_saves += 1
             self.command = None
             return
         self.failure = reason

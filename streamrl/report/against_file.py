@@ -13,7 +13,7 @@ from streamrl.report.against_report import verdict
 AGAINST_JSON = "against.json"
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class AgainstFile(msgspec.Struct, frozen=True, kw_only=True):
     """Two runs, and what is known of their difference."""
 
     names: tuple[str, str]
@@ -26,7 +26,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return {**msgspec.to_builtins(self.against), **told}
 
 
-def write_comparison(comparison: Comparison, directory: Path) -> Path:
+def write_comparison(comparison: AgainstFile, directory: Path) -> Path:
     """Write against.json to a directory, which is made; return its path.
 
     Raises:
@@ -41,7 +41,7 @@ def write_comparison(comparison: Comparison, directory: Path) -> Path:
     return path
 
 
-def read_comparison(path: Path) -> Comparison:
+def read_comparison(path: Path) -> AgainstFile:
     """Read against.json; its verdict is said anew from the figures.
 
     Raises:
@@ -50,7 +50,7 @@ def read_comparison(path: Path) -> Comparison:
     try:
         data = path.read_bytes()
         names = msgspec.json.decode(data, type=_Names).names
-        return Comparison(names=names, against=msgspec.json.decode(data, type=Against))
+        return AgainstFile(names=names, against=msgspec.json.decode(data, type=Against))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     except msgspec.MsgspecError as error:

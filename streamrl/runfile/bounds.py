@@ -12,6 +12,7 @@ from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
 from streamrl.runfile.config import CostsConfig, ExecuteConfig, Run
 from streamrl.runfile.errors import Bounds, RunError
 from streamrl.runfile.failures_config import FailuresConfig
+from streamrl.runfile.faults_config import FaultConfig
 from streamrl.runfile.framework_config import FrameworkConfig
 from streamrl.runfile.keys import join_key
 from streamrl.runfile.plan_config import PlanConfig
@@ -40,6 +41,7 @@ MOST_PER_GROUP = 2**14
 """Rollouts of one prompt; lengths of a thousand groups are drawn at once, which this keeps below 128 MiB."""
 MOST_FAILURES = 10**7
 """Within a minute; each is remembered that long."""
+MOST_FAULTS = 1000
 OF_LOSSES = {
     "learning_rate": Bounds(0),
     "clip": POSITIVE,
@@ -115,6 +117,14 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     ExecuteConfig: {"patience": POSITIVE, "threads": Bounds(1)},
     SimulateConfig: {"interval": POSITIVE_SHARE, "max_steps": Bounds(1)},
     FailuresConfig: {"per_gpu_day": Bounds(0)},
+    FaultConfig: {
+        "step": Bounds(1),
+        "time": SECONDS,
+        "count": Bounds(1, MOST_FAULTS),
+        "seed": Bounds(0),
+        "duration": POSITIVE,
+        "factor": Bounds(1, 1e4, excludes_least=True),
+    },
     FrameworkConfig: {
         "step_time": SECONDS,
         "switch_time": SECONDS,

@@ -10,6 +10,7 @@ from typing import get_args
 from streamrl.runfile.bounds import POSITIVE, check_bounds
 from streamrl.runfile.config import DEVICE, Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
+from streamrl.runfile.fault_checks import check_faults
 from streamrl.runfile.paths import paths_of
 from streamrl.runfile.plan_checks import check_plan
 from streamrl.runfile.policy_checks import POLICY_CHECKS
@@ -198,6 +199,7 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
         _check_latencies,
         *POLICY_CHECKS,
         check_plan,
+        check_faults,
         _check_paths,
         _check_device,
     ),

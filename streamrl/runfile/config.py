@@ -14,6 +14,7 @@ import msgspec
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.cluster_config import ClusterConfig, ModelConfig
 from streamrl.runfile.failures_config import FailuresConfig
+from streamrl.runfile.faults_config import FaultConfig
 from streamrl.runfile.framework_config import FrameworkConfig
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.policies_config import PoliciesConfig
@@ -92,6 +93,7 @@ class Run(Section, frozen=True, kw_only=True):
     simulate: SimulateConfig = SimulateConfig()
     plan: PlanConfig = PlanConfig()
     failures: FailuresConfig = FailuresConfig()
+    faults: tuple[FaultConfig, ...] = ()
     framework: FrameworkConfig = FrameworkConfig()
     followers: tuple[FollowerConfig, ...] = ()
     """What a run file writes as the second `[[trainer]]` and those after it."""

@@ -9,11 +9,15 @@ from streamrl.engine.state import State
 
 
 class CheckpointEvery:
-    """Save a trainer after every `num_steps` of its steps, and after the run's last one."""
+    """Save a trainer after every `num_steps` of its steps, and after the run's last one.
 
-    def __init__(self, trainer: int, num_steps: int) -> None:
+    A save that fails is tried again, until `max_attempts` in a row have failed.
+    """
+
+    def __init__(self, trainer: int, num_steps: int, max_attempts: int) -> None:
         self.trainer = trainer
         self.num_steps = num_steps
+        self.max_attempts = max_attempts
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield a save where one is due and the trainer is between two steps."""
@@ -23,7 +27,7 @@ class CheckpointEvery:
         num_unsaved = trainer.version - trainer.checkpoint_version
         if not num_unsaved or (num_unsaved < self.num_steps and not state.has_all_steps):
             return ()
-        if state.failure is not None:
+        if state.failure is not None or trainer.num_failed_saves >= self.max_attempts:
             return ()
         open_groups = {group.id for group in state.groups.values() if trainer.wants(group)}
         groups_done = min(open_groups, default=state.next_group)

@@ -13,8 +13,9 @@ from streamrl.engine.trainer_side import LEADER, ROLLED_BACK
 class RetryThenDrop:
     """Try a rollout again until it has failed `max_attempts` times, then drop its group.
 
-    A rollout is small and its failure may be its own; work of the leading trainer, a push or a load that fails
-    stops the run, which can resume from its last checkpoint.
+    A rollout is small and its failure may be its own. A push, or a checkpoint of the leading trainer, changes nothing
+    where it fails: after `max_attempts` in a row the run stops. Work of that trainer, or a load, that fails stops it at
+    once. It can resume from its last checkpoint.
     """
 
     def __init__(self, max_attempts: int) -> None:
@@ -22,11 +23,15 @@ class RetryThenDrop:
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield drops for what failed too often."""
-        return self._give_up(state) if state.setbacks.failed or state.failure is not None else ()
+        is_calm = not state.setbacks.failed and state.failure is None
+        return () if is_calm and not self._is_futile(state) else self._give_up(state)
 
     def _give_up(self, state: State) -> Iterator[Command]:
         if state.failure is not None and state.stop_reason is None:
             yield Stop(state.failure)
+        elif self._is_futile(state) and state.stop_reason is None:
+            what = f"a push or a checkpoint failed {self.max_attempts} times in a row (policies.max_attempts)"
+            yield Stop(f"{what}{state.setbacks}")
         hopeless = [r for r in state.setbacks.failed.values() if r.failures >= self.max_attempts]
         for rollout in hopeless:
             if rollout.group.is_dropped:
@@ -35,6 +40,13 @@ class RetryThenDrop:
                 yield Stop(f"rollout {rollout.id} fails, but its siblings are in the gradient")
                 return
             yield from drop(rollout.group, f"failed {rollout.failures} times")
+
+    def _is_futile(self, state: State) -> bool:
+        """Whether a push or a checkpoint has been tried often enough."""
+        return (
+            max(state.setbacks.num_failed_pushes, state.leader.num_failed_saves)
+            >= self.max_attempts
+        )
 
 
 class StartOver:

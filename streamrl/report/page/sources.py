@@ -14,7 +14,7 @@ from streamrl.hardware.profiles import load_model
 from streamrl.record.inputs import CONFIG, kept_names, with_kept_inputs
 from streamrl.record.metrics import Metrics, measure
 from streamrl.record.trace import Trace, read_trace
-from streamrl.report.against_file import AGAINST_JSON, Comparison, read_comparison
+from streamrl.report.against_file import AGAINST_JSON, AgainstFile, read_comparison
 from streamrl.report.page.study_json import STUDY_CSV, RecordedStudy, read_study
 from streamrl.report.plan import PLAN_JSON, PLAN_TOML, Plan, read_plan
 from streamrl.runfile.config import Run
@@ -60,7 +60,7 @@ class RecordedComparison(NamedTuple):
     """A run that was set against another."""
 
     name: str
-    found: Comparison
+    found: AgainstFile
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,143 @@
+"""What became of every rollout of a run, over all its legs: trained on once, dropped, rolled back, or none of these."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from streamrl.engine.messages import (
+    CheckpointSaved,
+    Drop,
+    Generate,
+    Generated,
+    LoadWeights,
+    PromptsDrawn,
+    PushWeights,
+    ReplicaStarted,
+    RunStarted,
+    Skip,
+    Stepped,
+    Trained,
+    TrainerLost,
+    WeightsLoaded,
+)
+from streamrl.engine.trainer_side import LEADER
+from streamrl.record.trace import Entry, Trace
+
+
+class Books(NamedTuple):
+    """Rollouts of a run by what became of them."""
+
+    drawn: int
+    trained: int
+    """In steps that count."""
+    dropped: int
+    rolled_back: int
+    """Trained on in steps that a lost trainer took back, and not again."""
+    lost: int
+    """None of these."""
+    twice: int
+    """In two steps that count."""
+    wrong: int
+    """In steps that count, though born under weights that had been taken back."""
+
+
+def balance(legs: Iterable[Trace]) -> Books:
+    """Return the books of a run from the traces of its legs, in order."""
+    steps: dict[int, list[int]] = {}
+    drawn: set[int] = set()
+    dropped: set[int] = set()
+    taken_back: set[int] = set()
+    wrong = 0
+    for trace in legs:
+        leg = _Leg(steps)
+        for entry in trace.entries:
+            leg.read(entry)
+        drawn |= {rollout for group in leg.drawn.values() for rollout in group}
+        dropped |= leg.dropped
+        taken_back |= leg.taken_back
+        wrong += leg.num_wrong
+    counted = Counter(rollout for rollouts in steps.values() for rollout in rollouts)
+    rolled_back = taken_back - counted.keys()
+    dropped -= counted.keys() | rolled_back
+    return Books(
+        drawn=len(drawn),
+        trained=len(counted),
+        dropped=len(dropped),
+        rolled_back=len(rolled_back),
+        lost=len(drawn - counted.keys() - dropped - rolled_back),
+        twice=sum(count > 1 for count in counted.values()),
+        wrong=wrong,
+    )
+
+
+class _Leg:
+    """Reads one leg, entry by entry; `steps` are those of the legs before, and grow."""
+
+    def __init__(self, steps: dict[int, list[int]]) -> None:
+        self._steps = steps
+        self.drawn: dict[int, tuple[int, ...]] = {}
+        self.dropped: set[int] = set()
+        self.taken_back: set[int] = set()
+        self.num_wrong = 0
+        self._gradient: list[int] = []
+        self._saved = 0
+        self._lineage: Counter[int] = Counter()
+        """How often each version was made."""
+        self._pushed: dict[int, int] = {}
+        """The lineage of each version as it was pushed last."""
+        self._serves: dict[int, tuple[int, int]] = {}
+        """Version and lineage of each replica."""
+        self._sent_to: dict[int, int] = {}
+        self._born: dict[int, tuple[int, int]] = {}
+
+    def read(self, entry: Entry) -> None:
+        match entry.event:
+            case RunStarted(version):
+                self._saved = version
+                for later in [step for step in self._steps if step > version]:
+                    del self._steps[later]
+            case PromptsDrawn(groups=groups):
+                self.drawn.update({group.group: group.rollouts for group in groups})
+            case Trained(rollouts, trainer) if trainer == LEADER:
+                self._gradient += rollouts
+            case Stepped(version, trainer) if trainer == LEADER:
+                self._end_step(version)
+            case CheckpointSaved(version, trainer) if trainer == LEADER:
+                self._saved = version
+            case TrainerLost(trainer) if trainer == LEADER:
+                self._gradient = []
+                for later in [step for step in self._steps if step > self._saved]:
+                    self.taken_back.update(self._steps.pop(later))
+            case ReplicaStarted(replica, version) | WeightsLoaded(replica, version):
+                self._serves[replica] = (version, self._pushed.get(version, 0))
+            case Generated(rollout, tokens, _, version) if tokens:
+                lineage = self._lineage_of(self._sent_to[rollout], version)
+                self._born.setdefault(rollout, (version, lineage))
+            case _:
+                pass
+        for command in entry.commands:
+            match command:
+                case Generate(rollout, replica):
+                    self._sent_to[rollout] = replica
+                case PushWeights(version):
+                    self._pushed[version] = self._lineage[version]
+                case Drop(group) | Skip(group, trainer=0):
+                    self.dropped.update(self.drawn[group])
+                case LoadWeights() | _:
+                    pass
+
+    def _lineage_of(self, replica: int, version: int) -> int:
+        """Return the lineage of a version that a replica has; of one that it had before, the one made then."""
+        serves, lineage = self._serves.get(replica, (version, self._pushed.get(version, 0)))
+        return lineage if serves == version else self._lineage[version]
+
+    def _end_step(self, version: int) -> None:
+        self._lineage[version] += 1
+        alive = [rollout for rollout in self._gradient if rollout not in self.dropped]
+        self._steps[version] = alive
+        self._gradient = []
+        for rollout in alive:
+            born, lineage = self._born.get(rollout, (0, 0))
+            self.num_wrong += lineage != self._lineage[born]

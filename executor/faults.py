@@ -1,0 +1,248 @@
+"""The faults of a run file in real time: signals to processes, a full disk, a push that gets lost, answers that are none.
+
+faults.jsonl in the run directory has a line for each that struck, written before it does: a resumed run goes on with
+the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, TypeVar, assert_never
+
+import msgspec
+from msgspec.structs import replace
+
+from executor.carriers.handles import Handle, LocalProcess, WorkerLostError
+from executor.roles import VerifierRole
+from executor.samples import Completion
+from executor.verifier.process import ForkServerProcess
+from streamrl.engine.fault_plan import Fault, FaultPlan
+from streamrl.engine.messages import Command, Generate, PushWeights
+from streamrl.runfile.config import Run
+from streamrl.runfile.faults_config import FaultConfig, FaultKind
+
+FAULTS = "faults.jsonl"
+LOOK_TIME = 0.0005  # seconds between two looks whether a process has begun to write
+FULL_BYTES = 2**16  # of a disk that is full from the start; a page at least on any machine
+TRAINER: Literal["trainer"] = "trainer"
+
+T = TypeVar("T")
+CallOf = Callable[..., Awaitable[Any]]
+Blow = Callable[[LocalProcess, CallOf, tuple[Any, ...]], Awaitable[Any]]
+"""Calls a process with these arguments, and returns or raises what a fault leaves of that."""
+
+
+class StruckFault(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of faults.jsonl: a fault of the plan, as it strikes."""
+
+    fault: int
+    """Its place in the plan."""
+    kind: FaultKind
+    step: int
+    leg: int
+    time: float
+    """Seconds since this leg of the run began."""
+    unix_time: float
+
+
+def read_struck(directory: Path) -> list[StruckFault]:
+    """Return the faults that have struck a run; none where it has no plan."""
+    path = directory / FAULTS
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [msgspec.json.decode(line, type=StruckFault) for line in lines]
+
+
+class Exposed(Handle):
+    """A handle on a process of which the next call of a method can be struck."""
+
+    def __init__(self, process: LocalProcess) -> None:
+        self.process = process
+        self.blows: dict[str, Blow] = {}
+        """By method."""
+
+    async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
+        """Call the process, and return or raise what a fault leaves of that."""
+        call = functools.partial(self.process.call, method, returns=returns)
+        blow = self.blows.pop(method, None)
+        answer: T = await (
+            call(*arguments) if blow is None else blow(self.process, call, arguments)
+        )
+        return answer
+
+    def kill(self, reason: str) -> None:
+        """Kill the process."""
+        self.process.kill(reason)
+
+    async def close(self) -> None:
+        """End the process."""
+        await self.process.close()
+
+
+class RealFaults:
+    """Strikes as the plan says; told each command before it is carried out, and each worker as it is started."""
+
+    def __init__(self, run: Run, directory: Path, leg: int, verifier: VerifierRole) -> None:
+        """Take the plan of a run, without what struck it before it was resumed."""
+        self._plan = FaultPlan.of(run, {struck.fault for struck in read_struck(directory)})
+        self._path = directory / FAULTS
+        self._leg = leg
+        self._verifier = verifier
+        self._workers: dict[int | Literal["trainer"], Exposed] = {}
+        self._tasks: set[asyncio.Future[Any]] = set()
+        self._slowness, self._slow_until = 1.0, 0.0
+        """How many times as long a push takes that begins before an instant."""
+
+    def expose(self, who: int | Literal["trainer"], handle: Handle) -> Handle:
+        """Return a handle on a worker that has just been started, through which faults reach it."""
+        if not self._plan.faults or not isinstance(handle, LocalProcess):
+            return handle
+        self._workers[who] = Exposed(handle)
+        return self._workers[who]
+
+    def strike(self, command: Command, version: int, now: float) -> None:
+        """Let who is about to carry a command out suffer what the plan has for it, if anything."""
+        fault = self._plan.strike(command, version, now)
+        if fault is not None:
+            self._write(fault, now)
+            self._carry_out(fault.config, fault.number, command, now)
+        if isinstance(command, PushWeights) and now < self._slow_until:
+            self._workers[TRAINER].blows["push"] = slow_down(self._slowness)
+
+    def _write(self, fault: Fault, now: float) -> None:
+        line = StruckFault(
+            fault=fault.number,
+            kind=fault.config.kind,
+            step=fault.step,
+            leg=self._leg,
+            time=now,
+            unix_time=time.time(),
+        )
+        with self._path.open("ab", buffering=0) as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+
+    def _carry_out(self, fault: FaultConfig, number: int, command: Command, now: float) -> None:
+        worker = self._workers[command.replica if isinstance(command, Generate) else TRAINER]
+        match fault.kind:
+            case "replica-dies" | "trainer-dies-training":
+                os.kill(worker.process.pid, signal.SIGKILL)
+            case "replica-hangs":
+                os.kill(worker.process.pid, signal.SIGSTOP)
+            case "replica-garbles":
+                worker.blows["generate"] = garble(number)
+            case "trainer-dies-pushing":
+                worker.blows["push"] = kill_as_it_writes
+            case "trainer-dies-saving":
+                worker.blows["save"] = kill_as_it_writes
+            case "link-slows":
+                assert fault.factor is not None and fault.duration is not None
+                self._slowness, self._slow_until = fault.factor, now + fault.duration
+            case "link-drops":
+                worker.blows["push"] = drop
+            case "disk-full":
+                worker.blows["save"] = fill_disk
+            case "verifier-stalls":
+                assert fault.duration is not None
+                task = asyncio.ensure_future(self._stall(fault.duration))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            case "driver-dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case _:
+                assert_never(fault.kind)
+
+    async def _stall(self, duration: float) -> None:
+        """Stop the processes that score, and let them go on after a while, as far as nobody has killed them."""
+        process = await self._verifier.start()
+        assert isinstance(process, ForkServerProcess)
+        os.killpg(process.pid, signal.SIGSTOP)
+        await asyncio.sleep(duration)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGCONT)
+
+
+# Blows --------------------------------------------------------------------------------------------
+
+
+async def kill_as_it_writes(process: LocalProcess, call: CallOf, arguments: tuple[Any, ...]) -> Any:
+    """Kill a process once the first of what it was told to write is there, at the latest before its answer is heard."""
+    target = Path(arguments[-1])
+    before = _entries(target)
+    work = asyncio.ensure_future(call(*arguments))
+    while not work.done() and _entries(target) == before:
+        await asyncio.sleep(LOOK_TIME)
+    os.kill(process.pid, signal.SIGKILL)
+    await work
+    raise WorkerLostError(f"worker process {process.pid} was killed as it answered")
+
+
+def _entries(target: Path) -> list[Path]:
+    """Return what is in a directory that is written, and beside it, where it may grow under another one."""
+    places = [place for place in (target, target.parent) if place.is_dir()]
+    return sorted(name for place in places for name in place.iterdir())
+
+
+def slow_down(factor: float) -> Blow:
+    """Return what makes a call take `factor` times as long."""
+
+    async def wait(process: LocalProcess, call: CallOf, arguments: tuple[Any, ...]) -> Any:
+        began_at = time.monotonic()
+        answer = await call(*arguments)
+        await asyncio.sleep((factor - 1) * (time.monotonic() - began_at))
+        return answer
+
+    return wait
+
+
+async def drop(process: LocalProcess, call: CallOf, arguments: tuple[Any, ...]) -> Any:
+    """Let nobody hear of a push that was sent."""
+    await call(*arguments)
+    raise ConnectionError("a fault: the link dropped it")
+
+
+async def fill_disk(process: LocalProcess, call: CallOf, arguments: tuple[Any, ...]) -> Any:
+    """Let a process write to a disk that is full: a tmpfs, where this user may mount one."""
+    path = Path(arguments[-1])
+    with tempfile.TemporaryDirectory(prefix="streamrl-full-") as full:
+        if _mount(full):
+            try:
+                (Path(full) / "filler").write_bytes(bytes(FULL_BYTES))
+                await call(*arguments[:-1], str(Path(full) / path.name))
+            finally:
+                subprocess.run(["umount", "--lazy", full], check=True)
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def _mount(directory: str) -> bool:
+    """Return whether a disk of `FULL_BYTES` could be mounted."""
+    options = ["-t", "tmpfs", "-o", f"size={FULL_BYTES}", "streamrl-fault"]
+    with suppress(FileNotFoundError):  # no such program
+        return not subprocess.run(["mount", *options, directory], capture_output=True).returncode
+    return False
+
+
+def garble(number: int) -> Blow:
+    """Return what makes a replica's answer one that is none: `number` says in which way."""
+
+    async def change(process: LocalProcess, call: CallOf, arguments: tuple[Any, ...]) -> Completion:
+        answer: Completion = await call(*arguments)
+        output = answer.output
+        changed: tuple[dict[str, Any], ...] = (
+            {"rollout": answer.rollout + 1},
+            {"output": replace(output, num_tokens=output.num_tokens + 10**6)},
+            {"versions": []},
+            {"segments": answer.segments * 2},
+            {"output": replace(output, path=f"{output.path}-of-nobody")},
+        )
+        return replace(answer, **changed[number % len(changed)])
+
+    return change

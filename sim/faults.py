@@ -1,0 +1,145 @@
+"""The faults of a run file in simulated time: what each does to the resource that it strikes."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, NamedTuple, Protocol, assert_never
+
+import simpy
+
+from sim.replica import Replica
+from sim.surroundings import Surroundings
+from sim.trainer import Trainer
+from streamrl.engine.fault_plan import Fault, FaultPlan, Struck
+from streamrl.engine.messages import (
+    CheckpointSaved,
+    Command,
+    Event,
+    Failed,
+    Generate,
+    Generated,
+    PushWeights,
+    SaveCheckpoint,
+    WeightsPushed,
+)
+from streamrl.engine.trainer_side import LEADER
+from streamrl.runfile.errors import RunError
+from streamrl.runfile.faults_config import FaultConfig
+
+Process = Generator[simpy.Event, Any, None]
+
+
+class Victims(Surroundings, Protocol):
+    """A world whose resources can be struck."""
+
+    replicas: dict[int, Replica]
+    trainers: dict[int, Trainer]
+
+    def lose(self, replica_id: int, reason: str) -> None:
+        """Let a replica die."""
+
+    def lose_trainer(self, trainer_id: int, reason: str) -> None:
+        """Let a trainer die."""
+
+
+class Strike(NamedTuple):
+    """A fault that struck."""
+
+    fault: Fault
+    time: float
+
+
+class SimFaults:
+    """Strikes as the plan says; told each command before it is carried out, and each event before it is heard."""
+
+    def __init__(self, victims: Victims) -> None:
+        """Take the plan of a run.
+
+        Raises:
+            RunError: it has a fault that cannot be simulated.
+        """
+        run = victims.run_file
+        for number, fault in enumerate(run.faults):
+            if fault.kind == "driver-dies":
+                text = f"faults.{number}.kind {fault.kind!r} can be executed but not simulated: a simulation has no driver"
+                raise RunError(f"faults.{number}.kind", fault.kind, None, text)
+        self._victims = victims
+        self._hindrances = victims.hindrances
+        self._plan = FaultPlan.of(run)
+        self._refused: dict[int | type[Command], Struck] = {}
+        """What will end in a failure instead of its result: generation by rollout, the others by kind."""
+        self.strikes: list[Strike] = []
+
+    def strike(self, command: Command, version: int) -> None:
+        """Let what a command is about to be handed to suffer what the plan has for it, if anything."""
+        now = self._victims.env.now
+        fault = self._plan.strike(command, version, now)
+        if fault is not None:
+            self.strikes.append(Strike(fault, now))
+            self._carry_out(fault.config, command)
+
+    def result(self, event: Event) -> Event:
+        """Return what comes of a command whose event this is: a failure where its result is refused, or gets lost."""
+        match event:
+            case Generated(rollout):
+                return self._fail(rollout, event, "an answer that is none")
+            case WeightsPushed():
+                return self._fail(PushWeights, event, "the link dropped it")
+            case CheckpointSaved(trainer=trainer) if trainer == LEADER:
+                return self._fail(SaveCheckpoint, event, "no space left on device")
+            case _:
+                return event
+
+    def _fail(self, key: int | type[Command], event: Event, reason: str) -> Event:
+        command = self._refused.pop(key, None) if self._refused else None
+        return event if command is None else Failed(command, reason)
+
+    def _carry_out(self, fault: FaultConfig, command: Command) -> None:
+        match fault.kind:
+            case "replica-dies" | "replica-hangs":
+                assert isinstance(command, Generate)
+                patience = self._victims.run_file.execute.patience
+                hang_time = patience if fault.kind == "replica-hangs" else 0.0
+                self._victims.env.process(self._lose_replica(command.replica, hang_time))
+            case "trainer-dies-training" | "trainer-dies-pushing" | "trainer-dies-saving":
+                self._victims.env.process(self._lose_trainer())
+            case "replica-garbles":
+                assert isinstance(command, Generate)
+                self._refused[command.rollout] = command
+            case "link-drops" | "disk-full":
+                assert isinstance(command, PushWeights | SaveCheckpoint)
+                self._refused[type(command)] = command
+            case "link-slows":
+                self._victims.env.process(self._slow_down(fault))
+            case "verifier-stalls":
+                assert fault.duration is not None
+                self._hindrances.stalled_until = self._victims.env.now + fault.duration
+            case "driver-dies":
+                raise AssertionError("is not simulated")
+            case _:
+                assert_never(fault.kind)
+
+    def _lose_replica(self, replica_id: int, hang_time: float) -> Process:
+        """Let a replica die, where it hangs after as long as it takes to notice that."""
+        replicas = self._victims.replicas
+        yield self._victims.env.timeout(
+            0
+        )  # what emitted the event that led here comes to rest first
+        if hang_time and replica_id in replicas:
+            replicas[replica_id].stop()  # and nobody hears of it
+            yield self._victims.env.timeout(hang_time)
+        if replica_id in replicas:
+            silence = f"gave no sign of life for {hang_time:g} s" if hang_time else "died"
+            self._victims.lose(replica_id, f"a fault: it {silence}")
+
+    def _lose_trainer(self) -> Process:
+        yield self._victims.env.timeout(0)
+        if LEADER in self._victims.trainers:
+            self._victims.lose_trainer(LEADER, "a fault: it died")
+
+    def _slow_down(self, fault: FaultConfig) -> Process:
+        """Let pushes that begin from now on take longer, for a while."""
+        assert fault.factor is not None and fault.duration is not None
+        self._hindrances.slowness = fault.factor
+        yield self._victims.env.timeout(fault.duration)
+        self._hindrances.slowness = 1.0

@@ -1,0 +1,125 @@
+"""When the faults of a run file strike: the same moments in both worlds, told by the commands that a world is given."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from math import ceil
+from random import Random
+from typing import NamedTuple
+
+from streamrl.engine.messages import (
+    Command,
+    Generate,
+    PushWeights,
+    SaveCheckpoint,
+    Train,
+    Verify,
+)
+from streamrl.engine.systems import choose_system, most_per_command
+from streamrl.engine.trainer_side import LEADER
+from streamrl.runfile.config import Run
+from streamrl.runfile.faults_config import FaultConfig, FaultKind
+
+Struck = Generate | Train | PushWeights | SaveCheckpoint | Verify
+STRUCK: dict[FaultKind, type[Struck]] = {
+    "replica-dies": Generate,
+    "replica-hangs": Generate,
+    "replica-garbles": Generate,
+    "trainer-dies-training": Train,
+    "trainer-dies-pushing": PushWeights,
+    "trainer-dies-saving": SaveCheckpoint,
+    "link-slows": PushWeights,
+    "link-drops": PushWeights,
+    "verifier-stalls": Verify,
+    "disk-full": SaveCheckpoint,
+    "driver-dies": Train,
+}
+"""The work with which each kind strikes."""
+
+
+class Fault(NamedTuple):
+    """One strike that is planned."""
+
+    number: int
+    """Its place in the plan."""
+    config: FaultConfig
+    step: int
+    """The first step that it may strike in."""
+    num_spared: int
+    """Commands of its kind in that step that pass before."""
+
+
+@dataclass
+class FaultPlan:
+    """The faults that have not struck yet; asked about each command before it is carried out."""
+
+    rollouts_per_step: int
+    faults: list[Fault]
+    _num_seen: dict[tuple[type[Command], int], int] = field(default_factory=dict)
+    """Commands so far by kind and step, of kinds that a fault waits for."""
+
+    @classmethod
+    def of(cls, run: Run, struck: Collection[int] = ()) -> FaultPlan:
+        """Return the plan of a run file, without the faults whose numbers have struck before it was resumed."""
+        faults = enumerate(_draw(run))
+        left = [Fault(number, *each) for number, each in faults if number not in struck]
+        return cls(run.algorithm.rollouts_per_step, left)
+
+    def strike(self, command: Command, version: int, now: float) -> Fault | None:
+        """Return the fault that strikes with a command, which is over then.
+
+        Args:
+            command: what is about to be carried out.
+            version: the leading trainer's.
+            now: seconds since the run began.
+        """
+        if not self.faults or not isinstance(command, Struck):
+            return None
+        if isinstance(command, Train | SaveCheckpoint) and command.trainer != LEADER:
+            return None
+        step = self._step_of(command, version)
+        kind = type(command)
+        num_before = self._num_seen.get((kind, step), 0)
+        self._num_seen[kind, step] = num_before + 1
+        for fault in self.faults:
+            if STRUCK[fault.config.kind] is kind and _is_due(fault, step, num_before, now):
+                self.faults.remove(fault)
+                return fault
+        return None
+
+    def _step_of(self, command: Struck, version: int) -> int:
+        """Return the step that a command is for; of rollouts the one that they were drawn for, as a rule."""
+        match command:
+            case Generate() | Verify():
+                return command.rollout // self.rollouts_per_step + 1
+            case Train():
+                return version + 1
+            case PushWeights() | SaveCheckpoint():
+                return command.version
+
+
+def _is_due(fault: Fault, step: int, num_before: int, now: float) -> bool:
+    if fault.config.time is not None:
+        return now >= fault.config.time
+    return step > fault.step or (step == fault.step and num_before >= fault.num_spared)
+
+
+def _draw(run: Run) -> Iterator[tuple[FaultConfig, int, int]]:
+    """Yield each fault with the step that it strikes in and the commands of that step that it spares."""
+    for place, fault in enumerate(run.faults):
+        if fault.count is None:
+            yield fault, fault.step or 1, 0
+            continue
+        source = Random(f"{run.seed if fault.seed is None else fault.seed} {place}")
+        for _ in range(fault.count):
+            step = source.randint(1, fault.last_step(run.algorithm.steps))
+            yield fault, step, source.randrange(_num_commands(run, STRUCK[fault.kind]))
+
+
+def _num_commands(run: Run, kind: type[Struck]) -> int:
+    """Return the commands of a kind that every step has at least."""
+    rollouts = run.algorithm.rollouts_per_step
+    if kind is Train:
+        return ceil(rollouts / most_per_command(run, choose_system(run.policies).streaming))
+    return rollouts if kind in (Generate, Verify) else 1

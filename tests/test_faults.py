@@ -1,0 +1,289 @@
+"""Fault plans: what may be planned, when it strikes, and that a simulated run mends it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from sim.world import SimWorld
+from streamrl.engine.fault_plan import STRUCK, FaultPlan
+from streamrl.engine.messages import (
+    Event,
+    Failed,
+    Generate,
+    PushWeights,
+    ReplicaLost,
+    SaveCheckpoint,
+    Stepped,
+    Stop,
+    Train,
+    TrainerLost,
+)
+from streamrl.engine.systems import SYSTEMS
+from streamrl.engine.trainer_side import ROLLED_BACK
+from streamrl.record.metrics import measure
+from streamrl.record.trace import Trace, replay
+from streamrl.runfile.config import Run
+from streamrl.runfile.faults_config import FaultKind
+from streamrl.runfile.reading import load_run
+from streamrl.runfile.writing import write_run
+from tests.command_line import streamrl
+from tests.runs import checked_world, done, of, script, small_run
+from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
+
+SAID: dict[str, dict[str, Any]] = {
+    "link-slows": {"factor": 50.0, "duration": "30 s"},
+    "verifier-stalls": {"duration": "30 s"},
+}
+SIMULATED = sorted(kind for kind in get_args(FaultKind) if kind != "driver-dies")
+STEPS = 6
+
+
+def fault(kind: str, **moment: Any) -> dict[str, Any]:
+    """Return a fault as a run file has it, with all that its kind needs."""
+    return {"kind": kind, **SAID.get(kind, {}), **moment}
+
+
+def faulty(*faults: dict[str, Any], **changes: Any) -> Run:
+    keys = {key.replace("__", "."): value for key, value in changes.items()}
+    table = {"algorithm.steps": STEPS, "execute.checkpoint_every": 2, "faults": [*faults], **keys}
+    return small_run(table)
+
+
+def simulate(run: Run) -> tuple[Trace, SimWorld]:
+    """Simulate with an engine that checks itself, and look at the books."""
+    world = checked_world(run)
+    trace = world.run()
+    check_every_rollout_is_accounted_for(trace)
+    check_every_command_ends_once(trace)
+    assert replay(trace) is None
+    return trace, world
+
+
+def events(trace: Trace, kind: type[Event]) -> list[Any]:
+    return [entry.event for entry in trace.entries if isinstance(entry.event, kind)]
+
+
+# What may be planned ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        ({"kind": "replica-sleeps", "step": 1}, r"faults\.0\.kind must be one of replica-dies, "),
+        ({"kind": "replica-dies"}, r"faults\.0 \(replica-dies\) needs exactly one .* got none"),
+        (fault("link-drops", step=1, count=2), r"exactly one of step, time and count, got step, c"),
+        (fault("replica-dies", step=0), r"faults\.0\.step must be at least 1, got 0"),
+        (fault("replica-dies", step=7), r"step must be at most 6 of algorithm\.steps=6, got 7"),
+        (fault("link-drops", step=6), r"at most 5 .* \(the last version is not pushed\), got 6"),
+        (fault("replica-dies", time=3), r"faults\.0\.time: 3 needs a unit"),
+        (fault("replica-dies", count=0), r"faults\.0\.count must be in \[1, 1000\], got 0"),
+        (fault("replica-dies", step=1, seed=3), r"faults\.0\.seed=3 .* needs faults\.0\.count"),
+        (fault("disk-full", step=1, duration="3 s"), r"duration=3\.0 is of link-slows and verif"),
+        ({"kind": "link-slows", "step": 1, "factor": 2.0}, r"faults\.0\.duration is missing"),
+        (fault("link-slows", step=1) | {"factor": 1.0}, r"faults\.0\.factor must be in \(1, 1"),
+        ({**fault("disk-full", step=1), "at": 3}, r"faults\.0\.at is no key of a run file"),
+    ],
+)
+def test_a_fault_that_cannot_be_is_refused_by_key_and_value(
+    wrong: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(ValueError, match=line):
+        faulty(wrong)
+
+
+def test_faults_are_written_as_they_were_read(tmp_path: Path) -> None:
+    run = faulty(fault("link-slows", time="90 s"), fault("replica-dies", count=2, seed=7))
+    write_run(run, tmp_path / "run.toml")
+    assert load_run(tmp_path / "run.toml").faults == run.faults
+
+
+def test_a_fault_that_only_a_real_run_can_have_is_not_simulated(tmp_path: Path) -> None:
+    write_run(faulty(fault("driver-dies", step=2)), tmp_path / "run.toml")
+    refused = streamrl("simulate", tmp_path / "run.toml", "-o", tmp_path / "out")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert "faults.0.kind 'driver-dies' can be executed but not simulated" in refused.stderr
+    assert not (tmp_path / "out").exists()
+
+
+# When they strike ---------------------------------------------------------------------------------
+
+
+def test_random_moments_are_those_of_the_seed_and_lie_within_the_run() -> None:
+    def drawn(kind: str, **keys: Any) -> list[tuple[int, int]]:
+        plan = FaultPlan.of(faulty(fault(kind, count=40, **keys)))
+        return [(each.step, each.num_spared) for each in plan.faults]
+
+    assert drawn("replica-dies") == drawn("replica-dies", seed=0) != drawn("replica-dies", seed=1)
+    for kind in SIMULATED:
+        found = drawn(kind)
+        last = STEPS - 1 if STRUCK[kind] is PushWeights else STEPS  # type: ignore[index]
+        assert {step for step, _ in found} == set(range(1, last + 1))
+        is_generation = kind.startswith(("replica", "verifier"))
+        assert {spared for _, spared in found} == (set(range(4)) if is_generation else {0})
+
+
+def test_a_fault_strikes_once_with_the_work_of_its_step_or_the_first_after_its_time() -> None:
+    plan = FaultPlan.of(
+        faulty(fault("replica-dies", step=2), fault("trainer-dies-training", time="9 s"))
+    )
+    found = [
+        plan.strike(Generate(3, 0, 0), 0, 0.0),  # of step 1
+        plan.strike(Train((0, 1), 0), 0, 8.9),
+        plan.strike(Generate(4, 0, 0), 0, 9.0),
+        plan.strike(Generate(5, 0, 0), 0, 9.0),
+        plan.strike(Train((2, 3), 1), 0, 9.0),  # of a trainer that follows
+        plan.strike(Train((2, 3), 0), 0, 9.0),
+    ]
+    numbers = [None if each is None else each.number for each in found]
+    assert numbers == [None, None, 0, None, None, 1] and not plan.faults
+
+
+def test_what_has_struck_before_a_resume_does_not_strike_again() -> None:
+    run = faulty(fault("driver-dies", step=2), fault("driver-dies", count=2))
+    assert [each.number for each in FaultPlan.of(run, {0, 2}).faults] == [1]
+
+
+def test_without_faults_a_run_is_byte_for_byte_what_it_was_and_far_ones_change_no_event() -> None:
+    calm = simulate(faulty())[0]
+    far = simulate(faulty(*(fault(kind, time="20 d") for kind in SIMULATED)))[0]
+    assert far.entries == calm.entries
+
+
+# How they are mended ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SIMULATED)
+@pytest.mark.parametrize("system", sorted(SYSTEMS))
+def test_a_simulated_run_has_all_its_steps_whatever_strikes_when(system: str, kind: str) -> None:
+    for seed in range(3):
+        run = faulty(fault(kind, count=2), seed=seed, policies__system=system)
+        trace, world = simulate(run)
+        assert measure(trace).num_steps == STEPS
+        assert world.faults is not None and world.faults.strikes
+        assert not any(of(Stop, entry.commands) for entry in trace.entries)
+
+
+def seconds_lost(kind: str, **changes: Any) -> float:
+    """Return by how much a fault at step 3 lengthens a run."""
+    calm, struck = (
+        simulate(faulty(*faults, **changes))[0] for faults in ((), (fault(kind, step=3),))
+    )
+    return struck.entries[-1].time - calm.entries[-1].time
+
+
+def struck(kind: str, **changes: Any) -> tuple[Trace, float]:
+    """Return the trace of a run with a fault at step 3, and when it struck."""
+    trace, world = simulate(faulty(fault(kind, step=3), **changes))
+    assert world.faults is not None
+    ((_, time),) = world.faults.strikes
+    return trace, time
+
+
+def test_a_replica_that_dies_is_lost_at_once_and_one_that_hangs_after_its_patience() -> None:
+    for kind, patience in (("replica-dies", 0.0), ("replica-hangs", 45.0)):
+        trace, struck_at = struck(kind, execute__patience="45 s")
+        (lost,) = (entry for entry in trace.entries if isinstance(entry.event, ReplicaLost))
+        assert lost.time - struck_at == patience
+        assert any(isinstance(event.command, Generate) for event in events(trace, Failed))
+    assert seconds_lost("replica-hangs", execute__patience="45 s") > 40
+
+
+def test_an_answer_that_is_none_is_asked_for_again() -> None:
+    trace, _ = struck("replica-garbles")
+    (failed,) = events(trace, Failed)
+    assert isinstance(failed.command, Generate) and not events(trace, ReplicaLost)
+    sent = [c for e in trace.entries for c in of(Generate, e.commands)]
+    assert [c.rollout for c in sent].count(failed.command.rollout) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "at"),
+    [
+        ("trainer-dies-training", Train),
+        ("trainer-dies-pushing", PushWeights),
+        ("trainer-dies-saving", SaveCheckpoint),
+    ],
+)
+def test_a_trainer_that_dies_makes_the_steps_after_its_checkpoint_again(
+    kind: str, at: type
+) -> None:
+    trace, _ = struck(kind)
+    assert len(events(trace, TrainerLost)) == 1
+    assert any(isinstance(event.command, at) for event in events(trace, Failed))
+    made = [event.version for event in events(trace, Stepped)]
+    again = {
+        "trainer-dies-training": [],
+        "trainer-dies-pushing": [3],
+        "trainer-dies-saving": [3, 4],
+    }
+    assert sorted(made) == sorted([*range(1, STEPS + 1), *again[kind]])
+    assert measure(trace).dropped.get(ROLLED_BACK, 0) >= 4 * len(again[kind])
+
+
+def test_a_trainer_that_dies_in_its_last_checkpoint_makes_the_last_steps_again() -> None:
+    trace, world = simulate(faulty(fault("trainer-dies-saving", step=STEPS)))
+    made = [event.version for event in events(trace, Stepped)]
+    assert made == [1, 2, 3, 4, 5, 6, 5, 6]
+    assert world.engine.has_all_steps
+
+
+@pytest.mark.parametrize(
+    ("kind", "command"), [("link-drops", PushWeights), ("disk-full", SaveCheckpoint)]
+)
+def test_a_push_or_a_checkpoint_that_is_lost_is_made_again(kind: str, command: type) -> None:
+    trace, _ = struck(kind, policies__system="stream-sync")
+    (failed,) = events(trace, Failed)
+    assert isinstance(failed.command, command)
+    again = [c for e in trace.entries for c in of(command, e.commands)]
+    assert again.count(failed.command) == 2
+    assert len(events(trace, Stepped)) == STEPS
+
+
+def test_a_slow_link_takes_as_many_times_as_long_and_a_stall_as_long_as_it_lasts() -> None:
+    push_time = checked_world(faulty()).costs.sync
+    alone = push_time.fill_time + push_time.wire_time + push_time.drain_time
+    slow = {"policies__system": "stream-sync"}
+    assert seconds_lost("link-slows", **slow) >= 49 * alone * 0.99
+    for verifier_time in ("0 s", "100 ms"):
+        lost = seconds_lost("verifier-stalls", verifier__time=verifier_time, **slow)
+        assert 25 < lost <= 30
+
+
+# What no retry mends ------------------------------------------------------------------------------
+
+
+def test_a_push_that_fails_every_time_stops_the_run_and_says_why() -> None:
+    s = script(policies__max_attempts=2)
+    s.draw(s.begin())
+    s.finish(0, 1, 2, 3)
+    (push,) = of(PushWeights, s.step(1))
+    assert of(PushWeights, s.tell(Failed(push, "no route"))) == [push]
+    (stop,) = of(Stop, s.tell(Failed(push, "no route")))
+    assert "failed 2 times in a row" in stop.reason and "PushWeights: no route" in stop.reason
+
+
+def test_failed_pushes_count_in_a_row() -> None:
+    s = script(policies__max_attempts=2, algorithm__steps=9, policies__system="stream-sync")
+    draws, groups = s.begin(), 0
+    for version in (1, 2, 3):
+        s.draw(draws)
+        s.finish(*range(groups, groups + 4), version=version - 1)
+        groups += 4
+        draws = s.step(version)
+        (push,) = of(PushWeights, draws)
+        assert of(PushWeights, s.tell(Failed(push, "no route"))) == [push]
+        draws += s.tell(*map(done, s.tell(done(push))))
+
+
+def test_a_checkpoint_that_fails_every_time_stops_the_run_and_leaves_the_one_before() -> None:
+    s = script(policies__max_attempts=2, execute__checkpoint_every=1)
+    s.draw(s.begin())
+    s.finish(0, 1, 2, 3)
+    (save,) = of(SaveCheckpoint, s.step(1))
+    assert of(SaveCheckpoint, s.tell(Failed(save, "disk full"))) == [save]
+    (stop,) = of(Stop, again := s.tell(Failed(save, "disk full")))
+    assert "SaveCheckpoint: disk full" in stop.reason and not of(SaveCheckpoint, again)
+    assert s.state.leader.checkpoint_version == 0
