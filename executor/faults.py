@@ -181,6 +181,8 @@ async def kill_as_it_writes(process: LocalProcess, call: CallOf, arguments: tupl
     while not work.done() and _entries(target) == before:
         await asyncio.sleep(LOOK_TIME)
     os.kill(process.pid, signal.SIGKILL)
+    while not process.is_lost:  # answers to other calls that were sent before count
+        await asyncio.sleep(LOOK_TIME)
     await work
     raise WorkerLostError(f"worker process {process.pid} was killed as it answered")
 

@@ -137,6 +137,11 @@ class LocalProcess(Handle):
         return self._process.pid
 
     @property
+    def is_lost(self) -> bool:
+        """Whether it is known that nothing more comes from it."""
+        return self._lost is not None
+
+    @property
     def exit_status(self) -> int | None:
         """The process's exit status, negative for a signal; None while it lives."""
         return self._process.returncode
