@@ -196,6 +196,7 @@ def make_second(first: Path, directory: Path, prompts: list[str]) -> None:
 
     from examples.make_quickstart import sample, write_lengths
 
+    torch.set_num_threads(1)  # of so small a model more only wait for each other
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(first)
     kinds = ["full_attention"] * SECOND_MODEL["num_hidden_layers"]
