@@ -53,6 +53,8 @@ from streamrl.report.fidelity import EXECUTED, with_section
 from streamrl.runfile.config import CostsConfig, Run
 
 ROUNDS = 3
+LEAST_SHARE = 5e-4
+"""Of GPU-seconds, below which a cause of idle time is not worth a row."""
 NUM_SAMPLED, NUM_SAMPLES = 64, 4
 """Prompts, and outputs of each, that say before a run how long outputs are."""
 
@@ -258,7 +260,8 @@ def figures(repeats: dict[str, list[Repeat]]) -> list[tuple[str, float, str]]:
     found.append(("drift between profiles, median", median(drifts), "ratio"))
     found.append(("start until the first rollout, median", started, "s"))
     for cause, value in idle_error([one for ones in repeats.values() for one in ones]).items():
-        found.append((f"error of idle: {cause}", value, "share"))
+        if abs(value) >= LEAST_SHARE:
+            found.append((f"error of idle: {cause}", value, "share"))
     return found
 
 
