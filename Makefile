@@ -9,6 +9,7 @@
 # make bench-fidelity how the paper's figures take to other readings, dispatch and adjustment; ten minutes
 # make bench-handover what a rollout costs the controller, of a thousand tokens and of twenty thousand
 # make bench-profile  how well a profile of this machine predicts runs on it; quarter of an hour
+# make bench-reality  how near simulations come to executed runs, 12 run files; half an hour on a quiet machine
 # make bench-offers   is a chosen plan the best of its offer? other searches of sixteen offers; hours
 # make bench-plan     how fast the planner is, and how near its choice to the best of all plans; half an hour
 
@@ -21,7 +22,7 @@ READY := $(VENV)/.ready
 DEMO := build/demo
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test fuzz mutants lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan clean
+.PHONY: demo test fuzz mutants lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-reality clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -83,6 +84,9 @@ bench-handover: $(READY)
 
 bench-profile: $(READY)
 	$(BIN)/python benchmarks/bench_profile.py
+
+bench-reality: $(READY)
+	$(BIN)/python -m benchmarks.bench_reality --page docs/fidelity.md
 
 bench-offers: $(READY)
 	$(BIN)/python benchmarks/bench_offers.py

@@ -146,6 +146,7 @@ class _SharedCores:
     def _end(self, event: simpy.Event) -> None:
         """End the work that is done first; an event that others have overtaken says nothing."""
         if event is self._next:
-            role: SharedTime = event.value
+            role = event.value
+            assert isinstance(role, SharedTime), "whose work it is the end of"
             self.leave(role)
             role.end()

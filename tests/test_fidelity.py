@@ -26,7 +26,13 @@ from sim.fidelity.paper import load_paper
 from sim.fidelity.throughput import slower
 from streamrl.cli.main import app
 from streamrl.hardware.memory import check_memory, most_running
-from streamrl.report.fidelity import FigureCell, PaperFigure, fidelity_page
+from streamrl.report.fidelity import (
+    FigureCell,
+    PaperFigure,
+    fidelity_page,
+    section_of,
+    with_section,
+)
 from streamrl.workload.workload import SimulatedWorkload
 
 RUNNER = CliRunner()
@@ -119,6 +125,18 @@ def test_the_page_says_what_was_missed_and_shows_both_numbers() -> None:
     assert "| Figure 0 | mean error at most 15 % | **missed** | 30.0% | 50.0% |" in page
     assert "| a | 2 | 2.2 | +10.0% |" in page and "| overhead | 1 us | Figure 6 |" in page
     assert "![Figure 0](pictures/figure-0.png)" in page
+
+
+def test_a_section_that_others_write_is_put_before_the_paper_replaced_and_kept() -> None:
+    page = fidelity_page([FIGURE], [("overhead", "1 us", "Figure 6")], "pictures")
+    assert section_of(page, "Executed") == [] and with_section(page, "Executed", []) == page
+    first = with_section(page, "Executed", ["one", "", "gone"])
+    assert first.index("## Executed") < first.index("## The paper")
+    assert section_of(first, "Executed") == ["one", "", "gone"]
+    second = with_section(first, "Executed", ["three"])
+    assert section_of(second, "Executed") == ["three"] and "gone" not in second
+    assert second.replace("## Executed\n\nthree\n\n", "") == page
+    assert with_section(page, "Executed", section_of(second, "Executed")) == second
 
 
 def test_validate_prints_and_writes_a_figure(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ class MachineCosts:
 def _padded_share(profile: MeasuredProfile) -> float:
     if not profile.mixed:
         return float(profile.pads_context)
-    most = max(row.running for row in (*profile.mixed, *profile.decode))
+    most = max(row.running for row in profile.mixed)
     return fit_padded_share(profile.mixed, fit_decode(profile.decode, most))
 
 

@@ -22,7 +22,16 @@ from sim.fidelity.throughput import ablation, end_to_end, heterogeneous, ratios,
 from sim.fidelity.training_rows import training_rows
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import AsJson, claim_directory, print_json
-from streamrl.report.fidelity import PaperFigure, fidelity_page, figure_picture, figure_table, slug
+from streamrl.report.fidelity import (
+    EXECUTED,
+    PaperFigure,
+    fidelity_page,
+    figure_picture,
+    figure_table,
+    section_of,
+    slug,
+    with_section,
+)
 
 ROWS: dict[str, Callable[[], list[Row]]] = {
     "serving": serving_rows,
@@ -150,13 +159,18 @@ def simulate_figures(names: list[str]) -> list[PaperFigure]:
 
 
 def write_page(found: list[PaperFigure], output: Path, sets: dict[str, list[Row]]) -> None:
-    """Write the page, a picture for each figure, and a line of the history where everything was validated."""
+    """Write the page, a picture for each figure, and a line of the history where everything was validated.
+
+    What was executed takes a quiet machine and an hour, and stays as it was.
+    """
     pictures = output / PICTURES
     pictures.mkdir(parents=True, exist_ok=True)
     for one in found:
         figure_picture(one, pictures / f"{slug(one.name)}.png")
     first = list(sections(sets))
     page = fidelity_page(found, constants(), PICTURES, first, stamp())
-    (output / "fidelity.md").write_text(page, encoding="utf-8")
+    file = output / "fidelity.md"
+    kept = section_of(file.read_text(encoding="utf-8"), EXECUTED) if file.is_file() else []
+    file.write_text(with_section(page, EXECUTED, kept), encoding="utf-8")
     if len(sets) == len(ROWS):
         write_history(sets, {slug(one.name): one.mape for one in found}, output / HISTORY)

@@ -8,6 +8,9 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
+EXECUTED = "Executed runs beside their simulations"
+"""The section of docs/fidelity.md that `make bench-reality` writes; all others are `streamrl validate`'s."""
+PAPER_HEADING = "## The paper\n"
 PAPER_COLOUR, OUR_COLOUR = "#999999", "#0072B2"
 
 
@@ -151,6 +154,25 @@ def fidelity_page(
             for cell in figure.cells
         ]
     return "\n".join(lines) + "\n"
+
+
+def with_section(page: str, title: str, lines: Sequence[str]) -> str:
+    """Return a page with a section replaced, or put before the paper's; without lines the page as it is."""
+    if not lines:
+        return page
+    text = "\n".join([f"## {title}", "", *lines]).rstrip() + "\n\n"
+    before, _, after = page.partition(f"## {title}\n")
+    if before == page:
+        before, _, rest = page.partition(PAPER_HEADING)
+        return before + text + PAPER_HEADING + rest
+    _, heading, rest = after.partition("\n## ")
+    return before + text + heading.lstrip("\n") + rest
+
+
+def section_of(page: str, title: str) -> list[str]:
+    """Return the lines of a page's section, none where it has no such one."""
+    _, _, after = page.partition(f"## {title}\n")
+    return after.partition("\n## ")[0].strip().splitlines()
 
 
 def slug(name: str) -> str:

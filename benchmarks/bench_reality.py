@@ -1,0 +1,321 @@
+"""How near a simulation comes to what is then executed on this machine: run files that nothing was tuned on.
+
+The machine is profiled, for both models, before the runs and after them; every run file is simulated before it is
+executed, in turn with all others and `--rounds` times, and once more with the lengths that it had. A run's step time
+is set beside three others:
+
+    before      simulated before it was executed, lengths as its run file has them
+    recorded    simulated with its lengths, seconds of the profile before
+    after       the same with the profile after; what is between the two is the machine's drift
+
+Its own repeats say what no prediction can get below. Nothing else may run on the machine meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.reality_cells import (
+    CELLS,
+    EXAMPLES,
+    LONG,
+    MAX_PROMPT,
+    SECOND_MODEL,
+    Cell,
+    make_run,
+    with_expectations,
+)
+from executor.execute import execute
+from executor.profiling.measurements import Limits
+from executor.profiling.profile_file import make_setup, profile_model
+from sim.fidelity.scorecard import stamp
+from sim.world import simulate
+from streamrl.engine.messages import Generate
+from streamrl.hardware.machine_profile import write_measured
+from streamrl.record.informative import recorded_workload
+from streamrl.record.metrics import Metrics, measure
+from streamrl.record.trace import Trace
+from streamrl.report.fidelity import EXECUTED, with_section
+from streamrl.runfile.config import CostsConfig, Run
+
+ROUNDS = 3
+LEAST_SHARE = 5e-4
+"""Of GPU-seconds, below which a cause of idle time is not worth a row."""
+NUM_SAMPLED, NUM_SAMPLES = 64, 4
+"""Prompts, and outputs of each, that say before a run how long outputs are."""
+
+
+class Repeat(NamedTuple):
+    """One execution beside its simulations: seconds of a step, of the start, and shares of idle time by cause."""
+
+    measured: Metrics
+    before: Metrics
+    recorded: Metrics
+    after: Metrics
+    started: float
+    """Seconds until the first rollout was sent to a replica; in a simulation that is at once."""
+
+
+class Executed(NamedTuple):
+    """What is simulated again once the machine was profiled again."""
+
+    number: int
+    cell: Cell
+    trace: Trace
+    file: Path
+    before: Metrics
+
+
+def main() -> None:
+    """Print the comparison and one JSON object a figure; write the page's section where asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, default=Path("build/quickstart"))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    names = [one.name for one in CELLS]
+    parser.add_argument("--only", choices=names, action="append", help="cells, all if absent")
+    parser.add_argument("--page", type=Path, help="docs/fidelity.md, whose section is written")
+    parser.add_argument("--quick", action="store_true", help="profiles of few points: does it run?")
+    args = parser.parse_args()
+    chosen = [one for one in CELLS if one.name in (args.only or names)]
+    with tempfile.TemporaryDirectory(prefix="bench-reality-") as scratch:
+        repeats = compare(
+            make_models(args.data, Path(scratch)), chosen, args.rounds, is_quick=args.quick
+        )
+    lines = list(section(repeats))
+    Console(width=140).print(table_of(repeats))
+    for name, value, unit in figures(repeats):
+        print(json.dumps({"name": name, "value": value, "unit": unit}), flush=True)
+    if args.page is not None:
+        page = args.page.read_text(encoding="utf-8")
+        args.page.write_text(with_section(page, EXECUTED, lines), encoding="utf-8")
+
+
+# Runs ---------------------------------------------------------------------------------------------
+
+
+def compare(
+    data: Path, cells: Sequence[Cell], rounds: int, *, is_quick: bool
+) -> dict[str, list[Repeat]]:
+    """Profile, execute every cell in turn and that `rounds` times, profile again; return the repeats by cell."""
+    models = dict.fromkeys(one.model for one in cells)
+    earlier = {
+        name: profile(data, name, data / f"{name}-before.toml", is_quick=is_quick)
+        for name in models
+    }
+    done: list[Executed] = []
+    for number in range(rounds):
+        for place, one in enumerate(cells):
+            output = data / f"run-{number}-{place}"
+            run = make_run(one, data, output)
+            before = measure(simulate(_with_profile(run, earlier[one.model])))
+            trace = execute(run)
+            done.append(Executed(number, one, trace, output / "trace.jsonl", before))
+            shutil.rmtree(output / "checkpoints")
+            print(f"{one.name}: {measure(trace).step_time:.3f} s a step", file=sys.stderr)
+    later = {
+        name: profile(data, name, data / f"{name}-after.toml", is_quick=is_quick) for name in models
+    }
+    repeats: dict[str, list[Repeat]] = {one.name: [] for one in cells}
+    for each in done:
+        own = each.cell.model
+        recorded, after = (predict(each, profiles[own]) for profiles in (earlier, later))
+        repeats[each.cell.name].append(
+            Repeat(measure(each.trace), each.before, recorded, after, started_at(each.trace))
+        )
+    return repeats
+
+
+def predict(done: Executed, profile: Path) -> Metrics:
+    """Simulate an executed run from a profile, with the lengths and advantages that it had."""
+    workload = recorded_workload(done.trace, done.file)
+    run = msgspec.structs.replace(done.trace.run, workload=workload)
+    trace = simulate(_with_profile(run, profile))
+    return measure(trace, measure(done.trace).counted_steps)
+
+
+def started_at(trace: Trace) -> float:
+    """Return the seconds until the first rollout was sent to a replica."""
+    return next(
+        time
+        for time, _, commands in trace.entries
+        if any(isinstance(c, Generate) for c in commands)
+    )
+
+
+def _with_profile(run: Run, path: Path) -> Run:
+    found: Run = msgspec.structs.replace(run, costs=CostsConfig(profile=str(path)))
+    return found
+
+
+def profile(data: Path, model: str, path: Path, *, is_quick: bool) -> Path:
+    """Profile a model within the limits of all cells."""
+    limits = Limits(max_running=64, max_context=LONG + MAX_PROMPT, max_tokens_per_pass=2048)
+    setup = make_setup(
+        data / model / "model",
+        gpu="cpu",
+        dtype="float32",
+        threads=1,
+        limits=limits,
+        is_quick=is_quick,
+    )
+    write_measured(profile_model(setup, "cpu", lambda what: None), path)
+    return path
+
+
+def make_models(quickstart: Path, scratch: Path) -> Path:
+    """Put both models, their prompts and what is known of their lengths into a directory."""
+    if not (quickstart / "model" / "config.json").is_file():
+        make = [sys.executable, str(EXAMPLES / "make_quickstart.py"), "--out", str(quickstart)]
+        subprocess.run(make, check=True)
+    lines = (quickstart / "prompts.jsonl").read_text().splitlines()
+    (scratch / "prompts.jsonl").write_text("".join(with_expectations(lines)))
+    (scratch / "first").mkdir()
+    (scratch / "first" / "model").symlink_to((quickstart / "model").resolve())
+    shutil.copy(quickstart / "lengths.csv", scratch / "first" / "lengths.csv")
+    prompts = [json.loads(line)["prompt"] for line in lines[:NUM_SAMPLED]]
+    make_second(quickstart / "model", scratch / "second", prompts)
+    return scratch
+
+
+def make_second(first: Path, directory: Path, prompts: list[str]) -> None:
+    """Write an untaught model beside the quickstart's tokenizer, and the lengths of what it says."""
+    import torch
+    from transformers import AutoConfig, AutoTokenizer, Qwen2ForCausalLM
+
+    from examples.make_quickstart import sample, write_lengths
+
+    torch.set_num_threads(1)  # of so small a model more only wait for each other
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(first)
+    kinds = ["full_attention"] * SECOND_MODEL["num_hidden_layers"]
+    config.update({**SECOND_MODEL, "layer_types": kinds})
+    model, tokenizer = Qwen2ForCausalLM(config), AutoTokenizer.from_pretrained(first)
+    model.save_pretrained(directory / "model")
+    tokenizer.save_pretrained(directory / "model")
+    asked = [prompt for prompt in prompts for _ in range(NUM_SAMPLES)]
+    write_lengths(directory / "lengths.csv", sample(model.eval(), tokenizer, asked))
+
+
+# Figures ------------------------------------------------------------------------------------------
+
+
+def middle(repeats: Sequence[Repeat], name: str) -> float:
+    """Return the median step time of repeats, measured or simulated."""
+    return median(getattr(one, name).step_time for one in repeats)
+
+
+def error(repeats: Sequence[Repeat], name: str) -> float:
+    """Return how far the median of simulations is off that of what was measured."""
+    return middle(repeats, name) / middle(repeats, "measured") - 1
+
+
+def spread(repeats: Sequence[Repeat]) -> float:
+    """Return how far repeats lie apart: the slowest over the fastest, less 1."""
+    seconds = [one.measured.step_time for one in repeats]
+    return max(seconds) / min(seconds) - 1
+
+
+def idle_error(repeats: Sequence[Repeat]) -> dict[str, float]:
+    """Return by cause how far the mean share of idle GPU-seconds is off, in shares."""
+    causes = dict.fromkeys(
+        c for one in repeats for m in (one.measured, one.recorded) for c in m.idle
+    )
+    return {
+        cause: mean(
+            one.recorded.idle.get(cause, 0.0) - one.measured.idle.get(cause, 0.0) for one in repeats
+        )
+        for cause in causes
+    }
+
+
+def figures(repeats: dict[str, list[Repeat]]) -> list[tuple[str, float, str]]:
+    """Return name, value and unit of every figure over all cells."""
+    found = []
+    for name in ("before", "recorded", "after"):
+        errors = np.abs([error(ones, name) for ones in repeats.values()])
+        for what, value in (
+            ("median", np.median(errors)),
+            ("p90", np.percentile(errors, 90)),
+            ("mean", errors.mean()),
+        ):
+            found.append((f"error of steps, {name}, {what}", float(value), "ratio"))
+    spreads = [spread(ones) for ones in repeats.values()]
+    drifts = [middle(ones, "after") / middle(ones, "recorded") - 1 for ones in repeats.values()]
+    started = median(one.started for ones in repeats.values() for one in ones)
+    found.append(("spread of repeats, median", median(spreads), "ratio"))
+    found.append(("drift between profiles, median", median(drifts), "ratio"))
+    found.append(("start until the first rollout, median", started, "s"))
+    for cause, value in idle_error([one for ones in repeats.values() for one in ones]).items():
+        if abs(value) >= LEAST_SHARE:
+            found.append((f"error of idle: {cause}", value, "share"))
+    return found
+
+
+def rows(repeats: dict[str, list[Repeat]]) -> list[tuple[str, ...]]:
+    """Return a row for each cell: its name, seconds, errors, spread, start, and the idle cause that is most off."""
+    found = []
+    for name, ones in repeats.items():
+        idle = idle_error(ones)
+        worst = max(idle, key=lambda cause: abs(idle[cause]), default="")
+        found.append(
+            (
+                name,
+                f"{middle(ones, 'measured'):.3f} s",
+                *(f"{error(ones, which):+.1%}" for which in ("before", "recorded", "after")),
+                f"{spread(ones):.1%}",
+                f"{median(one.started for one in ones):.1f} s",
+                f"{worst} {idle[worst] * 100:+.1f} pp" if worst else "",
+            )
+        )
+    return found
+
+
+HEADS = ("run", "step", "before", "recorded", "after", "repeats", "start", "idle most off")
+
+
+def table_of(repeats: dict[str, list[Repeat]]) -> Table:
+    """Lay the rows out for a terminal."""
+    table = Table(*HEADS)
+    for row in rows(repeats):
+        table.add_row(*row)
+    return table
+
+
+def section(repeats: dict[str, list[Repeat]]) -> list[str]:
+    """Return the lines of docs/fidelity.md's section."""
+    num = max(map(len, repeats.values()))
+    lines = [
+        f"`make bench-reality` writes this ({stamp()}): {len(repeats)} run files that nothing was tuned on, executed "
+        f"{num} times each on one",
+        "machine's cores, in turn. Errors of a step's seconds: simulated *before*, with lengths as *recorded*, and so by a profile",
+        "measured *after*. *Repeats* is the slowest over the fastest of one run; *start* is until the first rollout, and in no step.",
+        "",
+        f"| {' | '.join(HEADS)} |",
+        f"|{'---|' * len(HEADS)}",
+        *(f"| {' | '.join(row)} |" for row in rows(repeats)),
+        "",
+        "| figure | value |",
+        "|---|---|",
+    ]
+    for name, value, unit in figures(repeats):
+        shown = f"{value:.1f} s" if unit == "s" else f"{value:+.1%}"
+        lines.append(f"| {name} | {shown} |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()

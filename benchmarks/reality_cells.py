@@ -1,0 +1,106 @@
+"""The run files of `make bench-reality`: twelve that nothing was tuned on, of two small models on this machine's cores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import load_run
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+STEPS = 8
+"""Optimizer steps of each run; the first is warm-up."""
+LONG = 200
+"""Most output tokens of any run."""
+MAX_PROMPT = 48
+TOKENS_PER_TERM = 13
+"""What a prompt's working takes for each term of its sum, which policies that expect lengths are told."""
+SECOND_MODEL: dict[str, int] = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+}
+"""Six times the quickstart's: untaught, so that its outputs end by chance, and long ones are more often long."""
+
+
+class Cell(NamedTuple):
+    """One run file."""
+
+    name: str
+    model: str
+    """A directory of `make_models`."""
+    overrides: dict[str, object]
+    """Of examples/quickstart.toml."""
+
+
+def cell(name: str, model: str, system: str, replicas: int, **changes: object) -> Cell:
+    """Make a cell; `__` stands for the dot of a key."""
+    keys = {key.replace("__", "."): value for key, value in changes.items()}
+    own: dict[str, object] = {"policies.system": system, "rollout.replicas": replicas}
+    own["cluster.pools.local.gpus_per_node"] = replicas + 1
+    return Cell(name, model, own | keys)
+
+
+CELLS = (
+    cell("synchronous", "first", "stream-sync", 1, algorithm__group_size=4),
+    cell("dealt in turn", "first", "one-step-async", 2, policies__dispatch="round-robin"),
+    cell("whole batches", "first", "disaggregated", 3, algorithm__prompts_per_step=32),
+    cell("dealt at random", "first", "stream-async", 2, policies__dispatch="random"),
+    cell(
+        *("in flight", "first", "fully-async", 3),
+        **{"policies__weight_sync": "abort-and-resume", "policies__max_staleness": 2},
+    ),
+    cell(
+        *("longest first", "first", "stream-async", 1),
+        **{"policies__order": "longest-first", "rollout__max_running": 16},
+    ),
+    cell("alone at a time", "second", "colocated", 1, rollout__max_tokens=64),
+    cell("long outputs", "second", "stream-async", 1, rollout__max_tokens=LONG),
+    cell(
+        *("by skewness", "second", "stream-async", 2),
+        **{"policies__dispatch": "skewness-aware", "algorithm__group_size": 4},
+    ),
+    cell(
+        *("small groups", "second", "stream-sync", 3),
+        **{"algorithm__group_size": 2, "algorithm__prompts_per_step": 48},
+    ),
+    cell(
+        *("between batches", "second", "one-step-async", 2),
+        **{"policies__weight_sync": "between-batches", "rollout__max_tokens": 96},
+    ),
+    cell(
+        *("one of each prompt", "second", "fully-async", 1),
+        **{
+            "algorithm__name": "reinforce++",
+            "algorithm__group_size": 1,
+            "algorithm__prompts_per_step": 96,
+        },
+    ),
+)
+
+
+def make_run(one: Cell, data: Path, output: Path) -> Run:
+    """Return the run of a cell, whose models and prompts lie in `data`."""
+    model = data / one.model
+    keys = {
+        "model.path": model / "model",
+        "workload.prompts": data / "prompts.jsonl",
+        "workload.lengths.source": model / "lengths.csv",
+        "execute.output": output,
+        "execute.checkpoint_every": 10**6,
+        "algorithm.steps": STEPS,
+        "algorithm.kl_coefficient": 0.01 if one.model == "second" else 0.0,
+        **one.overrides,
+    }
+    return load_run(EXAMPLES / "quickstart.toml", [f"{key}={value}" for key, value in keys.items()])
+
+
+def with_expectations(lines: Iterable[str]) -> Iterator[str]:
+    """Yield prompts with the output tokens to expect of each, by the terms of its sum."""
+    for line in lines:
+        record = json.loads(line)
+        terms = record["entry"]["metadata"]["num_terms"]
+        yield json.dumps({**record, "expected_tokens": TOKENS_PER_TERM * terms}) + "\n"
