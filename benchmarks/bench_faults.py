@@ -71,7 +71,14 @@ SAID: dict[str, dict[FaultKind, dict[str, Any]]] = {
 LARGEST_GAP = 1e-3
 """Nats by which log-probabilities of replica and trainer may differ at staleness 0: their engines' rounding is a
 hundredth of it, a step of this model's a hundred times it."""
-COMMAND = "import sys; sys.argv[0] = 'streamrl'; from streamrl.cli import main; main()"
+COMMAND = """
+import sys
+from executor.execute import execute
+from streamrl.runfile.reading import load_run
+path, what, *changes = sys.argv[1:]
+execute(load_run(path, changes), what == "resume")
+"""
+"""What `streamrl execute` does, without its pictures."""
 
 
 def main() -> None:
@@ -96,7 +103,7 @@ def main() -> None:
     cells = sorted(matrix.cells.values(), key=lambda cell: cell.key)
     for cell in cells:
         print(json.dumps(asdict(cell)))
-    arguments.page.write_text("\n".join(page(cells, arguments.seeds)) + "\n")
+    arguments.page.write_text("\n".join(page(cells)) + "\n")
     bad = [cell for cell in cells if not is_sound(cell)]
     print(json.dumps({"name": "faults.runs", "value": len(cells), "unit": "runs"}))
     print(json.dumps({"name": "faults.unsound", "value": len(bad), "unit": "runs"}))
@@ -229,9 +236,9 @@ def execute(directory: Path, key: Key) -> Cell:
     table = (HERE / "faults-executed.toml").read_text()
     (place / "run.toml").write_text(table + ("" if kind == "none" else _plan(seed)))
     begun = time.time()
-    status = _run(place, system, seed)
+    status = _run(place, system, seed, "begin")
     while status == -signal.SIGKILL:
-        status = _run(place, system, seed, "--resume")
+        status = _run(place, system, seed, "resume")
     output = place / "run"
     paths = [*sorted(output.glob("trace.*.jsonl")), output / "trace.jsonl"]
     legs = [read_trace(path) for path in paths]
@@ -267,10 +274,9 @@ HUNG = 1000
 """Stands for the exit status of a command that came to no end."""
 
 
-def _run(place: Path, system: str, seed: int, *more: str) -> int:
+def _run(place: Path, system: str, seed: int, what: str) -> int:
     changes = [f"policies.system={system}", f"seed={seed}"]
-    words = [sys.executable, "-c", COMMAND, "execute", str(place / "run.toml"), *more]
-    words += [word for change in changes for word in ("--set", change)]
+    words = [sys.executable, "-c", COMMAND, str(place / "run.toml"), what, *changes]
     with (place / "log").open("ab") as log:
         try:
             return subprocess.run(

@@ -31,12 +31,12 @@ FAULTS: dict[FaultKind, str] = {
 }
 
 
-def page(cells: list[Cell], seeds: int) -> Iterator[str]:
+def page(cells: list[Cell]) -> Iterator[str]:
     """Yield the lines of docs/reliability.md."""
     yield "# What breaks, and what becomes of the run"
     yield ""
     yield (
-        f"`make faults` wrote this page: {seeds} seeds, {len(cells)} runs. Faults are planned in a run file (`[[faults]]`) and strike simulated and executed runs "
+        f"`make faults` wrote this page, from {len(cells)} runs. Faults are planned in a run file (`[[faults]]`) and strike simulated and executed runs "
         "by the same plan. *Lost* are rollouts that were drawn and neither trained on nor dropped with a reason, *twice* "
         "those in two steps that count, *wrong* those trained on though their weights were taken back, and steps in which "
         "replica and trainer disagree about log-probabilities; *hung* is what came to no end by itself."
@@ -76,7 +76,7 @@ def _executed_tables(cells: list[Cell]) -> Iterator[str]:
     yield from ("", "## Executed", "")
     yield (
         "A random two-layer model on CPUs, two replicas and a trainer in processes of their own, "
-        "`benchmarks/faults-executed.toml`: each run meets all eleven faults, and is resumed after the one that kills the driver. "
+        "`benchmarks/faults-executed.toml`: each run meets all eleven faults, in an order drawn by its seed, and is resumed after the one that kills the driver. "
         "`execute.patience` is 2 s. *Mended* is when the next new step is made and what was lost serves again; starting a "
         "worker, which imports torch, is most of it."
     )
