@@ -10,6 +10,7 @@
 # make bench-handover what a rollout costs the controller, of a thousand tokens and of twenty thousand
 # make bench-profile  how well a profile of this machine predicts runs on it; quarter of an hour
 # make bench-reality  how near simulations come to executed runs, 12 run files; half an hour on a quiet machine
+# make faults         what breaks on purpose, in every system, and what becomes of the run: docs/reliability.md; quarter of an hour
 # make bench-offers   is a chosen plan the best of its offer? other searches of sixteen offers; hours
 # make bench-plan     how fast the planner is, and how near its choice to the best of all plans; half an hour
 
@@ -22,7 +23,7 @@ READY := $(VENV)/.ready
 DEMO := build/demo
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test fuzz mutants lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-reality clean
+.PHONY: demo test fuzz mutants faults lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-reality clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -52,6 +53,9 @@ fuzz: $(READY)
 
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants
+
+faults: $(READY)
+	$(BIN)/python -m benchmarks.bench_faults
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,17 +1,17 @@
-"""What became of every rollout of a run, over all its legs: trained on once, dropped, rolled back, or none of these."""
+"""What became of a run that something happened to, and of each of its rollouts, over all its legs."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, get_args
 
 from streamrl.engine.messages import (
     CheckpointSaved,
     Drop,
     Generate,
     Generated,
-    LoadWeights,
     PromptsDrawn,
     PushWeights,
     ReplicaStarted,
@@ -24,6 +24,11 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.trace import Entry, Trace
+from streamrl.runfile.faults_config import FaultKind
+
+KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+SIMULATED = ("stream-sync", "one-step-async", "stream-async", "fully-async", "colocated")
+EXECUTED = SIMULATED[:-1]  # the built-in back ends have no GPUs that both sides share
 
 
 class Books(NamedTuple):
@@ -41,6 +46,31 @@ class Books(NamedTuple):
     """In two steps that count."""
     wrong: int
     """In steps that count, though born under weights that had been taken back."""
+
+
+class Key(NamedTuple):
+    """Which run."""
+
+    world: str
+    system: str
+    kind: str
+    """The fault; "all" in an executed run, "none" where it is undisturbed."""
+    seed: int
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What became of one run."""
+
+    key: Key
+    is_complete: bool
+    hung: bool
+    seconds: float
+    books: Books
+    noticed: dict[str, float] = field(default_factory=dict)
+    """Seconds from a fault to the event that tells of it, by kind."""
+    mended: dict[str, float] = field(default_factory=dict)
+    """Seconds from a fault to the next new step, and to a serving replacement of what was lost."""
 
 
 def balance(legs: Iterable[Trace]) -> Books:
@@ -93,6 +123,7 @@ class _Leg:
         self._born: dict[int, tuple[int, int]] = {}
 
     def read(self, entry: Entry) -> None:
+        """Enter what an entry tells."""
         match entry.event:
             case RunStarted(version):
                 self._saved = version
@@ -125,7 +156,7 @@ class _Leg:
                     self._pushed[version] = self._lineage[version]
                 case Drop(group) | Skip(group, trainer=0):
                     self.dropped.update(self.drawn[group])
-                case LoadWeights() | _:
+                case _:
                     pass
 
     def _lineage_of(self, replica: int, version: int) -> int:

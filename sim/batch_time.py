@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from sim.cores import Cores
 from sim.costs.costs import Costs
 from sim.replica import Replica
-from sim.surroundings import DrawnRollout, rollouts_of
+from sim.surroundings import DrawnRollout, Hindrances, rollouts_of
 from streamrl.engine.messages import (
     Event,
     Generate,
@@ -153,6 +153,7 @@ class _Alone:
         self.run_file = run
         self.costs = costs
         self.rollouts = rollouts
+        self.hindrances = Hindrances()
         self.finishes: list[Finish] = []
 
     def emit(self, event: Event) -> None:

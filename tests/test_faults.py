@@ -7,6 +7,8 @@ from typing import Any, get_args
 
 import pytest
 
+from sim.checkup.rehearsal import rehearse
+from sim.planner.trial import whole
 from sim.world import SimWorld
 from streamrl.engine.fault_plan import STRUCK, FaultPlan
 from streamrl.engine.messages import (
@@ -27,7 +29,7 @@ from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace, replay
 from streamrl.runfile.config import Run
 from streamrl.runfile.faults_config import FaultKind
-from streamrl.runfile.reading import load_run
+from streamrl.runfile.reading import decode_run, load_run
 from streamrl.runfile.writing import write_run
 from tests.command_line import streamrl
 from tests.runs import checked_world, done, of, script, small_run
@@ -106,6 +108,12 @@ def test_a_fault_that_only_a_real_run_can_have_is_not_simulated(tmp_path: Path) 
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
     assert "faults.0.kind 'driver-dies' can be executed but not simulated" in refused.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_is_chosen_and_a_run_is_rehearsed_without_faults() -> None:
+    run = faulty(fault("driver-dies", step=2), fault("replica-hangs", count=3))
+    assert decode_run(whole(run, 0)).faults == ()
+    assert rehearse(run).problem == "" and rehearse(run).refusal == ""
 
 
 # When they strike ---------------------------------------------------------------------------------

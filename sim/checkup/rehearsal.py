@@ -132,7 +132,7 @@ def perform(world: CountingWorld, *, is_stand_in: bool = False) -> Rehearsal:
 
 
 def shortened(run: Run) -> Run:
-    """Return the run with as few steps as show a whole turn of its policies."""
+    """Return the run with as few steps as show a whole turn of its policies, and nothing that breaks on purpose."""
     ahead = min(choose_system(run.policies).max_staleness, MOST_AHEAD)
     steps = max(LEAST_STEPS, ahead + 2)
     if steps * run.algorithm.rollouts_per_step > MANY_ROLLOUTS:
@@ -145,6 +145,7 @@ def shortened(run: Run) -> Run:
         run,
         algorithm=replace(run.algorithm, steps=steps),
         rollout=replace(run.rollout, max_running=most),
+        faults=(),
     )
 
 

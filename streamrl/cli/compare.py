@@ -62,8 +62,8 @@ def _open(path: Path, world: Literal["simulated", "real"], hint: str) -> Trace:
 
 
 def _simulate(trace: Trace, recorded: Path, num_steps: int) -> Trace:
-    """Simulate what a trace file records: its lengths and advantages, for as many steps as it made."""
+    """Simulate what a trace file records: its lengths and advantages, for as many steps as it made, without its faults."""
     replace, run = msgspec.structs.replace, with_kept_inputs(trace.run, recorded.parent)
     workload = recorded_workload(trace, recorded)
     algorithm = replace(run.algorithm, steps=num_steps)
-    return simulate(replace(run, workload=workload, algorithm=algorithm))
+    return simulate(replace(run, workload=workload, algorithm=algorithm, faults=()))

@@ -75,7 +75,8 @@ class PoliciesConfig(Section, frozen=True, kw_only=True):
     """Steps in a row for which generation, also with a unit less, would be the faster side, after which that
     unit is given back; never where absent."""
     max_attempts: int = 3
-    """Failures of one rollout after which its group is dropped."""
+    """Failures of one rollout after which its group is dropped; of pushes, or checkpoints, in a row after which the run
+    stops."""
     max_restarts: int = 4
     """Lost replicas that are replaced before the run stops."""
     max_dropped_groups: int = 64
