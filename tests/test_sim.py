@@ -11,6 +11,7 @@ import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sim.cores import Cores
 from sim.costs.costs import Costs
 from sim.costs.training.training import TrainingCosts
 from sim.replica import Replica
@@ -48,6 +49,7 @@ class Bench:
     def __init__(self, run: Run = RUN, costs: Costs = COSTS) -> None:
         self.run_file, self.costs = run, costs
         self.env = simpy.Environment()
+        self.cores = Cores(self.env)
         self.events: list[tuple[float, Event]] = []
         self.jobs: dict[int, Job] = {}
         self.rollouts: dict[int, DrawnRollout] = {}
