@@ -1,5 +1,6 @@
 # make demo   sets up and runs the main job: plan, simulate, report, profile, execute, replay, compare
 # make test   sets up and runs the tests
+# make test-oldest   the same with the oldest versions of packages that pyproject.toml allows
 # make fuzz   damaged and made-up inputs, others each time: FUZZ_EXAMPLES=N for each test, 1,000 where absent
 # make mutants   do the tests catch what they are there for? mutations of the code, one at a time
 # make lint   style and types
@@ -23,7 +24,7 @@ READY := $(VENV)/.ready
 DEMO := build/demo
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test fuzz mutants faults lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-reality clean
+.PHONY: demo test test-oldest fuzz mutants faults lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-reality clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -47,6 +48,14 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+test-oldest: $(READY)
+	mkdir -p build
+	$(BIN)/python -m tests.oldest > build/oldest.txt
+	$(PYTHON) -m venv --clear build/oldest
+	build/oldest/bin/python -m pip install --quiet $(TORCH) --constraint build/oldest.txt
+	build/oldest/bin/python -m pip install --quiet --editable '.[executor,notebooks,dev]' --constraint build/oldest.txt
+	build/oldest/bin/python -m pytest
 
 fuzz: $(READY)
 	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-1000} $(BIN)/python -m pytest tests/test_fuzz.py
