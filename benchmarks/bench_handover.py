@@ -294,11 +294,13 @@ def finish(call: Coroutine[Any, Any, Event], answer: bytes) -> Event:
 
 
 def answer_to(frame: bytes, num_tokens: int) -> bytes:
-    """Return what a worker answers; its tokens are nowhere, since nobody reads them."""
+    """Return what a worker answers, with tokens where it was told to write them."""
     call = msgspec.msgpack.decode(frame[4:], type=Call)
     if call.method == "generate":
         request = msgspec.convert(call.arguments[0], Request)
-        return bytes(encode(complete(request, TokenBlock(num_tokens, request.output_path), 0)))
+        ids, logprobs = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.float32)
+        output = write_block(ids, logprobs, request.output_path)
+        return bytes(encode(complete(request, output, 0)))
     return bytes(encode(0 if call.method == "start" else {"loss": 0.0}))
 
 

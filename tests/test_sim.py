@@ -15,7 +15,7 @@ from sim.cores import Cores
 from sim.costs.costs import Costs
 from sim.costs.training.training import TrainingCosts
 from sim.replica import Replica
-from sim.surroundings import DrawnRollout
+from sim.surroundings import DrawnRollout, Hindrances
 from sim.trainer import Trainer
 from sim.transfer import Transfer
 from sim.verifier import Verifier
@@ -49,7 +49,7 @@ class Bench:
     def __init__(self, run: Run = RUN, costs: Costs = COSTS) -> None:
         self.run_file, self.costs = run, costs
         self.env = simpy.Environment()
-        self.cores = Cores(self.env)
+        self.cores, self.hindrances = Cores(self.env), Hindrances()
         self.events: list[tuple[float, Event]] = []
         self.jobs: dict[int, Job] = {}
         self.rollouts: dict[int, DrawnRollout] = {}

@@ -35,7 +35,7 @@ class Commands(LazyGroup):
         ),
         "replay": (
             "streamrl.cli.replay:replay",
-            "Feed recorded events to a fresh engine; every decision must be the recorded one.",
+            "Feed recorded events to a fresh engine; every decision must be the recorded one, and the ledger must balance.",
         ),
         "compare": (
             "streamrl.cli.compare:compare",

@@ -56,7 +56,7 @@ class Engine:
     @property
     def has_failed(self) -> bool:
         """Whether something broke beyond what a retry can mend, be it the last checkpoint."""
-        return self.state.failure is not None
+        return self.state.failure is not None or self.state.leader.num_failed_saves > 0
 
     @property
     def stop_reason(self) -> str | None:
