@@ -22,6 +22,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := build/demo
+# Tests of one file stay in one process, which sets up what they share once.
+SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
 .PHONY: demo test test-oldest fuzz mutants faults lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-reality clean
@@ -47,7 +49,7 @@ demo: $(READY)
 	$(BIN)/streamrl compare $(DEMO)/run
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 test-oldest: $(READY)
 	mkdir -p build
@@ -55,7 +57,7 @@ test-oldest: $(READY)
 	$(PYTHON) -m venv --clear build/oldest
 	build/oldest/bin/python -m pip install --quiet $(TORCH) --constraint build/oldest.txt
 	build/oldest/bin/python -m pip install --quiet --editable '.[executor,notebooks,dev]' --constraint build/oldest.txt
-	build/oldest/bin/python -m pytest
+	build/oldest/bin/python -m pytest $(SIDE_BY_SIDE)
 
 fuzz: $(READY)
 	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-1000} $(BIN)/python -m pytest tests/test_fuzz.py

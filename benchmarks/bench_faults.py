@@ -45,8 +45,10 @@ from streamrl.engine.messages import (
     Stepped,
     TrainerLost,
 )
+from streamrl.record.books import Books
 from streamrl.record.run_lines import read_metrics
 from streamrl.record.trace import Trace, read_trace
+from streamrl.report.ledger_line import tell_faults
 from streamrl.runfile.faults_config import FaultConfig, FaultKind
 from streamrl.runfile.reading import load_run
 from streamrl.runfile.units import Duration
@@ -141,7 +143,8 @@ class Matrix:
 def is_sound(cell: Cell) -> bool:
     """Whether a run came to its end with all rollouts accounted for and no wrong weights."""
     books = cell.books
-    return cell.is_complete and not (cell.hung or books.lost or books.twice or books.wrong)
+    is_clean = not (books.lost or books.twice or books.wrong or cell.ledger)
+    return cell.is_complete and is_clean and not cell.hung
 
 
 # Simulated ----------------------------------------------------------------------------------------
@@ -184,8 +187,18 @@ def simulate(key: Key) -> Cell:
         hung=hung,
         seconds=trace.entries[-1].time,
         books=balance([trace]),
+        ledger=_ledger([trace]),
         noticed=dict(_noticed(trace, noticed)),
     )
+
+
+def _ledger(legs: Sequence[Trace]) -> str:
+    """Return what the ledger of a run finds wrong; nothing where it balances."""
+    books = Books(legs[0])
+    for leg in legs:
+        books.begin_leg(leg)
+        books.read(leg.entries)
+    return tell_faults(books.balance())
 
 
 TELLS: dict[FaultKind, tuple[type[Event], type | None, str]] = {
@@ -265,6 +278,7 @@ def execute(directory: Path, key: Key) -> Cell:
         hung=status == HUNG,
         seconds=time.time() - begun,
         books=books,
+        ledger=_ledger(legs),
         noticed=noticed,
         mended=mended,
     )

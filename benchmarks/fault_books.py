@@ -67,6 +67,8 @@ class Cell:
     hung: bool
     seconds: float
     books: Books
+    ledger: str
+    """What its ledger finds wrong; empty where it balances. The books are counted another way."""
     noticed: dict[str, float] = field(default_factory=dict)
     """Seconds from a fault to the event that tells of it, by kind."""
     mended: dict[str, float] = field(default_factory=dict)

@@ -39,7 +39,8 @@ def page(cells: list[Cell]) -> Iterator[str]:
         f"`make faults` wrote this page, from {len(cells)} runs. Faults are planned in a run file (`[[faults]]`) and strike simulated and executed runs "
         "by the same plan. *Lost* are rollouts that were drawn and neither trained on nor dropped with a reason, *twice* "
         "those in two steps that count, *wrong* those trained on though their weights were taken back, and steps in which "
-        "replica and trainer disagree about log-probabilities; *hung* is what came to no end by itself."
+        "replica and trainer disagree about log-probabilities; *hung* is what came to no end by itself. The ledger that every run ends with "
+        f"balances in {sum(not cell.ledger for cell in cells)} of them."
     )
     yield ""
     yield from (f"- **{kind}** {text}" for kind, text in FAULTS.items())
