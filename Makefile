@@ -12,6 +12,7 @@
 # make bench-profile  how well a profile of this machine predicts runs on it; quarter of an hour
 # make bench-reality  how near simulations come to executed runs, 12 run files; half an hour on a quiet machine
 # make faults         what breaks on purpose, in every system, and what becomes of the run: docs/reliability.md; quarter of an hour
+# make soak           does a long run grow? 10,000 simulated steps, half an hour executed under random faults
 # make bench-offers   is a chosen plan the best of its offer? other searches of sixteen offers; hours
 # make bench-plan     how fast the planner is, and how near its choice to the best of all plans; half an hour
 
@@ -26,7 +27,7 @@ DEMO := build/demo
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test test-oldest fuzz mutants faults lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-reality clean
+.PHONY: demo test test-oldest fuzz mutants faults lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-reality soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -105,6 +106,9 @@ bench-reality: $(READY)
 
 bench-offers: $(READY)
 	$(BIN)/python benchmarks/bench_offers.py
+
+soak: $(READY)
+	$(BIN)/python -m benchmarks.bench_soak
 
 bench-plan: $(READY)
 	$(BIN)/python benchmarks/bench_plan.py

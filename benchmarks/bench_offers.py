@@ -42,6 +42,11 @@ from streamrl.runfile.reading import load_run
 from streamrl.runfile.section import Section
 
 OFFERS = Path(__file__).parent / "offers"
+RESULTS, PAGE = OFFERS / "results.jsonl", Path(__file__).parent.parent / "docs" / "plans.md"
+HEAD = """| offer | chosen | simulated | wide search | behind | trainer memory | doctor | commit |
+|---|---|---|---|---|---|---|---|
+"""
+"""Of the page's table, which is written anew with the results."""
 FRESH = 1000
 """What is added to a seed for a comparison of its own."""
 WIDER = 20
@@ -62,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("offers", nargs="*", help="names of files in benchmarks/offers")
     parser.add_argument("--seconds", type=float, default=600.0, help="most for the wide search")
-    parser.add_argument("--output", type=Path, default=OFFERS / "results.jsonl")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     names = arguments.offers or sorted(path.stem for path in OFFERS.glob("*.toml"))
     for name in names:
@@ -73,12 +78,34 @@ def main() -> None:
         print(json.dumps(found), flush=True)
         lines = [json.dumps(each) + "\n" for each in {**known, name: found}.values()]
         arguments.output.write_text("".join(lines))
+    if arguments.output == RESULTS:
+        before, rest = PAGE.read_text().split(HEAD)
+        after = rest.partition("\n\n")[2]
+        rows = "\n".join(row_of(found) for found in read_results(RESULTS).values())
+        PAGE.write_text(f"{before}{HEAD}{rows}\n\n{after}")
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
     """Return what is known of offers, by their name."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {found["offer"]: found for found in map(json.loads, lines)}
+
+
+def row_of(found: dict[str, Any]) -> str:
+    """Return the row that the page has of an offer."""
+    width = f" ± {found['half_width']:.1%}" if found["half_width"] is not None else ""
+    memory = found["memory"]["trainer"]
+    cells = (
+        found["offer"],
+        found["plan"],
+        f"{found['simulated']} of {found['candidates']:,}",
+        f"{found['wide']} ({found['times_as_many']:.1f} times)",
+        f"{found['behind_at_most']:.1%}{width}",
+        f"{memory:.0%}",
+        ", ".join(found["doctor"]) or "silent",
+        found["commit"],
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 def compare(name: str, run: Run, seconds: float) -> dict[str, Any]:

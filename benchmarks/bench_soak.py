@@ -1,0 +1,193 @@
+"""Does a long run grow? Ten thousand simulated steps with failures, and half an hour executed under random faults.
+
+    python -m benchmarks.bench_soak                    both
+    python -m benchmarks.bench_soak --steps 0 --minutes 5
+
+Each is a command of its own, whose memory is looked at every second. What it takes in its last tenth is set against its
+second tenth, by role: a worker that was lost begins anew, so that a role counts by the mean of its processes. Both end
+with a ledger that balances; shared memory is what it was before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+from benchmarks.fault_books import KINDS
+from benchmarks.fault_model import make_model
+
+HERE = Path(__file__).parent
+SHARED_MEMORY = Path("/dev/shm")
+MOST_GROWTH = 0.05
+"""Share by which a role may grow."""
+STEPS_A_MINUTE = 50
+MINUTES_A_FAULT = 7
+"""Of each kind: mending one takes up to half a minute."""
+SLOW = {"link-slows": 'factor = 20.0\nduration = "2 s"', "verifier-stalls": 'duration = "2 s"'}
+ROLES = {"replica": "ReplicaWorker", "trainer": "TrainerWorker", "verifier": "fork_server"}
+"""What the command line of a role's process has; the driver is who was started."""
+COMMAND = (sys.executable, "-c", "from streamrl.cli import main; main()")
+
+
+class Sample(NamedTuple):
+    """Memory at an instant."""
+
+    time: float
+    rss: dict[str, float]
+    """Bytes of a process of each role, on average."""
+
+
+def main() -> None:
+    """Run both and print a JSON object a figure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=10_000, help="simulated")
+    parser.add_argument("--minutes", type=int, default=30, help="about as long is executed")
+    arguments = parser.parse_args()
+    before = _shared_memory()
+    is_sound = True
+    with tempfile.TemporaryDirectory(prefix="bench-soak-") as name:
+        if arguments.steps:
+            is_sound &= _soak("simulated", simulate(arguments.steps), Path(name))
+        if arguments.minutes:
+            make_model(Path(name))
+            is_sound &= _soak("executed", execute(arguments.minutes, Path(name)), Path(name))
+    left = sorted(_shared_memory() - before)
+    print(json.dumps({"name": "soak.shared_memory", "value": len(left), "unit": "files left"}))
+    sys.exit(0 if is_sound and not left else 1)
+
+
+def simulate(steps: int) -> list[str]:
+    """Return the command that simulates so many steps, in which a replica or the trainer fails every few."""
+    changes = {
+        "algorithm.prompts_per_step": 8,
+        "simulate.max_steps": steps,
+        "simulate.interval": 1e-9,
+        "failures.per_gpu_day": 20,
+        "failures.trainers": "true",
+        "policies.max_restarts": 10**6,
+        "policies.max_attempts": 10**6,
+    }
+    return ["simulate", str(HERE / "faults.toml"), *_settings(changes)]
+
+
+def execute(minutes: int, directory: Path) -> list[str]:
+    """Return the command that executes a run for about so long, with every fault that spares the driver."""
+    count = max(1, minutes // MINUTES_A_FAULT)
+    faults = [
+        f'\n[[faults]]\nkind = "{kind}"\ncount = {count}\n{SLOW.get(kind, "")}\n'
+        for kind in KINDS
+        if kind != "driver-dies"
+    ]
+    table = (HERE / "faults-executed.toml").read_text().replace("../", "")
+    (directory / "run.toml").write_text(table + "".join(faults))
+    changes = {
+        "algorithm.steps": STEPS_A_MINUTE * minutes,
+        "policies.max_restarts": 10**6,
+        "policies.system": "stream-async",
+    }
+    return ["execute", str(directory / "run.toml"), *_settings(changes)]
+
+
+def _settings(changes: dict[str, Any]) -> list[str]:
+    return [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+
+
+def _soak(what: str, command: list[str], directory: Path) -> bool:
+    """Run a command and print how much it grows; return whether it does not, and ends as it should."""
+    log = directory / f"{what}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen([*COMMAND, *command], stdout=output, stderr=output)
+        samples = list(_watch(process))
+    text = log.read_text()
+    told = re.search(r"ledger: .*", text.replace("\n", " "))
+    is_balanced = told is not None and "does not balance" not in told[0]
+    growth = {role: round(share, 4) for role, share in _growth(samples)}
+    found = {
+        "name": f"soak.{what}.growth",
+        "value": max(growth.values(), default=0.0),
+        "unit": "share",
+        "by_role": growth,
+        "seconds": round(samples[-1].time, 1),
+        "status": process.returncode,
+        "ledger": told[0][:200] if told is not None else None,
+    }
+    print(json.dumps(found), flush=True)
+    if process.returncode:
+        print(text[-2000:], file=sys.stderr)
+    return not process.returncode and is_balanced and found["value"] <= MOST_GROWTH
+
+
+def _watch(process: subprocess.Popen[bytes]) -> Iterator[Sample]:
+    """Yield a command's memory every second until it ends."""
+    began_at = time.monotonic()
+    while process.poll() is None:
+        yield Sample(time.monotonic() - began_at, _memory(process.pid))
+        time.sleep(1.0)
+
+
+def _memory(driver: int) -> dict[str, float]:
+    """Return the bytes that a process of each role holds, on average."""
+    found: dict[str, list[float]] = {"driver": [_rss(driver)]}
+    for entry in Path("/proc").iterdir():
+        words = _command_line(entry) if entry.name.isdigit() else ""
+        for role, word in ROLES.items():
+            if word in words and _is_below(int(entry.name), driver):
+                found.setdefault(role, []).append(_rss(int(entry.name)))
+    return {role: mean(sizes) for role, sizes in found.items()}
+
+
+def _command_line(entry: Path) -> str:
+    try:
+        return (entry / "cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""  # it has ended
+
+
+def _is_below(pid: int, driver: int) -> bool:
+    """Whether a process was started by the driver, or by one that was."""
+    while pid > 1:
+        if pid == driver:
+            return True
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            return False
+    return False
+
+
+def _rss(pid: int) -> float:
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _growth(samples: list[Sample]) -> Iterator[tuple[str, float]]:
+    """Yield by what share each role takes more in the last tenth than in the second one."""
+    end = samples[-1].time
+    for role in {role for sample in samples for role in sample.rss}:
+        second, last = (
+            [s.rss[role] for s in samples if role in s.rss and least <= s.time / end <= most]
+            for least, most in ((0.1, 0.2), (0.9, 1.0))
+        )
+        if second and last:
+            yield role, median(last) / median(second) - 1
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+
+
+if __name__ == "__main__":
+    main()
