@@ -23,6 +23,7 @@ from streamrl.record.steady import LEAST_STEPS, NEGLIGIBLE, Steady
 from streamrl.record.steady_run import LEAST_FAILURES, find_steady_so_far, tell_unfinished
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
+from streamrl.runfile.errors import Bounds, RunError
 from streamrl.runfile.failure_rates import failures_per_gpu_day
 from streamrl.runfile.units import SECONDS_PER_DAY
 from streamrl.runfile.workload_config import LengthsConfig
@@ -55,7 +56,7 @@ def simulate_steady(
     watch: Callable[[int], None] = lambda version: None,
     workload: Workload | None = None,
 ) -> Trace:
-    """Simulate a run file until `[simulate]` is satisfied; of lengths that drift, the whole training.
+    """Simulate a run file until `[simulate]` is satisfied; where lengths drift or faults are planned, the whole training.
 
     Args:
         run: the run file.
@@ -96,11 +97,23 @@ def _simulate(
 
 
 def _open(run: Run, kind: type[T], workload: Workload | None) -> tuple[SimWorld, T]:
+    _check_whole(run)
     costs = Costs.load(run)
     drawn = SimulatedWorkload(sampled(run)) if workload is None else workload
     filled = fill_policies(run, costs)
     trace = kind(filled, costs, is_endless=True)
     return SimWorld(filled, costs, drawn, is_endless=True, trace=trace), trace
+
+
+def _check_whole(run: Run) -> None:
+    """Refuse faults of which it is not known how often they strike in steps beyond those that are simulated."""
+    most, steps = run.simulate.max_steps, run.algorithm.steps
+    if run.faults and steps > most:
+        text = (
+            f"simulate.max_steps must be at least {steps} where faults are planned, as all of algorithm.steps={steps} are "
+            f"simulated then, got {most}"
+        )
+        raise RunError("simulate.max_steps", most, Bounds(steps), text, ("algorithm.steps",))
 
 
 def open_world(run: Run, workload: Workload | None = None) -> SimWorld:
@@ -143,9 +156,7 @@ class Enough:
         """Looks in a row that found enough."""
         self._next_look = min(LEAST_STEPS, run.simulate.max_steps)
         self._most = run.simulate.max_steps
-        lengths = run.workload.lengths
-        self._drifts = lengths is not None and lengths.drifts
-        if self._drifts:
+        if not run.has_steady_state:
             self._most = min(self._most, run.algorithm.steps)
 
     def is_there(self) -> bool:
@@ -153,7 +164,8 @@ class Enough:
         steps = self._steps
         if steps.num_made > self._most:
             return True  # the one more has been made
-        if self._drifts or self._num_found == LOOKS or len(steps) < self._next_look:
+        has_none = not self._run.has_steady_state
+        if has_none or self._num_found == LOOKS or len(steps) < self._next_look:
             return self._num_found == LOOKS
         self._next_look = ceil(GROWTH * len(steps))
         found = find_steady_so_far(self._run, steps, 0)

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from sim.checkup.rehearsal import rehearse
-from sim.planner.trial import whole
+from sim.steady_state import simulate_steady
 from sim.world import SimWorld
 from streamrl.engine.fault_plan import STRUCK, FaultPlan
 from streamrl.engine.messages import (
@@ -29,10 +29,11 @@ from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace, replay
 from streamrl.runfile.config import Run
 from streamrl.runfile.faults_config import FaultKind
-from streamrl.runfile.reading import decode_run, load_run
+from streamrl.runfile.reading import load_run
 from streamrl.runfile.writing import write_run
 from tests.command_line import streamrl
 from tests.runs import checked_world, done, of, script, small_run
+from tests.test_plan import SMALL, few, planned
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
 
 SAID: dict[str, dict[str, Any]] = {
@@ -112,8 +113,38 @@ def test_a_fault_that_only_a_real_run_can_have_is_not_simulated(tmp_path: Path) 
 
 def test_a_plan_is_chosen_and_a_run_is_rehearsed_without_faults() -> None:
     run = faulty(fault("driver-dies", step=2), fault("replica-hangs", count=3))
-    assert decode_run(whole(run, 0)).faults == ()
     assert rehearse(run).problem == "" and rehearse(run).refusal == ""
+    calm = planned(few(SMALL))
+    beside = planned(few({**SMALL, "faults": [fault("driver-dies", step=1)]}))
+    assert beside.run == calm.run and beside.plan.allocation == calm.plan.allocation
+
+
+@pytest.mark.parametrize("step", [1, 13, 40])
+def test_what_a_fault_takes_is_in_the_whole_run_once_whichever_step_it_strikes(step: int) -> None:
+    stall = {**fault("verifier-stalls", step=step), "duration": "1 h"}
+    keys = {"algorithm.steps": 40, "policies.system": "stream-sync"}
+    calm, stalled = (
+        measure(simulate_steady(faulty(**{**keys, "faults": each}))).whole_run
+        for each in ([fault("replica-garbles", time="30 d")], [stall])
+    )
+    assert stalled.seconds - calm.seconds == pytest.approx(3600, rel=0.01)
+    assert stalled.seconds_interval is None
+
+
+def test_a_fault_that_comes_too_late_is_told() -> None:
+    note = measure(simulate_steady(faulty(fault("replica-dies", time="30 d")))).note
+    assert "faults.0 never struck: the run was over before its time" in note
+    struck = measure(simulate_steady(faulty(fault("replica-dies", step=2)))).note
+    assert "faults are planned" in struck and "never struck" not in struck
+
+
+def test_all_steps_are_simulated_where_faults_are_planned_or_the_run_is_refused(
+    tmp_path: Path,
+) -> None:
+    write_run(faulty(fault("replica-dies", step=2), algorithm__steps=50), tmp_path / "run.toml")
+    refused = streamrl("simulate", tmp_path / "run.toml", "--set", "simulate.max_steps=20")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert "simulate.max_steps must be at least 50 where faults are planned" in refused.stderr
 
 
 # When they strike ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from sim.costs.fill import empty_policies, fill_policies
 from sim.steady_state import simulate_steady
 from sim.studies.rerun import rerun
 from sim.world import simulate
-from streamrl.engine.messages import Drop, Generated, PromptsDrawn
+from streamrl.engine.messages import Drop, Generated, PromptsDrawn, Trained
 from streamrl.record.against import Known
 from streamrl.record.informative import recorded_workload
 from streamrl.record.metrics import measure
@@ -230,6 +230,21 @@ def test_a_record_without_lengths_is_refused(tmp_path: Path) -> None:
     for path in (file, tmp_path / "absent"):
         done = streamrl("simulate", "--from", path)
         assert done.returncode == 2 and str(path) in done.stderr
+
+
+def test_a_change_with_which_the_run_would_have_stopped_is_told(tmp_path: Path) -> None:
+    trace = simulate_steady(small_run({**SOME, "simulate.max_steps": 40}))
+    record = write(trace, tmp_path)
+    with pytest.raises(RuntimeError, match=r"changed stopped after step \d+ of \d+: "):
+        rerun(*record, ["failures.per_gpu_day=3000", "policies.max_restarts=0"])
+
+
+def test_a_record_whose_ledger_does_not_balance_is_refused(tmp_path: Path) -> None:
+    trace, _ = recorded_run(tmp_path)
+    (place, *_) = (n for n, e in enumerate(trace.entries) if isinstance(e.event, Trained))
+    del trace.entries[place]
+    with pytest.raises(ValueError, match="its ledger does not balance"):
+        rerun(*write(trace, tmp_path), [])
 
 
 def test_which_prompts_were_deferred_is_not_decided_anew(tmp_path: Path) -> None:

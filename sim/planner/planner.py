@@ -8,6 +8,8 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from statistics import median
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from sim.planner.binding import find_binding
 from sim.planner.found import Found, describe
 from sim.planner.objective import UNITS
@@ -40,7 +42,7 @@ def make_plan(run: Run, watch: Callable[[int, str], None] = lambda *_: None) -> 
     """Choose among everything that a run's offer and its section `[plan]` leave open, on all cores.
 
     `watch` is told how many simulations are done and what comes now: simulating, finalists, what if, the
-    chosen plan, with less room.
+    chosen plan, with less room. Faults that the run file plans are left out, of the plan's file too.
 
     Raises:
         ValueError: nothing fits, or nothing within budget: the constraint is named.
@@ -50,6 +52,7 @@ def make_plan(run: Run, watch: Callable[[int, str], None] = lambda *_: None) -> 
     _check_trainers(run)
     _check_prices(run)
     started_at = time.perf_counter()
+    run = replace(run, faults=())
     search = Search.open(run, started_at + run.plan.time_limit)
     with ProcessPoolExecutor() as pool:
         return _plan(run, search, pool, _Progress(watch), started_at)

@@ -60,8 +60,8 @@ class Trial(NamedTuple):
 
 
 def whole(run: Run, seed: int) -> bytes:
-    """Return a run file as the chosen plan takes it: until its mean step time is known, without faults on purpose."""
-    return encode_run(replace(run, seed=seed, faults=()))
+    """Return a run file as the chosen plan takes it: until its mean step time is known."""
+    return encode_run(replace(run, seed=seed))
 
 
 def shortened(run: Run, seed: int, steps: int = SEARCH_STEPS) -> bytes:

@@ -87,10 +87,10 @@ def _with(run: Run, simulate: SimulateConfig, lag: float) -> Run:
 
 def simulate_pair(a: Run, b: Run, watch: Watch = lambda what, done, most: None) -> Pair:
     """Simulate two runs step by step in turn, until the ratio of their step times is known."""
-    runs, lengths = (a, b), a.workload.lengths
+    runs = (a, b)
     worlds = [open_world(run) for run in runs]
     made = [world.steps for world in worlds]
-    drifts = lengths is not None and lengths.drifts
+    drifts = not all(run.has_steady_state for run in runs)
 
     def is_known(steady: Steady, share: float) -> bool:
         return find_paired_steps(runs, made, 0, drifts=drifts).is_within(share)

@@ -9,14 +9,16 @@ from msgspec.structs import asdict, replace
 
 from sim.costs.costs import Costs
 from sim.costs.fill import empty_policies
-from sim.steady_state import open_world
+from sim.steady_state import UnfinishedError, open_world
 from sim.studies.break_even import Watch
 from sim.world import simulate
 from streamrl.record.informative import recorded_workload
 from streamrl.record.inputs import with_kept_inputs
 from streamrl.record.leader_steps import read_steps
+from streamrl.record.legs import balance_books
 from streamrl.record.set_beside import Rerun, set_beside
 from streamrl.record.trace import Trace
+from streamrl.report.ledger_line import tell_faults
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError, shown
 from streamrl.runfile.reading import change_run
@@ -41,12 +43,14 @@ def rerun(
         watch: told of progress.
 
     Raises:
-        ValueError: no finished group or step is recorded, or a change is none, or one of the work itself.
+        ValueError: no finished group or step is recorded, the record's ledger does not balance, or a change is none, or one of the work itself.
         RuntimeError: a simulation stops before the steps that were recorded.
     """
     num_steps = len(read_steps(trace))
     if not num_steps:
         raise ValueError(f"{file} records no finished step, so there is nothing to run again")
+    if not (ledger := balance_books(trace, file.parent)).is_balanced:
+        raise ValueError(f"{file}: its ledger does not balance: {tell_faults(ledger)}")
     base = change_run(_as_recorded(trace, file), ())
     changed = change_run(base, changes)
     _check_order(base, changed)
@@ -62,7 +66,7 @@ def rerun(
 def _as_recorded(trace: Trace, file: Path) -> Run:
     run = with_kept_inputs(trace.run, file.parent)
     run = empty_policies(run, Costs.load(run))
-    return replace(run, workload=recorded_workload(trace, file))
+    return replace(run, workload=recorded_workload(trace, file), faults=())
 
 
 def _check_order(base: Run, changed: Run) -> None:
@@ -93,6 +97,12 @@ def _simulate(run: Run, num_steps: int, is_cut: bool, what: str, watch: Watch) -
         watch(what, version, num_steps)
 
     if not is_cut:
-        return simulate(run, tell)
-    world = open_world(run)
-    return world.run(tell, lambda: len(world.steps) >= num_steps)
+        made = simulate(run, tell)
+        num_made, reason = len(read_steps(made)), "it stops"
+    else:
+        world = open_world(run)
+        made = world.run(tell, lambda: len(world.steps) >= num_steps)
+        num_made, reason = len(world.steps), world.engine.stop_reason or "it stops"
+    if num_made < (num_steps if is_cut else 1):
+        raise UnfinishedError(f"{what} stopped after step {num_made} of {num_steps}: {reason}")
+    return made

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 from streamrl.engine.systems import choose_system
 from streamrl.record.leader_steps import LeaderSteps
 from streamrl.record.steady import LEAST_STEPS, Steady, find_steady
@@ -32,15 +35,19 @@ def find_steady_of(trace: Trace, steps: LeaderSteps) -> Steady:
 def find_steady_so_far(
     run: Run, steps: LeaderSteps, left_out: int, *, drifts: bool = False
 ) -> Steady:
-    """Find which of the steps that were made count, `left_out` at the end aside."""
+    """Find which of the steps that were made count, `left_out` at the end aside.
+
+    Of the steps of a run with planned faults none stands for others, so that their mean has no interval.
+    """
     policies = run.policies
-    return find_steady(
+    found = find_steady(
         steps.durations(),
         steps.num_generated,
         cycle=1 if policies.tail_batching == "none" else policies.tail_every,
         left_out=left_out,
         drifts=drifts,
     )
+    return replace(found, half_width=None) if run.faults else found
 
 
 def tell_unfinished(run: Run, version: int, stopped_for: str) -> str:
@@ -70,7 +77,7 @@ def tell_doubts(trace: Trace, steps: LeaderSteps, steady: Steady, unfinished: st
         since = steps.version - len(steps)
         doubts.append(f"leg {trace.leg} alone of a run that was resumed, after its step {since}")
     if _drifts(trace):
-        return "; ".join([*doubts, _tell_drift(trace.run, steady)])
+        return "; ".join([*doubts, _tell_drift(trace.run, steady), *_tell_late(trace.run, steps)])
     if not steady.has_settled:
         doubts.append(f"no steady state was found in {steady.last} steps")
     if steady.half_width is None:
@@ -95,10 +102,17 @@ def tell_doubts(trace: Trace, steps: LeaderSteps, steady: Steady, unfinished: st
 
 def _tell_drift(run: Run, steady: Steady) -> str:
     counted, steps = steady.last - steady.first, run.algorithm.steps
-    told = f"lengths drift: figures are the mean over {counted} steps"
+    why = "faults are planned" if run.faults else "lengths drift"
+    told = f"{why}: figures are the mean over {counted} steps"
     if steady.last < steps:
         return f"{told}, which drift as far as the {steps} of the training"
     return told
+
+
+def _tell_late(run: Run, steps: LeaderSteps) -> Iterator[str]:
+    for number, fault in enumerate(run.faults):
+        if fault.time is not None and fault.time > steps.ended_at[-1]:
+            yield f"faults.{number} never struck: the run was over before its time"
 
 
 def _tell_failures(steps: LeaderSteps) -> list[str]:
@@ -109,5 +123,4 @@ def _tell_failures(steps: LeaderSteps) -> list[str]:
 
 
 def _drifts(trace: Trace) -> bool:
-    lengths = trace.run.workload.lengths
-    return trace.world == "simulated" and lengths is not None and lengths.drifts
+    return trace.world == "simulated" and not trace.run.has_steady_state

@@ -99,6 +99,12 @@ class Run(Section, frozen=True, kw_only=True):
     """What a run file writes as the second `[[trainer]]` and those after it."""
 
     @property
+    def has_steady_state(self) -> bool:
+        """Whether some of its steps tell of all: not where lengths drift over the run, or faults are planned."""
+        lengths = self.workload.lengths
+        return not self.faults and (lengths is None or not lengths.drifts)
+
+    @property
     def num_kinds(self) -> int:
         """Kinds of replicas."""
         return 1 + len(self.rollout.others)
