@@ -6,7 +6,8 @@ What must hold, told from the trace alone, whoever decided it:
    a record that breaks off, of a run that was killed or is simulated without an end, may have any of these.
 2. Every token that the leader trained on came from a version that it still stood by, and inside the bound on staleness
    where the run has one.
-3. Every replica that serves a version which was pushed has found the checksum that it was pushed with.
+3. Every replica that serves a version which was pushed has found the checksum that it was pushed with, and samples with
+   no version but those that it said to serve.
 
 Steps that a loss of their trainer took back are given up, "rolled back". What a resume took back is in no book: its
 prompts are drawn again. A rollout is forgotten once every trainer is done with it.
@@ -150,6 +151,8 @@ class Books:
         """Say how the books stand, once all is read."""
         leader, served = self._leader, self._served
         self._check_end()
+        if served:
+            served.check_end()
         if served and served.checksummed and served.unverified:
             versions = _list(sorted(served.unverified))
             self._faults.add(f"versions {versions} were served without a checksum")
@@ -245,6 +248,8 @@ class Books:
             self._oldest.update(dict.fromkeys(drawn.rollouts, NO_TOKEN))
 
     def _see_tokens(self, event: Generated) -> None:
+        if self._served is not None:
+            self._served.see_sampled(event)
         rollout, version = event.rollout, event.version
         oldest = self._oldest.get(rollout, version)  # of one that was given up nobody wants to know
         if version < oldest and event.tokens > self._aborted_at.get(rollout, 0):
