@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from executor.checkpoints import KEPT_CHECKPOINTS
 from streamrl.engine.messages import (
     CheckpointSaved,
     Command,
@@ -39,6 +41,7 @@ from streamrl.engine.trainer_side import ROLLED_BACK
 from streamrl.record.balance import Balance
 from streamrl.record.books import Books
 from streamrl.record.legs import balance_books
+from streamrl.record.saved_books import KEPT_BOOKS, SavedBook, SavedBooks
 from streamrl.record.trace import Entry, Trace, read_trace
 from streamrl.report.ledger_line import ledger_line
 from tests.command_line import streamrl
@@ -220,7 +223,7 @@ BREAKS: dict[str, tuple[Callable[[Trace], None], str]] = {
     "drawn twice": (draw_twice, "group 0 was drawn again, though it was done"),
     "too stale": (sample_stale, "rollout 2 was trained on with tokens 2 versions behind, 1 are"),
     "first tokens too stale": (sample_partly_stale, "rollout 2 .* tokens 2 versions behind"),
-    "of no version yet": (sample_from_the_future, "tokens of version 2, which was taken back"),
+    "of no version yet": (sample_from_the_future, "tokens of version 2, which was never made"),
     "without a token": (sample_nothing, "rollout 1 was trained on without a token"),
 }
 
@@ -316,6 +319,49 @@ def test_a_leg_that_trains_what_is_done_or_leaves_prompts_out_does_not_balance(
 ) -> None:
     balance = books().balance()
     assert told in balance.faults[0]
+
+
+def test_tokens_of_a_version_that_a_loss_took_back_are_told_as_such() -> None:
+    found = hand().trace
+    at = index_of(found, Stepped, 1) + 1
+    lost = [TrainerLost(0, "gone"), TrainerStarted(0, 1)]
+    found.entries[at:at] = [Entry(1.9, event, []) for event in lost]
+    put(found, index_of(found, Generated, 2), Generated(2, 100, "stop", 2, 0.5, 0.0))
+    told = "rollout 2 was trained on with tokens of version 2, which was taken back"
+    assert balance_of(found).faults == [told]
+
+
+def test_staleness_that_is_not_bounded_is_told_as_such() -> None:
+    greedy = hand(policies__consumption="greedy", policies__max_staleness=1)
+    assert ledger_line(balance_of(greedy.trace)).endswith("; staleness at most 0, not bounded")
+
+
+def a_book(version: int) -> SavedBook:
+    return SavedBook(2 * version, frozenset(), version, Counter())
+
+
+def test_the_books_of_the_newest_checkpoints_are_kept_and_no_more() -> None:
+    assert KEPT_BOOKS > KEPT_CHECKPOINTS
+    saved = SavedBooks()
+    for version in range(1, 1001):
+        saved.ask(version, a_book(version))
+        saved.complete(version)
+        assert len(saved) <= KEPT_BOOKS + 1
+        if version == 3:
+            assert saved.resume(2) == a_book(2)
+    for version in (2, *range(1001 - KEPT_BOOKS, 1001)):
+        assert saved.resume(version) == a_book(version), version
+    assert saved.resume(1000 - KEPT_BOOKS) is None
+
+
+def test_checkpoints_that_nobody_said_to_be_complete_push_none_out() -> None:
+    saved = SavedBooks()
+    saved.complete(3)  # which nobody asked for
+    for version in range(1, 21):
+        saved.ask(version, a_book(version))
+        if version in (1, 2, 20):
+            saved.complete(version)
+    assert all(saved.resume(version) for version in range(1, 21))
 
 
 # Versions -----------------------------------------------------------------------------------------

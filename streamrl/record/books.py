@@ -16,11 +16,10 @@ prompts are drawn again. A rollout is forgotten once every trainer is done with 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from streamrl.engine.messages import (
     CheckpointSaved,
@@ -44,6 +43,7 @@ from streamrl.engine.messages import (
 from streamrl.engine.systems import choose_system
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.balance import Balance, Faults, TrainerBalance
+from streamrl.record.saved_books import SavedBook, SavedBooks
 from streamrl.record.served import ServedVersions
 from streamrl.record.trace import Trace
 from streamrl.record.trainer_book import TrainerBook
@@ -51,15 +51,6 @@ from streamrl.runfile.sides import trainer_names
 
 NO_TOKEN = sys.maxsize
 """Version of a rollout that has no token yet: later than any."""
-
-
-class SavedBook(NamedTuple):
-    """What the leader's book held when a checkpoint was asked for."""
-
-    groups_done: int
-    done_ahead: frozenset[int]
-    trained: int
-    dropped: Counter[str]
 
 
 @dataclass(slots=True)
@@ -110,7 +101,7 @@ class Books:
         self._staleness = 0
         self._has_ended = False
         """Whether the run has wound down, so that nothing may be open."""
-        self._saved: dict[int, SavedBook] = {}
+        self._saved = SavedBooks()
         self._taken_back = 0
         self._has_begun = False
         self._served = ServedVersions(self._faults.add) if trace.world == "real" else None
@@ -194,7 +185,7 @@ class Books:
         """Enter that the run begins, or goes on: with a later leg all is as it was at its checkpoint."""
         if self._has_begun:
             self._check_end()
-        saved = self._saved.get(event.version)
+        saved = self._saved.resume(event.version)
         self._draws = Draws(event.groups_done)
         if saved is not None:
             self._draws.done_ahead = saved.done_ahead
@@ -226,7 +217,7 @@ class Books:
             if group < command.groups_done or group in ahead:
                 self._faults.add(f"group {group} is done by a checkpoint, though it is open")
         kept = SavedBook(command.groups_done, ahead, book.num_trained, book.dropped.copy())
-        self._saved[command.version] = kept
+        self._saved.ask(command.version, kept)
 
     def _see_end(self, _: Stop | Interrupted) -> None:
         self._has_ended = True
@@ -277,8 +268,10 @@ class Books:
             if oldest == NO_TOKEN:
                 self._faults.add(f"rollout {rollout} was trained on without a token")
             elif oldest > newest:
-                taken_back = f"version {oldest}, which was taken back"
-                self._faults.add(f"rollout {rollout} was trained on with tokens of {taken_back}")
+                is_made = oldest <= self._leader.newest
+                why = "was taken back" if is_made else "was never made by then"
+                taken = f"with tokens of version {oldest}, which {why}"
+                self._faults.add(f"rollout {rollout} was trained on {taken}")
             elif newest - oldest > bound:
                 behind = f"{newest - oldest} versions behind, {bound} are allowed"
                 self._faults.add(f"rollout {rollout} was trained on with tokens {behind}")
@@ -308,6 +301,8 @@ class Books:
 
     def _see_saved(self, event: CheckpointSaved) -> None:
         self._trainers[event.trainer].save(event.version)
+        if event.trainer == LEADER:
+            self._saved.complete(event.version)
 
     def _see_lost(self, event: TrainerLost) -> None:
         self._trainers[event.trainer].lose()

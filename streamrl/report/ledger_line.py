@@ -25,8 +25,8 @@ def _parts(ledger: Balance) -> Iterator[str]:
     yield f"{ledger.drawn:,} rollouts drawn: {_fates(leader)}"
     for follower in followers:
         yield f"{follower.name}: {_fates(follower)}"
-    bound = "not bounded" if ledger.max_staleness is None else f"of {ledger.max_staleness}"
-    yield f"staleness at most {ledger.staleness} {bound}"
+    bound = ", not bounded" if ledger.max_staleness is None else f" of {ledger.max_staleness}"
+    yield f"staleness at most {ledger.staleness}{bound}"
     if ledger.checksummed is not None:
         yield f"{ledger.checksummed:,} versions checksummed"
     if ledger.unverified:
