@@ -42,11 +42,12 @@ from streamrl.record.balance import Balance
 from streamrl.record.books import Books
 from streamrl.record.legs import balance_books
 from streamrl.record.saved_books import KEPT_BOOKS, SavedBook, SavedBooks
-from streamrl.record.trace import Entry, Trace, read_trace
+from streamrl.record.trace import Entry, Trace, blaming_damage, read_trace
 from streamrl.report.ledger_line import ledger_line
 from tests.command_line import streamrl
 from tests.hand_traces import HandTrace
 from tests.random_runs import Losses, failures, losses, runs, runs_of_several, simulate
+from tests.runs import small_run
 from tests.test_execute import execute, real_run
 from tests.test_resume import die_after_step
 
@@ -248,6 +249,43 @@ def test_a_trace_that_is_broken_in_one_way_does_not_balance(way: str, tmp_path: 
     assert done.returncode == 1 and "the ledger does not balance: " in done.stderr
     assert done.stdout.splitlines()[-1].startswith("ledger: does not balance: ")
     assert json.loads(streamrl("replay", tmp_path, "--json").stdout)["ledger"]["faults"]
+
+
+def twice(kind: type[Event]) -> Trace:
+    """Return a simulated run with an entry that happened twice."""
+    trace = simulate(small_run(), (), frozenset())
+    at = index_of(trace, kind, 1)
+    trace.entries.insert(at, trace.entries[at])
+    return trace
+
+
+@pytest.mark.parametrize("kind", [Stepped, Generated, Trained])
+def test_replay_tells_the_ledger_of_what_cannot_have_happened_and_says_why_in_words(
+    kind: type[Event], tmp_path: Path
+) -> None:
+    trace = twice(kind)
+    file = tmp_path / "trace.jsonl"
+    file.write_bytes(trace.encode())
+    entry = index_of(trace, kind, 1) + 1
+    done = streamrl("replay", tmp_path)
+    said, ledger = done.stdout.splitlines()
+    assert done.returncode == 1 and ledger == ledger_line(balance_of(trace))
+    where = f"{file}: a damaged trace: entry {entry} does not follow from those before it: "
+    assert f"decided differently: {where}{kind.__name__} cannot follow: " in said
+    found = json.loads(streamrl("replay", tmp_path, "--json").stdout)
+    assert found["first_difference"].startswith(where) and not found["is_identical"]
+    reported = streamrl("report", tmp_path)
+    assert reported.stderr.count(str(file)) == reported.returncode / 2
+    for text in (said, reported.stderr):
+        assert "Error" not in text and "()" not in text
+
+
+@pytest.mark.parametrize("error", [AssertionError(), KeyError(40), AttributeError("'NoneType'")])
+def test_what_python_raises_by_itself_is_told_in_words(error: Exception) -> None:
+    trace = hand().trace
+    with pytest.raises(ValueError, match="a damaged trace: ") as told, blaming_damage(trace):
+        raise error
+    assert "Error" not in str(told.value) and "None" not in str(told.value)
 
 
 # What a loss and a resume take back ---------------------------------------------------------------
