@@ -104,6 +104,7 @@ class Books:
         self._saved = SavedBooks()
         self._taken_back = 0
         self._has_begun = False
+        self._first_leg = trace.leg
         self._served = ServedVersions(self._faults.add) if trace.world == "real" else None
         self.begin_leg(trace)
         self._observe: dict[type[Event], Callable[[Any], None]] = {
@@ -164,6 +165,7 @@ class Books:
             checksummed=len(served.checksummed) if served else None,
             unverified=len(served.unverified) if served else 0,
             legs=self._leg,
+            first_leg=self._first_leg,
             taken_back=self._taken_back,
             faults=list(self._faults.first),
             num_faults=self._faults.count,
@@ -189,7 +191,7 @@ class Books:
         self._draws = Draws(event.groups_done)
         if saved is not None:
             self._draws.done_ahead = saved.done_ahead
-        elif event.version and not self._has_begun:
+        elif event.version and not self._has_begun and self._leg == self._first_leg:
             self._draws.is_known = False
         elif event.version:
             self._faults.add(f"a leg resumes from step {event.version}, which was never saved")

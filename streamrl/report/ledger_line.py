@@ -21,6 +21,8 @@ def tell_faults(ledger: Balance) -> str:
 def _parts(ledger: Balance) -> Iterator[str]:
     if not ledger.is_balanced:
         yield f"does not balance: {tell_faults(ledger)}"
+    if ledger.first_leg > 1:
+        yield f"the books begin with leg {ledger.first_leg}, what was before is not known"
     leader, *followers = ledger.trainers
     yield f"{ledger.drawn:,} rollouts drawn: {_fates(leader)}"
     for follower in followers:
