@@ -19,38 +19,27 @@ from streamrl.engine.messages import (
     Command,
     Drop,
     Event,
-    Failed,
-    Generate,
     Generated,
-    LoadWeights,
-    ReplicaStarted,
     RunStarted,
     SaveCheckpoint,
     Skip,
-    StartReplica,
     Step,
     Stepped,
     Trained,
     TrainerLost,
     TrainerStarted,
-    WeightsLoaded,
-    WeightsPushed,
-    Woke,
 )
 from streamrl.engine.systems import SYSTEMS
 from streamrl.engine.trainer_side import ROLLED_BACK
 from streamrl.record.balance import Balance
 from streamrl.record.books import Books
-from streamrl.record.legs import balance_books
 from streamrl.record.saved_books import KEPT_BOOKS, SavedBook, SavedBooks
-from streamrl.record.trace import Entry, Trace, blaming_damage, read_trace
+from streamrl.record.trace import Entry, Trace, blaming_damage
 from streamrl.report.ledger_line import ledger_line
 from tests.command_line import streamrl
 from tests.hand_traces import HandTrace
 from tests.random_runs import Losses, failures, losses, runs, runs_of_several, simulate
 from tests.runs import small_run
-from tests.test_execute import execute, real_run
-from tests.test_resume import die_after_step
 
 
 def balance_of(trace: Trace) -> Balance:
@@ -103,116 +92,6 @@ def test_a_simulation_without_an_end_has_rollouts_open_and_says_how_many(tmp_pat
 
 
 FEW_STEPS = ("--set", "simulate.max_steps=3", "--set", "algorithm.prompts_per_step=16")
-
-
-def test_an_executed_run_balances_over_all_its_legs(tmp_path: Path) -> None:
-    keys = {"policies__consumption": "greedy", "policies__max_staleness": 4}
-    run = real_run(
-        tmp_path,
-        policies__system="fully-async",
-        algorithm__steps=12,
-        execute__checkpoint_every=2,
-        **keys,
-    )
-    die_after_step(run, 5)
-    die_after_step(run, 9, resume=True)
-    last = execute(run, resume=True)
-    balance = balance_books(last, tmp_path / "run")
-    assert balance.is_balanced, balance.faults
-    per_group = run.algorithm.group_size
-    assert balance.trainers[0].trained == 36 * per_group and balance.legs == 3
-    assert balance.taken_back >= 2 * 3 * per_group
-    assert balance.checksummed and not balance.unverified
-    done = streamrl("replay", tmp_path / "run")
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == ledger_line(balance)
-    first = read_trace(tmp_path / "run" / "trace.1.jsonl")
-    assert balance_books(first, tmp_path / "run").trainers[0].open > 0
-    alone = balance_books(last, tmp_path / "elsewhere")  # where its earlier legs are not
-    assert alone.is_balanced and alone.trainers[0].trained < balance.trainers[0].trained
-    assert "ledger: the books begin with leg 3, what was before is not known; " in ledger_line(
-        alone
-    )
-
-
-def write_legs(directory: Path) -> list[Path]:
-    """Write a run of three legs, each from the checkpoint that the leg before it saved; return its files, in order."""
-    names = ["trace.1.jsonl", "trace.2.jsonl", "trace.jsonl"]
-    for leg, name in enumerate(names, start=1):
-        part = HandTrace(algorithm__steps=3, policies__system="fully-async")
-        part.trace.leg, part.num_groups = leg, leg - 1
-        part.at(0.0, RunStarted(leg - 1, leg - 1))
-        part.draw(0.0, leg, 1)
-        part.generate(0.0, leg - 1)
-        part.generated(0.5, leg - 1, 0.5, version=leg - 1)
-        part.train(0.6, 0.9, leg, leg - 1)
-        part.at(1.0, Woke(1.0), SaveCheckpoint(leg, leg, 0))
-        (directory / name).write_bytes(part.trace.encode())
-    return [directory / name for name in names]
-
-
-def test_the_legs_of_a_run_balance_together(tmp_path: Path) -> None:
-    files = write_legs(tmp_path)
-    for legs, path in enumerate(files, start=1):
-        balance = balance_books(read_trace(path), tmp_path)
-        assert balance.is_balanced and balance.legs == legs and balance.first_leg == 1
-        assert balance.trainers[0].trained == legs
-
-
-def test_a_run_whose_earlier_legs_are_gone_says_where_its_books_begin(tmp_path: Path) -> None:
-    first, second, last = write_legs(tmp_path)
-    first.unlink()
-    second.unlink()
-    balance = balance_books(read_trace(last), tmp_path)
-    assert balance.is_balanced and ledger_line(balance).startswith(
-        "ledger: the books begin with leg 3, what was before is not known; 1 rollouts drawn: "
-    )
-
-
-def test_a_leg_that_was_cut_to_its_header_does_not_balance(tmp_path: Path) -> None:
-    _, second, last = write_legs(tmp_path)
-    second.write_bytes(second.read_bytes().splitlines(keepends=True)[0])
-    balance = balance_books(read_trace(last), tmp_path)
-    assert balance.faults == ["a leg resumes from step 2, which was never saved"]
-
-
-def exchange(one: Path, other: Path) -> None:
-    texts = one.read_bytes(), other.read_bytes()
-    other.write_bytes(texts[0])
-    one.write_bytes(texts[1])
-
-
-def take_from_another_run(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b'"seed":0', b'"seed":7'))
-
-
-DISORDER: dict[str, tuple[Callable[[list[Path]], object], str]] = {
-    "one missing": (lambda files: files[0].unlink(), r"trace\.1\.jsonl: No such file"),
-    "exchanged": (
-        lambda files: exchange(files[0], files[1]),
-        r"trace\.1\.jsonl: is leg 2 of a run, expected leg 1",
-    ),
-    "exchanged with the last": (
-        lambda files: exchange(files[0], files[2]),
-        r"trace\.1\.jsonl: is leg 3 of a run, but the last one is leg 1",
-    ),
-    "second exchanged with the last": (
-        lambda files: exchange(files[1], files[2]),
-        r"trace\.2\.jsonl: is leg 3 of a run, but the last one is leg 2",
-    ),
-    "of another run": (
-        lambda files: take_from_another_run(files[1]),
-        r"trace\.2\.jsonl: is a leg of another run: seed is 7, the last leg has 0",
-    ),
-}
-
-
-@pytest.mark.parametrize("way", DISORDER)
-def test_legs_that_are_not_those_of_the_run_are_refused_by_file(way: str, tmp_path: Path) -> None:
-    disorder, told = DISORDER[way]
-    disorder(write_legs(tmp_path))
-    done = streamrl("replay", tmp_path)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert re.search(told, done.stderr), done.stderr
 
 
 # Books that are cooked ----------------------------------------------------------------------------
@@ -485,109 +364,3 @@ def test_checkpoints_that_nobody_said_to_be_complete_push_none_out() -> None:
         if version in (1, 2, 20):
             saved.complete(version)
     assert all(saved.resume(version) for version in range(1, 21))
-
-
-# Versions -----------------------------------------------------------------------------------------
-
-
-def served(pushed: str, found: str, started: str = "aa") -> Balance:
-    """Return the books of an executed run whose replica 0 loads version 1, and whose replica 1 comes up with it."""
-    trace = Trace(hand().trace.run, "real")
-    trace.record(0.0, RunStarted(0, 0), [StartReplica(0, 0)])
-    trace.record(0.0, ReplicaStarted(0, 0), [])
-    trace.record(1.0, WeightsPushed(1, 8, "aa"), [LoadWeights(0, 1, True), StartReplica(1, 1)])
-    trace.record(2.0, WeightsLoaded(0, 1, 0.5, found), [])
-    trace.record(2.0, ReplicaStarted(1, 1, started), [])
-    trace.record(3.0, WeightsPushed(2, 8, pushed), [LoadWeights(0, 2, True)])
-    trace.record(4.0, WeightsLoaded(0, 2, 0.5, pushed), [])
-    return balance_of(trace)
-
-
-def test_each_version_that_was_served_was_checksummed() -> None:
-    balance = served("bb", "aa")
-    assert balance.is_balanced and balance.checksummed == 2
-    assert ledger_line(balance).endswith("; 2 versions checksummed")
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("bb", "bb"), "replica 0 served version 1 with checksum bb, pushed was aa"),
-        (("bb", ""), "replica 0 served version 1 with checksum none, pushed was aa"),
-        (("bb", "aa", ""), "replica 1 served version 1 with checksum none, pushed was aa"),
-        (("", "aa"), "versions 2 were served without a checksum"),
-    ],
-)
-def test_a_version_that_was_served_unverified_does_not_balance(
-    words: tuple[str, ...], told: str
-) -> None:
-    balance = served(*words)
-    assert not balance.is_balanced and balance.faults == [told]
-
-
-def test_a_version_that_nobody_pushed_does_not_balance() -> None:
-    trace = Trace(hand().trace.run, "real")
-    trace.record(0.0, RunStarted(0, 0), [StartReplica(0, 1)])
-    assert balance_of(trace).faults == ["replica 0 loads version 1, never pushed"]
-
-
-def sampled(*between: Event, then: Generated, prefix: int = 0) -> list[str]:
-    """Return what is wrong where replica 0, which serves version 0, is told to load version 1 while rollout 7 is there."""
-    trace = Trace(hand().trace.run, "real")
-    trace.record(0.0, RunStarted(0, 0), [StartReplica(0, 0)])
-    trace.record(0.0, ReplicaStarted(0, 0), [Generate(7, 0, 0, prefix)])
-    trace.record(1.0, WeightsPushed(1, 8, "aa"), [LoadWeights(0, 1, False)])
-    for event in (*between, then):
-        trace.record(2.0, event, [])
-    return balance_of(trace).faults
-
-
-LOADED = WeightsLoaded(0, 1, 0.5, "aa")
-
-
-def of_version(version: int, tokens: int = 10) -> Generated:
-    return Generated(7, tokens, "stop", version, 0.5, 0.0)
-
-
-def test_a_replica_samples_with_what_it_served_since_a_rollout_was_sent() -> None:
-    assert not sampled(LOADED, then=of_version(1))
-    assert not sampled(LOADED, then=of_version(0))  # begun before weights were loaded in flight
-    assert not sampled(of_version(1), then=LOADED)  # whose word came later
-    assert not sampled(then=of_version(0, tokens=4), prefix=4)  # aborted before it sampled
-    failed = Failed(LoadWeights(0, 1, False), "gone")
-    assert not sampled(of_version(1), then=failed)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_version_that_a_replica_samples_with_and_never_loaded_does_not_balance(
-    version: int,
-) -> None:
-    told = f"replica 0 sampled rollout 7 with version {version}, which it never loaded"
-    assert sampled(then=of_version(version)) == [told]
-
-
-def test_a_replica_that_comes_up_anew_serves_nothing_from_before() -> None:
-    trace = Trace(hand().trace.run, "real")
-    trace.record(0.0, RunStarted(0, 0), [StartReplica(0, 0)])
-    trace.record(0.0, ReplicaStarted(0, 0), [])
-    trace.record(1.0, WeightsPushed(1, 8, "aa"), [StartReplica(0, 1)])
-    trace.record(2.0, ReplicaStarted(0, 1, "aa"), [Generate(7, 0, 0)])
-    trace.record(3.0, of_version(0), [])
-    trace.record(3.0, of_version(1), [])
-    assert balance_of(trace).faults == [
-        "replica 0 sampled rollout 7 with version 0, which it never loaded",
-        "rollout 7 was generated, though it was sent nowhere",
-    ]
-
-
-def test_what_a_replica_loads_untold_does_not_balance() -> None:
-    assert sampled(LOADED, LOADED, then=of_version(0)) == [
-        "replica 0 served version 1, which it was not told to load"
-    ]
-
-
-def test_records_from_before_pushes_were_checksummed_say_so_and_balance() -> None:
-    data = Path(__file__).parent / "data" / "format-1" / "real" / "run"
-    balance = balance_books(read_trace(data / "trace.jsonl"), data)
-    assert balance.is_balanced and balance.checksummed == 0
-    assert ledger_line(balance).endswith(f"; {balance.unverified} recorded without checksums")
