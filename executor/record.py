@@ -29,21 +29,12 @@ from executor.buffer import BufferedRollout
 from executor.checkpoints import Checkpoint, Checkpoints, Position
 from executor.directory_lock import DirectoryLock
 from streamrl.record.inputs import keep_inputs
-from streamrl.record.legs import trace_of_leg
+from streamrl.record.legs import KEPT_BY_A_RESUME, trace_of_leg
 from streamrl.record.run_lines import METRICS, ROLLED_BACK_TO, ROLLOUTS
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.paths import check_writable
 from streamrl.runfile.reading import decode_recorded_run, encode_run
-
-KEPT_BY_A_RESUME = (
-    "seed",
-    "algorithm.prompts_per_step",
-    "algorithm.group_size",
-    "policies.tail_batching",
-    "policies.tail_every",
-)
-"""What says which rollouts a group has and which prompt it is of: with another value a checkpoint means other prompts."""
 
 
 class RunDirectory:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,38 +13,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from executor.checkpoints import KEPT_CHECKPOINTS
 from streamrl.engine.messages import (
     CheckpointSaved,
     Command,
     Drop,
     Event,
     Generated,
-    LoadWeights,
-    ReplicaStarted,
     RunStarted,
     SaveCheckpoint,
     Skip,
-    StartReplica,
     Step,
     Stepped,
     Trained,
     TrainerLost,
     TrainerStarted,
-    WeightsLoaded,
-    WeightsPushed,
 )
 from streamrl.engine.systems import SYSTEMS
 from streamrl.engine.trainer_side import ROLLED_BACK
 from streamrl.record.balance import Balance
 from streamrl.record.books import Books
-from streamrl.record.legs import balance_books
-from streamrl.record.trace import Entry, Trace, read_trace
+from streamrl.record.saved_books import KEPT_BOOKS, SavedBook, SavedBooks
+from streamrl.record.trace import Entry, Trace, blaming_damage
 from streamrl.report.ledger_line import ledger_line
 from tests.command_line import streamrl
 from tests.hand_traces import HandTrace
 from tests.random_runs import Losses, failures, losses, runs, runs_of_several, simulate
-from tests.test_execute import execute, real_run
-from tests.test_resume import die_after_step
+from tests.runs import small_run
 
 
 def balance_of(trace: Trace) -> Balance:
@@ -96,32 +92,6 @@ def test_a_simulation_without_an_end_has_rollouts_open_and_says_how_many(tmp_pat
 
 
 FEW_STEPS = ("--set", "simulate.max_steps=3", "--set", "algorithm.prompts_per_step=16")
-
-
-def test_an_executed_run_balances_over_all_its_legs(tmp_path: Path) -> None:
-    keys = {"policies__consumption": "greedy", "policies__max_staleness": 4}
-    run = real_run(
-        tmp_path,
-        policies__system="fully-async",
-        algorithm__steps=12,
-        execute__checkpoint_every=2,
-        **keys,
-    )
-    die_after_step(run, 5)
-    die_after_step(run, 9, resume=True)
-    last = execute(run, resume=True)
-    balance = balance_books(last, tmp_path / "run")
-    assert balance.is_balanced, balance.faults
-    per_group = run.algorithm.group_size
-    assert balance.trainers[0].trained == 36 * per_group and balance.legs == 3
-    assert balance.taken_back >= 2 * 3 * per_group
-    assert balance.checksummed and not balance.unverified
-    done = streamrl("replay", tmp_path / "run")
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == ledger_line(balance)
-    first = read_trace(tmp_path / "run" / "trace.1.jsonl")
-    assert balance_books(first, tmp_path / "run").trainers[0].open > 0
-    alone = balance_books(last, tmp_path / "elsewhere")  # where its earlier legs are not
-    assert alone.is_balanced and alone.trainers[0].trained < balance.trainers[0].trained
 
 
 # Books that are cooked ----------------------------------------------------------------------------
@@ -218,7 +188,7 @@ BREAKS: dict[str, tuple[Callable[[Trace], None], str]] = {
     "drawn twice": (draw_twice, "group 0 was drawn again, though it was done"),
     "too stale": (sample_stale, "rollout 2 was trained on with tokens 2 versions behind, 1 are"),
     "first tokens too stale": (sample_partly_stale, "rollout 2 .* tokens 2 versions behind"),
-    "of no version yet": (sample_from_the_future, "tokens of version 2, which was taken back"),
+    "of no version yet": (sample_from_the_future, "tokens of version 2, which was never made"),
     "without a token": (sample_nothing, "rollout 1 was trained on without a token"),
 }
 
@@ -243,6 +213,43 @@ def test_a_trace_that_is_broken_in_one_way_does_not_balance(way: str, tmp_path: 
     assert done.returncode == 1 and "the ledger does not balance: " in done.stderr
     assert done.stdout.splitlines()[-1].startswith("ledger: does not balance: ")
     assert json.loads(streamrl("replay", tmp_path, "--json").stdout)["ledger"]["faults"]
+
+
+def twice(kind: type[Event]) -> Trace:
+    """Return a simulated run with an entry that happened twice."""
+    trace = simulate(small_run(), (), frozenset())
+    at = index_of(trace, kind, 1)
+    trace.entries.insert(at, trace.entries[at])
+    return trace
+
+
+@pytest.mark.parametrize("kind", [Stepped, Generated, Trained])
+def test_replay_tells_the_ledger_of_what_cannot_have_happened_and_says_why_in_words(
+    kind: type[Event], tmp_path: Path
+) -> None:
+    trace = twice(kind)
+    file = tmp_path / "trace.jsonl"
+    file.write_bytes(trace.encode())
+    entry = index_of(trace, kind, 1) + 1
+    done = streamrl("replay", tmp_path)
+    said, ledger = done.stdout.splitlines()
+    assert done.returncode == 1 and ledger == ledger_line(balance_of(trace))
+    where = f"{file}: a damaged trace: entry {entry} does not follow from those before it: "
+    assert f"decided differently: {where}{kind.__name__} cannot follow: " in said
+    found = json.loads(streamrl("replay", tmp_path, "--json").stdout)
+    assert found["first_difference"].startswith(where) and not found["is_identical"]
+    reported = streamrl("report", tmp_path)
+    assert reported.stderr.count(str(file)) == reported.returncode / 2
+    for text in (said, reported.stderr):
+        assert "Error" not in text and "()" not in text
+
+
+@pytest.mark.parametrize("error", [AssertionError(), KeyError(40), AttributeError("'NoneType'")])
+def test_what_python_raises_by_itself_is_told_in_words(error: Exception) -> None:
+    trace = hand().trace
+    with pytest.raises(ValueError, match="a damaged trace: ") as told, blaming_damage(trace):
+        raise error
+    assert "Error" not in str(told.value) and "None" not in str(told.value)
 
 
 # What a loss and a resume take back ---------------------------------------------------------------
@@ -316,52 +323,44 @@ def test_a_leg_that_trains_what_is_done_or_leaves_prompts_out_does_not_balance(
     assert told in balance.faults[0]
 
 
-# Versions -----------------------------------------------------------------------------------------
+def test_tokens_of_a_version_that_a_loss_took_back_are_told_as_such() -> None:
+    found = hand().trace
+    at = index_of(found, Stepped, 1) + 1
+    lost = [TrainerLost(0, "gone"), TrainerStarted(0, 1)]
+    found.entries[at:at] = [Entry(1.9, event, []) for event in lost]
+    put(found, index_of(found, Generated, 2), Generated(2, 100, "stop", 2, 0.5, 0.0))
+    told = "rollout 2 was trained on with tokens of version 2, which was taken back"
+    assert balance_of(found).faults == [told]
 
 
-def served(pushed: str, found: str, started: str = "aa") -> Balance:
-    """Return the books of an executed run whose replica 0 loads version 1, and whose replica 1 comes up with it."""
-    trace = Trace(hand().trace.run, "real")
-    trace.record(0.0, RunStarted(0, 0), [StartReplica(0, 0)])
-    trace.record(0.0, ReplicaStarted(0, 0), [])
-    trace.record(1.0, WeightsPushed(1, 8, "aa"), [LoadWeights(0, 1, True), StartReplica(1, 1)])
-    trace.record(2.0, WeightsLoaded(0, 1, 0.5, found), [])
-    trace.record(2.0, ReplicaStarted(1, 1, started), [])
-    trace.record(3.0, WeightsPushed(2, 8, pushed), [LoadWeights(0, 2, True)])
-    trace.record(4.0, WeightsLoaded(0, 2, 0.5, pushed), [])
-    return balance_of(trace)
+def test_staleness_that_is_not_bounded_is_told_as_such() -> None:
+    greedy = hand(policies__consumption="greedy", policies__max_staleness=1)
+    assert ledger_line(balance_of(greedy.trace)).endswith("; staleness at most 0, not bounded")
 
 
-def test_each_version_that_was_served_was_checksummed() -> None:
-    balance = served("bb", "aa")
-    assert balance.is_balanced and balance.checksummed == 2
-    assert ledger_line(balance).endswith("; 2 versions checksummed")
+def a_book(version: int) -> SavedBook:
+    return SavedBook(2 * version, frozenset(), version, Counter())
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("bb", "bb"), "replica 0 served version 1 with checksum bb, pushed was aa"),
-        (("bb", ""), "replica 0 served version 1 with checksum none, pushed was aa"),
-        (("bb", "aa", ""), "replica 1 served version 1 with checksum none, pushed was aa"),
-        (("", "aa"), "versions 2 were served without a checksum"),
-    ],
-)
-def test_a_version_that_was_served_unverified_does_not_balance(
-    words: tuple[str, ...], told: str
-) -> None:
-    balance = served(*words)
-    assert not balance.is_balanced and balance.faults == [told]
+def test_the_books_of_the_newest_checkpoints_are_kept_and_no_more() -> None:
+    assert KEPT_BOOKS > KEPT_CHECKPOINTS
+    saved = SavedBooks()
+    for version in range(1, 1001):
+        saved.ask(version, a_book(version))
+        saved.complete(version)
+        assert len(saved) <= KEPT_BOOKS + 1
+        if version == 3:
+            assert saved.resume(2) == a_book(2)
+    for version in (2, *range(1001 - KEPT_BOOKS, 1001)):
+        assert saved.resume(version) == a_book(version), version
+    assert saved.resume(1000 - KEPT_BOOKS) is None
 
 
-def test_a_version_that_nobody_pushed_does_not_balance() -> None:
-    trace = Trace(hand().trace.run, "real")
-    trace.record(0.0, RunStarted(0, 0), [StartReplica(0, 1)])
-    assert balance_of(trace).faults == ["replica 0 loads version 1, never pushed"]
-
-
-def test_records_from_before_pushes_were_checksummed_say_so_and_balance() -> None:
-    data = Path(__file__).parent / "data" / "format-1" / "real" / "run"
-    balance = balance_books(read_trace(data / "trace.jsonl"), data)
-    assert balance.is_balanced and balance.checksummed == 0
-    assert ledger_line(balance).endswith(f"; {balance.unverified} recorded without checksums")
+def test_checkpoints_that_nobody_said_to_be_complete_push_none_out() -> None:
+    saved = SavedBooks()
+    saved.complete(3)  # which nobody asked for
+    for version in range(1, 21):
+        saved.ask(version, a_book(version))
+        if version in (1, 2, 20):
+            saved.complete(version)
+    assert all(saved.resume(version) for version in range(1, 21))

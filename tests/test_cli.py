@@ -94,7 +94,7 @@ def test_replay_fails_where_a_decision_was_another(simulated: Path, tmp_path: Pa
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(lines))
     done = streamrl("replay", trace)
-    assert done.returncode == 1 and f"entry': {index - 1}" in done.stdout
+    assert done.returncode == 1 and f"at entry {index - 1}: recorded [{{" in done.stdout
     assert done.stderr.count("\n") == 1
 
 

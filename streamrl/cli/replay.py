@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from streamrl.cli.shared import AsJson, check_ledger, open_trace, print_json, trace_file
+from streamrl.engine.messages import Command
 from streamrl.record.balance import Balance
 from streamrl.record.legs import balance_books
-from streamrl.record.trace import Trace
+from streamrl.record.trace import Divergence, Trace
 from streamrl.record.trace import replay as replay_trace
 from streamrl.report.ledger_line import ledger_line
 
@@ -28,7 +30,7 @@ def replay(
     for path in traces:
         trace = open_trace(path)
         ledger = balance_books(trace, trace_file(path).parent)
-        difference = _first_difference(path, trace, ledger)
+        difference = _first_difference(trace)
         ledgers.append(ledger)
         differing += difference is not None
         facts: dict[str, object] = {
@@ -39,37 +41,43 @@ def replay(
             "is_identical": difference is None,
         }
         if difference is not None:
-            facts["first_difference"] = difference
+            told = difference if isinstance(difference, str) else difference._asdict()
+            facts["first_difference"] = told
         if as_json:
             print_json({**facts, "ledger": ledger})
         else:
-            typer.echo(_line(facts))
+            typer.echo(f"{_describe(facts)}, {_tell(difference)}")
             typer.echo(ledger_line(ledger))
     check_ledger(*ledgers)
     if differing:
         raise RuntimeError(f"{differing} of {len(traces)} traces are decided differently")
 
 
-def _first_difference(path: Path, trace: Trace, ledger: Balance) -> object:
-    """Return where today's engine decides otherwise, or finds what cannot be, as data; None where nowhere.
-
-    Raises:
-        ValueError: what cannot be, though the books balance.
-    """
+def _first_difference(trace: Trace) -> Divergence | str | None:
+    """Return where today's engine decides otherwise, or a line on what it finds cannot be; None where nowhere."""
     try:
-        divergence = replay_trace(trace)
+        return replay_trace(trace)
     except ValueError as error:
-        if ledger.is_balanced:
-            raise ValueError(f"{path}: {error}") from None
         return str(error)
-    return None if divergence is None else divergence._asdict()
 
 
-def _line(facts: dict[str, object]) -> str:
-    line = (
-        f"{facts['trace']}: {facts['events']} events of a {facts['world']} run, "
-        f"{facts['decisions']} decisions, "
+def _tell(difference: Divergence | str | None) -> str:
+    if difference is None:
+        return "all decided identically"
+    if isinstance(difference, str):
+        return f"decided differently: {difference}"
+    recorded, decided = (_encode(each) for each in (difference.recorded, difference.decided))
+    return (
+        f"decided differently at entry {difference.entry}: recorded {recorded}, decided {decided}"
     )
-    if facts["is_identical"]:
-        return line + "all decided identically"
-    return line + f"decided differently at {facts['first_difference']}"
+
+
+def _encode(commands: list[Command]) -> str:
+    return msgspec.json.encode(commands).decode()
+
+
+def _describe(facts: dict[str, object]) -> str:
+    return (
+        f"{facts['trace']}: {facts['events']} events of a {facts['world']} run, "
+        f"{facts['decisions']} decisions"
+    )

@@ -40,6 +40,8 @@ class Balance(msgspec.Struct, frozen=True, kw_only=True):
     """Versions that were pushed without one, as in records of earlier versions of this program."""
     legs: int = 1
     """How often the run was begun or resumed."""
+    first_leg: int = 1
+    """The one that the books begin with: a later one where the records of those before are not there."""
     taken_back: int = 0
     """Rollouts whose end a resume took back."""
     faults: list[str] = []

@@ -6,7 +6,8 @@ What must hold, told from the trace alone, whoever decided it:
    a record that breaks off, of a run that was killed or is simulated without an end, may have any of these.
 2. Every token that the leader trained on came from a version that it still stood by, and inside the bound on staleness
    where the run has one.
-3. Every replica that serves a version which was pushed has found the checksum that it was pushed with.
+3. Every replica that serves a version which was pushed has found the checksum that it was pushed with, and samples with
+   no version but those that it said to serve.
 
 Steps that a loss of their trainer took back are given up, "rolled back". What a resume took back is in no book: its
 prompts are drawn again. A rollout is forgotten once every trainer is done with it.
@@ -15,11 +16,10 @@ prompts are drawn again. A rollout is forgotten once every trainer is done with 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from streamrl.engine.messages import (
     CheckpointSaved,
@@ -43,6 +43,7 @@ from streamrl.engine.messages import (
 from streamrl.engine.systems import choose_system
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.balance import Balance, Faults, TrainerBalance
+from streamrl.record.saved_books import SavedBook, SavedBooks
 from streamrl.record.served import ServedVersions
 from streamrl.record.trace import Trace
 from streamrl.record.trainer_book import TrainerBook
@@ -50,15 +51,6 @@ from streamrl.runfile.sides import trainer_names
 
 NO_TOKEN = sys.maxsize
 """Version of a rollout that has no token yet: later than any."""
-
-
-class SavedBook(NamedTuple):
-    """What the leader's book held when a checkpoint was asked for."""
-
-    groups_done: int
-    done_ahead: frozenset[int]
-    trained: int
-    dropped: Counter[str]
 
 
 @dataclass(slots=True)
@@ -109,9 +101,10 @@ class Books:
         self._staleness = 0
         self._has_ended = False
         """Whether the run has wound down, so that nothing may be open."""
-        self._saved: dict[int, SavedBook] = {}
+        self._saved = SavedBooks()
         self._taken_back = 0
         self._has_begun = False
+        self._first_leg = trace.leg
         self._served = ServedVersions(self._faults.add) if trace.world == "real" else None
         self.begin_leg(trace)
         self._observe: dict[type[Event], Callable[[Any], None]] = {
@@ -150,6 +143,8 @@ class Books:
         """Say how the books stand, once all is read."""
         leader, served = self._leader, self._served
         self._check_end()
+        if served:
+            served.check_end()
         if served and served.checksummed and served.unverified:
             versions = _list(sorted(served.unverified))
             self._faults.add(f"versions {versions} were served without a checksum")
@@ -170,6 +165,7 @@ class Books:
             checksummed=len(served.checksummed) if served else None,
             unverified=len(served.unverified) if served else 0,
             legs=self._leg,
+            first_leg=self._first_leg,
             taken_back=self._taken_back,
             faults=list(self._faults.first),
             num_faults=self._faults.count,
@@ -191,11 +187,11 @@ class Books:
         """Enter that the run begins, or goes on: with a later leg all is as it was at its checkpoint."""
         if self._has_begun:
             self._check_end()
-        saved = self._saved.get(event.version)
+        saved = self._saved.resume(event.version)
         self._draws = Draws(event.groups_done)
         if saved is not None:
             self._draws.done_ahead = saved.done_ahead
-        elif event.version and not self._has_begun:
+        elif event.version and not self._has_begun and self._leg == self._first_leg:
             self._draws.is_known = False
         elif event.version:
             self._faults.add(f"a leg resumes from step {event.version}, which was never saved")
@@ -223,7 +219,7 @@ class Books:
             if group < command.groups_done or group in ahead:
                 self._faults.add(f"group {group} is done by a checkpoint, though it is open")
         kept = SavedBook(command.groups_done, ahead, book.num_trained, book.dropped.copy())
-        self._saved[command.version] = kept
+        self._saved.ask(command.version, kept)
 
     def _see_end(self, _: Stop | Interrupted) -> None:
         self._has_ended = True
@@ -245,6 +241,8 @@ class Books:
             self._oldest.update(dict.fromkeys(drawn.rollouts, NO_TOKEN))
 
     def _see_tokens(self, event: Generated) -> None:
+        if self._served is not None:
+            self._served.see_sampled(event)
         rollout, version = event.rollout, event.version
         oldest = self._oldest.get(rollout, version)  # of one that was given up nobody wants to know
         if version < oldest and event.tokens > self._aborted_at.get(rollout, 0):
@@ -272,8 +270,10 @@ class Books:
             if oldest == NO_TOKEN:
                 self._faults.add(f"rollout {rollout} was trained on without a token")
             elif oldest > newest:
-                taken_back = f"version {oldest}, which was taken back"
-                self._faults.add(f"rollout {rollout} was trained on with tokens of {taken_back}")
+                is_made = oldest <= self._leader.newest
+                why = "was taken back" if is_made else "was never made by then"
+                taken = f"with tokens of version {oldest}, which {why}"
+                self._faults.add(f"rollout {rollout} was trained on {taken}")
             elif newest - oldest > bound:
                 behind = f"{newest - oldest} versions behind, {bound} are allowed"
                 self._faults.add(f"rollout {rollout} was trained on with tokens {behind}")
@@ -303,6 +303,8 @@ class Books:
 
     def _see_saved(self, event: CheckpointSaved) -> None:
         self._trainers[event.trainer].save(event.version)
+        if event.trainer == LEADER:
+            self._saved.complete(event.version)
 
     def _see_lost(self, event: TrainerLost) -> None:
         self._trainers[event.trainer].lose()

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 
 from streamrl.record.balance import Balance
 from streamrl.record.books import Books
 from streamrl.record.trace import Trace, blaming_damage, read_trace
+
+KEPT_BY_A_RESUME = (
+    "seed",
+    "algorithm.prompts_per_step",
+    "algorithm.group_size",
+    "policies.tail_batching",
+    "policies.tail_every",
+)
+"""What says which rollouts a group has and which prompt it is of: with another value a checkpoint means other prompts."""
 
 
 def trace_of_leg(directory: Path, leg: int) -> Path:
@@ -21,10 +31,10 @@ def balance_books(trace: Trace, directory: Path) -> Balance:
 
     Args:
         trace: the record of that leg.
-        directory: where those of the legs before it are; unless all are there, the books begin with this one.
+        directory: where those of the legs before it are; where it has none, the books begin with this one.
 
     Raises:
-        ValueError: one of them cannot be read, or is damaged.
+        ValueError: one of them is missing, cannot be read, is damaged, or is of another leg or another run.
     """
     legs = _read_legs(trace, directory)
     first = next(legs)
@@ -38,7 +48,32 @@ def balance_books(trace: Trace, directory: Path) -> Balance:
 
 def _read_legs(trace: Trace, directory: Path) -> Iterator[Trace]:
     """Yield the legs one by one, so that one at a time is in memory."""
+    _check_last(trace, trace_of_leg(directory, trace.leg))
     earlier = [trace_of_leg(directory, leg) for leg in range(1, trace.leg)]
-    if all(path.exists() for path in earlier):
-        yield from map(read_trace, earlier)
+    if any(path.exists() for path in earlier):
+        for number, path in enumerate(earlier, start=1):
+            leg = read_trace(path)
+            if leg.leg != number:
+                raise ValueError(f"{path}: is leg {leg.leg} of a run, expected leg {number}")
+            _check_same_run(path, leg, trace)
+            yield leg
     yield trace
+
+
+def _check_last(trace: Trace, path: Path) -> None:
+    """Refuse a last leg whose place among the earlier ones another trace has."""
+    if trace.path == path or not path.exists():
+        return
+    leg = read_trace(path).leg
+    if leg > 1:  # earlier versions of this program wrote no number, which reads as 1
+        raise ValueError(f"{path}: is leg {leg} of a run, but the last one is leg {trace.leg}")
+
+
+def _check_same_run(path: Path, leg: Trace, last: Trace) -> None:
+    for key in ("world", *(f"run.{key}" for key in KEPT_BY_A_RESUME)):
+        one, other = (attrgetter(key)(each) for each in (leg, last))
+        if one != other:
+            name = key.removeprefix("run.")
+            raise ValueError(
+                f"{path}: is a leg of another run: {name} is {one!r}, the last leg has {other!r}"
+            )

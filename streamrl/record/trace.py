@@ -103,6 +103,8 @@ class Trace:
         self.is_endless = is_endless
         self.leg = leg
         self.entries: list[Entry] = []
+        self.path: Path | None = None
+        """The file that it was read from."""
         self._file = file
         self._keeps_entries = keeps_entries
         if file is not None:
@@ -161,6 +163,7 @@ def read_trace(path: Path) -> Trace:
         is_endless=header.is_endless,
         leg=header.leg,
     )
+    trace.path = path
     if is_old:
         trace.entries = _read_old_entries(path, lines[1:], trace.run)
     else:
@@ -184,7 +187,7 @@ def replay(trace: Trace, *, checks_invariants: bool = False) -> Divergence | Non
         checks_invariants: whether what is true of every state is checked after each event, which takes long.
 
     Raises:
-        ValueError: naming the entry whose event cannot have happened after those before it.
+        ValueError: naming the file and the entry whose event cannot have happened after those before it.
     """
     engine = build_engine(trace.run, is_endless=trace.is_endless)
     for index, (time, event, recorded) in enumerate(trace.entries):
@@ -193,8 +196,8 @@ def replay(trace: Trace, *, checks_invariants: bool = False) -> Divergence | Non
             if checks_invariants:
                 check(engine.state)
         except UNHEARD_OF as error:
-            name = type(event).__name__
-            raise ValueError(_say_damaged(index, f"{name} cannot follow: {error!r}")) from error
+            why = f"{type(event).__name__} cannot follow: {_in_words(error)}"
+            raise ValueError(_say_damaged(trace, why, index)) from error
         if decided != recorded:
             return Divergence(index, recorded, decided)
     return None
@@ -205,24 +208,37 @@ def blaming_damage(trace: Trace) -> Iterator[None]:
     """Let what you read out of a trace fail with a line where the trace is damaged, and as it does where it is not.
 
     Raises:
-        ValueError: naming the entry that does not follow from those before it.
+        ValueError: naming the file, and the entry that does not follow from those before it.
     """
     try:
         yield
     except UNHEARD_OF as error:
         if isinstance(error, ValueError):
-            raise
+            raise ValueError(_name_file(trace) + str(error)) from error
         divergence = replay(trace, checks_invariants=True)
         if divergence is None and isinstance(error, LookupError):
-            what = f"an event answers nothing that was begun: {error!r}"
-            raise ValueError(f"a damaged trace: {what}") from error
+            raise ValueError(_say_damaged(trace, _in_words(error))) from error
         if divergence is None:
             raise
-        raise ValueError(_say_damaged(divergence.entry, "decided differently now")) from error
+        why = "decided differently now"
+        raise ValueError(_say_damaged(trace, why, divergence.entry)) from error
 
 
-def _say_damaged(entry: int, why: str) -> str:
-    return f"a damaged trace: entry {entry} does not follow from those before it: {why}"
+def _say_damaged(trace: Trace, why: str, entry: int | None = None) -> str:
+    """Return the sentence, with the file where the trace was read from one and the entry where one is known."""
+    where = "" if entry is None else f"entry {entry} does not follow from those before it: "
+    return f"{_name_file(trace)}a damaged trace: {where}{why}"
+
+
+def _name_file(trace: Trace) -> str:
+    return "" if trace.path is None else f"{trace.path}: "
+
+
+def _in_words(error: Exception) -> str:
+    """Return what was raised to say what is wrong; what Python raises by itself says nothing of the run."""
+    if type(error) in (ValueError, AssertionError) and (said := str(error)):
+        return said
+    return "it answers nothing that was begun"
 
 
 def _read_header(path: Path, line: bytes) -> Header:

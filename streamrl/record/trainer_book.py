@@ -17,6 +17,8 @@ class TrainerBook:
     complain: Callable[[str], None]
     """Told what is wrong."""
     version: int = 0
+    newest: int = 0
+    """Newest version that it ever made, taken back or not."""
     num_trained: int = 0
     """Rollouts that steps which stayed were made of."""
     dropped: Counter[str] = field(default_factory=Counter)
@@ -53,6 +55,7 @@ class TrainerBook:
         if trained != made_of:
             self._blame(version, trained - made_of, made_of - trained)
         self.version = version
+        self.newest = max(self.newest, version)
         self.num_trained += len(made_of)
         self._unsaved.append((version, len(made_of)))
         return made_of

@@ -21,12 +21,14 @@ def tell_faults(ledger: Balance) -> str:
 def _parts(ledger: Balance) -> Iterator[str]:
     if not ledger.is_balanced:
         yield f"does not balance: {tell_faults(ledger)}"
+    if ledger.first_leg > 1:
+        yield f"the books begin with leg {ledger.first_leg}, what was before is not known"
     leader, *followers = ledger.trainers
     yield f"{ledger.drawn:,} rollouts drawn: {_fates(leader)}"
     for follower in followers:
         yield f"{follower.name}: {_fates(follower)}"
-    bound = "not bounded" if ledger.max_staleness is None else f"of {ledger.max_staleness}"
-    yield f"staleness at most {ledger.staleness} {bound}"
+    bound = ", not bounded" if ledger.max_staleness is None else f" of {ledger.max_staleness}"
+    yield f"staleness at most {ledger.staleness}{bound}"
     if ledger.checksummed is not None:
         yield f"{ledger.checksummed:,} versions checksummed"
     if ledger.unverified:
