@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from executor.back_ends import check_back_ends
 from executor.pretrained import load_pretrained
@@ -25,7 +23,7 @@ from streamrl.record.run_lines import read_metrics, read_rollouts
 from streamrl.record.trace import read_trace
 from streamrl.runfile.reading import load_run
 from tests.command_line import streamrl
-from tests.tiny_model import tiny_model
+from tests.tiny_model import save_tiny_model
 
 SYMBOLS = ["<pad>", "<eos>", *"123="]
 """So few that a random model often finds an answer, and has something to learn from."""
@@ -70,12 +68,7 @@ MAIN = "from streamrl.cli import main; main()"
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a random model, its tokenizer, prompts and a run file."""
     path = tmp_path_factory.mktemp("project")
-    core = Tokenizer(models.WordLevel({s: i for i, s in enumerate(SYMBOLS)}, unk_token="<pad>"))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
-    tokenizer.save_pretrained(path / "model")
-    model = tiny_model(len(SYMBOLS), max_position_embeddings=64, pad_token_id=0, eos_token_id=1)
-    model.save_pretrained(path / "model")
+    save_tiny_model(path / "model", SYMBOLS)
     prompts = [
         {"prompt": f"{n}" * length + "=", "answer": str(n)} for n in (1, 2, 3) for length in (1, 4)
     ]

@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from executor.directory_lock import is_abandoned
 from streamrl.record.run_lines import read_metrics, read_rollouts
 from streamrl.record.trace import read_trace, replay
 from streamrl.runfile.sides_config import RolloutBackend
 from tests.command_line import streamrl
-from tests.tiny_model import tiny_model
+from tests.tiny_model import save_tiny_model
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
 
 SYMBOLS = ["<pad>", "<eos>", *"0123456789+= "]
@@ -63,12 +61,7 @@ checkpoint_every = 2
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a random model, its tokenizer, prompts and a run file."""
     path = tmp_path_factory.mktemp("project")
-    core = Tokenizer(models.WordLevel({s: i for i, s in enumerate(SYMBOLS)}, unk_token="<pad>"))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
-    tokenizer.save_pretrained(path / "model")
-    model = tiny_model(len(SYMBOLS), max_position_embeddings=64, pad_token_id=0, eos_token_id=1)
-    model.save_pretrained(path / "model")
+    save_tiny_model(path / "model", SYMBOLS)
     prompts = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(5)]
     (path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in prompts))
     (path / "run.toml").write_text(RUN_FILE)

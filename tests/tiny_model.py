@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 
 def tiny_model(vocab_size: int, **changes: Any) -> Any:
@@ -20,3 +23,13 @@ def tiny_model(vocab_size: int, **changes: Any) -> Any:
         "intermediate_size": 64,
     }
     return Qwen2ForCausalLM(Qwen2Config(vocab_size=vocab_size, **{**shape, **changes}))
+
+
+def save_tiny_model(directory: Path, symbols: Sequence[str]) -> None:
+    """Write such a model and its tokenizer, to which each symbol is a token: "<pad>" and "<eos>" first, then characters."""
+    core = Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.save_pretrained(directory)
+    model = tiny_model(len(symbols), max_position_embeddings=64, pad_token_id=0, eos_token_id=1)
+    model.save_pretrained(directory)
