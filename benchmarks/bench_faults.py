@@ -45,7 +45,7 @@ from streamrl.engine.messages import (
     Stepped,
     TrainerLost,
 )
-from streamrl.record.books import Books
+from streamrl.record.legs import balance_legs
 from streamrl.record.run_lines import read_metrics
 from streamrl.record.trace import Trace, read_trace
 from streamrl.report.ledger_line import tell_faults
@@ -187,18 +187,9 @@ def simulate(key: Key) -> Cell:
         hung=hung,
         seconds=trace.entries[-1].time,
         books=balance([trace]),
-        ledger=_ledger([trace]),
+        ledger=tell_faults(balance_legs([trace])),
         noticed=dict(_noticed(trace, noticed)),
     )
-
-
-def _ledger(legs: Sequence[Trace]) -> str:
-    """Return what the ledger of a run finds wrong; nothing where it balances."""
-    books = Books(legs[0])
-    for leg in legs:
-        books.begin_leg(leg)
-        books.read(leg.entries)
-    return tell_faults(books.balance())
 
 
 TELLS: dict[FaultKind, tuple[type[Event], type | None, str]] = {
@@ -278,7 +269,7 @@ def execute(directory: Path, key: Key) -> Cell:
         hung=status == HUNG,
         seconds=time.time() - begun,
         books=books,
-        ledger=_ledger(legs),
+        ledger=tell_faults(balance_legs(legs)),
         noticed=noticed,
         mended=mended,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -36,10 +36,19 @@ def balance_books(trace: Trace, directory: Path) -> Balance:
     Raises:
         ValueError: one of them is missing, cannot be read, is damaged, or is of another leg or another run.
     """
-    legs = _read_legs(trace, directory)
-    first = next(legs)
+    return balance_legs(_read_legs(trace, directory))
+
+
+def balance_legs(legs: Iterable[Trace]) -> Balance:
+    """Say how the books of a run stand of which these are the legs, in order.
+
+    Raises:
+        ValueError: one of them is damaged, or cannot be read.
+    """
+    rest = iter(legs)
+    first = next(rest)
     books = Books(first)
-    for leg in chain((first,), legs):
+    for leg in chain((first,), rest):
         with blaming_damage(leg):
             books.begin_leg(leg)
             books.read(leg.entries)
