@@ -156,7 +156,8 @@ class Enough:
         """Looks in a row that found enough."""
         self._next_look = min(LEAST_STEPS, run.simulate.max_steps)
         self._most = run.simulate.max_steps
-        if not run.has_steady_state:
+        self._is_whole = not run.has_steady_state
+        if self._is_whole:
             self._most = min(self._most, run.algorithm.steps)
 
     def is_there(self) -> bool:
@@ -164,8 +165,7 @@ class Enough:
         steps = self._steps
         if steps.num_made > self._most:
             return True  # the one more has been made
-        has_none = not self._run.has_steady_state
-        if has_none or self._num_found == LOOKS or len(steps) < self._next_look:
+        if self._is_whole or self._num_found == LOOKS or len(steps) < self._next_look:
             return self._num_found == LOOKS
         self._next_look = ceil(GROWTH * len(steps))
         found = find_steady_so_far(self._run, steps, 0)
