@@ -42,6 +42,8 @@ from benchmarks.reality_cells import (
 from executor.execute import execute
 from executor.profiling.measurements import Limits
 from executor.profiling.profile_file import make_setup, profile_model
+from sim.costs.costs import Costs
+from sim.costs.fill import fill_policies
 from sim.fidelity.scorecard import stamp
 from sim.world import simulate
 from streamrl.engine.messages import Generate
@@ -121,8 +123,9 @@ def compare(
         for place, one in enumerate(cells):
             output = data / f"run-{number}-{place}"
             run = make_run(one, data, output)
-            before = measure(simulate(_with_profile(run, earlier[one.model])))
-            trace = execute(run)
+            predicted = _with_profile(run, earlier[one.model])
+            before = measure(simulate(predicted))
+            trace = execute(fill_policies(run, Costs.load(predicted)))
             done.append(Executed(number, one, trace, output / "trace.jsonl", before))
             shutil.rmtree(output / "checkpoints")
             print(f"{one.name}: {measure(trace).step_time:.3f} s a step", file=sys.stderr)
