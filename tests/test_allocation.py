@@ -56,10 +56,13 @@ def paper_run(changes: dict[str, Any] | None = None, **more: Any) -> Run:
 
 
 def pace_of(trace: Trace) -> list[StepPace]:
-    engine = build_engine(trace.run)
+    engine, found = build_engine(trace.run), list[StepPace]()
     for time, event, _ in trace.entries:
         engine.handle(event, time)
-    return engine.state.leader.pace.steps
+        last = engine.state.leader.pace.last
+        if last is not None and last not in found[-1:]:
+            found.append(last)
+    return found
 
 
 # Stage times --------------------------------------------------------------------------------------

@@ -271,6 +271,9 @@ class DrawnGroup(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Output tokens expected of each rollout; only their order is relied on."""
     prompt: int | None = None
     """Line of the prompts file, whose token ids lie beside the trace; None where a prompt has none."""
+    kept: tuple[tuple[int, int], ...] = ()
+    """Of each rollout the output tokens that are there from before the run was resumed, and the version that sampled the
+    first of them; none where there are none of any."""
 
 
 class PromptsDrawn(Message, frozen=True):
