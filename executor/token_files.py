@@ -61,7 +61,7 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
         return LENGTH.pack(len(data)) + data
 
 
-class Record(NamedTuple):
+class TokenRecord(NamedTuple):
     """A head and its tokens."""
 
     head: Head
@@ -82,7 +82,7 @@ def part_of(path: str) -> str:
     return f"{path}.part"
 
 
-def add_record(path: str, record: Record) -> None:
+def add_record(path: str, record: TokenRecord) -> None:
     """Add tokens to what an attempt has made so far, in a file that only this user can read."""
     data = record.head.encode() + encode_tokens(record.ids, record.logprobs)
     with os.fdopen(
@@ -98,7 +98,7 @@ def remove_files(path: str) -> None:
             Path(each).unlink()
 
 
-def read_records(path: str) -> list[Record]:
+def read_records(path: str) -> list[TokenRecord]:
     """Return the records of an attempt's file, those of the attempt so far where it has not ended; none of no file."""
     for each in (path, part_of(path)):
         with suppress(FileNotFoundError):
@@ -107,7 +107,7 @@ def read_records(path: str) -> list[Record]:
     return []
 
 
-def _split(data: bytes) -> Iterator[Record]:
+def _split(data: bytes) -> Iterator[TokenRecord]:
     """Yield records as long as they are whole."""
     while len(data) >= LENGTH.size:
         (length,) = LENGTH.unpack_from(data)
@@ -121,7 +121,7 @@ def _split(data: bytes) -> Iterator[Record]:
         tokens = data[end : end + TOKEN_BYTES * head.num_tokens]
         if not _fits(head, tokens):
             return
-        yield Record(head, *decode_tokens(tokens, head.num_tokens))
+        yield TokenRecord(head, *decode_tokens(tokens, head.num_tokens))
         data = data[end + len(tokens) :]
 
 
@@ -137,7 +137,9 @@ def _fits(head: Head, tokens: bytes) -> bool:
     )
 
 
-def merge(records: Iterable[Record], start: int, newest: int | None = None) -> Record | None:
+def merge(
+    records: Iterable[TokenRecord], start: int, newest: int | None = None
+) -> TokenRecord | None:
     """Put records together that follow each other from output token `start` of a rollout on.
 
     Args:
@@ -175,7 +177,7 @@ def merge(records: Iterable[Record], start: int, newest: int | None = None) -> R
         last.run_time,
         last.prefill_time,
     )
-    return Record(head, ids[:end], logprobs[:end])
+    return TokenRecord(head, ids[:end], logprobs[:end])
 
 
 def _cut(segments: tuple[TokenSegment, ...], num_tokens: int) -> tuple[TokenSegment, ...]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from executor.buffer import RolloutBuffer
-from executor.execute import find_kept
 from executor.carriers.handles import Handle, InProcess, LocalProcess
+from executor.execute import find_kept
 from executor.prompts import PromptWorkload, Record
 from executor.record import RunDirectory
 from executor.roles import Scoring, TransferRole, VerifierRole, Write

@@ -27,7 +27,7 @@ from executor.rollout.inference_engine import (
     RunningSequence,
 )
 from executor.samples import Completion, FinishReason, Loaded, Manifest, Request
-from executor.token_files import Head, Record, add_record, completion_of, part_of
+from executor.token_files import Head, TokenRecord, add_record, completion_of, part_of
 from executor.tokens import (
     ID,
     LOGPROB,
@@ -78,7 +78,7 @@ class _Attempt:
             prefill_time,
         )
         ids, logprobs = np.array(run.tokens[first:], ID), np.array(run.logprobs[first:], LOGPROB)
-        add_record(path, Record(head, ids, logprobs))
+        add_record(path, TokenRecord(head, ids, logprobs))
         self.num_saved = last
 
 

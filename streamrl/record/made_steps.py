@@ -58,7 +58,8 @@ class MadeSteps:
             0.0,
             dict(self.staleness(length, len(self))),
         )
-        columns = (self.ended_at, self.num_rollouts, self.num_tokens, self.rewards)
-        for column in (*columns, *self._behind.values()):
-            del column[length:]
+        for seconds in (self.ended_at, self.rewards):
+            del seconds[length:]
+        for counts in (self.num_rollouts, self.num_tokens, *self._behind.values()):
+            del counts[length:]
         return gone
