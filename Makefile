@@ -1,6 +1,7 @@
 # make demo   sets up and runs the main job: plan, simulate, report, profile, execute, replay, compare
 # make test   sets up and runs the tests
 # make test-oldest   the same with the oldest versions of packages that pyproject.toml allows
+# make lock   the newest versions of packages, which the others then install: requirements.lock
 # make fuzz   damaged and made-up inputs, others each time: FUZZ_EXAMPLES=N for each test, 1,000 where absent
 # make mutants   do the tests catch what they are there for? mutations of the code, one at a time
 # make lint   style and types
@@ -27,7 +28,7 @@ DEMO := build/demo
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test test-oldest fuzz mutants faults lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-reality soak clean
+.PHONY: demo test test-oldest lock fuzz mutants faults lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-reality soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -59,6 +60,12 @@ test-oldest: $(READY)
 	build/oldest/bin/python -m pip install --quiet $(TORCH) --constraint build/oldest.txt
 	build/oldest/bin/python -m pip install --quiet --editable '.[executor,notebooks]' hypothesis pytest pytest-xdist --constraint build/oldest.txt
 	build/oldest/bin/python -m pytest $(SIDE_BY_SIDE)
+
+lock:
+	$(PYTHON) -m venv --clear build/newest
+	build/newest/bin/python -m pip install --quiet $(TORCH)
+	build/newest/bin/python -m pip install --quiet --editable '.[executor,notebooks,dev]'
+	build/newest/bin/python -m pip freeze --exclude-editable | grep -v '^torch==' > requirements.lock
 
 fuzz: $(READY)
 	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-1000} $(BIN)/python -m pytest tests/test_fuzz.py
@@ -113,11 +120,11 @@ soak: $(READY)
 bench-plan: $(READY)
 	$(BIN)/python benchmarks/bench_plan.py
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml requirements.lock
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'streamrl needs Python 3.11 or newer: make PYTHON=python3.11')"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[executor,notebooks,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[executor,notebooks,dev]' --constraint requirements.lock
 	touch $@
 
 clean:

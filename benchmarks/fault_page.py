@@ -10,8 +10,8 @@ from benchmarks.fault_books import EXECUTED, KINDS, SIMULATED, Cell
 from streamrl.runfile.faults_config import FaultKind
 
 FAULTS: dict[FaultKind, str] = {
-    "replica-dies": "A replica's process is killed. Its socket ends, so its rollouts go to others and another replica "
-    "is started in its place, with the newest weights.",
+    "replica-dies": "A replica's process is killed. Its socket ends, so its rollouts go on elsewhere after the tokens "
+    "that lie on disk (`execute.save_tokens_every`), and another replica is started in its place, with the newest weights.",
     "replica-hangs": "A replica's process is stopped (SIGSTOP). It answers no ping and computes nothing for "
     "`execute.patience`; then it is killed and replaced.",
     "replica-garbles": "A replica answers with another rollout's id, with tokens that are not there, or does not say "
@@ -27,7 +27,8 @@ FAULTS: dict[FaultKind, str] = {
     "disk-full": "A checkpoint is written to a disk without room. It is tried again, up to `policies.max_attempts` times "
     "in a row, and the one before stays as it was.",
     "driver-dies": "The process that decides is killed (SIGKILL), which no simulation has. Its workers end, and "
-    "`--resume` goes on from the newest checkpoint; faults that have struck do not strike again.",
+    "`--resume` goes on from the newest checkpoint, and with the tokens of rollouts that it still stands by; faults that "
+    "have struck do not strike again.",
 }
 
 

@@ -8,12 +8,15 @@ from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.random import SeedSequence
 
+from executor.kept_tokens import KeptTokens
 from executor.prompts import PromptWorkload, Record
-from executor.samples import Completion, Request, Sample
-from executor.tokens import TokenBlock, TokenSegment, merge_segments
-from streamrl.engine.messages import DrawnGroup, Generate
+from executor.samples import Completion, FinishReason, Request, Sample
+from executor.token_files import attempt_of, remove_files, take_over
+from executor.tokens import TokenBlock, TokenSegment, merge_segments, read_blocks
+from streamrl.engine.messages import DrawnGroup, Generate, Generated
 from streamrl.runfile.config import Run
 
 
@@ -37,9 +40,16 @@ class BufferedRollout:
     fault: str | None = None
     """What became of it where it could not be scored; see `Scoring`."""
     paths: list[str] = field(default_factory=list)
-    """Where its attempts were told to put tokens; one that failed may have put none there, or not all."""
+    """Where its attempts were told to put tokens; the last one may have put none there yet, or not all."""
+    finish: FinishReason | None = None
+    """How an earlier leg of the run ended it; None where it has still to be generated to its end."""
     num_holders: int = 1
     """The buffer, while the rollout is open, and calls under way that read its tokens or write them."""
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """Output tokens that it has, and the version that sampled the first; of none 0."""
+        return self.num_tokens, self.versions[0][0] if self.versions else 0
 
     def add(self, completion: Completion) -> int:
         """Enter what an attempt made; return the output tokens that the rollout has now."""
@@ -88,24 +98,31 @@ class Hold:
 class RolloutBuffer:
     """Opens a place for every drawn rollout, and closes it once it is trained on or dropped.
 
-    The files of a rollout that is closed, and that no call under way reads or writes, take the tokens of others: there
-    are never more than attempts of open rollouts, and whoever owns the directory removes it.
+    The files of a rollout that is closed, and that no call under way reads or writes, are removed; those of the others
+    outlive a run that is killed, so that a resumed one goes on with them.
     """
 
-    def __init__(self, run: Run, workload: PromptWorkload, directory: Path | None = None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        workload: PromptWorkload,
+        directory: Path | None = None,
+        kept: KeptTokens | None = None,
+    ) -> None:
         """Begin without rollouts.
 
         Args:
             run: the run file.
             workload: what to draw from.
             directory: where workers put tokens; None: they send them.
+            kept: what earlier legs of the run left of rollouts that are to be drawn again.
         """
         self._run = run
         self.workload = workload
         self._directory = directory
-        self._num_paths = 0
-        self._free_paths: list[str] = []
+        self._kept = kept
         self._undrawn: Iterator[int] = count()
+        self._keeps_files = False
         self.rollouts: dict[int, BufferedRollout] = {}
 
     def begin_at(self, group: int, done_ahead: Collection[int] = ()) -> None:
@@ -113,22 +130,43 @@ class RolloutBuffer:
         done = frozenset(done_ahead)
         self._undrawn = (each for each in count(group) if each not in done)
 
-    def draw(self, num_groups: int) -> tuple[DrawnGroup, ...]:
-        """Open places for the next groups."""
+    def draw(self, num_groups: int, oldest_version: int = 0) -> tuple[DrawnGroup, ...]:
+        """Open places for the next groups, whose tokens may be of no version older than `oldest_version`."""
         groups = islice(self._undrawn, num_groups)
-        draws = [draw for group in groups for draw in self.workload.draw(group, 1)]
-        for draw in draws:
-            line = self.workload.line(draw.drawn.group)
-            for rollout in draw.drawn.rollouts:
-                self.rollouts[rollout] = BufferedRollout(draw.drawn.rollouts, line)
-        return tuple(draw.drawn for draw in draws)
+        draws = [draw.drawn for group in groups for draw in self.workload.draw(group, 1)]
+        return tuple(self._open(drawn, oldest_version) for drawn in draws)
+
+    def _open(self, drawn: DrawnGroup, oldest_version: int) -> DrawnGroup:
+        """Open the places of a group; return it with what is left of its rollouts."""
+        line = self.workload.line(drawn.group)
+        opened = [BufferedRollout(drawn.rollouts, line) for _ in drawn.rollouts]
+        self.rollouts.update(zip(drawn.rollouts, opened, strict=True))
+        if self._kept is not None:
+            for rollout, buffered in zip(drawn.rollouts, opened, strict=True):
+                self._restore(buffered, self._kept.take(rollout, oldest_version))
+        if not any(buffered.num_tokens for buffered in opened):
+            return drawn
+        return replace(drawn, kept=tuple(buffered.kept for buffered in opened))
+
+    def _restore(self, buffered: BufferedRollout, attempts: list[Completion]) -> None:
+        """Enter what earlier legs left of a rollout."""
+        for completion in attempts:
+            assert completion.output.path is not None
+            buffered.paths.append(completion.output.path)
+            buffered.add(self._with_text(buffered, completion))
+            is_over = buffered.num_tokens >= self._run.rollout.max_tokens
+            if completion.finish != "aborted" or is_over:
+                buffered.finish = "stop" if completion.finish == "stop" else "length"
+
+    def _with_text(self, buffered: BufferedRollout, completion: Completion) -> Completion:
+        """Return what a worker left with the text that its rollout has by then."""
+        ids, _ = read_blocks([*buffered.output, completion.output])
+        return replace(completion, text=self.workload.text(ids.tolist()))
 
     def request(self, command: Generate) -> Request:
         """Return what a replica needs to generate, or to go on with, a rollout."""
         buffered = self.rollouts[command.rollout]
-        path = self._take_path()
-        if path is not None:
-            buffered.paths.append(path)
+        path = self._take_path(command.rollout, buffered)
         return Request(
             rollout=command.rollout,
             prompt=self.workload.prompts[buffered.line],
@@ -164,6 +202,10 @@ class RolloutBuffer:
         """Return what gives you open rollouts; their files stay until you are done, even where they are closed meanwhile."""
         return Hold([self.rollouts[rollout] for rollout in rollouts], self.let_go)
 
+    def keep_files(self) -> None:
+        """Leave from now on the files of rollouts that are closed: the run ends, and a resumed one goes on with them."""
+        self._keeps_files = True
+
     def rollouts_of(self, groups: Iterable[int]) -> list[BufferedRollout]:
         """Return the rollouts of groups, in order."""
         return [self.rollouts[rollout] for group in groups for rollout in self._rollouts(group)]
@@ -184,17 +226,40 @@ class RolloutBuffer:
         seed: int = SeedSequence([self._run.seed, rollout]).generate_state(1, np.uint64)[0]
         return int(seed) >> 1
 
-    def _take_path(self) -> str | None:
-        """Return the path of a file that nobody needs, or of none yet."""
+    def _take_path(self, rollout: int, buffered: BufferedRollout) -> str | None:
+        """Return the path of a file for a further attempt."""
         if self._directory is None:
             return None
-        if not self._free_paths:
-            self._num_paths += 1
-            self._free_paths.append(str(self._directory / f"{self._num_paths}"))
-        return self._free_paths.pop()
+        attempt = 1 + attempt_of(buffered.paths[-1]) if buffered.paths else 0
+        path = str(self._directory / f"{rollout}.{attempt}")
+        buffered.paths.append(path)
+        return path
+
+    def end_failed(self, command: Generate, *, is_lost: bool) -> Generated | None:
+        """Enter that an attempt failed; return what it comes to where its worker was lost and has left tokens."""
+        buffered = self.rollouts.get(command.rollout)
+        if buffered is None or self._directory is None or not buffered.paths:
+            return None
+        path = buffered.paths[-1]
+        if not is_lost:
+            remove_files(path)
+            return None
+        left = take_over(command.rollout, path, buffered.num_tokens)
+        if left is None:
+            return None
+        num_tokens = buffered.add(self._with_text(buffered, left))
+        return Generated(
+            command.rollout,
+            num_tokens,
+            left.finish,
+            left.versions[0][0],
+            left.run_time,
+            left.prefill_time,
+        )
 
     def let_go(self, buffered: BufferedRollout) -> None:
-        """Enter that one holder less needs a rollout's files; after the last they take the tokens of others."""
+        """Enter that a call less needs a rollout's files; after the last one they are removed."""
         buffered.num_holders -= 1
-        if not buffered.num_holders:
-            self._free_paths += buffered.paths
+        if not buffered.num_holders and not self._keeps_files:
+            for path in buffered.paths:
+                remove_files(path)

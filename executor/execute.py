@@ -28,9 +28,13 @@ from streamrl.record.trace import Trace, read_trace
 from streamrl.runfile.config import Run
 
 if TYPE_CHECKING:
+    from executor.checkpoints import Checkpoint
+    from executor.kept_tokens import KeptTokens
     from executor.record import RunDirectory
 
 TRACE = "trace.jsonl"
+TOKENS = "tokens"
+"""Of the run directory: what replicas have made of rollouts that are not trained on; see `executor.token_files`."""
 BACKENDS = ("torch", "transformers", "safetensors", "tokenizers")
 
 Watch = Callable[[Event, State, float], None]
@@ -118,7 +122,11 @@ async def _execute_in(
     for damage in directory.damaged:
         print(f"streamrl: a damaged checkpoint is passed over: {damage}", file=sys.stderr)
     write_prompt_tokens(directory.path, prompts)
-    with token_directory(run) as tokens:
+    with token_directory(run, is_resumed=resume) as tokens:
+        kept = None if tokens is None else find_kept(run, tokens, checkpoint)
+        if kept is not None and kept.num_rollouts:
+            what = f"{kept.num_rollouts:,} rollouts with {kept.num_tokens:,} tokens"
+            print(f"streamrl: {what} of earlier legs are gone on with", file=sys.stderr)
         world = RealWorld(
             Trace(
                 run,
@@ -131,7 +139,7 @@ async def _execute_in(
             ),
             build_engine(run),
             Launcher(run, directory, claim_gpus(run)),
-            RolloutBuffer(run, workload, tokens),
+            RolloutBuffer(run, workload, tokens, kept),
             verifier,
             Transfer,
             directory,
@@ -139,37 +147,46 @@ async def _execute_in(
             watch,
         )
 
-        def abandon() -> None:
-            world.abandon()
-            if tokens is not None:
-                shutil.rmtree(tokens, ignore_errors=True)
-
         def say() -> str:
             saved = directory.checkpoints.newest()
             what = "no step is saved yet" if saved is None else f"step {saved.version} is saved"
             return f" after step {world.engine.version}: {what}; go on with: {how_to_resume}"
 
         loop = asyncio.get_running_loop()
-        interruption.watch_over(Ending(loop, world.interrupt, abandon, say))
+        interruption.watch_over(Ending(loop, world.interrupt, world.abandon, say))
         await world.run()
 
 
 @contextlib.contextmanager
-def token_directory(run: Run) -> Iterator[Path | None]:
-    """Yield you a directory for the tokens of workers that live beside this process; it is gone when you are done.
+def token_directory(run: Run, *, is_resumed: bool = False) -> Iterator[Path | None]:
+    """Yield you a directory for the tokens of workers that live beside this process; once all is done, it is gone.
 
-    None where they live in this process, which needs none.
+    What you leave there by an error a resumed run finds. None where workers live in this process, which needs none.
     """
     if run.execute.launcher == "in-process":
         yield None
         return
-    from executor.transfer.shared_directory import SharedDirectory
+    path = Path(run.execute.output) / TOKENS
+    if not is_resumed:
+        shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True, exist_ok=True)
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
 
-    directory = SharedDirectory("tokens")
-    try:
-        yield directory.path
-    finally:
-        directory.remove()
+
+def find_kept(run: Run, tokens: Path, checkpoint: Checkpoint | None) -> KeptTokens:
+    """Return what earlier legs of a run left of rollouts that no checkpoint has in it."""
+    from executor.checkpoints import Position
+    from executor.kept_tokens import KeptTokens
+
+    at = Position(version=0, groups_done=0) if checkpoint is None else checkpoint.position
+    done, size = frozenset(at.done_ahead), run.algorithm.group_size
+
+    def is_open(rollout: int) -> bool:
+        group = rollout // size
+        return group >= at.groups_done and group not in done
+
+    return KeptTokens(tokens, at.version, is_open)
 
 
 def facts() -> dict[str, str | float]:

@@ -43,12 +43,13 @@ class PromptWorkload:
             for number, record in enumerate(self.records, start=1)
         ]
         """Token ids of each record's prompt; see `executor.tokens`."""
+        self._tokenizer = tokenizer
         self._group_size = run.algorithm.group_size
         self._max_tokens = run.rollout.max_tokens
         self._seed = run.seed
         self._order: dict[int, list[int]] = {}
-        self._past: dict[int, list[int]] = {}
-        """By line, the output tokens of its rollouts that finished."""
+        self._past: dict[int, tuple[int, int]] = {}
+        """By line, how many of its rollouts finished, and with how many output tokens together."""
         self._siblings = SiblingLengths() if run.policies.learns_from_siblings else None
         self._tails: TailBatches | None = None
         if (policy := expecting_policy(run)) is not None:
@@ -74,13 +75,18 @@ class PromptWorkload:
         """Remember what a prompt took; return what is now expected of the rollout's siblings, if that is asked for."""
         if event.finish != "aborted":
             line = self.line(event.rollout // self._group_size)
-            self._past.setdefault(line, []).append(event.tokens)
+            count, tokens = self._past.get(line, (0, 0))
+            self._past[line] = count + 1, tokens + event.tokens
         return None if self._siblings is None else self._siblings.learn(event)
 
     def forget(self, group: int) -> None:
         """Expect nothing more of a group that was dropped; what its prompt took stays known."""
         if self._siblings is not None:
             self._siblings.forget(group)
+
+    def text(self, tokens: list[int]) -> str:
+        """Return output tokens as text, special ones left out."""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     def line(self, group: int) -> int:
         """Return the index of the record that group `group` is made from."""
@@ -105,9 +111,8 @@ class PromptWorkload:
 
     def _blended(self, line: int) -> int:
         """Return the mean of what a line took so far and of what it says, which counts as `PRIOR_SAMPLES`."""
-        past = self._past.get(line, [])
-        total = PRIOR_SAMPLES * self._expected(line) + sum(past)
-        return round(total / (PRIOR_SAMPLES + len(past)))
+        count, tokens = self._past.get(line, (0, 0))
+        return round((PRIOR_SAMPLES * self._expected(line) + tokens) / (PRIOR_SAMPLES + count))
 
     def _expected(self, line: int) -> int:
         """Return the output tokens that a line says to expect; the most there may be where it does not."""

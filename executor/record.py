@@ -8,6 +8,7 @@ metrics.jsonl            a line for each step, and for each time that steps were
 rollouts.jsonl           a line for each verified rollout, and for each resume
 faults.jsonl             a line for each planned fault that struck; see `executor.faults`
 checkpoints/             see `executor.checkpoints`
+tokens/                  what replicas have made of rollouts that are not trained on, as long as the run is not over
 logs/                    output of the worker processes
 lock                     the process that runs it, as long as it lives
 

@@ -1,8 +1,9 @@
 """Tokens on their way between processes: bytes that the controller passes on, or the file that holds them.
 
-A block of output tokens is a file in the run's shared memory, one for each attempt, written by the replica that
-made it and read by whoever trains on it or goes on after it; the controller says which and sees no more than its
-name. Where a worker is told no file, the block carries the bytes itself.
+A block of output tokens is a file in the run's directory, one for each attempt, written by the replica that made it
+and read by whoever trains on it or goes on after it; the controller says which and sees no more than its name. Where a
+worker is told no file, the block carries the bytes itself. What is said of tokens stands before them in their file
+(`executor.token_files`), so that who finds it knows what they are.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class TokenBlock(msgspec.Struct, frozen=True, array_like=True):
 
     num_tokens: int
     path: str | None
-    """The file that holds the bytes; None: they are in `data`."""
+    """The file whose last bytes they are; None: they are in `data`."""
     data: bytes = b""
 
 
@@ -62,21 +63,41 @@ def count_tokens(parts: Iterable[TokenBlock | TokenSegment]) -> int:
     return sum(part.num_tokens for part in parts)
 
 
-def write_block(
-    ids: Sequence[int] | Ids, logprobs: Sequence[float] | Logprobs, path: str | None
-) -> TokenBlock:
-    """Put output tokens into a file that only this user can read, or, without a path, into the block.
+def encode_tokens(ids: Sequence[int] | Ids, logprobs: Sequence[float] | Logprobs) -> bytes:
+    """Return output tokens as bytes: the ids of all, then the log-probabilities of all.
 
-    What was in the file is gone. No tokens need no file. Raises ValueError where there are not as many
-    log-probabilities as ids.
+    Raises:
+        ValueError: there are not as many log-probabilities as ids.
     """
     if len(ids) != len(logprobs):
         raise ValueError(f"{len(ids)} tokens but {len(logprobs)} log-probabilities")
-    data = np.asarray(ids, ID).tobytes() + np.asarray(logprobs, LOGPROB).tobytes()
+    return np.asarray(ids, ID).tobytes() + np.asarray(logprobs, LOGPROB).tobytes()
+
+
+def decode_tokens(data: bytes, num_tokens: int) -> tuple[Ids, Logprobs]:
+    """Return ids and log-probabilities, each `[num_tokens]`, as arrays that cannot be written to."""
+    ids = np.frombuffer(data, ID, num_tokens)
+    return ids, np.frombuffer(data, LOGPROB, num_tokens, ids.nbytes)
+
+
+def write_block(
+    ids: Sequence[int] | Ids,
+    logprobs: Sequence[float] | Logprobs,
+    path: str | None,
+    head: bytes = b"",
+) -> TokenBlock:
+    """Put output tokens into a file that only this user can read, after its head, or, without a path, into the block.
+
+    What was in the file is gone. No tokens need no file.
+
+    Raises:
+        ValueError: there are not as many log-probabilities as ids.
+    """
+    data = encode_tokens(ids, logprobs)
     if path is None or not data:
         return TokenBlock(len(ids), None, data)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
+        file.write(head + data)
     return TokenBlock(len(ids), path)
 
 
@@ -85,7 +106,7 @@ def is_whole(block: TokenBlock) -> bool:
     if block.path is None:
         return len(block.data) == TOKEN_BYTES * block.num_tokens
     with suppress(FileNotFoundError):
-        return Path(block.path).stat().st_size == TOKEN_BYTES * block.num_tokens
+        return Path(block.path).stat().st_size >= TOKEN_BYTES * block.num_tokens
     return False
 
 
@@ -96,11 +117,11 @@ def read_block(block: TokenBlock) -> tuple[Ids, Logprobs]:
         ValueError: the bytes are not those of as many tokens.
     """
     data = block.data if block.path is None else Path(block.path).read_bytes()
-    if len(data) != TOKEN_BYTES * block.num_tokens:
+    size = TOKEN_BYTES * block.num_tokens
+    if len(data) < size or (block.path is None and len(data) > size):
         where = block.path or "a block"
         raise ValueError(f"{where}: {len(data)} bytes are not those of {block.num_tokens} tokens")
-    ids = np.frombuffer(data, ID, block.num_tokens)
-    return ids, np.frombuffer(data, LOGPROB, block.num_tokens, ids.nbytes)
+    return decode_tokens(data[len(data) - size :], block.num_tokens)
 
 
 def read_blocks(blocks: Iterable[TokenBlock]) -> tuple[Ids, Logprobs]:

@@ -140,6 +140,7 @@ class RealWorld(World[Trace]):
             self._over.set()
             return
         self._is_interrupted = True
+        self._buffer.keep_files()
         asyncio.get_running_loop().call_later(STOP_TIME, self._over.set)
         self.emit(Interrupted(reason))
 
@@ -197,7 +198,10 @@ class RealWorld(World[Trace]):
                 return await self._replicas[command.replica].generate(command)
             case Verify():
                 return await self._verify(command)
-            case Take() | Skip() | Resize() | Stop():
+            case Take() | Skip() | Resize():
+                return None
+            case Stop():
+                self._buffer.keep_files()
                 return None
             case Drop():
                 self._buffer.close_group(command.group)
@@ -247,7 +251,7 @@ class RealWorld(World[Trace]):
             await self._replicas[command.replica].abort(command.rollout)
 
     def _draw(self, command: DrawPrompts) -> Event:
-        groups = self._buffer.draw(command.num_groups)
+        groups = self._buffer.draw(command.num_groups, command.oldest_version)
         return PromptsDrawn(command.step, command.oldest_version, groups)
 
     async def _start_replica(self, command: StartReplica) -> Event:
@@ -319,7 +323,13 @@ class RealWorld(World[Trace]):
                 self._replicas.pop(command.replica).kill("did not come up")
             self._launcher.free(command.replica)
         if not isinstance(command, Abort | Take | Skip | Drop | Resize | Stop):
-            self.emit(Failed(command, reason))
+            self.emit(self._what_is_left(command, error) or Failed(command, reason))
+
+    def _what_is_left(self, command: Command, error: Exception) -> Event | None:
+        """Return what a lost replica has left of an attempt; None where that is nothing."""
+        if not isinstance(command, Generate):
+            return None
+        return self._buffer.end_failed(command, is_lost=isinstance(error, WorkerLostError))
 
     def _lose_replica(self, replica_id: int, reason: str) -> None:
         """Report a replica's loss with the first of its commands that fail of it."""

@@ -14,6 +14,8 @@ class Attempt:
     """Whose prompt it shares: its group, or itself where the backend shares none."""
     priority: int
     prompt_tokens: int
+    begun_with: int
+    """Output tokens that it came with."""
     done: int
     """Output tokens made so far, counted when it joined the batch."""
     length: int

@@ -86,6 +86,7 @@ class Replica:
             command.priority,
             drawn.prompt_tokens,
             command.prefix,
+            command.prefix,
             drawn.length,
             command.brings_cache,
         )
@@ -103,14 +104,29 @@ class Replica:
         self._load = command
         self._notice()
 
-    def stop(self) -> Sequence[Command]:
-        """End here and now; return what was asked for and is lost, also since it was stopped before."""
+    def stop(self) -> Sequence[Command | Generated]:
+        """End here and now; return how all ends that was asked for, also since it was stopped before.
+
+        Of a rollout that has new tokens what it has made, on which another replica goes on; of all else the command,
+        which is lost.
+        """
         if not self.has_stopped:
+            if self._is_decoding and self._running:
+                steps = int(self._progress(self._time.leave()) + ROUNDING)
+                self._advance(min(steps, self._next_finish() - self._step - 1))
+            for attempt in list(self._running.values()):
+                self._leave(attempt)
+                self._queued[attempt.rollout] = attempt
             self.process.interrupt("stopped")
         self.has_stopped = True
         self._is_decoding = False  # and so nobody wakes it up
-        lost = [Generate(r, self.id, 0) for r in sorted([*self._queued, *self._running])]
-        return lost if self._load is None else [*lost, self._load]
+        ends = [self._broken_off(self._queued[rollout]) for rollout in sorted(self._queued)]
+        return ends if self._load is None else [*ends, self._load]
+
+    def _broken_off(self, attempt: Attempt) -> Generate | Generated:
+        if attempt.done > attempt.begun_with:
+            return self._ended(attempt, "aborted")
+        return Generate(attempt.rollout, self.id, 0)
 
     # The process ----------------------------------------------------------------------------------
 
@@ -251,13 +267,16 @@ class Replica:
         return steps * curve.base[num_running] + curve.per_context_token[num_running] * context
 
     def _steps_in(self, elapsed: float) -> int:
-        """Decode steps after `elapsed` seconds of work, the one under way counted: the inverse of `_time_of`."""
+        """Decode steps after `elapsed` seconds of work, the one under way counted."""
+        return ceil(self._progress(elapsed) - ROUNDING)
+
+    def _progress(self, elapsed: float) -> float:
+        """Decode steps after `elapsed` seconds of work: the inverse of `_time_of`."""
         curve, num_running = self._costs.decode, len(self._running)
         per_token = curve.per_context_token[num_running]
         slope = per_token * num_running / 2
         first = curve.base[num_running] + per_token * self._attended() - slope
-        steps = 2 * elapsed / (first + sqrt(first * first + 4 * slope * elapsed))
-        return ceil(steps - ROUNDING)
+        return 2 * elapsed / (first + sqrt(first * first + 4 * slope * elapsed))
 
     def _attended(self) -> float:
         """Return the tokens that the next decode step pays for."""
@@ -345,16 +364,17 @@ class Replica:
             self._end(attempt, "aborted")
 
     def _end(self, attempt: Attempt, finish: Finish) -> None:
+        self._emit(self._ended(attempt, finish))
+
+    def _ended(self, attempt: Attempt, finish: Finish) -> Generated:
         run_time = 0.0 if attempt.began_at is None else self._env.now - attempt.began_at
-        self._emit(
-            Generated(
-                attempt.rollout,
-                attempt.done,
-                finish,
-                attempt.version,
-                run_time,
-                attempt.prefill_time,
-            )
+        return Generated(
+            attempt.rollout,
+            attempt.done,
+            finish,
+            attempt.version,
+            run_time,
+            attempt.prefill_time,
         )
 
     def _preempt(self) -> None:

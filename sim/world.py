@@ -30,6 +30,7 @@ from streamrl.engine.messages import (
     Event,
     Failed,
     Generate,
+    Generated,
     LoadWeights,
     PromptsDrawn,
     PushWeights,
@@ -228,9 +229,10 @@ class SimWorld(World[Trace]):
 
     def lose(self, replica_id: int, reason: str) -> None:
         """Let a replica die, as a failure would."""
-        lost = [*self.replicas.pop(replica_id).stop()]
+        ends = self.replicas.pop(replica_id).stop()
         self.emit(ReplicaLost(replica_id, reason))
-        self._fail(lost, reason)
+        for end in ends:
+            self.emit(end if isinstance(end, Generated) else Failed(end, reason))
 
     def lose_trainer(self, trainer_id: int, reason: str) -> None:
         """Let a trainer die, and with one that leads the push that it sends."""

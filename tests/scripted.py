@@ -9,6 +9,7 @@ from typing import Any
 
 from executor.buffer import RolloutBuffer
 from executor.carriers.handles import Handle, InProcess, LocalProcess
+from executor.execute import find_kept
 from executor.prompts import PromptWorkload, Record
 from executor.record import RunDirectory
 from executor.roles import Scoring, TransferRole, VerifierRole, Write
@@ -31,6 +32,9 @@ class ScriptedTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return [3 + ord(character) % (VOCABULARY - 3) for character in text]
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return "odd" if sum(tokens) % 2 else "even"  # as scripted replicas write
 
 
 class ScriptedVerifier(VerifierRole):
@@ -129,12 +133,13 @@ def make_world(
     """Put a real world of scripted roles together, which write to `tokens`; call it inside the event loop."""
     directory = RunDirectory(Path(run.execute.output))
     checkpoint = directory.open(run, resume)
+    kept = find_kept(run, tokens, checkpoint) if resume and tokens is not None else None
     launcher = launcher_class(run, directory, **launcher_options)
     return RealWorld(
         Trace(run, "real", {}, directory.trace_file, leg=directory.leg),
         CheckedEngine(build_state(run), build_policies(run)),
         launcher,  # type: ignore[arg-type]
-        RolloutBuffer(run, PromptWorkload(run, ScriptedTokenizer()), tokens),
+        RolloutBuffer(run, PromptWorkload(run, ScriptedTokenizer()), tokens, kept),
         verifier_class(),
         make_transfer,
         directory,

@@ -39,6 +39,7 @@ class ScriptedConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 4
     max_tokens: int = 1_000_000
     max_prompt_tokens: int = 1_000_000
+    save_time: float = 5.0
 
 
 class ScriptedReplica(ReplicaWorker):
@@ -52,6 +53,7 @@ class ScriptedReplica(ReplicaWorker):
             max_prompt_tokens=config.max_prompt_tokens,
             temperature=1.0,
             seed=config.seed,
+            save_time=config.save_time,
         )
         super().__init__(settings, ScriptedEngine(config))
 

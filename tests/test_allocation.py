@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 from sim.batch_time import Finish, generate_batch
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_latency
+from sim.fidelity.growth import read_paces
 from sim.planner.allocation import Objective, allocate, objective_of, search, step_time
 from sim.planner.layouts import Degrees
 from sim.planner.stages import TRAINED_BATCHES, Generation, Stages, Training
 from sim.world import simulate
 from streamrl.engine.messages import Generated
-from streamrl.engine.pace import StepPace
-from streamrl.engine.systems import build_engine
 from streamrl.record.metrics import measure
-from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
 from streamrl.workload.workload import SimulatedWorkload
@@ -53,13 +51,6 @@ def paper_run(changes: dict[str, Any] | None = None, **more: Any) -> Run:
     """Return a run of PPO on four nodes of H800, on a quarter of the paper's batch."""
     keys = {key.replace("__", "."): value for key, value in more.items()}
     return make_run(make_table({**PAPER, **(changes or {}), **keys}))
-
-
-def pace_of(trace: Trace) -> list[StepPace]:
-    engine = build_engine(trace.run)
-    for time, event, _ in trace.entries:
-        engine.handle(event, time)
-    return engine.state.leader.pace.steps
 
 
 # Stage times --------------------------------------------------------------------------------------
@@ -97,7 +88,7 @@ def test_the_slower_stage_takes_as_long_as_in_the_steps_of_an_asynchronous_run(s
     stages = Stages(run, smallest_tensor_parallel=True)
     generation, training = stages.generation(16), stages.training(16)
     assert generation is not None and training is not None
-    steps = pace_of(simulate(training.apply(generation.apply(run))))[2:]
+    steps = read_paces(simulate(training.apply(generation.apply(run))))[2:]
     times = [step.generation_time for step in steps]
     if slower == "training":
         times = [step.training_time for step in steps]
@@ -110,7 +101,7 @@ def test_the_trainer_of_a_whole_batch_takes_exactly_its_stage_time() -> None:
     run = paper_run(algorithm__steps=TRAINED_BATCHES, policies__system="disaggregated")
     training = Stages(run).training(16)
     assert training is not None
-    times = [step.training_time for step in pace_of(simulate(training.apply(run)))]
+    times = [step.training_time for step in read_paces(simulate(training.apply(run)))]
     assert training.time == pytest.approx(sum(times) / len(times), rel=1e-9)
 
 

@@ -149,7 +149,8 @@ LAYERS = {
         *("batch_time", "parallel", "studies", "planner", "checkup", "fidelity"),
     ),
     "executor": (
-        *("checksums", "tokens", "samples", "prompts", "roles", "pretrained", "buffer"),
+        *("checksums", "tokens", "samples", "token_files", "kept_tokens"),
+        *("prompts", "roles", "pretrained", "buffer"),
         *("checkpoints", "directory_lock", "record", "carriers"),
         *("transfer", "rollout", "trainer", "verifier", "watchdog", "faults", "world"),
         *("back_ends", "interruption", "execute"),

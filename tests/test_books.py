@@ -17,9 +17,11 @@ from executor.checkpoints import KEPT_CHECKPOINTS
 from streamrl.engine.messages import (
     CheckpointSaved,
     Command,
+    DrawnGroup,
     Drop,
     Event,
     Generated,
+    PromptsDrawn,
     RunStarted,
     SaveCheckpoint,
     Skip,
@@ -269,18 +271,30 @@ def test_steps_that_a_loss_took_back_are_given_up_and_their_rollouts_count_once(
     assert balance.trainers[0].dropped == {ROLLED_BACK: 1}
 
 
-def resumed(*groups: int, groups_done: int = 2, ahead: tuple[int, ...] = ()) -> Books:
-    """Return the books of a run that saved its second step, died after the third and goes on with some groups."""
+def resumed(
+    *groups: int,
+    groups_done: int = 2,
+    ahead: tuple[int, ...] = (),
+    kept: tuple[int, int] | None = None,
+    leg: int = 2,
+) -> Books:
+    """Return the books of a run that saved its second step, died after the third and goes on with some groups.
+
+    Of the first of these tokens may be there.
+    """
     first = hand()
     at = index_of(first.trace, Stepped, 1)
     save = SaveCheckpoint(2, 2, 0, ahead)
     put(first.trace, at, first.trace.entries[at].event, save)
     second = HandTrace(algorithm__steps=4, policies__system="fully-async")
-    second.trace.leg = 2
+    second.trace.leg = leg
     second.at(0.0, RunStarted(2, groups_done))
     for step, group in enumerate(groups, start=3):
         second.num_groups = group
         second.draw(step, step, 1)
+        if kept is not None and step == 3:
+            drawn = DrawnGroup(group, (group,), 40, (10,), kept=(kept,))
+            put(second.trace, -1, PromptsDrawn(step, 0, (drawn,)))
         second.generate(step, group)
         second.generated(step + 0.5, group, 0.5, version=step - 1)
         second.train(step + 0.6, step + 0.9, step, group)
@@ -298,6 +312,20 @@ def test_what_a_resume_took_back_is_drawn_again_and_counts_once() -> None:
         "ledger: 4 rollouts drawn: 4 trained once; staleness at most 0 of 2; 2 legs, 1 rollouts taken back"
     )
     assert resumed(3, 4, ahead=(2,)).balance().is_balanced
+
+
+def test_tokens_from_before_a_resume_are_of_the_version_that_sampled_them() -> None:
+    balance = resumed(2, 3, kept=(50, 1)).balance()
+    assert balance.is_balanced and balance.staleness == 1
+    assert resumed(2, 3, kept=(50, 2)).balance().staleness == 0
+
+
+@pytest.mark.parametrize(("kept", "leg"), [((50, 3), 2), ((50, 0), 1)])
+def test_tokens_that_no_leg_before_can_have_left_do_not_balance(
+    kept: tuple[int, int], leg: int
+) -> None:
+    told = f"rollout 2 was drawn with tokens of version {kept[1]}, which was made before no resume"
+    assert told in resumed(2, 3, kept=kept, leg=leg).balance().faults
 
 
 def test_a_checkpoint_that_calls_done_what_is_open_does_not_balance() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import simpy
 
 from sim.checkup.rehearsal import rehearse
 from sim.steady_state import simulate_steady
@@ -15,6 +18,7 @@ from streamrl.engine.messages import (
     Event,
     Failed,
     Generate,
+    Generated,
     PushWeights,
     ReplicaLost,
     SaveCheckpoint,
@@ -129,6 +133,46 @@ def test_what_a_fault_takes_is_in_the_whole_run_once_whichever_step_it_strikes(s
     )
     assert stalled.seconds - calm.seconds == pytest.approx(3600, rel=0.01)
     assert stalled.seconds_interval is None
+
+
+@pytest.mark.parametrize("hang_time", [0.0, 5.0])
+@pytest.mark.parametrize("system", sorted(SYSTEMS))
+def test_what_a_replica_has_made_when_it_dies_is_not_made_again(
+    system: str, hang_time: float
+) -> None:
+    calm, _ = simulate(faulty(policies__system=system))
+    longest = max((e for e in events(calm, Generated)[:4]), key=lambda event: event.run_time)
+    dies_at = longest.run_time / 2
+    world = checked_world(faulty(policies__system=system))
+
+    def die() -> Iterator[simpy.Event]:
+        yield world.env.timeout(dies_at)
+        if hang_time:
+            for replica in world.replicas.values():
+                replica.stop()
+            yield world.env.timeout(hang_time)
+        for replica_id in list(world.replicas):
+            world.lose(replica_id, "it died")
+
+    world.env.process(die())
+    trace = world.run()
+    check_every_rollout_is_accounted_for(trace)
+    check_every_command_ends_once(trace)
+    assert replay(trace) is None
+    sent: dict[int, int] = {}
+    made: Counter[int] = Counter()
+    broken_off: dict[int, Generated] = {}
+    for time, event, commands in trace.entries:
+        if isinstance(event, Generated):
+            made[event.rollout] += event.tokens - sent.pop(event.rollout)
+            assert made[event.rollout] == event.tokens
+            if event.finish == "aborted":
+                broken_off[event.rollout] = event
+                assert time == pytest.approx(dies_at + hang_time)
+        sent.update({c.rollout: c.prefix for c in commands if isinstance(c, Generate)})
+    half = broken_off[longest.rollout].tokens / longest.tokens
+    assert 0.4 < half < 0.6
+    assert made[longest.rollout] == longest.tokens
 
 
 def test_a_fault_that_comes_too_late_is_told() -> None:

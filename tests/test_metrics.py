@@ -243,6 +243,6 @@ def test_a_trace_tells_of_every_trainer_what_the_engine_counted(
     flow = read_flow(world.run())
     for found, trainer in zip(flow.trainers, world.engine.state.trainers, strict=True):
         assert dict(found.lost) == trainer.lost
-        assert found.num_trained == trainer.num_trained
-        assert len(found.stepped_at) == trainer.version
-        assert found.staleness.total() == trainer.num_trained
+        assert sum(found.made.num_rollouts) == trainer.num_trained
+        assert len(found.made) == trainer.version
+        assert found.made.staleness(0, trainer.version).total() == trainer.num_trained

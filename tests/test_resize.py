@@ -121,7 +121,7 @@ def test_a_unit_is_added_where_generation_lags_by_at_least_what_it_takes_off(
 ) -> None:
     steps = Steps(adjusted())
     commands = steps.play(100.0, training_time)  # two more replicas take off half of 100 s
-    assert steps.s.state.leader.pace.steps == [StepPace(1, 100.0, training_time, 2)]
+    assert steps.s.state.leader.pace.last == StepPace(1, 100.0, training_time, 2)
     assert of(Resize, commands) == ([Resize(4)] if grows else [])
     assert of(StartReplica, commands) == ([StartReplica(2, 0), StartReplica(3, 0)] if grows else [])
 
@@ -208,25 +208,30 @@ def test_a_replica_that_was_added_and_lost_is_replaced() -> None:
 
 
 def test_where_steps_overlap_generation_works_for_the_older_one_first() -> None:
-    pace, fleet = Pace(), Fleet()
+    pace, fleet, found = Pace(), Fleet(), list[StepPace]()
     for step, began_at in ((1, 0.0), (2, 0.0), (3, 60.0)):
         pace.begin_generation(step, began_at, fleet)
     for step, ended_at in ((1, 50.0), (2, 80.0), (3, 100.0)):
         pace.end_generation(step, ended_at)
         pace.begin_work(ended_at)
+        pace.end_generation(step - 1, ended_at + 1.0)  # dropped meanwhile: of no step any more
         pace.end_step(step, ended_at + 5.0)
-    assert [step.generation_time for step in pace.steps] == [50.0, 30.0, 20.0]
-    assert [step.training_time for step in pace.steps] == [5.0, 5.0, 5.0]
+        assert pace.last is not None
+        found.append(pace.last)
+    assert [step.generation_time for step in found] == [50.0, 30.0, 20.0]
+    assert [step.training_time for step in found] == [5.0, 5.0, 5.0]
+    assert not pace._begun and not pace._ended_at
 
 
 def test_training_time_counts_what_the_trainer_works_and_generation_time_what_lies_between() -> (
     None
 ):
     steps = Steps(adjusted())
-    steps.play(70.0, 30.0)
-    steps.play(50.0, 20.0)
-    found = [(p.generation_time, p.training_time) for p in steps.s.state.leader.pace.steps]
-    assert found == [(70.0, 30.0), (50.0, 20.0)]
+    for generation_time, training_time in ((70.0, 30.0), (50.0, 20.0)):
+        steps.play(generation_time, training_time)
+        last = steps.s.state.leader.pace.last
+        assert last is not None
+        assert (last.generation_time, last.training_time) == (generation_time, training_time)
 
 
 # Run files ----------------------------------------------------------------------------------------

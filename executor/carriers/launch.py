@@ -41,6 +41,7 @@ class Launcher:
             "temperature": run.rollout.temperature,
             "seed": run.seed + replica_id,
             "backend": run.rollout.backend,
+            "save_time": float(run.execute.save_tokens_every),
             **self._common(run.rollout.pool),
         }
         return await self._start(REPLICA, config, f"replica-{replica_id}", place)

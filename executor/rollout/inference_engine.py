@@ -45,6 +45,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     """CPU threads of the engine."""
     deterministic: bool = False
     """Whether its passes depend on nothing but weights and tokens, down to how weights lie in memory."""
+    save_time: float = 5.0
+    """Seconds between two times that what runs is put on disk; see `execute.save_tokens_every`."""
     tokenizer: str | None = None
     """Hugging Face directory of the tokenizer that makes a finished rollout's text; None: no text."""
 

@@ -59,8 +59,11 @@ class Replica:
         return ReplicaStarted(command.replica, command.version, checksum)
 
     async def generate(self, command: Generate) -> Generated:
-        """Generate a rollout, and put what was made of it into the buffer."""
+        """Generate a rollout, and put what was made of it into the buffer; one that an earlier leg has ended is there."""
         with self._buffer.hold([command.rollout]) as (buffered,):
+            if buffered.finish is not None:
+                num_tokens, version = buffered.kept
+                return Generated(command.rollout, num_tokens, buffered.finish, version, 0.0, 0.0)
             request = self._buffer.request(command)
             completion = await self._worker.generate(request)
             check_completion(request, completion)

@@ -9,9 +9,13 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from executor.prompts import load_tokenizer
 from executor.roles import ReplicaRole, RoleLostError
@@ -23,7 +27,10 @@ from executor.rollout.inference_engine import (
     RunningSequence,
 )
 from executor.samples import Completion, FinishReason, Loaded, Manifest, Request
+from executor.token_files import Head, TokenRecord, add_record, completion_of, part_of
 from executor.tokens import (
+    ID,
+    LOGPROB,
     TokenSegment,
     count_ids,
     count_tokens,
@@ -45,6 +52,38 @@ class _Attempt:
     started_at: float = 0.0
     versions: list[tuple[int, int]] = field(default_factory=list)
     is_aborted: bool = False
+    num_saved: int = 0
+    """Tokens that lie on disk, should its replica die."""
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether what it has made so far is put on disk: not where the same seed must make the same tokens."""
+        return self.request.output_path is not None and self.request.seed is None
+
+    def save(self, run: RunningSequence) -> None:
+        """Put on disk what it has made since the last time, where that is worth a record."""
+        first, last = self.num_saved, len(run.tokens)
+        if last - first < max(1, LEAST_NEW * last):
+            return
+        path = self.request.output_path
+        assert path is not None
+        ended_at, prefill_time = _times(run)
+        head = Head(
+            len(self.prefix) + first,
+            last - first,
+            (TokenSegment(last - first, is_policy=True),),
+            _spans_from(self.versions, first),
+            "aborted",
+            ended_at - self.started_at,
+            prefill_time,
+        )
+        ids, logprobs = np.array(run.tokens[first:], ID), np.array(run.logprobs[first:], LOGPROB)
+        add_record(path, TokenRecord(head, ids, logprobs))
+        self.num_saved = last
+
+
+LEAST_NEW = 1 / 16
+"""Tokens since the last time, as a share of all, that are worth a record: a long rollout has few of these."""
 
 
 class ReplicaWorker(ReplicaRole):
@@ -65,6 +104,7 @@ class ReplicaWorker(ReplicaRole):
         """Loads asked for and not done; nothing is admitted meanwhile."""
         self._idle = asyncio.Event()
         self._loading = asyncio.Lock()
+        self._saving: asyncio.Task[None] | None = None
 
     async def start(self, manifest: Manifest | None, version: int) -> str:
         """Load the model, then the manifest's weights if given, and begin to serve as `version`.
@@ -90,6 +130,8 @@ class ReplicaWorker(ReplicaRole):
         self._check(request)
         prefix = read_blocks(request.prefix)[0].tolist()
         attempt = _Attempt(request, prefix, asyncio.get_running_loop().create_future())
+        if self._saving is None and attempt.is_saved:
+            self._saving = asyncio.create_task(self._save_running())
         self._attempts[request.rollout] = attempt
         entry = (request.priority, request.rollout, next(self._arrivals), attempt)
         heapq.heappush(self._queue, entry)
@@ -136,6 +178,8 @@ class ReplicaWorker(ReplicaRole):
     async def stop(self) -> None:
         """End generation; every pending `generate` raises `RuntimeError`."""
         self._is_stopped = True
+        if self._saving is not None:
+            self._saving.cancel()
         await self._engine.stop()
         self._admit()  # the queue sees the same error
 
@@ -194,22 +238,43 @@ class ReplicaWorker(ReplicaRole):
         self._admit()
 
     def _completion(self, attempt: _Attempt, run: RunningSequence) -> Completion:
+        """Put the tokens of an attempt that has ended where they were asked for."""
         request, num_tokens = attempt.request, len(run.tokens)
         finish: FinishReason = (
             "stop" if run.tokens and run.tokens[-1] in self._engine.end_tokens else "length"
         )
-        ended_at = run.token_times[-1] if run.token_times else time.perf_counter()
-        first_at = run.token_times[0] if run.token_times else ended_at
-        return Completion(
-            rollout=request.rollout,
-            output=write_block(run.tokens, run.logprobs, request.output_path),
-            segments=(TokenSegment(num_tokens, is_policy=True),) if num_tokens else (),
-            text=None if attempt.is_aborted else self._text(attempt.prefix + run.tokens),
-            versions=[span for span in attempt.versions if span[1] < num_tokens],
-            finish="aborted" if attempt.is_aborted else finish,
-            run_time=ended_at - attempt.started_at if attempt.run is not None else 0.0,
-            prefill_time=first_at - run.prefill_at if run.prefill_at is not None else 0.0,
+        ended_at, prefill_time = _times(run)
+        head = Head(
+            len(attempt.prefix),
+            num_tokens,
+            (TokenSegment(num_tokens, is_policy=True),) if num_tokens else (),
+            [span for span in attempt.versions if span[1] < num_tokens],
+            "aborted" if attempt.is_aborted else finish,
+            ended_at - attempt.started_at if attempt.run is not None else 0.0,
+            prefill_time,
         )
+        output = write_block(run.tokens, run.logprobs, request.output_path, head.encode())
+        if attempt.num_saved and request.output_path is not None:
+            Path(part_of(request.output_path)).unlink(missing_ok=True)
+        text = None if attempt.is_aborted else self._text(attempt.prefix + run.tokens)
+        return completion_of(request.rollout, head, output, text)
+
+    async def _save_running(self) -> None:
+        """Put what runs on disk every few seconds, so that the next replica goes on with it should this one die."""
+        while True:
+            await asyncio.sleep(self.config.save_time)
+            if not any(attempt.is_saved for attempt in self._running):
+                continue
+            try:
+                async with self._engine.paused():
+                    runs = [(each, self._engine.read(str(each.run))) for each in self._running]
+                for attempt, run in runs:
+                    if attempt in self._running and attempt.is_saved:
+                        attempt.save(run)
+            except RuntimeError:
+                return  # generation has ended
+            except OSError as error:
+                print(f"what rollouts have made so far cannot be kept: {error}", file=sys.stderr)
 
     def _text(self, tokens: list[int]) -> str | None:
         if self._tokenizer is None:
@@ -243,3 +308,16 @@ class ReplicaWorker(ReplicaRole):
                 start = len(self._engine.read(attempt.run).tokens)
                 spans = [span for span in attempt.versions if span[1] < start]
                 attempt.versions = [*spans, (version, start)]
+
+
+def _times(run: RunningSequence) -> tuple[float, float]:
+    """Return when the last token was made, and how long the first one took from the start of the prefix on."""
+    ended_at = run.token_times[-1] if run.token_times else time.perf_counter()
+    first_at = run.token_times[0] if run.token_times else ended_at
+    return ended_at, first_at - run.prefill_at if run.prefill_at is not None else 0.0
+
+
+def _spans_from(versions: list[tuple[int, int]], first: int) -> list[tuple[int, int]]:
+    """Return spans of versions as they are from token `first` on."""
+    begun = max(number for number, (_, start) in enumerate(versions) if start <= first)
+    return [(version, max(0, start - first)) for version, start in versions[begun:]]

@@ -114,11 +114,20 @@ def adjust(changes: dict[str, Any] | None = None) -> Outcome:
 
 
 def _read(trace: Trace) -> Outcome:
-    """Feed the trace to a fresh engine, whose state then holds what each step took."""
-    engine = build_engine(trace.run)
-    triggers = []
+    triggers = [
+        event.version
+        for _, event, commands in trace.entries
+        if isinstance(event, Stepped) and any(isinstance(c, Resize) for c in commands)
+    ]
+    return Outcome(read_paces(trace), triggers)
+
+
+def read_paces(trace: Trace) -> list[StepPace]:
+    """Feed a trace to a fresh engine, whose state holds after each step what that took."""
+    engine, found = build_engine(trace.run), list[StepPace]()
     for time, event, _ in trace.entries:
-        commands = engine.handle(event, time)
-        if isinstance(event, Stepped) and any(isinstance(c, Resize) for c in commands):
-            triggers.append(event.version)
-    return Outcome(engine.state.leader.pace.steps, triggers)
+        engine.handle(event, time)
+        last = engine.state.leader.pace.last
+        if last is not None and not (found and last is found[-1]):
+            found.append(last)
+    return found

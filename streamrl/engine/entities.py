@@ -59,6 +59,9 @@ class Group:
             Rollout(rollout, group, expected)
             for rollout, expected in zip(drawn.rollouts, drawn.expected_tokens, strict=True)
         ]
+        for rollout, (tokens, version) in zip(group.rollouts, drawn.kept, strict=False):
+            if tokens:
+                rollout.tokens, rollout.born = tokens, version
         return group
 
 

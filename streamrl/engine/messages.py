@@ -163,8 +163,7 @@ class PushWeights(Message, frozen=True):
 class LoadWeights(Message, frozen=True):
     """Replace the weights of `replica`.
 
-    With `drain` the replica first lets what runs on it finish and starts nothing new; without, what runs
-    is paused, keeps its KV cache and goes on under the new version.
+    With `drain` it first lets what runs there finish and starts nothing new; without, that keeps its KV cache and goes on.
     """
 
     replica: int
@@ -270,7 +269,9 @@ class DrawnGroup(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     expected_tokens: tuple[int, ...]
     """Output tokens expected of each rollout; only their order is relied on."""
     prompt: int | None = None
-    """Line of the prompts file, whose token ids lie beside the trace; None where a prompt has none."""
+    """Line of the prompts file, whose token ids lie beside the trace; None where there is none."""
+    kept: tuple[tuple[int, int], ...] = ()
+    """Of each rollout the output tokens from before the run was resumed, and the version of the first; () where none are."""
 
 
 class PromptsDrawn(Message, frozen=True):

@@ -1,4 +1,4 @@
-"""How long the last steps took each side, so that a policy can tell which of the two is the slower."""
+"""How long the last step took each side, so that a policy can tell which of the two is the slower."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class StepPace(NamedTuple):
 
 @dataclass(slots=True)
 class Pace:
-    """What every step took that has been generated and trained on since the run began, or was resumed."""
+    """What the last step took that has been generated and trained on since the run began, or was resumed."""
 
-    steps: list[StepPace] = field(default_factory=list)
+    last: StepPace | None = None
     _newest: int = 0
     """Newest step of which a rollout was sent."""
     _begun: dict[int, tuple[float, int]] = field(default_factory=dict)
@@ -49,8 +49,9 @@ class Pace:
             self._begun[step] = (now, fleet.num_up)
 
     def end_generation(self, step: int, now: float) -> None:
-        """Enter that a rollout of `step` came back."""
-        self._ended_at[step] = now
+        """Enter that a rollout of `step` came back; one that comes after its step was made is of none."""
+        if step in self._begun:
+            self._ended_at[step] = now
 
     def begin_work(self, now: float) -> None:
         """Enter that the trainer was given something to do."""
@@ -70,7 +71,7 @@ class Pace:
         began_at, num_replicas = begun
         generation_time = max(0.0, ended_at - max(began_at, self._free_at))
         self._free_at = max(self._free_at, ended_at)
-        self.steps.append(StepPace(step, generation_time, training_time, num_replicas))
+        self.last = StepPace(step, generation_time, training_time, num_replicas)
 
     def forget(self) -> None:
         """Enter that steps are made again: what was under way belongs to none."""

@@ -24,6 +24,7 @@ from typing import Any
 from streamrl.engine.messages import (
     CheckpointSaved,
     Command,
+    DrawnGroup,
     Drop,
     Event,
     Generated,
@@ -94,6 +95,7 @@ class Books:
         ]
         self._leader = self._trainers[LEADER]
         self._draws = Draws()
+        self._resumed_at = 0
         self._oldest: dict[int, int] = {}
         """Oldest version that a token of each rollout is of, while it is open to the leader."""
         self._aborted_at: dict[int, int] = {}
@@ -188,7 +190,7 @@ class Books:
         if self._has_begun:
             self._check_end()
         saved = self._saved.resume(event.version)
-        self._draws = Draws(event.groups_done)
+        self._draws, self._resumed_at = Draws(event.groups_done), event.version
         if saved is not None:
             self._draws.done_ahead = saved.done_ahead
         elif event.version and not self._has_begun and self._leg == self._first_leg:
@@ -239,6 +241,18 @@ class Books:
             for book in self._trainers:
                 book.open[drawn.group] = drawn.rollouts
             self._oldest.update(dict.fromkeys(drawn.rollouts, NO_TOKEN))
+            if drawn.kept:
+                self._see_kept(drawn)
+
+    def _see_kept(self, drawn: DrawnGroup) -> None:
+        """Enter tokens that rollouts have from before the run was resumed."""
+        newest = self._resumed_at if self._leg > 1 else -1
+        for rollout, (tokens, version) in zip(drawn.rollouts, drawn.kept, strict=False):
+            if tokens and version > newest:
+                what = f"with tokens of version {version}, which was made before no resume"
+                self._faults.add(f"rollout {rollout} was drawn {what}")
+            elif tokens:
+                self._oldest[rollout], self._aborted_at[rollout] = version, tokens
 
     def _see_tokens(self, event: Generated) -> None:
         if self._served is not None:

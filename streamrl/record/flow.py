@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from streamrl.engine.messages import (
     CheckpointSaved,
@@ -33,19 +32,8 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.trainer_side import LEADER, ROLLED_BACK
 from streamrl.record.ledger import Ledger
+from streamrl.record.made_steps import Made, MadeSteps
 from streamrl.record.trace import Trace
-
-
-class Made(NamedTuple):
-    """What a step was made of."""
-
-    num_rollouts: int
-    num_tokens: int
-    """Output tokens of them."""
-    reward: float
-    """Mean of them; 0 of none."""
-    behind: tuple[tuple[int, int], ...]
-    """How many versions of the leader rollouts were behind its newest when trained on, and how many rollouts were."""
 
 
 @dataclass(slots=True)
@@ -67,8 +55,7 @@ class OpenRollout:
 class TrainerFlow:
     """The steps of one trainer, and what they were made of."""
 
-    stepped_at: list[float] = field(default_factory=list)
-    made: list[Made] = field(default_factory=list)
+    made: MadeSteps = field(default_factory=MadeSteps)
     lost: Counter[str] = field(default_factory=Counter)
     """Rollouts that it never trains on, by reason."""
 
@@ -82,34 +69,15 @@ class TrainerFlow:
     _open: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Rollouts of groups that it has neither trained on nor given up."""
 
-    @property
-    def num_trained(self) -> int:
-        """Rollouts that its steps were made of."""
-        return sum(step.num_rollouts for step in self.made)
-
-    @property
-    def staleness(self) -> Counter[int]:
-        """Rollouts by how many versions of the leader they were behind its newest when trained on."""
-        return self.staleness_of(0, len(self.made))
-
-    def staleness_of(self, first: int, last: int) -> Counter[int]:
-        """Return the same of the steps at places `first` to `last`, that one left out."""
-        found = Counter[int]()
-        for step in self.made[first:last]:
-            found.update(dict(step.behind))
-        return found
-
-    def num_tokens(self, first: int, last: int) -> int:
-        """Return the output tokens of all rollouts of the steps at places `first` to `last`, that one left out."""
-        return sum(step.num_tokens for step in self.made[first:last])
-
     def step_times(self) -> list[float]:
         """Return the seconds of each step: those since the one before it."""
-        return [b - a for a, b in zip([0.0, *self.stepped_at], self.stepped_at, strict=False)]
+        ended_at = self.made.ended_at
+        return [b - a for a, b in zip([0.0, *ended_at], ended_at, strict=False)]
 
     def window(self, first: int, last: int) -> tuple[float, float]:
         """Return the instants at which the time of step `first` begins and that of step `last` ends."""
-        return self.stepped_at[first - 2] if first > 1 else 0.0, self.stepped_at[last - 1]
+        ended_at = self.made.ended_at
+        return ended_at[first - 2] if first > 1 else 0.0, ended_at[last - 1]
 
     # Changes --------------------------------------------------------------------------------------
 
@@ -131,8 +99,7 @@ class TrainerFlow:
 
     def end_step(self, time: float, known: dict[int, OpenRollout]) -> list[int]:
         """Enter that the coming step is made; return the rollouts that the trainer is done with."""
-        self.stepped_at.append(time)
-        self.made.append(_make(self._coming, known))
+        self.made.append(time, _make(self._coming, known))
         self._coming = []
         groups = [self._open.pop(group, ()) for group in self._groups]
         return [rollout for rollouts in groups for rollout in rollouts]
@@ -155,13 +122,11 @@ class TrainerFlow:
 
     def fall_back(self) -> int:
         """Enter that it is lost, and with it every step after its last checkpoint; return their tokens."""
-        taken_back = self.made[self._saved :]
-        if num := sum(step.num_rollouts for step in taken_back):
-            self.lost[ROLLED_BACK] += num
-        del self.stepped_at[self._saved :]
-        del self.made[self._saved :]
+        taken_back = self.made.cut(self._saved)
+        if taken_back.num_rollouts:
+            self.lost[ROLLED_BACK] += taken_back.num_rollouts
         self._coming = []
-        return sum(step.num_tokens for step in taken_back)
+        return taken_back.num_tokens
 
 
 class Flow:
@@ -241,6 +206,9 @@ class Flow:
             trainer.see_drawn(drawn)
         for rollout in drawn.rollouts:
             self._rollouts[rollout] = OpenRollout(num_trainers=len(self.trainers))
+        for rollout, (tokens, version) in zip(drawn.rollouts, drawn.kept, strict=False):
+            if tokens:
+                self._rollouts[rollout].tokens, self._rollouts[rollout].born = tokens, version
 
     def _end_attempt(self, event: Generated) -> None:
         rollout = self._rollouts[event.rollout]
@@ -309,4 +277,4 @@ def _make(coming: list[tuple[tuple[int, ...], int]], known: dict[int, OpenRollou
             tokens += rollout.tokens
             rewards.append(rollout.reward)
     reward = sum(rewards) / len(rewards) if rewards else 0.0
-    return Made(len(rewards), tokens, reward, tuple(behind.items()))
+    return Made(len(rewards), tokens, reward, dict(behind))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from streamrl.engine.messages import (
     CheckpointSaved,
     Command,
@@ -35,8 +37,8 @@ class LeaderSteps:
     """
 
     def __init__(self) -> None:
-        self.ended_at: list[float] = []
-        self.num_generated: list[int] = []
+        self.ended_at = array("d")
+        self.num_generated = array("q")
         """Rollouts that ended in each step's time."""
         self.num_made = 0
         """Steps that were made, taken back or not."""

@@ -34,7 +34,7 @@ class Ledger(Generic[Key]):
     """Sums by key and slot: the first slot lies before the first mark, the last after the last one."""
 
     def __init__(self, marks: Iterable[float] = ()) -> None:
-        self.marks = list(marks)
+        self.marks = array("d", marks)
         self._columns: dict[Key, array[float]] = {}
 
     def slot_of(self, time: float) -> int:

@@ -150,8 +150,8 @@ def measure_read(
         idle=shares.whole.idle,
         underfilled_from=shares.whole.underfilled_from,
         sides={name: _side(of_side) for name, of_side in shares.sides.items()},
-        staleness=dict(sorted(leader.staleness_of(first - 1, last).items())),
-        rewards=[step.reward for step in leader.made],
+        staleness=dict(sorted(leader.made.staleness(first - 1, last).items())),
+        rewards=leader.made.rewards.tolist(),
         dropped=dict(leader.lost),
         trainers=list(_trainers(trace.run, reader.flow, window)),
         tiers=tiers,
@@ -165,14 +165,13 @@ def _measure_speed(
     reader: PaceReader, steps: LeaderSteps, counted_steps: tuple[int, int] | None
 ) -> Speed:
     trace, flow, leader = reader.trace, reader.flow, reader.flow.leader
-    if not leader.stepped_at:
+    if not leader.made:
         raise ValueError("the trace has no finished step, so there is nothing to measure")
     steady = _choose(trace, steps, counted_steps)
     first, last = steady.first, steady.last
     began, ended = leader.window(first + 1, last)
-    step_tokens = [step.num_tokens for step in leader.made]
-    num_tokens = leader.num_tokens(first, last)
-    num_rollouts = sum(step.num_rollouts for step in leader.made[first:last])
+    num_tokens = sum(leader.made.num_tokens[first:last])
+    num_rollouts = sum(leader.made.num_rollouts[first:last])
     dollars = dollars_per_second(trace.run, reader.replicas.mean(began, ended))
     egress = egress_dollars(trace.run, reader.pushes.num_bytes(began, ended))
     step_times = leader.step_times()
@@ -182,7 +181,7 @@ def _measure_speed(
         step_time_interval=steady.interval,
         median_step_time=median(step_times[first:last]),
         step_times=step_times,
-        step_tokens=step_tokens,
+        step_tokens=leader.made.num_tokens.tolist(),
         counted_steps=(first + 1, last),
         note=tell_doubts(trace, steps, steady, unfinished),
         unfinished=unfinished,
@@ -194,7 +193,7 @@ def _measure_speed(
         cost_per_million_tokens=(dollars * (ended - began) + egress) / num_tokens * 1e6
         if num_tokens
         else 0.0,
-        mean_staleness=_mean_of(leader.staleness_of(first, last)),
+        mean_staleness=_mean_of(leader.made.staleness(first, last)),
     )
 
 
@@ -214,19 +213,20 @@ def _trainers(run: Run, flow: Flow, window: tuple[float, float]) -> Iterator[Tra
     """Yield the figures of every trainer, all over the same time."""
     began, ended = window
     for name, trainer in zip(trainer_names(run), flow.trainers, strict=True):
-        first, last = (bisect_right(trainer.stepped_at, time) for time in window)
+        made = trainer.made
+        first, last = (bisect_right(made.ended_at, time) for time in window)
         mean_step_time, goodput = None, 0.0
         if last > first:
-            since = trainer.stepped_at[first - 1] if first else 0.0
-            mean_step_time = (trainer.stepped_at[last - 1] - since) / (last - first)
-            goodput = trainer.num_tokens(first, last) / (ended - began)
+            since = made.ended_at[first - 1] if first else 0.0
+            mean_step_time = (made.ended_at[last - 1] - since) / (last - first)
+            goodput = sum(made.num_tokens[first:last]) / (ended - began)
         yield TrainerMetrics(
             name=name,
-            num_steps=len(trainer.stepped_at),
+            num_steps=len(made),
             mean_step_time=mean_step_time,
-            trained=trainer.num_trained,
+            trained=sum(made.num_rollouts),
             goodput=goodput,
-            staleness=dict(sorted(trainer.staleness_of(first, last).items())),
+            staleness=dict(sorted(made.staleness(first, last).items())),
             lost=dict(trainer.lost),
         )
 

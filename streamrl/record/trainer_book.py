@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,8 +30,8 @@ class TrainerBook:
     """Groups of the step under way, or of the last one."""
 
     _in_gradient: set[int] = field(default_factory=set)
-    _unsaved: list[tuple[int, int]] = field(default_factory=list)
-    """Steps since the last checkpoint: what version each made, of how many rollouts."""
+    _unsaved: array[int] = field(default_factory=lambda: array("q"))
+    """Rollouts of each step since the last checkpoint, up to the one that made `version`."""
 
     @property
     def num_open(self) -> int:
@@ -57,7 +58,7 @@ class TrainerBook:
         self.version = version
         self.newest = max(self.newest, version)
         self.num_trained += len(made_of)
-        self._unsaved.append((version, len(made_of)))
+        self._unsaved.append(len(made_of))
         return made_of
 
     def _blame(self, version: int, others: set[int], missing: set[int]) -> None:
@@ -71,14 +72,14 @@ class TrainerBook:
 
     def save(self, version: int) -> None:
         """Enter that its checkpoint of `version` is on disk."""
-        self._unsaved = [step for step in self._unsaved if step[0] > version]
+        del self._unsaved[: max(0, len(self._unsaved) - (self.version - version))]
 
     def lose(self) -> None:
         """Enter that it is lost, and with it every step since its last checkpoint."""
-        if num := sum(number for _, number in self._unsaved):
+        if num := sum(self._unsaved):
             self.num_trained -= num
             self.dropped[ROLLED_BACK] += num
-        self._unsaved = []
+        del self._unsaved[:]
         self._in_gradient = set()
 
     def leave_out(self, group: int, reason: str) -> tuple[int, ...]:
@@ -93,4 +94,5 @@ class TrainerBook:
         """Enter that the run begins, or goes on, at a version, with nothing under way and nothing in the book."""
         self.version = version
         self.num_trained, self.dropped, self.open = 0, Counter(), {}
-        self.groups, self._in_gradient, self._unsaved = (), set(), []
+        self.groups, self._in_gradient = (), set()
+        del self._unsaved[:]

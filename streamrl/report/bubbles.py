@@ -61,7 +61,7 @@ def read_bubbles(name: str, trace: Trace, steps: tuple[int, int]) -> Bubbles:
     window, count = (ended_at[first - 1], ended_at[last]), last - first + 1
     seconds = window[1] - window[0]
     shares = attribute(trace, window)
-    goodput = flow.leader.num_tokens(first - 1, last) / seconds
+    goodput = sum(flow.leader.made.num_tokens[first - 1 : last]) / seconds
     dollars = dollars_per_second(trace.run, read_replicas(trace).mean(*window))
     return Bubbles(
         name=name,

@@ -73,6 +73,9 @@ class ExecuteConfig(Section, frozen=True, kw_only=True):
     patience: Duration = Duration(60.0)
     """Time for which a worker process may neither answer nor compute before it is killed and replaced. What is under
     way gets ten times as long at least, and ten times what the slowest of its kind took so far."""
+    save_tokens_every: Duration = Duration(5.0)
+    """Time between two looks at what replicas have made of running rollouts, which puts it on disk: what is lost of them with
+    a replica, or with the process that drives the run. Of a long rollout a sixteenth more has to be there."""
 
 
 class Run(Section, frozen=True, kw_only=True):

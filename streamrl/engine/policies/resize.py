@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from statistics import median
 
@@ -91,20 +92,22 @@ class AdjustReplicas:
         self.most = most
         self.window = window
         self.shrink_after = shrink_after
-        self._last_step = 0
+        self._steps = deque[StepPace](maxlen=max(window, shrink_after or 0))
+        """The last steps in a row that began with as many replicas."""
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield a new number of replicas after a step that shows it is worth it."""
-        steps = state.leader.pace.steps
-        if not steps or steps[-1].step == self._last_step or state.is_stopping:
+        last, steps = state.leader.pace.last, self._steps
+        if last is None or (steps and last is steps[-1]) or state.is_stopping:
             return ()
-        self._last_step = steps[-1].step
+        if steps and last.num_replicas != steps[-1].num_replicas:
+            steps.clear()
+        steps.append(last)
         return self._adjust(state)
 
     def _adjust(self, state: State) -> Iterator[Command]:
-        wanted = state.fleet.num_wanted
-        steps = _latest_with(state.leader.pace.steps, wanted)
-        if len(steps) < self.window:
+        wanted, steps = state.fleet.num_wanted, list(self._steps)
+        if len(steps) < self.window or steps[-1].num_replicas != wanted:
             return
         if wanted + self.unit <= self.most and self.is_worth_growing(state, steps[-self.window :]):
             yield Resize(wanted + self.unit)
@@ -132,13 +135,3 @@ class AdjustReplicas:
         num_rollouts, wanted = state.leader.rollouts_per_step, state.fleet.num_wanted
         now = self.latency.time(num_rollouts, 1.0, wanted)
         return self.latency.time(num_rollouts, 1.0, wanted + by) / now
-
-
-def _latest_with(steps: list[StepPace], num_replicas: int) -> list[StepPace]:
-    """Return the last steps in a row that began with `num_replicas`."""
-    found = []
-    for step in reversed(steps):
-        if step.num_replicas != num_replicas:
-            break
-        found.append(step)
-    return found[::-1]
