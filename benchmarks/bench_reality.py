@@ -8,7 +8,8 @@ is set beside three others:
     recorded    simulated with its lengths, seconds of the profile before
     after       the same with the profile after; what is between the two is the machine's drift
 
-Its own repeats say what no prediction can get below. Nothing else may run on the machine meanwhile.
+Its own repeats say what no prediction can get below. What asynchrony gains at one, two and three replicas, and how long
+pushes take, is set beside what was simulated before. Nothing else may run on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -21,32 +22,31 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.reality_cells import (
     CELLS,
     EXAMPLES,
     LONG,
     MAX_PROMPT,
+    PAIRS,
     SECOND_MODEL,
     Cell,
     make_run,
     with_expectations,
 )
+from benchmarks.reality_figures import Repeat, figures, section, table_of
 from executor.execute import execute
 from executor.profiling.measurements import Limits
 from executor.profiling.profile_file import make_setup, profile_model
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_policies
-from sim.fidelity.scorecard import stamp
 from sim.world import simulate
-from streamrl.engine.messages import Generate
+from streamrl.engine.messages import Generate, PushWeights, WeightsPushed
 from streamrl.hardware.machine_profile import write_measured
 from streamrl.record.informative import recorded_workload
 from streamrl.record.metrics import Metrics, measure
@@ -55,21 +55,8 @@ from streamrl.report.fidelity import EXECUTED, with_section
 from streamrl.runfile.config import CostsConfig, Run
 
 ROUNDS = 3
-LEAST_SHARE = 5e-4
-"""Of GPU-seconds, below which a cause of idle time is not worth a row."""
 NUM_SAMPLED, NUM_SAMPLES = 64, 4
 """Prompts, and outputs of each, that say before a run how long outputs are."""
-
-
-class Repeat(NamedTuple):
-    """One execution beside its simulations: seconds of a step, of the start, and shares of idle time by cause."""
-
-    measured: Metrics
-    before: Metrics
-    recorded: Metrics
-    after: Metrics
-    started: float
-    """Seconds until the first rollout was sent to a replica; in a simulation that is at once."""
 
 
 class Executed(NamedTuple):
@@ -80,6 +67,7 @@ class Executed(NamedTuple):
     trace: Trace
     file: Path
     before: Metrics
+    push_before: float
 
 
 def main() -> None:
@@ -87,17 +75,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=Path("build/quickstart"))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    names = [one.name for one in CELLS]
+    pairs = [one for pair in PAIRS.values() for one in pair]
+    names = [one.name for one in (*CELLS, *pairs)]
     parser.add_argument("--only", choices=names, action="append", help="cells, all if absent")
     parser.add_argument("--page", type=Path, help="docs/fidelity.md, whose section is written")
     parser.add_argument("--quick", action="store_true", help="profiles of few points: does it run?")
     args = parser.parse_args()
-    chosen = [one for one in CELLS if one.name in (args.only or names)]
+    chosen = [one for one in (*CELLS, *pairs) if one.name in (args.only or names)]
     with tempfile.TemporaryDirectory(prefix="bench-reality-") as scratch:
         repeats = compare(
             make_models(args.data, Path(scratch)), chosen, args.rounds, is_quick=args.quick
         )
-    lines = list(section(repeats))
+    lines = section(repeats)
     Console(width=140).print(table_of(repeats))
     for name, value, unit in figures(repeats):
         print(json.dumps({"name": name, "value": value, "unit": unit}), flush=True)
@@ -124,9 +113,10 @@ def compare(
             output = data / f"run-{number}-{place}"
             run = make_run(one, data, output)
             predicted = _with_profile(run, earlier[one.model])
-            before = measure(simulate(predicted))
+            simulated = simulate(predicted)
             trace = execute(fill_policies(run, Costs.load(predicted)))
-            done.append(Executed(number, one, trace, output / "trace.jsonl", before))
+            file, before = output / "trace.jsonl", measure(simulated)
+            done.append(Executed(number, one, trace, file, before, push_time(simulated)))
             shutil.rmtree(output / "checkpoints")
             print(f"{one.name}: {measure(trace).step_time:.3f} s a step", file=sys.stderr)
     later = {
@@ -137,7 +127,10 @@ def compare(
         own = each.cell.model
         recorded, after = (predict(each, profiles[own]) for profiles in (earlier, later))
         repeats[each.cell.name].append(
-            Repeat(measure(each.trace), each.before, recorded, after, started_at(each.trace))
+            Repeat(
+                *(measure(each.trace), each.before, recorded, after, started_at(each.trace)),
+                *(push_time(each.trace), each.push_before),
+            )
         )
     return repeats
 
@@ -157,6 +150,17 @@ def started_at(trace: Trace) -> float:
         for time, _, commands in trace.entries
         if any(isinstance(c, Generate) for c in commands)
     )
+
+
+def push_time(trace: Trace) -> float:
+    """Return the median seconds of a push of weights."""
+    began: dict[int, float] = {}
+    took = []
+    for time, event, commands in trace.entries:
+        if isinstance(event, WeightsPushed):
+            took.append(time - began.pop(event.version))
+        began.update({c.version: time for c in commands if isinstance(c, PushWeights)})
+    return median(took)
 
 
 def _with_profile(run: Run, path: Path) -> Run:
@@ -210,114 +214,7 @@ def make_second(first: Path, directory: Path, prompts: list[str]) -> None:
     model.save_pretrained(directory / "model")
     tokenizer.save_pretrained(directory / "model")
     asked = [prompt for prompt in prompts for _ in range(NUM_SAMPLES)]
-    write_lengths(directory / "lengths.csv", sample(model.eval(), tokenizer, asked))
-
-
-# Figures ------------------------------------------------------------------------------------------
-
-
-def middle(repeats: Sequence[Repeat], name: str) -> float:
-    """Return the median step time of repeats, measured or simulated."""
-    return median(getattr(one, name).step_time for one in repeats)
-
-
-def error(repeats: Sequence[Repeat], name: str) -> float:
-    """Return how far the median of simulations is off that of what was measured."""
-    return middle(repeats, name) / middle(repeats, "measured") - 1
-
-
-def spread(repeats: Sequence[Repeat]) -> float:
-    """Return how far repeats lie apart: the slowest over the fastest, less 1."""
-    seconds = [one.measured.step_time for one in repeats]
-    return max(seconds) / min(seconds) - 1
-
-
-def idle_error(repeats: Sequence[Repeat]) -> dict[str, float]:
-    """Return by cause how far the mean share of idle GPU-seconds is off, in shares."""
-    causes = dict.fromkeys(
-        c for one in repeats for m in (one.measured, one.recorded) for c in m.idle
-    )
-    return {
-        cause: mean(
-            one.recorded.idle.get(cause, 0.0) - one.measured.idle.get(cause, 0.0) for one in repeats
-        )
-        for cause in causes
-    }
-
-
-def figures(repeats: dict[str, list[Repeat]]) -> list[tuple[str, float, str]]:
-    """Return name, value and unit of every figure over all cells."""
-    found = []
-    for name in ("before", "recorded", "after"):
-        errors = np.abs([error(ones, name) for ones in repeats.values()])
-        for what, value in (
-            ("median", np.median(errors)),
-            ("p90", np.percentile(errors, 90)),
-            ("mean", errors.mean()),
-        ):
-            found.append((f"error of steps, {name}, {what}", float(value), "ratio"))
-    spreads = [spread(ones) for ones in repeats.values()]
-    drifts = [middle(ones, "after") / middle(ones, "recorded") - 1 for ones in repeats.values()]
-    started = median(one.started for ones in repeats.values() for one in ones)
-    found.append(("spread of repeats, median", median(spreads), "ratio"))
-    found.append(("drift between profiles, median", median(drifts), "ratio"))
-    found.append(("start until the first rollout, median", started, "s"))
-    for cause, value in idle_error([one for ones in repeats.values() for one in ones]).items():
-        if abs(value) >= LEAST_SHARE:
-            found.append((f"error of idle: {cause}", value, "share"))
-    return found
-
-
-def rows(repeats: dict[str, list[Repeat]]) -> list[tuple[str, ...]]:
-    """Return a row for each cell: its name, seconds, errors, spread, start, and the idle cause that is most off."""
-    found = []
-    for name, ones in repeats.items():
-        idle = idle_error(ones)
-        worst = max(idle, key=lambda cause: abs(idle[cause]), default="")
-        found.append(
-            (
-                name,
-                f"{middle(ones, 'measured'):.3f} s",
-                *(f"{error(ones, which):+.1%}" for which in ("before", "recorded", "after")),
-                f"{spread(ones):.1%}",
-                f"{median(one.started for one in ones):.1f} s",
-                f"{worst} {idle[worst] * 100:+.1f} pp" if worst else "",
-            )
-        )
-    return found
-
-
-HEADS = ("run", "step", "before", "recorded", "after", "repeats", "start", "idle most off")
-
-
-def table_of(repeats: dict[str, list[Repeat]]) -> Table:
-    """Lay the rows out for a terminal."""
-    table = Table(*HEADS)
-    for row in rows(repeats):
-        table.add_row(*row)
-    return table
-
-
-def section(repeats: dict[str, list[Repeat]]) -> list[str]:
-    """Return the lines of docs/fidelity.md's section."""
-    num = max(map(len, repeats.values()))
-    lines = [
-        f"`make bench-reality` writes this ({stamp()}): {len(repeats)} run files that nothing was tuned on, executed "
-        f"{num} times each on one",
-        "machine's cores, in turn. Errors of a step's seconds: simulated *before*, with lengths as *recorded*, and so by a profile",
-        "measured *after*. *Repeats* is the slowest over the fastest of one run; *start* is until the first rollout, and in no step.",
-        "",
-        f"| {' | '.join(HEADS)} |",
-        f"|{'---|' * len(HEADS)}",
-        *(f"| {' | '.join(row)} |" for row in rows(repeats)),
-        "",
-        "| figure | value |",
-        "|---|---|",
-    ]
-    for name, value, unit in figures(repeats):
-        shown = f"{value:.1f} s" if unit == "s" else f"{value:+.1%}"
-        lines.append(f"| {name} | {shown} |")
-    return lines
+    write_lengths(directory / "lengths.csv", sample(model.eval(), tokenizer, asked, LONG))
 
 
 if __name__ == "__main__":

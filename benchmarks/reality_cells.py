@@ -11,8 +11,12 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-STEPS = 8
-"""Optimizer steps of each run; the first is warm-up."""
+STEPS = 12
+"""Optimizer steps of each run; the first ones do not count."""
+LEARNING_RATE = 1e-6
+"""Of published runs: within twelve steps lengths do not change, so that they can be known before. `LEARNS` has the
+quickstart's, with which its outputs grow by half meanwhile, as nobody could say before."""
+LEARNS = 4e-4
 LONG = 200
 """Most output tokens of any run."""
 MAX_PROMPT = 48
@@ -45,7 +49,10 @@ def cell(name: str, model: str, system: str, replicas: int, **changes: object) -
 
 
 CELLS = (
-    cell("synchronous", "first", "stream-sync", 1, algorithm__group_size=4),
+    cell(
+        *("synchronous", "first", "stream-sync", 1),
+        **{"algorithm__group_size": 4, "algorithm__learning_rate": LEARNS},
+    ),
     cell("dealt in turn", "first", "one-step-async", 2, policies__dispatch="round-robin"),
     cell("whole batches", "first", "disaggregated", 3, algorithm__prompts_per_step=32),
     cell("dealt at random", "first", "stream-async", 2, policies__dispatch="random"),
@@ -55,7 +62,11 @@ CELLS = (
     ),
     cell(
         *("longest first", "first", "stream-async", 1),
-        **{"policies__order": "longest-first", "rollout__max_running": 16},
+        **{
+            "policies__order": "longest-first",
+            "rollout__max_running": 16,
+            "algorithm__learning_rate": LEARNS,
+        },
     ),
     cell("alone at a time", "second", "colocated", 1, rollout__max_tokens=64),
     cell("long outputs", "second", "stream-async", 1, rollout__max_tokens=LONG),
@@ -81,6 +92,15 @@ CELLS = (
     ),
 )
 
+PAIRS = {
+    replicas: tuple(
+        cell(f"{system}, {replicas}", "first", system, replicas, algorithm__prompts_per_step=32)
+        for system in ("stream-sync", "stream-async")
+    )
+    for replicas in (1, 2, 3)
+}
+"""By replicas: one run in which generation waits for training, and one in which it does not."""
+
 
 def make_run(one: Cell, data: Path, output: Path) -> Run:
     """Return the run of a cell, whose models and prompts lie in `data`."""
@@ -92,6 +112,7 @@ def make_run(one: Cell, data: Path, output: Path) -> Run:
         "execute.output": output,
         "execute.checkpoint_every": 10**6,
         "algorithm.steps": STEPS,
+        "algorithm.learning_rate": LEARNING_RATE,
         "algorithm.kl_coefficient": 0.01 if one.model == "second" else 0.0,
         **one.overrides,
     }

@@ -224,7 +224,10 @@ def train(model: Qwen2ForCausalLM, data: Iterator[list[Example]], steps: int, lr
 
 @torch.no_grad()
 def sample(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str]
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: list[str],
+    max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> list[list[int]]:
     """Sample one output per prompt at temperature 1, <eos> included where it was reached."""
     inputs = tokenizer(prompts, padding=True, return_tensors="pt")
@@ -232,7 +235,7 @@ def sample(
     drawn = model.generate(
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
-        max_new_tokens=MAX_NEW_TOKENS,
+        max_new_tokens=max_new_tokens,
         do_sample=True,
     )
     eos = int(tokenizer.eos_token_id)

@@ -1,0 +1,171 @@
+"""The figures of `make bench-reality`: how far simulations are off runs that were executed, in all and by run file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import mean, median
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks.reality_cells import CELLS, PAIRS
+from sim.fidelity.scorecard import stamp
+from streamrl.record.metrics import Metrics
+
+LEAST_SHARE = 5e-4
+"""Of GPU-seconds, below which a cause of idle time is not worth a row."""
+
+
+class Repeat(NamedTuple):
+    """One execution beside its simulations: seconds of a step, of the start, and shares of idle time by cause."""
+
+    measured: Metrics
+    before: Metrics
+    recorded: Metrics
+    after: Metrics
+    started: float
+    """Seconds until the first rollout was sent to a replica; in a simulation that is at once."""
+    push: float
+    """Median seconds of a push of weights, and simulated."""
+    push_before: float
+
+
+Repeats: TypeAlias = dict[str, list[Repeat]]
+"""By run file."""
+Figure: TypeAlias = tuple[str, float, str]
+"""Name, value and unit."""
+
+
+def middle(repeats: Sequence[Repeat], name: str) -> float:
+    """Return the median step time of repeats, measured or simulated."""
+    return median(getattr(one, name).step_time for one in repeats)
+
+
+def error(repeats: Sequence[Repeat], name: str) -> float:
+    """Return how far the median of simulations is off that of what was measured."""
+    return middle(repeats, name) / middle(repeats, "measured") - 1
+
+
+def spread(repeats: Sequence[Repeat]) -> float:
+    """Return how far repeats lie apart: the slowest over the fastest, less 1."""
+    seconds = [one.measured.step_time for one in repeats]
+    return max(seconds) / min(seconds) - 1
+
+
+def idle_error(repeats: Sequence[Repeat]) -> dict[str, float]:
+    """Return by cause how far the mean share of idle GPU-seconds is off, in shares."""
+    causes = dict.fromkeys(
+        c for one in repeats for m in (one.measured, one.recorded) for c in m.idle
+    )
+    return {
+        cause: mean(
+            one.recorded.idle.get(cause, 0.0) - one.measured.idle.get(cause, 0.0) for one in repeats
+        )
+        for cause in causes
+    }
+
+
+def figures(repeats: Repeats) -> list[Figure]:
+    """Return every figure: over the run files that were made to be unlike each other, then of the pairs."""
+    names = [one.name for one in CELLS if one.name in repeats]
+    unlike = {name: repeats[name] for name in names}
+    return [*(_errors(unlike) if unlike else ()), *_pushes(repeats), *_gains(repeats)]
+
+
+def _pushes(repeats: Repeats) -> Iterator[Figure]:
+    """Yield how long pushes take, beside what was simulated before."""
+    every = [one for ones in repeats.values() for one in ones]
+    ratios = [
+        median(one.push for one in ones) / median(one.push_before for one in ones)
+        for ones in repeats.values()
+    ]
+    yield "push, median", median(one.push for one in every), "s"
+    yield "push over simulated, median of run files", median(ratios), "times"
+    yield "push over simulated, most", max(ratios), "times"
+
+
+def _gains(repeats: Repeats) -> Iterator[Figure]:
+    """Yield by how much steps are shorter where generation does not wait for training."""
+    for replicas, pair in PAIRS.items():
+        sync, streams = (repeats.get(one.name) for one in pair)
+        if not sync or not streams:
+            continue
+        gains = {w: 1 - middle(streams, w) / middle(sync, w) for w in ("measured", "before")}
+        name = f"asynchrony gains, {replicas} replica{'s' * (replicas > 1)}"
+        yield f"{name}, measured", gains["measured"], "share"
+        yield f"{name}, simulated less measured", gains["before"] - gains["measured"], "share"
+
+
+def _errors(repeats: Repeats) -> list[Figure]:
+    found: list[Figure] = []
+    for name in ("before", "recorded", "after"):
+        errors = np.abs([error(ones, name) for ones in repeats.values()])
+        for what, value in (
+            ("median", np.median(errors)),
+            ("p90", np.percentile(errors, 90)),
+            ("mean", errors.mean()),
+        ):
+            found.append((f"error of steps, {name}, {what}", float(value), "ratio"))
+    spreads = [spread(ones) for ones in repeats.values()]
+    drifts = [middle(ones, "after") / middle(ones, "recorded") - 1 for ones in repeats.values()]
+    started = median(one.started for ones in repeats.values() for one in ones)
+    found.append(("spread of repeats, median", median(spreads), "ratio"))
+    found.append(("drift between profiles, median", median(drifts), "ratio"))
+    found.append(("start until the first rollout, median", started, "s"))
+    for cause, value in idle_error([one for ones in repeats.values() for one in ones]).items():
+        if abs(value) >= LEAST_SHARE:
+            found.append((f"error of idle: {cause}", value, "share"))
+    return found
+
+
+def rows(repeats: Repeats) -> list[tuple[str, ...]]:
+    """Return a row for each cell: its name, seconds, errors, spread, start, and the idle cause that is most off."""
+    found = []
+    for name, ones in repeats.items():
+        idle = idle_error(ones)
+        worst = max(idle, key=lambda cause: abs(idle[cause]), default="")
+        found.append(
+            (
+                name,
+                f"{middle(ones, 'measured'):.3f} s",
+                *(f"{error(ones, which):+.1%}" for which in ("before", "recorded", "after")),
+                f"{spread(ones):.1%}",
+                f"{median(one.started for one in ones):.1f} s",
+                f"{worst} {idle[worst] * 100:+.1f} pp" if worst else "",
+            )
+        )
+    return found
+
+
+HEADS = ("run", "step", "before", "recorded", "after", "repeats", "start", "idle most off")
+
+
+def table_of(repeats: Repeats) -> Table:
+    """Lay the rows out for a terminal."""
+    table = Table(*HEADS)
+    for row in rows(repeats):
+        table.add_row(*row)
+    return table
+
+
+def section(repeats: Repeats) -> list[str]:
+    """Return the lines of docs/fidelity.md's section."""
+    num = max(map(len, repeats.values()))
+    lines = [
+        f"`make bench-reality` writes this ({stamp()}): {len(repeats)} run files that nothing was tuned on, executed "
+        f"{num} times each on one",
+        "machine's cores, in turn. Errors of a step's seconds: simulated *before*, with lengths as *recorded*, and so by a profile",
+        "measured *after*. *Repeats* is the slowest over the fastest of one run; *start* is until the first rollout, and in no step.",
+        "",
+        f"| {' | '.join(HEADS)} |",
+        f"|{'---|' * len(HEADS)}",
+        *(f"| {' | '.join(row)} |" for row in rows(repeats)),
+        "",
+        "| figure | value |",
+        "|---|---|",
+    ]
+    for name, value, unit in figures(repeats):
+        shown = {"s": f"{value:.3g} s", "times": f"{value:.2f} times"}.get(unit, f"{value:+.1%}")
+        lines.append(f"| {name} | {shown} |")
+    return lines
