@@ -7,7 +7,6 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import platform
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from executor.record import RunDirectory
 
 TRACE = "trace.jsonl"
-TOKENS = "tokens"
-"""Of the run directory: what replicas have made of rollouts that are not trained on; see `executor.token_files`."""
 BACKENDS = ("torch", "transformers", "safetensors", "tokenizers")
 
 Watch = Callable[[Event, State, float], None]
@@ -166,12 +163,15 @@ def token_directory(run: Run, *, is_resumed: bool = False) -> Iterator[Path | No
     if run.execute.launcher == "in-process":
         yield None
         return
+    from executor.kept_tokens import remove_all
+    from executor.record import TOKENS
+
     path = Path(run.execute.output) / TOKENS
     if not is_resumed:
-        shutil.rmtree(path, ignore_errors=True)
+        remove_all(path)
     path.mkdir(parents=True, exist_ok=True)
     yield path
-    shutil.rmtree(path, ignore_errors=True)
+    remove_all(path)
 
 
 def find_kept(run: Run, tokens: Path, checkpoint: Checkpoint | None) -> KeptTokens:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from executor.samples import Completion
@@ -50,10 +51,18 @@ class KeptTokens:
         return attempts
 
 
+def remove_all(directory: Path) -> None:
+    """Remove the files of every attempt, and the directory unless somebody else keeps something there."""
+    for paths in _find(directory).values():
+        _remove(paths)
+    with suppress(OSError):
+        directory.rmdir()
+
+
 def _find(directory: Path) -> dict[int, list[str]]:
     """Return the files of each rollout's attempts, in order."""
     found: dict[int, dict[int, str]] = defaultdict(dict)
-    for path in directory.iterdir():
+    for path in directory.glob("*.*"):
         numbers = path.name.removesuffix(".part").split(".")
         if len(numbers) == 2 and all(each.isdecimal() for each in numbers):
             rollout, attempt = map(int, numbers)

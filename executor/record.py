@@ -37,6 +37,8 @@ from streamrl.runfile.errors import RunError
 from streamrl.runfile.paths import check_writable
 from streamrl.runfile.reading import decode_recorded_run, encode_run
 
+TOKENS = "tokens"
+
 
 class RunDirectory:
     """Owns the files of one run."""
@@ -91,7 +93,8 @@ class RunDirectory:
                 f"execute.output {str(self.path)!r} holds a run; resume it with --resume, or name "
                 "another directory with --set execute.output=…"
             )
-        check_writable(self.path, "execute.output")
+        for path in (self.path, self.path / TOKENS):
+            check_writable(path, "execute.output")
         if not resume:
             return None
         if not has_run:

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from executor.execute import token_directory
 from executor.kept_tokens import KeptTokens
+from executor.record import RunDirectory
 from executor.samples import FinishReason, Request
 from executor.token_files import (
     Head,
@@ -144,6 +146,39 @@ def test_what_no_attempt_follows_is_removed(tmp_path: Path) -> None:
     assert kept.take(0, 2) == [] == kept.take(4, 2)
     assert not (tmp_path / "4.0").exists()  # began under a version that is too old
     remove_files(str(tmp_path / "5.0"))  # of none that is there
+
+
+def test_a_directory_of_tokens_loses_nothing_that_is_somebody_elses(tmp_path: Path) -> None:
+    run = real_run(tmp_path, execute__launcher="local")
+    tokens = tmp_path / "run" / "tokens"
+    tokens.mkdir(parents=True)
+    (tokens / "notes.txt").write_text("mine")
+    write(tokens / "0.0", record(0, [1, 2]))
+    with token_directory(run) as path:
+        assert path == tokens and [each.name for each in tokens.iterdir()] == ["notes.txt"]
+        write(tokens / "1.0", record(0, [1, 2]))
+    assert [each.name for each in tokens.iterdir()] == ["notes.txt"]
+    (tokens / "notes.txt").unlink()
+    with pytest.raises(DeathError), token_directory(run):
+        write(tokens / "1.0", record(0, [1, 2]))
+        raise DeathError
+    assert [each.name for each in tokens.iterdir()] == ["1.0"]
+    with token_directory(run, is_resumed=True):
+        assert [each.name for each in tokens.iterdir()] == ["1.0"]
+    assert not tokens.exists()
+
+
+def test_a_file_where_tokens_are_to_lie_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    run = real_run(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tokens").write_text("mine")
+    with pytest.raises(
+        ValueError, match=r"execute\.output .*/tokens: cannot be written: Not a dir"
+    ):
+        RunDirectory(tmp_path / "run").find_checkpoint(run, resume=False)
+    assert [each.name for each in (tmp_path / "run").iterdir()] == ["tokens"]
 
 
 # A replica ----------------------------------------------------------------------------------------
