@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 
+import numpy as np
+
 from streamrl.engine.messages import (
     CheckpointSaved,
     Command,
@@ -15,6 +17,7 @@ from streamrl.engine.messages import (
     TrainerLost,
 )
 from streamrl.engine.trainer_side import LEADER
+from streamrl.hardware.tables import Floats
 from streamrl.record.trace import Trace
 
 
@@ -80,9 +83,9 @@ class LeaderSteps:
             case _:
                 pass  # says nothing of steps
 
-    def durations(self) -> list[float]:
+    def durations(self) -> Floats:
         """Return the seconds of each step: those since the one before it."""
-        return [b - a for a, b in zip([0.0, *self.ended_at], self.ended_at, strict=False)]
+        return np.diff(np.array(self.ended_at), prepend=0.0)
 
     def _end_step(self, time: float) -> None:
         self.ended_at.append(time)

@@ -63,7 +63,7 @@ class Steady:
 
 
 def find_steady(
-    durations: Sequence[float],
+    durations: Sequence[float] | Floats,
     generated: Sequence[float] = (),
     *,
     cycle: int = 1,
@@ -92,7 +92,12 @@ def find_steady(
 
 
 def count_steps(
-    durations: Sequence[float], first: int, last: int, *, cycle: int = 1, drifts: bool = False
+    durations: Sequence[float] | Floats,
+    first: int,
+    last: int,
+    *,
+    cycle: int = 1,
+    drifts: bool = False,
 ) -> Steady:
     """Take the steps after `first` up to `last` for the steady state; see `find_steady` for the rest."""
     counted = np.asarray(durations[first:last], dtype=float)
