@@ -186,7 +186,7 @@ def find_kept(run: Run, tokens: Path, checkpoint: Checkpoint | None) -> KeptToke
         group = rollout // size
         return group >= at.groups_done and group not in done
 
-    return KeptTokens(tokens, at.version, is_open)
+    return KeptTokens(tokens, at.version, run.rollout.max_tokens, is_open)
 
 
 def facts() -> dict[str, str | float]:

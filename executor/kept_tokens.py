@@ -17,20 +17,24 @@ from executor.token_files import remove_files, take_over
 class KeptTokens:
     """Owns a directory of token files between two legs of a run."""
 
-    def __init__(self, directory: Path, newest: int, is_open: Callable[[int], bool]) -> None:
+    def __init__(
+        self, directory: Path, newest: int, max_tokens: int, is_open: Callable[[int], bool]
+    ) -> None:
         """Sort out what is there: what can be gone on with becomes attempts that have ended, the rest is removed.
 
         Args:
             directory: of the files; see `executor.token_files`.
             newest: the version that the run resumes at.
+            max_tokens: most output tokens of a rollout.
             is_open: whether a rollout is still to be trained on.
         """
         self._attempts: dict[int, list[Completion]] = {}
         for rollout, paths in sorted(_find(directory).items()):
-            if not is_open(rollout):
-                _remove(paths)
-            elif attempts := list(_take_over(rollout, paths, newest)):
+            attempts = list(_take_over(rollout, paths, newest)) if is_open(rollout) else []
+            if 0 < sum(each.output.num_tokens for each in attempts) <= max_tokens:
                 self._attempts[rollout] = attempts
+            else:
+                _remove(paths)
 
     @property
     def num_rollouts(self) -> int:
@@ -63,8 +67,9 @@ def _find(directory: Path) -> dict[int, list[str]]:
     """Return the files of each rollout's attempts, in order."""
     found: dict[int, dict[int, str]] = defaultdict(dict)
     for path in directory.glob("*.*"):
-        numbers = path.name.removesuffix(".part").split(".")
-        if len(numbers) == 2 and all(each.isdecimal() for each in numbers):
+        numbers = path.name.removesuffix(".part").removesuffix(".new").split(".")
+        is_ours = len(numbers) == 2 and all(each.isdecimal() for each in numbers)
+        if is_ours and path.is_file():
             rollout, attempt = map(int, numbers)
             found[rollout][attempt] = str(path.with_name(f"{rollout}.{attempt}"))
     return {rollout: [of[n] for n in sorted(of)] for rollout, of in found.items()}

@@ -3,18 +3,20 @@
     ROLLOUT.ATTEMPT         what an attempt made, once it has ended
     ROLLOUT.ATTEMPT.part    what it has made so far: a record is added every few seconds
 
-Both are records: a head, which says of which tokens of the rollout it is and which versions sampled them, and the
-tokens. A record that was cut short by a crash is left out, with all that follow it.
+Both are records: a head, which says of which tokens of which rollout it is and which versions sampled them, and the
+tokens, each with a checksum. One that was cut short by a crash, or is damaged, is left out with all that follow it.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -35,14 +37,14 @@ from executor.tokens import (
     write_block,
 )
 
-LENGTH = struct.Struct("<i")
-MOST_HEAD = 2**24
-"""Bytes beyond which a head is none."""
+FRAME = struct.Struct("<II")
+"""What a record begins with: bytes of its head, and their CRC-32."""
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True):
     """What a record says of its tokens."""
 
+    rollout: int
     start: int
     """Output tokens of the rollout before them."""
     num_tokens: int
@@ -55,10 +57,10 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
     """Seconds of the attempt so far, as of a `Completion`."""
     prefill_time: float
 
-    def encode(self) -> bytes:
-        """Return the bytes that stand before the tokens."""
-        data = msgspec.msgpack.encode(self)
-        return LENGTH.pack(len(data)) + data
+    def encode(self, tokens: bytes) -> bytes:
+        """Return the bytes that stand before these tokens."""
+        data = _ENCODER.encode((self, crc32(tokens)))
+        return FRAME.pack(len(data), crc32(data)) + data
 
 
 class TokenRecord(NamedTuple):
@@ -69,7 +71,7 @@ class TokenRecord(NamedTuple):
     logprobs: Logprobs
 
 
-_DECODER = msgspec.msgpack.Decoder(Head)
+_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(tuple[Head, int])
 
 
 def attempt_of(path: str) -> int:
@@ -82,26 +84,38 @@ def part_of(path: str) -> str:
     return f"{path}.part"
 
 
+def fresh_of(path: str) -> str:
+    """Return where the file of an attempt that was taken over lies until it is whole."""
+    return f"{path}.new"
+
+
 def add_record(path: str, record: TokenRecord) -> None:
-    """Add tokens to what an attempt has made so far, in a file that only this user can read."""
-    data = record.head.encode() + encode_tokens(record.ids, record.logprobs)
-    with os.fdopen(
-        os.open(part_of(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb"
-    ) as file:
-        file.write(data)
+    """Add tokens to what an attempt has made so far, in a file that only this user can read: all of them or none."""
+    tokens = encode_tokens(record.ids, record.logprobs)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    with os.fdopen(os.open(part_of(path), flags, 0o600), "ab", buffering=0) as file:
+        size, data = os.fstat(file.fileno()).st_size, record.head.encode(tokens) + tokens
+        try:
+            written = file.write(data)
+        except OSError:
+            file.truncate(size)
+            raise
+        if written != len(data):  # no room for more
+            file.truncate(size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), part_of(path))
 
 
 def remove_files(path: str) -> None:
     """Remove what an attempt left."""
-    for each in (path, part_of(path)):
-        with suppress(FileNotFoundError):
+    for each in (path, part_of(path), fresh_of(path)):
+        with suppress(OSError):
             Path(each).unlink()
 
 
 def read_records(path: str) -> list[TokenRecord]:
     """Return the records of an attempt's file, those of the attempt so far where it has not ended; none of no file."""
     for each in (path, part_of(path)):
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             if records := list(_split(Path(each).read_bytes())):
                 return records
     return []
@@ -109,41 +123,31 @@ def read_records(path: str) -> list[TokenRecord]:
 
 def _split(data: bytes) -> Iterator[TokenRecord]:
     """Yield records as long as they are whole."""
-    while len(data) >= LENGTH.size:
-        (length,) = LENGTH.unpack_from(data)
-        end = LENGTH.size + length
-        if not 0 < length <= min(MOST_HEAD, len(data)):
+    while len(data) >= FRAME.size:
+        length, checksum = FRAME.unpack_from(data)
+        end = FRAME.size + length
+        said = data[FRAME.size : end]
+        if crc32(said) != checksum:
             return
         try:
-            head = _DECODER.decode(data[LENGTH.size : end])
+            head, checksum = _DECODER.decode(said)
         except msgspec.MsgspecError:
             return
         tokens = data[end : end + TOKEN_BYTES * head.num_tokens]
-        if not _fits(head, tokens):
+        if head.num_tokens < 1 or crc32(tokens) != checksum:
             return
         yield TokenRecord(head, *decode_tokens(tokens, head.num_tokens))
         data = data[end + len(tokens) :]
 
 
-def _fits(head: Head, tokens: bytes) -> bool:
-    """Whether a head speaks of these tokens."""
-    starts = [start for _, start in head.versions]
-    return (
-        0 < head.num_tokens == len(tokens) // TOKEN_BYTES
-        and count_tokens(head.segments) == head.num_tokens
-        and starts[:1] == [0]
-        and starts == sorted({*starts})
-        and starts[-1] < head.num_tokens
-    )
-
-
 def merge(
-    records: Iterable[TokenRecord], start: int, newest: int | None = None
+    records: Iterable[TokenRecord], rollout: int, start: int, newest: int | None = None
 ) -> TokenRecord | None:
     """Put records together that follow each other from output token `start` of a rollout on.
 
     Args:
         records: of one attempt.
+        rollout: which one.
         start: tokens that the rollout has already.
         newest: version after which what was sampled is left out; None where none is.
 
@@ -155,7 +159,7 @@ def merge(
     versions: list[tuple[int, int]] = []
     last = None
     for head, more_ids, more_logprobs in records:
-        if head.start != start + len(ids):
+        if (head.rollout, head.start) != (rollout, start + len(ids)):
             break
         versions += [(version, each + len(ids)) for version, each in head.versions]
         segments = merge_segments(segments, head.segments)
@@ -169,6 +173,7 @@ def merge(
         return None
     finish: FinishReason = last.finish if end == len(ids) else "aborted"
     head = Head(
+        rollout,
         start,
         end,
         _cut(segments, end),
@@ -196,18 +201,37 @@ def take_over(rollout: int, path: str, start: int, newest: int | None = None) ->
     Returns:
         What it made, without its text; None where nothing is left, and no file.
     """
-    record = merge(read_records(path), start, newest)
-    remove_files(path)
+    record = merge(read_records(path), rollout, start, newest)
     if record is None:
+        remove_files(path)
         return None
-    output = write_block(record.ids, record.logprobs, path, record.head.encode())
-    return completion_of(rollout, record.head, output, None)
+    try:
+        output = write_record(record, path)
+        Path(part_of(path)).unlink(missing_ok=True)
+    except OSError:  # such as a full disk
+        remove_files(path)
+        return None
+    return completion_of(record.head, output, None)
 
 
-def completion_of(rollout: int, head: Head, output: TokenBlock, text: str | None) -> Completion:
+def write_record(record: TokenRecord, path: str) -> TokenBlock:
+    """Write what an attempt made that has ended: the file is there as a whole, or as it was."""
+    write_attempt(record.head, record.ids, record.logprobs, fresh_of(path))
+    Path(fresh_of(path)).replace(path)
+    return TokenBlock(record.head.num_tokens, path)
+
+
+def write_attempt(
+    head: Head, ids: Sequence[int] | Ids, logprobs: Sequence[float] | Logprobs, path: str | None
+) -> TokenBlock:
+    """Write what an attempt made, after what is said of it; without a path the block has it."""
+    return write_block(ids, logprobs, path, head.encode)
+
+
+def completion_of(head: Head, output: TokenBlock, text: str | None) -> Completion:
     """Return what an attempt made, of whose output `head` tells."""
     return Completion(
-        rollout=rollout,
+        rollout=head.rollout,
         output=output,
         segments=head.segments,
         text=text,

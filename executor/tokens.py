@@ -9,7 +9,7 @@ worker is told no file, the block carries the bytes itself. What is said of toke
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
@@ -84,9 +84,9 @@ def write_block(
     ids: Sequence[int] | Ids,
     logprobs: Sequence[float] | Logprobs,
     path: str | None,
-    head: bytes = b"",
+    head_of: Callable[[bytes], bytes] = lambda tokens: b"",
 ) -> TokenBlock:
-    """Put output tokens into a file that only this user can read, after its head, or, without a path, into the block.
+    """Put output tokens into a file that only this user can read, after their head, or, without a path, into the block.
 
     What was in the file is gone. No tokens need no file.
 
@@ -97,7 +97,7 @@ def write_block(
     if path is None or not data:
         return TokenBlock(len(ids), None, data)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(head + data)
+        file.write(head_of(data) + data)
     return TokenBlock(len(ids), path)
 
 

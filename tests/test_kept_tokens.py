@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from executor.execute import token_directory
 from executor.kept_tokens import KeptTokens
@@ -25,6 +27,7 @@ from executor.token_files import (
     read_records,
     remove_files,
     take_over,
+    write_record,
 )
 from executor.tokens import (
     ID,
@@ -32,7 +35,6 @@ from executor.tokens import (
     TokenSegment,
     encode_ids,
     read_block,
-    write_block,
 )
 from executor.world import RealWorld
 from streamrl.engine.messages import (
@@ -66,15 +68,17 @@ def record(
     ids: list[int],
     versions: list[tuple[int, int]] | None = None,
     finish: FinishReason = "aborted",
+    rollout: int = 7,
 ) -> TokenRecord:
     spans = [(3, 0)] if versions is None else versions
-    head = Head(start, len(ids), (TokenSegment(len(ids), True),), spans, finish, 1.5, 0.5)
+    head = Head(rollout, start, len(ids), (TokenSegment(len(ids), True),), spans, finish, 1.5, 0.5)
     return TokenRecord(head, np.array(ids, ID), np.full(len(ids), -1.0, LOGPROB))
 
 
 def write(path: Path, each: TokenRecord) -> None:
-    """Write what an attempt made that has ended."""
-    write_block(each.ids, each.logprobs, str(path), each.head.encode())
+    """Write what an attempt of the rollout that a file is named after made, and that has ended."""
+    head = replace(each.head, rollout=int(path.name.split(".")[0]))
+    write_record(each._replace(head=head), str(path))
 
 
 # Files --------------------------------------------------------------------------------------------
@@ -121,7 +125,7 @@ def test_what_a_version_sampled_that_is_made_again_is_left_out(
     start: int, newest: int, ids: list[int] | None, finish: str | None
 ) -> None:
     each = record(0, [1, 2, 3, 4], [(3, 0), (4, 2)], "stop")
-    found = merge([each], start, newest)
+    found = merge([each], 7, start, newest)
     assert (None if found is None else found.ids.tolist()) == ids
     if found is not None:
         assert found.head.finish == finish
@@ -137,15 +141,56 @@ def test_what_no_attempt_follows_is_removed(tmp_path: Path) -> None:
     write(tmp_path / "2.0", record(0, [1], [(9, 0)]))
     write(tmp_path / "3.0", record(0, [1]))
     write(tmp_path / "4.0", record(0, [1], [(1, 0)]))
+    write(tmp_path / "5.0", record(0, [1] * 6))  # longer than a rollout may be
+    (tmp_path / "6.0").mkdir()
+    (tmp_path / "8.0.part").symlink_to("8.0.part")
+    (tmp_path / "7.0").write_bytes(b"")
+    (tmp_path / "9.0").write_bytes((tmp_path / "1.0").read_bytes())  # of another rollout
     (tmp_path / "notes.txt").write_text("of somebody else")
-    kept = KeptTokens(tmp_path, newest=4, is_open=lambda rollout: rollout != 3)
+    kept = KeptTokens(tmp_path, 4, 5, is_open=lambda rollout: rollout != 3)
     assert (kept.num_rollouts, kept.num_tokens) == (3, 6)
-    left = ["0.0", "0.2", "1.0", "4.0", "notes.txt"]
+    left = ["0.0", "0.2", "1.0", "4.0", "6.0", "8.0.part", "notes.txt"]
     assert sorted(each.name for each in tmp_path.iterdir()) == left
     assert [each.finish for each in kept.take(0, 2)] == ["aborted", "stop"]
     assert kept.take(0, 2) == [] == kept.take(4, 2)
     assert not (tmp_path / "4.0").exists()  # began under a version that is too old
     remove_files(str(tmp_path / "5.0"))  # of none that is there
+
+
+@pytest.mark.parametrize("place", range(0, 200, 3))
+def test_a_damaged_record_is_left_out(tmp_path: Path, place: int) -> None:
+    path = tmp_path / "7.0"
+    write(path, record(0, [1, 2, 3] * 9))
+    data = bytearray(path.read_bytes())
+    data[place % len(data)] ^= 0x10
+    path.write_bytes(data)
+    assert take_over(7, str(path), 0) is None and not path.exists()
+
+
+def test_a_save_that_finds_no_room_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "7.0")
+    add_record(path, record(0, [1, 2]))
+    size = Path(part_of(path)).stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 9, hard))
+    try:
+        with pytest.raises(OSError, match=r"No space left|too large"):
+            add_record(path, record(2, [3, 4]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert Path(part_of(path)).stat().st_size == size
+    add_record(path, record(2, [3, 4]))
+    assert [each.ids.tolist() for each in read_records(path)] == [[1, 2], [3, 4]]
+
+    def fail(self: Path, target: str) -> Path:
+        raise OSError("no room")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    assert take_over(7, path, 0) is None and not list(tmp_path.iterdir())
 
 
 def test_a_directory_of_tokens_loses_nothing_that_is_somebody_elses(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import heapq
 import itertools
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,14 @@ from executor.rollout.inference_engine import (
     RunningSequence,
 )
 from executor.samples import Completion, FinishReason, Loaded, Manifest, Request
-from executor.token_files import Head, TokenRecord, add_record, completion_of, part_of
+from executor.token_files import (
+    Head,
+    TokenRecord,
+    add_record,
+    completion_of,
+    part_of,
+    write_attempt,
+)
 from executor.tokens import (
     ID,
     LOGPROB,
@@ -36,7 +44,6 @@ from executor.tokens import (
     count_tokens,
     decode_ids,
     read_blocks,
-    write_block,
 )
 from executor.transfer.manifest_check import verify_buckets
 
@@ -69,6 +76,7 @@ class _Attempt:
         assert path is not None
         ended_at, prefill_time = _times(run)
         head = Head(
+            self.request.rollout,
             len(self.prefix) + first,
             last - first,
             (TokenSegment(last - first, is_policy=True),),
@@ -245,6 +253,7 @@ class ReplicaWorker(ReplicaRole):
         )
         ended_at, prefill_time = _times(run)
         head = Head(
+            request.rollout,
             len(attempt.prefix),
             num_tokens,
             (TokenSegment(num_tokens, is_policy=True),) if num_tokens else (),
@@ -253,11 +262,11 @@ class ReplicaWorker(ReplicaRole):
             ended_at - attempt.started_at if attempt.run is not None else 0.0,
             prefill_time,
         )
-        output = write_block(run.tokens, run.logprobs, request.output_path, head.encode())
+        output = write_attempt(head, run.tokens, run.logprobs, request.output_path)
         if attempt.num_saved and request.output_path is not None:
             Path(part_of(request.output_path)).unlink(missing_ok=True)
         text = None if attempt.is_aborted else self._text(attempt.prefix + run.tokens)
-        return completion_of(request.rollout, head, output, text)
+        return completion_of(head, output, text)
 
     async def _save_running(self) -> None:
         """Put what runs on disk every few seconds, so that the next replica goes on with it should this one die."""
@@ -274,7 +283,8 @@ class ReplicaWorker(ReplicaRole):
             except RuntimeError:
                 return  # generation has ended
             except OSError as error:
-                print(f"what rollouts have made so far cannot be kept: {error}", file=sys.stderr)
+                with suppress(OSError):  # where this is told may be as full
+                    print(f"what rollouts have made cannot be kept: {error}", file=sys.stderr)
 
     def _text(self, tokens: list[int]) -> str | None:
         if self._tokenizer is None:
