@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 SHARED_MEMORY = Path("/dev/shm")
 MOST_GROWTH = 0.05
 """Share by which a role may grow."""
-STEPS_A_MINUTE = 250
+STEPS_A_MINUTE = 480
 MINUTES_A_FAULT = 7
 """Of each kind: mending one takes up to half a minute."""
 SLOW = {"link-slows": 'factor = 20.0\nduration = "2 s"', "verifier-stalls": 'duration = "2 s"'}
