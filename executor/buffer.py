@@ -14,7 +14,7 @@ from numpy.random import SeedSequence
 from executor.kept_tokens import KeptTokens
 from executor.prompts import PromptWorkload, Record
 from executor.samples import Completion, FinishReason, Request, Sample
-from executor.token_files import attempt_of, remove_files, take_over
+from executor.token_files import attempt_of, remove_ended, remove_files, take_over
 from executor.tokens import TokenBlock, TokenSegment, merge_segments, read_blocks
 from streamrl.engine.messages import DrawnGroup, Generate, Generated
 from streamrl.runfile.config import Run
@@ -262,4 +262,4 @@ class RolloutBuffer:
         buffered.num_holders -= 1
         if not buffered.num_holders and not self._keeps_files:
             for path in buffered.paths:
-                remove_files(path)
+                remove_ended(path)

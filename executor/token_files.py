@@ -112,6 +112,14 @@ def remove_files(path: str) -> None:
             Path(each).unlink()
 
 
+def remove_ended(path: str) -> None:
+    """Remove the file of an attempt that has ended; what is left of one that has not is removed with all there is."""
+    try:
+        os.unlink(path)  # noqa: PTH108 (every rollout passes here: a `Path` takes longer)
+    except OSError:
+        remove_files(path)
+
+
 def read_records(path: str) -> list[TokenRecord]:
     """Return the records of an attempt's file, those of the attempt so far where it has not ended; none of no file."""
     for each in (path, part_of(path)):
