@@ -83,11 +83,15 @@ def check_staleness(trace: Trace) -> None:
         bound = BOUNDS.get(run.policies.system, choose_system(run.policies).max_staleness)
         assert all(0 <= each <= bound for each in staleness.values())
     oldest: dict[int, int] = {}
+    made: dict[int, int] = {}
     for _, event, _ in trace.entries:
         if isinstance(event, PromptsDrawn):
             for group in event.groups:
                 oldest.update(dict.fromkeys(group.rollouts, event.oldest_version))
-        elif isinstance(event, Generated) and event.tokens:
+        elif isinstance(event, Generated) and event.tokens > made.get(event.rollout, 0):
+            made[event.rollout] = (
+                event.tokens
+            )  # of an attempt that made none the version says nothing
             assert event.version >= oldest[event.rollout]
 
 

@@ -298,7 +298,7 @@ class Generated(Message, frozen=True):
     """Output tokens that the rollout has now, those of earlier attempts included."""
     finish: Finish
     version: int
-    """Policy version that this attempt started under."""
+    """Policy version that this attempt started under; of one that made no token it says nothing."""
     run_time: float
     """Seconds from leaving the replica's queue to the end."""
     prefill_time: float
