@@ -62,6 +62,17 @@ class BufferedRollout:
         self.text = completion.text
         return self.num_tokens
 
+    def end(self, completion: Completion) -> Generated:
+        """Enter what an attempt made that has ended; return the event of that."""
+        return Generated(
+            completion.rollout,
+            self.add(completion),
+            completion.finish,
+            completion.versions[0][0] if completion.versions else 0,
+            completion.run_time,
+            completion.prefill_time,
+        )
+
     def enter(self, reward: float, fault: str | None) -> None:
         """Enter what the verifier said, which nobody needs the text after: a long one is larger than all else here.
 
@@ -153,15 +164,15 @@ class RolloutBuffer:
         for completion in attempts:
             assert completion.output.path is not None
             buffered.paths.append(completion.output.path)
-            buffered.add(self._with_text(buffered, completion))
+            buffered.add(completion)
             is_over = buffered.num_tokens >= self._run.rollout.max_tokens
             if completion.finish != "aborted" or is_over:
                 buffered.finish = "stop" if completion.finish == "stop" else "length"
+                buffered.text = self._text_of(buffered)
 
-    def _with_text(self, buffered: BufferedRollout, completion: Completion) -> Completion:
-        """Return what a worker left with the text that its rollout has by then."""
-        ids, _ = read_blocks([*buffered.output, completion.output])
-        return replace(completion, text=self.workload.text(ids.tolist()))
+    def _text_of(self, buffered: BufferedRollout) -> str:
+        """Return the text of a rollout whose end its worker could not tell of."""
+        return self.workload.text(read_blocks(buffered.output)[0].tolist())
 
     def request(self, command: Generate) -> Request:
         """Return what a replica needs to generate, or to go on with, a rollout."""
@@ -247,15 +258,10 @@ class RolloutBuffer:
         left = take_over(command.rollout, path, buffered.num_tokens)
         if left is None:
             return None
-        num_tokens = buffered.add(self._with_text(buffered, left))
-        return Generated(
-            command.rollout,
-            num_tokens,
-            left.finish,
-            left.versions[0][0],
-            left.run_time,
-            left.prefill_time,
-        )
+        event = buffered.end(left)
+        if left.finish != "aborted":
+            buffered.text = self._text_of(buffered)
+        return event
 
     def let_go(self, buffered: BufferedRollout) -> None:
         """Enter that a call less needs a rollout's files; after the last one they are removed."""

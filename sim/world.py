@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, assert_never
 
@@ -231,8 +231,7 @@ class SimWorld(World[Trace]):
         """Let a replica die, as a failure would."""
         ends = self.replicas.pop(replica_id).stop()
         self.emit(ReplicaLost(replica_id, reason))
-        for end in ends:
-            self.emit(end if isinstance(end, Generated) else Failed(end, reason))
+        self._fail(ends, reason)
 
     def lose_trainer(self, trainer_id: int, reason: str) -> None:
         """Let a trainer die, and with one that leads the push that it sends."""
@@ -242,9 +241,10 @@ class SimWorld(World[Trace]):
         self.emit(TrainerLost(trainer_id, reason))
         self._fail(lost, reason)
 
-    def _fail(self, commands: list[Command], reason: str) -> None:
-        for command in commands:
-            self.emit(Failed(command, reason))
+    def _fail(self, ends: Sequence[Command | Generated], reason: str) -> None:
+        """Tell how work of who was lost ends: a command fails, a rollout with new tokens is broken off."""
+        for end in ends:
+            self.emit(end if isinstance(end, Generated) else Failed(end, reason))
 
     def _abort(self, command: Abort) -> None:
         if command.replica in self.replicas:  # of a lost one the `Failed` is on its way

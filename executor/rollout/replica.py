@@ -67,15 +67,7 @@ class Replica:
             request = self._buffer.request(command)
             completion = await self._worker.generate(request)
             check_completion(request, completion)
-            num_tokens = buffered.add(completion)
-        return Generated(
-            command.rollout,
-            num_tokens,
-            completion.finish,
-            completion.versions[0][0] if completion.versions else 0,
-            completion.run_time,
-            completion.prefill_time,
-        )
+            return buffered.end(completion)
 
     async def abort(self, rollout: int) -> None:
         """End a rollout with what it has made so far; its `generate` returns then."""

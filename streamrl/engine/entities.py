@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -59,10 +60,17 @@ class Group:
             Rollout(rollout, group, expected)
             for rollout, expected in zip(drawn.rollouts, drawn.expected_tokens, strict=True)
         ]
-        for rollout, (tokens, version) in zip(group.rollouts, drawn.kept, strict=False):
-            if tokens:
-                rollout.tokens, rollout.born = tokens, version
+        for number, tokens, version in kept_of(drawn):
+            rollout = group.rollouts[drawn.rollouts.index(number)]
+            rollout.tokens, rollout.born = tokens, version
         return group
+
+
+def kept_of(drawn: DrawnGroup) -> Iterator[tuple[int, int, int]]:
+    """Yield each rollout that has tokens from before the run was resumed, how many, and the version of the first."""
+    for rollout, (tokens, version) in zip(drawn.rollouts, drawn.kept, strict=False):
+        if tokens:
+            yield rollout, tokens, version
 
 
 @dataclass(slots=True, eq=False)

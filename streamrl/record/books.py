@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from streamrl.engine.entities import kept_of
 from streamrl.engine.messages import (
     CheckpointSaved,
     Command,
@@ -247,11 +248,11 @@ class Books:
     def _see_kept(self, drawn: DrawnGroup) -> None:
         """Enter tokens that rollouts have from before the run was resumed."""
         newest = self._resumed_at if self._leg > 1 else -1
-        for rollout, (tokens, version) in zip(drawn.rollouts, drawn.kept, strict=False):
-            if tokens and version > newest:
+        for rollout, tokens, version in kept_of(drawn):
+            if version > newest:
                 what = f"with tokens of version {version}, which was made before no resume"
                 self._faults.add(f"rollout {rollout} was drawn {what}")
-            elif tokens:
+            else:
                 self._oldest[rollout], self._aborted_at[rollout] = version, tokens
 
     def _see_tokens(self, event: Generated) -> None:

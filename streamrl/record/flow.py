@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from streamrl.engine.entities import kept_of
 from streamrl.engine.messages import (
     CheckpointSaved,
     Command,
@@ -206,9 +207,8 @@ class Flow:
             trainer.see_drawn(drawn)
         for rollout in drawn.rollouts:
             self._rollouts[rollout] = OpenRollout(num_trainers=len(self.trainers))
-        for rollout, (tokens, version) in zip(drawn.rollouts, drawn.kept, strict=False):
-            if tokens:
-                self._rollouts[rollout].tokens, self._rollouts[rollout].born = tokens, version
+        for rollout, tokens, version in kept_of(drawn):
+            self._rollouts[rollout].tokens, self._rollouts[rollout].born = tokens, version
 
     def _end_attempt(self, event: Generated) -> None:
         rollout = self._rollouts[event.rollout]
