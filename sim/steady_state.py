@@ -55,6 +55,7 @@ def simulate_steady(
     run: Run,
     watch: Callable[[int], None] = lambda version: None,
     workload: Workload | None = None,
+    costs: Costs | None = None,
 ) -> Trace:
     """Simulate a run file until `[simulate]` is satisfied; where lengths drift or faults are planned, the whole training.
 
@@ -62,13 +63,14 @@ def simulate_steady(
         run: the run file.
         watch: told each policy version as it is made.
         workload: what is generated; that of the run where absent.
+        costs: seconds of what is done; those of the run where absent.
 
     Raises:
         ValueError: the run file asks for what its profiles or memory do not allow.
         UnfinishedError: it stops before it has a step.
         RuntimeError: nothing is left that could happen.
     """
-    return _simulate(run, StepTrace, watch, workload)
+    return _simulate(run, StepTrace, watch, workload, costs)
 
 
 def measure_steady(
@@ -87,18 +89,24 @@ def measure_steady(
 
 
 def _simulate(
-    run: Run, kind: type[T], watch: Callable[[int], None], workload: Workload | None
+    run: Run,
+    kind: type[T],
+    watch: Callable[[int], None],
+    workload: Workload | None,
+    costs: Costs | None = None,
 ) -> T:
-    world, trace = _open(run, kind, workload)
+    world, trace = _open(run, kind, workload, costs)
     world.run(watch, Enough(run, trace.steps).is_there)
     if not trace.steps:
         raise UnfinishedError(tell_unfinished(run, 0, world.engine.stop_reason or "no step stays"))
     return trace
 
 
-def _open(run: Run, kind: type[T], workload: Workload | None) -> tuple[SimWorld, T]:
+def _open(
+    run: Run, kind: type[T], workload: Workload | None, costs: Costs | None = None
+) -> tuple[SimWorld, T]:
     _check_whole(run)
-    costs = Costs.load(run)
+    costs = costs or Costs.load(run)
     drawn = SimulatedWorkload(sampled(run)) if workload is None else workload
     filled = fill_policies(run, costs)
     trace = kind(filled, costs, is_endless=True)

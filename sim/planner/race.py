@@ -107,7 +107,7 @@ class Race:
         run, new = search.space.run, [index for index in indices if index not in self.finals]
         for seed in range(run.seed, run.seed + run.plan.seeds):
             base, until = shortened(run, seed, FINAL_STEPS), search.deadline
-            known = search.speeds if base == search.base else {}
+            known = search.whole_speeds if base == search.base else {}
             trials = [(i, Trial(base, search.space.candidate(i))) for i in new if i not in known]
             found = {**known, **run_all(pool, short_speed_of, trials, watch, until)}
             for index in new:

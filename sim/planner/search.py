@@ -23,6 +23,7 @@ from sim.planner.generation_time import DealtBatch
 from sim.planner.layouts import Replicas, holds_rollouts
 from sim.planner.limits import unmet
 from sim.planner.mixed_fleets import mixed_fleets
+from sim.planner.portions import portions_of
 from sim.planner.ranking import best_of, within
 from sim.planner.scores import Scores
 from sim.planner.space import Candidate, Space
@@ -49,6 +50,8 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 ROUND = 8
 """Plans simulated before estimates are corrected again: enough to keep a few cores busy."""
+FINAL_SHARE = 0.2
+"""Of `plan.time_limit` that is left to finalists where the search has not ended before."""
 FIRST_LOOK, FIRST_SHARE = 1, 0.3
 """Batches from which replicas' seconds are taken for a first ranking, and share of `plan.time_limit` after which a first
 plan of each system is settled on, though another may turn out to be better."""
@@ -73,8 +76,10 @@ class Search(Scores):
     """Instant of `time.perf_counter` after which nothing more is simulated."""
     speeds: dict[int, Speed] = field(default_factory=dict)
     """What the few steps of each simulated plan gave, on the same prompts for all."""
+    portions: dict[int, int] = field(default_factory=dict)
+    """Into which each of them is divided, where one portion stands for all."""
     seconds: dict[int, float] = field(default_factory=dict)
-    """What each of these simulations took of this machine."""
+    """What each of these plans as a whole takes of this machine to be simulated, by what its portion took."""
     unfinished: dict[int, Unfinished] = field(default_factory=dict)
     """Plans whose simulation stopped before the run's last step: none of them may be chosen."""
     has_converged: bool = False
@@ -97,6 +102,11 @@ class Search(Scores):
     def is_late(self) -> bool:
         """Whether `plan.time_limit` has passed."""
         return time.perf_counter() > self.deadline
+
+    @property
+    def search_end(self) -> float:
+        """Instant after which no plan is looked for any more, so that time is left to compare the best."""
+        return self.deadline - FINAL_SHARE * self.space.run.plan.time_limit
 
     # Values ---------------------------------------------------------------------------------------
 
@@ -135,7 +145,7 @@ class Search(Scores):
     def _converge(self, pool: Executor, watch: Callable[[], None]) -> None:
         self.has_converged = False
         self._look_at_each(pool, watch)
-        while not self.is_late:
+        while time.perf_counter() < self.search_end:
             if not (chosen := self.next_round(pool)):
                 self.has_converged = True
                 break
@@ -321,15 +331,27 @@ class Search(Scores):
 
     def simulate(self, pool: Executor, indices: Iterable[int], watch: Callable[[], None]) -> None:
         """Simulate a few steps of plans and learn from them."""
-        trials = [(i, Trial(self.base, self.space.candidate(i))) for i in indices]
+        trials = [(i, self._trial(i)) for i in indices]
         estimated = self.estimates.estimate().step
         until = self.deadline
         for index, (speed, seconds) in run_all(pool, timed_speed_of, trials, watch, until).items():
             if isinstance(speed, Unfinished):
                 self.give_up(index, speed)
                 continue
-            self.seconds[index] = seconds
+            self.portions[index] = dict(trials)[index].portions
+            self.seconds[index] = seconds * self.portions[index]
             self.speeds[index] = speed
             mode = self.space.modes[self.space.of_mode[index]]
             self._over[mode.system].append(speed.step_time / estimated[index])
             self.estimates.learn_step(index, speed.step_time)
+
+    def _trial(self, index: int) -> Trial:
+        candidate = self.space.candidate(index)
+        return Trial(self.base, candidate, portions=portions_of(candidate.apply(self.space.run)))
+
+    @property
+    def whole_speeds(self) -> dict[int, Speed]:
+        """What the few steps gave of plans that were simulated as a whole."""
+        return {
+            index: speed for index, speed in self.speeds.items() if self.portions.get(index, 1) == 1
+        }

@@ -17,6 +17,7 @@ from sim.costs.fill import fill_kinds, fill_latency
 from sim.costs.training.training import TrainingCosts
 from sim.parallel import answers_in_time
 from sim.planner.generation_time import DealtBatch, GenerationTime, summarize
+from sim.planner.portions import costs_of_portion, portion_of, speed_of_all, with_fewer_prompts
 from sim.planner.space import Candidate
 from sim.planner.train_time import closed_form_error
 from sim.steady_state import UnfinishedError, measure_steady, sampled, simulate_steady
@@ -25,6 +26,7 @@ from streamrl.record.leader_steps import read_steps
 from streamrl.record.metrics import Metrics, measure_speed
 from streamrl.record.speed import Speed
 from streamrl.record.steady import START
+from streamrl.record.trace import Trace
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import decode_run, encode_run
@@ -57,6 +59,8 @@ class Trial(NamedTuple):
     candidate: Candidate
     batches: tuple[int, ...] = (0,)
     """Which batches, where generation or training alone is asked for."""
+    portions: int = 1
+    """Into which the plan is divided: one of them is simulated, see `sim.planner.portions`."""
 
 
 def whole(run: Run, seed: int) -> bytes:
@@ -94,7 +98,15 @@ def _if_finished(measure: Callable[[Trial], Figures], trial: Trial) -> Figures |
 
 def _measure_short(trial: Trial) -> Speed:
     run, workload = _planned(trial)
-    trace = simulate_steady(run, workload=workload)
+    if trial.portions == 1:
+        return _speed_of(simulate_steady(run, workload=workload))
+    costs = costs_of_portion(Costs.load(run), trial.portions)
+    portion = portion_of(run, trial.portions)
+    trace = simulate_steady(portion, workload=open_portion(trial.run, trial.portions), costs=costs)
+    return speed_of_all(_speed_of(trace), run, trial.portions)
+
+
+def _speed_of(trace: Trace) -> Speed:
     first, last = counted_steps(trace.run)
     num_whole = max(1, len(read_steps(trace)) - 1)  # those that a lost trainer took back left out
     return measure_speed(trace, (min(first, num_whole), min(last, num_whole)))
@@ -162,6 +174,12 @@ def open_trial(run: bytes) -> tuple[Run, SimulatedWorkload]:
     """Read a run file and its workload, which all its plans share: to calibrate a ranker takes as long as a trial."""
     decoded = decode_run(run)
     return decoded, SimulatedWorkload(sampled(decoded))
+
+
+@lru_cache(maxsize=8)
+def open_portion(run: bytes, portions: int) -> SimulatedWorkload:
+    """Return the workload of one portion of every plan of a run file that has so many."""
+    return SimulatedWorkload(sampled(with_fewer_prompts(decode_run(run), portions)))
 
 
 def run_all(
