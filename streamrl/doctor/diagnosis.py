@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from streamrl.doctor import batch, divisibility, followers, idle, kinds, memory, room, staleness
+from streamrl.doctor import (
+    batch,
+    divisibility,
+    followers,
+    idle,
+    kinds,
+    memory,
+    planned_faults,
+    room,
+    staleness,
+)
 from streamrl.doctor.finding import Finding, Topic
 from streamrl.doctor.fix import Fix, treat
 from streamrl.runfile.config import Run
@@ -17,8 +27,15 @@ PARTS: tuple[tuple[Topic, Callable[[Run], Iterator[Finding]]], ...] = (
     ("batch", followers.find),
     ("memory", kinds.find),
     ("staleness", staleness.find),
+    ("run file", planned_faults.find),
 )
-FIXES = {**room.FIXES, **divisibility.FIXES, **batch.FIXES, **staleness.FIXES}
+FIXES = {
+    **room.FIXES,
+    **divisibility.FIXES,
+    **batch.FIXES,
+    **staleness.FIXES,
+    **planned_faults.FIXES,
+}
 
 
 def diagnose(run: Run) -> list[Finding]:

@@ -1,0 +1,58 @@
+"""What a run file breaks on purpose: does the run survive it, and can it be simulated?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from streamrl.doctor.finding import Changes, Finding, Level
+from streamrl.doctor.fix import Fix
+from streamrl.runfile.config import Run
+from streamrl.runfile.faults_config import FaultKind
+
+LOSES_REPLICA: tuple[FaultKind, ...] = ("replica-dies", "replica-hangs")
+LOSES_TRAINER: tuple[FaultKind, ...] = (
+    "trainer-dies-training",
+    "trainer-dies-pushing",
+    "trainer-dies-saving",
+)
+
+
+def find(run: Run) -> Iterator[Finding]:
+    """Find faults that end a run before its last step, and those that only a real run can have."""
+    for what, kinds in (("replicas", LOSES_REPLICA), ("the trainer", LOSES_TRAINER)):
+        losses, most = _count(run, kinds), run.policies.max_restarts
+        if losses > most:
+            text = (
+                f"faults: {what} will be lost {losses} times, and policies.max_restarts={most}: "
+                f"the run stops at loss {most + 1}"
+            )
+            yield _finding("error", "faults-stop", text)
+            break
+    if deaths := _count(run, ("driver-dies",)):
+        text = (
+            f"faults: driver-dies can be executed, but not simulated; execute is killed {deaths} "
+            f"time{'s' * (deaths > 1)}, and goes on with --resume each time"
+        )
+        yield _finding("warning", "faults-of-the-driver", text)
+
+
+def _count(run: Run, kinds: tuple[FaultKind, ...]) -> int:
+    return sum(fault.count or 1 for fault in run.faults if fault.kind in kinds)
+
+
+def _finding(level: Level, name: str, text: str) -> Finding:
+    return Finding(level=level, topic="run file", name=name, text=text)
+
+
+def _more_restarts(run: Run) -> Iterator[Changes]:
+    yield {
+        "policies.max_restarts": max(_count(run, kinds) for kinds in (LOSES_REPLICA, LOSES_TRAINER))
+    }
+
+
+FIXES = {
+    "faults-stop": Fix(_more_restarts, "plan fewer faults"),
+    "faults-of-the-driver": Fix(
+        lambda run: iter(()), "leave driver-dies out of what is simulated, or execute it"
+    ),
+}
