@@ -1,4 +1,4 @@
-"""Is the plan that `streamrl plan` chooses the best of its offer? Sixteen offers, each searched in other ways too.
+"""Is the plan that `streamrl plan` chooses the best of its offer? Seventeen offers, each searched in other ways too.
 
     python benchmarks/bench_offers.py                      every offer of benchmarks/offers; hours on two cores
     python benchmarks/bench_offers.py 8b-2-h100 32b-8-h800
