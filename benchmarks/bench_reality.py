@@ -1,12 +1,13 @@
 """How near a simulation comes to what is then executed on this machine: run files that nothing was tuned on.
 
-The machine is profiled, for both models, before the runs and after them; every run file is simulated before it is
-executed, in turn with all others and `--rounds` times, and once more with the lengths that it had. A run's step time
-is set beside three others:
+The machine is profiled, for both models, before the runs. Every run file is simulated before it is executed, in turn
+with all others and `--rounds` times, and once more with the lengths that it had. A run's step time is set beside both:
 
     before      simulated before it was executed, lengths as its run file has them
-    recorded    simulated with its lengths, seconds of the profile before
-    after       the same with the profile after; what is between the two is the machine's drift
+    recorded    simulated with its lengths
+
+A host that others use as well changes its pace by the minute. So a few points of the profile are measured again between
+runs (`benchmarks/pace.py`), and its seconds are taken as many times as long as they took just before, or around, a run.
 
 Its own repeats say what no prediction can get below. What asynchrony gains at one, two and three replicas, and how long
 pushes take, is set beside what was simulated before. Nothing else may run on the machine meanwhile.
@@ -28,6 +29,7 @@ from typing import NamedTuple
 import msgspec
 from rich.console import Console
 
+from benchmarks.pace import measure_pace
 from benchmarks.reality_cells import (
     CELLS,
     EXAMPLES,
@@ -47,7 +49,7 @@ from sim.costs.costs import Costs
 from sim.costs.fill import fill_policies
 from sim.world import simulate
 from streamrl.engine.messages import Generate, PushWeights, WeightsPushed
-from streamrl.hardware.machine_profile import write_measured
+from streamrl.hardware.machine_profile import read_measured, write_measured
 from streamrl.record.informative import recorded_workload
 from streamrl.record.metrics import Metrics, measure
 from streamrl.record.trace import Trace
@@ -55,19 +57,26 @@ from streamrl.report.fidelity import EXECUTED, with_section
 from streamrl.runfile.config import CostsConfig, Run
 
 ROUNDS = 3
+LIMITS = Limits(max_running=64, max_context=LONG + MAX_PROMPT, max_tokens_per_pass=2048)
 NUM_SAMPLED, NUM_SAMPLES = 64, 4
 """Prompts, and outputs of each, that say before a run how long outputs are."""
 
 
 class Executed(NamedTuple):
-    """What is simulated again once the machine was profiled again."""
+    """What is simulated again with the lengths that it had."""
 
-    number: int
     cell: Cell
     trace: Trace
     file: Path
     before: Metrics
     push_before: float
+    pace_before: float
+    pace_after: float
+
+    @property
+    def pace(self) -> float:
+        """Seconds around the run over those of the profile."""
+        return (self.pace_before + self.pace_after) / 2
 
 
 def main() -> None:
@@ -101,45 +110,49 @@ def main() -> None:
 def compare(
     data: Path, cells: Sequence[Cell], rounds: int, *, is_quick: bool
 ) -> dict[str, list[Repeat]]:
-    """Profile, execute every cell in turn and that `rounds` times, profile again; return the repeats by cell."""
-    models = dict.fromkeys(one.model for one in cells)
-    earlier = {
-        name: profile(data, name, data / f"{name}-before.toml", is_quick=is_quick)
-        for name in models
+    """Profile, execute every cell in turn and that `rounds` times; return the repeats by cell."""
+    models = dict.fromkeys(("first", *(one.model for one in cells)))
+    profiles = {
+        name: profile(data, name, data / f"{name}.toml", is_quick=is_quick) for name in models
     }
-    done: list[Executed] = []
+    repeats: dict[str, list[Repeat]] = {one.name: [] for one in cells}
+    pace = _pace(data, profiles["first"])
     for number in range(rounds):
         for place, one in enumerate(cells):
             output = data / f"run-{number}-{place}"
             run = make_run(one, data, output)
-            predicted = _with_profile(run, earlier[one.model])
+            path, pace_before = profiles[one.model], pace
+            predicted = _with_profile(run, path, pace_before)
             simulated = simulate(predicted)
             trace = execute(fill_policies(run, Costs.load(predicted)))
-            file, before = output / "trace.jsonl", measure(simulated)
-            done.append(Executed(number, one, trace, file, before, push_time(simulated)))
             shutil.rmtree(output / "checkpoints")
-            print(f"{one.name}: {measure(trace).step_time:.3f} s a step", file=sys.stderr)
-    later = {
-        name: profile(data, name, data / f"{name}-after.toml", is_quick=is_quick) for name in models
-    }
-    repeats: dict[str, list[Repeat]] = {one.name: [] for one in cells}
-    for each in done:
-        own = each.cell.model
-        recorded, after = (predict(each, profiles[own]) for profiles in (earlier, later))
-        repeats[each.cell.name].append(
-            Repeat(
-                *(measure(each.trace), each.before, recorded, after, started_at(each.trace)),
-                *(push_time(each.trace), each.push_before),
+            pace = _pace(data, profiles["first"])
+            done = Executed(
+                *(one, trace, output / "trace.jsonl", measure(simulated), push_time(simulated)),
+                *(pace_before, pace),
             )
-        )
+            repeats[one.name].append(_repeat(done, path))
+            print(f"{one.name}: {measure(trace).step_time:.3f} s a step", file=sys.stderr)
     return repeats
 
 
-def predict(done: Executed, profile: Path) -> Metrics:
+def _repeat(done: Executed, path: Path) -> Repeat:
+    recorded = predict(done, path)
+    return Repeat(
+        *(measure(done.trace), done.before, recorded, done.pace, started_at(done.trace)),
+        *(push_time(done.trace), done.push_before),
+    )
+
+
+def _pace(data: Path, path: Path) -> float:
+    return measure_pace(data / "first" / "model", read_measured(path), LIMITS)
+
+
+def predict(done: Executed, path: Path) -> Metrics:
     """Simulate an executed run from a profile, with the lengths and advantages that it had."""
     workload = recorded_workload(done.trace, done.file)
     run = msgspec.structs.replace(done.trace.run, workload=workload)
-    trace = simulate(_with_profile(run, profile))
+    trace = simulate(_with_profile(run, path, done.pace))
     return measure(trace, measure(done.trace).counted_steps)
 
 
@@ -163,20 +176,21 @@ def push_time(trace: Trace) -> float:
     return median(took)
 
 
-def _with_profile(run: Run, path: Path) -> Run:
-    found: Run = msgspec.structs.replace(run, costs=CostsConfig(profile=str(path)))
+def _with_profile(run: Run, path: Path, pace: float) -> Run:
+    """Return a run whose seconds are a profile's, so many times as long."""
+    costs = CostsConfig(profile=str(path), generation_factor=1 / pace, training_factor=1 / pace)
+    found: Run = msgspec.structs.replace(run, costs=costs)
     return found
 
 
 def profile(data: Path, model: str, path: Path, *, is_quick: bool) -> Path:
     """Profile a model within the limits of all cells."""
-    limits = Limits(max_running=64, max_context=LONG + MAX_PROMPT, max_tokens_per_pass=2048)
     setup = make_setup(
         data / model / "model",
         gpu="cpu",
         dtype="float32",
         threads=1,
-        limits=limits,
+        limits=LIMITS,
         is_quick=is_quick,
     )
     write_measured(profile_model(setup, "cpu", lambda what: None), path)

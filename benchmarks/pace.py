@@ -1,0 +1,50 @@
+"""How fast this machine is just now, against a profile of it: hosts that are shared change their pace by the minute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import exp, log
+from pathlib import Path
+from statistics import mean, median
+
+import msgspec
+
+from executor.profiling.measurements import Limits, full_plan
+from executor.profiling.profile_file import make_setup
+from executor.profiling.profiler import measure
+from streamrl.hardware.machine_fit import MEDIAN
+from streamrl.hardware.machine_profile import MeasuredProfile
+
+REPEATS = 3
+
+
+def measure_pace(model: Path, profile: MeasuredProfile, limits: Limits) -> float:
+    """Return how many times as long as in the profile decode steps and training passes take now, in about ten seconds.
+
+    A few points of the profile's are measured again, as it did; of what they take now over then it is the geometric mean.
+    """
+    plan = full_plan(limits)
+    middle = sorted({context for _, context in plan.decode})[1]
+    batches = sorted({running for running, _ in plan.decode})
+    decode = [(batches[place], middle) for place in (0, len(batches) // 2, -1)]
+    passes = sorted(plan.passes, key=lambda one: one[0] * one[1])
+    few = replace(
+        plan,
+        repeats=REPEATS,
+        decode=decode,
+        passes=[passes[len(passes) // 2]],
+        **{"mixed": [], "prefill": [], "join": [], "calls": [], "companies": []},
+    )
+    setup = make_setup(model, gpu="cpu", dtype="float32", threads=1, limits=limits, is_quick=False)
+    found = measure(msgspec.structs.replace(setup, plan=few), lambda what: None)
+    ratios = []
+    for running, context in decode:
+        row = min(
+            (row for row in profile.decode if row.running == running),
+            key=lambda row: abs(row.context - context),
+        )
+        ratios.append(median(found.decode[running, context]) / row.seconds[MEDIAN])
+    for row in profile.train:
+        if (row.rollouts, row.tokens) in found.train:
+            ratios.append(median(found.train[row.rollouts, row.tokens]) / row.seconds[MEDIAN])
+    return exp(mean(map(log, ratios)))
