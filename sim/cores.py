@@ -7,13 +7,12 @@ between two such instants speeds are constant.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from collections import Counter
+from typing import Protocol
 
 import simpy
 
-from sim.costs.sharing import ALONE, CoreSharing
-
-RoleKind = Literal["generating", "training"]
+from sim.costs.sharing import ALONE, CoreSharing, RoleKind
 
 
 class WorkTime(Protocol):
@@ -133,8 +132,8 @@ class _SharedCores:
         self._next = None
         if not self._busy:
             return
-        training = sum(role.kind == "training" for role in self._busy)
-        self._speeds = self._sharing.speeds(len(self._busy) - training, training)
+        busy = Counter(role.kind for role in self._busy)
+        self._speeds = self._sharing.speeds(busy["generating"], busy["training"], busy["handling"])
         first = min(self._busy, key=self._time_left)
         self._next = self._env.timeout(self._time_left(first), first)
         assert self._next.callbacks is not None, "it has not happened yet"

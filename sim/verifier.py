@@ -14,10 +14,15 @@ REWARD = 0.0  # a simulated rollout has no text to reward
 
 
 class Verifier:
-    """One process a worker, first come, first served."""
+    """One process a worker, first come, first served; what a rollout takes of the host's cores comes before."""
 
     def __init__(self, around: Surroundings) -> None:
         self._around = around
+        self._handling_time = around.costs.handling_time
+        self._core = around.cores.time_of("handling")
+        self._unhandled = simpy.Store(around.env)
+        if self._handling_time:
+            around.env.process(self._handle())
         self._time = around.run_file.verifier.time
         self._inbox = simpy.Store(around.env)
         if self._time:
@@ -26,6 +31,19 @@ class Verifier:
 
     def verify(self, command: Verify) -> None:
         """Reward a rollout after those before it; a verifier that takes no time answers at once."""
+        if self._handling_time:
+            self._unhandled.put(command)
+        else:
+            self._pass_on(command)
+
+    def _handle(self) -> Generator[simpy.Event, Any, None]:
+        """Let rollouts take what they take of the cores, one after the other, as one process decides."""
+        while True:
+            command: Verify = yield self._unhandled.get()
+            yield self._core.work(self._handling_time)
+            self._pass_on(command)
+
+    def _pass_on(self, command: Verify) -> None:
         if self._time:
             self._inbox.put(command)
         elif stall_time := self._stall_time:

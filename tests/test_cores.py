@@ -17,7 +17,14 @@ from sim.cores import Cores, OwnTime, RoleKind, WorkTime
 from sim.costs.costs import Costs
 from sim.costs.sharing import CoreSharing, Speeds
 from sim.world import SimWorld, simulate
-from streamrl.hardware.machine_profile import Host, SharingRow, read_measured, write_measured
+from streamrl.engine.messages import Generated, Verified
+from streamrl.hardware.machine_profile import (
+    Host,
+    Once,
+    SharingRow,
+    read_measured,
+    write_measured,
+)
 from streamrl.record.metrics import measure
 from streamrl.runfile.config import Run
 from streamrl.workload.workload import SimulatedWorkload
@@ -72,6 +79,18 @@ def test_more_roles_than_were_measured_divide_the_cores_that_there_are() -> None
     assert fair(16.0).speeds(31, 1)["generating"] == pytest.approx(16 / 32)
 
 
+def test_who_handles_rollouts_is_one_thread_more() -> None:
+    two = fair(2.0)
+    assert two.speeds(1, 0, 1) == {"generating": 1.0, "training": 1.0, "handling": 1.0}
+    assert two.speeds(1, 1, 1) == pytest.approx(dict.fromkeys(two.speeds(1, 1, 1), 2 / 3))
+    assert two.speeds(3, 0, 1)["generating"] == pytest.approx(2 / 4)
+    assert two.speeds(0, 0, 4)["handling"] == pytest.approx(2 / 4)
+    many = CoreSharing(two.measured, 2.0, threads=2)  # which fill both cores alone
+    assert many.speeds(1, 0, 1) == pytest.approx(
+        {"generating": 2 / 3, "training": 2 / 3, "handling": 2 / 3}
+    )
+
+
 def test_a_second_trainer_takes_as_much_as_a_replica() -> None:
     assert fair(2.0).speeds(1, 2) == fair(2.0).speeds(2, 1)
 
@@ -93,7 +112,9 @@ def test_roles_are_slower_only_while_there_are_more_than_cores() -> None:
 
 
 JOBS = st.lists(
-    st.tuples(st.sampled_from(("generating", "training")), st.floats(0, 9), st.floats(0.01, 9)),
+    st.tuples(
+        st.sampled_from(("generating", "training", "handling")), st.floats(0, 9), st.floats(0.01, 9)
+    ),
     min_size=1,
     max_size=6,
 )
@@ -200,6 +221,33 @@ def test_sharing_at_full_speed_changes_no_time(tmp_path: Path) -> None:
         for each in (free, _unshared(costs))
     ]
     assert times[0] == pytest.approx(times[1])
+
+
+def test_rollouts_are_handled_one_after_the_other_and_that_slows_the_roles_down(
+    tmp_path: Path,
+) -> None:
+    run = shared_run(tmp_path, algorithm__steps=5)
+    path = Path(str(run.costs.profile))
+    without = measure(simulate(run)).step_time
+    handling_time = 0.01
+    seconds = (handling_time / 2, handling_time, 2 * handling_time)
+    write_measured(with_fields(read_measured(path), handling=Once(seconds=seconds)), path)
+    trace = simulate(run)
+    ended = [time for time, event, _ in trace.entries if isinstance(event, Generated)]
+    known = [time for time, event, _ in trace.entries if isinstance(event, Verified)]
+    for number, time in enumerate(known):  # in the order of their ends, none before its own
+        assert time >= ended[number] + handling_time - 1e-9
+        assert not number or time >= known[number - 1] + handling_time - 1e-9
+    assert measure(trace).step_time > 1.05 * without
+    check_every_rollout_is_accounted_for(trace)
+
+
+def test_a_profile_that_does_not_say_what_handling_takes_is_said_not_to(tmp_path: Path) -> None:
+    run = shared_run(tmp_path)
+    path = Path(str(run.costs.profile))
+    assert any("decide and reward" in s for s in Costs.load(run).provenance["decode"].sources)
+    write_measured(with_fields(read_measured(path), handling=Once(seconds=around(0.5))), path)
+    assert not any("decide and reward" in s for s in Costs.load(run).provenance["decode"].sources)
 
 
 def test_who_shares_no_cores_waits_with_nothing_but_the_clock() -> None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import datetime
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from executor.carriers.local_cores import usable_cores
 from executor.execute import facts
 from executor.profiling.measurements import Limits, full_plan, quick_plan
 from executor.profiling.profiler import Setup, Watch, measure
-from executor.profiling.readings import Readings
+from executor.profiling.readings import Readings, Stream
 from executor.rollout.transformers_engine import PREFILL_TOKENS
 from streamrl.hardware.host_cores import threads_of_each
+from streamrl.hardware.machine_fit import fit_decode, fit_padded_share, fit_prefill
 from streamrl.hardware.machine_profile import (
     CallRow,
     DecodeRow,
@@ -37,6 +39,8 @@ from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.cluster_config import ModelConfig
 
 QUARTILES = (25, 50, 75)
+LEAST = 1e-6
+"""Seconds of a turnover: a profile's are positive."""
 LEAST_JOINS = 3
 """Joins of one kind below which their median says little."""
 
@@ -73,6 +77,36 @@ def profile_model(setup: Setup, gpu: str, watch: Watch) -> MeasuredProfile:
 
 def to_profile(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
     """Put readings into rows of quartiles."""
+    tables = _tables(setup, gpu, readings)
+    turnover = list(turnover_times(tables, readings.streams))
+    return msgspec.structs.replace(
+        tables, turnover=Once(seconds=quartiles(turnover)) if turnover else None
+    )
+
+
+def turnover_times(profile: MeasuredProfile, streams: Sequence[Stream]) -> Iterator[float]:
+    """Yield what each rollout of a stream took of its replica beyond what the tables say of the stream's passes.
+
+    Passes of a stream are those of the tables in another order; what they do not have is rollouts that come and go.
+    """
+    most = max((one.running for stream in streams for one in stream.passes), default=1)
+    decode, prefill = fit_decode(profile.decode, most), fit_prefill(profile.prefill, profile.join)
+    padded = fit_padded_share(profile.mixed, decode) if profile.mixed else profile.pads_context
+    for stream in streams:
+        known = 0.0
+        for one in stream.passes:
+            tokens, pairs = sum(one.prefixes), sum(n * n / 2 for n in one.prefixes)
+            known += prefill.beside(len(one.prefixes), tokens, pairs)
+            if one.running:
+                context = padded * one.running * one.longest + (1 - padded) * one.context
+                known += decode.step_time(one.running, context)
+            else:
+                known += prefill.alone
+        whole = sum(one.seconds for one in stream.passes)
+        yield max(LEAST, (whole - known) / stream.num_rollouts)
+
+
+def _tables(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
     shape = load_model(ModelConfig(path=setup.model))
     versions = {key: str(value) for key, value in facts().items() if key != "host"}
     return MeasuredProfile(
@@ -124,6 +158,7 @@ def to_profile(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
             )
             for key, shares in sorted(readings.generation.items())
         ),
+        handling=Once(seconds=quartiles(readings.handling)) if readings.handling else None,
     )
 
 

@@ -23,8 +23,9 @@ from executor.carriers.handles import Handle, LocalProcess
 from executor.carriers.launch import worker_environment
 from executor.carriers.remote import remote
 from executor.profiling.company import side_by_side
+from executor.profiling.handling import has_tokenizer, time_handling
 from executor.profiling.measurements import JOIN_STEPS, SHORT, WINDOW, Limits, Measurements
-from executor.profiling.readings import Readings
+from executor.profiling.readings import Readings, Stream
 from executor.profiling.timed_roles import TimedReplicaRole, TimedTrainerRole
 from executor.rollout.transformers_engine import PREFILL_TOKENS
 from executor.samples import Request, Sample
@@ -35,6 +36,8 @@ REPLICA = "executor.profiling.timed_roles:TimedReplica"
 TRAINER = "executor.profiling.timed_roles:TimedTrainer"
 END_KEYS = ("eos_token_id",)
 CONFIG_FILES = ("config.json", "generation_config.json")
+REFILLS = 4
+"""Rollouts of the stream that keeps a replica full, as a multiple of what it runs at once."""
 LEARNING_RATE = 1e-6
 """Small enough that the weights stay a language model's while they are timed."""
 
@@ -60,14 +63,28 @@ def measure(setup: Setup, watch: Watch) -> Readings:
     Raises:
         RuntimeError: a worker failed; the message says why, its log is gone with the scratch directory.
     """
-    return asyncio.run(_measure(setup, watch))
+    readings = asyncio.run(_measure(setup, watch))
+    if setup.plan.companies:
+        readings.handling += _measure_handling(setup)
+        watch("handling")
+    return readings
+
+
+def _measure_handling(setup: Setup) -> list[float]:
+    """Return what rollouts take of those who decide and reward; nothing where the model's runs cannot be executed."""
+    model, tokens = Path(setup.model), min(2 * SHORT, setup.limits.max_context // 2)
+    if not has_tokenizer(model):
+        return []
+    with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
+        return time_handling(model, tokens, setup.dtype, setup.threads, Path(scratch, "run"))
 
 
 def num_points(plan: Measurements) -> int:
     """Return how often `watch` will be called."""
     replica = len(plan.decode) + len(plan.mixed) + len(plan.prefill) + len(plan.join) + 1
     trainer = len(plan.passes) + len(plan.calls) + 1
-    return plan.repeats * (replica + trainer + len(plan.passes) + len(plan.companies))
+    points = plan.repeats * (replica + trainer + len(plan.passes) + len(plan.companies))
+    return points + bool(plan.companies)
 
 
 async def _measure(setup: Setup, watch: Watch) -> Readings:
@@ -116,6 +133,7 @@ class _Bench:
         self._vocabulary = vocabulary
         self._scratch = scratch
         self._common = common
+        self._has_tokenizer = has_tokenizer(Path(str(common["model"])))
         self._environment = worker_environment(setup.threads)
         self._num_rollouts = 0
         self._version = 0
@@ -132,6 +150,7 @@ class _Bench:
             "max_prompt_tokens": longest,
             "temperature": 1.0,
             "seed": 0,
+            "tokenizer": self._common["model"] if self._has_tokenizer else None,
             **self._common,
         }
         async with self._role(REPLICA, config) as handle:
@@ -243,31 +262,44 @@ class _Bench:
                 self._readings.join_context[key].append(one.context / running)
 
     async def _time_refill(self, replica: TimedReplicaRole) -> None:
-        """Keep the replica full from its queue, and count the places that stood empty."""
+        """Keep the replica full from its queue, and count the places that stood empty; its tokens go where a run's do."""
         most = self._limits.max_running
-        lengths = [self._random.randint(SHORT // 2, 2 * SHORT) for _ in range(2 * most)]
-        await asyncio.gather(*(self._generate(replica, 1, SHORT, n) for n in lengths))
+        lengths = [self._random.randint(SHORT // 2, 2 * SHORT) for _ in range(REFILLS * most)]
+        with tempfile.TemporaryDirectory(dir=self._scratch) as tokens:
+            await asyncio.gather(
+                *(self._generate(replica, 1, SHORT, n, Path(tokens)) for n in lengths)
+            )
         passes = await replica.passes()
+        self._readings.streams.append(Stream(len(lengths), passes))
         started = empty = refilled = 0
         for one in passes:
             if started >= most:
                 empty += most - one.running - len(one.prefixes)
                 refilled += len(one.prefixes)
             started += len(one.prefixes)
-            if started >= 2 * most:
+            if started >= len(lengths):
                 break
         if refilled:
             self._readings.refill_passes.append(empty / refilled)
 
     async def _generate(
-        self, replica: TimedReplicaRole, rollouts: int, prompt: int, tokens: int
+        self,
+        replica: TimedReplicaRole,
+        rollouts: int,
+        prompt: int,
+        tokens: int,
+        directory: Path | None = None,
     ) -> None:
+        """Generate rollouts, whose tokens are left in a directory, as in a run, or come back with the answer."""
         requests = [
             Request(
                 rollout=self._num_rollouts + index,
                 prompt=encode_ids(self._tokens(prompt)),
                 priority=0,
                 max_tokens=tokens,
+                output_path=None
+                if directory is None
+                else str(directory / f"{self._num_rollouts + index}.0"),
             )
             for index in range(rollouts)
         ]

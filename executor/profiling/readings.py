@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from executor.rollout.inference_engine import TimedPass
+
+
+class Stream(NamedTuple):
+    """A replica that was kept full from its queue."""
+
+    num_rollouts: int
+    passes: list[TimedPass]
 
 
 @dataclass
@@ -36,6 +46,8 @@ class Readings:
     push: list[float] = field(default_factory=list)
     load: list[float] = field(default_factory=list)
     refill_passes: list[float] = field(default_factory=list)
+    streams: list[Stream] = field(default_factory=list)
+    handling: list[float] = field(default_factory=list)
     generation: dict[tuple[int, int], list[float]] = field(
         default_factory=lambda: defaultdict(list)
     )

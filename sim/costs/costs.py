@@ -56,6 +56,8 @@ class Costs(TrainerCosts):
     """Passes from the end of a rollout to the one that the next in the queue joins."""
     sharing: CoreSharing | None = None
     """What roles lose that compute on one host; None where nobody takes anything from another."""
+    handling_time: float = 0.0
+    """CPU seconds that a rollout takes of those who decide and reward, on a host whose cores they share."""
     generation_factor: float = 1.0
     """Seconds of prefill are divided by it; those of `decode` are already."""
     followers: tuple[FollowerCosts, ...] = ()
@@ -202,6 +204,7 @@ def _with_machine(costs: Costs, machine: MachineCosts) -> Costs:
         tokens_per_pass=machine.tokens_per_pass,
         refill_passes=machine.refill_passes,
         sharing=machine.sharing,
+        handling_time=machine.handling_time,
         provenance={
             **dict.fromkeys(costs.provenance, machine.provenance),
             "decode": machine.decode.provenance,

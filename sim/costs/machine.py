@@ -20,7 +20,7 @@ from streamrl.hardware.machine_fit import (
     fit_passes,
     fit_prefill,
 )
-from streamrl.hardware.machine_profile import MeasuredProfile, read_measured
+from streamrl.hardware.machine_profile import MeasuredProfile, Once, read_measured
 from streamrl.hardware.memory import most_running
 from streamrl.hardware.profile_match import check_fits
 from streamrl.hardware.tiers import Provenance
@@ -33,6 +33,8 @@ class MeasuredPrefill:
     """Seconds that prefixes add to a pass, each rollout's own work counted."""
 
     fit: PassFit
+    turnover: float
+    """Seconds that a rollout adds to the replica's passes by coming and going; counted as it comes."""
     provenance: Provenance
 
     def time(
@@ -40,6 +42,7 @@ class MeasuredPrefill:
     ) -> float:
         """Return the seconds beside what `num_running` decoding rollouts take; alone, those of the whole pass."""
         added = self.fit.beside(num_rollouts, num_tokens, context_pairs)
+        added += self.turnover * num_rollouts
         return added if num_running else added + self.fit.alone
 
 
@@ -109,6 +112,7 @@ class MachineCosts:
     tokens_per_pass: float
     refill_passes: int
     sharing: CoreSharing | None
+    handling_time: float
     provenance: Provenance
     """Of every operation but `decode`, which has its own."""
 
@@ -131,15 +135,22 @@ class MachineCosts:
             decode=DecodeCurve(
                 base=fit.base, per_context_token=fit.per_context_token, provenance=generated
             ),
-            prefill=MeasuredPrefill(fit_prefill(profile.prefill, profile.join), measured),
+            prefill=MeasuredPrefill(
+                fit_prefill(profile.prefill, profile.join), _once(profile.turnover), measured
+            ),
             sync=_sync(profile, measured),
             training=_training(profile, run),
             padded_share=_padded_share(profile),
             tokens_per_pass=profile.prefill_tokens + run.rollout.max_running,
             refill_passes=profile.refill_passes,
             sharing=CoreSharing.of(profile.sharing, profile.host),
+            handling_time=_once(profile.handling),
             provenance=measured,
         )
+
+
+def _once(measured: Once | None) -> float:
+    return 0.0 if measured is None else measured.seconds[MEDIAN]
 
 
 def _padded_share(profile: MeasuredProfile) -> float:
@@ -170,6 +181,8 @@ def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
         notes.append(f"measured with {profile.host.threads} threads a role, not {threads}")
     if profile.gpu == "cpu" and not profile.sharing and roles > 1:
         notes.append(f"{roles} roles as if none slowed another down, which was not measured")
+    if profile.gpu == "cpu" and profile.handling is None:
+        notes.append("as if those who decide and reward took no core, which was not measured")
     return notes
 
 

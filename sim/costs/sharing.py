@@ -1,37 +1,35 @@
 """How much slower roles are that compute at the same time on the cores of one host, as a profile measured it.
 
 Measured are companies: so many replicas that decode, alone or beside a trainer. In a larger one each role has its share
-of the cores that the largest measured one had, or of all where that left some idle.
+of the cores that the largest measured one had, or of all where that left some idle. The process that decides, and the
+verifier, are not among them: while they handle a rollout, that is one thread more, and every thread has as much of the
+cores as any other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Literal, TypeAlias
 
 from streamrl.hardware.machine_fit import MEDIAN
 from streamrl.hardware.machine_profile import Host, SharingRow
 
-
-class Speeds(TypedDict):
-    """Of a role that generates and of one that trains, as shares of their speeds alone."""
-
-    generating: float
-    training: float
-
-
-ALONE: Speeds = {"generating": 1.0, "training": 1.0}
+RoleKind = Literal["generating", "training", "handling"]
+Speeds: TypeAlias = Mapping[RoleKind, float]
+"""Of those of each kind that compute, as shares of their speeds alone."""
+ALONE: Speeds = {"generating": 1.0, "training": 1.0, "handling": 1.0}
 
 
 @dataclass(frozen=True)
 class CoreSharing:
-    """The speeds of roles that share the cores of a host."""
+    """The speeds of roles that share the cores of a host, and of the thread that handles rollouts."""
 
     measured: Mapping[tuple[int, int], Speeds]
     """By how many generate and how many train."""
-    room: float
-    """Roles that have as many cores as threads."""
+    cores: float
+    threads: int = 1
+    """Of each role that generates or trains."""
 
     @classmethod
     def of(cls, rows: Sequence[SharingRow], host: Host) -> CoreSharing | None:
@@ -39,10 +37,19 @@ class CoreSharing:
         if not rows:
             return None
         measured = {(row.generating, row.training): _speeds(row) for row in rows}
-        return cls(measured, host.cores / host.threads)
+        return cls(measured, host.cores, host.threads)
 
-    def speeds(self, generating: int, training: int) -> Speeds:
-        """Return the speeds of roles while so many of each kind compute; a second trainer counts as a replica."""
+    def speeds(self, generating: int, training: int, handling: int = 0) -> Speeds:
+        """Return the speeds while so many of each kind compute; a second trainer counts as a replica."""
+        speeds = self._of_roles(generating, training)
+        if not handling:
+            return speeds
+        threads = (generating + training) * self.threads
+        share = min(1.0, self.cores / (threads + handling))
+        left = share / min(1.0, self.cores / max(1, threads))
+        return {**{kind: left * speed for kind, speed in speeds.items()}, "handling": share}
+
+    def _of_roles(self, generating: int, training: int) -> Speeds:
         trains = min(training, 1)
         replicas = generating + training - trains
         known = [count for count, beside in self.measured if beside == trains]
@@ -51,12 +58,9 @@ class CoreSharing:
         nearest = min(known, key=lambda count: (abs(count - replicas), count))
         left = 1.0
         if replicas > nearest:
-            left = min(1.0, max(nearest + trains, self.room) / (replicas + trains))
+            left = min(1.0, max(nearest + trains, self.cores / self.threads) / (replicas + trains))
         found = self.measured[nearest, trains]
-        return {
-            "generating": left * found["generating"],
-            "training": left * found["training"],
-        }
+        return {kind: left * speed for kind, speed in found.items()}
 
 
 def _speeds(row: SharingRow) -> Speeds:

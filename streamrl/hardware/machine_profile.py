@@ -13,6 +13,8 @@ Every `seconds` is [lower quartile, median, upper quartile] of the repeats. Tabl
 | call     | what a call of the trainer takes beside its passes, for `tokens` of rollouts sent  |
 | optimizer, push, load | an optimizer step; weights out of the trainer; weights into a replica |
 | sharing  | speeds of roles that compute at the same time on one host's cores, as shares of those alone |
+| turnover | what a rollout's coming and going adds to a replica's passes, beyond what the tables say of them |
+| handling | CPU seconds that a rollout takes of the process that decides and of the verifier, on those cores |
 """
 
 from __future__ import annotations
@@ -184,6 +186,10 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     if all were as long as the longest."""
     sharing: tuple[SharingRow, ...] = ()
     """Empty where it was not measured: on GPUs, or by an earlier version."""
+    handling: Once | None = None
+    """None in the same cases."""
+    turnover: Once | None = None
+    """None where an earlier version measured."""
 
 
 def shape_digest(shape: ModelShape) -> str:
@@ -231,8 +237,9 @@ def find_problems(profile: MeasuredProfile) -> Iterator[str]:
             yield f"{name} has no rows"
         for number, row in enumerate(rows, start=1):
             yield from _row_problems(f"{name} row {number}", row)
-    for name in ("optimizer", "push", "load"):
-        yield from _row_problems(name, getattr(profile, name))
+    for name in ("optimizer", "push", "load", "handling", "turnover"):
+        if (once := getattr(profile, name)) is not None:
+            yield from _row_problems(name, once)
     for number, mixed in enumerate(profile.mixed, start=1):
         yield from _row_problems(f"mixed row {number}", mixed)
         if mixed.longest < mixed.context:
@@ -281,7 +288,8 @@ def _say(error: str) -> str:
 
 def write_measured(profile: MeasuredProfile, path: Path) -> None:
     """Write a profile as TOML: facts, then rows, a line each, then the tables."""
-    facts: dict[str, Any] = msgspec.to_builtins(profile, builtin_types=(datetime.date,))
+    whole: dict[str, Any] = msgspec.to_builtins(profile, builtin_types=(datetime.date,))
+    facts = {key: value for key, value in whole.items() if value is not None}
     tables = {key: value for key, value in facts.items() if isinstance(value, dict)}
     lines = [f"{key} = {_toml(value)}" for key, value in facts.items() if key not in tables]
     for key, table in tables.items():

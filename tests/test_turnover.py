@@ -1,0 +1,91 @@
+"""What rollouts take by coming and going: found in a stream whose passes are known, simulated, and measured for real."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from executor.profiling.handling import STEPS, has_tokenizer, time_handling
+from executor.profiling.profile_file import turnover_times
+from executor.profiling.readings import Stream
+from executor.rollout.inference_engine import TimedPass
+from sim.costs.costs import Costs
+from sim.world import simulate
+from streamrl.hardware.machine_profile import Once, read_measured, write_measured
+from streamrl.record.metrics import measure
+from tests.measured_profile import (
+    ALONE,
+    base,
+    make_profile,
+    measured_run,
+    model_directory,
+    prefix_time,
+    slope,
+)
+from tests.tiny_model import save_tiny_model
+
+EXCESS = 7e-4
+SYMBOLS = ["<pad>", "<eos>", *"0123456789+= "]
+
+
+def stream(excess: float) -> Stream:
+    """Return a stream of which each pass takes what the formulas say, and each rollout `excess` in all."""
+    passes = [
+        TimedPass(
+            running=0, context=0, longest=0, prefixes=[16] * 4, seconds=ALONE + prefix_time(4, 16)
+        ),
+        TimedPass(running=4, context=80, longest=30, prefixes=[], seconds=base(4) + slope(4) * 80),
+        TimedPass(
+            running=3,
+            context=70,
+            longest=40,
+            prefixes=[16],
+            seconds=base(3) + slope(3) * 70 + prefix_time(1, 16),
+        ),
+    ]
+    *rest, last = passes
+    return Stream(5, [*rest, replace(last, seconds=last.seconds + 5 * excess)])
+
+
+def test_what_the_tables_do_not_know_of_a_stream_is_its_turnover(tmp_path: Path) -> None:
+    profile = make_profile(model_directory(tmp_path / "model"))
+    assert list(turnover_times(profile, [stream(EXCESS), stream(2 * EXCESS)])) == pytest.approx(
+        [EXCESS, 2 * EXCESS], rel=1e-3
+    )
+    assert 0 < next(turnover_times(profile, [stream(0.0)])) < 1e-5
+    assert 0 < next(turnover_times(profile, [stream(-EXCESS)])) < 1e-5
+
+
+def test_each_rollout_takes_its_turnover_of_its_replica(tmp_path: Path) -> None:
+    model, path = model_directory(tmp_path / "model"), tmp_path / "profile.toml"
+    profile = make_profile(model)
+    write_measured(profile, path)
+    run = measured_run(model, path, policies__system="disaggregated")
+    assert profile.turnover is None and "turnover" not in path.read_text()
+    plain, plain_time = Costs.load(run), measure(simulate(run)).step_time
+    write_measured(replace(profile, turnover=Once(seconds=(EXCESS, EXCESS, EXCESS))), path)
+    assert read_measured(path).turnover == Once(seconds=(EXCESS, EXCESS, EXCESS))
+    costs = Costs.load(run)
+    for running in (0, 3):
+        added = costs.prefill_time(32, 256, running, 2) - plain.prefill_time(32, 256, running, 2)
+        assert added == pytest.approx(2 * EXCESS)
+    longer = measure(simulate(run)).step_time - plain_time
+    assert longer >= 0.5 * EXCESS * run.algorithm.rollouts_per_step
+
+
+def test_handling_is_timed_by_executing_a_run(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model", SYMBOLS)
+    assert has_tokenizer(tmp_path / "model")
+    assert not has_tokenizer(model_directory(tmp_path / "bare"))
+    seconds = time_handling(tmp_path / "model", 8, "float32", 1, tmp_path / "run")
+    assert len(seconds) == STEPS - 1 and all(0 < each < 1 for each in seconds)
+
+
+@pytest.mark.parametrize("table", ["handling", "turnover"])
+def test_seconds_that_cannot_be_are_refused(table: str, tmp_path: Path) -> None:
+    model, path = model_directory(tmp_path / "model"), tmp_path / "profile.toml"
+    write_measured(make_profile(model, **{table: Once(seconds=(1e-3, 5e-4, 2e-3))}), path)
+    with pytest.raises(ValueError, match=f"{table}: seconds must be quartiles"):
+        read_measured(path)
