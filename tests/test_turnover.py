@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from executor.profiling.handling import STEPS, has_tokenizer, time_handling
 from executor.profiling.profile_file import turnover_times
-from executor.profiling.readings import Stream
+from executor.profiling.readings import RefillStream
 from executor.rollout.inference_engine import TimedPass
 from sim.costs.costs import Costs
 from sim.world import simulate
@@ -46,7 +46,7 @@ def stream(excess: float) -> Stream:
         ),
     ]
     *rest, last = passes
-    return Stream(5, [*rest, replace(last, seconds=last.seconds + 5 * excess)])
+    return RefillStream(5, [*rest, replace(last, seconds=last.seconds + 5 * excess)])
 
 
 def test_what_the_tables_do_not_know_of_a_stream_is_its_turnover(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from executor.carriers.local_cores import usable_cores
 from executor.execute import facts
 from executor.profiling.measurements import Limits, full_plan, quick_plan
 from executor.profiling.profiler import Setup, Watch, measure
-from executor.profiling.readings import Readings, Stream
+from executor.profiling.readings import Readings, RefillStream
 from executor.rollout.transformers_engine import PREFILL_TOKENS
 from streamrl.hardware.host_cores import threads_of_each
 from streamrl.hardware.machine_fit import fit_decode, fit_padded_share, fit_prefill
@@ -84,7 +84,7 @@ def to_profile(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
     )
 
 
-def turnover_times(profile: MeasuredProfile, streams: Sequence[Stream]) -> Iterator[float]:
+def turnover_times(profile: MeasuredProfile, streams: Sequence[RefillStream]) -> Iterator[float]:
     """Yield what each rollout of a stream took of its replica beyond what the tables say of the stream's passes.
 
     Passes of a stream are those of the tables in another order; what they do not have is rollouts that come and go.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 import tempfile
 import time
@@ -23,19 +22,19 @@ from executor.carriers.handles import Handle, LocalProcess
 from executor.carriers.launch import worker_environment
 from executor.carriers.remote import remote
 from executor.profiling.company import side_by_side
+from executor.profiling.endless_model import vocabulary_of, without_end
 from executor.profiling.handling import has_tokenizer, time_handling
+from executor.profiling.made_up import MadeUp
 from executor.profiling.measurements import JOIN_STEPS, SHORT, WINDOW, Limits, Measurements
-from executor.profiling.readings import Readings, Stream
+from executor.profiling.readings import Readings, RefillStream
 from executor.profiling.timed_roles import TimedReplicaRole, TimedTrainerRole
 from executor.rollout.transformers_engine import PREFILL_TOKENS
-from executor.samples import Request, Sample
-from executor.tokens import TokenSegment, encode_ids, write_block
+from executor.samples import Request
+from executor.tokens import encode_ids
 from executor.transfer.shared_directory import SharedDirectory
 
 REPLICA = "executor.profiling.timed_roles:TimedReplica"
 TRAINER = "executor.profiling.timed_roles:TimedTrainer"
-END_KEYS = ("eos_token_id",)
-CONFIG_FILES = ("config.json", "generation_config.json")
 REFILLS = 4
 """Rollouts of the stream that keeps a replica full, as a multiple of what it runs at once."""
 LEARNING_RATE = 1e-6
@@ -90,15 +89,15 @@ def num_points(plan: Measurements) -> int:
 async def _measure(setup: Setup, watch: Watch) -> Readings:
     readings = Readings()
     with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
-        endless = _without_end(Path(setup.model), Path(scratch, "model"))
-        vocabulary = json.loads((endless / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+        endless = without_end(Path(setup.model), Path(scratch, "model"))
+        made_up = MadeUp(vocabulary_of(endless))
         common = {
             "model": str(endless),
             "device": setup.device,
             "dtype": setup.dtype,
             "num_threads": setup.threads,
         }
-        bench = _Bench(setup, readings, watch, vocabulary, Path(scratch), common)
+        bench = _Bench(setup, readings, watch, made_up, Path(scratch), common)
         async with bench.replica() as replica, bench.trainer("token-tis") as trainer:
             readings.pads_context = await replica.pads_context()
             await bench.warm_up(replica, trainer)
@@ -122,7 +121,7 @@ class _Bench:
         setup: Setup,
         readings: Readings,
         watch: Watch,
-        vocabulary: int,
+        made_up: MadeUp,
         scratch: Path,
         common: dict[str, object],
     ) -> None:
@@ -130,7 +129,7 @@ class _Bench:
         self._readings = readings
         self._watch = watch
         self._random = random.Random(0)
-        self._vocabulary = vocabulary
+        self._made_up = made_up
         self._scratch = scratch
         self._common = common
         self._has_tokenizer = has_tokenizer(Path(str(common["model"])))
@@ -270,7 +269,7 @@ class _Bench:
                 *(self._generate(replica, 1, SHORT, n, Path(tokens)) for n in lengths)
             )
         passes = await replica.passes()
-        self._readings.streams.append(Stream(len(lengths), passes))
+        self._readings.streams.append(RefillStream(len(lengths), passes))
         started = empty = refilled = 0
         for one in passes:
             if started >= most:
@@ -294,7 +293,7 @@ class _Bench:
         requests = [
             Request(
                 rollout=self._num_rollouts + index,
-                prompt=encode_ids(self._tokens(prompt)),
+                prompt=encode_ids(self._made_up.tokens(prompt)),
                 priority=0,
                 max_tokens=tokens,
                 output_path=None
@@ -355,7 +354,7 @@ class _Bench:
             self._readings.train[rollouts, width] += await self._seconds(trainer)
             self._watch("train")
         for rollouts, width in self._plan.calls:
-            samples = self._samples(rollouts, width, advantage=0.0)
+            samples = self._made_up.samples(rollouts, width, advantage=0.0)
             began_at = time.perf_counter()
             await trainer.train(samples)
             self._readings.call[rollouts * width].append(time.perf_counter() - began_at)
@@ -387,46 +386,14 @@ class _Bench:
     async def time_scores(self, scorer: TimedTrainerRole) -> None:
         """Measure forward passes."""
         for rollouts, width in self._plan.passes:
-            samples = self._samples(rollouts, width, advantage=1.0)
+            samples = self._made_up.samples(rollouts, width, advantage=1.0)
             await scorer.score(samples)
             self._readings.score[rollouts, width] += await self._seconds(scorer)
             self._watch("score")
 
     async def _train(self, trainer: TimedTrainerRole, rollouts: int, width: int) -> None:
-        samples = self._samples(rollouts, width, advantage=1.0)
+        samples = self._made_up.samples(rollouts, width, advantage=1.0)
         await trainer.train(samples)
 
     async def _seconds(self, trainer: TimedTrainerRole) -> list[float]:
         return await trainer.seconds()
-
-    def _samples(self, rollouts: int, width: int, advantage: float) -> list[Sample]:
-        """Make rollouts of `width` tokens, a quarter of them prompt."""
-        prompt = max(1, width // 4)
-        output = width - prompt
-        return [
-            Sample(
-                rollout=index,
-                prompt=encode_ids(self._tokens(prompt)),
-                output=(write_block(self._tokens(output), [-1.0] * output, None),),
-                segments=(TokenSegment(output, is_policy=True),),
-                advantage=advantage,
-            )
-            for index in range(rollouts)
-        ]
-
-    def _tokens(self, count: int) -> list[int]:
-        return [self._random.randrange(self._vocabulary) for _ in range(count)]
-
-
-def _without_end(model: Path, copy: Path) -> Path:
-    """Link a model directory, its end-of-sequence tokens left out of the configs."""
-    copy.mkdir()
-    for file in model.iterdir():
-        if file.name not in CONFIG_FILES:
-            (copy / file.name).symlink_to(file.resolve())
-    for name in CONFIG_FILES:
-        if (model / name).is_file():
-            table = json.loads((model / name).read_text(encoding="utf-8"))
-            kept = {key: value for key, value in table.items() if key not in END_KEYS}
-            (copy / name).write_text(json.dumps(kept), encoding="utf-8")
-    return copy

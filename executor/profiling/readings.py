@@ -9,7 +9,7 @@ from typing import NamedTuple
 from executor.rollout.inference_engine import TimedPass
 
 
-class Stream(NamedTuple):
+class RefillStream(NamedTuple):
     """A replica that was kept full from its queue."""
 
     num_rollouts: int
@@ -46,7 +46,7 @@ class Readings:
     push: list[float] = field(default_factory=list)
     load: list[float] = field(default_factory=list)
     refill_passes: list[float] = field(default_factory=list)
-    streams: list[Stream] = field(default_factory=list)
+    streams: list[RefillStream] = field(default_factory=list)
     handling: list[float] = field(default_factory=list)
     generation: dict[tuple[int, int], list[float]] = field(
         default_factory=lambda: defaultdict(list)
