@@ -30,7 +30,7 @@ EXCESS = 7e-4
 SYMBOLS = ["<pad>", "<eos>", *"0123456789+= "]
 
 
-def stream(excess: float) -> Stream:
+def stream(excess: float) -> RefillStream:
     """Return a stream of which each pass takes what the formulas say, and each rollout `excess` in all."""
     passes = [
         TimedPass(
