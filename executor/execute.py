@@ -8,13 +8,14 @@ import importlib.metadata
 import importlib.util
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from executor.back_ends import check_back_ends
-from executor.carriers.local_gpus import claim_gpus
+from executor.carriers.local_gpus import claim_gpus, device_of
 from executor.interruption import Ending, Interruption
+from executor.rollout.engines import extra_of, modules_of
 from executor.verifier.records import check_prompts
 from executor.verifier.scorers import SCORERS
 from streamrl.engine.messages import Event
@@ -40,9 +41,9 @@ Watch = Callable[[Event, State, float], None]
 
 def check_executable(run: Run) -> None:
     """Raise `ValueError` where a run file can be simulated but not executed here."""
-    missing = [name for name in BACKENDS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"{', '.join(missing)} not installed: pip install 'streamrl[executor]'")
+    check_installed(BACKENDS, "executor")
+    for own in run.rollout.kinds:
+        check_installed(modules_of(own.backend), extra_of(own.backend, device_of(run, own.pool)))
     if run.model.path is None:
         raise ValueError(
             f"model.path is missing: model.name={run.model.name!r} has no weights here"
@@ -57,6 +58,13 @@ def check_executable(run: Run) -> None:
     check_prompts(run)
     check_back_ends(run)
     claim_gpus(run)
+
+
+def check_installed(modules: Sequence[str], extra: str) -> None:
+    """Raise `ValueError` where modules of an extra of this package are not there; nothing is imported."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} not installed: pip install 'streamrl[{extra}]'")
 
 
 def execute(
@@ -128,7 +136,7 @@ async def _execute_in(
             Trace(
                 run,
                 "real",
-                facts(),
+                facts(modules_of(run.rollout.backend)),
                 directory.trace_file,
                 keeps_entries=False,
                 decode=measured_yield(run),
@@ -189,12 +197,17 @@ def find_kept(run: Run, tokens: Path, checkpoint: Checkpoint | None) -> KeptToke
     return KeptTokens(tokens, at.version, run.rollout.max_tokens, is_open)
 
 
-def facts() -> dict[str, str | float]:
-    """Return the host and the versions that a run's seconds belong to."""
+def facts(engines: Sequence[str] = ()) -> dict[str, str | float]:
+    """Return the host and the versions that a run's seconds belong to, with those of more modules."""
     found: dict[str, Any] = {"host": platform.machine(), "python": platform.python_version()}
-    for name in ("streamrl", *BACKENDS):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed as a package"
+    for name in ("streamrl", *BACKENDS, *engines):
+        found[name] = version_of(name)
     return found
+
+
+def version_of(name: str) -> str:
+    """Return the version of a package, of its build for CPUs where that has a name of its own."""
+    for distribution in (name, f"{name}-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    return "not installed as a package"

@@ -115,7 +115,7 @@ class ScriptedEngine:
         return self._is_stopped or len(self._runs) < self._config.max_running
 
     def submit(
-        self, tokens: list[int], max_new_tokens: int, on_end: OnEnd, seed: int | None
+        self, tokens: list[int], max_new_tokens: int, on_end: OnEnd, seed: int | None, priority: int
     ) -> str:
         if self._is_stopped:
             raise RuntimeError(STOPPED)
@@ -162,10 +162,10 @@ class ScriptedEngine:
             run.work.cancel()
             run.on_end(RuntimeError(STOPPED))
 
-    def time_passes(self) -> None:
+    async def time_passes(self) -> None:
         pass
 
-    def passes(self) -> list[TimedPass]:
+    async def passes(self) -> list[TimedPass]:
         return []
 
     def _some_time(self) -> float:

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -24,10 +24,10 @@ from executor.transfer.shared_memory import write_buckets
 from executor.transfer.transfer import Transfer
 from executor.verifier.verifier import Verifier
 from streamrl.engine.messages import PushWeights, WeightsPushed
-from streamrl.runfile.sides_config import RolloutBackend
 from tests import scripted
+from tests.engines import NAMES, params
 from tests.scripted_roles import tokens_of
-from tests.tiny_model import tiny_model
+from tests.tiny_model import WIDE_HEADS, tiny_model
 from tests.verifying import config as verifier_config
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ MAX_TOKENS = 4000
 """Seconds of generation by a real engine: what is this long is aborted."""
 SLOWNESS = 0.1
 """Seconds of everything that scripted roles do."""
-ENGINES = get_args(RolloutBackend)
+REPLICAS = (*NAMES, "scripted")
 CARRIERS = ("in-process", "local")
 SCRIPTED = {"seed": 0, "fastest": SLOWNESS, "slowest": SLOWNESS}
 
@@ -45,14 +45,15 @@ SCRIPTED = {"seed": 0, "fastest": SLOWNESS, "slowest": SLOWNESS}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    tiny_model(VOCABULARY, max_position_embeddings=8192, eos_token_id=None).save_pretrained(path)
+    shape = {"max_position_embeddings": 8192, **WIDE_HEADS}
+    tiny_model(VOCABULARY, eos_token_id=None, **shape).save_pretrained(path)
     return path
 
 
 @pytest.fixture(scope="module")
 def buckets(tmp_path_factory: pytest.TempPathFactory) -> list[Bucket]:
     """Weights that the model takes."""
-    weights = tiny_model(VOCABULARY).state_dict()
+    weights = tiny_model(VOCABULARY, **WIDE_HEADS).state_dict()
     return write_buckets(weights.items(), tmp_path_factory.mktemp("weights"), 1).buckets
 
 
@@ -93,8 +94,7 @@ class Served:
 
 @pytest.fixture(
     scope="module",
-    params=[(kind, carrier) for kind in (*ENGINES, "scripted") for carrier in CARRIERS],
-    ids="-".join,
+    params=params(REPLICAS, *CARRIERS),
 )
 def served(
     request: pytest.FixtureRequest,
@@ -218,8 +218,11 @@ def test_a_drained_load_waits_for_what_runs_and_comes_before_what_is_sent_later(
         loading = task(served.role.load(served.next_manifest(), drain=True))
         await asyncio.sleep(0)
         later = task(served.role.generate(after))
-        assert (await loading).load_time >= 0
-        assert running.done() and not later.done()
+        ended: list[asyncio.Task[Any]] = []
+        for each in (running, loading, later):
+            each.add_done_callback(ended.append)
+        await asyncio.gather(running, loading, later)
+        assert ended == [running, loading, later] and loading.result().load_time >= 0
         check(await running, before, [old])
         check(await later, after, [served.version])
 
@@ -275,7 +278,7 @@ def lose(kind: str, carrier: str, model: Path, log: Path, end: Callable[[Any], A
     return asyncio.run(asyncio.wait_for(go(), timeout=60))
 
 
-@pytest.mark.parametrize("kind", [*ENGINES, "scripted"])
+@pytest.mark.parametrize("kind", params(REPLICAS))
 def test_a_stop_ends_every_pending_rollout_with_an_error_that_says_so(
     kind: str, model: Path, tmp_path: Path
 ) -> None:
@@ -284,7 +287,7 @@ def test_a_stop_ends_every_pending_rollout_with_an_error_that_says_so(
     assert all("the replica was stopped" in str(error) for error in errors)
 
 
-@pytest.mark.parametrize("kind", [*ENGINES, "scripted"])
+@pytest.mark.parametrize("kind", params(REPLICAS))
 def test_a_killed_process_is_lost_to_pending_and_later_calls(
     kind: str, model: Path, tmp_path: Path
 ) -> None:

@@ -52,7 +52,8 @@ def test_every_back_end_and_launcher_has_its_packages() -> None:
     for section, key in ((TrainerConfig, "backend"), (ExecuteConfig, "launcher")):
         assert set(get_args(get_type_hints(section)[key])) <= set(installed.EXTRA_OF)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = {extra_of(backend) for backend in get_args(RolloutBackend)}
+    devices = ("cpu", "cuda")
+    extras = {extra_of(backend, on) for backend in get_args(RolloutBackend) for on in devices}
     assert extras <= set(project["optional-dependencies"])
 
 

@@ -10,15 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from executor.directory_lock import is_abandoned
 from streamrl.record.run_lines import read_metrics, read_rollouts
 from streamrl.record.trace import read_trace, replay
-from streamrl.runfile.sides_config import RolloutBackend
 from tests.command_line import streamrl
+from tests.engines import params
 from tests.tiny_model import save_tiny_model
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
 
@@ -206,7 +205,7 @@ def test_ctrl_c_leaves_a_readable_trace_and_no_process(project: Path) -> None:
     assert replay(trace) is None
 
 
-@pytest.mark.parametrize("backend", get_args(RolloutBackend))
+@pytest.mark.parametrize("backend", params())
 def test_a_run_file_executes_on_every_engine_and_the_trainer_finds_its_logprobs_the_same(
     project: Path, backend: str
 ) -> None:

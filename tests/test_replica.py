@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -31,8 +31,8 @@ from executor.tokens import (
     write_block,
 )
 from executor.transfer.shared_memory import write_buckets
-from streamrl.runfile.sides_config import RolloutBackend
-from tests.tiny_model import tiny_model
+from tests.engines import params
+from tests.tiny_model import WIDE_HEADS, tiny_model
 
 VOCABULARY = 120
 NOTHING = TokenBlock(0, None)
@@ -46,7 +46,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     model = tiny_model(
         VOCABULARY,
-        max_position_embeddings=1024,
+        **WIDE_HEADS,
+        max_position_embeddings=2 * ENDLESS,
         initializer_range=0.2,
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -71,7 +72,7 @@ def reference(path: Path, weights: Weights | None = None) -> Any:
     return model.eval()
 
 
-@pytest.fixture(params=get_args(RolloutBackend))
+@pytest.fixture(params=params())
 def backend(request: pytest.FixtureRequest) -> str:
     """Every engine in turn."""
     return str(request.param)
@@ -135,7 +136,7 @@ def tokens_of(done: Completion) -> list[int]:
 
 def assert_close(done: Completion, expected: torch.Tensor) -> None:
     logprobs = torch.tensor(read_block(done.output)[1].copy())
-    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=2e-6)  # 16 roundings
+    torch.testing.assert_close(logprobs, expected, atol=3e-5, rtol=2e-6)  # 48 roundings
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -253,17 +254,20 @@ def test_a_static_batch_takes_nothing_in_until_all_of_it_is_over(model_path: Pat
 
 def test_an_engine_says_what_each_of_its_passes_held(model_path: Path, backend: str) -> None:
     async def scenario(replica: ReplicaWorker) -> None:
-        replica._engine.time_passes()
+        await replica._engine.time_passes()
         asked = [request(0, 4), request(1, 4)]
+        if backend == "vllm":  # which takes in what has come when it looks
+            asked.pop()
         await asyncio.gather(*map(replica.generate, asked))
-        prefill, *decodes = replica._engine.passes()
+        prefill, *decodes = await replica._engine.passes()
         assert (prefill.running, sorted(prefill.prefixes)) == (
             0,
             [count_ids(a.prompt) for a in asked],
         )
-        assert [one.context for one in decodes] == [5 + 6 + 2 * made for made in (1, 2)]
-        assert all(one.running == 2 and one.seconds > 0 for one in decodes)
-        assert replica._engine.passes() == []
+        prompts = sum(count_ids(each.prompt) for each in asked)
+        assert [one.context for one in decodes] == [prompts + len(asked) * made for made in (1, 2)]
+        assert all(one.running == len(asked) and one.seconds > 0 for one in decodes)
+        assert await replica._engine.passes() == []
 
     serve(model_path, backend, scenario)
 

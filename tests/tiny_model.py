@@ -10,6 +10,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+WIDE_HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+"""A shape that every engine computes: vLLM's kernels for CPUs take no heads of less than 32."""
+
 
 def tiny_model(vocab_size: int, **changes: Any) -> Any:
     """Make the same random two-layer model every time, with options of its config replaced."""
@@ -31,5 +34,6 @@ def save_tiny_model(directory: Path, symbols: Sequence[str]) -> None:
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
     tokenizer.save_pretrained(directory)
-    model = tiny_model(len(symbols), max_position_embeddings=64, pad_token_id=0, eos_token_id=1)
+    ids = {"pad_token_id": 0, "eos_token_id": 1}
+    model = tiny_model(len(symbols), max_position_embeddings=64, **WIDE_HEADS, **ids)
     model.save_pretrained(directory)

@@ -41,6 +41,10 @@ class Launcher:
             "temperature": run.rollout.temperature,
             "seed": run.seed + replica_id,
             "backend": run.rollout.backend,
+            "tensor_parallel": run.rollout.tensor_parallel,
+            "expert_parallel": run.rollout.expert_parallel,
+            "memory_utilization": run.rollout.memory_utilization,
+            "shares_prefixes": run.rollout.shares_prefixes,
             "save_time": float(run.execute.save_tokens_every),
             **self._common(run.rollout.pool),
         }

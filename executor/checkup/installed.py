@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from packaging.requirements import Requirement
 
+from executor.carriers.local_gpus import device_of
 from executor.rollout.engines import extra_of
 from streamrl.doctor.finding import Finding, Level
 from streamrl.runfile.config import Run
@@ -26,7 +27,8 @@ def requirements(run: Run) -> list[Requirement]:
         PackageNotFoundError: this package is not installed.
     """
     asked = (run.trainer.backend, run.execute.launcher)
-    extras = {extra_of(run.rollout.backend), *(EXTRA_OF[name] for name in asked)}
+    engines = {extra_of(own.backend, device_of(run, own.pool)) for own in run.rollout.kinds}
+    extras = engines | {"executor"} | {EXTRA_OF[name] for name in asked}
     found = map(Requirement, importlib.metadata.requires(PACKAGE) or [])
     return [each for each in found if _applies(each, extras)]
 

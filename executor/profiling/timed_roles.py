@@ -39,7 +39,7 @@ class TimedReplica(ReplicaWorker, TimedReplicaRole):
     async def start(self, manifest: Manifest | None, version: int) -> str:
         """Begin to serve, and to time."""
         checksum = await super().start(manifest, version)
-        self._engine.time_passes()
+        await self._engine.time_passes()
         return checksum
 
     async def pads_context(self) -> bool:
@@ -48,7 +48,7 @@ class TimedReplica(ReplicaWorker, TimedReplicaRole):
 
     async def passes(self) -> list[TimedPass]:
         """Return the passes since the last call; the last one has no end, so it is left out."""
-        return self._engine.passes()
+        return await self._engine.passes()
 
 
 class TimedTrainer(TrainerWorker, TimedTrainerRole):

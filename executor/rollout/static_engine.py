@@ -95,7 +95,12 @@ class StaticEngine:
         return is_open or self._end is not None
 
     def submit(
-        self, tokens: list[int], max_new_tokens: int, on_end: OnEnd, seed: int | None
+        self,
+        tokens: list[int],
+        max_new_tokens: int,
+        on_end: OnEnd,
+        seed: int | None,
+        priority: int,
     ) -> str:
         """Put a sequence into the batch that begins once the event loop is back at work."""
         self._check_alive()
@@ -131,11 +136,11 @@ class StaticEngine:
         async with self._turn:
             self._fail(RuntimeError(STOPPED))
 
-    def time_passes(self) -> None:
+    async def time_passes(self) -> None:
         """Time every forward pass from now on."""
         self._passes = PassLog(self._settings.device)
 
-    def passes(self) -> list[TimedPass]:
+    async def passes(self) -> list[TimedPass]:
         """Return the passes since the last call."""
         return [] if self._passes is None else self._passes.take()
 

@@ -1,12 +1,13 @@
-"""The torch model of an engine that computes in its replica's process: loaded, and given new weights."""
+"""The torch model of a replica: loaded and given new weights where its engine computes in its process, else empty."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from executor.pretrained import load_pretrained
 from executor.rollout.inference_engine import Copy, ReplicaSettings
@@ -33,12 +34,23 @@ async def read_weights(manifest: Manifest, model: Any) -> Copy:
     Raises `ValueError` for a name that the model does not have, that is missing, or whose shape differs. Tied
     tensors may come under any of their names.
     """
-    pairs = await asyncio.to_thread(_read_pairs, manifest, model)
+    pairs = await asyncio.to_thread(read_pairs, manifest, model)
 
     async def copy() -> None:
         await asyncio.to_thread(_copy, pairs)
 
     return copy
+
+
+def empty_model(directory: str) -> Any:
+    """Return the model of a Hugging Face directory without weights, as what is pushed to another process is checked against."""
+    configs: Any = AutoConfig
+    models: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model = models.from_config(configs.from_pretrained(directory))
+    with suppress(OSError):  # it need not have one
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    return model
 
 
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:
@@ -50,18 +62,11 @@ def end_tokens(model: PreTrainedModel) -> frozenset[int]:
     return frozenset()
 
 
-def _load(settings: ReplicaSettings) -> Any:
-    dtype = getattr(torch, settings.dtype)
-    model = load_pretrained(
-        settings.model,
-        is_aligned=settings.deterministic,
-        dtype=dtype,
-        attn_implementation="sdpa",
-    )
-    return model.to(torch.device(settings.device)).eval().requires_grad_(False)
+def read_pairs(manifest: Manifest, model: Any) -> Pairs:
+    """Read a manifest's weights, each with the tensor of the model that it is for.
 
-
-def _read_pairs(manifest: Manifest, model: Any) -> Pairs:
+    Raises `ValueError` for a name that the model does not have, that is missing, or whose shape differs.
+    """
     targets = model.state_dict(keep_vars=True)
     pairs = []
     for name, tensor in read_buckets(manifest):
@@ -76,6 +81,17 @@ def _read_pairs(manifest: Manifest, model: Any) -> Pairs:
         if id(target) not in given:
             raise ValueError(f"version {manifest.version}: tensor {name!r} is missing")
     return pairs
+
+
+def _load(settings: ReplicaSettings) -> Any:
+    dtype = getattr(torch, settings.dtype)
+    model = load_pretrained(
+        settings.model,
+        is_aligned=settings.deterministic,
+        dtype=dtype,
+        attn_implementation="sdpa",
+    )
+    return model.to(torch.device(settings.device)).eval().requires_grad_(False)
 
 
 @torch.no_grad()

@@ -88,7 +88,12 @@ class TransformersEngine:
         return len(self._on_end) < self._settings.max_running
 
     def submit(
-        self, tokens: list[int], max_new_tokens: int, on_end: OnEnd, seed: int | None
+        self,
+        tokens: list[int],
+        max_new_tokens: int,
+        on_end: OnEnd,
+        seed: int | None,
+        priority: int,
     ) -> str:
         """Generate after `tokens` from the next forward pass on; `on_end` gets the run or why not.
 
@@ -167,11 +172,11 @@ class TransformersEngine:
             await asyncio.to_thread(self._manager.destroy)
         self._fail_all(RuntimeError(STOPPED))
 
-    def time_passes(self) -> None:
+    async def time_passes(self) -> None:
         """Time every forward pass from now on."""
         self._model.register_forward_pre_hook(self._begin_pass, with_kwargs=True)
 
-    def passes(self) -> list[TimedPass]:
+    async def passes(self) -> list[TimedPass]:
         """Return the passes since the last call."""
         return self._passes.take()
 

@@ -179,14 +179,16 @@ def _with_others(run: Run) -> Costs:
 def _check_backend(run: Run) -> None:
     """Raise `RunError` where replicas generate in a way that `sim.replica` does not: a batch at a time."""
     match run.rollout.backend:
-        case "transformers":
+        case "transformers" | "vllm":
             return
         case "static":
             text = (
                 "rollout.backend 'static' can be executed only, as static batching is not simulated: "
-                "rollout.backend must be 'transformers' for seconds of generation"
+                "rollout.backend must be 'transformers' or 'vllm' for seconds of generation"
             )
-            raise RunError("rollout.backend", run.rollout.backend, OneOf(["transformers"]), text)
+            raise RunError(
+                "rollout.backend", run.rollout.backend, OneOf(["transformers", "vllm"]), text
+            )
         case _:
             assert_never(run.rollout.backend)
 

@@ -12,7 +12,7 @@ from streamrl.runfile.section import Section
 from streamrl.runfile.units import Duration, Size
 
 ScorerName = Literal["exact", "math-verify", "reasoning-gym"]
-RolloutBackend = Literal["transformers", "static"]
+RolloutBackend = Literal["transformers", "static", "vllm"]
 AdmissionName = Literal["on-demand", "reserve"]
 Recompute = Literal["none", "selective", "mlp", "full"]
 Logits = Literal["eager", "fused", "chunked"]
@@ -58,11 +58,11 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     memory_utilization: float = 0.9
     """Share of GPU memory for weights and KV cache."""
     backend: RolloutBackend = "transformers"
-    """Who generates: transformers' continuous batching, or static: one batch to its end, then the next, a reference
-    that is executed and never simulated."""
+    """Who generates: transformers' continuous batching; vllm; or static: one batch to its end, then the next, a
+    reference that is executed and never simulated."""
     shares_prefixes: bool = True
-    """Whether the prompt of a group is prefilled and kept once for all of it, as vLLM and SGLang do;
-    `execute` does not: keys computed under old weights would be attended to by new ones."""
+    """Whether the prompt of a group is prefilled and kept once for all of it, as vLLM and SGLang do; `execute` does so
+    with `backend` vllm, among rollouts that begin under the same weights."""
     migration_transfer: Literal["recompute", "kv"] = "recompute"
     """How a rollout that `policies.migration` moves gets its KV cache: computed again, or (simulated) sent
     over the network, within a node over NVLink."""

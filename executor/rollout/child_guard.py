@@ -1,0 +1,91 @@
+"""Processes that an engine starts end with the process that started them, whatever kills that.
+
+`python -m executor.rollout.child_guard SESSION` waits until its standard input ends, which it does when whoever holds
+the other end is gone, and then kills every process of a session, and those whose ids it was told, one a line. A worker
+leads a session of its own; where an engine lives in somebody else's, its processes are told once they are there.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+
+import psutil
+
+TRACKER = "resource_tracker"
+"""In the command of the process that removes shared memory once those who made it are gone (Python's)."""
+LOOK_TIME = 0.02
+"""Seconds between two looks at what is left."""
+NOBODY = "0"
+"""In place of a session's leader."""
+
+
+class ChildGuard:
+    """A process that outlives this one for as long as it takes to kill what this one has started."""
+
+    def __init__(self) -> None:
+        leads = os.getsid(0) == os.getpid()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(os.getpid()) if leads else NOBODY],
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # apart from what it kills
+        )
+
+    def tell(self) -> list[int]:
+        """Tell it which processes there are, and return their ids."""
+        assert self._process.stdin is not None
+        found = [process.pid for process in psutil.Process().children(recursive=True)]
+        ours = [pid for pid in found if pid != self._process.pid]
+        self._process.stdin.write(b"".join(f"{pid}\n".encode() for pid in ours))
+        self._process.stdin.flush()
+        return ours
+
+    def kill_told(self) -> None:
+        """Let it kill those that it was told of, and end."""
+        self._process.communicate()
+
+
+def _watch(leader: int) -> None:
+    told: set[psutil.Process] = set()
+    for line in sys.stdin.buffer:
+        with suppress(psutil.Error):
+            told.add(psutil.Process(int(line)))
+    _kill(told)
+    if leader and not psutil.pid_exists(leader):
+        while found := _members(leader):
+            _kill(found)
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    """Kill processes, but for those that clean up after the others and end by themselves."""
+    for process in processes:
+        with suppress(psutil.Error):
+            if not _is_tracker(process):
+                process.kill()
+    time.sleep(LOOK_TIME)
+
+
+def _members(session: int) -> list[psutil.Process]:
+    """Return the living processes of a session, but for those that end by themselves."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            is_alive = process.status() != psutil.STATUS_ZOMBIE
+            if is_alive and os.getsid(process.pid) == session:
+                found.append(process)
+    return [process for process in found if not _is_tracker(process)]
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    try:
+        return TRACKER in " ".join(process.cmdline())
+    except psutil.Error:  # it has ended
+        return True
+
+
+if __name__ == "__main__":
+    _watch(int(sys.argv[1]))

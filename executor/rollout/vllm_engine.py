@@ -1,0 +1,294 @@
+"""An inference engine out of vLLM: its asynchronous engine, one request for each rollout.
+
+| promise of `InferenceEngine` | who keeps it |
+|---|---|
+| a run ends in exactly one call of its `on_end` | the task of its request, which gets an error where vLLM's core dies |
+| while `paused()` is held, no token is made and every earlier `on_end` has been called | vLLM's pause that keeps requests, then `_settle` |
+| after `stop()` or a death, `submit` and `paused` raise | vLLM says that its core is dead |
+| versions of tokens | `ReplicaWorker`, as for every engine; a request whose spans vLLM gives otherwise ends in an error |
+| nothing outlives the replica's process | `ChildGuard` |
+
+Keys and values of a prompt are shared among the rollouts that start under one version of the weights: the version
+salts the prefix cache, so that none is attended to that older weights computed before a rollout began.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from executor.rollout.child_guard import ChildGuard
+from executor.rollout.inference_engine import (
+    STOPPED,
+    Copy,
+    OnEnd,
+    ReplicaSettings,
+    RunningSequence,
+    TimedPass,
+)
+from executor.rollout.torch_model import empty_model, end_tokens, read_pairs
+from executor.rollout.vllm_settings import environment, make_arguments, make_sampling
+from executor.samples import Manifest
+
+QUIET_TURNS = 10
+"""Turns of the event loop without a token after which none is on its way: it takes a token three, from the socket
+that vLLM's pause was answered on to the task of its request."""
+
+WARM_UP = ([1], 2)
+"""Prompt and tokens of a request that nobody asked for: the first one compiles what samples (27 s on a busy machine)."""
+
+
+@dataclass(eq=False)
+class _Run:
+    """One request."""
+
+    on_end: OnEnd
+    task: asyncio.Task[None] | None = None
+    prefill_at: float | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)
+    starts: list[tuple[str, int]] = field(default_factory=list)
+    """Weights in the order in which they came, each with the tokens that were there before."""
+
+    @property
+    def so_far(self) -> RunningSequence:
+        made = list(self.tokens), list(self.logprobs), self.prefill_at, list(self.token_times)
+        return RunningSequence(*made)
+
+    def add(self, output: Any, came_at: float) -> None:
+        """Take the tokens of an output, and when its prefix was begun where vLLM says so."""
+        (made,) = output.outputs
+        for token, logprobs in zip(made.token_ids, made.logprobs or (), strict=True):
+            self.tokens.append(token)
+            self.logprobs.append(logprobs[token].logprob)
+            self.token_times.append(came_at)
+        if self.prefill_at is None and self.tokens:
+            self.prefill_at = getattr(output.metrics, "scheduled_ts", 0.0) or None
+
+    def check_versions(self, spans: Any) -> None:
+        """Raise `RuntimeError` where vLLM sampled a token under other weights than it was taken for."""
+        if spans is None:  # this vLLM does not say
+            return
+        ours = [
+            (name, start)
+            for (name, start), (_, end) in zip(
+                self.starts, [*self.starts[1:], ("", len(self.tokens))], strict=True
+            )
+            if end > start
+        ]
+        theirs = [(span.version, span.start) for span in spans]
+        if theirs != ours:
+            raise RuntimeError(f"tokens taken for those of weights {ours} are of {theirs}")
+
+
+class VllmEngine:
+    """vLLM's asynchronous engine and the requests that run in it."""
+
+    def __init__(self, settings: ReplicaSettings) -> None:
+        self._settings = settings
+        self._runs: dict[str, _Run] = {}
+        self._num_runs = 0
+        self._num_pauses = 0
+        """Who holds generation now; the first pauses it, the last lets it go on."""
+        self._pausing = asyncio.Lock()
+        self._num_tokens = 0
+        self._weights = "initial"
+        """Of the weights that generate now, as vLLM is told."""
+        self._is_stopped = False
+        self._guard: ChildGuard | None = None
+        self._llm: Any = None
+        self._model: Any = None
+        """The model as Hugging Face has it, without weights."""
+
+    async def start(self, manifest: Manifest | None) -> None:
+        """Start vLLM's processes, which load the model and allocate the cache."""
+        self._model = await asyncio.to_thread(empty_model, self._settings.model)
+        self._guard = ChildGuard()
+        self._llm = await asyncio.to_thread(self._start)
+        self._guard.tell()
+        await self._name_weights()
+        await self._warm_up()
+        if manifest is not None:
+            copy = await self.read_weights(manifest)
+            await copy()
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Token ids that end a rollout."""
+        return end_tokens(self._model)
+
+    @property
+    def pads_context(self) -> bool:
+        """Whether a decode step pads: never."""
+        return False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more sequence fits the batch."""
+        return len(self._runs) < self._settings.max_running or self._is_over
+
+    def submit(
+        self,
+        tokens: list[int],
+        max_new_tokens: int,
+        on_end: OnEnd,
+        seed: int | None,
+        priority: int,
+    ) -> str:
+        """Generate after `tokens` from the next pass that has room on."""
+        self._check_alive()
+        self._num_runs += 1
+        name = str(self._num_runs)
+        run = self._runs[name] = _Run(on_end, starts=[(self._weights, 0)])
+        prompt = {"prompt_token_ids": tokens, "cache_salt": self._weights}
+        sampling = make_sampling(self._settings, max_new_tokens, self.end_tokens, seed)
+        outputs = self._llm.generate(prompt, sampling, name, priority=priority)
+        run.task = asyncio.create_task(self._follow(name, run, outputs))
+        return name
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Hold generation between two passes; requests in flight keep their KV."""
+        await self._hold()
+        try:
+            await self._settle()
+            yield
+        finally:
+            await self._release()
+
+    def read(self, run: str) -> RunningSequence:
+        """Return what `run` has made so far."""
+        return self._runs[run].so_far
+
+    def cancel(self, run: str) -> None:
+        """Drop `run`; vLLM is told as soon as its task ends."""
+        task = self._runs.pop(run).task
+        assert task is not None
+        task.cancel()
+
+    async def read_weights(self, manifest: Manifest) -> Copy:
+        """Check that weights are this model's, and return what lets vLLM's workers read them."""
+        await asyncio.to_thread(read_pairs, manifest, self._model)
+
+        async def copy() -> None:
+            try:
+                await self._llm.collective_rpc(
+                    "load_pushed_weights", args=(msgspec.msgpack.encode(manifest),)
+                )
+            except Exception as error:  # some of them are new, some old
+                await self._end(RuntimeError(f"vLLM failed to take weights: {error}"))
+                raise
+            self._weights = f"v{manifest.version}"
+            await self._name_weights()
+            for run in self._runs.values():
+                run.starts.append((self._weights, len(run.tokens)))
+
+        return copy
+
+    async def stop(self) -> None:
+        """End vLLM's processes."""
+        self._is_stopped = True
+        await self._end(RuntimeError(STOPPED))
+
+    async def time_passes(self) -> None:
+        """Let the first of vLLM's workers time every forward pass from now on."""
+        await self._llm.collective_rpc("time_passes", args=(self._settings.device,))
+
+    async def passes(self) -> list[TimedPass]:
+        """Return the passes since the last call."""
+        first, *_ = await self._llm.collective_rpc("take_passes")
+        return msgspec.msgpack.decode(first, type=list[TimedPass])
+
+    def _start(self) -> Any:
+        os.environ.update(environment(self._settings))
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(make_arguments(self._settings))
+
+    async def _warm_up(self) -> None:
+        prompt, num_tokens = WARM_UP
+        made: asyncio.Future[RunningSequence] = asyncio.get_running_loop().create_future()
+
+        def end(result: RunningSequence | Exception) -> None:
+            if isinstance(result, Exception):
+                made.set_exception(result)
+            else:
+                made.set_result(result)
+
+        self.submit(prompt, num_tokens, end, None, 0)
+        await made
+
+    async def _follow(self, name: str, run: _Run, outputs: AsyncIterator[Any]) -> None:
+        """Take what vLLM makes of a request until it ends."""
+        output: Any = None
+        result: RunningSequence | Exception
+        try:
+            async for output in outputs:
+                run.add(output, time.perf_counter())
+                self._num_tokens += 1
+            run.check_versions(getattr(output.outputs[0], "weight_versions", None))
+            result = run.so_far
+        except Exception as error:
+            result = RuntimeError(STOPPED if self._is_stopped else f"vLLM failed: {error!r}")
+            result.__cause__ = error
+        if self._runs.pop(name, None) is not None:
+            run.on_end(result)
+
+    async def _hold(self) -> None:
+        async with self._pausing:
+            self._check_alive()
+            if not self._num_pauses:
+                try:
+                    await self._llm.pause_generation(mode="keep", clear_cache=False)
+                except Exception as error:
+                    raise RuntimeError(f"vLLM is not running: {error!r}") from error
+            self._num_pauses += 1
+
+    async def _release(self) -> None:
+        async with self._pausing:
+            self._num_pauses -= 1
+            if not self._num_pauses and not self._is_over:
+                await self._llm.resume_generation()
+
+    async def _settle(self) -> None:
+        """Let every token arrive that was made before the pause."""
+        quiet = 0
+        while quiet < QUIET_TURNS:
+            before = self._num_tokens
+            await asyncio.sleep(0)
+            quiet = quiet + 1 if self._num_tokens == before else 0
+
+    async def _name_weights(self) -> None:
+        """Tell vLLM under which name the spans of tokens have these weights, where it keeps such spans."""
+        if hasattr(self._llm, "update_weight_version"):
+            await self._llm.update_weight_version(self._weights)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_stopped or self._llm is None or bool(self._llm.errored)
+
+    def _check_alive(self) -> None:
+        if self._is_over:
+            raise RuntimeError(STOPPED if self._is_stopped else "vLLM is not running")
+
+    async def _end(self, error: RuntimeError) -> None:
+        """End every run by an error, and all processes."""
+        runs = list(self._runs.values())
+        self._runs.clear()
+        for run in runs:
+            assert run.task is not None
+            run.task.cancel()
+            run.on_end(error)
+        if self._guard is not None:  # by themselves they take seven seconds
+            guard, self._guard = self._guard, None
+            await asyncio.to_thread(guard.kill_told)
+        if self._llm is not None:
+            await asyncio.to_thread(self._llm.shutdown, 0)

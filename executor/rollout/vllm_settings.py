@@ -1,0 +1,98 @@
+"""What vLLM is told: its processes, its engine, and how a request is sampled."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from executor.rollout.inference_engine import ReplicaSettings
+from streamrl.hardware.config_json import read_config_json
+
+PAGE_TOKENS = 128
+"""Tokens of a page of the cache on CPUs, as vLLM's kernels there like it."""
+SPARE_PAGES = 2
+"""Pages that vLLM keeps for itself."""
+
+
+def environment(settings: ReplicaSettings) -> dict[str, str]:
+    """Return what vLLM reads from the environment of this process, before it is imported."""
+    found = {
+        "VLLM_NO_USAGE_STATS": "1",  # nothing is sent home
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked child would keep this process's connections open
+        "VLLM_HOST_IP": "127.0.0.1",  # all of one replica is on this machine
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    if settings.device == "cpu":
+        found["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # replicas would share the first cores
+        found["OMP_NUM_THREADS"] = str(settings.num_threads)
+    return found
+
+
+def make_arguments(settings: ReplicaSettings) -> Any:
+    """Return the arguments of vLLM's engine."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    place: dict[str, Any] = {"gpu_memory_utilization": settings.memory_utilization}
+    if settings.device == "cpu":
+        place = {
+            "kv_cache_memory_bytes": _cache_bytes(settings),
+            "block_size": PAGE_TOKENS,
+            "enforce_eager": True,
+        }
+    return AsyncEngineArgs(
+        model=settings.model,
+        dtype=settings.dtype,
+        max_model_len=settings.max_length,
+        max_num_seqs=settings.max_running,
+        tensor_parallel_size=settings.tensor_parallel,
+        enable_expert_parallel=settings.expert_parallel > 1,
+        enable_prefix_caching=settings.shares_prefixes,
+        seed=settings.seed,
+        skip_tokenizer_init=True,
+        generation_config="vllm",  # the model's own may truncate or penalise
+        logprobs_mode="processed_logprobs",  # of logits / temperature
+        scheduling_policy="priority",
+        worker_extension_cls="executor.rollout.vllm_worker.ReplicaExtension",
+        enable_log_requests=False,
+        **place,
+    )
+
+
+def make_sampling(
+    settings: ReplicaSettings, max_new_tokens: int, ends: frozenset[int], seed: int | None
+) -> Any:
+    """Return how a request is sampled: plainly, with the log-probability of each token, told token by token."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=settings.temperature,
+        max_tokens=max_new_tokens,
+        stop_token_ids=sorted(ends),
+        ignore_eos=True,  # the tokens above are all that end a rollout
+        seed=seed,
+        logprobs=0,  # of the sampled token alone
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _cache_bytes(settings: ReplicaSettings) -> int:
+    """Return the bytes of a cache in host memory that `max_running` longest rollouts fit in.
+
+    Raises:
+        MemoryError: there is not as much.
+    """
+    shape = read_config_json(Path(settings.model) / "config.json")
+    pages = settings.max_running * math.ceil(settings.max_length / PAGE_TOKENS) + SPARE_PAGES
+    wanted = pages * PAGE_TOKENS * shape.kv_bytes_per_token(settings.dtype)
+    free = psutil.virtual_memory().available
+    if wanted > free:
+        raise MemoryError(
+            f"the cache of {settings.max_running} rollouts of {settings.max_length} tokens takes {wanted:,} bytes, "
+            f"and {free:,} are free"
+        )
+    return wanted

@@ -1,0 +1,66 @@
+"""What vLLM's workers do for a replica beyond generating: take pushed weights, and time forward passes.
+
+vLLM mixes `ReplicaExtension` into the class of its workers (`worker_extension_cls`), which live in processes of their
+own. What they are told and return is MessagePack.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+
+from executor.rollout.stopwatch import PassContent, PassLog
+from executor.samples import Manifest
+from executor.transfer.shared_memory import read_buckets
+
+if hasattr(
+    torch.cpu, "_init_amx"
+):  # else bfloat16 kernels end in SIGILL: Linux gives AMX to who asks for it
+    torch.cpu._init_amx()
+
+
+class ReplicaExtension:
+    """Methods of every worker, called by name."""
+
+    model_runner: Any
+    """vLLM's, of the worker that this is mixed into."""
+    reload_weights: Any
+    """vLLM's: takes weights as Hugging Face names them, and keeps its own shards."""
+
+    def load_pushed_weights(self, manifest: bytes) -> None:
+        """Put the weights of a manifest in place of the model's."""
+        pushed = msgspec.msgpack.decode(manifest, type=Manifest)
+        self.reload_weights(weights_iterator=read_buckets(pushed))
+
+    def time_passes(self, device: str) -> None:
+        """Time every forward pass from now on."""
+        self._passes = PassLog(device)
+        execute = self.model_runner.execute_model
+
+        def timed(scheduled: Any, *arguments: Any, **options: Any) -> Any:
+            if scheduled.total_num_scheduled_tokens:
+                self._passes.begin(lambda: _content(scheduled))
+            return execute(scheduled, *arguments, **options)
+
+        self.model_runner.execute_model = timed
+
+    def take_passes(self) -> bytes:
+        """Return the passes since the last call."""
+        return msgspec.msgpack.encode(self._passes.take())
+
+
+def _content(scheduled: Any) -> PassContent:
+    """Return what vLLM scheduled for a pass; a rollout decodes once it has output tokens."""
+    counts, decoding = scheduled.num_scheduled_tokens, []
+    prefixes = [counts[new.req_id] for new in scheduled.scheduled_new_reqs]
+    cached = scheduled.scheduled_cached_reqs
+    for name, computed, made in zip(
+        cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
+    ):
+        if made and counts[name] == 1:
+            decoding.append(computed + 1)
+        else:
+            prefixes.append(counts[name])
+    return PassContent(decoding, prefixes)
