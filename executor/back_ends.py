@@ -9,6 +9,7 @@ from executor.carriers.local_gpus import device_of
 from streamrl.engine.systems import choose_system
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import kind_key
+from streamrl.runfile.sides_config import RolloutBackend
 
 
 class Limit(NamedTuple):
@@ -20,6 +21,14 @@ class Limit(NamedTuple):
     must: str
     """Such as "1 for backend torch"."""
     way_out: str = ""
+
+
+ADMITS: dict[RolloutBackend, str] = {
+    "transformers": "reserves the longest output of max_running rollouts",
+    "static": "holds the outputs of max_running rollouts as they grow",
+    "vllm": "lets in what fits now, and preempts what outgrows its memory",
+}
+"""What each engine does about KV memory."""
 
 
 def check_back_ends(run: Run) -> None:
@@ -55,14 +64,23 @@ def _limits(run: Run) -> Iterator[Limit]:
         yield Limit(
             f"{kind_key(kind)}.tensor_parallel",
             own.tensor_parallel,
-            own.tensor_parallel == 1,
+            own.tensor_parallel == 1 or own.backend == "vllm",
             f"1 for backend {rollout.backend}",
+            "--set rollout.backend=vllm executes the run on several GPUs a replica",
+        )
+    for kind, own in enumerate(rollout.kinds):
+        turns = run.shares_gpus and own.backend == "vllm" and device_of(run, own.pool) != "cpu"
+        yield Limit(
+            f"{kind_key(kind)}.backend",
+            own.backend,
+            not turns,
+            "'transformers' where replicas and trainer share GPUs: vLLM would hold its memory while the trainer computes",
         )
     yield Limit(
         "rollout.admission",
         rollout.admission,
         rollout.admission == "on-demand",
-        f"'on-demand' for backend {rollout.backend}, which reserves the longest output of max_running rollouts",
+        f"'on-demand' for backend {rollout.backend}, which {ADMITS[rollout.backend]}",
         "--set rollout.admission=on-demand executes the run with rollout.max_running at once",
     )
     yield Limit(

@@ -91,9 +91,9 @@ def _mend(run: Run, errors: list[Finding]) -> tuple[Changes, Run]:
 
 
 def _on_this_machine(run: Run) -> Iterator[Finding]:
-    from executor.checkup import installed, readiness, run_paths
+    from executor.checkup import installed, readiness, run_paths, where_run
 
-    for find in (installed.find, readiness.find, files.find, run_paths.find):
+    for find in (installed.find, readiness.find, where_run.find, files.find, run_paths.find):
         yield from find(run)
 
 

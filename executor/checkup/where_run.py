@@ -1,0 +1,77 @@
+"""Where the paths of `execute` were run, by this project's own tests and benchmarks: what docs/running.md tells of all, `doctor` of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from executor.carriers.local_gpus import device_of
+from streamrl.doctor.finding import Finding, Level
+from streamrl.runfile.config import Run
+
+NEVER = "never"
+
+
+class Ran(NamedTuple):
+    """A choice of a run file, and what ran it."""
+
+    choice: str
+    """Key and value."""
+    on_cpu: str
+    on_gpu: str
+
+
+RAN = {
+    ran.choice: ran
+    for ran in (
+        Ran("rollout.backend = transformers", "every test and benchmark", NEVER),
+        Ran("rollout.backend = static", "`make test`", NEVER),
+        Ran("rollout.backend = vllm", "`make test-vllm`, in float32", NEVER),
+        Ran("rollout.tensor_parallel > 1", NEVER, NEVER),
+        Ran("trainer.backend = torch", "every test and benchmark", NEVER),
+        Ran("execute.launcher = local", "every test and benchmark", NEVER),
+        Ran("execute.launcher = in-process", "`make test`", NEVER),
+    )
+}
+
+
+def choices_of(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield what a run file chooses, as `RAN` names it, each with the device that it is run on."""
+    trains_on = device_of(run, run.trainer.pool)
+    for own in run.rollout.kinds:
+        device = device_of(run, own.pool)
+        yield f"rollout.backend = {own.backend}", device
+        if own.tensor_parallel > 1:
+            yield "rollout.tensor_parallel > 1", device
+    yield f"trainer.backend = {run.trainer.backend}", trains_on
+    yield f"execute.launcher = {run.execute.launcher}", trains_on
+
+
+def find(run: Run) -> Iterator[Finding]:
+    """Find which of the chosen paths nobody has run yet, of a run that has weights to execute."""
+    if run.model.path is None:
+        return
+    chosen = list(dict.fromkeys(choices_of(run)))
+    new = [(choice, device) for choice, device in chosen if _where(choice, device) == NEVER]
+    for choice, device in new:
+        text = f"{choice} on {_name(device)} was never run by this project's own tests: docs/running.md"
+        yield _finding(
+            "warning", text, "begin with a few steps, and look at logprob_gap and reward"
+        )
+    if not new:
+        ran = "; ".join(
+            f"{choice} on {_name(device)} by {_where(choice, device)}" for choice, device in chosen
+        )
+        yield _finding("ok", f"run before: {ran}")
+
+
+def _where(choice: str, device: str) -> str:
+    return RAN[choice].on_cpu if device == "cpu" else RAN[choice].on_gpu
+
+
+def _name(device: str) -> str:
+    return "a CPU" if device == "cpu" else "a GPU"
+
+
+def _finding(level: Level, text: str, fix: str = "") -> Finding:
+    return Finding(level=level, topic="versions", name="where-run", text=text, fix=fix)

@@ -1,0 +1,165 @@
+"""What only an engine in other processes can get wrong: who outlives whom, and keys of older weights."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from executor.carriers.handles import LocalProcess, WorkerLostError
+from executor.carriers.launch import REPLICA
+from executor.carriers.remote import remote
+from executor.roles import ReplicaRole, RoleLostError
+from executor.rollout.inference_engine import ReplicaSettings
+from executor.rollout.replica_worker import ReplicaWorker
+from executor.samples import Completion, Request
+from executor.tokens import encode_ids, read_block
+from executor.transfer.shared_memory import write_buckets
+from tests.tiny_model import WIDE_HEADS, tiny_model
+
+pytestmark = pytest.mark.vllm
+
+VOCABULARY = 64
+PROMPT = [1 + (3 * place) % 60 for place in range(300)]
+"""Longer than two pages of the cache."""
+SHARED_MEMORY = Path("/dev/shm")
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    shape = {"max_position_embeddings": 2048, "initializer_range": 0.2, **WIDE_HEADS}
+    tiny_model(VOCABULARY, eos_token_id=None, **shape).save_pretrained(path)
+    return path
+
+
+def changed(model: Path, seed: int) -> Weights:
+    torch.manual_seed(seed)
+    old = load(model).state_dict()
+    return {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in old.items()}
+
+
+def load(model: Path, weights: Weights | None = None) -> Any:
+    found: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if weights is not None:
+        found.load_state_dict(weights)
+    return found.eval()
+
+
+def settings(model: Path) -> dict[str, Any]:
+    limits = {"max_running": 4, "max_tokens": 1000, "max_prompt_tokens": 400}
+    return {"model": str(model), "temperature": 1.0, "seed": 0, "backend": "vllm", **limits}
+
+
+def ask(rollout: int, max_tokens: int, priority: int = 0) -> Request:
+    prompt = encode_ids(PROMPT)
+    return Request(rollout=rollout, prompt=prompt, priority=priority, max_tokens=max_tokens)
+
+
+@torch.no_grad()
+def gap(model: Any, done: Completion) -> float:
+    """Return how far the log-probabilities of a completion are from those of a full forward pass."""
+    ids, logprobs = read_block(done.output)
+    logits = model(torch.tensor([PROMPT + ids.tolist()])).logits[0, len(PROMPT) - 1 : -1]
+    expected = torch.log_softmax(logits, -1)[torch.arange(len(ids)), torch.tensor(ids.tolist())]
+    return float((expected - torch.tensor(logprobs.tolist())).abs().max())
+
+
+def test_a_prompt_is_computed_once_under_one_version_and_again_under_the_next(
+    model: Path, tmp_path: Path
+) -> None:
+    new = changed(model, seed=1)
+
+    async def go() -> None:
+        replica = ReplicaWorker(ReplicaSettings(**settings(model)))
+        await replica.start(None, 0)
+        try:
+            await replica._engine.time_passes()
+            before = [await replica.generate(ask(rollout, 20)) for rollout in range(2)]
+            checksums = [await replica._engine._llm.compute_weight_checksums()]  # type: ignore[attr-defined]
+            await replica.load(write_buckets(new.items(), tmp_path, 1), drain=True)
+            checksums.append(await replica._engine._llm.compute_weight_checksums())  # type: ignore[attr-defined]
+            after = await replica.generate(ask(2, 20))
+            prefixes = [sum(one.prefixes) for one in await replica._engine.passes() if one.prefixes]
+        finally:
+            await replica.stop()
+        assert max(gap(load(model), done) for done in before) < 1e-4
+        assert gap(load(model, new), after) < 1e-4 < gap(load(model), after)
+        assert prefixes == [len(PROMPT), len(PROMPT) % 128, len(PROMPT)]
+        assert checksums[0] != checksums[1]
+
+    asyncio.run(go())
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """Return a process and all that it has started, also what those did."""
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def is_over(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_nothing_outlives_a_replica_that_is_killed(model: Path, tmp_path: Path) -> None:
+    there = set(SHARED_MEMORY.iterdir())
+    families: list[psutil.Process] = []
+
+    async def go() -> None:
+        handle = await LocalProcess.start(REPLICA, settings(model), tmp_path / "log", {})
+        replica = remote(ReplicaRole, handle)
+        await replica.start(None, 0)
+        running = asyncio.ensure_future(replica.generate(ask(0, 1000)))
+        await replica.generate(ask(1, 2))
+        families.extend(family(handle.pid))
+        os.kill(handle.pid, signal.SIGKILL)
+        with pytest.raises(WorkerLostError):
+            await running
+        await handle.close()
+
+    asyncio.run(go())
+    assert len(families) >= 4, "the replica, vLLM's core, its worker, and a guard"
+    wait_until(lambda: all(map(is_over, families)), 10)
+    wait_until(lambda: set(SHARED_MEMORY.iterdir()) <= there, 10)
+
+
+def test_when_the_core_dies_every_pending_rollout_raises_and_later_ones_are_lost(
+    model: Path,
+) -> None:
+    async def go() -> None:
+        replica = ReplicaWorker(ReplicaSettings(**settings(model)))
+        await replica.start(None, 0)
+        try:
+            tasks = [asyncio.ensure_future(replica.generate(ask(n, 1000))) for n in range(9)]
+            await replica.generate(ask(99, 2, priority=-1))
+            for process in psutil.Process().children():
+                if "EngineCore" in process.name() or "EngineCore" in " ".join(process.cmdline()):
+                    process.kill()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(outcome, RuntimeError) for outcome in outcomes)
+            with pytest.raises(RoleLostError, match="not running"):
+                await replica.generate(ask(1, 5))
+            with pytest.raises(RuntimeError, match="not running"):
+                async with replica._engine.paused():
+                    pass
+        finally:
+            await replica.stop()
+
+    asyncio.run(go())

@@ -1,0 +1,40 @@
+"""docs/running.md and `doctor` tell the same of what was run where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+from executor.checkup import where_run
+from executor.checkup.where_run import NEVER, RAN
+from streamrl.runfile.config import ExecuteConfig
+from streamrl.runfile.reading import make_run
+from streamrl.runfile.sides_config import RolloutBackend, TrainerConfig
+from tests.patients import NOWHERE, local_table
+
+PAGE = Path(__file__).parents[1] / "docs" / "running.md"
+
+
+def test_the_page_has_what_doctor_says() -> None:
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines()]
+    rows = [row for row in rows if len(row) == 3][1:]
+    assert [tuple(row) for row in rows] == [tuple(ran) for ran in RAN.values()]
+
+
+def test_every_choice_of_a_run_file_has_its_row() -> None:
+    choices = {f"rollout.backend = {name}" for name in get_args(RolloutBackend)}
+    for section, key in ((TrainerConfig, "trainer.backend"), (ExecuteConfig, "execute.launcher")):
+        names = get_args(get_type_hints(section)[key.rpartition(".")[2]])
+        choices |= {f"{key} = {name}" for name in names}
+    assert choices <= set(RAN)
+
+
+def test_doctor_warns_of_a_path_that_was_never_run_and_of_no_other(tmp_path: Path) -> None:
+    here = list(where_run.find(make_run(local_table(tmp_path), NOWHERE.parent)))
+    assert [finding.level for finding in here] == ["ok"]
+    assert "rollout.backend = transformers on a CPU by every test" in here[0].text
+    changes = {"execute.device": "cuda", "rollout.backend": "vllm"}
+    there = list(where_run.find(make_run(local_table(tmp_path, changes), NOWHERE.parent)))
+    texts = [finding.text for finding in there if finding.level == "warning"]
+    assert any("rollout.backend = vllm on a GPU was never run" in text for text in texts)
+    assert RAN["rollout.backend = vllm"].on_gpu == NEVER
