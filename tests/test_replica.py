@@ -459,24 +459,19 @@ def test_a_rollout_ends_at_the_end_of_sequence_token_and_includes_it(
     serve(path, backend, scenario)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_a_request_without_room_is_refused(model_path: Path, backend: str) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"prompt": encode_ids([1] * 17)}, "prompt .* 16 .* got 17"),
         ({"max_tokens": 401}, "max_tokens .* got 401"),
         ({"prompt": b""}, "prompt"),
         ({"max_tokens": 2, "prefix": (write_block([1, 2], [-1.0] * 2, None),)}, "prefix"),
-    ],
-)
-def test_a_request_without_room_is_refused(
-    model_path: Path, backend: str, changes: dict[str, Any], message: str
-) -> None:
-    asked = replace(request(5, 4), **changes)
+    ]
 
     async def scenario(replica: ReplicaWorker) -> None:
-        with pytest.raises(ValueError, match=f"rollout 5.*{message}"):
-            await replica.generate(asked)
-        assert (await replica.generate(request(5, 3))).output.num_tokens == 3
+        for changes, message in wrong:
+            with pytest.raises(ValueError, match=f"rollout 5.*{message}"):
+                await replica.generate(replace(request(5, 4), **changes))
+            assert (await replica.generate(request(5, 3))).output.num_tokens == 3
 
     serve(model_path, backend, scenario)
 

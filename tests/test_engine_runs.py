@@ -1,0 +1,59 @@
+"""Whole runs on every engine: every system, and what breaks where an engine has processes of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from streamrl.engine.messages import ReplicaLost, TrainerLost, WeightsLoaded
+from streamrl.record.trace import Trace, read_trace, replay
+from streamrl.runfile.policies_config import SystemName
+from tests.command_line import streamrl
+from tests.engines import params
+from tests.test_end_to_end import RUN_FILE, SYMBOLS
+from tests.tiny_model import save_tiny_model
+from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
+
+FAULTS = "".join(
+    f'[[faults]]\nkind = "{kind}"\nstep = {step}\n'
+    for step, kind in ((2, "replica-dies"), (3, "trainer-dies-pushing"), (4, "link-drops"))
+)
+EASY = {"prompt": "1+1=", "answer": ""}
+"""Nothing but the end is right, so that every few completions are and weights change from step to step."""
+
+
+def execute(directory: Path, backend: str, *settings: str, faults: str = "") -> Trace:
+    """Execute a run on an engine, and look at its books."""
+    save_tiny_model(directory / "model", SYMBOLS)
+    (directory / "prompts.jsonl").write_text(json.dumps(EASY) + "\n")
+    (directory / "run.toml").write_text(RUN_FILE + faults)
+    own = (f"rollout.backend={backend}", "rollout.replicas=1", *settings)
+    options = [part for setting in own for part in ("--set", setting)]
+    done = streamrl("execute", directory / "run.toml", "--json", *options)
+    assert done.returncode == 0, done.stderr
+    ledger = json.loads(done.stdout)["ledger"]
+    assert ledger["is_balanced"] and ledger["checksummed"] >= 3
+    trace = read_trace(directory / "run" / "trace.jsonl")
+    check_every_rollout_is_accounted_for(trace)
+    check_every_command_ends_once(trace)
+    assert replay(trace) is None
+    return trace
+
+
+@pytest.mark.parametrize("system", get_args(SystemName))
+@pytest.mark.parametrize("backend", params())
+def test_every_system_executes(backend: str, system: str, tmp_path: Path) -> None:
+    trace = execute(tmp_path, backend, f"policies.system={system}")
+    loaded = [e.event.checksum for e in trace.entries if isinstance(e.event, WeightsLoaded)]
+    assert len({*loaded}) >= 2
+
+
+@pytest.mark.vllm
+def test_a_replica_and_a_trainer_that_die_and_a_lost_push_cost_no_rollout(tmp_path: Path) -> None:
+    settings = ("policies.system=stream-async", "algorithm.steps=6", "execute.checkpoint_every=1")
+    trace = execute(tmp_path, "vllm", *settings, faults=FAULTS)
+    lost = [type(entry.event) for entry in trace.entries]
+    assert ReplicaLost in lost and TrainerLost in lost
