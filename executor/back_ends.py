@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from executor.carriers.local_gpus import device_of
 from streamrl.engine.systems import choose_system
+from streamrl.hardware.profiles import load_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import kind_key
 from streamrl.runfile.sides_config import RolloutBackend
@@ -29,6 +30,9 @@ ADMITS: dict[RolloutBackend, str] = {
     "vllm": "lets in what fits now, and preempts what outgrows its memory",
 }
 """What each engine does about KV memory."""
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of attention heads that vLLM's kernels for CPUs compute (0.32.0, v1/attention/backends/cpu_attn.py); with
+others its core dies of the first request."""
 
 
 def check_back_ends(run: Run) -> None:
@@ -75,6 +79,14 @@ def _limits(run: Run) -> Iterator[Limit]:
             own.backend,
             not turns,
             "'transformers' where replicas and trainer share GPUs: vLLM would hold its memory while the trainer computes",
+        )
+        heads = load_model(run.model).head_dim
+        yield Limit(
+            "model.path",
+            f"{run.model.path}, whose heads have {heads}",
+            own.backend != "vllm" or device_of(run, own.pool) != "cpu" or heads in CPU_HEADS,
+            f"a model whose attention heads have {', '.join(map(str, CPU_HEADS))} values for backend vllm on CPUs",
+            "--set rollout.backend=transformers executes it",
         )
     yield Limit(
         "rollout.admission",

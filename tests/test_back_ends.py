@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +89,32 @@ def test_several_trainers_and_verifiers_on_gpus_are_simulated_only(tmp_path: Pat
     on_gpus = {**table, "verifier": {"pool": second["pool"], "gpus_per_worker": 1}}
     with pytest.raises(ValueError, match=r"^verifier.pool must be left out to be executed"):
         check_back_ends(make_run(on_gpus, NOWHERE.parent))
+
+
+def test_vllm_on_cpus_refuses_heads_that_its_kernels_do_not_compute(tmp_path: Path) -> None:
+    run = make_run(local_table(tmp_path, {"rollout.backend": "vllm"}), NOWHERE.parent)
+    with pytest.raises(ValueError, match=r"^model\.path must be .* heads have 32, .*have 16"):
+        check_back_ends(run)
+    config = tmp_path / "model" / "config.json"
+    wide = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **wide}))
+    check_back_ends(run)
+
+
+def test_several_gpus_a_replica_are_executed_by_vllm_alone(tmp_path: Path) -> None:
+    pools = {"here": {"gpu": "h100", "gpus_per_node": 8}}
+    changes = {"cluster": {"pools": pools}, "rollout.tensor_parallel": 2}
+    with pytest.raises(ValueError, match=r"^rollout\.tensor_parallel must be 1.*backend=vllm"):
+        check_back_ends(make_run(local_table(tmp_path, changes), NOWHERE.parent))
+    changes["rollout.backend"] = "vllm"
+    check_back_ends(make_run(local_table(tmp_path, changes), NOWHERE.parent))
+
+
+def test_vllm_does_not_share_gpus_with_the_trainer(tmp_path: Path) -> None:
+    changes = {
+        "cluster": {"pools": {"here": {"gpu": "h100", "gpus_per_node": 1}}},
+        "policies.system": "colocated",
+        "rollout.backend": "vllm",
+    }
+    with pytest.raises(ValueError, match=r"^rollout\.backend must be 'transformers' where"):
+        check_back_ends(make_run(local_table(tmp_path, changes), NOWHERE.parent))

@@ -43,6 +43,7 @@ that vLLM's pause was answered on to the task of its request."""
 
 WARM_UP = ([1], 2)
 """Prompt and tokens of a request that nobody asked for: the first one compiles what samples (27 s on a busy machine)."""
+FAILED = "vLLM failed, and the log of its replica says why"
 
 
 @dataclass(eq=False)
@@ -112,7 +113,10 @@ class VllmEngine:
         """Start vLLM's processes, which load the model and allocate the cache."""
         self._model = await asyncio.to_thread(empty_model, self._settings.model)
         self._guard = ChildGuard()
-        self._llm = await asyncio.to_thread(self._start)
+        try:
+            self._llm = await asyncio.to_thread(self._start)
+        except RuntimeError as error:
+            raise RuntimeError(f"{FAILED}: {error}") from error
         self._guard.tell()
         await self._name_weights()
         await self._warm_up()
@@ -237,7 +241,7 @@ class VllmEngine:
             run.check_versions(getattr(output.outputs[0], "weight_versions", None))
             result = run.so_far
         except Exception as error:
-            result = RuntimeError(STOPPED if self._is_stopped else f"vLLM failed: {error!r}")
+            result = RuntimeError(STOPPED if self._is_stopped else f"{FAILED}: {error!r}")
             result.__cause__ = error
         if self._runs.pop(name, None) is not None:
             run.on_end(result)
