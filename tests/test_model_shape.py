@@ -262,6 +262,7 @@ def test_only_a_llama_may_leave_its_key_value_heads_out(tmp_path: Path) -> None:
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step must be 1, got 2"),
         ("qwen3_moe", {"mlp_only_layers": [2]}, r"mlp_only_layers must be the .*, got \[2\]"),
         ("qwen3_moe", {"mlp_only_layers": ["a"]}, r"mlp_only_layers must be .*, got \['a'\]"),
+        ("qwen3_moe", {"mlp_only_layers": [None, None]}, r"mlp_only_layers must be .*None\]"),
         ("deepseek_v3", {"first_k_dense_replace": 4}, "num_dense_layers must be .* 3, got 4"),
         ("deepseek_v3", {"n_shared_experts": -1}, "n_shared_experts must be .* 0, got -1"),
         ("mamba", {}, "model_type 'mamba' is none of qwen2, qwen3, llama"),

@@ -122,7 +122,7 @@ def _num_first_dense(table: dict[str, object]) -> int:
     if table.get("decoder_sparse_step", 1) != 1:
         raise ValueError(f"decoder_sparse_step must be 1, got {table['decoder_sparse_step']!r}")
     dense = table.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or sorted(dense) != list(range(len(dense))):
+    if not isinstance(dense, list) or {*map(repr, dense)} != {*map(repr, range(len(dense)))}:
         raise ValueError(f"mlp_only_layers must be the first layers, got {dense!r}")
     return len(dense)
 
