@@ -80,14 +80,15 @@ def _limits(run: Run) -> Iterator[Limit]:
             not turns,
             "'transformers' where replicas and trainer share GPUs: vLLM would hold its memory while the trainer computes",
         )
-        heads = load_model(run.model).head_dim
-        yield Limit(
-            "model.path",
-            f"{run.model.path}, whose heads have {heads}",
-            own.backend != "vllm" or device_of(run, own.pool) != "cpu" or heads in CPU_HEADS,
-            f"a model whose attention heads have {', '.join(map(str, CPU_HEADS))} values for backend vllm on CPUs",
-            "--set rollout.backend=transformers executes it",
-        )
+        if own.backend == "vllm" and device_of(run, own.pool) == "cpu":
+            heads = load_model(run.model).head_dim
+            yield Limit(
+                "model.path",
+                f"{run.model.path}, whose heads have {heads}",
+                heads in CPU_HEADS,
+                f"a model whose attention heads have {', '.join(map(str, CPU_HEADS))} values for backend vllm on CPUs",
+                "--set rollout.backend=transformers executes it",
+            )
     yield Limit(
         "rollout.admission",
         rollout.admission,

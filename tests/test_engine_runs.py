@@ -30,7 +30,8 @@ def execute(directory: Path, backend: str, *settings: str, faults: str = "") -> 
     save_tiny_model(directory / "model", SYMBOLS)
     (directory / "prompts.jsonl").write_text(json.dumps(EASY) + "\n")
     (directory / "run.toml").write_text(RUN_FILE + faults)
-    own = (f"rollout.backend={backend}", "rollout.replicas=1", *settings)
+    batch = ("algorithm.prompts_per_step=8", "algorithm.group_size=8")
+    own = (f"rollout.backend={backend}", "rollout.replicas=1", *batch, *settings)
     options = [part for setting in own for part in ("--set", setting)]
     done = streamrl("execute", directory / "run.toml", "--json", *options)
     assert done.returncode == 0, done.stderr

@@ -136,7 +136,9 @@ def tokens_of(done: Completion) -> list[int]:
 
 def assert_close(done: Completion, expected: torch.Tensor) -> None:
     logprobs = torch.tensor(read_block(done.output)[1].copy())
-    torch.testing.assert_close(logprobs, expected, atol=3e-5, rtol=2e-6)  # 48 roundings
+    torch.testing.assert_close(
+        logprobs, expected, atol=1e-4, rtol=1e-5
+    )  # other weights are 0.1 away
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
