@@ -208,7 +208,7 @@ class Handover:
         self._handle = Loopback()
         self._replica = Replica(self._handle, self._buffer)
         estimator = AdvantageEstimator(run.algorithm, self._buffer)
-        self._trainer = Trainer(self._buffer, estimator, directory, lambda: 0.0)
+        self._trainer = Trainer(run, self._buffer, estimator, directory, lambda: 0.0)
         self._events: deque[Event] = deque([RunStarted(0, 0)])
         self._seconds = 0.0
         self._now = 0.0

@@ -16,6 +16,7 @@ from executor.back_ends import check_back_ends
 from executor.carriers.local_gpus import claim_gpus, device_of
 from executor.interruption import Ending, Interruption
 from executor.rollout.engines import extra_of, modules_of
+from executor.trackers import MODULES
 from executor.verifier.records import check_prompts
 from executor.verifier.scorers import SCORERS
 from streamrl.engine.messages import Event
@@ -44,6 +45,8 @@ def check_executable(run: Run) -> None:
     check_installed(BACKENDS, "executor")
     for own in run.rollout.kinds:
         check_installed(modules_of(own.backend), extra_of(own.backend, device_of(run, own.pool)))
+    for name in run.execute.trackers:
+        check_installed(MODULES[name], name)
     if run.model.path is None:
         raise ValueError(
             f"model.path is missing: model.name={run.model.name!r} has no weights here"

@@ -29,6 +29,7 @@ import msgspec
 from executor.buffer import BufferedRollout
 from executor.checkpoints import Checkpoint, Checkpoints, Position
 from executor.directory_lock import DirectoryLock
+from executor.trackers import Trackers
 from streamrl.record.inputs import keep_inputs
 from streamrl.record.legs import KEPT_BY_A_RESUME, trace_of_leg
 from streamrl.record.run_lines import METRICS, ROLLED_BACK_TO, ROLLOUTS
@@ -53,6 +54,7 @@ class RunDirectory:
         self._metrics: IO[bytes]
         self._rollouts: IO[bytes]
         self._files: list[IO[bytes]] = []
+        self._trackers = Trackers((), path)
         self._lock = DirectoryLock(path)
         self.damaged: list[str] = []
         """Checkpoints that a resume passed over, and what is wrong with each."""
@@ -74,6 +76,7 @@ class RunDirectory:
         self._metrics = _open_at_end(self.path / METRICS)
         self._rollouts = _open_at_end(self.path / ROLLOUTS)
         self._files = [self.trace_file, self._metrics, self._rollouts]
+        self._trackers = Trackers(run.execute.trackers, self.path)
         if resume:
             self.damaged = self.checkpoints.resume_from(checkpoint)
             self._mark_resume(checkpoint)
@@ -118,8 +121,11 @@ class RunDirectory:
         return self.checkpoints.newest_whole()
 
     def write_step(self, figures: Mapping[str, object]) -> None:
-        """Add a line to metrics.jsonl."""
+        """Add a line to metrics.jsonl, and tell those who watch where it is a step."""
         self._metrics.write(json.dumps(figures).encode() + b"\n")
+        step = figures.get("step")
+        if isinstance(step, int):
+            self._trackers.write(step, figures)
 
     def roll_back(self, time: float) -> None:
         """Add a line to metrics.jsonl: the steps after the newest checkpoint are taken back, and will be made again."""
@@ -145,6 +151,7 @@ class RunDirectory:
 
     def close(self) -> None:
         """Close every file, and let others have the directory."""
+        self._trackers.close()
         for file in self._files:
             file.close()
         self._lock.release()

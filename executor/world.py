@@ -88,7 +88,7 @@ class RealWorld(World[Trace]):
         self._watch = watch
         self._replicas: dict[int, Replica] = {}
         estimator = AdvantageEstimator(trace.run.algorithm, buffer)
-        self._trainer = Trainer(buffer, estimator, directory, lambda: self.now)
+        self._trainer = Trainer(trace.run, buffer, estimator, directory, lambda: self.now)
         self._transfer = make_transfer(self._trainer.push)
         self._verifier = verifier
         self._faults = RealFaults(trace.run, directory.path, directory.leg, verifier)

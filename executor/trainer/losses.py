@@ -218,6 +218,7 @@ def diagnostic_sums(
             "ratio_squared": ratios.square(),
             "clipped": _clip_binds(tokens, correction, clip),
             "truncated": raw != correction_weights(tokens, correction, cap),
+            "entropy": -policy,
             "gap": (policy - behaviour).abs(),
             "k1": k1(policy, behaviour),
             "k3": k3(policy, behaviour),
@@ -234,6 +235,7 @@ def diagnostics(sums: Mapping[str, float]) -> dict[str, float]:
     | mean_ratio             | mean ratio; 1 in expectation                            |
     | effective_sample_share | `(sum ratio)^2 / (n * sum ratio^2)`, 1 on-policy (Kish) |
     | clip_fraction          | share whose gradient the PPO clip stops                 |
+    | entropy                | mean -log policy, nats: an estimate from what was sampled |
     | truncated_fraction     | share whose importance weight was capped or masked      |
     | logprob_gap            | mean abs(log policy - log behaviour), nats              |
     | kl_k1, kl_k3           | KL(behaviour || policy), nats                           |
@@ -248,6 +250,7 @@ def diagnostics(sums: Mapping[str, float]) -> dict[str, float]:
         "effective_sample_share": sums["ratio"] ** 2 / (evaluated * sums["ratio_squared"]),
         "clip_fraction": sums["clipped"] / evaluated,
         "truncated_fraction": sums["truncated"] / evaluated,
+        "entropy": sums["entropy"] / evaluated,
         "logprob_gap": sums["gap"] / evaluated,
         "kl_k1": sums["k1"] / evaluated,
         "kl_k3": sums["k3"] / evaluated,

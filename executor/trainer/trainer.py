@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from executor.buffer import RolloutBuffer
@@ -14,6 +16,7 @@ from executor.roles import TrainerRole
 from executor.samples import Manifest
 from executor.trainer.advantages import NO_BASELINE
 from executor.trainer.estimator import AdvantageEstimator
+from executor.trainer.step_figures import step_figures
 from streamrl.engine.messages import (
     CheckpointSaved,
     SaveCheckpoint,
@@ -26,6 +29,7 @@ from streamrl.engine.messages import (
     Trained,
     TrainerStarted,
 )
+from streamrl.runfile.config import Run
 
 
 class Trainer:
@@ -33,15 +37,19 @@ class Trainer:
 
     def __init__(
         self,
+        run: Run,
         buffer: RolloutBuffer,
         estimator: AdvantageEstimator,
         directory: RunDirectory,
         now: Callable[[], float],
     ) -> None:
+        self._run = run
         self._buffer = buffer
         self._estimator = estimator
         self._directory = directory
         self._now = now
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        """Of the step under way, by what the worker was asked for."""
         self._handle: Handle | None = None
         self._remote: TrainerRole | None = None
 
@@ -54,35 +62,38 @@ class Trainer:
         self._remote = remote(TrainerRole, handle)
         baseline = NO_BASELINE if checkpoint is None else checkpoint.position.baseline
         self._estimator.baseline = baseline
+        self._seconds.clear()
         path = None if checkpoint is None else str(checkpoint.path)
         return TrainerStarted(command.trainer, await self._worker.start(path))
 
     async def score(self, command: Score) -> Scored:
         """Run the forward passes that training needs first."""
-        with self._buffer.hold(command.rollouts):
+        with self._buffer.hold(command.rollouts), self._timed("score_time"):
             await self._worker.score(self._estimator.samples(command.rollouts))
         return Scored(command.rollouts, command.trainer)
 
     async def train(self, command: Train) -> Trained:
         """Run forward and backward passes."""
-        with self._buffer.hold(command.rollouts):
+        with self._buffer.hold(command.rollouts), self._timed("train_time"):
             await self._worker.train(self._estimator.samples(command.rollouts))
         return Trained(command.rollouts, command.trainer)
 
     async def step(self, command: Step) -> Stepped:
         """Update the weights, and write down what the step was made of."""
-        figures = await self._worker.step(command.version)
+        with self._timed("optimizer_time"):
+            figures = await self._worker.step(command.version)
         trained = self._buffer.rollouts_of(command.groups)
         self._directory.write_step(
             {
                 "step": command.version,
                 "time": self._now(),
-                "reward": sum(buffered.reward for buffered in trained) / len(trained),
-                "output_tokens": sum(buffered.num_tokens for buffered in trained),
-                "unscored": sum(buffered.fault is not None for buffered in trained),
+                **step_figures(trained, command.version, self._run.rollout.max_tokens),
+                "learning_rate": self._run.algorithm.learning_rate,
+                **self._seconds,
                 **figures,
             }
         )
+        self._seconds.clear()
         self._estimator.end_step(command.groups)
         return Stepped(command.version, command.trainer)
 
@@ -103,6 +114,13 @@ class Trainer:
     async def push(self, version: int, directory: Path) -> Manifest:
         """Write the weights to a directory that replicas read, and return what they need to."""
         return await self._worker.push(version, str(directory))
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Add the seconds that you take to those of this step."""
+        began_at = self._now()
+        yield
+        self._seconds[name] += self._now() - began_at
 
     def kill(self, reason: str) -> None:
         """Let the worker be lost, where one has come up."""

@@ -52,6 +52,9 @@ class CostsConfig(Section, frozen=True, kw_only=True):
     """Simulated: the same for score, train and the optimizer step."""
 
 
+TrackerName = Literal["tensorboard", "wandb"]
+
+
 class ExecuteConfig(Section, frozen=True, kw_only=True):
     """How a plan is run for real."""
 
@@ -68,6 +71,9 @@ class ExecuteConfig(Section, frozen=True, kw_only=True):
     """Whether every run of this file trains on the same tokens and makes the same weights, bit by bit, also one that was
     killed and resumed. For synchronous systems that generate one rollout at a time, on CPUs of one kind and one thread
     each; what cannot be so is refused. Groups that are dropped, and trainers that are lost, break it."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Where the figures of each step go beside metrics.jsonl: "tensorboard" (files in the run directory), "wandb"
+    (with WANDB_MODE=offline on this machine)."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1" (every role on that GPU), or "auto": a GPU where the pool has any."""
     patience: Duration = Duration(60.0)

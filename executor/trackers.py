@@ -1,0 +1,126 @@
+"""Where else a step's figures go beside metrics.jsonl: TensorBoard, Weights & Biases, as far as a run file asks.
+
+None of them can hurt a run: the first that fails says so, and is asked no more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, assert_never
+
+from streamrl.runfile.config import TrackerName
+
+MODULES: dict[TrackerName, tuple[str, ...]] = {"tensorboard": ("tensorboard",), "wandb": ("wandb",)}
+"""What each needs; the extra of this package has its name."""
+PROJECT = "streamrl"
+"""Of Weights & Biases, unless WANDB_PROJECT says another."""
+
+
+class Tracker(Protocol):
+    """Takes the figures of each step."""
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Take a step's figures; steps that are made again come again."""
+
+    def close(self) -> None:
+        """Take no more."""
+
+
+class Trackers:
+    """Those that a run asks for."""
+
+    def __init__(self, names: Sequence[TrackerName], directory: Path) -> None:
+        """Open each in the run's directory."""
+        self._open: dict[TrackerName, Tracker] = {}
+        for name in names:
+            self._try(name, partial(self._add, name, directory))
+
+    def write(self, step: int, figures: Mapping[str, object]) -> None:
+        """Give a step's numbers to each."""
+        numbers = {
+            key: float(value)
+            for key, value in figures.items()
+            if isinstance(value, int | float) and key != "step"
+        }
+        for name, tracker in list(self._open.items()):
+            self._try(name, partial(tracker.write, step, numbers))
+
+    def close(self) -> None:
+        """Close each."""
+        for name, tracker in list(self._open.items()):
+            self._try(name, tracker.close)
+        self._open.clear()
+
+    def _add(self, name: TrackerName, directory: Path) -> None:
+        self._open[name] = open_tracker(name, directory)
+
+    def _try(self, name: TrackerName, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._open.pop(name, None)
+            what = (
+                f"execute.trackers: {name} takes no more figures: {type(error).__name__}: {error}"
+            )
+            print(f"streamrl: {what}", file=sys.stderr)
+
+
+def open_tracker(name: TrackerName, directory: Path) -> Tracker:
+    """Open a tracker for the run in `directory`; only its own libraries are imported."""
+    match name:
+        case "tensorboard":
+            return TensorBoard(directory)
+        case "wandb":
+            return WeightsAndBiases(directory)
+        case _:
+            assert_never(name)
+
+
+class TensorBoard:
+    """Event files beside the run: `tensorboard --logdir RUN`."""
+
+    def __init__(self, directory: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer: Any = SummaryWriter
+        self._writer = writer(str(directory / "tensorboard"))
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Add a point to each figure's curve."""
+        for key, value in figures.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases, the same one after a resume; `WANDB_MODE=offline` keeps it on this machine."""
+
+    def __init__(self, directory: Path) -> None:
+        import wandb
+
+        name = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:16]
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=directory.name,
+            id=name,
+            resume="allow",
+            dir=str(directory),
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Log a step's figures, against a step of our own: W&B's only rises, and a lost trainer goes back."""
+        self._run.log({"step": step, **figures})
+
+    def close(self) -> None:
+        """End the run."""
+        self._run.finish()

@@ -1,0 +1,50 @@
+"""What a step was made of, as numbers to watch: rewards, lengths, staleness."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import groupby
+from operator import attrgetter
+
+from executor.buffer import BufferedRollout
+
+
+def step_figures(
+    trained: Sequence[BufferedRollout], version: int, max_tokens: int
+) -> dict[str, float]:
+    """Return the figures of the step that made `version`.
+
+    | key             | of the rollouts that were trained on                                       |
+    |-----------------|----------------------------------------------------------------------------|
+    | reward          | mean, 0 to 1                                                               |
+    | reward_std      | standard deviation over all of them                                        |
+    | uniform_groups  | share of groups whose rewards are all the same, which teach nothing        |
+    | output_tokens   | in all                                                                     |
+    | length_mean     | output tokens                                                              |
+    | length_max      | output tokens                                                              |
+    | cut_off         | share as long as `max_tokens` lets them be                                 |
+    | staleness_mean  | version trained, less the version that their first token was sampled under |
+    | staleness_max   |                                                                            |
+    | unscored        | how many could not be scored and have reward 0                             |
+    """
+    rewards = [buffered.reward for buffered in trained]
+    lengths = [buffered.num_tokens for buffered in trained]
+    mean = math.fsum(rewards) / len(rewards)
+    groups = [
+        {buffered.reward for buffered in group}
+        for _, group in groupby(trained, key=attrgetter("group"))
+    ]
+    staleness = [version - 1 - buffered.versions[0][0] for buffered in trained]
+    return {
+        "reward": mean,
+        "reward_std": math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards)),
+        "uniform_groups": sum(len(found) == 1 for found in groups) / len(groups),
+        "output_tokens": sum(lengths),
+        "length_mean": sum(lengths) / len(lengths),
+        "length_max": max(lengths),
+        "cut_off": sum(length >= max_tokens for length in lengths) / len(lengths),
+        "staleness_mean": sum(staleness) / len(staleness),
+        "staleness_max": max(staleness),
+        "unscored": sum(buffered.fault is not None for buffered in trained),
+    }
