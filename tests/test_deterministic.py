@@ -104,7 +104,7 @@ def execute_and_kill(project: Path, name: str, version: int, *words: str) -> Pat
 def what_it_made(output: Path) -> dict[str, Any]:
     """Return the tokens that a run trained on, with all figures of its steps, and the bits of its last weights."""
     figures = [
-        {key: value for key, value in step.items() if key != "time"}
+        {key: value for key, value in step.items() if not key.endswith("time")}
         for step in read_metrics(output)
     ]
     rollouts = {

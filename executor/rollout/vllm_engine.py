@@ -98,7 +98,8 @@ class VllmEngine:
         self._runs: dict[str, _Run] = {}
         self._num_runs = 0
         self._num_pauses = 0
-        """Who holds generation now; the first pauses it, the last lets it go on."""
+        """Who holds generation now, or is about to; the first pauses it, the last lets it go on."""
+        self._is_paused = False
         self._pausing = asyncio.Lock()
         self._num_tokens = 0
         self._weights = "initial"
@@ -161,11 +162,13 @@ class VllmEngine:
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
         """Hold generation between two passes; requests in flight keep their KV."""
-        await self._hold()
+        self._num_pauses += 1
         try:
+            await self._hold()
             await self._settle()
             yield
         finally:
+            self._num_pauses -= 1
             await self._release()
 
     def read(self, run: str) -> RunningSequence:
@@ -249,17 +252,18 @@ class VllmEngine:
     async def _hold(self) -> None:
         async with self._pausing:
             self._check_alive()
-            if not self._num_pauses:
-                try:
-                    await self._llm.pause_generation(mode="keep", clear_cache=False)
-                except Exception as error:
-                    raise RuntimeError(f"vLLM is not running: {error!r}") from error
-            self._num_pauses += 1
+            if self._is_paused:
+                return
+            self._is_paused = True  # also where this is cancelled: vLLM may have been told
+            try:
+                await self._llm.pause_generation(mode="keep", clear_cache=False)
+            except Exception as error:
+                raise RuntimeError(f"vLLM is not running: {error!r}") from error
 
     async def _release(self) -> None:
         async with self._pausing:
-            self._num_pauses -= 1
-            if not self._num_pauses and not self._is_over:
+            if self._is_paused and not self._num_pauses and not self._is_over:
+                self._is_paused = False
                 await self._llm.resume_generation()
 
     async def _settle(self) -> None:
