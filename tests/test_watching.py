@@ -64,8 +64,10 @@ def execute(run: Run) -> list[dict[str, Any]]:
 
 
 def test_every_step_says_what_it_took_and_learned_from(tmp_path: Path) -> None:
-    run = real_run(tmp_path, policies__system="stream-async")
+    run = real_run(tmp_path, policies__system="stream-async", algorithm__steps=8)
     lines = execute(run)
+    seconds = [line["train_time"] for line in lines]
+    assert seconds != sorted(seconds), "each step has its own"
     assert [line["step"] for line in lines] == list(range(1, run.algorithm.steps + 1))
     for line in lines:
         assert line["train_time"] > 0 and line["optimizer_time"] > 0
