@@ -118,17 +118,24 @@ def is_over(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
+def shared_by(process: psutil.Process) -> set[Path]:
+    """Return the files of shared memory that a process has mapped."""
+    mapped = {Path(mapping.path) for mapping in process.memory_maps()}
+    return {path for path in mapped if path.parent == SHARED_MEMORY and path.exists()}
+
+
 def test_nothing_outlives_a_replica_that_is_killed(model: Path, tmp_path: Path) -> None:
-    there = set(SHARED_MEMORY.iterdir())
     families: list[psutil.Process] = []
+    shared: set[Path] = set()
 
     async def go() -> None:
         handle = await LocalProcess.start(REPLICA, settings(model), tmp_path / "log", {})
         replica = remote(ReplicaRole, handle)
         await replica.start(None, 0)
+        families.extend(family(handle.pid))
+        shared.update(path for process in families for path in shared_by(process))
         running = asyncio.ensure_future(replica.generate(ask(0, 1000)))
         await replica.generate(ask(1, 2))
-        families.extend(family(handle.pid))
         os.kill(handle.pid, signal.SIGKILL)
         with pytest.raises(WorkerLostError):
             await running
@@ -137,7 +144,8 @@ def test_nothing_outlives_a_replica_that_is_killed(model: Path, tmp_path: Path) 
     asyncio.run(go())
     assert len(families) >= 4, "the replica, vLLM's core, its worker, and a guard"
     wait_until(lambda: all(map(is_over, families)), 10)
-    wait_until(lambda: set(SHARED_MEMORY.iterdir()) <= there, 10)
+    assert shared
+    wait_until(lambda: not any(path.exists() for path in shared), 10)
 
 
 def test_when_the_core_dies_every_pending_rollout_raises_and_later_ones_are_lost(
