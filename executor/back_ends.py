@@ -73,14 +73,14 @@ def _limits(run: Run) -> Iterator[Limit]:
             "--set rollout.backend=vllm executes the run on several GPUs a replica",
         )
     for kind, own in enumerate(rollout.kinds):
-        turns = run.shares_gpus and own.backend == "vllm" and device_of(run, own.pool) != "cpu"
+        is_vllm, is_on_cpu = own.backend == "vllm", device_of(run, own.pool) == "cpu"
         yield Limit(
             f"{kind_key(kind)}.backend",
             own.backend,
-            not turns,
+            not is_vllm or is_on_cpu or not run.shares_gpus,
             "'transformers' where replicas and trainer share GPUs: vLLM would hold its memory while the trainer computes",
         )
-        if own.backend == "vllm" and device_of(run, own.pool) == "cpu":
+        if is_vllm and is_on_cpu:
             heads = load_model(run.model).head_dim
             yield Limit(
                 "model.path",

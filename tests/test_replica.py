@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from executor.rollout.inference_engine import ReplicaSettings
 from executor.rollout.replica_worker import ReplicaWorker
@@ -32,12 +32,11 @@ from executor.tokens import (
 )
 from executor.transfer.shared_memory import write_buckets
 from tests.engines import params
-from tests.tiny_model import WIDE_HEADS, tiny_model
+from tests.tiny_model import WIDE_HEADS, Weights, changed_weights, reference, tiny_model
 
 VOCABULARY = 120
 NOTHING = TokenBlock(0, None)
 ENDLESS = 100_000  # output tokens: minutes of generation, past the timeout of `serve`
-Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="session")
@@ -60,16 +59,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def new_weights(model_path: Path) -> Weights:
-    torch.manual_seed(1)
-    old = reference(model_path).state_dict()
-    return {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in old.items()}
-
-
-def reference(path: Path, weights: Weights | None = None) -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    if weights is not None:
-        model.load_state_dict(weights)
-    return model.eval()
+    return changed_weights(model_path)
 
 
 @pytest.fixture(params=params())

@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from executor.carriers.handles import LocalProcess, WorkerLostError
 from executor.carriers.launch import REPLICA
@@ -24,7 +23,7 @@ from executor.rollout.replica_worker import ReplicaWorker
 from executor.samples import Completion, Request
 from executor.tokens import encode_ids, read_block
 from executor.transfer.shared_memory import write_buckets
-from tests.tiny_model import WIDE_HEADS, tiny_model
+from tests.tiny_model import WIDE_HEADS, changed_weights, reference, tiny_model
 
 pytestmark = pytest.mark.vllm
 
@@ -32,7 +31,6 @@ VOCABULARY = 64
 PROMPT = [1 + (3 * place) % 60 for place in range(300)]
 """Longer than two pages of the cache."""
 SHARED_MEMORY = Path("/dev/shm")
-Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -41,19 +39,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = {"max_position_embeddings": 2048, "initializer_range": 0.2, **WIDE_HEADS}
     tiny_model(VOCABULARY, eos_token_id=None, **shape).save_pretrained(path)
     return path
-
-
-def changed(model: Path, seed: int) -> Weights:
-    torch.manual_seed(seed)
-    old = load(model).state_dict()
-    return {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in old.items()}
-
-
-def load(model: Path, weights: Weights | None = None) -> Any:
-    found: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    if weights is not None:
-        found.load_state_dict(weights)
-    return found.eval()
 
 
 def settings(model: Path) -> dict[str, Any]:
@@ -78,7 +63,7 @@ def gap(model: Any, done: Completion) -> float:
 def test_a_prompt_is_computed_once_under_one_version_and_again_under_the_next(
     model: Path, tmp_path: Path
 ) -> None:
-    new = changed(model, seed=1)
+    new = changed_weights(model)
 
     async def go() -> None:
         replica = ReplicaWorker(ReplicaSettings(**settings(model)))
@@ -93,8 +78,8 @@ def test_a_prompt_is_computed_once_under_one_version_and_again_under_the_next(
             prefixes = [sum(one.prefixes) for one in await replica._engine.passes() if one.prefixes]
         finally:
             await replica.stop()
-        assert max(gap(load(model), done) for done in before) < 1e-4
-        assert gap(load(model, new), after) < 1e-4 < gap(load(model), after)
+        assert max(gap(reference(model), done) for done in before) < 1e-4
+        assert gap(reference(model, new), after) < 1e-4 < gap(reference(model), after)
         assert prefixes == [len(PROMPT), len(PROMPT) % 128, len(PROMPT)]
         assert checksums[0] != checksums[1]
 

@@ -8,8 +8,14 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
+Weights = dict[str, torch.Tensor]
 WIDE_HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 """A shape that every engine computes: vLLM's kernels for CPUs take no heads of less than 32."""
 
@@ -37,3 +43,18 @@ def save_tiny_model(directory: Path, symbols: Sequence[str]) -> None:
     ids = {"pad_token_id": 0, "eos_token_id": 1}
     model = tiny_model(len(symbols), max_position_embeddings=64, **WIDE_HEADS, **ids)
     model.save_pretrained(directory)
+
+
+def reference(path: Path, weights: Weights | None = None) -> Any:
+    """Load a saved model, with other weights where given, for full forward passes."""
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    if weights is not None:
+        model.load_state_dict(weights)
+    return model.eval()
+
+
+def changed_weights(path: Path) -> Weights:
+    """Make weights that a saved model takes, each a tenth or so from its own, the same every time."""
+    torch.manual_seed(1)
+    old = reference(path).state_dict()
+    return {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in old.items()}

@@ -28,7 +28,7 @@ def requirements(run: Run) -> list[Requirement]:
     """
     asked = (run.trainer.backend, run.execute.launcher)
     engines = {extra_of(own.backend, device_of(run, own.pool)) for own in run.rollout.kinds}
-    extras = engines | {"executor"} | {EXTRA_OF[name] for name in asked}
+    extras = engines | {EXTRA_OF[name] for name in asked}
     found = map(Requirement, importlib.metadata.requires(PACKAGE) or [])
     return [each for each in found if _applies(each, extras)]
 
