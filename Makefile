@@ -8,6 +8,7 @@
 # make lint   style and types
 # make bench  the simulator's speed, one JSON object a figure
 # make bench-start    CPU seconds of a command from the shell; AGAINST=DIR beside another checkout
+# make bench-workers  tokens of a CPU second that replica and trainer make; AGAINST=DIR beside another checkout
 # make bench-costs    how far costs can be trusted: tables, decode curve, training, weight sync
 # make bench-fidelity how the paper's figures take to other readings, dispatch and adjustment; ten minutes
 # make bench-handover what a rollout costs the controller, of a thousand tokens and of twenty thousand
@@ -30,7 +31,7 @@ DEMO := build/demo
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test test-oldest test-vllm lock fuzz mutants faults lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-reality soak clean
+.PHONY: demo test test-oldest test-vllm lock fuzz mutants faults lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-reality bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -95,6 +96,9 @@ bench: $(READY)
 
 bench-start: $(READY)
 	$(BIN)/python benchmarks/bench_start.py $(if $(AGAINST),--against $(AGAINST))
+
+bench-workers: $(READY)
+	$(BIN)/python -m benchmarks.bench_workers $(if $(AGAINST),--against $(AGAINST))
 
 bench-costs: $(READY)
 	$(BIN)/python benchmarks/bench_costs.py

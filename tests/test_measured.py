@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from sim.costs.costs import Costs
-from sim.costs.machine import padded_passes
+from sim.costs.machine import passes
 from sim.world import SimWorld, simulate
 from streamrl.engine.messages import DrawnGroup, Generate, Generated, PromptsDrawn, Train, Verified
 from streamrl.hardware.machine_fit import (
@@ -168,9 +168,11 @@ def test_a_fit_has_no_term_below_zero() -> None:
 
 
 def test_passes_fill_up_by_falling_length() -> None:
-    assert padded_passes([10, 40, 20, 20, 30], 60) == [(1, 40), (2, 30), (2, 20)]
-    assert padded_passes([100, 10], 50) == [(1, 100), (1, 10)]
-    assert padded_passes([], 50) == []
+    lengths = [10, 40, 20, 20, 30]
+    assert passes(lengths, 60, "padded") == [(1, 40, 800.0), (2, 60, 900.0), (2, 40, 400.0)]
+    assert passes(lengths, 60, "packed") == [(1, 40, 800.0), (2, 50, 650.0), (2, 30, 250.0)]
+    assert passes([100, 10], 50, "padded") == [(1, 100, 5000.0), (1, 10, 50.0)]
+    assert passes([], 50, "packed") == []
 
 
 # In a simulation ----------------------------------------------------------------------------------

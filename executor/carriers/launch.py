@@ -68,6 +68,7 @@ class Launcher:
             "loss_mean": algorithm.loss_mean,
             "max_grad_norm": algorithm.max_grad_norm,
             "max_tokens_per_pass": run.trainer.max_tokens_per_pass,
+            "packing": run.trainer.packing,
             "seed": run.seed,
             **self._common(run.trainer.pool),
         }

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from executor.rollout.transformers_engine import PREFILL_TOKENS
+from streamrl.runfile.sides_config import Packing
 
 BATCHES = (1, 2, 4, 8, 16, 32, 48)
 """Batches of the decode step below the largest one: dense where Python's share of a step falls fast."""
@@ -60,6 +63,20 @@ class Measurements:
     """(rollouts, tokens of each)"""
     companies: list[tuple[int, int]]
     """(replicas that decode, trainers that train), at the same time on the cores of one host"""
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What is measured, and how its processes run."""
+
+    model: str
+    """Hugging Face directory."""
+    dtype: str
+    device: str
+    threads: int
+    limits: Limits
+    plan: Measurements
+    packing: Packing
+    """Of the trainer's passes."""
 
 
 def full_plan(limits: Limits) -> Measurements:

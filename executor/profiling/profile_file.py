@@ -13,8 +13,8 @@ import numpy as np
 
 from executor.carriers.local_cores import usable_cores
 from executor.execute import facts
-from executor.profiling.measurements import Limits, full_plan, quick_plan
-from executor.profiling.profiler import Setup, Watch, measure
+from executor.profiling.measurements import Limits, Setup, full_plan, quick_plan
+from executor.profiling.profiler import Watch, measure
 from executor.profiling.readings import Readings, RefillStream
 from executor.rollout.transformers_engine import PREFILL_TOKENS
 from streamrl.hardware.host_cores import threads_of_each
@@ -37,6 +37,7 @@ from streamrl.hardware.machine_profile import (
 )
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.cluster_config import ModelConfig
+from streamrl.runfile.sides_config import Packing
 
 QUARTILES = (25, 50, 75)
 LEAST = 1e-6
@@ -46,7 +47,14 @@ LEAST_JOINS = 3
 
 
 def make_setup(
-    model: Path, *, gpu: str, dtype: str, threads: int | None, limits: Limits, is_quick: bool
+    model: Path,
+    *,
+    gpu: str,
+    dtype: str,
+    threads: int | None,
+    limits: Limits,
+    is_quick: bool,
+    packing: Packing = "packed",
 ) -> Setup:
     """Say what to measure; without `threads` a replica and a trainer on the CPU share its cores.
 
@@ -67,6 +75,7 @@ def make_setup(
         threads=threads or (threads_of_each(usable_cores(), 2) if gpu == "cpu" else 1),
         limits=limits,
         plan=plan,
+        packing=packing,
     )
 
 
@@ -117,6 +126,7 @@ def _tables(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
         dtype=setup.dtype,
         backend="transformers",
         shares_prefixes=False,
+        packing=setup.packing,
         pads_context=readings.pads_context,
         prefill_tokens=PREFILL_TOKENS,
         refill_passes=round(float(np.median(readings.refill_passes))),

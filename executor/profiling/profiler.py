@@ -16,8 +16,6 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
 from executor.carriers.handles import Handle, LocalProcess
 from executor.carriers.launch import worker_environment
 from executor.carriers.remote import remote
@@ -25,7 +23,7 @@ from executor.profiling.company import side_by_side
 from executor.profiling.endless_model import vocabulary_of, without_end
 from executor.profiling.handling import has_tokenizer, time_handling
 from executor.profiling.made_up import MadeUp
-from executor.profiling.measurements import JOIN_STEPS, SHORT, WINDOW, Limits, Measurements
+from executor.profiling.measurements import JOIN_STEPS, SHORT, WINDOW, Measurements, Setup
 from executor.profiling.readings import Readings, RefillStream
 from executor.profiling.timed_roles import TimedReplicaRole, TimedTrainerRole
 from executor.rollout.transformers_engine import PREFILL_TOKENS
@@ -42,18 +40,6 @@ LEARNING_RATE = 1e-6
 
 Watch = Callable[[str], None]
 """Told after each point what was measured."""
-
-
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured, and how its processes run."""
-
-    model: str
-    """Hugging Face directory."""
-    dtype: str
-    device: str
-    threads: int
-    limits: Limits
-    plan: Measurements
 
 
 def measure(setup: Setup, watch: Watch) -> Readings:
@@ -125,7 +111,7 @@ class _Bench:
         scratch: Path,
         common: dict[str, object],
     ) -> None:
-        self._limits, self._plan = setup.limits, setup.plan
+        self._limits, self._plan, self._packing = setup.limits, setup.plan, setup.packing
         self._readings = readings
         self._watch = watch
         self._random = random.Random(0)
@@ -165,6 +151,7 @@ class _Bench:
             "temperature": 1.0,
             "correction": correction,
             "max_tokens_per_pass": self._limits.max_tokens_per_pass,
+            "packing": self._packing,
             **self._common,
         }
         async with self._role(TRAINER, config) as handle:

@@ -20,14 +20,12 @@ the importance-weighted policy gradient, exact as long as a batch is trained on 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, assert_never, get_args
+from collections.abc import Mapping
+from typing import assert_never, get_args
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from executor.trainer.sequences import TokenSequence
@@ -36,8 +34,6 @@ from streamrl.runfile.algorithm_config import CorrectionName
 CORRECTIONS: tuple[CorrectionName, ...] = get_args(CorrectionName)
 MAX_LOG_RATIO = 20.0
 """Ratios end at e^20: above any cap, and its square still sums in float64 without overflow."""
-PADDING = 0
-"""Any token id: padding stands on the right, where causal attention never sees it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,70 +59,6 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: floa
     return chosen - scaled.logsumexp(-1)
 
 
-def output_logprobs(
-    model: Any,
-    sequences: list[TokenSequence],
-    temperature: float,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """Return the log-probability of every token that the policy sampled, [n] flat in the order of `sequences`.
-
-    `model` is a causal transformers model, computed in `dtype`. One padded forward; only the positions before
-    those tokens reach the output layer, so that no logits exist for prompts, padding and tools.
-    """
-    device = model.device
-    width = max(sequence.length for sequence in sequences) - 1  # the last token predicts nothing
-    padded = np.full((len(sequences), width), PADDING, dtype=np.int64)
-    for row, sequence in zip(padded, sequences, strict=True):
-        first = len(sequence.prompt)
-        row[:first] = sequence.prompt
-        row[first : sequence.length - 1] = sequence.tokens[:-1]
-    positions = [
-        row * width + len(sequence.prompt) - 1 + np.flatnonzero(sequence.is_policy)
-        for row, sequence in enumerate(sequences)
-    ]
-    half = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
-    with half, _only_positions(model.get_output_embeddings(), _tensor(positions).to(device)):
-        logits = model(input_ids=torch.from_numpy(padded).to(device), use_cache=False).logits
-    outputs = _tensor([sequence.tokens[sequence.is_policy] for sequence in sequences])
-    return token_logprobs(logits[0], outputs.long().to(device), temperature)
-
-
-def _tensor(parts: list[npt.NDArray[Any]]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(parts))
-
-
-@contextlib.contextmanager
-def _only_positions(head: torch.nn.Module, positions: torch.Tensor) -> Iterator[None]:
-    """Yield the output layer only these positions of the flattened batch, as a batch of one.
-
-    A hook, because what a model does to its logits after this layer (scaling, soft caps) must stay.
-    """
-
-    def select(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return args[0].flatten(0, 1)[positions].unsqueeze(0)
-
-    hook = head.register_forward_pre_hook(select)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def padded_passes(sequences: list[TokenSequence], max_tokens: int) -> Iterator[list[TokenSequence]]:
-    """Yield the sequences by falling length, as many at a time as fill `max_tokens` when padded."""
-    longest, some = 0, list[TokenSequence]()
-    for sequence in sorted(sequences, key=lambda s: (-s.length, s.rollout)):
-        if some and (len(some) + 1) * longest > max_tokens:
-            yield some
-            some = []
-        if not some:
-            longest = sequence.length
-        some.append(sequence)
-    if some:
-        yield some
-
-
 def flatten_sequences(
     sequences: list[TokenSequence], logprobs: torch.Tensor, proximal: torch.Tensor | None
 ) -> Tokens:
@@ -134,11 +66,11 @@ def flatten_sequences(
     device = logprobs.device
     lengths = torch.tensor([sequence.num_trained for sequence in sequences])
     rollouts = torch.arange(len(sequences)).repeat_interleave(lengths).to(device)
-    behaviour = _tensor([sequence.logprobs[sequence.is_policy] for sequence in sequences])
+    behaviour = np.concatenate([sequence.logprobs[sequence.is_policy] for sequence in sequences])
     advantages = torch.tensor([sequence.advantage for sequence in sequences], device=device)
     return Tokens(
         logprobs=logprobs,
-        behaviour=behaviour.to(device),
+        behaviour=torch.from_numpy(behaviour).to(device),
         advantages=advantages[rollouts],
         rollouts=rollouts,
         proximal=proximal,

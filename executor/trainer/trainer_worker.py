@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -31,14 +31,17 @@ from executor.pretrained import load_pretrained
 from executor.roles import TrainerRole
 from executor.samples import Manifest, Sample
 from executor.trainer import losses
+from executor.trainer.passes import attend_apart, output_logprobs, passes
 from executor.trainer.sequences import TokenSequence, read_samples
 from executor.transfer.shared_memory import cast_tensors, replaced_directory, write_buckets
 from streamrl.runfile.algorithm_config import CorrectionName, LossMean
+from streamrl.runfile.sides_config import Packing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CHOICES = {
     "correction": losses.CORRECTIONS,
     "loss_mean": get_args(LossMean),
+    "packing": get_args(Packing),
     "dtype": tuple(DTYPES),
 }
 ADAM_BETAS = (0.9, 0.999)
@@ -70,7 +73,9 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """token: mean over all output tokens that the policy sampled; rollout: mean over rollouts of their token means."""
     max_grad_norm: float = 1.0
     max_tokens_per_pass: int = 16384
-    """Padded tokens in one forward and backward; a longer rollout has a pass of its own."""
+    """Tokens in one forward and backward, padding included; a longer rollout has a pass of its own."""
+    packing: Packing = "packed"
+    """See the table of `executor.trainer.passes`."""
     weight_decay: float = 0.0
     seed: int = 0
     """Of weights that the directory lacks; training itself draws nothing."""
@@ -220,7 +225,7 @@ class Learner:
 
     def _score(self, sequences: list[TokenSequence]) -> None:
         models = self._models_to_score()
-        for some in losses.padded_passes(sequences, self.config.max_tokens_per_pass):
+        for some in self._passes(sequences):
             lengths = [sequence.num_trained for sequence in some]
             for name, model in models.items():
                 with torch.no_grad():
@@ -241,7 +246,7 @@ class Learner:
         computed = [s for s in sequences if s.advantage != 0 or self.reference is not None]
         whole, self.batch.whole = self.batch.whole, False
         sums: Counter[str] = Counter()
-        for some in losses.padded_passes(computed, self.config.max_tokens_per_pass):
+        for some in self._passes(computed):
             sums.update(self._backward(some))
         for sequence in sequences:
             self.scores.pop(sequence.rollout, None)
@@ -317,9 +322,12 @@ class Learner:
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return {"loss": loss.item(), **losses.diagnostic_sums(tokens, config.correction, **bounds)}
 
+    def _passes(self, sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
+        return passes(sequences, self.config.max_tokens_per_pass, self.config.packing)
+
     def _logprobs(self, model: PreTrainedModel, sequences: list[TokenSequence]) -> torch.Tensor:
-        dtype = DTYPES[self.config.dtype]
-        return losses.output_logprobs(model, sequences, self.config.temperature, dtype)
+        config, dtype = self.config, DTYPES[self.config.dtype]
+        return output_logprobs(model, sequences, config.temperature, config.packing, dtype)
 
 
 def in_turn(before: Event, work: Callable[[Learner], R], over: Event) -> Callable[[Learner], R]:
@@ -360,4 +368,7 @@ def _load_model(directory: str, config: TrainerSettings) -> Any:
         directory, is_aligned=config.deterministic, dtype=torch.float32, local_files_only=True
     )
     # eval, so without dropout: a ratio must say how the weights differ, not which units are off.
-    return model.to(config.device).eval()
+    model = model.to(config.device).eval()
+    if config.packing == "packed":
+        attend_apart(model)
+    return model

@@ -26,6 +26,7 @@ from streamrl.hardware.profile_match import check_fits
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.sides_config import Packing
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class MeasuredTraining:
     informative_share: float
     """Share of rollouts that the passes compute; the others are sent and skipped."""
     max_tokens_per_pass: int
+    packing: Packing
 
     overhead_time: float = 0.0
     """Seconds of a step beside, where a run file states them: calls were measured with all that they do."""
@@ -82,22 +84,28 @@ class MeasuredTraining:
         return fixed + per_token * sum(lengths)
 
     def _passes_time(self, one: PassFit, lengths: Sequence[int]) -> float:
-        return sum(
-            one.time(count, count * longest, count * longest * longest / 2)
-            for count, longest in padded_passes(lengths, self.max_tokens_per_pass)
-        )
+        each = passes(lengths, self.max_tokens_per_pass, self.packing)
+        return sum(one.time(*size) for size in each)
 
 
-def padded_passes(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
-    """Return (rollouts, longest) of each pass: by falling length, as many as fill `max_tokens` when padded."""
-    passes: list[tuple[int, int]] = []
+def passes(
+    lengths: Sequence[int], max_tokens: int, packing: Packing
+) -> list[tuple[int, int, float]]:
+    """Return (rollouts, tokens, pairs of tokens) of each pass: by falling length, as many as fill `max_tokens`.
+
+    Padded rollouts count as if all of a pass were as long as its longest.
+    """
+    found: list[tuple[int, int, float]] = []
+    longest = 0
     for length in sorted(lengths, reverse=True):
-        count, longest = passes[-1] if passes else (0, 0)
-        if count and (count + 1) * longest <= max_tokens:
-            passes[-1] = (count + 1, longest)
+        count, tokens, pairs = found[-1] if found else (0, 0, 0.0)
+        taken = length if packing == "packed" or not count else longest
+        if count and tokens + taken <= max_tokens:
+            found[-1] = (count + 1, tokens + taken, pairs + taken * taken / 2)
         else:
-            passes.append((1, length))
-    return passes
+            longest = length
+            found.append((1, length, length * length / 2))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +185,8 @@ def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
         notes.append(f"decode extrapolated from {longest:.0f} to {wanted} tokens of a rollout")
     roles = run.rollout.num_replicas + run.num_trainers
     threads = run.execute.threads or threads_of_each(profile.host.cores, roles)
+    if run.trainer.packing != profile.packing:
+        notes.append(f"training measured {profile.packing}, not {run.trainer.packing}")
     if profile.gpu == "cpu" and threads != profile.host.threads:
         notes.append(f"measured with {profile.host.threads} threads a role, not {threads}")
     if profile.gpu == "cpu" and not profile.sharing and roles > 1:
@@ -212,5 +222,6 @@ def _training(profile: MeasuredProfile, run: Run) -> MeasuredTraining:
         num_scored=algorithm.has_reference + algorithm.recomputes_log_probs,
         informative_share=1.0 if algorithm.has_reference else run.workload.informative_share,
         max_tokens_per_pass=run.trainer.max_tokens_per_pass,
+        packing=run.trainer.packing,
         overhead_time=run.framework.step_time or 0.0,
     )

@@ -13,6 +13,7 @@ from rich.table import Table
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import AsJson, claim_file, print_json
 from streamrl.hardware.machine_profile import MeasuredProfile, write_measured
+from streamrl.runfile.sides_config import Packing
 
 DIRECTORY = Path("runs/profiles")
 
@@ -29,6 +30,10 @@ def measure(
     max_running: Annotated[int, typer.Option(help="Largest batch to decode.")] = 64,
     max_context: Annotated[int, typer.Option(help="Longest prompt and output together.")] = 512,
     max_tokens_per_pass: Annotated[int, typer.Option(help="Of the trainer.")] = 2048,
+    packing: Annotated[
+        Packing,
+        typer.Option(help="Of the trainer's passes: packed, or padded where a model needs it."),
+    ] = "packed",
     threads: Annotated[
         int | None,
         typer.Option(
@@ -70,6 +75,7 @@ def measure(
             max_tokens_per_pass=max_tokens_per_pass,
         ),
         is_quick=quick,
+        packing=packing,
     )
     with make_progress() as progress:
         task = progress.add_task("measure", total=num_points(setup.plan), facts="starting")

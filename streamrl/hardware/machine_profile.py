@@ -8,7 +8,7 @@ Every `seconds` is [lower quartile, median, upper quartile] of the repeats. Tabl
 | mixed    | a decode step of `running` rollouts of `context` tokens on average, `longest` at most |
 | prefill  | a pass that computes `rollouts` prefixes of `tokens` each, and nothing else        |
 | join     | the same beside a decode step, and the decode steps around it alone                |
-| train    | a forward and backward pass over `rollouts` of `tokens` each, padding included     |
+| train    | a forward and backward pass over `rollouts` of `tokens` each                       |
 | score    | a forward pass over the same                                                       |
 | call     | what a call of the trainer takes beside its passes, for `tokens` of rollouts sent  |
 | optimizer, push, load | an optimizer step; weights out of the trainer; weights into a replica |
@@ -32,6 +32,7 @@ import msgspec
 
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profile_table import ProfileTable
+from streamrl.runfile.sides_config import Packing
 
 DIGEST_LENGTH = 16  # hex digits: chance never makes two shapes alike
 
@@ -111,7 +112,7 @@ class PassRow(ProfileTable, frozen=True, kw_only=True):
 
     rollouts: int
     tokens: int
-    """Of each rollout, prompt and output together, padding counted."""
+    """Of each rollout, prompt and output together."""
     seconds: Seconds
 
 
@@ -169,6 +170,8 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     refill_passes: int
     """Forward passes from the end of a rollout to the one that the next in the queue joins."""
     repeats: int
+    packing: Packing = "padded"
+    """How rollouts lay in the trainer's passes; an earlier version padded them."""
     model: MeasuredModel
     host: Host
     versions: dict[str, str]

@@ -16,6 +16,7 @@ RolloutBackend = Literal["transformers", "static", "vllm"]
 AdmissionName = Literal["on-demand", "reserve"]
 Recompute = Literal["none", "selective", "mlp", "full"]
 Logits = Literal["eager", "fused", "chunked"]
+Packing = Literal["packed", "padded"]
 
 
 class ReplicasConfig(Section, frozen=True, kw_only=True):
@@ -130,8 +131,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Simulated: the memory of logits: eager holds those of a pass with float32 copies and gradients (16 bytes each);
     fused has one kernel for the loss (4 bytes: Megatron's vocabulary-parallel loss, flash-attn's), chunked makes 1,024
     tokens' at a time (prime-rl's RL trainer, Liger). Absent: fused where `kernels` is, eager where not."""
-    packing: Literal["packed", "padded"] = "packed"
-    """Simulated: rollouts of a micro-batch follow each other, or are padded to the longest."""
+    packing: Packing = "packed"
+    """Rollouts of a pass follow each other, or are padded to the longest. Executed, packed ones attend through an
+    attention of our own, which some architectures do not let one exchange: those are refused."""
     order: Literal["sorted", "arrival"] = "sorted"
     """Simulated: rollouts of a command go to ranks and micro-batches by falling length, or as they came."""
     routing: Literal["natural", "balanced"] = "natural"

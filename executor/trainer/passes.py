@@ -1,0 +1,179 @@
+"""Passes of the trainer: which rollouts a forward pass computes, and how they lie in it.
+
+| packing | tokens of a pass                                   | who attends to what                               |
+|---------|----------------------------------------------------|---------------------------------------------------|
+| packed  | (1, tokens): one rollout after the other           | `attend_packed`: every rollout to itself          |
+| padded  | (rollouts, longest): padding stands on the right   | the model's own attention, which is causal        |
+
+Everything but attention works token by token, so both have the same gradient; packed ones compute no padding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from executor.tokens import Ids
+from executor.trainer.losses import token_logprobs
+from executor.trainer.sequences import TokenSequence
+from streamrl.runfile.sides_config import Packing
+
+PADDING = 0
+"""Any token id: padding stands on the right, where causal attention never sees it."""
+PACKED = "streamrl_packed"
+"""Name of our attention in transformers' registry."""
+PACKED_ERROR = 1e-3
+"""Largest difference of packed logits from a rollout's alone, as a share of the largest: kernels differ by 1e-5."""
+
+
+def passes(
+    sequences: list[TokenSequence], max_tokens: int, packing: Packing
+) -> Iterator[list[TokenSequence]]:
+    """Yield the sequences by falling length, as many at a time as fill `max_tokens`, padding included."""
+    some = list[TokenSequence]()
+    filled = 0
+    for sequence in sorted(sequences, key=lambda s: (-s.length, s.rollout)):
+        taken = sequence.length if packing == "packed" else (some or [sequence])[0].length
+        if some and filled + taken > max_tokens:
+            yield some
+            some, filled, taken = [], 0, sequence.length
+        some.append(sequence)
+        filled += taken
+    if some:
+        yield some
+
+
+def output_logprobs(
+    model: Any,
+    sequences: list[TokenSequence],
+    temperature: float,
+    packing: Packing,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return the log-probability of every token that the policy sampled, [n] flat in the order of `sequences`.
+
+    `model` is a causal transformers model, computed in `dtype`; for packed passes `attend_apart` has prepared it. Only
+    the positions before those tokens reach the output layer, so that no logits exist for prompts, padding and tools.
+    """
+    device = model.device
+    computed = [np.concatenate([s.prompt, s.tokens[:-1]]) for s in sequences]
+    inputs, starts = (_packed if packing == "packed" else _padded)(computed, device)
+    positions = [
+        start + len(sequence.prompt) - 1 + np.flatnonzero(sequence.is_policy)
+        for start, sequence in zip(starts, sequences, strict=True)
+    ]
+    half = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+    with half, _only_positions(model.get_output_embeddings(), _tensor(positions).to(device)):
+        logits = model(**inputs, use_cache=False).logits
+    outputs = _tensor([sequence.tokens[sequence.is_policy] for sequence in sequences])
+    return token_logprobs(logits[0], outputs.long().to(device), temperature)
+
+
+def attend_apart(model: Any) -> None:
+    """Let rollouts of a packed pass attend to themselves alone from now on.
+
+    Raises ValueError for a model in which something but such attention mixes tokens.
+    """
+    rollouts = [np.arange(1, 1 + length) % model.config.vocab_size for length in (5, 3)]
+    way_out = "trainer.packing must be 'padded' for this model"
+    if model.config._attn_implementation != "sdpa":
+        raise ValueError(f"{way_out}: its attention cannot be exchanged")
+    alone = torch.cat([_logits(model, *_padded([tokens], model.device)) for tokens in rollouts])
+    AttentionInterface.register(PACKED, attend_packed)
+    model.set_attn_implementation(PACKED)
+    difference = float((_logits(model, *_packed(rollouts, model.device)) - alone).abs().max())
+    if not difference <= PACKED_ERROR * float(alone.abs().max()):
+        raise ValueError(f"{way_out}: packed rollouts change each other's logits by {difference:g}")
+
+
+def attend_packed(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention of each rollout to itself; `query` (1, heads, tokens, size), returns (1, tokens, heads, size)."""
+    lengths: list[int] = kwargs["rollout_lengths"]
+    split = (torch.split(tensor, lengths, dim=2) for tensor in (query, key, value))
+    masks = (_window(length, sliding_window, query.device) for length in lengths)
+    attended = [
+        scaled_dot_product_attention(
+            own_query,
+            own_key,
+            own_value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        for own_query, own_key, own_value, mask in zip(*split, masks, strict=True)
+    ]
+    return torch.cat(attended, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _window(length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
+    """Return who may see whom, (length, length), where the window is shorter than the rollout."""
+    if sliding_window is None or length <= sliding_window:
+        return None
+    mask = torch.ones(length, length, dtype=torch.bool, device=device)
+    return mask.tril().triu(1 - sliding_window)
+
+
+def _packed(rollouts: list[Ids], device: torch.device) -> tuple[dict[str, Any], list[int]]:
+    """Return a model's inputs of rollouts that follow each other, and where each begins."""
+    lengths = [len(tokens) for tokens in rollouts]
+    inputs = {
+        "input_ids": _tensor(rollouts).long()[None].to(device),
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None].to(device),
+        "rollout_lengths": lengths,
+    }
+    return inputs, np.cumsum([0, *lengths[:-1]]).tolist()
+
+
+def _padded(rollouts: list[Ids], device: torch.device) -> tuple[dict[str, Any], list[int]]:
+    """Return a model's inputs of rollouts in rows, and where each begins in the flattened batch."""
+    width = max(map(len, rollouts))
+    padded = np.full((len(rollouts), width), PADDING, dtype=np.int64)
+    for row, tokens in zip(padded, rollouts, strict=True):
+        row[: len(tokens)] = tokens
+    inputs = {"input_ids": torch.from_numpy(padded).to(device)}
+    return inputs, [row * width for row in range(len(rollouts))]
+
+
+@torch.no_grad()
+def _logits(model: Any, inputs: dict[str, Any], _: list[int]) -> torch.Tensor:
+    """Return the logits of every token, (tokens, vocabulary)."""
+    logits: torch.Tensor = model(**inputs, use_cache=False).logits
+    return logits.flatten(0, 1).float()
+
+
+def _tensor(parts: list[npt.NDArray[Any]]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts))
+
+
+@contextlib.contextmanager
+def _only_positions(head: torch.nn.Module, positions: torch.Tensor) -> Iterator[None]:
+    """Yield the output layer only these positions of the flattened batch, as a batch of one.
+
+    A hook, because what a model does to its logits after this layer (scaling, soft caps) must stay.
+    """
+
+    def select(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return args[0].flatten(0, 1)[positions].unsqueeze(0)
+
+    hook = head.register_forward_pre_hook(select)
+    try:
+        yield
+    finally:
+        hook.remove()

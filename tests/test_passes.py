@@ -1,0 +1,134 @@
+"""Packed passes of the trainer: each rollout alone, as padded ones compute it, on every architecture that is known."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from executor.tokens import ID, LOGPROB
+from executor.trainer.passes import attend_apart, output_logprobs, passes
+from executor.trainer.sequences import TokenSequence
+from streamrl.hardware.config_json import MODEL_TYPES
+
+VOCABULARY, TEMPERATURE, WINDOW = 40, 0.8, 8
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "head_dim": 8,
+    "initializer_range": 0.2,
+}
+OWN: dict[str, dict[str, Any]] = {
+    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "mistral": {"sliding_window": WINDOW},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 12,
+    },
+}
+"""What makes a model of each type other than the plainest: windows shorter than rollouts, experts, latent attention."""
+
+
+def make_model(kind: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    table = {**SHAPE, **OWN.get(kind, {}), **changes}
+    if kind == "deepseek_v3":
+        del table["head_dim"]  # it derives it
+    models: Any = AutoModelForCausalLM
+    return models.from_config(
+        AutoConfig.for_model(kind, **table), attn_implementation="sdpa"
+    ).eval()
+
+
+def make_sequences(seed: int, count: int = 12) -> list[TokenSequence]:
+    """Rollouts of 1 to 30 tokens after prompts of 1 to 12, with a token of a tool's here and there."""
+    rng = random.Random(seed)
+    found = []
+    for rollout in range(count):
+        tokens = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 30))]
+        found.append(
+            TokenSequence(
+                rollout=rollout,
+                prompt=np.array([rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))], ID),
+                tokens=np.array(tokens, ID),
+                logprobs=np.zeros(len(tokens), LOGPROB),
+                is_policy=np.array([True, *(rng.random() < 0.8 for _ in tokens[1:])]),
+                advantage=rng.gauss(0, 1),
+            )
+        )
+    return found
+
+
+def gradient(model: Any) -> torch.Tensor:
+    """Take the gradient of all parameters, which is then none."""
+    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("kind", MODEL_TYPES)
+def test_packed_rollouts_have_the_log_probabilities_and_the_gradient_of_padded_ones(
+    kind: str,
+) -> None:
+    model, sequences = make_model(kind), make_sequences(1)
+    padded = output_logprobs(model, sequences, TEMPERATURE, "padded")
+    padded.sum().backward()
+    expected = gradient(model)
+    attend_apart(model)
+    packed = output_logprobs(model, sequences, TEMPERATURE, "packed")
+    torch.testing.assert_close(packed, padded, atol=2e-5, rtol=2e-5)
+    packed.sum().backward()
+    torch.testing.assert_close(gradient(model), expected, atol=2e-4, rtol=2e-4)
+
+
+def test_packed_passes_are_full_of_tokens_and_padded_ones_of_rows() -> None:
+    sequences = make_sequences(2, count=40)
+    for room in (50, 120):
+        for packing in ("packed", "padded"):
+            found = list(passes(sequences, room, packing))
+            flat = [sequence for some in found for sequence in some]
+            assert sorted(s.rollout for s in flat) == list(range(40))
+            assert [s.length for s in flat] == sorted((s.length for s in flat), reverse=True)
+            taken = [
+                [s.length if packing == "packed" else some[0].length for s in some]
+                for some in found
+            ]
+            for those, after in zip(taken, found[1:], strict=False):
+                next_one = after[0].length if packing == "packed" else those[0]
+                assert sum(those) <= room < sum(those) + next_one
+    assert [len(some) for some in passes(sequences[:3], 1, "packed")] == [1, 1, 1]
+
+
+def test_a_model_whose_tokens_mix_by_other_ways_than_attention_is_refused() -> None:
+    model = make_model("llama")
+    layer = model.model.layers[0].mlp
+    layer.register_forward_hook(lambda _, args, output: output + args[0].cumsum(1))
+    with pytest.raises(
+        ValueError, match=r"^trainer\.packing must be 'padded' for this model: pack"
+    ):
+        attend_apart(model)
+
+
+def test_a_model_whose_attention_is_its_own_is_refused() -> None:
+    model = make_model("llama")
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=r"^trainer\.packing must be 'padded' for this model: its"):
+        attend_apart(model)
