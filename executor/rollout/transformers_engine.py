@@ -18,13 +18,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import (
-    AttentionInterface,
-    ContinuousBatchingConfig,
-    GenerationConfig,
-    PreTrainedModel,
-)
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from executor.rollout.inference_engine import (
     STOPPED,
@@ -34,18 +28,16 @@ from executor.rollout.inference_engine import (
     RunningSequence,
     TimedPass,
 )
+from executor.rollout.row_attention import BY_ROW, attend_by_row
 from executor.rollout.stopwatch import PassContent, PassLog
 from executor.rollout.torch_model import end_tokens, load_model, read_weights
 from executor.samples import Manifest
 
 PAGE_TOKENS = 256
-"""Largest page. Pages are not shared, so a page as long as a rollout costs the fewest index lists."""
+"""What long pages are a multiple of, as flash attention's kernels ask for; windows have pages of this length."""
 
 PREFILL_TOKENS = 512
 """Prefix tokens per forward pass beside the decoding rollouts; more only widens the masks of sdpa."""
-
-BY_SEQUENCE = "streamrl_by_sequence"
-"""Name of our attention in transformers' registry."""
 
 
 class TransformersEngine:
@@ -64,7 +56,8 @@ class TransformersEngine:
         """Load the model, allocate the cache and start the thread."""
         self._model = await load_model(self._settings, manifest)
         self._manager = _init_batching(self._model, self._settings)
-        _avoid_dense_masks(self._model)
+        if self._model.config._attn_implementation == "sdpa" and not _slides(self._model):
+            attend_by_row(self._model)
         await asyncio.to_thread(self._manager.warmup)
         self._manager.start()
         loop = asyncio.get_running_loop()
@@ -80,7 +73,7 @@ class TransformersEngine:
     @property
     def pads_context(self) -> bool:
         """Whether a decode step pads: our attention does, flash kernels do not."""
-        return bool(self._model.config._attn_implementation == BY_SEQUENCE)
+        return bool(self._model.config._attn_implementation == BY_ROW)
 
     @property
     def has_room(self) -> bool:
@@ -226,7 +219,10 @@ def _init_batching(model: Any, settings: ReplicaSettings) -> Any:
     a rollout that starts after a load would attend to an old policy's prompt.
     """
     max_running, max_length = settings.max_running, settings.max_length
-    page_size = min(PAGE_TOKENS, max(4, max_length))
+    page_size = max(4, max_length)
+    if page_size > PAGE_TOKENS:
+        num_pages = 1 if _slides(model) else math.ceil(max_length / PAGE_TOKENS)
+        page_size = num_pages * PAGE_TOKENS
     return model.init_continuous_batching(
         _sampling(settings.temperature, end_tokens(model)),
         ContinuousBatchingConfig(
@@ -257,90 +253,10 @@ def _sampling(temperature: float, ends: frozenset[int]) -> GenerationConfig:
     return config
 
 
-def _avoid_dense_masks(model: PreTrainedModel) -> None:
-    """Attend sequence by sequence where the manager chose sdpa, that is, without flash attention.
-
-    sdpa scores every query against the keys of every sequence and masks most of them away.
-    Sliding windows stay with sdpa.
-    """
+def _slides(model: PreTrainedModel) -> bool:
+    """Whether a layer attends to a window of the last tokens alone."""
     layers = set(getattr(model.config, "layer_types", None) or [])
-    slides = layers - {"full_attention"} or getattr(model.config, "sliding_window", None)
-    if not slides and model.config._attn_implementation == "sdpa":
-        AttentionInterface.register(BY_SEQUENCE, attend_by_sequence)
-        model.set_attn_implementation(BY_SEQUENCE)
-
-
-def attend_by_sequence(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention over a packed batch, `query` (1, heads, queries, size), keys from the paged cache.
-
-    Sequences with one query are decoding: they are padded to one batch. The others compute their
-    prefix and come one by one. Returns (1, queries, heads, size).
-    """
-    key, value = kwargs.pop("cache").update(key, value, module.layer_idx, kwargs)
-    queries, keys, values = (packed[0].transpose(0, 1) for packed in (query, key, value))
-    query_ends, key_ends = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
-    output = torch.empty_like(queries, memory_format=torch.contiguous_format)
-    decoding = query_ends.diff() == 1
-    rows = query_ends[:-1][decoding]
-    if len(rows):
-        spans = key_ends[:-1][decoding], key_ends.diff()[decoding]
-        output[rows] = _attend_decoding(queries[rows], keys, values, *spans, scaling)
-    for sequence in (~decoding).nonzero().flatten().tolist():
-        ours = slice(*query_ends[sequence : sequence + 2].tolist())
-        span = slice(*key_ends[sequence : sequence + 2].tolist())
-        output[ours] = _attend_prefix(queries[ours], keys[span], values[span], scaling)
-    return output[None], None
-
-
-def _attend_decoding(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    scaling: float | None,
-) -> torch.Tensor:
-    """One query a sequence, (sequences, heads, size), over its own span of the packed keys."""
-    num_groups = keys.shape[1]
-    places = torch.arange(int(lengths.max()), device=keys.device)
-    index = (starts[:, None] + places).clamp(max=len(keys) - 1)
-    padded_keys, padded_values = (
-        packed.index_select(0, index.flatten()).view(*index.shape, num_groups, -1).transpose(1, 2)
-        for packed in (keys, values)
-    )
-    attended = scaled_dot_product_attention(
-        queries.view(len(queries), num_groups, -1, queries.shape[-1]),
-        padded_keys,
-        padded_values,
-        attn_mask=(places < lengths[:, None])[:, None, None],
-        scale=scaling,
-    )
-    return attended.reshape(queries.shape)
-
-
-def _attend_prefix(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
-) -> torch.Tensor:
-    """The last queries of one sequence, (queries, heads, size), each over the keys up to its own."""
-    behind = len(keys) - len(queries)
-    mask = torch.ones(len(queries), len(keys), dtype=torch.bool, device=keys.device).tril(behind)
-    attended = scaled_dot_product_attention(
-        queries.transpose(0, 1)[None],
-        keys.transpose(0, 1)[None],
-        values.transpose(0, 1)[None],
-        attn_mask=mask,
-        scale=scaling,
-        enable_gqa=True,
-    )
-    return attended[0].transpose(0, 1)
+    return bool(layers - {"full_attention"} or getattr(model.config, "sliding_window", None))
 
 
 def _content(query_ends: torch.Tensor, key_ends: torch.Tensor) -> PassContent:
