@@ -4,7 +4,7 @@
 
 Each measurement is a process of its own with one thread; with `--against DIR` each is followed by the same one of
 another checkout, under the same Python, so that both meet the same machine. CPU seconds are those of the whole
-process from the first token on, loading apart. Lengths are drawn once, between an eighth of the longest and it: a
+process from the first token on, loading apart. Lengths are drawn once and have a long tail, as those of RL have: a
 replica is kept full from its queue, the trainer gets rollouts in chunks as they would stream in. One JSON object per
 figure: the median of the rounds, and the smallest and largest ratio.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import statistics
@@ -48,6 +49,8 @@ SHAPES = {
 }
 """The quickstart's shape; six of the thirty layers of SmolLM2-135M."""
 WORKERS = ("replica", "trainer")
+SPREAD = 0.6
+"""Of the logarithm of lengths, whose median is a third of the longest."""
 
 
 def main() -> None:
@@ -111,6 +114,11 @@ def run_once(checkout: Path, worker: str, name: str, model: Path) -> float:
     return float(json.loads(found.stdout.splitlines()[-1]))
 
 
+def draw_length(draw: random.Random) -> int:
+    """Draw the output tokens of a rollout."""
+    return min(LONGEST, round(draw.lognormvariate(math.log(LONGEST / 3), SPREAD)))
+
+
 async def generate(shape: Shape, model: str) -> float:
     """Generate every rollout through a replica's worker."""
     from executor.rollout.replica_worker import ReplicaSettings, ReplicaWorker
@@ -136,7 +144,7 @@ async def generate(shape: Shape, model: str) -> float:
                 rollout=first + index,
                 prompt=encode_ids([draw.randrange(VOCABULARY) for _ in range(PROMPT)]),
                 priority=0,
-                max_tokens=draw.randint(LONGEST // 8, LONGEST),
+                max_tokens=draw_length(draw),
             )
             for index in range(count)
         ]
@@ -163,7 +171,7 @@ async def train(shape: Shape, model: str) -> float:
     draw = random.Random(0)
 
     def sample(rollout: int) -> Sample:
-        length = draw.randint(LONGEST // 8, LONGEST)
+        length = draw_length(draw)
         tokens = [draw.randrange(VOCABULARY) for _ in range(PROMPT + length)]
         return Sample(
             rollout=rollout,

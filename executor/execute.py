@@ -8,7 +8,7 @@ import importlib.metadata
 import importlib.util
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,8 @@ BACKENDS = ("torch", "transformers", "safetensors", "tokenizers")
 
 Watch = Callable[[Event, State, float], None]
 """Told each event, the state after it, and the seconds since the run's start."""
+Take = Callable[[Mapping[str, object]], None]
+"""Told each line of metrics.jsonl."""
 
 
 def check_executable(run: Run) -> None:
@@ -75,6 +77,7 @@ def execute(
     resume: bool = False,
     watch: Watch = lambda event, state, now: None,
     how_to_resume: str = "streamrl execute RUN.toml --resume",
+    take: Take = lambda line: None,
 ) -> Trace:
     """Execute a run and return its trace; Ctrl-C winds it down, and ends it within 15 seconds.
 
@@ -86,7 +89,7 @@ def execute(
     check_executable(run)
     with Interruption() as interruption:
         try:
-            asyncio.run(_execute(run, resume, watch, how_to_resume, interruption))
+            asyncio.run(_execute(run, resume, watch, how_to_resume, take, interruption))
         except RuntimeError:
             if interruption.signal is None:
                 raise
@@ -95,11 +98,16 @@ def execute(
 
 
 async def _execute(
-    run: Run, resume: bool, watch: Watch, how_to_resume: str, interruption: Interruption
+    run: Run,
+    resume: bool,
+    watch: Watch,
+    how_to_resume: str,
+    take: Take,
+    interruption: Interruption,
 ) -> None:
     from executor.record import RunDirectory
 
-    with contextlib.closing(RunDirectory(Path(run.execute.output))) as directory:
+    with contextlib.closing(RunDirectory(Path(run.execute.output), take)) as directory:
         directory.find_checkpoint(run, resume)
         await _execute_in(directory, run, resume, watch, how_to_resume, interruption)
 

@@ -18,7 +18,7 @@ What a resume or a lost trainer takes back stays in both .jsonl files; `streamrl
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from mmap import ACCESS_READ, mmap
 from operator import attrgetter
 from pathlib import Path
@@ -44,8 +44,12 @@ TOKENS = "tokens"
 class RunDirectory:
     """Owns the files of one run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, take: Callable[[Mapping[str, object]], None] = lambda line: None
+    ) -> None:
         self.path = path
+        self._take = take
+        """Told each line of metrics.jsonl."""
         self.logs = path / "logs"
         self.checkpoints = Checkpoints(path / "checkpoints")
         self.leg = 1
@@ -123,6 +127,7 @@ class RunDirectory:
     def write_step(self, figures: Mapping[str, object]) -> None:
         """Add a line to metrics.jsonl, and tell those who watch where it is a step."""
         self._metrics.write(json.dumps(figures).encode() + b"\n")
+        self._take(figures)
         step = figures.get("step")
         if isinstance(step, int):
             self._trackers.write(step, figures)

@@ -192,13 +192,15 @@ def test_ctrl_c_leaves_a_readable_trace_and_no_process(project: Path) -> None:
     process, workers = begin(MAIN, "execute", project / "run.toml", *settings, until=output)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=15)
-    *progress, ledger, told = errors.splitlines()
+    *progress, ledger, look, told = errors.splitlines()
     assert ledger.startswith("ledger: ") and "not balance" not in ledger
+    assert look == f"what it did and learned: streamrl report {output}"
+    assert (output / "chrome_trace.json").stat().st_size > 0
     assert process.returncode == 130 and told.startswith("streamrl: Ctrl-C after step ")
     assert told.endswith(
         f" saved; go on with: streamrl execute {project / 'run.toml'} {' '.join(settings)} --resume"
     )
-    assert all(line.startswith("step: ") for line in progress)
+    assert all(line.startswith("step") for line in progress)
     check_is_gone(workers, shared)
     trace = read_trace(output / "trace.jsonl")
     check_every_rollout_is_accounted_for(trace)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from msgspec.structs import replace
 from rich.console import Console
-from rich.progress import Progress, TaskID
 
-from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import (
     TRACE_FILE,
     AsJson,
@@ -24,8 +22,7 @@ from streamrl.cli.shared import (
     print_json,
 )
 from streamrl.cli.views import write_views
-from streamrl.engine.messages import Event, Generated, Stepped, Verified
-from streamrl.engine.state import State
+from streamrl.cli.watch_run import RunWatch
 from streamrl.engine.systems import needs_costs
 from streamrl.engine.world import RunInterruptedError
 from streamrl.record.legs import balance_books
@@ -34,7 +31,8 @@ from streamrl.report.ledger_line import ledger_line
 from streamrl.report.run_tables import metrics_table
 from streamrl.runfile.reading import load_run
 
-RECENT = 200  # rollouts that the progress bar's reward is the mean of
+MOST_VIEWED = 20_000_000
+"""Bytes of a trace from which on views take longer than who pressed Ctrl-C waits for."""
 
 
 def execute(
@@ -59,15 +57,15 @@ def execute(
 
     output = Path(run.execute.output)
     try:
-        with make_progress() as progress:
-            watch = _Watch(progress, run.algorithm.steps)
-            trace = execute_run(run, resume, watch, _how_to_resume(run_file, overrides or ()))
+        with RunWatch(run.algorithm.steps) as watch:
+            how = _how_to_resume(run_file, overrides or ())
+            trace = execute_run(run, resume, watch.see, how, watch.take)
     except RunInterruptedError as error:
-        _tell_ledger(output)
+        _tell_what_is_left(output)
         typer.echo(f"streamrl: {error}", err=True)
         raise typer.Exit(128 + error.signal) from None
     except RuntimeError:
-        _tell_ledger(output)
+        _tell_what_is_left(output)
         raise
     ledger = balance_books(trace, output)
     check_ledger(ledger)
@@ -82,41 +80,18 @@ def execute(
         console.print(f"run directory: {run.execute.output}", soft_wrap=True)
 
 
-def _tell_ledger(output: Path) -> None:
-    """Say how the books of a run stand that was cut short, where it has left any."""
+def _tell_what_is_left(output: Path) -> None:
+    """Say how the books of a run stand that was cut short, and leave its views, where it has left any."""
     if (output / TRACE_FILE).exists():
-        typer.echo(ledger_line(balance_books(open_trace(output), output)), err=True)
+        trace = open_trace(output)
+        typer.echo(ledger_line(balance_books(trace, output)), err=True)
+        if (output / TRACE_FILE).stat().st_size < MOST_VIEWED:
+            with suppress(OSError, ValueError):  # the run's own end is what counts
+                write_views(trace, output)
+        typer.echo(f"what it did and learned: streamrl report {output}", err=True)
 
 
 def _how_to_resume(run_file: Path, overrides: Sequence[str]) -> str:
     """Return the command that goes on with the run."""
     changes = [word for override in overrides for word in ("--set", override)]
     return shlex.join(["streamrl", "execute", str(run_file), *changes, "--resume"])
-
-
-class _Watch:
-    """Keeps the progress bar up to date: steps, recent reward, rollouts trained + running, staleness."""
-
-    def __init__(self, progress: Progress, num_steps: int) -> None:
-        self._progress = progress
-        self._task: TaskID = progress.add_task("step", total=num_steps, facts="starting")
-        self._rewards: deque[float] = deque(maxlen=RECENT)
-        self._tokens = 0
-
-    def __call__(self, event: Event, state: State, now: float) -> None:
-        if isinstance(event, Generated):
-            self._tokens += event.tokens
-        elif isinstance(event, Verified):
-            self._rewards.append(event.reward)
-        elif not isinstance(event, Stepped):
-            return
-        reward = sum(self._rewards) / len(self._rewards) if self._rewards else 0.0
-        leader, replicas = state.leader, state.fleet.replicas.values()
-        behind = leader.version - min(
-            (r.version for r in replicas if r.is_serving), default=leader.version
-        )
-        facts = (
-            f"reward {reward:.3f}  rollouts {leader.num_trained}+{state.num_generating}  "
-            f"staleness {behind}  {self._tokens / now:,.0f} tokens/s"
-        )
-        self._progress.update(self._task, completed=leader.version, facts=facts)

@@ -12,6 +12,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     Task,
     TextColumn,
     TimeElapsedColumn,
@@ -27,14 +28,18 @@ def make_progress() -> Progress:
     console = Console(stderr=True)
     if not console.is_terminal:
         return PlainProgress()
-    return Progress(
+    return Progress(*bar_columns(), console=console)
+
+
+def bar_columns() -> list[ProgressColumn]:
+    """Make what a bar on a terminal is made of."""
+    return [
         TextColumn("{task.description}"),
         BarColumn(bar_width=12),
         MofNCompleteColumn(),
         TextColumn("{task.fields[facts]}"),
         TimeElapsedColumn(),
-        console=console,
-    )
+    ]
 
 
 class PlainProgress(Progress):

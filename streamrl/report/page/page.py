@@ -21,6 +21,7 @@ from streamrl.report.page.details import (
     study_sections,
     uncertainty_section,
 )
+from streamrl.report.page.learning import learning_json, learning_sections
 from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.parts import Page, PageSection
 from streamrl.report.page.sources import Sources, read_sources
@@ -92,6 +93,7 @@ def describe(report: Report) -> dict[str, object]:
             {"title": study.found.title, "findings": study.found.findings}
             for study in sources.studies
         ],
+        "learning": learning_json(sources.runs),
         "against": [made.found.as_json() for made in sources.comparisons],
     }
 
@@ -104,6 +106,7 @@ def _sections(sources: Sources, options: list[Option]) -> Iterator[PageSection]:
         yield step_section(options)
         yield sensitivity_section(sources, options)
         yield uncertainty_section(options)
+    yield from learning_sections(sources.runs)
     yield from against_sections(sources.comparisons)
     yield from study_sections(sources.studies)
     yield from differences(options)

@@ -11,8 +11,10 @@ import msgspec
 
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_model
+from streamrl.record.completions import SampledGroup, sample_completions
 from streamrl.record.inputs import CONFIG, kept_names, with_kept_inputs
 from streamrl.record.metrics import Metrics, measure
+from streamrl.record.run_lines import METRICS, ROLLOUTS, Line, read_metrics
 from streamrl.record.trace import Trace, read_trace
 from streamrl.report.against_file import AGAINST_JSON, AgainstFile, read_comparison
 from streamrl.report.page.study_json import STUDY_CSV, RecordedStudy, read_study
@@ -35,6 +37,10 @@ class RecordedRun:
     model: ModelShape
     inputs: Mapping[str, str]
     """Names of the files that it was read from, by key of the run file; see `streamrl.record.inputs`."""
+    steps: Sequence[Line] = ()
+    """Of an executed run: the figures of each step that stayed; see `executor.trainer.step_figures`."""
+    samples: Sequence[SampledGroup] = ()
+    """What it wrote in its first, a middle and its last step."""
 
     @property
     def run(self) -> Run:
@@ -130,6 +136,7 @@ def _read_plan(path: Path, name: str) -> PlanMade:
 def _read_run(path: Path, name: str) -> RecordedRun:
     trace = read_trace(path)
     metrics = measure(trace)
+    steps, samples = _read_learning(trace, path.parent)
     return RecordedRun(
         name=name,
         path=path,
@@ -137,7 +144,21 @@ def _read_run(path: Path, name: str) -> RecordedRun:
         metrics=metrics,
         model=_model_of(trace.run, path.parent),
         inputs=kept_names(trace.run, path.parent),
+        steps=steps,
+        samples=samples,
     )
+
+
+def _read_learning(trace: Trace, directory: Path) -> tuple[Sequence[Line], Sequence[SampledGroup]]:
+    """Read what an executed run left beside its trace."""
+    if trace.world != "real" or not (directory / METRICS).exists():
+        return (), ()
+    steps = read_metrics(directory)
+    if not steps or not (directory / ROLLOUTS).exists():
+        return steps, ()
+    numbers = [line["step"] for line in steps]
+    shown = {numbers[0], numbers[len(numbers) // 2], numbers[-1]}
+    return steps, sample_completions(trace, directory, sorted(shown))
 
 
 def _model_of(run: Run, directory: Path) -> ModelShape:

@@ -1,0 +1,127 @@
+"""The section on what an executed run learned: rewards, lengths, losses and staleness over its steps, and what it wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from streamrl.record.completions import SampledGroup
+from streamrl.report.page.parts import PageCell, PageSection, PageTable
+from streamrl.report.page.sources import RecordedRun
+from streamrl.report.pictures.drawing import Picture
+from streamrl.report.pictures.step_curves import Curve, curves_picture
+from streamrl.report.words import percent, seconds
+
+MOST_TEXT = 600
+"""Characters of a completion, and of a prompt, that are shown: the ends of a longer one."""
+COLOURS = ("s-0", "s-1 dashed", "s-2 dotted", "s-3 dash-dot")
+
+
+def figure(value: float) -> str:
+    """Write a figure of a step: three digits."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+class Panel(NamedTuple):
+    """A picture: its title, the keys of metrics.jsonl with their labels, and how values are written."""
+
+    title: str
+    keys: tuple[tuple[str, str], ...]
+    show: Callable[[float], str]
+
+
+PANELS = (
+    Panel("Reward", (("reward", "mean"), ("reward_std", "standard deviation")), figure),
+    Panel("Output tokens of a rollout", (("length_mean", "mean"), ("length_max", "most")), figure),
+    Panel(
+        "Shares",
+        (
+            ("uniform_groups", "groups of one reward"),
+            ("cut_off", "rollouts cut off"),
+            ("clip_fraction", "tokens clipped"),
+        ),
+        percent,
+    ),
+    Panel("Versions behind", (("staleness_mean", "mean"), ("staleness_max", "most")), figure),
+    Panel("Loss", (("loss", "loss"),), figure),
+    Panel("Norm of the gradient", (("grad_norm", "before clipping"),), figure),
+    Panel("Entropy, nats a token", (("entropy", "entropy"),), figure),
+    Panel("KL from the policy that sampled, nats a token", (("kl_k3", "k3"),), figure),
+    Panel(
+        "Seconds of the trainer's work in a step",
+        (
+            ("score_time", "score"),
+            ("train_time", "train"),
+            ("optimizer_time", "optimizer"),
+        ),
+        seconds,
+    ),
+)
+
+
+def learning_sections(runs: Sequence[RecordedRun]) -> Iterator[PageSection]:
+    """Yield a section for each run that left figures of its steps."""
+    for number, run in enumerate(runs, start=1):
+        if run.steps:
+            yield _section(f"learning-{number}", run)
+
+
+def _section(name: str, run: RecordedRun) -> PageSection:
+    first, last = run.steps[0], run.steps[-1]
+    section = PageSection(name, f"What {run.name} learned", is_pair=True)
+    section.text.append(
+        f"{last['step']:,} of {run.run.algorithm.steps:,} steps are made. From step {first['step']} to step {last['step']} the mean reward went from {figure(first['reward'])} to {figure(last['reward'])}."
+    )
+    section.pictures += _pictures(name, run)
+    section.tables += [_samples_table(group) for group in run.samples]
+    section.notes.append(
+        "Steps that were rolled back are left out. Entropy is estimated from the tokens that were sampled; groups of one reward teach nothing."
+    )
+    if run.samples:
+        section.notes.append(
+            "Of each step that is shown, the group whose rewards differ most: its best, its middle and its worst rollout; rollouts.jsonl has all."
+        )
+    return section
+
+
+def _pictures(name: str, run: RecordedRun) -> Iterator[Picture]:
+    numbers = [line["step"] for line in run.steps]
+    for panel in PANELS:
+        keys = [(key, label) for key, label in panel.keys if any(key in line for line in run.steps)]
+        curves = [
+            Curve(label, [float(line.get(key, float("nan"))) for line in run.steps], colour)
+            for (key, label), colour in zip(keys, COLOURS, strict=False)
+        ]
+        if curves:
+            slug = panel.keys[0][0].replace("_", "-")
+            yield curves_picture(f"{name}-{slug}", panel.title, numbers, curves, panel.show)
+
+
+def _samples_table(group: SampledGroup) -> PageTable:
+    prompt = "its prompts file is not there" if group.prompt is None else shortened(group.prompt)
+    rows = [
+        [
+            PageCell(figure(each.reward)),
+            PageCell(f"{each.num_tokens:,}"),
+            PageCell(f"{each.version}"),
+            PageCell(shortened(each.text)),
+        ]
+        for each in group.rollouts
+    ]
+    caption = f"Step {group.step}, a group of mean reward {figure(group.mean_reward)}: {prompt}"
+    return PageTable(caption, ("reward", "tokens", "version", "completion"), rows, (0, 1, 2))
+
+
+def shortened(text: str) -> str:
+    """Leave out the middle of a long text, and say how much that is."""
+    if len(text) <= MOST_TEXT:
+        return text
+    half = MOST_TEXT // 2
+    return f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
+
+
+def learning_json(runs: Sequence[RecordedRun]) -> list[dict[str, object]]:
+    """Return the same as data: every line of the steps that stayed, and the samples."""
+    return [
+        {"name": run.name, "steps": run.steps, "samples": run.samples} for run in runs if run.steps
+    ]

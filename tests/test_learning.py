@@ -1,0 +1,176 @@
+"""What an executed run shows of itself: its last steps while it goes on, and what it learned in its report."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from streamrl.cli.watch_run import NUM_ROWS, RunWatch, line_of
+from streamrl.record.completions import sample_completions
+from streamrl.record.run_lines import ROLLED_BACK_TO
+from streamrl.record.trace import read_trace
+from streamrl.report.page.learning import MOST_TEXT, shortened
+from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
+from streamrl.report.pictures.drawing import Dot, Polyline
+from streamrl.report.pictures.step_curves import MOST_POINTS, Curve, curves_picture
+from tests.test_execute import real_run
+from tests.test_watching import execute
+from tests.tiny_model import tiny_model
+
+
+def step_line(step: int, time: float, **more: float) -> dict[str, Any]:
+    figures = {"reward": 0.5, "reward_std": 0.25, "uniform_groups": 0.125, "output_tokens": 640}
+    lengths = {"length_mean": 20.0, "length_max": 64, "cut_off": 0.0625}
+    return {"step": step, "time": time, **figures, **lengths, **more}
+
+
+# While it goes on ---------------------------------------------------------------------------------
+
+
+def terminal() -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=160)
+
+
+def shown(console: Console) -> list[str]:
+    assert isinstance(console.file, io.StringIO)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
+    return plain.splitlines()
+
+
+def test_a_terminal_shows_the_last_steps_and_what_they_took() -> None:
+    console = terminal()
+    with RunWatch(40, console) as watch:
+        for step in range(1, NUM_ROWS + 3):
+            watch.take(step_line(step, 2.0 * step, loss=-0.125))
+    last = [line.split() for line in shown(console)[-NUM_ROWS - 3 :]]
+    steps = [int(words[0]) for words in last if words and words[0].isdigit()]
+    assert steps == list(range(3, NUM_ROWS + 3))
+    row = next(words for words in last if words and words[0] == "12")
+    assert row == [
+        "12",
+        "2.0",
+        "0.500",
+        "±",
+        "0.250",
+        *["12%", "20", "to", "64", "6%", "-0.125", "320"],
+    ]
+
+
+def test_steps_that_are_taken_back_leave_the_table() -> None:
+    console = terminal()
+    with RunWatch(40, console) as watch:
+        for step in range(1, 6):
+            watch.take(step_line(step, float(step)))
+        watch.take({ROLLED_BACK_TO: 2, "time": 7.0})
+        watch.take(step_line(3, 8.5))
+    last = [line.split() for line in shown(console)[-8:]]
+    rows = [words[:2] for words in last if words and words[0].isdigit()]
+    assert rows == [["1", "1.0"], ["2", "1.0"], ["3", "1.5"]]
+
+
+def test_elsewhere_each_step_is_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    with RunWatch(40, Console(file=io.StringIO())) as watch:
+        watch.take(step_line(1, 4.0, entropy=0.5))
+        watch.take({ROLLED_BACK_TO: 0})
+        watch.take(step_line(1, 2.0))
+    first, second = capfd.readouterr().err.splitlines()
+    assert first == (
+        "step 1: seconds 4.0, reward 0.500 ± 0.250, uniform 12%, tokens 20 to 64, cut off 6%, entropy 0.500, "
+        "tokens/s 160"
+    )
+    assert second.startswith("step 1: seconds 2.0") and "entropy" not in second
+    assert line_of({"step": 3.0}) == "step 3: "
+
+
+def test_a_terminal_that_is_gone_costs_the_run_nothing() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, "a terminal that is gone")
+
+    with RunWatch(40, Console(file=io.StringIO(), width=80)) as watch:
+        watch._live = None
+        watch.take(step_line(1, 1.0))
+    console = terminal()
+    with RunWatch(40, console) as watch:
+        console.file = Gone()
+        watch.take(step_line(1, 1.0))
+
+
+# In its report ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> Path:
+    """A run of scripted roles, with prompts of its own."""
+    run = real_run(tmp_path, policies__system="stream-async", algorithm__steps=6)
+    tiny_model(40).config.save_pretrained(tmp_path)
+    execute(run)
+    return Path(run.execute.output)
+
+
+def test_a_report_draws_what_a_run_learned_and_quotes_what_it_wrote(run_directory: Path) -> None:
+    report = read_report([run_directory])
+    page = make_page(report)
+    section = next(each for each in page.sections if each.name == "learning-1")
+    titles = [picture.drawing.title for picture in section.pictures]
+    assert titles[:4] == ["Reward", "Output tokens of a rollout", "Shares", "Versions behind"]
+    (told,) = describe(report)["learning"]  # type: ignore[misc]
+    assert [line["step"] for line in told["steps"]] == list(range(1, 7))
+    assert [group.step for group in told["samples"]] == [1, 4, 6]
+    for group, table in zip(told["samples"], section.tables, strict=True):
+        rewards = [each.reward for each in group.rollouts]
+        assert rewards == sorted(rewards, reverse=True) and group.prompt is not None
+        assert table.caption.startswith(f"Step {group.step}, ") and group.prompt in table.caption
+        assert [row[-1].text for row in table.rows] == [each.text for each in group.rollouts]
+    assert section.title in render_html(page) and section.title in render_markdown(page)
+
+
+def test_a_run_under_way_and_one_that_died_can_be_reported(run_directory: Path) -> None:
+    for name in ("trace.jsonl", "metrics.jsonl", "rollouts.jsonl"):
+        path = run_directory / name
+        data = path.read_bytes()
+        path.write_bytes(data[: 2 * len(data) // 3])
+    page = make_page(read_report([run_directory]))
+    section = next(each for each in page.sections if each.name == "learning-1")
+    assert re.match(r"[345] of 6 steps are made\. From step 1 to step [345] ", section.text[0])
+
+
+def test_samples_do_without_the_prompts_and_take_the_group_with_most_to_learn_from(
+    run_directory: Path,
+) -> None:
+    trace = read_trace(run_directory / "trace.jsonl")
+    with_prompts = sample_completions(trace, run_directory, [2])
+    path = Path(str(trace.run.workload.prompts))
+    path.unlink()
+    (group,) = sample_completions(trace, run_directory, [2])
+    assert group.prompt is None and group.rollouts == with_prompts[0].rollouts
+    lines = [json.loads(line) for line in (run_directory / "rollouts.jsonl").open()]
+    of_group = [line for line in lines if line["rollout"] == group.rollouts[0].rollout]
+    siblings = [line for line in lines if line["group"] == of_group[0]["group"]]
+    assert group.rollouts[0].reward == max(line["reward"] for line in siblings)
+    assert group.rollouts[-1].reward == min(line["reward"] for line in siblings)
+
+
+def test_long_texts_are_shown_by_their_ends() -> None:
+    assert shortened("x" * MOST_TEXT) == "x" * MOST_TEXT
+    text = shortened("a" * 1000 + "b" * 1000)
+    assert text.startswith("aaa") and text.endswith("bbb") and "1,400 characters" in text
+
+
+def test_a_curve_of_many_steps_is_thinned_out_and_gaps_stay_gaps() -> None:
+    steps = list(range(1, 10_001))
+    values = [float("nan") if 4000 < step <= 6000 else float(step) for step in steps]
+    picture = curves_picture("c", "Title", steps, [Curve("mean", values, "s-0")], str)
+    lines = [s for s in picture.drawing.shapes if isinstance(s, Polyline) and "curve" in s.css]
+    assert len(lines) == 2 and sum(len(line.points) for line in lines) <= MOST_POINTS
+    picture = curves_picture("c", "Title", [7], [Curve("mean", [1.0], "s-0")], str)
+    assert any(isinstance(shape, Dot) for shape in picture.drawing.shapes)
+    with pytest.raises(ValueError, match="a value for each of 2 steps"):
+        curves_picture("c", "Title", [1, 2], [Curve("mean", [1.0], "s-0")], str)
