@@ -9,6 +9,7 @@
 # make bench  the simulator's speed, one JSON object a figure
 # make bench-start    CPU seconds of a command from the shell; AGAINST=DIR beside another checkout
 # make bench-workers  tokens of a CPU second that replica and trainer make; AGAINST=DIR beside another checkout
+# make bench-trl      execute beside TRL's GRPOTrainer, in an environment of its own; quarter of an hour on a quiet machine
 # make bench-costs    how far costs can be trusted: tables, decode curve, training, weight sync
 # make bench-fidelity how the paper's figures take to other readings, dispatch and adjustment; ten minutes
 # make bench-handover what a rollout costs the controller, of a thousand tokens and of twenty thousand
@@ -26,12 +27,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 VLLM := build/vllm
+TRL := build/trl
 DEMO := build/demo
 # Tests of one file stay in one process, which sets up what they share once.
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test test-oldest test-vllm lock fuzz mutants faults lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-reality bench-workers soak clean
+.PHONY: demo test test-oldest test-vllm lock fuzz mutants faults lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-reality bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -100,6 +102,9 @@ bench-start: $(READY)
 bench-workers: $(READY)
 	$(BIN)/python -m benchmarks.bench_workers $(if $(AGAINST),--against $(AGAINST))
 
+bench-trl: $(TRL)/.ready
+	PYTHONPATH=. $(TRL)/bin/python benchmarks/bench_trl.py
+
 bench-costs: $(READY)
 	$(BIN)/python benchmarks/bench_costs.py
 	$(BIN)/python benchmarks/bench_training.py
@@ -134,6 +139,12 @@ $(READY): pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable '.[executor,notebooks,dev]' --constraint requirements.lock
+	touch $@
+
+$(TRL)/.ready: pyproject.toml
+	$(PYTHON) -m venv --clear $(TRL)
+	$(TRL)/bin/python -m pip install --quiet $(TORCH)
+	$(TRL)/bin/python -m pip install --quiet --editable '.[executor,notebooks]' trl
 	touch $@
 
 # Of what vLLM asks for beside torch, the builds for pictures and sound want CUDA, and text needs none of them.
