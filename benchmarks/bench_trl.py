@@ -130,7 +130,8 @@ def run_streamrl(system: str, steps: int, rate: float) -> Figures:
         run_file = str(HERE / "examples/quickstart.toml")
         command = ["-c", "from streamrl.cli import main; main()", "execute", run_file, *words]
         subprocess.run([sys.executable, *command], cwd=HERE, check=True, capture_output=True)
-        lines = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").open()]
+        text = Path(folder, "run/metrics.jsonl").read_text(encoding="utf-8")
+        lines = [json.loads(line) for line in text.splitlines()]
     return [
         {"time": line["time"], "reward": line["reward"], "tokens": line["length_mean"]}
         for line in lines
@@ -154,7 +155,7 @@ def train_with_trl(setting: str, steps: int, rate: float, skips: bool) -> Figure
     torch.set_num_threads(THREADS)
     scorer = SCORERS["reasoning-gym"]
     grade = scorer.load()
-    records = [json.loads(line) for line in PROMPTS.open(encoding="utf-8")]
+    records = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     figures: Figures = []
 
     def reward(completions: list[str], line: list[int], **_: Any) -> list[float]:

@@ -13,13 +13,16 @@ import pytest
 from rich.console import Console
 
 from streamrl.cli.watch_run import NUM_ROWS, RunWatch, line_of
+from streamrl.engine.messages import Step
 from streamrl.record.completions import sample_completions
+from streamrl.record.metrics import measure
 from streamrl.record.run_lines import ROLLED_BACK_TO
 from streamrl.record.trace import read_trace
 from streamrl.report.page.learning import MOST_TEXT, shortened
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
 from streamrl.report.pictures.drawing import Dot, Polyline
 from streamrl.report.pictures.step_curves import MOST_POINTS, Curve, curves_picture
+from streamrl.report.run_tables import metrics_table
 from tests.test_execute import real_run
 from tests.test_watching import execute
 from tests.tiny_model import tiny_model
@@ -142,20 +145,29 @@ def test_a_run_under_way_and_one_that_died_can_be_reported(run_directory: Path) 
     assert re.match(r"[345] of 6 steps are made\. From step 1 to step [345] ", section.text[0])
 
 
-def test_samples_do_without_the_prompts_and_take_the_group_with_most_to_learn_from(
+def test_samples_are_of_the_group_with_most_to_learn_from_and_do_without_the_prompts(
     run_directory: Path,
 ) -> None:
     trace = read_trace(run_directory / "trace.jsonl")
-    with_prompts = sample_completions(trace, run_directory, [2])
-    path = Path(str(trace.run.workload.prompts))
-    path.unlink()
+    *others, last = next(
+        command.groups
+        for _, _, commands in trace.entries
+        for command in commands
+        if isinstance(command, Step) and command.version == 2
+    )
+    path = run_directory / "rollouts.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line["group"] in others:
+            line["reward"] = 0.25  # nobody is better than the others
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (group,) = sample_completions(trace, run_directory, [2])
-    assert group.prompt is None and group.rollouts == with_prompts[0].rollouts
-    lines = [json.loads(line) for line in (run_directory / "rollouts.jsonl").open()]
-    of_group = [line for line in lines if line["rollout"] == group.rollouts[0].rollout]
-    siblings = [line for line in lines if line["group"] == of_group[0]["group"]]
-    assert group.rollouts[0].reward == max(line["reward"] for line in siblings)
-    assert group.rollouts[-1].reward == min(line["reward"] for line in siblings)
+    of_last = {line["rollout"] for line in lines if line["group"] == last}
+    assert group.prompt is not None and {each.rollout for each in group.rollouts} <= of_last
+    assert group.rollouts[0].reward == 1 and group.rollouts[-1].reward == 0
+    Path(str(trace.run.workload.prompts)).unlink()
+    (again,) = sample_completions(trace, run_directory, [2])
+    assert again.prompt is None and again.rollouts == group.rollouts
 
 
 def test_long_texts_are_shown_by_their_ends() -> None:
@@ -174,3 +186,24 @@ def test_a_curve_of_many_steps_is_thinned_out_and_gaps_stay_gaps() -> None:
     assert any(isinstance(shape, Dot) for shape in picture.drawing.shapes)
     with pytest.raises(ValueError, match="a value for each of 2 steps"):
         curves_picture("c", "Title", [1, 2], [Curve("mean", [1.0], "s-0")], str)
+
+
+def test_where_nothing_is_rented_there_is_no_word_of_dollars(tmp_path: Path) -> None:
+    pools = {"cluster__pools__far__price": 0.0, "cluster__pools__near__price": 0.0}
+    directories = []
+    for name, steps in (("short", 4), ("long", 6)):
+        (tmp_path / name).mkdir()
+        changes = {**pools, "policies__system": "stream-async", "algorithm__steps": steps}
+        run = real_run(tmp_path / name, **changes)
+        tiny_model(40).config.save_pretrained(tmp_path / name)
+        execute(run)
+        directories.append(Path(run.execute.output))
+    for chosen in (directories[:1], directories):
+        page = make_page(read_report(chosen))
+        figures = [page.answer, *(f"{tile.value} {tile.note}" for tile in page.tiles)]
+        assert not [text for text in figures if "$" in text or "cost" in text]
+        names = [p.drawing.name for section in page.sections for p in section.pictures]
+        assert "cost" not in names and "speed" in names
+    table = Console(file=io.StringIO(), width=200)
+    table.print(metrics_table(measure(read_trace(directories[0] / "trace.jsonl"))))
+    assert isinstance(table.file, io.StringIO) and "$" not in table.file.getvalue()

@@ -63,6 +63,7 @@ def attend_by_row(model: Any) -> None:
 def _plan(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Add to a forward pass of continuous batching what its attention does."""
     allocator = kwargs["cache"].layer_to_allocator[0]
+    allocator.get_read_indices = _nowhere
     tokens_per_page = allocator.tokens_per_page
     stride = allocator.block_physical_stride // tokens_per_page
     written = kwargs["write_index"][allocator.index]
@@ -78,6 +79,11 @@ def _plan(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, d
     ]
     decoding = _decoding(ends[:-1][is_decoding], rows[is_decoding], lengths[is_decoding])
     return args, {**kwargs, "row_pass": RowPass(written, stride, *decoding, prefixes)}
+
+
+def _nowhere(*_: object) -> list[int]:
+    """Return where a sequence's keys are gathered from: batches need no lists of that, which take long to make."""
+    return []
 
 
 def _decoding(
@@ -162,14 +168,18 @@ def _attend_prefix(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
     """The last queries of one sequence, (queries, heads, size), each over the keys up to its own."""
-    behind = len(keys) - len(queries)
-    mask = torch.ones(len(queries), len(keys), dtype=torch.bool, device=keys.device).tril(behind)
+    behind, mask = len(keys) - len(queries), None
+    if behind:
+        mask = torch.ones(len(queries), len(keys), dtype=torch.bool, device=keys.device).tril(
+            behind
+        )
     attended = scaled_dot_product_attention(
         queries.transpose(0, 1)[None],
         keys.transpose(0, 1)[None],
         values.transpose(0, 1)[None],
         attn_mask=mask,
+        is_causal=not behind,
         scale=scaling,
-        enable_gqa=True,
+        enable_gqa=queries.shape[1] != keys.shape[1],
     )
     return attended[0].transpose(0, 1)

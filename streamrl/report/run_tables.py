@@ -26,6 +26,7 @@ RATIOS = (
     "cost_per_step",
     "cost_per_million_tokens",
 )
+COSTS = ("cost_per_step", "cost_per_million_tokens")
 BAR_WIDTH = 24  # characters of a share of 100 %
 TWO_SIDES = ("rollout", "trainer")
 """Sides of a run that the shares of all GPU-seconds say enough of."""
@@ -74,6 +75,8 @@ def comparison_table(predicted: Metrics, measured: Metrics) -> Table:
         table.add_column(title, justify="right", no_wrap=True)
     for name in RATIOS:
         ours, theirs = getattr(predicted, name), getattr(measured, name)
+        if name in COSTS and not (ours or theirs):
+            continue  # nothing was rented
         shown = [format_figure(name, value) for value in (ours, theirs)]
         if name == "step_time":
             shown = [
@@ -248,7 +251,8 @@ def _summary(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
     if metrics.note:
         yield "", "", f"[yellow]{metrics.note}[/]"
     for name in RATIOS[1:]:
-        yield LABELS[name], format_figure(name, getattr(metrics, name)), ""
+        if name not in COSTS or metrics.cost_per_step:
+            yield LABELS[name], format_figure(name, getattr(metrics, name)), ""
     sides = ", ".join(f"{count} {side}" for side, count in metrics.num_gpus.items())
     yield "GPUs", str(sum(metrics.num_gpus.values())), sides
     yield "staleness", _mean_staleness(metrics.staleness), _histogram(metrics.staleness)

@@ -22,14 +22,16 @@ def headline(whole: WholeRun) -> str:
     """Say in a line what the whole run takes: "200 steps take 15.68 h ± 0.14 and cost $892.7 ± 7.9 (95 % intervals)"."""
     sure = " (95 % intervals)" if whole.seconds_interval is not None else ""
     noun, verbs = ("step", ("takes", "costs")) if whole.steps == 1 else ("steps", ("take", "cost"))
-    return f"{whole.steps:,} {noun} {verbs[0]} {time_text(whole)} and {verbs[1]} {dollars_text(whole)}{sure}"
+    cost = f" and {verbs[1]} {dollars_text(whole)}" if whole.dollars else ""
+    return f"{whole.steps:,} {noun} {verbs[0]} {time_text(whole)}{cost}{sure}"
 
 
 def price_note(whole: WholeRun) -> str:
     """Say what it costs and how many steps it is, beside its time: "$892.7 ± 7.9 for 200 steps; 95 % intervals"."""
     noun = "step" if whole.steps == 1 else "steps"
     sure = "; 95 % intervals" if whole.seconds_interval is not None else ""
-    return f"{dollars_text(whole)} for {whole.steps:,} {noun}{sure}"
+    cost = f"{dollars_text(whole)} " if whole.dollars else ""
+    return f"{cost}for {whole.steps:,} {noun}{sure}"
 
 
 def time_text(whole: WholeRun) -> str:
@@ -63,7 +65,7 @@ def long_dollars(dollars: float, interval: Interval = None) -> str:
 def facts(whole: WholeRun) -> Iterator[tuple[str, str, str]]:
     """Yield what else is to be said of it: a name, a figure and a note."""
     for name, pool in whole.pools.items():
-        yield f"  {name}", f"${pool.dollars:,.2f}", _pool_text(pool)
+        yield f"  {name}", f"${pool.dollars:,.2f}" if pool.dollars else "free", _pool_text(pool)
     if whole.egress:
         yield "  links", f"${whole.egress:,.2f}", "for weights that cross them"
     yield "  GPU-hours", f"{whole.gpu_hours:,.4g}", _parts_text(whole)

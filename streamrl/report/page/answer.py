@@ -23,13 +23,15 @@ class Tile(NamedTuple):
 
 
 def chosen_of(options: list[Option]) -> Option | None:
-    """Return the option that a report is about: the first plan, else of the runs that finish the one with the cheapest tokens."""
+    """Return the option that a report is about: the first plan, else of the runs that finish the one with the cheapest tokens, the fastest where none is paid for."""
     plans = [option for option in options if option.kind == "plan"]
     if plans:
         return plans[0]
     finished = [option for option in options if not option.unfinished] or options
-    paid = [option for option in finished if option.cost_per_million_tokens > 0]
-    return min(paid or finished, key=lambda option: option.cost_per_million_tokens, default=None)
+    paid = [option for option in finished if option.is_paid]
+    if not paid:
+        return max(finished, key=lambda option: option.goodput, default=None)
+    return min(paid, key=lambda option: option.cost_per_million_tokens)
 
 
 def answer_of(sources: Sources, options: list[Option]) -> str:
@@ -57,14 +59,17 @@ def _of_one(option: Option) -> str:
     waits = ""
     if cause and idle[cause] > 0:
         waits = f"; GPUs stand idle for {percent(sum(idle.values()))} of their time, mostly by {cause}: {CAUSES[cause]}"
-    return (
-        f"{_whole(option)}With {option.rent}, an optimizer step of {model} takes {_step(option)}, a million tokens trained on "
-        f"cost {_cost(option)}{waits}."
-    )
+    cost = f", a million tokens trained on cost {_cost(option)}" if option.is_paid else ""
+    return f"{_whole(option)}With {option.rent}, an optimizer step of {model} takes {_step(option)}{cost}{waits}."
 
 
 def _of_runs(chosen: Option, rivals: list[Option]) -> str:
     model = chosen.run.model.name if chosen.run else "the model"
+    if not chosen.is_paid:
+        return (
+            f"{_whole(chosen)}Of the {len(rivals) + 1} ways compared, {chosen.name} is the fastest: with {chosen.rent}, {model} is trained on "
+            f"{rounded(chosen.goodput)} tokens a second."
+        )
     second = min(rivals, key=lambda option: option.cost_per_million_tokens)
     behind = second.cost_per_million_tokens / (chosen.cost_per_million_tokens or 1.0) - 1
     if behind < SAME:
@@ -105,7 +110,9 @@ def _whole_tiles(option: Option) -> Iterator[Tile]:
     """Yield the time and the dollars of the whole run."""
     whole = option.whole_run
     if whole is not None:
-        yield Tile(dollars_text(whole), "for the whole run", f"{whole.gpu_hours:,.4g} GPU-hours")
+        hours = f"{whole.gpu_hours:,.4g} GPU-hours"
+        if option.is_paid:
+            yield Tile(dollars_text(whole), "for the whole run", hours)
         yield Tile(time_text(whole), "for the whole run", f"{whole.steps:,} training steps")
 
 
@@ -114,24 +121,25 @@ def tiles_of(option: Option) -> list[Tile]:
     least, most = map(dollars, option.cost_range)
     slow, fast = map(rounded, option.goodput_range)
     tiles = list(_whole_tiles(option))
-    tiles += [
-        Tile(
-            dollars(option.cost_per_million_tokens),
-            "per million tokens trained on",
-            f"{least} to {most}" if least != most else "",
-        ),
-        Tile(
-            _step(option),
-            "per optimizer step",
-            f"{dollars(option.cost_per_step)} a step",
-        ),
+    if option.is_paid:
+        tiles.append(
+            Tile(
+                dollars(option.cost_per_million_tokens),
+                "per million tokens trained on",
+                f"{least} to {most}" if least != most else "",
+            )
+        )
+    a_step = f"{dollars(option.cost_per_step)} a step" if option.is_paid else ""
+    tiles.append(Tile(_step(option), "per optimizer step", a_step))
+    tiles.append(
         Tile(
             rounded(option.goodput),
             "tokens trained on per second",
             f"{slow} to {fast}" if slow != fast else "",
-        ),
-        Tile(dollars(option.dollars_per_hour), "per hour for all GPUs", ""),
-    ]
+        )
+    )
+    if option.is_paid:
+        tiles.append(Tile(dollars(option.dollars_per_hour), "per hour for all GPUs", ""))
     if option.run is not None:
         idle = option.run.metrics.idle
         cause = max(idle, key=lambda name: idle[name], default="")

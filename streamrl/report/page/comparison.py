@@ -41,7 +41,7 @@ def compare_options(sources: Sources, options: list[Option]) -> Iterator[PageSec
     if not options:
         return
     yield _alternatives(sources, options)
-    if len(options) > 1:
+    if len(options) > 1 and any(option.is_paid for option in options):
         yield _front(options)
 
 
@@ -116,26 +116,36 @@ def _beside(made: PlanMade) -> PageTable:
     return PageTable("What the choice is seen beside.", head, rows, numbers=(2, 3, 4, 5))
 
 
+NOT_RENTED = "not rented"
+
+
 def _row(option: Option, chosen: Option) -> list[PageCell]:
     least, most = map(dollars, option.cost_range)
-    against = option.cost_per_million_tokens / (chosen.cost_per_million_tokens or 1.0) - 1
+    if chosen.is_paid:
+        against = option.cost_per_million_tokens / chosen.cost_per_million_tokens - 1
+    else:
+        against = chosen.goodput / option.goodput - 1
     if option.behind is not None and chosen.kind == "plan":
         against = option.behind
     against_text = "" if option is chosen else change(against)
     seeds = "executed" if option.band.is_timed else _seeds(option.band.num_seeds)
     band = f"{least} to {most}" if option.band.is_known else "band not known"
+    cost, a_step, an_hour = PageCell(NOT_RENTED), "", NOT_RENTED
+    if option.is_paid:
+        cost = PageCell(dollars(option.cost_per_million_tokens), band)
+        a_step, an_hour = f"{dollars(option.cost_per_step)} each", dollars(option.dollars_per_hour)
     return [
         PageCell(option.letter),
         PageCell(option.name, option.what),
-        PageCell(dollars(option.cost_per_million_tokens), band),
+        cost,
         PageCell("not finished" if option.unfinished else against_text),
         PageCell(
             step_seconds(option.step_time, option.step_time_interval),
-            f"{dollars(option.cost_per_step)} each",
+            a_step,
         ),
         PageCell(tokens_per_second(option.goodput)),
         PageCell(f"{option.staleness:.2f}"),
-        PageCell(dollars(option.dollars_per_hour)),
+        PageCell(an_hour),
         PageCell(f"{option.world}, {tiers_text(option.band.tiers)}", f"{seeds}; {option.source}"),
     ]
 
@@ -250,13 +260,14 @@ def _bars(options: Sequence[Option], chosen: Option) -> list[Picture]:
     costs, speeds = [], []
     for option in options:
         label = f"{option.letter} · {option.name}"
-        cost, speed = option.cost_per_million_tokens, option.goodput
+        cost, rate = option.cost_per_million_tokens, option.goodput
         costs.append(Bar(label, option.rent, cost, *option.cost_range, option is chosen))
-        speeds.append(Bar(label, option.rent, speed, *option.goodput_range, option is chosen))
-    return [
-        bars_picture("cost", "Dollars per million tokens trained on", costs, dollars, "Less"),
-        bars_picture("speed", "Output tokens trained on per second", speeds, _rate, "More"),
-    ]
+        speeds.append(Bar(label, option.rent, rate, *option.goodput_range, option is chosen))
+    speed = bars_picture("speed", "Output tokens trained on per second", speeds, _rate, "More")
+    if not any(option.is_paid for option in options):
+        return [speed]
+    paid = bars_picture("cost", "Dollars per million tokens trained on", costs, dollars, "Less")
+    return [paid, speed]
 
 
 def _rate(value: float) -> str:

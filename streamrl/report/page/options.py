@@ -62,6 +62,11 @@ class Option:
     """After which step it stopped before its last one, and why: it is no answer then."""
 
     @property
+    def is_paid(self) -> bool:
+        """Return whether it costs anything: the cores of one's own machine are not rented."""
+        return self.dollars_per_hour > 0
+
+    @property
     def cost_range(self) -> tuple[float, float]:
         """Return the band of dollars per million tokens."""
         least, most = self.band.factors
