@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ PROMPTS_PER_STEP, GROUP_SIZE, MAX_TOKENS, THREADS = 24, 8, 128, 2
 ROLLOUTS = PROMPTS_PER_STEP * GROUP_SIZE
 STILL, LEARNING = 1e-6, 4e-4
 """Learning rates: lengths stay as they are; the quickstart's."""
+LAST = 5
+"""Steps that a reward is the mean of."""
 WARM_UP = 2
 """Steps that are not counted."""
 TRL: dict[str, dict[str, Any]] = {
@@ -58,22 +61,25 @@ def main() -> None:
     """Find TRL's fastest setting, then compare."""
     options = _read_arguments()
     if options.child:
-        setting, steps, rate, skips = options.child
-        print(json.dumps(train_with_trl(setting, int(steps), float(rate), skips == "skip")))
+        setting, steps, rate, skips, seed = options.child
+        figures = train_with_trl(
+            setting, int(steps), float(rate), skips=skips == "skip", seed=int(seed)
+        )
+        print(json.dumps(figures))
         return
     if not MODEL.exists():
         command = [sys.executable, "examples/make_quickstart.py", "--out", "build/quickstart"]
         subprocess.run(command, cwd=HERE, check=True)
-    found = {name: seconds_of(run_trl(name, options.steps, STILL, skips=True)) for name in TRL}
+    found = {name: seconds_of(run_trl(name, options.steps, STILL, True)) for name in TRL}
     fastest = min(found, key=lambda name: found[name])
     for name, seconds in found.items():
         report(f"TRL, {name}: seconds of a step", [seconds])
     print(f"TRL at its fastest: {fastest}", flush=True)
     entrants: dict[str, Callable[[], Figures]] = {
-        "TRL": lambda: run_trl(fastest, options.steps, STILL, skips=False),
-        "TRL that skips": lambda: run_trl(fastest, options.steps, STILL, skips=True),
+        "TRL": lambda: run_trl(fastest, options.steps, STILL, False),
+        "TRL that skips": lambda: run_trl(fastest, options.steps, STILL, True),
         **{
-            name: lambda system=system: run_streamrl(system, options.steps, STILL)  # type: ignore[misc]
+            name: partial(run_streamrl, system, options.steps, STILL)
             for name, system in SYSTEMS.items()
         },
     }
@@ -88,15 +94,24 @@ def main() -> None:
                 theirs / ours for theirs, ours in zip(seconds[rival], seconds[system], strict=True)
             ]
             report(f"{system}, times as fast as {rival}", ratios)
-    for name, run in {
-        "TRL": lambda: run_trl(fastest, options.learning_steps, LEARNING, skips=False),
-        **{
-            name: lambda system=system: run_streamrl(system, options.learning_steps, LEARNING)
-            for name, system in SYSTEMS.items()
-        },
-    }.items():
-        rewards = [line["reward"] for line in run()[-5:]]
-        report(f"{name}: reward of the last 5 of {options.learning_steps} steps", rewards)
+    learners: dict[str, Callable[[int], Figures]] = {
+        "TRL": lambda seed: run_trl(fastest, options.learning_steps, LEARNING, False, seed),
+        **{name: partial(_learn, system, options) for name, system in SYSTEMS.items()},
+    }
+    seeds = range(options.seeds)
+    rewards = [{name: last_reward(run(seed)) for name, run in learners.items()} for seed in seeds]
+    for name in learners:
+        what = f"{name}: reward of the last {LAST} of {options.learning_steps} steps"
+        report(what, [each[name] for each in rewards])
+
+
+def _learn(system: str, options: argparse.Namespace, seed: int) -> Figures:
+    return run_streamrl(system, options.learning_steps, LEARNING, seed)
+
+
+def last_reward(figures: Figures) -> float:
+    """Return the mean reward of the last steps."""
+    return statistics.mean(line["reward"] for line in figures[-LAST:])
 
 
 def seconds_of(figures: Figures) -> float:
@@ -105,9 +120,9 @@ def seconds_of(figures: Figures) -> float:
     return (times[-1] - times[WARM_UP - 1]) / (len(times) - WARM_UP)
 
 
-def run_trl(setting: str, steps: int, rate: float, *, skips: bool) -> Figures:
+def run_trl(setting: str, steps: int, rate: float, skips: bool, seed: int = 0) -> Figures:
     """Train in a process of its own."""
-    child = [setting, str(steps), str(rate), "skip" if skips else "all"]
+    child = [setting, str(steps), str(rate), "skip" if skips else "all", str(seed)]
     command = [sys.executable, str(Path(__file__).resolve()), "--child", *child]
     done = subprocess.run(
         command, cwd=HERE, env=environment(), check=True, capture_output=True, text=True
@@ -116,10 +131,11 @@ def run_trl(setting: str, steps: int, rate: float, *, skips: bool) -> Figures:
     return figures
 
 
-def run_streamrl(system: str, steps: int, rate: float) -> Figures:
+def run_streamrl(system: str, steps: int, rate: float, seed: int = 0) -> Figures:
     """Execute the quickstart's run file under a system."""
     with tempfile.TemporaryDirectory() as folder:
         changes = {
+            "seed": seed,
             "policies.system": system,
             "algorithm.steps": steps,
             "algorithm.learning_rate": rate,
@@ -143,7 +159,7 @@ def environment() -> Mapping[str, str]:
     return {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": str(THREADS)}
 
 
-def train_with_trl(setting: str, steps: int, rate: float, skips: bool) -> Figures:
+def train_with_trl(setting: str, steps: int, rate: float, *, skips: bool, seed: int) -> Figures:
     """Train with TRL's GRPOTrainer in this process."""
     import torch
     from datasets import Dataset
@@ -217,7 +233,7 @@ def train_with_trl(setting: str, steps: int, rate: float, skips: bool) -> Figure
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
-            seed=0,
+            seed=seed,
             **TRL[setting],
         )
         models: Any = AutoModelForCausalLM
@@ -249,7 +265,8 @@ def _read_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="of every entrant")
     parser.add_argument("--steps", type=int, default=10, help="of a round")
     parser.add_argument("--learning-steps", type=int, default=20, help="of the last comparison")
-    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--seeds", type=int, default=3, help="of the last comparison")
+    parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
