@@ -23,7 +23,10 @@ import msgspec
 
 ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).with_suffix(".toml")
-PYTEST = ("-x", "-q", "--tb=no", "--strict-markers", "-p", "no:cacheprovider", "-o", "addopts=")
+PYTEST = (
+    *("-x", "-q", "--tb=no", "--strict-markers", "-p", "no:cacheprovider"),
+    *("-m", "not vllm", "-o", "addopts="),
+)
 PASSED, FAILED = 0, 1  # exit statuses of pytest; others mean that nothing was tested
 MOST_SECONDS = 900
 
