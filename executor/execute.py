@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from executor.back_ends import check_back_ends
 from executor.carriers.local_gpus import claim_gpus, device_of
 from executor.interruption import Ending, Interruption
+from executor.live_trace import LiveTrace
 from executor.rollout.engines import extra_of, modules_of
 from executor.trackers import MODULES
 from executor.verifier.records import check_prompts
@@ -138,7 +139,11 @@ async def _execute_in(
     for damage in directory.damaged:
         print(f"streamrl: a damaged checkpoint is passed over: {damage}", file=sys.stderr)
     write_prompt_tokens(directory.path, prompts)
-    with token_directory(run, is_resumed=resume) as tokens:
+    decode = measured_yield(run)
+    with (
+        token_directory(run, is_resumed=resume) as tokens,
+        contextlib.closing(LiveTrace(directory.path, run, decode)) as live_trace,
+    ):
         kept = None if tokens is None else find_kept(run, tokens, checkpoint)
         if kept is not None and kept.num_rollouts:
             what = f"{kept.num_rollouts:,} rollouts with {kept.num_tokens:,} tokens"
@@ -150,8 +155,9 @@ async def _execute_in(
                 facts(modules_of(run.rollout.backend)),
                 directory.trace_file,
                 keeps_entries=False,
-                decode=measured_yield(run),
+                decode=decode,
                 leg=directory.leg,
+                tell=live_trace.take,
             ),
             build_engine(run),
             Launcher(run, directory, claim_gpus(run)),

@@ -6,6 +6,7 @@ prompts.npz              token ids of the prompts that its trace speaks of
 inputs/                  what it was read from, as far as reports and comparisons need it
 metrics.jsonl            a line for each step, and for each time that steps were taken back
 rollouts.jsonl           a line for each verified rollout, and for each resume
+chrome_trace.json        its last leg as a Chrome trace, while it goes on and after it; see `executor.live_trace`
 faults.jsonl             a line for each planned fault that struck; see `executor.faults`
 checkpoints/             see `executor.checkpoints`
 tokens/                  what replicas have made of rollouts that are not trained on, as long as the run is not over

@@ -151,7 +151,7 @@ LAYERS = {
     "executor": (
         *("checksums", "tokens", "samples", "token_files", "kept_tokens"),
         *("prompts", "roles", "pretrained", "buffer"),
-        *("checkpoints", "directory_lock", "trackers", "record", "carriers"),
+        *("checkpoints", "directory_lock", "trackers", "live_trace", "record", "carriers"),
         *("transfer", "rollout", "trainer", "verifier", "watchdog", "faults", "world"),
         *("back_ends", "interruption", "execute"),
         *("checkup", "profiling"),

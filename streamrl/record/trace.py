@@ -6,7 +6,7 @@ same run file and seed give the same bytes; `replay` feeds the events to a fresh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -82,6 +82,7 @@ class Trace:
         decode: Sequence[DecodeYield] = (),
         is_endless: bool = False,
         leg: int = 1,
+        tell: Callable[[Entry], None] | None = None,
     ) -> None:
         """Begin a trace.
 
@@ -95,6 +96,7 @@ class Trace:
             is_endless: whether the engine knows of no last step: the steady state of a training, which is cut
                 while things are under way, so that nothing winds down in it.
             leg: how often the run was begun or resumed, this time included.
+            tell: told of each entry as it happens.
         """
         self.run = run
         self.world = world
@@ -107,6 +109,7 @@ class Trace:
         """The file that it was read from."""
         self._file = file
         self._keeps_entries = keeps_entries
+        self._tell = tell
         if file is not None:
             file.write(self._encode_header())
 
@@ -117,6 +120,8 @@ class Trace:
             self.entries.append(entry)
         if self._file is not None:
             self._file.write(_ENCODER.encode(entry) + b"\n")
+        if self._tell is not None:
+            self._tell(entry)
 
     def encode(self) -> bytes:
         """Return the whole trace as JSON lines."""
