@@ -171,7 +171,7 @@ class RolloutBuffer:
                 buffered.text = self._text_of(buffered)
 
     def _text_of(self, buffered: BufferedRollout) -> str:
-        """Return the text of a rollout whose end its worker could not tell of."""
+        """Return the text of a rollout whose worker could not tell it, or which nobody needed any more."""
         return self.workload.text(read_blocks(buffered.output)[0].tolist())
 
     def request(self, command: Generate) -> Request:
@@ -197,6 +197,10 @@ class RolloutBuffer:
         text = self.rollouts[rollout].text
         assert text is not None, f"rollout {rollout} does not wait for a reward"
         return text
+
+    def reread(self, rollout: int) -> str:
+        """Return the output of an open rollout as text, special tokens left out, decoded again from its tokens."""
+        return self._text_of(self.rollouts[rollout])
 
     def sample(self, rollout: int, advantage: float) -> Sample:
         """Return a rollout as the trainer consumes it."""

@@ -142,8 +142,12 @@ async def _execute_in(
     decode = measured_yield(run)
     with (
         token_directory(run, is_resumed=resume) as tokens,
-        contextlib.closing(LiveTrace(directory.path, run, decode)) as live_trace,
+        contextlib.ExitStack() as open_files,
     ):
+        tell = None
+        if run.execute.live_trace:
+            live = LiveTrace(directory.path, run, decode)
+            tell = open_files.enter_context(contextlib.closing(live)).take
         kept = None if tokens is None else find_kept(run, tokens, checkpoint)
         if kept is not None and kept.num_rollouts:
             what = f"{kept.num_rollouts:,} rollouts with {kept.num_tokens:,} tokens"
@@ -157,7 +161,7 @@ async def _execute_in(
                 keeps_entries=False,
                 decode=decode,
                 leg=directory.leg,
-                tell=live_trace.take,
+                tell=tell,
             ),
             build_engine(run),
             Launcher(run, directory, claim_gpus(run)),

@@ -6,6 +6,7 @@ prompts.npz              token ids of the prompts that its trace speaks of
 inputs/                  what it was read from, as far as reports and comparisons need it
 metrics.jsonl            a line for each step, and for each time that steps were taken back
 rollouts.jsonl           a line for each verified rollout, and for each resume
+samples.jsonl            a line for each step with some of what it was trained on, for people to read
 chrome_trace.json        its last leg as a Chrome trace, while it goes on and after it; see `executor.live_trace`
 faults.jsonl             a line for each planned fault that struck; see `executor.faults`
 checkpoints/             see `executor.checkpoints`
@@ -13,15 +14,18 @@ tokens/                  what replicas have made of rollouts that are not traine
 logs/                    output of the worker processes
 lock                     the process that runs it, as long as it lives
 
-What a resume or a lost trainer takes back stays in both .jsonl files; `streamrl.record.run_lines` reads what counts.
+What a resume or a lost trainer takes back stays in these .jsonl files; `streamrl.record.run_lines` reads what counts.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
+from errno import ENOSPC
 from mmap import ACCESS_READ, mmap
 from operator import attrgetter
+from os import strerror
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,9 +35,10 @@ from executor.buffer import BufferedRollout
 from executor.checkpoints import Checkpoint, Checkpoints, Position
 from executor.directory_lock import DirectoryLock
 from executor.trackers import Trackers
+from streamrl.record.completions import SampledGroup
 from streamrl.record.inputs import keep_inputs
 from streamrl.record.legs import KEPT_BY_A_RESUME, trace_of_leg
-from streamrl.record.run_lines import METRICS, ROLLED_BACK_TO, ROLLOUTS
+from streamrl.record.run_lines import METRICS, ROLLED_BACK_TO, ROLLOUTS, SAMPLES
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.paths import check_writable
@@ -58,6 +63,8 @@ class RunDirectory:
         self.trace_file: IO[bytes]
         self._metrics: IO[bytes]
         self._rollouts: IO[bytes]
+        self._samples: IO[bytes] | None = None
+        """None where nobody wants any, or they cannot be written."""
         self._files: list[IO[bytes]] = []
         self._trackers = Trackers((), path)
         self._lock = DirectoryLock(path)
@@ -80,7 +87,8 @@ class RunDirectory:
         self.trace_file = (self.path / "trace.jsonl").open("wb", buffering=0)
         self._metrics = _open_at_end(self.path / METRICS)
         self._rollouts = _open_at_end(self.path / ROLLOUTS)
-        self._files = [self.trace_file, self._metrics, self._rollouts]
+        self._samples = _open_at_end(self.path / SAMPLES)
+        self._files = [self.trace_file, self._metrics, self._rollouts, self._samples]
         self._trackers = Trackers(run.execute.trackers, self.path)
         if resume:
             self.damaged = self.checkpoints.resume_from(checkpoint)
@@ -132,6 +140,21 @@ class RunDirectory:
         step = figures.get("step")
         if isinstance(step, int):
             self._trackers.write(step, figures)
+        elif self._samples is not None:
+            self.write_samples(lambda: figures)
+
+    def write_samples(self, make: Callable[[], SampledGroup | Mapping[str, object]]) -> None:
+        """Add what `make` returns as a line to samples.jsonl; the first that fails is the last, and costs the run nothing."""
+        if self._samples is None:
+            return
+        try:
+            line = msgspec.json.encode(make()) + b"\n"
+            if self._samples.write(line) != len(line):
+                raise OSError(ENOSPC, strerror(ENOSPC))
+        except Exception as error:
+            self._samples = None
+            what = f"{self.path / SAMPLES} is no longer written: {type(error).__name__}: {error}"
+            print(f"streamrl: {what}", file=sys.stderr)
 
     def roll_back(self, time: float) -> None:
         """Add a line to metrics.jsonl: the steps after the newest checkpoint are taken back, and will be made again."""

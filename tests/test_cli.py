@@ -149,8 +149,8 @@ def test_a_corrupt_trace_is_refused_by_file_and_line(simulated: Path, tmp_path: 
 @pytest.mark.parametrize(
     "command",
     [
-        *("simulate", "plan", "execute", "replay", "compare", "report", "validate", "doctor"),
-        *("profile", "profile show", "profile check", "profile measure", "ranker"),
+        *("simulate", "plan", "execute", "replay", "compare", "report", "samples", "validate"),
+        *("doctor", "profile", "profile show", "profile check", "profile measure", "ranker"),
         "ranker eval",
     ],
 )

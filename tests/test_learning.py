@@ -9,20 +9,21 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
+from executor.record import RunDirectory
 from streamrl.cli.watch_run import NUM_ROWS, RunWatch, line_of
-from streamrl.engine.messages import Step
-from streamrl.record.completions import sample_completions
+from streamrl.record.completions import most_telling, read_completions, shortened, spread_over
 from streamrl.record.metrics import measure
-from streamrl.record.run_lines import ROLLED_BACK_TO
+from streamrl.record.run_lines import ROLLED_BACK_TO, SAMPLES
 from streamrl.record.trace import read_trace
-from streamrl.report.page.learning import MOST_TEXT, shortened
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
 from streamrl.report.pictures.drawing import Dot, Polyline
 from streamrl.report.pictures.step_curves import MOST_POINTS, Curve, curves_picture
 from streamrl.report.run_tables import metrics_table
+from tests.command_line import streamrl
 from tests.test_execute import real_run
 from tests.test_watching import execute
 from tests.tiny_model import tiny_model
@@ -129,14 +130,15 @@ def test_a_report_draws_what_a_run_learned_and_quotes_what_it_wrote(run_director
     assert [group.step for group in told["samples"]] == [1, 4, 6]
     for group, table in zip(told["samples"], section.tables, strict=True):
         rewards = [each.reward for each in group.rollouts]
-        assert rewards == sorted(rewards, reverse=True) and group.prompt is not None
+        assert rewards == sorted(rewards, reverse=True) and len(rewards) > 1
         assert table.caption.startswith(f"Step {group.step}, ") and group.prompt in table.caption
         assert [row[-1].text for row in table.rows] == [each.text for each in group.rollouts]
+        assert {row[3].text for row in table.rows} <= {"ended by itself", "cut off"}
     assert section.title in render_html(page) and section.title in render_markdown(page)
 
 
 def test_a_run_under_way_and_one_that_died_can_be_reported(run_directory: Path) -> None:
-    for name in ("trace.jsonl", "metrics.jsonl", "rollouts.jsonl"):
+    for name in ("trace.jsonl", "metrics.jsonl", "rollouts.jsonl", "samples.jsonl"):
         path = run_directory / name
         data = path.read_bytes()
         path.write_bytes(data[: 2 * len(data) // 3])
@@ -145,35 +147,141 @@ def test_a_run_under_way_and_one_that_died_can_be_reported(run_directory: Path) 
     assert re.match(r"[345] of 6 steps are made\. From step 1 to step [345] ", section.text[0])
 
 
-def test_samples_are_of_the_group_with_most_to_learn_from_and_do_without_the_prompts(
+def test_samples_are_of_the_group_with_most_to_learn_from_and_as_it_was_trained_on(
     run_directory: Path,
 ) -> None:
-    trace = read_trace(run_directory / "trace.jsonl")
-    *others, last = next(
-        command.groups
-        for _, _, commands in trace.entries
-        for command in commands
-        if isinstance(command, Step) and command.version == 2
-    )
-    path = run_directory / "rollouts.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
-        if line["group"] in others:
-            line["reward"] = 0.25  # nobody is better than the others
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (group,) = sample_completions(trace, run_directory, [2])
-    of_last = {line["rollout"] for line in lines if line["group"] == last}
-    assert group.prompt is not None and {each.rollout for each in group.rollouts} <= of_last
-    assert group.rollouts[0].reward == 1 and group.rollouts[-1].reward == 0
-    Path(str(trace.run.workload.prompts)).unlink()
-    (again,) = sample_completions(trace, run_directory, [2])
-    assert again.prompt is None and again.rollouts == group.rollouts
+    lines = [json.loads(line) for line in (run_directory / "rollouts.jsonl").open()]
+    by_rollout = {line["rollout"]: line for line in lines}
+    prompts = [
+        json.loads(line)["prompt"] for line in (run_directory.parent / "prompts.jsonl").open()
+    ]
+    spreads = []
+    for group in read_completions(run_directory):
+        first = by_rollout[group.rollouts[0].rollout]
+        siblings = [line for line in lines if line["group"] == first["group"]]
+        rewards = [line["reward"] for line in siblings]
+        assert group.prompt == prompts[first["line"]] and group.size == len(rewards)
+        assert group.mean_reward == pytest.approx(sum(rewards) / len(rewards))
+        assert group.rollouts[0].reward == max(rewards)
+        assert group.rollouts[-1].reward == min(rewards)
+        assert len({each.rollout for each in group.rollouts}) == min(3, len(rewards))
+        for each in group.rollouts:
+            line = by_rollout[each.rollout]
+            assert (each.text, each.reward) == (line["text"], line["reward"])
+            assert each.num_tokens == line["num_tokens"] and each.version == line["versions"][0][0]
+            assert each.finish == ("length" if each.num_tokens >= 256 else "stop")
+            assert (each.advantage > 0) == (each.reward > group.mean_reward)
+        spreads.append(max(rewards) - min(rewards))
+    assert max(spreads) == 1.0
+
+
+def test_steps_that_were_rolled_back_are_not_quoted_twice(run_directory: Path) -> None:
+    path = run_directory / SAMPLES
+    first, second, third, *_ = path.read_bytes().splitlines(keepends=True)
+    mark = b'{"rolled_back_to":1,"time":2.5}\n'
+    again = second.replace(b'"size":', b'"mean_reward":0.125,"size":')
+    path.write_bytes(first + second + third + mark + again + third[:40])
+    assert [group.step for group in read_completions(run_directory)] == [1, 2]
+    assert read_completions(run_directory)[1].mean_reward == 0.125
+
+
+def test_as_many_are_quoted_as_the_run_file_says(tmp_path: Path) -> None:
+    for count, expected in ((0, []), (1, [1] * 4)):
+        directory = tmp_path / str(count)
+        directory.mkdir()
+        execute(real_run(directory, execute__samples_per_step=count))
+        groups = read_completions(directory / "run")
+        assert [len(group.rollouts) for group in groups] == expected
+    with pytest.raises(ValueError, match=r"execute\.samples_per_step"):
+        real_run(tmp_path, execute__samples_per_step=-1)
+
+
+def test_which_rollouts_of_a_group_are_shown() -> None:
+    rewards = [0.0, 1.0, 0.5, 0.25, 1.0]
+    assert spread_over(rewards, 1) == [1]
+    assert spread_over(rewards, 2) == [1, 0]
+    assert spread_over(rewards, 3) == [1, 2, 0]
+    assert spread_over(rewards, 9) == [1, 4, 2, 3, 0]
+    assert most_telling([[1.0, 1.0], [0.0, 1.0], [1.0, 0.0]]) == 1
+    assert most_telling([[1.0, 1.0], [0.0, 0.0]]) == 0
+
+
+def test_samples_that_cannot_be_written_cost_the_run_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("executor.trainer.trainer.step_samples", fail)
+    run = real_run(tmp_path)
+    assert len(execute(run)) == run.algorithm.steps
+    assert capsys.readouterr().err.count("samples.jsonl is no longer written: OSError") == 1
+
+
+def test_a_disk_that_takes_half_a_line_of_samples_gets_no_more_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            return super().write(data[: len(data) // 2])
+
+    directory = RunDirectory(tmp_path)
+    directory._samples = full = Full()
+    for _ in range(2):
+        directory.write_samples(lambda: {"step": 1})
+    assert len(full.getvalue()) == len(b'{"step":1}\n') // 2
+    assert capsys.readouterr().err.count("No space left on device") == 1
 
 
 def test_long_texts_are_shown_by_their_ends() -> None:
-    assert shortened("x" * MOST_TEXT) == "x" * MOST_TEXT
-    text = shortened("a" * 1000 + "b" * 1000)
+    assert shortened("x" * 600, 600) == "x" * 600
+    text = shortened("a" * 1000 + "b" * 1000, 600)
     assert text.startswith("aaa") and text.endswith("bbb") and "1,400 characters" in text
+
+
+# On the command line ------------------------------------------------------------------------------
+
+
+def test_the_newest_samples_can_be_read_while_the_run_goes_on(run_directory: Path) -> None:
+    with (run_directory / SAMPLES).open("ab") as file:
+        file.write(b'{"step": 7, "prom')
+    shown = streamrl("samples", run_directory).stdout
+    *_, newest = read_completions(run_directory)
+    head, prompt, *_ = shown.splitlines()
+    assert head.startswith(f"step 6: {len(newest.rollouts)} of the {newest.size} rollouts")
+    assert prompt == f"  | {newest.prompt}"
+    for each in newest.rollouts:
+        assert (
+            f"rollout {each.rollout}: reward {each.reward:.3g}, advantage {each.advantage:+.3g}"
+            in shown
+        )
+        assert f"  | {each.text}" in shown
+    told = json.loads(
+        streamrl("samples", run_directory, "--step", "2", "--step", "1", "--json").stdout
+    )
+    assert [group["step"] for group in told] == [2, 1]
+
+
+def test_what_a_model_wrote_does_not_steer_the_terminal(run_directory: Path) -> None:
+    path = run_directory / SAMPLES
+    group = read_completions(run_directory)[0]
+    rollout = msgspec.structs.replace(group.rollouts[0], text="one\n\x1b[2Jtwo \u00e9")
+    path.write_bytes(
+        msgspec.json.encode(msgspec.structs.replace(group, rollouts=(rollout,))) + b"\n"
+    )
+    shown = streamrl("samples", run_directory).stdout
+    assert "  | one\n  | \\x1b[2Jtwo \u00e9" in shown and "\x1b" not in shown
+
+
+def test_samples_that_are_not_there_are_told_in_a_line(run_directory: Path, tmp_path: Path) -> None:
+    done = streamrl("samples", run_directory, "--step", "99")
+    assert done.returncode == 2
+    assert "--step 99: " in done.stderr and "has samples of 6 steps, 1 to 6" in done.stderr
+    (run_directory / SAMPLES).write_bytes(b"")
+    assert "no step has ended" in streamrl("samples", run_directory).stderr
+    (run_directory / SAMPLES).write_bytes(b'{"step": 1}\n')
+    assert "not samples of a run" in streamrl("samples", run_directory).stderr
+    assert streamrl("samples", tmp_path / "nowhere").returncode == 2
 
 
 def test_a_curve_of_many_steps_is_thinned_out_and_gaps_stay_gaps() -> None:

@@ -25,7 +25,18 @@ class AdvantageEstimator:
 
     def samples(self, rollouts: Iterable[int]) -> list[Sample]:
         """Return rollouts as the trainer consumes them, with their advantages."""
-        return [self._buffer.sample(rollout, self._advantage(rollout)) for rollout in rollouts]
+        return [self._buffer.sample(rollout, self.advantage(rollout)) for rollout in rollouts]
+
+    def advantage(self, rollout: int) -> float:
+        """Return a rollout's advantage, by the baseline of this step."""
+        name, rollouts = self._algorithm.name, self._buffer.rollouts
+        if not self._algorithm.trains_whole_groups:
+            return advantages(name, [rollouts[rollout].reward], self.baseline)[0]
+        if rollout not in self._of_groups:
+            group = rollouts[rollout].group
+            rewards = [rollouts[sibling].reward for sibling in group]
+            self._of_groups.update(zip(group, advantages(name, rewards), strict=True))
+        return self._of_groups[rollout]
 
     def end_step(self, groups: Sequence[int]) -> None:
         """Take the baseline of the next step from the groups that this one was made of, and forget them."""
@@ -35,13 +46,3 @@ class AdvantageEstimator:
         self._of_groups.clear()
         for group in groups:
             self._buffer.close_group(group)
-
-    def _advantage(self, rollout: int) -> float:
-        name, rollouts = self._algorithm.name, self._buffer.rollouts
-        if not self._algorithm.trains_whole_groups:
-            return advantages(name, [rollouts[rollout].reward], self.baseline)[0]
-        if rollout not in self._of_groups:
-            group = rollouts[rollout].group
-            rewards = [rollouts[sibling].reward for sibling in group]
-            self._of_groups.update(zip(group, advantages(name, rewards), strict=True))
-        return self._of_groups[rollout]

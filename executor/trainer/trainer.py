@@ -17,6 +17,7 @@ from executor.samples import Manifest
 from executor.trainer.advantages import NO_BASELINE
 from executor.trainer.estimator import AdvantageEstimator
 from executor.trainer.step_figures import step_figures
+from executor.trainer.step_samples import step_samples
 from streamrl.engine.messages import (
     CheckpointSaved,
     SaveCheckpoint,
@@ -94,8 +95,24 @@ class Trainer:
             }
         )
         self._seconds.clear()
+        self._sample(command)
         self._estimator.end_step(command.groups)
         return Stepped(command.version, command.trainer)
+
+    def _sample(self, command: Step) -> None:
+        """Write down some of what the step was trained on, for people to read."""
+        count = self._run.execute.samples_per_step
+        if count:
+            self._directory.write_samples(
+                lambda: step_samples(
+                    self._buffer,
+                    command.groups,
+                    command.version,
+                    count,
+                    self._run.rollout.max_tokens,
+                    self._estimator.advantage,
+                )
+            )
 
     async def save(self, command: SaveCheckpoint) -> CheckpointSaved:
         """Write a checkpoint, which is complete or not there."""

@@ -45,6 +45,10 @@ class Commands(LazyGroup):
             "streamrl.cli.report:report",
             "Write one self-contained HTML page: the answer, alternatives, idle time, sensitivity, and how sure it is.",
         ),
+        "samples": (
+            "streamrl.cli.samples:samples",
+            "Print what a run was trained on: prompt, completions, rewards and advantages of a group of a step.",
+        ),
         "validate": (
             "streamrl.cli.validate:validate",
             "Compare predictions with published measurements: serving row by row, the paper figure by figure.",

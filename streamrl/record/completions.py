@@ -1,17 +1,14 @@
-"""What a run wrote, to read: the best, the middling and the worst rollout of a group of a step."""
+"""What a run wrote, to read: some rollouts of one group of each step, in samples.jsonl."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from streamrl.engine.messages import Step
-from streamrl.engine.trainer_side import LEADER
-from streamrl.record.run_lines import Line, read_rollouts
-from streamrl.record.trace import Trace
+from streamrl.record.run_lines import read_samples
 
 
 class SampledRollout(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,90 +16,61 @@ class SampledRollout(msgspec.Struct, frozen=True, kw_only=True):
 
     rollout: int
     text: str
-    """Its whole output."""
+    """Its output; the middle of a long one is left out."""
     reward: float
+    advantage: float
     num_tokens: int
+    finish: Literal["stop", "length"]
+    """stop: it ended itself; length: it was cut off at `rollout.max_tokens`."""
     version: int
     """That sampled its first token."""
+    verifier: str | None = None
+    """What became of it where it could not be scored."""
 
 
 class SampledGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Some rollouts of one prompt."""
+    """Some rollouts of one prompt that a step was trained on."""
 
     step: int
-    prompt: str | None
-    """None where the prompts file is not there any more."""
+    prompt: str
     mean_reward: float
     """Of the whole group."""
+    size: int
+    """Rollouts of the whole group."""
     rollouts: tuple[SampledRollout, ...]
-    """By falling reward."""
+    """By falling reward: the best, the worst, and where there are more of them what lies evenly between."""
 
 
-def sample_completions(
-    trace: Trace, directory: Path, steps: Sequence[int]
-) -> tuple[SampledGroup, ...]:
-    """Return a group of each of `steps`: the one whose rewards differ most, since it is what was learned from.
+def read_completions(directory: Path) -> tuple[SampledGroup, ...]:
+    """Return what was kept of each step that stayed, in order.
 
     Raises:
-        ValueError: rollouts.jsonl cannot be read.
+        ValueError: there is no such file, or a line of it is none of a run.
     """
-    groups = {
-        command.version: command.groups
-        for _, _, commands in trace.entries
-        for command in commands
-        if isinstance(command, Step) and command.trainer == LEADER and command.version in steps
-    }
-    wanted = {group for those in groups.values() for group in those}
-    lines: dict[int, list[Line]] = {}
-    for line in read_rollouts(directory):
-        if line.get("group") in wanted:
-            lines.setdefault(line["group"], []).append(line)
-    prompts = _read_prompts(trace.run.workload.prompts)
-    found = []
-    for step, those in sorted(groups.items()):
-        there = [lines[group] for group in those if group in lines]
-        if there:
-            found.append(_sample(step, max(there, key=_spread), prompts))
-    return tuple(found)
+    lines = read_samples(directory)
+    try:
+        return tuple(msgspec.convert(line, SampledGroup) for line in lines)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{directory}: not samples of a run: {error}") from None
 
 
-def _spread(lines: Sequence[Line]) -> float:
-    rewards = [line["reward"] for line in lines]
-    return float(max(rewards) - min(rewards))
+def most_telling(groups: Sequence[Sequence[float]]) -> int:
+    """Return which group's rewards differ most, the first where several do: it is what was learned from most."""
+    return max(range(len(groups)), key=lambda index: max(groups[index]) - min(groups[index]))
 
 
-def _sample(step: int, lines: Sequence[Line], prompts: Sequence[str]) -> SampledGroup:
-    """Take the best, the middle and the worst of a group."""
-    ranked = sorted(lines, key=lambda line: (-line["reward"], line["rollout"]))
-    places = sorted({0, len(ranked) // 2, len(ranked) - 1})
-    number = ranked[0]["line"]
-    return SampledGroup(
-        step=step,
-        prompt=prompts[number] if number < len(prompts) else None,
-        mean_reward=sum(line["reward"] for line in lines) / len(lines),
-        rollouts=tuple(
-            SampledRollout(
-                rollout=line["rollout"],
-                text=line["text"],
-                reward=line["reward"],
-                num_tokens=line["num_tokens"],
-                version=line["versions"][0][0] if line["versions"] else 0,
-            )
-            for line in (ranked[place] for place in places)
-        ),
-    )
+def spread_over(rewards: Sequence[float], count: int) -> list[int]:
+    """Return which rollouts to show, by falling reward: the best, the worst, and evenly between them."""
+    ranked = sorted(range(len(rewards)), key=lambda index: (-rewards[index], index))
+    last, count = len(ranked) - 1, min(count, len(ranked))
+    if count < 2:
+        return ranked[:count]
+    return [ranked[round(place * last / (count - 1))] for place in range(count)]
 
 
-def _read_prompts(path: str | None) -> list[str]:
-    """Return each line's prompt as text; none where the file is not there, or is another's now."""
-    if path is None or not Path(path).is_file():
-        return []
-    prompts = []
-    for line in Path(path).read_text(encoding="utf-8-sig").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            return []
-        prompt = record.get("prompt") if isinstance(record, dict) else None
-        prompts.append(prompt if isinstance(prompt, str) else json.dumps(prompt))
-    return prompts
+def shortened(text: str, most: int) -> str:
+    """Leave out the middle of a text of over `most` characters, and say how much that is."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"

@@ -1,6 +1,6 @@
 """The lines that a run leaves for each step and each rollout, and which of them count.
 
-metrics.jsonl and rollouts.jsonl are only ever added to. A trainer that is lost, or a driver that died and resumed, goes
+metrics.jsonl, rollouts.jsonl and samples.jsonl are only ever added to. A trainer that is lost, or a driver that died and resumed, goes
 back to its last checkpoint and makes the steps after it again: a line `{"rolled_back_to": version, …}` says so, and
 what stands before it and came after that version counts no more.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-METRICS, ROLLOUTS = "metrics.jsonl", "rollouts.jsonl"
+METRICS, ROLLOUTS, SAMPLES = "metrics.jsonl", "rollouts.jsonl", "samples.jsonl"
 ROLLED_BACK_TO = "rolled_back_to"
 """Key of a line that is no step and no rollout."""
 
@@ -42,7 +42,16 @@ def read_metrics(directory: Path) -> list[Line]:
     Raises:
         ValueError: there is no such file, or a line of it is none of a run.
     """
-    return _read(directory / METRICS, lambda line, mark: line.step <= mark.rolled_back_to)
+    return _read(directory / METRICS, _is_before)
+
+
+def read_samples(directory: Path) -> list[Line]:
+    """Return a line for each step of a run that stayed, in order: what it was trained on; see `streamrl.record.completions`.
+
+    Raises:
+        ValueError: there is no such file, or a line of it is none of a run.
+    """
+    return _read(directory / SAMPLES, _is_before)
 
 
 def read_rollouts(directory: Path) -> list[Line]:
@@ -52,6 +61,10 @@ def read_rollouts(directory: Path) -> list[Line]:
         ValueError: there is no such file, or a line of it is none of a run.
     """
     return _read(directory / ROLLOUTS, _is_done)
+
+
+def _is_before(line: Counted, mark: RolledBack) -> bool:
+    return line.step <= mark.rolled_back_to
 
 
 def _is_done(line: Counted, mark: RolledBack) -> bool:

@@ -33,6 +33,8 @@ ACTIVITIES = {
     "train": "forward and backward passes, and the optimizer",
     "verify": "computing rewards, on GPUs of the verifiers' own",
 }
+ENDS = {"stop": "ended by itself", "length": "cut off"}
+"""How a rollout ended."""
 TIERS = {
     "measured": "this model was timed on this hardware",
     "composed": "put together from operators, training runs and transfers that were measured",

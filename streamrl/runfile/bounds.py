@@ -114,7 +114,12 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "seeds": Bounds(1),
         "staleness_cost": Bounds(0),
     },
-    ExecuteConfig: {"patience": POSITIVE, "save_tokens_every": POSITIVE, "threads": Bounds(1)},
+    ExecuteConfig: {
+        "patience": POSITIVE,
+        "samples_per_step": Bounds(0),
+        "save_tokens_every": POSITIVE,
+        "threads": Bounds(1),
+    },
     SimulateConfig: {"interval": POSITIVE_SHARE, "max_steps": Bounds(1)},
     FailuresConfig: {"per_gpu_day": Bounds(0)},
     FaultConfig: {

@@ -74,6 +74,12 @@ class ExecuteConfig(Section, frozen=True, kw_only=True):
     trackers: tuple[TrackerName, ...] = ()
     """Where the figures of each step go beside metrics.jsonl: "tensorboard" (files in the run directory), "wandb"
     (with WANDB_MODE=offline on this machine)."""
+    samples_per_step: int = 3
+    """Rollouts of each step that samples.jsonl quotes, for people to read: of the group whose rewards differ most the best, the
+    worst, and what lies evenly between. 0: none."""
+    live_trace: bool = True
+    """Whether chrome_trace.json, for ui.perfetto.dev, is written while the run goes on too, and not only at its end; a
+    rollout takes some 40 us of the process that decides."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1" (every role on that GPU), or "auto": a GPU where the pool has any."""
     patience: Duration = Duration(60.0)

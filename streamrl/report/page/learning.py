@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from streamrl.record.completions import SampledGroup
+from streamrl.record.completions import SampledGroup, shortened
 from streamrl.report.page.parts import PageCell, PageSection, PageTable
 from streamrl.report.page.sources import RecordedRun
 from streamrl.report.pictures.drawing import Picture
 from streamrl.report.pictures.step_curves import Curve, curves_picture
-from streamrl.report.words import percent, seconds
+from streamrl.report.words import ENDS, percent, seconds
 
 MOST_TEXT = 600
 """Characters of a completion, and of a prompt, that are shown: the ends of a longer one."""
@@ -79,7 +79,7 @@ def _section(name: str, run: RecordedRun) -> PageSection:
     )
     if run.samples:
         section.notes.append(
-            "Of each step that is shown, the group whose rewards differ most: its best, its middle and its worst rollout; rollouts.jsonl has all."
+            "Of each step that is shown, the group whose rewards differ most, from its best rollout to its worst; samples.jsonl has the same of every step, rollouts.jsonl all rollouts."
         )
     return section
 
@@ -98,26 +98,21 @@ def _pictures(name: str, run: RecordedRun) -> Iterator[Picture]:
 
 
 def _samples_table(group: SampledGroup) -> PageTable:
-    prompt = "its prompts file is not there" if group.prompt is None else shortened(group.prompt)
+    prompt = shortened(group.prompt, MOST_TEXT)
     rows = [
         [
             PageCell(figure(each.reward)),
+            PageCell(f"{each.advantage:+.3g}"),
             PageCell(f"{each.num_tokens:,}"),
+            PageCell(ENDS[each.finish]),
             PageCell(f"{each.version}"),
-            PageCell(shortened(each.text)),
+            PageCell(shortened(each.text, MOST_TEXT)),
         ]
         for each in group.rollouts
     ]
     caption = f"Step {group.step}, a group of mean reward {figure(group.mean_reward)}: {prompt}"
-    return PageTable(caption, ("reward", "tokens", "version", "completion"), rows, (0, 1, 2))
-
-
-def shortened(text: str) -> str:
-    """Leave out the middle of a long text, and say how much that is."""
-    if len(text) <= MOST_TEXT:
-        return text
-    half = MOST_TEXT // 2
-    return f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
+    heads = ("reward", "advantage", "tokens", "end", "version", "completion")
+    return PageTable(caption, heads, rows, (0, 1, 2, 4))
 
 
 def learning_json(runs: Sequence[RecordedRun]) -> list[dict[str, object]]:

@@ -11,10 +11,10 @@ import msgspec
 
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_model
-from streamrl.record.completions import SampledGroup, sample_completions
+from streamrl.record.completions import SampledGroup, read_completions
 from streamrl.record.inputs import CONFIG, kept_names, with_kept_inputs
 from streamrl.record.metrics import Metrics, measure
-from streamrl.record.run_lines import METRICS, ROLLOUTS, Line, read_metrics
+from streamrl.record.run_lines import METRICS, SAMPLES, Line, read_metrics
 from streamrl.record.trace import Trace, read_trace
 from streamrl.report.against_file import AGAINST_JSON, AgainstFile, read_comparison
 from streamrl.report.page.study_json import STUDY_CSV, RecordedStudy, read_study
@@ -154,11 +154,11 @@ def _read_learning(trace: Trace, directory: Path) -> tuple[Sequence[Line], Seque
     if trace.world != "real" or not (directory / METRICS).exists():
         return (), ()
     steps = read_metrics(directory)
-    if not steps or not (directory / ROLLOUTS).exists():
+    if not (directory / SAMPLES).exists():
         return steps, ()
-    numbers = [line["step"] for line in steps]
-    shown = {numbers[0], numbers[len(numbers) // 2], numbers[-1]}
-    return steps, sample_completions(trace, directory, sorted(shown))
+    groups = read_completions(directory)
+    shown = sorted({0, len(groups) // 2, len(groups) - 1}) if groups else []
+    return steps, [groups[place] for place in shown]
 
 
 def _model_of(run: Run, directory: Path) -> ModelShape:

@@ -1,0 +1,70 @@
+"""`streamrl samples`: what a run wrote, to read while it goes on and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import indent
+from typing import Annotated
+
+import typer
+
+from streamrl.cli.shared import AsJson, print_json
+from streamrl.record.completions import SampledGroup, SampledRollout, read_completions
+from streamrl.report.words import ENDS
+
+
+def samples(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of an executed run.")],
+    steps: Annotated[
+        list[int] | None,
+        typer.Option("--step", metavar="STEP", help="A step; may repeat. The newest where absent."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print what a run was trained on: prompt, completions, rewards and advantages of a group of a step.
+
+    Example: streamrl samples runs/quickstart --step 1 --step 40
+    """
+    groups = _choose(read_completions(directory), steps or (), directory)
+    if as_json:
+        print_json(groups)
+    else:
+        typer.echo("\n\n".join(map(describe_group, groups)))
+
+
+def _choose(
+    groups: Sequence[SampledGroup], steps: Sequence[int], directory: Path
+) -> list[SampledGroup]:
+    """Return the groups of some steps, the newest where none is named."""
+    if not groups:
+        raise ValueError(f"{directory} has no samples yet: no step has ended")
+    found = {group.step: group for group in groups}
+    for step in steps:
+        if step not in found:
+            raise ValueError(
+                f"--step {step}: {directory} has samples of {len(found)} steps, {min(found)} to {max(found)}"
+            )
+    return [found[step] for step in steps or (max(found),)]
+
+
+def describe_group(group: SampledGroup) -> str:
+    """Return a group as text: what was asked, and what was answered."""
+    shown = f"{len(group.rollouts)} of the {group.size} rollouts of a prompt"
+    head = f"step {group.step}: {shown}, of mean reward {group.mean_reward:.3g}"
+    return "\n".join([head, _quoted(group.prompt), *map(_describe_rollout, group.rollouts)])
+
+
+def _describe_rollout(rollout: SampledRollout) -> str:
+    facts = (
+        f"rollout {rollout.rollout}: reward {rollout.reward:.3g}, advantage {rollout.advantage:+.3g}, "
+        f"{rollout.num_tokens:,} tokens, {ENDS[rollout.finish]}, begun under version {rollout.version}"
+    )
+    fault = f", {rollout.verifier}" if rollout.verifier else ""
+    return f"\n{facts}{fault}\n{_quoted(rollout.text)}"
+
+
+def _quoted(text: str) -> str:
+    """Indent a text; what would steer a terminal is written out."""
+    shown = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    return indent(shown, "  | ", lambda line: True)
