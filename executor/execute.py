@@ -7,7 +7,6 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import platform
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from executor.back_ends import check_back_ends
 from executor.carriers.local_gpus import claim_gpus, device_of
 from executor.interruption import Ending, Interruption
 from executor.live_trace import LiveTrace
+from executor.notices import tell
 from executor.rollout.engines import extra_of, modules_of
 from executor.trackers import MODULES
 from executor.verifier.records import check_prompts
@@ -137,21 +137,21 @@ async def _execute_in(
         check_prompt_tokens(directory.path, prompts)
     checkpoint = directory.open(run, resume)
     for damage in directory.damaged:
-        print(f"streamrl: a damaged checkpoint is passed over: {damage}", file=sys.stderr)
+        tell(f"a damaged checkpoint is passed over: {damage}")
     write_prompt_tokens(directory.path, prompts)
     decode = measured_yield(run)
     with (
         token_directory(run, is_resumed=resume) as tokens,
         contextlib.ExitStack() as open_files,
     ):
-        tell = None
+        listen = None
         if run.execute.live_trace:
             live = LiveTrace(directory.path, run, decode)
-            tell = open_files.enter_context(contextlib.closing(live)).take
+            listen = open_files.enter_context(contextlib.closing(live)).take
         kept = None if tokens is None else find_kept(run, tokens, checkpoint)
         if kept is not None and kept.num_rollouts:
             what = f"{kept.num_rollouts:,} rollouts with {kept.num_tokens:,} tokens"
-            print(f"streamrl: {what} of earlier legs are gone on with", file=sys.stderr)
+            tell(f"{what} of earlier legs are gone on with")
         world = RealWorld(
             Trace(
                 run,
@@ -161,7 +161,7 @@ async def _execute_in(
                 keeps_entries=False,
                 decode=decode,
                 leg=directory.leg,
-                tell=tell,
+                tell=listen,
             ),
             build_engine(run),
             Launcher(run, directory, claim_gpus(run)),

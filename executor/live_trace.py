@@ -7,12 +7,12 @@ hurt a run: what fails is said once, and no more is written.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
+from executor.notices import tell
 from streamrl.record.chrome_events import ChromeReader
 from streamrl.record.chrome_format import TraceEvent
 from streamrl.record.chrome_trace import CHROME_TRACE
@@ -74,7 +74,7 @@ class LiveTrace:
             self._is_open = False
             self._block.clear()
             what = f"{self._path} is no longer written: {type(error).__name__}: {error}"
-            print(f"streamrl: {what}", file=sys.stderr)
+            tell(what)
 
 
 def _encode(events: Iterable[TraceEvent]) -> bytes:

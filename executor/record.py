@@ -20,7 +20,6 @@ What a resume or a lost trainer takes back stays in these .jsonl files; `streamr
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping
 from errno import ENOSPC
 from mmap import ACCESS_READ, mmap
@@ -34,6 +33,7 @@ import msgspec
 from executor.buffer import BufferedRollout
 from executor.checkpoints import Checkpoint, Checkpoints, Position
 from executor.directory_lock import DirectoryLock
+from executor.notices import tell
 from executor.trackers import Trackers
 from streamrl.record.completions import SampledGroup
 from streamrl.record.inputs import keep_inputs
@@ -154,7 +154,7 @@ class RunDirectory:
         except Exception as error:
             self._samples = None
             what = f"{self.path / SAMPLES} is no longer written: {type(error).__name__}: {error}"
-            print(f"streamrl: {what}", file=sys.stderr)
+            tell(what)
 
     def roll_back(self, time: float) -> None:
         """Add a line to metrics.jsonl: the steps after the newest checkpoint are taken back, and will be made again."""

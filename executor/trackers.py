@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, assert_never
 
+from executor.notices import tell
 from streamrl.runfile.config import TrackerName
 
 MODULES: dict[TrackerName, tuple[str, ...]] = {"tensorboard": ("tensorboard",), "wandb": ("wandb",)}
@@ -67,7 +67,7 @@ class Trackers:
             what = (
                 f"execute.trackers: {name} takes no more figures: {type(error).__name__}: {error}"
             )
-            print(f"streamrl: {what}", file=sys.stderr)
+            tell(what)
 
 
 def open_tracker(name: TrackerName, directory: Path) -> Tracker:

@@ -149,7 +149,7 @@ LAYERS = {
         *("batch_time", "parallel", "studies", "planner", "checkup", "fidelity"),
     ),
     "executor": (
-        *("checksums", "tokens", "samples", "token_files", "kept_tokens"),
+        *("notices", "checksums", "tokens", "samples", "token_files", "kept_tokens"),
         *("prompts", "roles", "pretrained", "buffer"),
         *("checkpoints", "directory_lock", "trackers", "live_trace", "record", "carriers"),
         *("transfer", "rollout", "trainer", "verifier", "watchdog", "faults", "world"),

@@ -5,7 +5,11 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import re
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,10 @@ import pytest
 from rich.console import Console
 
 from executor.record import RunDirectory
-from streamrl.cli.watch_run import NUM_ROWS, RunWatch, line_of
+from streamrl.cli.watch_run import NUM_ROWS, RunWatch
+from streamrl.engine.entities import Group, Replica, Rollout
+from streamrl.engine.messages import Verified
+from streamrl.engine.systems import build_state
 from streamrl.record.completions import most_telling, read_completions, shortened, spread_over
 from streamrl.record.metrics import measure
 from streamrl.record.run_lines import ROLLED_BACK_TO, SAMPLES
@@ -23,6 +30,7 @@ from streamrl.report.page.page import describe, make_page, read_report, render_h
 from streamrl.report.pictures.drawing import Dot, Polyline
 from streamrl.report.pictures.step_curves import MOST_POINTS, Curve, curves_picture
 from streamrl.report.run_tables import metrics_table
+from streamrl.runfile.config import Run
 from tests.command_line import streamrl
 from tests.test_execute import real_run
 from tests.test_watching import execute
@@ -38,8 +46,9 @@ def step_line(step: int, time: float, **more: float) -> dict[str, Any]:
 # While it goes on ---------------------------------------------------------------------------------
 
 
-def terminal() -> Console:
-    return Console(file=io.StringIO(), force_terminal=True, width=160)
+def terminal(width: int = 160, kind: str = "xterm") -> Console:
+    environment = {"TERM": kind}
+    return Console(file=io.StringIO(), force_terminal=True, width=width, _environ=environment)
 
 
 def shown(console: Console) -> list[str]:
@@ -50,10 +59,10 @@ def shown(console: Console) -> list[str]:
 
 def test_a_terminal_shows_the_last_steps_and_what_they_took() -> None:
     console = terminal()
-    with RunWatch(40, console) as watch:
+    with RunWatch(40, console=console) as watch:
         for step in range(1, NUM_ROWS + 3):
             watch.take(step_line(step, 2.0 * step, loss=-0.125))
-    last = [line.split() for line in shown(console)[-NUM_ROWS - 3 :]]
+    last = [line.split() for line in shown(console)[-NUM_ROWS - 4 :]]
     steps = [int(words[0]) for words in last if words and words[0].isdigit()]
     assert steps == list(range(3, NUM_ROWS + 3))
     row = next(words for words in last if words and words[0] == "12")
@@ -63,13 +72,49 @@ def test_a_terminal_shows_the_last_steps_and_what_they_took() -> None:
         "0.500",
         "±",
         "0.250",
-        *["12%", "20", "to", "64", "6%", "-0.125", "320"],
+        *["20", "to", "64", "6%", "12%", "-0.125", "320"],
     ]
+
+
+def test_under_the_table_stands_when_it_ends_and_where_its_rollouts_are(run: Run) -> None:
+    console = terminal()
+    with RunWatch(40, [2], console=console) as watch:
+        state = build_state(run)
+        replica = state.fleet.replicas[0] = Replica(0, 0)
+        for number in range(11):
+            group = Group(number, 1, 0, 10)
+            rollout = Rollout(number, group, 10)
+            state.rollouts[number] = rollout
+            if number < 5:
+                rollout.phase = "generating"
+                replica.rollouts[number] = rollout
+            elif number < 8:
+                rollout.phase = "ready"
+            elif number < 9:
+                rollout.phase = "verifying"
+        state.leader.batch.in_gradient = [state.rollouts[7]]
+        watch.see(Verified(7, 0.25), state, 1.0)
+        watch.take(step_line(1, 30.0))
+        watch.take(step_line(2, 40.0))
+        watch.see(Verified(6, 0.75), state, 41.0)
+    *_, bar, facts = shown(console)
+    assert "380 s left, until " in bar  # 38 steps of 10 s; the first one waited for replicas
+    where = "2 running, 5 waiting, 1 to be scored, 2 buffered, 1 trained"
+    assert facts.startswith(f"reward 0.500; rollouts: {where}; ")
+
+
+def test_a_narrow_terminal_shows_whole_columns() -> None:
+    console = terminal(width=60)
+    with RunWatch(40, console=console) as watch:
+        watch.take(step_line(1, 2.0, loss=-0.125, entropy=0.5, grad_norm=0.25))
+    heads = next(line for line in shown(console)[-9:] if "seconds" in line)
+    assert heads.split() == ["step", "seconds", "reward", "tokens", "cut", "off", "uniform"]
+    assert all(len(line) <= 60 and "…" not in line for line in shown(console))
 
 
 def test_steps_that_are_taken_back_leave_the_table() -> None:
     console = terminal()
-    with RunWatch(40, console) as watch:
+    with RunWatch(40, console=console) as watch:
         for step in range(1, 6):
             watch.take(step_line(step, float(step)))
         watch.take({ROLLED_BACK_TO: 2, "time": 7.0})
@@ -79,35 +124,96 @@ def test_steps_that_are_taken_back_leave_the_table() -> None:
     assert rows == [["1", "1.0"], ["2", "1.0"], ["3", "1.5"]]
 
 
-def test_elsewhere_each_step_is_a_line(capfd: pytest.CaptureFixture[str]) -> None:
-    with RunWatch(40, Console(file=io.StringIO())) as watch:
+@pytest.mark.parametrize("kind", ["a pipe", "a dumb terminal"])
+def test_elsewhere_each_step_is_a_line(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    console = terminal(kind="dumb") if kind == "a dumb terminal" else Console(file=io.StringIO())
+    with RunWatch(3, console=console) as watch:
         watch.take(step_line(1, 4.0, entropy=0.5))
         watch.take({ROLLED_BACK_TO: 0})
         watch.take(step_line(1, 2.0))
-    first, second = capfd.readouterr().err.splitlines()
-    assert first == (
-        "step 1: seconds 4.0, reward 0.500 ± 0.250, uniform 12%, tokens 20 to 64, cut off 6%, entropy 0.500, "
-        "tokens/s 160"
-    )
-    assert second.startswith("step 1: seconds 2.0") and "entropy" not in second
-    assert line_of({"step": 3.0}) == "step 3: "
+        watch.take(step_line(3, 5.0))
+    first, second, last = capfd.readouterr().err.splitlines()
+    figures = "reward 0.500 ± 0.250, tokens 20 to 64, cut off 6%, uniform 12%"
+    expected = rf"step 1 of 3, 8 s left, until \d\d:\d\d: seconds 4\.0, {figures}, entropy 0\.500, tokens/s 160"
+    assert re.fullmatch(expected, first)
+    assert "seconds 2.0" in second and "entropy" not in second
+    assert last == f"step 3 of 3: seconds 3.0, {figures}, tokens/s 213"
+    assert "\x1b" not in first and shown(console) == []
 
 
-def test_a_terminal_that_is_gone_costs_the_run_nothing() -> None:
-    class Gone(io.StringIO):
-        def write(self, text: str) -> int:
-            raise OSError(errno.EIO, "a terminal that is gone")
-
-    with RunWatch(40, Console(file=io.StringIO(), width=80)) as watch:
-        watch._live = None
-        watch.take(step_line(1, 1.0))
+def test_what_is_said_meanwhile_stands_above_the_table() -> None:
     console = terminal()
-    with RunWatch(40, console) as watch:
-        console.file = Gone()
+    with RunWatch(40, console=console) as watch:
+        watch.take(step_line(1, 2.0))
+        print("streamrl: something is wrong", file=sys.stderr)
+    lines = shown(console)
+    said, row = lines.index("streamrl: something is wrong"), len(lines) - 1
+    while lines[row].split()[:1] != ["1"]:
+        row -= 1
+    assert said < row
+
+
+def test_colours_are_left_out_where_nobody_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for name, environment in {"colours": {}, "none": {"NO_COLOR": "1"}}.items():
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        for key, value in environment.items():
+            monkeypatch.setenv(key, value)
+        monkeypatch.setenv("TERM", "xterm-256color")
+        console = Console(file=io.StringIO(), force_terminal=True, width=160)
+        with RunWatch(40, console=console) as watch:
+            watch.take(step_line(1, 2.0))
+        assert isinstance(console.file, io.StringIO)
+        found[name] = re.findall(r"\x1b\[(?:3|9)\d(?:;\d+)*m", console.file.getvalue())
+    assert found["colours"] and not found["none"]
+
+
+class GoneStream(io.StringIO):
+    """What nothing can be written to."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, "a terminal that is gone")
+
+
+def test_a_terminal_that_is_gone_costs_the_run_nothing(
+    monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    def write(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.EPIPE, "Broken pipe")
+
+    console = terminal()
+    monkeypatch.setattr(threading, "excepthook", lambda told: None)
+    with RunWatch(40, console=console) as watch:
+        console.file = GoneStream()
+        time.sleep(0.5)  # until it was drawn, in vain
         watch.take(step_line(1, 1.0))
+        watch.see(Verified(0, 0.5), build_state(run), 1.0)
+    with RunWatch(40, console=Console(file=GoneStream(), force_terminal=True)) as watch:
+        watch.take(step_line(1, 1.0))
+    monkeypatch.setattr(os, "write", write)
+    with RunWatch(40, console=Console(file=io.StringIO())) as watch:
+        watch.take(step_line(1, 1.0))
+
+
+def test_what_the_executor_has_to_say_costs_the_run_nothing_where_nobody_hears_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "stderr", GoneStream())
+
+    def fail(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("executor.trackers.open_tracker", fail)
+    monkeypatch.setattr("executor.trainer.trainer.step_samples", fail)
+    assert len(execute(real_run(tmp_path, execute__trackers=["wandb"]))) == 4
 
 
 # In its report ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return real_run(tmp_path)
 
 
 @pytest.fixture

@@ -57,7 +57,9 @@ def execute(
 
     output = Path(run.execute.output)
     try:
-        with RunWatch(run.algorithm.steps) as watch:
+        with RunWatch(
+            run.algorithm.steps, [kind.max_running for kind in run.rollout.kinds]
+        ) as watch:
             how = _how_to_resume(run_file, overrides or ())
             trace = execute_run(run, resume, watch.see, how, watch.take)
     except RunInterruptedError as error:

@@ -1,84 +1,75 @@
-"""A run while it goes on: a table of its last steps over the bar on a terminal, a line for each step elsewhere."""
+"""A run while it goes on: a table of its last steps and where its rollouts are on a terminal, a line for each step elsewhere."""
 
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Mapping
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import Progress
-from rich.table import Table
+from rich.text import Text
 
 from streamrl.cli.progress import STDERR, PlainProgress, bar_columns
-from streamrl.engine.messages import Event, Generated, Stepped, Verified
+from streamrl.cli.step_table import line_of, step_table
+from streamrl.engine.messages import Event, Generated, Verified
 from streamrl.engine.state import State
 from streamrl.record.run_lines import ROLLED_BACK_TO
+from streamrl.report.run_tables import format_duration
 
 RECENT = 200
-"""Rollouts that the bar's reward is the mean of."""
+"""Rollouts that the reward is the mean of which stands beside the bar."""
 NUM_ROWS = 10
 """Steps in the table."""
 QUIET = 30.0
 """Seconds between lines that say where a step is, where there is no terminal."""
 REFRESHES = 4
-"""Times a second that the terminal is drawn."""
-
-
-class Column(NamedTuple):
-    """A figure of a step as it is shown."""
-
-    name: str
-    keys: tuple[str, ...]
-    """Of metrics.jsonl; nothing is shown of a step that lacks the first."""
-    form: str
-    """Takes the values of `keys`."""
-
-
-COLUMNS = (
-    Column("step", ("step",), "{:.0f}"),
-    Column("seconds", ("seconds",), "{:.1f}"),
-    Column("reward", ("reward", "reward_std"), "{:.3f} ± {:.3f}"),
-    Column("uniform", ("uniform_groups",), "{:.0%}"),
-    Column("tokens", ("length_mean", "length_max"), "{:.0f} to {:.0f}"),
-    Column("cut off", ("cut_off",), "{:.0%}"),
-    Column("stale", ("staleness_mean", "staleness_max"), "{:.1f} to {:.0f}"),
-    Column("entropy", ("entropy",), "{:.3f}"),
-    Column("KL", ("kl_k3",), "{:.1e}"),
-    Column("loss", ("loss",), "{:+.3f}"),
-    Column("gradient", ("grad_norm",), "{:.2f}"),
-    Column("tokens/s", ("speed",), "{:,.0f}"),
-)
-LEGEND = (
-    "uniform: groups of one reward, which teach nothing; tokens, stale: mean to most; KL: from the policy that sampled; "
-    "gradient: norm before clipping"
-)
+"""Times a second that the terminal is drawn, and that rollouts are counted."""
 
 
 class RunWatch:
-    """Shows a run on standard error; a context, and told of every event and of every line of metrics.jsonl."""
+    """Shows a run on standard error; a context, and told of every event and of every line of metrics.jsonl.
 
-    def __init__(self, num_steps: int, console: Console | None = None) -> None:
+    Whatever becomes of the terminal, or of the file that the log goes to, costs the run nothing.
+    """
+
+    def __init__(
+        self, num_steps: int, max_running: Sequence[int] = (1,), console: Console | None = None
+    ) -> None:
+        """Take what there is to show.
+
+        Args:
+            num_steps: of the whole run.
+            max_running: rollouts that a replica of each kind runs at a time; more wait there for their turn.
+            console: where to show it; a terminal that can do no more than print gets lines.
+        """
         console = console or Console(stderr=True)
+        self._num_steps = num_steps
+        self._max_running = max_running
+        self._console = console
         self._steps: deque[dict[str, float]] = deque(maxlen=NUM_ROWS)
         self._rewards: deque[float] = deque(maxlen=RECENT)
         self._tokens = 0
         self._last_time = 0.0
+        self._counted_at = 0.0
+        self._facts = "starting"
         self._bar: Progress = PlainProgress(QUIET)
         self._live: Live | None = None
-        if console.is_terminal:
+        if console.is_terminal and not console.is_dumb_terminal:
             self._bar = Progress(*bar_columns(), console=console)
             self._live = Live(
                 console=console, get_renderable=self._view, refresh_per_second=REFRESHES
             )
-        self._task = self._bar.add_task("step", total=num_steps, facts="starting")
+        self._task = self._bar.add_task("step", total=num_steps, facts=self._shown_facts())
 
     def __enter__(self) -> RunWatch:
-        (self._live or self._bar).start()
+        with suppress(OSError):
+            (self._live or self._bar).start()
         return self
 
     def __exit__(
@@ -87,27 +78,39 @@ class RunWatch:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with suppress(OSError):  # a terminal that is gone costs the run nothing
+        with suppress(OSError):
             (self._live or self._bar).stop()
 
     def see(self, event: Event, state: State, now: float) -> None:
-        """Show what an event changes: steps, recent reward, rollouts trained + running, staleness."""
+        """Take what has happened; a few times a second, count where all rollouts are."""
         if isinstance(event, Generated):
             self._tokens += event.tokens
         elif isinstance(event, Verified):
             self._rewards.append(event.reward)
-        elif not isinstance(event, Stepped):
-            return
-        reward = sum(self._rewards) / len(self._rewards) if self._rewards else 0.0
-        leader, replicas = state.leader, state.fleet.replicas.values()
-        behind = leader.version - min(
-            (r.version for r in replicas if r.is_serving), default=leader.version
-        )
-        facts = (
-            f"reward {reward:.3f}  rollouts {leader.num_trained}+{state.num_generating}  "
-            f"staleness {behind}  {self._tokens / now:,.0f} tokens/s"
-        )
-        self._bar.update(self._task, completed=leader.version, facts=facts)
+        version = state.leader.version
+        if now >= self._counted_at + 1 / REFRESHES or version != self._bar.tasks[0].completed:
+            self._counted_at = now
+            reward = (
+                f"reward {sum(self._rewards) / len(self._rewards):.3f}; " if self._rewards else ""
+            )
+            speed = f"{self._tokens / max(now, 1e-9):,.0f} tokens/s"
+            self._facts = f"{reward}rollouts: {self._count(state)}; {speed}"
+            self._bar.update(self._task, completed=version, facts=self._shown_facts())
+
+    def _count(self, state: State) -> str:
+        """Say how many rollouts are where."""
+        replicas = state.fleet.replicas.values()
+        running = sum(min(len(r.rollouts), self._max_running[r.kind]) for r in replicas)
+        phases = Counter(rollout.phase for rollout in state.rollouts.values())
+        trained = len(state.leader.batch.in_gradient)
+        counts = {
+            "running": running,
+            "waiting": max(phases["waiting"] + phases["generating"] - running, 0),
+            "to be scored": phases["finished"] + phases["verifying"],
+            "buffered": max(phases["ready"] - trained, 0),
+            "trained": state.leader.num_trained + trained,
+        }
+        return ", ".join(f"{count:,} {where}" for where, count in counts.items())
 
     def take(self, line: Mapping[str, Any]) -> None:
         """Show the figures of a step, or that steps are taken back."""
@@ -122,32 +125,36 @@ class RunWatch:
         step |= {"seconds": seconds, "speed": line["output_tokens"] / max(seconds, 1e-9)}
         self._steps.append(step)
         if self._live is None:
+            left = self._left()
+            head = f"step {step['step']} of {self._num_steps}" + (f", {left}" if left else "")
             with suppress(OSError):  # past Python's buffers, as `PlainProgress` writes
-                os.write(STDERR, f"{line_of(step)}\n".encode())
+                os.write(STDERR, f"{head}: {line_of(step)}\n".encode())
+
+    def _left(self) -> str:
+        """Say when the run is expected to end, by its last steps; nothing where there is none to tell."""
+        steps = list(self._steps)
+        if not steps:
+            return ""
+        num_left = self._num_steps - int(steps[-1]["step"])
+        took = [step["seconds"] for step in steps[1:] or steps]  # the first waits for who comes up
+        seconds = num_left * sum(took) / len(took)
+        return f"{format_duration(seconds)} left, until {clock(seconds)}" if num_left > 0 else ""
+
+    def _shown_facts(self) -> str:
+        """Return what stands beside the bar; where there is no terminal that is all that is told."""
+        return self._facts if self._live is None else self._left()
 
     def _view(self) -> Group:
         """Return what the terminal shows now."""
         steps = list(self._steps)  # another thread adds to them
+        facts = Text(self._facts, no_wrap=True, overflow="ellipsis")
         if not steps:
-            return Group(self._bar)
-        table = Table(box=None, pad_edge=False, caption=LEGEND, caption_justify="left")
-        shown = [column for column in COLUMNS if any(text_of(column, step) for step in steps)]
-        for column in shown:
-            table.add_column(column.name, justify="right", no_wrap=True)
-        for step in steps:
-            table.add_row(*(text_of(column, step) for column in shown))
-        return Group(table, self._bar)
+            return Group(self._bar, facts)
+        return Group(step_table(steps, self._console), self._bar, facts)
 
 
-def line_of(step: Mapping[str, float]) -> str:
-    """Return a step in a line: "step 7: seconds 1.2, reward 0.685 ± 0.464, …"."""
-    first, *others = ((column.name, text_of(column, step)) for column in COLUMNS)
-    told = ", ".join(f"{name} {text}" for name, text in others if text)
-    return f"{first[0]} {first[1]}: {told}"
-
-
-def text_of(column: Column, step: Mapping[str, float]) -> str:
-    """Return a cell; nothing where the step lacks the figure."""
-    if any(key not in step for key in column.keys):
-        return ""
-    return column.form.format(*(step[key] for key in column.keys))
+def clock(seconds: float) -> str:
+    """Return what clocks will show in so many seconds, with the day where it is another one by then."""
+    now = time.time()
+    then, today = time.localtime(now + seconds), time.localtime(now)
+    return time.strftime("%H:%M" if then[:3] == today[:3] else "%b %d %H:%M", then)
