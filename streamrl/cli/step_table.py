@@ -17,27 +17,27 @@ class Column(NamedTuple):
     """Of metrics.jsonl; nothing is shown of a step that lacks one of them."""
     form: str
     """Takes the values of `keys`."""
+    meaning: str = ""
+    """Of what its name does not say."""
 
 
 COLUMNS = (
     Column("step", ("step",), "{:.0f}"),
     Column("seconds", ("seconds",), "{:.1f}"),
     Column("reward", ("reward", "reward_std"), "{:.3f} ± {:.3f}"),
-    Column("tokens", ("length_mean", "length_max"), "{:.0f} to {:.0f}"),
+    Column("tokens", ("length_mean", "length_max"), "{:.0f} to {:.0f}", "mean to longest"),
     Column("cut off", ("cut_off",), "{:.0%}"),
-    Column("uniform", ("uniform_groups",), "{:.0%}"),
-    Column("stale", ("staleness_mean", "staleness_max"), "{:.1f} to {:.0f}"),
+    Column("uniform", ("uniform_groups",), "{:.0%}", "groups of one reward, which teach nothing"),
+    Column(
+        "stale", ("staleness_mean", "staleness_max"), "{:.1f} to {:.0f}", "versions, mean to most"
+    ),
     Column("loss", ("loss",), "{:+.3f}"),
-    Column("gradient", ("grad_norm",), "{:.2f}"),
+    Column("gradient", ("grad_norm",), "{:.2f}", "norm before clipping"),
     Column("entropy", ("entropy",), "{:.3f}"),
-    Column("KL", ("kl_k3",), "{:.1e}"),
+    Column("KL", ("kl_k3",), "{:.1e}", "from the policy that sampled"),
     Column("tokens/s", ("speed",), "{:,.0f}"),
 )
 """Those on the right are left out where a terminal is too narrow."""
-LEGEND = (
-    "uniform: groups of one reward, which teach nothing; tokens, stale: mean to most; KL: from the policy that sampled; "
-    "gradient: norm before clipping"
-)
 
 
 def step_table(steps: Sequence[Mapping[str, float]], console: Console) -> Table:
@@ -51,7 +51,8 @@ def step_table(steps: Sequence[Mapping[str, float]], console: Console) -> Table:
 
 
 def _table(steps: Sequence[Mapping[str, float]], shown: Sequence[Column]) -> Table:
-    table = Table(box=None, pad_edge=False, caption=LEGEND, caption_justify="left")
+    legend = "; ".join(f"{column.name}: {column.meaning}" for column in shown if column.meaning)
+    table = Table(box=None, pad_edge=False, caption=legend, caption_justify="left")
     for column in shown:
         table.add_column(column.name, justify="right", no_wrap=True)
     for step in steps:

@@ -57,6 +57,7 @@ class RunWatch:
         self._tokens = 0
         self._last_time = 0.0
         self._counted_at = 0.0
+        self._version = 0
         self._facts = "starting"
         self._bar: Progress = PlainProgress(QUIET)
         self._live: Live | None = None
@@ -88,8 +89,8 @@ class RunWatch:
         elif isinstance(event, Verified):
             self._rewards.append(event.reward)
         version = state.leader.version
-        if now >= self._counted_at + 1 / REFRESHES or version != self._bar.tasks[0].completed:
-            self._counted_at = now
+        if now >= self._counted_at + 1 / REFRESHES or version != self._version:
+            self._counted_at, self._version = now, version
             reward = (
                 f"reward {sum(self._rewards) / len(self._rewards):.3f}; " if self._rewards else ""
             )
@@ -138,7 +139,11 @@ class RunWatch:
         num_left = self._num_steps - int(steps[-1]["step"])
         took = [step["seconds"] for step in steps[1:] or steps]  # the first waits for who comes up
         seconds = num_left * sum(took) / len(took)
-        return f"{format_duration(seconds)} left, until {clock(seconds)}" if num_left > 0 else ""
+        return (
+            f"{format_duration(round(seconds))} left, until {clock(seconds)}"
+            if num_left > 0
+            else ""
+        )
 
     def _shown_facts(self) -> str:
         """Return what stands beside the bar; where there is no terminal that is all that is told."""
@@ -147,7 +152,7 @@ class RunWatch:
     def _view(self) -> Group:
         """Return what the terminal shows now."""
         steps = list(self._steps)  # another thread adds to them
-        facts = Text(self._facts, no_wrap=True, overflow="ellipsis")
+        facts = Text(self._facts)
         if not steps:
             return Group(self._bar, facts)
         return Group(step_table(steps, self._console), self._bar, facts)
