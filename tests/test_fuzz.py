@@ -27,6 +27,7 @@ from sim.world import simulate
 from streamrl.hardware.config_json import read_config_json
 from streamrl.hardware.machine_profile import read_measured, write_measured
 from streamrl.record.chrome_trace import chrome_trace
+from streamrl.record.completions import read_completions
 from streamrl.record.metrics import measure
 from streamrl.record.run_lines import read_metrics, read_rollouts
 from streamrl.record.trace import read_trace, replay
@@ -270,10 +271,11 @@ def test_a_run_directory_is_reported_or_refused(place: Path, data: bytes) -> Non
 @given(st.binary(max_size=60) | mangled(b'{"step": 1}\n{"rolled_back_to": 0, "leg": 2}\n'))
 def test_lines_of_a_run_are_read_or_refused(place: Path, data: bytes) -> None:
     path = fresh(place)
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
+    for name in ("metrics.jsonl", "rollouts.jsonl", "samples.jsonl"):
         (path / name).write_bytes(data)
     refusing(lambda: read_metrics(path))
     refusing(lambda: read_rollouts(path))
+    refusing(lambda: read_completions(path))
 
 
 # Checkpoints, models and profiles -----------------------------------------------------------------

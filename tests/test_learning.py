@@ -37,10 +37,10 @@ from tests.test_watching import execute
 from tests.tiny_model import tiny_model
 
 
-def step_line(step: int, time: float, **more: float) -> dict[str, Any]:
+def step_line(step: int, seconds: float, **more: float) -> dict[str, Any]:
     figures = {"reward": 0.5, "reward_std": 0.25, "uniform_groups": 0.125, "output_tokens": 640}
     lengths = {"length_mean": 20.0, "length_max": 64, "cut_off": 0.0625}
-    return {"step": step, "time": time, **figures, **lengths, **more}
+    return {"step": step, "step_time": seconds, **figures, **lengths, **more}
 
 
 # While it goes on ---------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def test_a_terminal_shows_the_last_steps_and_what_they_took() -> None:
     console = terminal()
     with RunWatch(40, console=console) as watch:
         for step in range(1, NUM_ROWS + 3):
-            watch.take(step_line(step, 2.0 * step, loss=-0.125))
+            watch.take(step_line(step, 2.0, loss=-0.125))
     last = [line.split() for line in shown(console)[-NUM_ROWS - 4 :]]
     steps = [int(words[0]) for words in last if words and words[0].isdigit()]
     assert steps == list(range(3, NUM_ROWS + 3))
@@ -95,7 +95,7 @@ def test_under_the_table_stands_when_it_ends_and_where_its_rollouts_are(run: Run
         state.leader.batch.in_gradient = [state.rollouts[7]]
         watch.see(Verified(7, 0.25), state, 1.0)
         watch.take(step_line(1, 30.0))
-        watch.take(step_line(2, 40.0))
+        watch.take(step_line(2, 10.0))
         watch.see(Verified(6, 0.75), state, 41.0)
     *_, bar, facts = shown(console)
     assert "380 s left, until " in bar  # 38 steps of 10 s; the first one waited for replicas
@@ -116,9 +116,9 @@ def test_steps_that_are_taken_back_leave_the_table() -> None:
     console = terminal()
     with RunWatch(40, console=console) as watch:
         for step in range(1, 6):
-            watch.take(step_line(step, float(step)))
+            watch.take(step_line(step, 1.0))
         watch.take({ROLLED_BACK_TO: 2, "time": 7.0})
-        watch.take(step_line(3, 8.5))
+        watch.take(step_line(3, 1.5))
     last = [line.split() for line in shown(console)[-8:]]
     rows = [words[:2] for words in last if words and words[0].isdigit()]
     assert rows == [["1", "1.0"], ["2", "1.0"], ["3", "1.5"]]
@@ -131,7 +131,7 @@ def test_elsewhere_each_step_is_a_line(kind: str, capfd: pytest.CaptureFixture[s
         watch.take(step_line(1, 4.0, entropy=0.5))
         watch.take({ROLLED_BACK_TO: 0})
         watch.take(step_line(1, 2.0))
-        watch.take(step_line(3, 5.0))
+        watch.take(step_line(3, 3.0))
     first, second, last = capfd.readouterr().err.splitlines()
     figures = "reward 0.500 ± 0.250, tokens 20 to 64, cut off 6%, uniform 12%"
     expected = rf"step 1 of 3, 8 s left, until \d\d:\d\d: seconds 4\.0, {figures}, entropy 0\.500, tokens/s 160"
@@ -234,7 +234,13 @@ def test_a_report_draws_what_a_run_learned_and_quotes_what_it_wrote(run_director
     (told,) = describe(report)["learning"]  # type: ignore[misc]
     assert [line["step"] for line in told["steps"]] == list(range(1, 7))
     assert [group.step for group in told["samples"]] == [1, 4, 6]
-    for group, table in zip(told["samples"], section.tables, strict=True):
+    steps, *tables = section.tables
+    assert [row[0].text for row in steps.rows] == ["1", "2", "3", "4", "5", "6"]
+    assert [row[steps.head.index("tokens")].text for row in steps.rows] == [
+        f"{line['length_mean']:.3g}" for line in told["steps"]
+    ]
+    assert "step took" in steps.head and "Figures of its steps" in steps.caption
+    for group, table in zip(told["samples"], tables, strict=True):
         rewards = [each.reward for each in group.rollouts]
         assert rewards == sorted(rewards, reverse=True) and len(rewards) > 1
         assert table.caption.startswith(f"Step {group.step}, ") and group.prompt in table.caption
@@ -250,7 +256,21 @@ def test_a_run_under_way_and_one_that_died_can_be_reported(run_directory: Path) 
         path.write_bytes(data[: 2 * len(data) // 3])
     page = make_page(read_report([run_directory]))
     section = next(each for each in page.sections if each.name == "learning-1")
+    assert re.match(
+        r"Not at its end: [345] of 6 steps are made\. At their rate 6 steps", page.answer
+    )
     assert re.match(r"[345] of 6 steps are made\. From step 1 to step [345] ", section.text[0])
+
+
+def test_a_long_run_is_told_by_some_of_its_steps(run_directory: Path) -> None:
+    lines = (run_directory / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    figures = json.loads(lines[0])
+    many = [json.dumps({**figures, "step": step}) + "\n" for step in range(1, 1001)]
+    (run_directory / "metrics.jsonl").write_text("".join(many))
+    page = make_page(read_report([run_directory]))
+    table = next(each for each in page.sections if each.name == "learning-1").tables[0]
+    steps = [row[0].text for row in table.rows]
+    assert len(steps) == 12 and (steps[0], steps[-1]) == ("1", "1,000")
 
 
 def test_samples_are_of_the_group_with_most_to_learn_from_and_as_it_was_trained_on(
@@ -418,6 +438,8 @@ def test_where_nothing_is_rented_there_is_no_word_of_dollars(tmp_path: Path) -> 
         assert not [text for text in figures if "$" in text or "cost" in text]
         names = [p.drawing.name for section in page.sections for p in section.pictures]
         assert "cost" not in names and "speed" in names
+        assert "cost" not in page.title
+        assert "sensitivity" not in [section.name for section in page.sections]
     table = Console(file=io.StringIO(), width=200)
     table.print(metrics_table(measure(read_trace(directories[0] / "trace.jsonl"))))
     assert isinstance(table.file, io.StringIO) and "$" not in table.file.getvalue()

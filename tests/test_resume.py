@@ -23,6 +23,7 @@ from executor.execute import execute as execute_for_real
 from executor.record import RunDirectory
 from streamrl.engine.messages import Event, SaveCheckpoint, Step, Stepped
 from streamrl.engine.state import State
+from streamrl.record.completions import read_completions
 from streamrl.record.metrics import measure
 from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_tokens
 from streamrl.record.run_lines import read_metrics, read_rollouts
@@ -136,7 +137,7 @@ def test_no_group_is_trained_on_twice_in_a_run_that_dies_and_resumes(
 def test_what_a_resume_takes_back_is_marked_and_what_was_cut_short_is_gone(tmp_path: Path) -> None:
     run = real_run(tmp_path, algorithm__steps=6, execute__checkpoint_every=2)
     die_after_step(run, 3)
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
+    for name in ("metrics.jsonl", "rollouts.jsonl", "samples.jsonl"):
         with (tmp_path / "run" / name).open("a") as file:
             file.write('{"step": 4, "rew')
     execute(run, resume=True)
@@ -147,6 +148,7 @@ def test_what_a_resume_takes_back_is_marked_and_what_was_cut_short_is_gone(tmp_p
         next(line for line in (tmp_path / "run" / "rollouts.jsonl").open() if "leg" in line)
     )
     assert mark["rolled_back_to"] == 2 and mark["groups_done"] >= 4
+    assert [group.step for group in read_completions(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_trace_says_which_leg_of_a_resumed_run_it_is(tmp_path: Path) -> None:

@@ -69,7 +69,9 @@ def test_every_step_says_what_it_took_and_learned_from(tmp_path: Path) -> None:
     seconds = [line["train_time"] for line in lines]
     assert seconds != sorted(seconds), "each step has its own"
     assert [line["step"] for line in lines] == list(range(1, run.algorithm.steps + 1))
+    assert sum(line["step_time"] for line in lines) == pytest.approx(lines[-1]["time"])
     for line in lines:
+        assert line["step_time"] >= line["train_time"] + line["optimizer_time"]
         assert line["train_time"] > 0 and line["optimizer_time"] > 0
         assert line["learning_rate"] == run.algorithm.learning_rate
         assert 0 <= line["staleness_mean"] <= line["staleness_max"] <= 1

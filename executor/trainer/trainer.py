@@ -51,6 +51,8 @@ class Trainer:
         self._now = now
         self._seconds: defaultdict[str, float] = defaultdict(float)
         """Of the step under way, by what the worker was asked for."""
+        self._stepped_at = 0.0
+        """When the last step ended; of none when the run began."""
         self._handle: Handle | None = None
         self._remote: TrainerRole | None = None
 
@@ -83,11 +85,12 @@ class Trainer:
         """Update the weights, and write down what the step was made of."""
         with self._timed("optimizer_time"):
             figures = await self._worker.step(command.version)
-        trained = self._buffer.rollouts_of(command.groups)
+        trained, now = self._buffer.rollouts_of(command.groups), self._now()
         self._directory.write_step(
             {
                 "step": command.version,
-                "time": self._now(),
+                "time": now,
+                "step_time": now - self._stepped_at,
                 **step_figures(trained, command.version, self._run.rollout.max_tokens),
                 "learning_rate": self._run.algorithm.learning_rate,
                 **self._seconds,
@@ -95,6 +98,7 @@ class Trainer:
             }
         )
         self._seconds.clear()
+        self._stepped_at = now
         self._sample(command)
         self._estimator.end_step(command.groups)
         return Stepped(command.version, command.trainer)

@@ -23,7 +23,7 @@ class Column(NamedTuple):
 
 COLUMNS = (
     Column("step", ("step",), "{:.0f}"),
-    Column("seconds", ("seconds",), "{:.1f}"),
+    Column("seconds", ("step_time",), "{:.1f}"),
     Column("reward", ("reward", "reward_std"), "{:.3f} ± {:.3f}"),
     Column("tokens", ("length_mean", "length_max"), "{:.0f} to {:.0f}", "mean to longest"),
     Column("cut off", ("cut_off",), "{:.0%}"),

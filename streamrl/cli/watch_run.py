@@ -55,7 +55,6 @@ class RunWatch:
         self._steps: deque[dict[str, float]] = deque(maxlen=NUM_ROWS)
         self._rewards: deque[float] = deque(maxlen=RECENT)
         self._tokens = 0
-        self._last_time = 0.0
         self._counted_at = 0.0
         self._version = 0
         self._facts = "starting"
@@ -118,12 +117,9 @@ class RunWatch:
         if ROLLED_BACK_TO in line:
             kept = [step for step in self._steps if step["step"] <= line[ROLLED_BACK_TO]]
             self._steps = deque(kept, maxlen=NUM_ROWS)
-            self._last_time = line.get("time", 0.0)
             return
-        seconds = line["time"] - self._last_time
-        self._last_time = line["time"]
         step = {key: value for key, value in line.items() if isinstance(value, int | float)}
-        step |= {"seconds": seconds, "speed": line["output_tokens"] / max(seconds, 1e-9)}
+        step["speed"] = step["output_tokens"] / max(step["step_time"], 1e-9)
         self._steps.append(step)
         if self._live is None:
             left = self._left()
@@ -137,7 +133,9 @@ class RunWatch:
         if not steps:
             return ""
         num_left = self._num_steps - int(steps[-1]["step"])
-        took = [step["seconds"] for step in steps[1:] or steps]  # the first waits for who comes up
+        took = [
+            step["step_time"] for step in steps[1:] or steps
+        ]  # the first waits for who comes up
         seconds = num_left * sum(took) / len(took)
         return (
             f"{format_duration(round(seconds))} left, until {clock(seconds)}"

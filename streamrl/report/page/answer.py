@@ -93,7 +93,13 @@ def _whole(option: Option) -> str:
     """Say what the whole run takes, or that it is not finished, before anything else."""
     if option.unfinished:
         return f"Not finished: the run {option.unfinished}. "
-    return "" if option.whole_run is None else f"{headline(option.whole_run)}. "
+    if option.whole_run is None:
+        return ""
+    line = headline(option.whole_run)
+    if option.run is not None and option.run.is_under_way:
+        made, steps = option.run.newest_step, option.run.run.algorithm.steps
+        return f"Not at its end: {made:,} of {steps:,} steps are made. At their rate {line}. "
+    return f"{line}. "
 
 
 def _step(option: Option) -> str:

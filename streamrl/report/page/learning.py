@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from streamrl.record.completions import SampledGroup, shortened
+from streamrl.record.run_lines import Line
 from streamrl.report.page.parts import PageCell, PageSection, PageTable
 from streamrl.report.page.sources import RecordedRun
 from streamrl.report.pictures.drawing import Picture
@@ -14,6 +15,8 @@ from streamrl.report.words import ENDS, percent, seconds
 
 MOST_TEXT = 600
 """Characters of a completion, and of a prompt, that are shown: the ends of a longer one."""
+MOST_ROWS = 12
+"""Steps in the table."""
 COLOURS = ("s-0", "s-1 dashed", "s-2 dotted", "s-3 dash-dot")
 
 
@@ -48,8 +51,9 @@ PANELS = (
     Panel("Entropy, nats a token", (("entropy", "entropy"),), figure),
     Panel("KL from the policy that sampled, nats a token", (("kl_k3", "k3"),), figure),
     Panel(
-        "Seconds of the trainer's work in a step",
+        "Seconds of a step, and of the trainer's work in it",
         (
+            ("step_time", "all of it"),
             ("score_time", "score"),
             ("train_time", "train"),
             ("optimizer_time", "optimizer"),
@@ -73,9 +77,10 @@ def _section(name: str, run: RecordedRun) -> PageSection:
         f"{last['step']:,} of {run.run.algorithm.steps:,} steps are made. From step {first['step']} to step {last['step']} the mean reward went from {figure(first['reward'])} to {figure(last['reward'])}."
     )
     section.pictures += _pictures(name, run)
+    section.tables.append(_steps_table(run.steps))
     section.tables += [_samples_table(group) for group in run.samples]
     section.notes.append(
-        "Steps that were rolled back are left out. Entropy is estimated from the tokens that were sampled; groups of one reward teach nothing."
+        "Steps that were rolled back are left out. The first step that is made after a start, or a resume, took that too. Entropy is estimated from the tokens that were sampled; groups of one reward teach nothing."
     )
     if run.samples:
         section.notes.append(
@@ -95,6 +100,40 @@ def _pictures(name: str, run: RecordedRun) -> Iterator[Picture]:
         if curves:
             slug = panel.keys[0][0].replace("_", "-")
             yield curves_picture(f"{name}-{slug}", panel.title, numbers, curves, panel.show)
+
+
+COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("step", "step", figure),
+    ("reward", "reward", figure),
+    ("spread", "reward_std", figure),
+    ("uniform groups", "uniform_groups", percent),
+    ("tokens", "length_mean", figure),
+    ("most", "length_max", figure),
+    ("cut off", "cut_off", percent),
+    ("behind", "staleness_mean", figure),
+    ("loss", "loss", figure),
+    ("gradient", "grad_norm", figure),
+    ("entropy", "entropy", figure),
+    ("KL", "kl_k3", figure),
+    ("clipped", "clip_fraction", percent),
+    ("step took", "step_time", seconds),
+    ("train", "train_time", seconds),
+)
+"""Of the table: head, key, and how values are written."""
+
+
+def _steps_table(steps: Sequence[Line]) -> PageTable:
+    """Tell some of the steps, evenly over the run, the first and the last among them."""
+    last = len(steps) - 1
+    rows = min(MOST_ROWS, len(steps))
+    places = sorted({round(row * last / max(rows - 1, 1)) for row in range(rows)})
+    shown = [column for column in COLUMNS if any(column[1] in line for line in steps)]
+    cells = [
+        [PageCell(show(steps[at][key]) if key in steps[at] else "") for _, key, show in shown]
+        for at in places
+    ]
+    caption = "Figures of its steps." if rows == len(steps) else f"Figures of {rows} of its steps."
+    return PageTable(caption, [name for name, _, _ in shown], cells, range(len(shown)))
 
 
 def _samples_table(group: SampledGroup) -> PageTable:

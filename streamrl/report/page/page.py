@@ -55,7 +55,7 @@ def make_page(report: Report) -> Page:
     sources, options = report
     chosen = chosen_of(options)
     return Page(
-        title=_title(sources),
+        title=_title(sources, options),
         subtitle=_subtitle(sources),
         answer=answer_of(sources, options),
         tiles=tiles_of(chosen) if chosen is not None else [],
@@ -101,25 +101,31 @@ def describe(report: Report) -> dict[str, object]:
 def _sections(sources: Sources, options: list[Option]) -> Iterator[PageSection]:
     yield from whole_section(chosen_of(options))
     yield from compare_options(sources, options)
+    yield from learning_sections(sources.runs)
     if options:
         yield idle_section(options)
         yield step_section(options)
-        yield sensitivity_section(sources, options)
+        if _is_any_paid(options):
+            yield sensitivity_section(sources, options)
         yield uncertainty_section(options)
-    yield from learning_sections(sources.runs)
     yield from against_sections(sources.comparisons)
     yield from study_sections(sources.studies)
     yield from differences(options)
     yield from assumption_sections(sources, options)
 
 
-def _title(sources: Sources) -> str:
+def _is_any_paid(options: list[Option]) -> bool:
+    return any(option.is_paid for option in options)
+
+
+def _title(sources: Sources, options: list[Option]) -> str:
     of_plans = [made.model.name for made in sources.plans]
     models = dict.fromkeys([*of_plans, *(run.model.name for run in sources.runs)])
     if not models:
         titles = ["Is it worth it?" for _ in sources.comparisons[:1]]
         return listing([*titles, *(study.found.title for study in sources.studies)])
-    return f"What it costs to post-train {listing(list(models))}"
+    does = "What it costs" if _is_any_paid(options) else "What it takes"
+    return f"{does} to post-train {listing(list(models))}"
 
 
 def _subtitle(sources: Sources) -> str:

@@ -47,6 +47,17 @@ class RecordedRun:
         """The run file, as it was recorded."""
         return self.trace.run
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether some of its steps are made, and nothing says that it came to an end: it goes on, or was killed."""
+        is_left = 0 < self.newest_step < self.run.algorithm.steps
+        return is_left and not self.metrics.unfinished
+
+    @property
+    def newest_step(self) -> int:
+        """The last step that was executed; 0 of a simulated run."""
+        return int(self.steps[-1]["step"]) if self.steps else 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanMade:
