@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from executor.live_trace import LONGEST, LiveTrace
 from sim.steady_state import simulate_steady
-from streamrl.engine.messages import Failed, StartTrainer, Stepped
+from streamrl.engine.messages import Drop, Failed, StartTrainer, Stepped
 from streamrl.record.chrome_events import ChromeReader
 from streamrl.record.chrome_trace import CHROME_TRACE, chrome_trace
 from streamrl.record.trace import Trace
@@ -125,6 +125,20 @@ def test_two_spans_that_touch_stay_two_wherever_a_block_ends() -> None:
     hand.sort()
     for size in range(1, len(hand.trace.entries)):
         check_same(by_blocks(hand.trace, size), exported(hand.trace))
+
+
+def test_what_nobody_will_train_on_is_told_at_once() -> None:
+    hand = HandTrace(algorithm__prompts_per_step=2)
+    hand.begin()
+    hand.draw(0.0, 1, 2)
+    hand.generate(0.0, 0, 1)
+    hand.generated(4.0, 0, run_time=4.0)
+    hand.command(5.0, Drop(0, "of no use"))
+    hand.command(5.0, Drop(1, "of no use"))
+    hand.generated(6.0, 1, run_time=6.0)
+    reader = ChromeReader(hand.trace.run)
+    begun = [event for event in reader.read(hand.trace.entries) if event.ph == "b"]
+    assert [event.args["rollout"] for event in begun if event.args] == [0, 1]
 
 
 def test_memory_does_not_grow_with_steps() -> None:

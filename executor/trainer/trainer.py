@@ -98,9 +98,9 @@ class Trainer:
             }
         )
         self._seconds.clear()
-        self._stepped_at = now
         self._sample(command)
         self._estimator.end_step(command.groups)
+        self._stepped_at = now
         return Stepped(command.version, command.trainer)
 
     def _sample(self, command: Step) -> None:

@@ -133,9 +133,8 @@ class RunWatch:
         if not steps:
             return ""
         num_left = self._num_steps - int(steps[-1]["step"])
-        took = [
-            step["step_time"] for step in steps[1:] or steps
-        ]  # the first waits for who comes up
+        timed = steps[1:] or steps  # the first waits for who comes up
+        took = [step["step_time"] for step in timed]
         seconds = num_left * sum(took) / len(took)
         return (
             f"{format_duration(round(seconds))} left, until {clock(seconds)}"
