@@ -103,7 +103,7 @@ bench-workers: $(READY)
 	$(BIN)/python -m benchmarks.bench_workers $(if $(AGAINST),--against $(AGAINST))
 
 bench-trl: $(TRL)/.ready
-	PYTHONPATH=. $(TRL)/bin/python benchmarks/bench_trl.py
+	$(TRL)/bin/python -m benchmarks.bench_trl
 
 bench-costs: $(READY)
 	$(BIN)/python benchmarks/bench_costs.py

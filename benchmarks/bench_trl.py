@@ -1,137 +1,211 @@
-"""`streamrl execute` against TRL's GRPOTrainer on one machine: seconds of a training step, and reward.
+"""`streamrl execute` beside TRL's GRPOTrainer on one machine: seconds of a training step, and rewards.
 
     make bench-trl
 
 Both train the quickstart's model on its prompts: 24 prompts a step with 8 rollouts each, at most 128 tokens, AdamW, the
-PPO clip, a mean over tokens, rewards of one scorer, float32, the same number of CPU threads in all. Both run under the
-interpreter of this script, so on the same torch and transformers. Every setting of `TRL` is tried first, a round each;
-the fastest is what streamrl is compared with. TRL computes rollouts whose advantage is 0, as their gradient is; streamrl
-leaves them out. `SkippingTrainer` lets TRL leave them out too, which is the comparison like for like.
+PPO clip, a mean over tokens, rewards of one scorer, float32, two cores in all. Both run under the interpreter of this
+script, so on the same torch and transformers. Every one of `SETTINGS` is tried first; what is compared is the fastest.
 
-Rounds are interleaved. A round is a process of its own: `--steps` steps at a learning rate at which lengths stay what
-they are, the first two left out. The last comparison is of rewards, at the quickstart's learning rate. Prints a table
-and one JSON object per figure.
+TRL computes rollouts whose advantage is 0, though they have no gradient; streamrl leaves them out. So TRL is compared
+twice: as it is, and leaving them out as well, which is the comparison like for like.
+
+Rounds are interleaved, each a process of its own, at a learning rate at which lengths stay what they are. Of its steps
+the first two and the last two are left out: a system that generates ahead has nothing ahead at first, and at its end
+nothing to generate. Rewards are compared at the quickstart's learning rate, seed by seed. Nothing else may run on the
+machine meanwhile; what others took of it is printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import platform
+import resource
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-HERE = Path(__file__).parent.parent
-MODEL = HERE / "build/quickstart/model"
-PROMPTS = HERE / "build/quickstart/prompts.jsonl"
-PROMPTS_PER_STEP, GROUP_SIZE, MAX_TOKENS, THREADS = 24, 8, 128, 2
-ROLLOUTS = PROMPTS_PER_STEP * GROUP_SIZE
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.trl_training import CORES, HERE, MODEL, ROLLOUTS, SETTINGS
+
 STILL, LEARNING = 1e-6, 4e-4
-"""Learning rates: lengths stay as they are; the quickstart's."""
-LAST = 5
-"""Steps that a reward is the mean of."""
-WARM_UP = 2
-"""Steps that are not counted."""
-TRL: dict[str, dict[str, Any]] = {
-    "generate, one pass": {"per_device_train_batch_size": ROLLOUTS},
-    "generate, passes of 48": {"per_device_train_batch_size": 48},
-    "continuous batching, one pass": {
-        "per_device_train_batch_size": ROLLOUTS,
-        "use_transformers_continuous_batching": True,
-    },
-    "continuous batching, passes of 48": {
-        "per_device_train_batch_size": 48,
-        "use_transformers_continuous_batching": True,
-    },
-}
-"""Settings of TRL that are tried."""
+"""Learning rates: lengths stay what they are; the quickstart's."""
+WARM_UP = COOL_DOWN = 2
+"""Steps at both ends that are not counted. Steps of a system that is one ahead alternate: count an even number."""
+TRIED_STEPS = 6
+"""Counted steps of a setting that is tried."""
+LAST = 10
+"""Steps whose mean reward is compared."""
+SLOWEST = 120
+"""Seconds after which a setting that is tried is given up."""
 SYSTEMS = {"sync": "stream-sync", "async": "stream-async"}
-Figures = list[dict[str, float]]
-"""Of each step: when it ended, mean reward, mean output tokens."""
+LEAVES_OUT = "TRL, advantages of 0 left out"
+QUIET = 0.05
+"""Share of the machine that others may take before its figures are called doubtful."""
+
+
+class Step(NamedTuple):
+    """What is kept of a step."""
+
+    time: float
+    """When it ended, in seconds from anywhere."""
+    reward: float
+    """Mean of its rollouts."""
+    tokens: float
+    """Output tokens of a rollout, mean."""
+
+
+class Figure(NamedTuple):
+    """Values of a figure, one of each round or seed."""
+
+    name: str
+    values: Sequence[float]
+    tokens: float | None = None
+    """Output tokens of a rollout, mean of the rounds."""
+    tokens_per_second: float | None = None
+
+
+Entrant = Callable[[int, float, int], list[Step]]
+"""Trains so many steps at a learning rate, from a seed."""
 
 
 def main() -> None:
-    """Find TRL's fastest setting, then compare."""
+    """Find TRL's fastest setting, compare seconds with it, then rewards."""
     options = _read_arguments()
-    if options.child:
-        setting, steps, rate, skips, seed = options.child
-        figures = train_with_trl(
-            setting, int(steps), float(rate), skips=skips == "skip", seed=int(seed)
-        )
-        print(json.dumps(figures))
-        return
+    began = time.monotonic()
+    taken = _machine_seconds()
     if not MODEL.exists():
-        command = [sys.executable, "examples/make_quickstart.py", "--out", "build/quickstart"]
-        subprocess.run(command, cwd=HERE, check=True)
-    found = {name: seconds_of(run_trl(name, options.steps, STILL, True)) for name in TRL}
-    fastest = min(found, key=lambda name: found[name])
-    for name, seconds in found.items():
-        report(f"TRL, {name}: seconds of a step", [seconds])
-    print(f"TRL at its fastest: {fastest}", flush=True)
-    entrants: dict[str, Callable[[], Figures]] = {
-        "TRL": lambda: run_trl(fastest, options.steps, STILL, False),
-        "TRL that skips": lambda: run_trl(fastest, options.steps, STILL, True),
-        **{
-            name: partial(run_streamrl, system, options.steps, STILL)
-            for name, system in SYSTEMS.items()
-        },
+        _run([sys.executable, "examples/make_quickstart.py", "--out", "build/quickstart"])
+    names = [options.setting] if options.setting else list(SETTINGS)
+    console = Console(stderr=options.json, width=110)
+    console.print(_machine(), highlight=False)
+    setting, tried = fastest(names, console)
+    rounds = compare(entrants(setting), options.rounds, options.steps)
+    figures = [*tried, *seconds(rounds), *ratios(rounds)]
+    if options.seeds:
+        learned = learn(entrants(setting), options.seeds, options.learning_steps)
+        figures += rewards(learned, options.learning_steps)
+    wall = time.monotonic() - began
+    others = max(0.0, _machine_seconds() - taken - _own_seconds()) / (wall * (os.cpu_count() or 1))
+    show(figures, console, options.json)
+    told = f"{wall / 60:.0f} minutes; others took {others:.0%} of the machine"
+    console.print(told + (": not a quiet one" if others > QUIET else ""), highlight=False)
+
+
+def entrants(setting: str) -> dict[str, Entrant]:
+    """Return who trains, by name: TRL with a setting, as it is and leaving out advantages of 0, and the systems."""
+    return {
+        "TRL": lambda steps, rate, seed: run_trl(setting, steps, rate, seed, skips=False),
+        LEAVES_OUT: lambda steps, rate, seed: run_trl(setting, steps, rate, seed, skips=True),
+        **{name: _system(system) for name, system in SYSTEMS.items()},
     }
-    rounds = [{name: run() for name, run in entrants.items()} for _ in range(options.rounds)]
-    seconds = {name: [seconds_of(each[name]) for each in rounds] for name in entrants}
-    for name in entrants:
-        tokens = statistics.mean(line["tokens"] for each in rounds for line in each[name])
-        report(f"{name}: seconds of a step", seconds[name], tokens=round(tokens, 1))
-    for system in SYSTEMS:
-        for rival in ("TRL", "TRL that skips"):
-            ratios = [
-                theirs / ours for theirs, ours in zip(seconds[rival], seconds[system], strict=True)
-            ]
-            report(f"{system}, times as fast as {rival}", ratios)
-    learners: dict[str, Callable[[int], Figures]] = {
-        "TRL": lambda seed: run_trl(fastest, options.learning_steps, LEARNING, False, seed),
-        **{name: partial(_learn, system, options) for name, system in SYSTEMS.items()},
-    }
-    seeds = range(options.seeds)
-    rewards = [{name: last_reward(run(seed)) for name, run in learners.items()} for seed in seeds]
-    for name in learners:
-        what = f"{name}: reward of the last {LAST} of {options.learning_steps} steps"
-        report(what, [each[name] for each in rewards])
 
 
-def _learn(system: str, options: argparse.Namespace, seed: int) -> Figures:
-    return run_streamrl(system, options.learning_steps, LEARNING, seed)
+def _system(system: str) -> Entrant:
+    return lambda steps, rate, seed: run_streamrl(system, steps, rate, seed)
 
 
-def last_reward(figures: Figures) -> float:
-    """Return the mean reward of the last steps."""
-    return statistics.mean(line["reward"] for line in figures[-LAST:])
+def fastest(names: list[str], console: Console) -> tuple[str, list[Figure]]:
+    """Return the setting in which a step of TRL takes the fewest seconds, and a figure of each that was tried."""
+    steps = WARM_UP + TRIED_STEPS + COOL_DOWN
+    found = {}
+    for name in names if len(names) > 1 else []:
+        try:
+            found[name] = seconds_of(run_trl(name, steps, STILL, 0, skips=True, limit=SLOWEST))
+        except RuntimeError as error:
+            console.print(f"TRL, {name}: left out, {error}", highlight=False, markup=False)
+    chosen = min(found, key=lambda name: found[name], default=names[0])
+    console.print(f"TRL at its fastest: {chosen}, {SETTINGS[chosen]}", highlight=False)
+    return chosen, [Figure(f"TRL tried, {name}: s/step", [found[name]]) for name in found]
 
 
-def seconds_of(figures: Figures) -> float:
-    """Return the seconds of a step, beyond the first ones."""
-    times = [line["time"] for line in figures]
-    return (times[-1] - times[WARM_UP - 1]) / (len(times) - WARM_UP)
+def compare(runs: Mapping[str, Entrant], rounds: int, steps: int) -> list[dict[str, list[Step]]]:
+    """Let everybody train in turn, so many rounds."""
+    steps += WARM_UP + COOL_DOWN
+    return [
+        {name: run(steps, STILL, number) for name, run in runs.items()} for number in range(rounds)
+    ]
 
 
-def run_trl(setting: str, steps: int, rate: float, skips: bool, seed: int = 0) -> Figures:
-    """Train in a process of its own."""
-    child = [setting, str(steps), str(rate), "skip" if skips else "all", str(seed)]
-    command = [sys.executable, str(Path(__file__).resolve()), "--child", *child]
-    done = subprocess.run(
-        command, cwd=HERE, env=environment(), check=True, capture_output=True, text=True
-    )
-    figures: Figures = json.loads(done.stdout.splitlines()[-1])
+def learn(runs: Mapping[str, Entrant], seeds: int, steps: int) -> list[dict[str, list[Step]]]:
+    """Let TRL as it is and the systems learn from each seed."""
+    return [
+        {name: run(steps, LEARNING, seed) for name, run in runs.items() if name != LEAVES_OUT}
+        for seed in range(seeds)
+    ]
+
+
+def seconds_of(steps: list[Step]) -> float:
+    """Return the seconds of a step, those at both ends left out."""
+    counted = steps[WARM_UP - 1 : len(steps) - COOL_DOWN]
+    return (counted[-1].time - counted[0].time) / (len(counted) - 1)
+
+
+def seconds(rounds: list[dict[str, list[Step]]]) -> list[Figure]:
+    """Return the seconds of a step of everybody, and what work that was."""
+    figures = []
+    for name in rounds[0]:
+        taken = [seconds_of(each[name]) for each in rounds]
+        tokens = statistics.mean(step.tokens for each in rounds for step in each[name])
+        per_second = tokens * ROLLOUTS / statistics.median(taken)
+        figures.append(Figure(f"{name}: s/step", taken, tokens, per_second))
     return figures
 
 
-def run_streamrl(system: str, steps: int, rate: float, seed: int = 0) -> Figures:
+def ratios(rounds: list[dict[str, list[Step]]]) -> list[Figure]:
+    """Return how many times as fast the systems are, round by round."""
+    return [
+        Figure(
+            f"{system}: times as fast as {rival}",
+            [seconds_of(each[rival]) / seconds_of(each[system]) for each in rounds],
+        )
+        for rival in (LEAVES_OUT, "TRL")
+        for system in SYSTEMS
+    ]
+
+
+def rewards(learned: list[dict[str, list[Step]]], steps: int) -> list[Figure]:
+    """Return mean rewards of the last steps, seed by seed."""
+    last = min(LAST, steps)
+    return [
+        Figure(
+            f"{name}: reward, steps {steps - last + 1} to {steps}",
+            [statistics.mean(step.reward for step in each[name][-last:]) for each in learned],
+            statistics.mean(step.tokens for each in learned for step in each[name][-last:]),
+        )
+        for name in learned[0]
+    ]
+
+
+def run_trl(
+    name: str, steps: int, rate: float, seed: int, *, skips: bool, limit: float | None = None
+) -> list[Step]:
+    """Train with TRL in processes of its own."""
+    setting = SETTINGS[name]
+    many = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={setting.processes}"]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "figures.json")
+        command = [sys.executable, *(many if setting.processes > 1 else [])]
+        command += [str(HERE / "benchmarks/trl_training.py"), "--setting", name]
+        command += ["--steps", str(steps), "--rate", str(rate), "--seed", str(seed)]
+        command += ["--out", str(out), *(["--skips"] if skips else [])]
+        _run(command, setting.environment, limit)
+        lines = json.loads(out.read_text(encoding="utf-8"))
+    return [Step(line["time"], line["reward"], line["tokens"]) for line in lines]
+
+
+def run_streamrl(system: str, steps: int, rate: float, seed: int) -> list[Step]:
     """Execute the quickstart's run file under a system."""
     with tempfile.TemporaryDirectory() as folder:
         changes = {
@@ -143,130 +217,83 @@ def run_streamrl(system: str, steps: int, rate: float, seed: int = 0) -> Figures
             "execute.checkpoint_every": steps,
         }
         words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
-        run_file = str(HERE / "examples/quickstart.toml")
-        command = ["-c", "from streamrl.cli import main; main()", "execute", run_file, *words]
-        subprocess.run([sys.executable, *command], cwd=HERE, check=True, capture_output=True)
+        command = [sys.executable, "-c", "from streamrl.cli import main; main()", "execute"]
+        _run([*command, str(HERE / "examples/quickstart.toml"), *words])
         text = Path(folder, "run/metrics.jsonl").read_text(encoding="utf-8")
-        lines = [json.loads(line) for line in text.splitlines()]
-    return [
-        {"time": line["time"], "reward": line["reward"], "tokens": line["length_mean"]}
-        for line in lines
-    ]
+    lines = map(json.loads, text.splitlines())
+    return [Step(line["time"], line["reward"], line["length_mean"]) for line in lines]
 
 
-def environment() -> Mapping[str, str]:
-    """Return that of a process of TRL's, which uses every thread that streamrl's roles share."""
-    return {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": str(THREADS)}
+def show(figures: list[Figure], console: Console, as_json: bool) -> None:
+    """Print medians and spreads, as a table or as one JSON object a figure."""
+    table = Table("", "median", "least", "most", "tokens", "tokens/s", box=None)
+    for figure in figures:
+        name, values, tokens, per_second = figure
+        found = [statistics.median(values), min(values), max(values)]
+        if as_json:
+            facts = dict(zip(("value", "least", "most"), found, strict=True))
+            work = {"tokens": tokens, "tokens_per_second": per_second}
+            print(json.dumps({"name": name, **facts, **work, "values": list(values)}), flush=True)
+        cells = [f"{value:.3f}" for value in (found if len(values) > 1 else found[:1])]
+        cells += [""] * (3 - len(cells))
+        cells += ["" if tokens is None else f"{tokens:.1f}"]
+        cells += ["" if per_second is None else f"{per_second:,.0f}"]
+        table.add_row(name, *cells)
+    if not as_json:
+        console.print(table)
 
 
-def train_with_trl(setting: str, steps: int, rate: float, *, skips: bool, seed: int) -> Figures:
-    """Train with TRL's GRPOTrainer in this process."""
-    import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+def _machine() -> str:
+    """Return what the figures are of."""
+    packages = ("streamrl", "trl", "torch", "transformers", "accelerate")
+    versions = ", ".join(f"{package} {version(package)}" for package in packages)
+    return f"{platform.machine()}, {os.cpu_count()} cores, of which {CORES} are used; Python {platform.python_version()}, {versions}"
 
-    from executor.verifier.scorers import SCORERS
 
-    torch.set_num_threads(THREADS)
-    scorer = SCORERS["reasoning-gym"]
-    grade = scorer.load()
-    records = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
-    figures: Figures = []
-
-    def reward(completions: list[str], line: list[int], **_: Any) -> list[float]:
-        each = zip(completions, line, strict=True)
-        return [grade(records[number])(scorer.read(text)) for text, number in each]
-
-    class Watch(TrainerCallback):
-        def on_log(
-            self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
-        ) -> None:
-            if "reward" in (logs or {}):
-                figures.append(
-                    {
-                        "time": time.monotonic(),
-                        "reward": float(logs["reward"]),
-                        "tokens": float(logs["completions/mean_length"]),
-                    }
-                )
-
-    class SkippingTrainer(GRPOTrainer):  # type: ignore[misc, valid-type]
-        """Leaves out rollouts of advantage 0, as streamrl does: their gradient is 0, and sums are divided as before."""
-
-        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
-            advantages = inputs["advantages"]
-            kept = (advantages != 0).nonzero()[:, 0]
-            if not len(kept):
-                kept = torch.zeros(1, dtype=torch.long)
-            few = {
-                key: value[kept]
-                if isinstance(value, torch.Tensor) and value.dim() and len(value) == len(advantages)
-                else value
-                for key, value in inputs.items()
-            }
-            return super()._compute_loss(model, few)
-
-    size = TRL[setting]["per_device_train_batch_size"]
-    with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
-            output_dir=folder,
-            max_steps=steps,
-            learning_rate=rate,
-            lr_scheduler_type="constant",
-            optim="adamw_torch_fused",
-            gradient_accumulation_steps=ROLLOUTS // size,
-            num_generations=GROUP_SIZE,
-            max_completion_length=MAX_TOKENS,
-            temperature=1.0,
-            beta=0.0,
-            epsilon=0.2,
-            loss_type="dapo",  # the mean over the tokens of the batch
-            scale_rewards="group",
-            max_grad_norm=1.0,
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
-            disable_dropout=True,
-            dataloader_pin_memory=False,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            seed=seed,
-            **TRL[setting],
+def _run(
+    command: list[str], environment: Mapping[str, str] | None = None, limit: float | None = None
+) -> None:
+    """Run a command; RuntimeError with the last line that it wrote where it fails."""
+    variables = {**os.environ, "PYTHONPATH": str(HERE), **(environment or {})}
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as told:
+        process = subprocess.Popen(
+            command, cwd=HERE, env=variables, stdout=told, stderr=told, start_new_session=True
         )
-        models: Any = AutoModelForCausalLM
-        tokenizers: Any = AutoTokenizer
-        trainer = (SkippingTrainer if skips else GRPOTrainer)(
-            model=models.from_pretrained(MODEL, dtype=torch.float32),
-            processing_class=tokenizers.from_pretrained(MODEL),
-            reward_funcs=reward,
-            args=config,
-            train_dataset=Dataset.from_list(
-                [{"prompt": each["prompt"], "line": line} for line, each in enumerate(records)]
-            ),
-            callbacks=[Watch()],
-        )
-        trainer.train()
-    return figures
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"it took more than {limit:.0f} s") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # who else it started
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        told.seek(0)
+        lines = told.read().strip().splitlines() or ["it wrote nothing"]
+    if status:
+        raise RuntimeError(f"exit status {status}: {lines[-1]}")
 
 
-def report(name: str, values: list[float], **facts: float) -> None:
-    """Print a figure: the median of the rounds, and its least and most."""
-    found = {"value": round(statistics.median(values), 3)}
-    if len(values) > 1:
-        found |= {"least": round(min(values), 3), "most": round(max(values), 3)}
-    print(json.dumps({"name": name, **found, **facts}), flush=True)
+def _machine_seconds() -> float:
+    """Return the CPU seconds that everybody on this machine has taken; Linux tells."""
+    first = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
+    user, nice, system, _, _, irq, soft_irq, *_ = map(int, first.split()[1:])
+    return (user + nice + system + irq + soft_irq) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    """Return those of this process and of what it ran."""
+    of = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(sum(resource.getrusage(who)[:2]) for who in of)
 
 
 def _read_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5, help="of every entrant")
-    parser.add_argument("--steps", type=int, default=10, help="of a round")
-    parser.add_argument("--learning-steps", type=int, default=20, help="of the last comparison")
-    parser.add_argument("--seeds", type=int, default=3, help="of the last comparison")
-    parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=10, help="counted ones of a round")
+    parser.add_argument("--seeds", type=int, default=3, help="that rewards are compared from")
+    parser.add_argument("--learning-steps", type=int, default=25)
+    parser.add_argument("--setting", choices=SETTINGS, help="TRL's; the others are not tried")
+    parser.add_argument("--json", action="store_true", help="one object a figure")
     return parser.parse_args()
 
 
