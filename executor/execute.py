@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from executor.back_ends import check_back_ends
 from executor.carriers.local_gpus import claim_gpus, device_of
 from executor.interruption import Ending, Interruption
@@ -88,6 +90,7 @@ def execute(
         RunInterruptedError: it did so because of a signal; `how_to_resume` is part of what it says.
     """
     check_executable(run)
+    run = own_cores_for_nothing(run)
     with Interruption() as interruption:
         try:
             asyncio.run(_execute(run, resume, watch, how_to_resume, take, interruption))
@@ -96,6 +99,15 @@ def execute(
                 raise
             raise interruption.error from None
     return read_trace(Path(run.execute.output) / TRACE)
+
+
+def own_cores_for_nothing(run: Run) -> Run:
+    """Return the run as it is paid for here: the cores of this machine cost nothing where the run file has no price."""
+    pools = {
+        name: replace(pool, price=0.0) if pool.gpu == "cpu" and pool.price is None else pool
+        for name, pool in run.cluster.pools.items()
+    }
+    return replace(run, cluster=replace(run.cluster, pools=pools))
 
 
 async def _execute(

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from executor.execute import own_cores_for_nothing
 from executor.record import RunDirectory
 from streamrl.cli.watch_run import NUM_ROWS, RunWatch
 from streamrl.engine.entities import Group, Replica, Rollout
@@ -420,6 +421,15 @@ def test_a_curve_of_many_steps_is_thinned_out_and_gaps_stay_gaps() -> None:
     assert any(isinstance(shape, Dot) for shape in picture.drawing.shapes)
     with pytest.raises(ValueError, match="a value for each of 2 steps"):
         curves_picture("c", "Title", [1, 2], [Curve("mean", [1.0], "s-0")], str)
+
+
+def test_cores_of_this_machine_are_not_rented_unless_they_have_a_price(tmp_path: Path) -> None:
+    pools = {"cluster__pools__far__gpu": "cpu", "cluster__pools__near__gpu": "cpu"}
+    run = real_run(tmp_path, **pools, cluster__pools__near__price=0.1)
+    found = own_cores_for_nothing(run).cluster.pools
+    assert (found["far"].price, found["near"].price) == (0.0, 0.1)
+    rented = real_run(tmp_path)
+    assert own_cores_for_nothing(rented) == rented
 
 
 def test_where_nothing_is_rented_there_is_no_word_of_dollars(tmp_path: Path) -> None:

@@ -171,8 +171,9 @@ def test_a_gpu_of_more_memory_shares_its_sibling_s_compute() -> None:
     [
         ('memory = "97871 MiB"', 'memory = "0 GB"', "memory must be positive and finite, got 0.0"),
         ('nvlink = "450 GB/s"', 'nvlink = "1e999 GB/s"', r"'1e999 GB/s' is more than .*nvlink"),
-        ("price = 1.85", "price = -1.85", "price must be finite and not negative, got -1.85"),
-        ("price = 1.85", "price = nan", "price must be finite and not negative, got nan"),
+        ("price = 1.85", "price = 0", "price must be positive and finite, got 0"),
+        ("price = 1.85", "price = -1.85", "price must be positive and finite, got -1.85"),
+        ("price = 1.85", "price = nan", "price must be positive and finite, got nan"),
         ("fp8 = 2.96e+14", "fp8 = 0", "flops.fp8 must be positive and finite, got 0"),
         ("fp8 = 2.96e+14", "fp8 = inf", "flops.fp8 must be positive and finite, got inf"),
         ("fp8 = 2.96e+14", "fp9 = 1e14", "flops.fp9 is no dtype; there is bfloat16"),

@@ -83,7 +83,7 @@ class Gpu(ProfileTable, frozen=True, kw_only=True):
     network: Bandwidth
     host_link: Bandwidth
     price: float
-    """Dollars per GPU-hour; 0 of what is not rented."""
+    """Dollars per GPU-hour."""
     price_source: str
     flops: dict[str, float]
     """Dense peak FLOP/s by dtype; a dtype is absent where the hardware has no units for it."""
@@ -99,7 +99,7 @@ class Gpu(ProfileTable, frozen=True, kw_only=True):
         return self.memory - self.reserve
 
     def __post_init__(self) -> None:
-        check_positive(self, ("reserve", "price"))
+        check_positive(self, ("reserve",))
         if self.reserve >= self.memory:
             raise ValueError(
                 f"reserve must be less than memory {self.memory:g}, got {self.reserve:g}"
