@@ -386,7 +386,7 @@ def test_the_newest_samples_can_be_read_while_the_run_goes_on(run_directory: Pat
     told = json.loads(
         streamrl("samples", run_directory, "--step", "2", "--step", "1", "--json").stdout
     )
-    assert [group["step"] for group in told] == [2, 1]
+    assert [group["step"] for group in told["samples"]] == [2, 1]
 
 
 def test_what_a_model_wrote_does_not_steer_the_terminal(run_directory: Path) -> None:

@@ -90,7 +90,8 @@ def _tell_what_is_left(output: Path) -> None:
         if (output / TRACE_FILE).stat().st_size < MOST_VIEWED:
             with suppress(OSError, ValueError):  # the run's own end is what counts
                 write_views(trace, output)
-        typer.echo(f"what it did and learned: streamrl report {output}", err=True)
+        look = shlex.join(["streamrl", "report", str(output)])
+        typer.echo(f"what it did and learned: {look}", err=True)
 
 
 def _how_to_resume(run_file: Path, overrides: Sequence[str]) -> str:

@@ -36,6 +36,8 @@ def report(
 
     Nothing is simulated: the page says what the directories hold. Several runs are compared with each other.
 
+    A run that is executed may go on meanwhile: it is told as far as it is.
+
     Example: streamrl report plans/7b runs/what-if -o report.html --markdown report.md
     """
     found = read_report(directories)

@@ -28,7 +28,7 @@ def samples(
     """
     groups = _choose(read_completions(directory), steps or (), directory)
     if as_json:
-        print_json(groups)
+        print_json({"samples": groups})
     else:
         typer.echo("\n\n".join(map(describe_group, groups)))
 
