@@ -7,6 +7,7 @@ leads a session of its own; where an engine lives in somebody else's, its proces
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -20,6 +21,8 @@ TRACKER = "resource_tracker"
 """In the command of the process that removes shared memory once those who made it are gone (Python's)."""
 LOOK_TIME = 0.02
 """Seconds between two looks at what is left."""
+END_TIME = 10.0
+"""Seconds that a killed process may take to end; one with much memory takes a while."""
 NOBODY = "0"
 """In place of a session's leader."""
 
@@ -34,6 +37,7 @@ class ChildGuard:
             stdin=subprocess.PIPE,
             start_new_session=True,  # apart from what it kills
         )
+        self._told: set[int] = set()
 
     def tell(self) -> list[int]:
         """Tell it which processes there are, and return their ids."""
@@ -42,11 +46,15 @@ class ChildGuard:
         ours = [pid for pid in found if pid != self._process.pid]
         self._process.stdin.write(b"".join(f"{pid}\n".encode() for pid in ours))
         self._process.stdin.flush()
+        self._told.update(ours)
         return ours
 
     def kill_told(self) -> None:
-        """Let it kill those that it was told of, and end."""
+        """Let it kill those that it was told of, and end; return once those that Python started here are gone."""
         self._process.communicate()
+        for child in multiprocessing.active_children():
+            if child.pid in self._told:
+                child.join(END_TIME)
 
 
 def _watch(leader: int) -> None:
