@@ -20,6 +20,10 @@ from streamrl.hardware.tables import Floats
 Key = TypeVar("Key")
 
 
+FIRST_ROOM = 1 << 15
+"""Slots of a new column: enough that the system maps pages for it, of which it takes those that are written."""
+
+
 class Pieces(NamedTuple):
     """Stretches of time cut at the marks, as arrays."""
 
@@ -35,7 +39,7 @@ class Ledger(Generic[Key]):
 
     def __init__(self, marks: Iterable[float] = ()) -> None:
         self.marks = array("d", marks)
-        self._columns: dict[Key, array[float]] = {}
+        self._columns: dict[Key, Floats] = {}
 
     def slot_of(self, time: float) -> int:
         """Return the slot in which an instant lies; a mark lies in the one before it."""
@@ -44,9 +48,9 @@ class Ledger(Generic[Key]):
     def add(self, slot: int, amounts: Mapping[Key, float]) -> None:
         """Add amounts to those of a slot."""
         for key, amount in amounts.items():
-            column = self._columns.setdefault(key, array("d"))
-            if len(column) <= slot:
-                column.extend([0.0] * (slot + 1 - len(column)))
+            column = self._columns.get(key)
+            if column is None or len(column) <= slot:
+                column = self._columns[key] = _longer(column, slot)
             column[slot] += amount
 
     def add_pieces(self, key: Key, slots: npt.NDArray[np.intp], amounts: Floats) -> None:
@@ -75,11 +79,25 @@ class Ledger(Generic[Key]):
     def until(self, marks: Iterable[float]) -> Iterator[tuple[Key, Floats]]:
         """Yield each key with its sums before some of the marks."""
         slots = np.array([self.slot_of(mark) for mark in marks])
+        num_slots = slots.max(initial=0) + 1
         for key, column in self._columns.items():
-            yield key, np.cumsum(column)[np.minimum(slots, len(column) - 1)]
+            yield key, np.cumsum(column[:num_slots])[np.minimum(slots, len(column) - 1)]
 
     def between(self, start: float, end: float) -> dict[Key, float]:
         """Return the sums between two marks; the time before the first mark belongs to 0."""
         first = self.slot_of(start) + 1 if start > 0 else 0
         last = self.slot_of(end)
-        return {key: sum(column[first : last + 1]) for key, column in self._columns.items()}
+        return {
+            key: sum(column[first : last + 1].tolist()) for key, column in self._columns.items()
+        }
+
+
+def _longer(column: Floats | None, slot: int) -> Floats:
+    """Return a column with room for a slot, in pages that take memory only once they are written."""
+    room = FIRST_ROOM
+    while room <= slot:
+        room *= 2
+    longer = np.zeros(room)
+    if column is not None:
+        longer[: len(column)] = column
+    return longer
