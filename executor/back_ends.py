@@ -72,15 +72,8 @@ def _limits(run: Run) -> Iterator[Limit]:
             f"1 for backend {rollout.backend}",
             "--set rollout.backend=vllm executes the run on several GPUs a replica",
         )
-    for kind, own in enumerate(rollout.kinds):
-        is_vllm, is_on_cpu = own.backend == "vllm", device_of(run, own.pool) == "cpu"
-        yield Limit(
-            f"{kind_key(kind)}.backend",
-            own.backend,
-            not is_vllm or is_on_cpu or not run.shares_gpus,
-            "'transformers' where replicas and trainer share GPUs: vLLM would hold its memory while the trainer computes",
-        )
-        if is_vllm and is_on_cpu:
+    for own in rollout.kinds:
+        if own.backend == "vllm" and device_of(run, own.pool) == "cpu":
             heads = load_model(run.model).head_dim
             yield Limit(
                 "model.path",

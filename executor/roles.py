@@ -51,6 +51,12 @@ class ReplicaRole(Protocol):
         weights go on serving.
         """
 
+    async def sleep(self) -> None:
+        """Give the device's memory back until `wake`; nothing may be generated meanwhile. Nothing where it sleeps."""
+
+    async def wake(self) -> None:
+        """Be ready again, with the weights of before; nothing where it is."""
+
     async def stop(self) -> None:
         """End generation; every pending `generate` raises an error."""
 
@@ -78,6 +84,12 @@ class TrainerRole(Protocol):
 
     async def save(self, path: str) -> None:
         """Write a checkpoint of the last step, which is complete or not there."""
+
+    async def sleep(self) -> None:
+        """Give the device's memory back until `wake`, with the batch under way kept. Nothing where it sleeps."""
+
+    async def wake(self) -> None:
+        """Be ready to train again; nothing where it is."""
 
     async def stop(self) -> None:
         """Finish the work that was called for, and end."""

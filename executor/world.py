@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from typing import assert_never
 
 from executor.buffer import RolloutBuffer
@@ -21,7 +23,8 @@ from executor.roles import TransferRole, VerifierRole, Write
 from executor.rollout.replica import Replica
 from executor.trainer.estimator import AdvantageEstimator
 from executor.trainer.trainer import Trainer
-from executor.watchdog import TICK, Watchdog
+from executor.turns import DeviceTurns, Member, Side
+from executor.watchdog import FACTOR, TICK, Watchdog
 from streamrl.engine.engine import Engine
 from streamrl.engine.messages import (
     Abort,
@@ -100,6 +103,9 @@ class RealWorld(World[Trace]):
         self._is_interrupted = False
         execute = trace.run.execute
         self._watchdog = Watchdog(execute.patience, trace.run.rollout.max_tokens)
+        self._turns = None
+        if trace.run.shares_gpus:
+            self._turns = DeviceTurns(self._members, FACTOR * execute.patience)
 
     @property
     def now(self) -> float:
@@ -170,7 +176,8 @@ class RealWorld(World[Trace]):
     async def _carry_out(self, command: Command) -> None:
         """Do what `command` says and emit its event, or that it failed."""
         try:
-            event = await self._do_watched(command)
+            async with self._turn(command):
+                event = await self._do_watched(command)
         except Exception as error:
             self._emit_failure(command, error)
         else:
@@ -179,6 +186,18 @@ class RealWorld(World[Trace]):
         finally:
             if isinstance(command, LoadWeights | StartReplica):
                 self._transfer.release(command.version)
+
+    def _turn(self, command: Command) -> AbstractAsyncContextManager[None]:
+        """Return what holds the devices for a command, where two sides share them."""
+        return nullcontext() if self._turns is None else self._turns.of(command)
+
+    def _members(self, side: Side) -> list[Member]:
+        if side == "training":
+            return [Member(self._trainer, partial(self._lose_trainer, 0))]
+        return [
+            Member(role, partial(self._lose_replica, number))
+            for number, role in self._replicas.items()
+        ]
 
     async def _do_watched(self, command: Command) -> Event | None:
         """Do what `command` says, and take note of how long that takes."""

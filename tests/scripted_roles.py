@@ -155,6 +155,12 @@ class ScriptedEngine:
 
         return copy
 
+    async def sleep(self) -> None:
+        await asyncio.sleep(self._some_time())
+
+    async def wake(self) -> None:
+        await asyncio.sleep(self._some_time())
+
     async def stop(self) -> None:
         self._is_stopped = True
         runs, self._runs = self._runs, {}
@@ -217,6 +223,13 @@ class ScriptedTrainer(TrainerRole):
         async with self._turn:
             Path(path).mkdir(parents=True, exist_ok=True)
             (Path(path) / "version").write_text(str(self._version))
+
+    async def sleep(self) -> None:
+        async with self._turn:
+            pass
+
+    async def wake(self) -> None:
+        pass
 
     async def stop(self) -> None:
         pass

@@ -152,7 +152,7 @@ LAYERS = {
         *("notices", "checksums", "tokens", "samples", "token_files", "kept_tokens"),
         *("prompts", "roles", "pretrained", "buffer"),
         *("checkpoints", "directory_lock", "trackers", "live_trace", "record", "carriers"),
-        *("transfer", "rollout", "trainer", "verifier", "watchdog", "faults", "world"),
+        *("transfer", "rollout", "trainer", "verifier", "watchdog", "faults", "turns", "world"),
         *("back_ends", "interruption", "execute"),
         *("checkup", "profiling"),
     ),

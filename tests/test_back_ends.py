@@ -110,11 +110,10 @@ def test_several_gpus_a_replica_are_executed_by_vllm_alone(tmp_path: Path) -> No
     check_back_ends(make_run(local_table(tmp_path, changes), NOWHERE.parent))
 
 
-def test_vllm_does_not_share_gpus_with_the_trainer(tmp_path: Path) -> None:
+def test_vllm_shares_gpus_with_the_trainer(tmp_path: Path) -> None:
     changes = {
         "cluster": {"pools": {"here": {"gpu": "h100", "gpus_per_node": 1}}},
         "policies.system": "colocated",
         "rollout.backend": "vllm",
     }
-    with pytest.raises(ValueError, match=r"^rollout\.backend must be 'transformers' where"):
-        check_back_ends(make_run(local_table(tmp_path, changes), NOWHERE.parent))
+    check_back_ends(make_run(local_table(tmp_path, changes), NOWHERE.parent))

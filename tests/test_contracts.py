@@ -193,6 +193,23 @@ def test_an_abort_returns_what_is_there_and_resuming_goes_on_after_it(served: Se
     served.run(go)
 
 
+def test_who_slept_generates_as_before_and_who_generates_does_not_sleep(served: Served) -> None:
+    async def go() -> None:
+        for _ in range(2):
+            await served.role.sleep()
+        for _ in range(2):
+            await served.role.wake()
+        check(await served.role.generate(short(1)), short(1), [served.version])
+        running = task(served.role.generate(long(0)))
+        await asyncio.sleep(SLOWNESS / 2)
+        with pytest.raises(Exception, match="1 rollouts are being generated"):
+            await served.role.sleep()
+        await served.role.abort(0)
+        assert (await running).finish == "aborted"
+
+    served.run(go)
+
+
 def test_a_load_in_flight_changes_the_version_amid_what_runs(served: Served) -> None:
     async def go() -> None:
         old = served.version

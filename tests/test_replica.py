@@ -129,6 +129,29 @@ def assert_close(done: Completion, expected: torch.Tensor, atol: float = 3e-5) -
     torch.testing.assert_close(logprobs, expected, atol=atol, rtol=2e-6)
 
 
+def test_weights_that_were_pushed_are_there_after_a_sleep(
+    model_path: Path, new_weights: Weights, backend: str, tmp_path: Path
+) -> None:
+    manifest = write_buckets(new_weights.items(), tmp_path, 4)
+    model = reference(model_path)
+    model.load_state_dict(new_weights)
+
+    async def scenario(replica: ReplicaWorker) -> None:
+        for rollout in range(3):
+            await replica.sleep()
+            if rollout == 1:  # asleep and awake, as it comes
+                await replica.wake()
+                await replica.load(manifest, drain=True)
+                await replica.sleep()
+            await replica.wake()
+            asked = request(rollout, 30)
+            done = await replica.generate(asked)
+            weights = reference(model_path) if rollout == 0 else model
+            assert_close(done, full_forward(weights, asked, done, 1.0))
+
+    serve(model_path, backend, scenario, takes_turns=True)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_a_full_forward_pass(
     model_path: Path, backend: str, temperature: float

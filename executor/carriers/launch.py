@@ -44,6 +44,7 @@ class Launcher:
             "tensor_parallel": run.rollout.tensor_parallel,
             "expert_parallel": run.rollout.expert_parallel,
             "memory_utilization": run.rollout.memory_utilization,
+            "takes_turns": run.shares_gpus,
             "shares_prefixes": run.rollout.shares_prefixes,
             "save_time": float(run.execute.save_tokens_every),
             **self._common(run.rollout.pool),

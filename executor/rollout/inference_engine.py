@@ -49,6 +49,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     """1, or `tensor_parallel`: then each GPU holds whole experts."""
     memory_utilization: float = 0.9
     """Share of each GPU's memory for weights and cache, where an engine takes that once and for all."""
+    takes_turns: bool = False
+    """Whether the trainer computes on the same devices while the replica sleeps."""
     shares_prefixes: bool = True
     """Whether what starts under the same weights shares the keys and values of a prompt, where an engine can."""
     deterministic: bool = False
@@ -155,6 +157,12 @@ class InferenceEngine(Protocol):
 
         Raises `ValueError` for those of another model; nothing has changed then.
         """
+
+    async def sleep(self) -> None:
+        """Give the device's memory back, where nothing runs; called once before each `wake`."""
+
+    async def wake(self) -> None:
+        """Take the memory again, with the weights of before."""
 
     async def stop(self) -> None:
         """End generation now; every run still there ends in a `RuntimeError`."""

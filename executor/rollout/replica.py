@@ -78,6 +78,14 @@ class Replica:
         loaded = await self._worker.load(manifest, command.drain)
         return WeightsLoaded(command.replica, command.version, loaded.load_time, loaded.checksum)
 
+    async def sleep(self) -> None:
+        """Give the devices' memory back until `wake`."""
+        await self._worker.sleep()
+
+    async def wake(self) -> None:
+        """Be ready to generate again."""
+        await self._worker.wake()
+
     def kill(self, reason: str) -> None:
         """Let the worker be lost, with what is queued or runs."""
         self._handle.kill(reason)

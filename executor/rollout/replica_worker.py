@@ -108,6 +108,7 @@ class ReplicaWorker(ReplicaRole):
         self._tokenizer: Any = None
         self._idle_since = 0.0
         self._is_stopped = False
+        self._is_asleep = False
         self._num_loads = 0
         """Loads asked for and not done; nothing is admitted meanwhile."""
         self._idle = asyncio.Event()
@@ -182,6 +183,20 @@ class ReplicaWorker(ReplicaRole):
         finally:
             self._num_loads -= 1
             self._admit()
+
+    async def sleep(self) -> None:
+        """Give the device's memory back until `wake`; raises `RuntimeError` where something is being generated."""
+        if self._attempts:
+            raise RuntimeError(f"{len(self._attempts)} rollouts are being generated")
+        if not self._is_asleep:
+            await self._engine.sleep()
+            self._is_asleep = True
+
+    async def wake(self) -> None:
+        """Be ready to generate again, with the weights of before."""
+        if self._is_asleep:
+            await self._engine.wake()
+            self._is_asleep = False
 
     async def stop(self) -> None:
         """End generation; every pending `generate` raises `RuntimeError`."""

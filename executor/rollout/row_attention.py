@@ -53,11 +53,11 @@ class RowPass:
     prefixes: list[RowPrefix]
 
 
-def attend_by_row(model: Any) -> None:
-    """Let a model whose continuous batching has one page a sequence attend by rows from now on."""
+def attend_by_row(model: Any) -> Any:
+    """Let a model whose continuous batching has one page a sequence attend by rows until you remove what this returns."""
     AttentionInterface.register(BY_ROW, row_attention)
     model.set_attn_implementation(BY_ROW)
-    model.register_forward_pre_hook(_plan, with_kwargs=True)
+    return model.register_forward_pre_hook(_plan, with_kwargs=True)
 
 
 def _plan(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

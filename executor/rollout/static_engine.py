@@ -27,7 +27,7 @@ from executor.rollout.inference_engine import (
     TimedPass,
 )
 from executor.rollout.stopwatch import PassContent, PassLog
-from executor.rollout.torch_model import end_tokens, load_model, read_weights
+from executor.rollout.torch_model import end_tokens, load_model, move, read_weights
 from executor.samples import Manifest
 
 PADDING = 0
@@ -130,6 +130,14 @@ class StaticEngine:
     async def read_weights(self, manifest: Manifest) -> Copy:
         """Read new weights, and return what copies them."""
         return await read_weights(manifest, self._model)
+
+    async def sleep(self) -> None:
+        """Keep the weights in host memory; the cache went with the last batch."""
+        await move(self._model, "cpu")
+
+    async def wake(self) -> None:
+        """Take the weights back to the device."""
+        await move(self._model, self._settings.device)
 
     async def stop(self) -> None:
         """End generation after the pass under way."""

@@ -14,6 +14,8 @@ from executor.rollout.inference_engine import Copy, ReplicaSettings
 from executor.samples import Manifest
 from executor.transfer.shared_memory import read_buckets
 
+ATTENTION = "sdpa"
+"""Of a model as it is loaded, in transformers' terms."""
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Each tensor of the model with its new value, in host memory."""
 
@@ -40,6 +42,12 @@ async def read_weights(manifest: Manifest, model: Any) -> Copy:
         await asyncio.to_thread(_copy, pairs)
 
     return copy
+
+
+async def move(model: Any, device: str) -> None:
+    """Take a model to a device, and give the memory back that it leaves."""
+    await asyncio.to_thread(model.to, torch.device(device))
+    torch.cuda.empty_cache()  # nothing where there is no GPU
 
 
 def empty_model(directory: str) -> Any:
@@ -89,7 +97,7 @@ def _load(settings: ReplicaSettings) -> Any:
         settings.model,
         is_aligned=settings.deterministic,
         dtype=dtype,
-        attn_implementation="sdpa",
+        attn_implementation=ATTENTION,
     )
     return model.to(torch.device(settings.device)).eval().requires_grad_(False)
 

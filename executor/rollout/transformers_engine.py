@@ -30,7 +30,7 @@ from executor.rollout.inference_engine import (
 )
 from executor.rollout.row_attention import BY_ROW, attend_by_row
 from executor.rollout.stopwatch import PassContent, PassLog
-from executor.rollout.torch_model import end_tokens, load_model, read_weights
+from executor.rollout.torch_model import ATTENTION, end_tokens, load_model, move, read_weights
 from executor.samples import Manifest
 
 PAGE_TOKENS = 256
@@ -51,19 +51,14 @@ class TransformersEngine:
         self._passes = PassLog(settings.device)
         self._model: Any = None
         self._manager: Any = None
+        """None before the start, asleep and at the end."""
+        self._planning: Any = None
+        """What plans the passes of row attention, where that is there."""
 
     async def start(self, manifest: Manifest | None) -> None:
         """Load the model, allocate the cache and start the thread."""
         self._model = await load_model(self._settings, manifest)
-        self._manager = _init_batching(self._model, self._settings)
-        if self._model.config._attn_implementation == "sdpa" and not _slides(self._model):
-            attend_by_row(self._model)
-        await asyncio.to_thread(self._manager.warmup)
-        self._manager.start()
-        loop = asyncio.get_running_loop()
-        threading.Thread(
-            target=self._watch, args=(loop, self._manager._generation_thread), daemon=True
-        ).start()
+        await self._begin()
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -92,7 +87,7 @@ class TransformersEngine:
 
         All sequences of a pass are sampled from one stream of random numbers: `seed` changes nothing.
         """
-        if self._stopping:
+        if self._manager is None or self._stopping:
             raise RuntimeError(STOPPED)
         run = next(self._ids)  # never a rollout's id: a late cancel would hit its next attempt
         self._on_end[run] = on_end
@@ -113,6 +108,9 @@ class TransformersEngine:
         On entry every result from before the pause has been delivered, because the loop runs
         callbacks of other threads in order. Raises `RuntimeError` if generation is not running.
         """
+        manager = self._manager
+        if manager is None:
+            raise RuntimeError(STOPPED)
         loop = asyncio.get_running_loop()
         entered: asyncio.Future[None] = loop.create_future()
         release = threading.Event()
@@ -123,7 +121,7 @@ class TransformersEngine:
 
         def hold() -> None:
             try:
-                with self._manager.pause():
+                with manager.pause():
                     loop.call_soon_threadsafe(resolve, None)
                     release.wait()
             except RuntimeError as error:
@@ -157,12 +155,20 @@ class TransformersEngine:
         """Read new weights, and return what copies them."""
         return await read_weights(manifest, self._model)
 
+    async def sleep(self) -> None:
+        """End the thread, free the cache and keep the weights in host memory."""
+        await self._end()
+        await move(self._model, "cpu")
+
+    async def wake(self) -> None:
+        """Take the weights back to the device, allocate the cache and start the thread."""
+        await move(self._model, self._settings.device)
+        await self._begin()
+
     async def stop(self) -> None:
         """End the thread now; every run still there ends in a `RuntimeError`."""
         self._stopping = True
-        if self._manager is not None:
-            await asyncio.to_thread(self._manager.stop, hard_stop=True)
-            await asyncio.to_thread(self._manager.destroy)
+        await self._end()
         self._fail_all(RuntimeError(STOPPED))
 
     async def time_passes(self) -> None:
@@ -172,6 +178,26 @@ class TransformersEngine:
     async def passes(self) -> list[TimedPass]:
         """Return the passes since the last call."""
         return self._passes.take()
+
+    async def _begin(self) -> None:
+        """Allocate the cache and start the thread."""
+        self._model.set_attn_implementation(ATTENTION)
+        self._manager = manager = _init_batching(self._model, self._settings)
+        if self._model.config._attn_implementation == ATTENTION and not _slides(self._model):
+            self._planning = attend_by_row(self._model)
+        await asyncio.to_thread(manager.warmup)
+        manager.start()
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._watch, args=(loop, manager), daemon=True).start()
+
+    async def _end(self) -> None:
+        """End the thread, and free the cache with it."""
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            await asyncio.to_thread(manager.stop, hard_stop=True)
+            await asyncio.to_thread(manager.destroy)
+        if self._planning is not None:
+            self._planning.remove()
 
     def _begin_pass(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         keys = kwargs["cu_seq_lens_k"]  # by kind of layer where there is more than one
@@ -200,10 +226,10 @@ class TransformersEngine:
         self._on_end.pop(run, None)
         self._manager.output_router.result_handlers.pop(run, None)
 
-    def _watch(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    def _watch(self, loop: asyncio.AbstractEventLoop, manager: Any) -> None:
         """Catch what a dying thread leaves behind: runs it had not yet read from its queue."""
-        thread.join()
-        if not self._stopping:
+        manager._generation_thread.join()
+        if self._manager is manager:
             loop.call_soon_threadsafe(lambda: self._fail_all(self._failure("its thread ended")))
 
     def _fail_all(self, error: Exception) -> None:

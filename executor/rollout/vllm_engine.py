@@ -200,6 +200,16 @@ class VllmEngine:
 
         return copy
 
+    async def sleep(self) -> None:
+        """Let vLLM drop its cache and keep its weights in host memory; on CPUs it keeps both where they are."""
+        self._check_alive()
+        await self._llm.sleep(level=1)
+
+    async def wake(self) -> None:
+        """Let vLLM take its memory again."""
+        self._check_alive()
+        await self._llm.wake_up()
+
     async def stop(self) -> None:
         """End vLLM's processes."""
         self._is_stopped = True

@@ -55,6 +55,7 @@ def make_arguments(settings: ReplicaSettings) -> Any:
         generation_config="vllm",  # the model's own may truncate or penalise
         logprobs_mode="processed_logprobs",  # of logits / temperature
         scheduling_policy="priority",
+        enable_sleep_mode=settings.takes_turns and settings.device != "cpu",  # refused on CPUs
         worker_extension_cls="executor.rollout.vllm_worker.ReplicaExtension",
         enable_log_requests=False,
         **place,

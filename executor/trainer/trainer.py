@@ -136,6 +136,16 @@ class Trainer:
         """Write the weights to a directory that replicas read, and return what they need to."""
         return await self._worker.push(version, str(directory))
 
+    async def sleep(self) -> None:
+        """Give the device's memory back until `wake`, where a worker has come up."""
+        if self._remote is not None:
+            await self._remote.sleep()
+
+    async def wake(self) -> None:
+        """Be ready to train again, where a worker has come up."""
+        if self._remote is not None:
+            await self._remote.wake()
+
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         """Add the seconds that you take to those of this step."""

@@ -167,6 +167,14 @@ class TrainerWorker(TrainerRole):
         """
         await self._run(lambda learner: learner.save(Path(path)))
 
+    async def sleep(self) -> None:
+        """Keep weights, gradients and optimizer in host memory until `wake`."""
+        await self._run(lambda learner: learner.move("cpu"))
+
+    async def wake(self) -> None:
+        """Take them back to the device."""
+        await self._run(lambda learner: learner.move(self.config.device))
+
     async def stop(self) -> None:
         """Finish the work that was called for and free the model."""
         await asyncio.to_thread(self._thread.shutdown)
@@ -293,6 +301,16 @@ class Learner:
             state = {"optimizer": self.optimizer.state_dict(), "version": self.version}
             torch.save(state, partial / STATE_FILE)
             write_checksums(partial)
+
+    def move(self, device: str) -> None:
+        """Take everything that lies on a device to another one, and give the memory back that it leaves."""
+        models: list[Any] = [self.model, self.reference]
+        for model in models:
+            if model is not None:
+                model.to(device)  # gradients too
+        for held in (*self.optimizer.state.values(), *self.scores.values()):
+            held.update({name: tensor.to(device) for name, tensor in held.items()})
+        torch.cuda.empty_cache()  # nothing where there is no GPU
 
     def _models_to_score(self) -> dict[str, PreTrainedModel]:
         models = {"proximal": self.model} if self.config.correction == "decoupled" else {}
