@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import math
 import threading
@@ -58,6 +59,8 @@ class TransformersEngine:
     async def start(self, manifest: Manifest | None) -> None:
         """Load the model, allocate the cache and start the thread."""
         self._model = await load_model(self._settings, manifest)
+        if self._settings.takes_turns:
+            gc.freeze()  # each sleep collects garbage twice, and these hundred thousands of objects stay
         await self._begin()
 
     @property
