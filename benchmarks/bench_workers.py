@@ -163,7 +163,8 @@ async def train(shape: Shape, model: str) -> float:
     """Train on every rollout through a trainer's worker, chunk by chunk."""
     from executor.samples import Sample
     from executor.tokens import TokenSegment, encode_ids, write_block
-    from executor.trainer.trainer_worker import TrainerSettings, TrainerWorker
+    from executor.trainer.trainer_settings import TrainerSettings
+    from executor.trainer.trainer_worker import TrainerWorker
 
     settings: Any = {"learning_rate": 1e-6, "temperature": 1.0, "correction": "token-tis"}
     worker = TrainerWorker(TrainerSettings(model=model, max_tokens_per_pass=2048, **settings))

@@ -28,7 +28,35 @@ from streamrl.runfile.faults_config import FaultKind
 
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 SIMULATED = ("stream-sync", "one-step-async", "stream-async", "fully-async", "colocated")
-EXECUTED = SIMULATED[:-1]  # the built-in back ends have no GPUs that both sides share
+
+
+class Way(NamedTuple):
+    """What is executed under faults."""
+
+    settings: tuple[str, ...]
+    needs: str | None = None
+    """A package, without which it is left out."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a system, and not what another back end makes of one."""
+        return len(self.settings) == 1
+
+
+EXECUTED = {
+    **{system: Way((f"policies.system={system}",)) for system in SIMULATED},
+    "stream-async, vLLM": Way(("policies.system=stream-async", "rollout.backend=vllm"), "vllm"),
+    "stream-async, 2 ranks": Way(
+        ("policies.system=stream-async", "trainer.data_parallel=2", "trainer.zero=0")
+    ),
+    "stream-async, 2 ranks of DeepSpeed": Way(
+        (
+            *("policies.system=stream-async", "trainer.data_parallel=2", "trainer.zero=2"),
+            "trainer.backend=deepspeed",
+        ),
+        "deepspeed",
+    ),
+}
 
 
 class Books(NamedTuple):

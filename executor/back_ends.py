@@ -44,7 +44,7 @@ def check_back_ends(run: Run) -> None:
 
 
 def _limits(run: Run) -> Iterator[Limit]:
-    """Yield what back ends demand; `expert_parallel` is bound by these degrees, a ZeRO stage has one rank to split."""
+    """Yield what back ends demand."""
     rollout, trainer, algorithm = run.rollout, run.trainer, run.algorithm
     yield Limit(
         "trainer",
@@ -95,12 +95,7 @@ def _limits(run: Run) -> Iterator[Limit]:
         rollout.migration_transfer == "recompute",
         f"'recompute' for backend {rollout.backend}, which cannot send a KV cache",
     )
-    yield Limit(
-        "trainer.data_parallel x tensor_parallel x pipeline_parallel",
-        trainer.num_gpus,
-        trainer.num_gpus == 1,
-        f"1 for backend {trainer.backend}",
-    )
+    yield from _limits_of_ranks(run)
     yield Limit(
         "algorithm.name",
         algorithm.name,
@@ -132,6 +127,44 @@ def _limits(run: Run) -> Iterator[Limit]:
         run.sync.mode == "full",
         "'full' to be executed, as only whole weights are pushed",
         "--set sync.mode=full executes the run with full weights",
+    )
+
+
+def _limits_of_ranks(run: Run) -> Iterator[Limit]:
+    """Yield how a trainer may be split."""
+    trainer, launcher = run.trainer, run.execute.launcher
+    of_backend = f"for backend {trainer.backend}"
+    for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel"):
+        degree = getattr(trainer, name)
+        yield Limit(f"trainer.{name}", degree, degree == 1, f"1 {of_backend}")
+    has_group = trainer.data_parallel > 1 or trainer.backend == "deepspeed"
+    yield Limit(
+        "execute.launcher",
+        launcher,
+        launcher == "local" or not has_group,
+        "'local' where the trainer has several ranks, or is deepspeed's: each is a process",
+    )
+    if trainer.backend == "torch":
+        yield Limit(
+            "trainer.zero",
+            trainer.zero,
+            trainer.zero == 0 or trainer.data_parallel == 1,
+            "0 for backend torch, of which every rank has all weights and all of the optimizer",
+            "--set trainer.backend=deepspeed splits them",
+        )
+        return
+    yield Limit(
+        "trainer.zero",
+        trainer.zero,
+        trainer.zero > 0 or run.model.dtype == "float32",
+        f"1, 2 or 3 {of_backend} in {run.model.dtype}",
+    )
+    on_cpu = device_of(run, trainer.pool) == "cpu"
+    yield Limit(
+        "trainer.backend",
+        trainer.backend,
+        on_cpu or not run.shares_gpus,
+        "'torch' where replicas and trainer share GPUs: deepspeed does not give its memory back",
     )
 
 

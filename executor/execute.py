@@ -48,6 +48,8 @@ Take = Callable[[Mapping[str, object]], None]
 def check_executable(run: Run) -> None:
     """Raise `ValueError` where a run file can be simulated but not executed here."""
     check_installed(BACKENDS, "executor")
+    if run.trainer.backend == "deepspeed":
+        check_installed(("deepspeed",), "deepspeed")
     for own in run.rollout.kinds:
         check_installed(modules_of(own.backend), extra_of(own.backend, device_of(run, own.pool)))
     for name in run.execute.trackers:

@@ -23,6 +23,7 @@ import msgspec
 from msgspec.structs import replace
 
 from executor.carriers.handles import Handle, LocalProcess, WorkerLostError
+from executor.carriers.rank_handles import RankHandles
 from executor.roles import VerifierRole
 from executor.samples import Completion
 from executor.verifier.process import ForkServerProcess
@@ -104,7 +105,11 @@ class RealFaults:
 
     def expose(self, who: int | Literal["trainer"], handle: Handle) -> Handle:
         """Return a handle on a worker that has just been started, through which faults reach it."""
-        if not self._plan.faults or not isinstance(handle, LocalProcess):
+        if not self._plan.faults:
+            return handle
+        if isinstance(handle, RankHandles):  # what strikes a trainer strikes its last rank
+            handle.ranks[-1] = self.expose(who, handle.ranks[-1])
+        if not isinstance(handle, LocalProcess):
             return handle
         self._workers[who] = Exposed(handle)
         return self._workers[who]

@@ -134,6 +134,17 @@ def test_zero_3_splits_weights_and_gradients_over_data_parallel_ranks_too() -> N
     # with weights that is 16 bytes a parameter: those in float32 are gathered in 16 bits
 
 
+@pytest.mark.parametrize(("zero", "ways"), [(0, (1, 1, 1)), (1, (1, 1, 4)), (2, (1, 4, 4))])
+def test_what_data_parallel_ranks_split_goes_by_the_stage(
+    zero: int, ways: tuple[int, int, int]
+) -> None:
+    changes = {"trainer.tensor_parallel": 1, "trainer.data_parallel": 4, "trainer.zero": zero}
+    items = trainer_memory(small_run(changes))
+    names, widths = ("weights", "gradients", "optimizer"), (2, 4, 12)
+    for name, width, split in zip(names, widths, ways, strict=True):
+        assert items[name] == pytest.approx(width * SEVEN.num_parameters / split)
+
+
 def test_a_trainer_that_cannot_be_split_is_told_by_the_key_of_its_own_section() -> None:
     pool = {"cluster.pools.near.nodes": 16}
     for changes, key in (

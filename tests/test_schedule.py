@@ -60,7 +60,7 @@ def micros_of(costs: TrainingCosts, batches: Sequence[MicroBatch]) -> list[Micro
 def event_trainer(costs: TrainingCosts) -> EventTrainer:
     """Return the same trainer, event by event; ranks that go in step are one, which waits for the slowest."""
     trainer = costs.trainer
-    goes_in_step = trainer.zero == 3 or trainer.expert_parallel > 1
+    goes_in_step = trainer.zero >= 2 or trainer.expert_parallel > 1
 
     def dealt(lengths: Sequence[int], loads: Sequence[float]) -> list[list[Micro]]:
         if goes_in_step:
@@ -118,7 +118,11 @@ def test_a_stream_of_commands_takes_what_its_events_take(
 
 @pytest.mark.parametrize(
     "trainer",
-    [{"zero": 3, "data_parallel": 4}, {"zero": 3, "data_parallel": 2, "pipeline_parallel": 4}],
+    [
+        {"zero": 2, "data_parallel": 4},
+        {"zero": 3, "data_parallel": 4},
+        {"zero": 3, "data_parallel": 2, "pipeline_parallel": 4},
+    ],
 )
 def test_ranks_in_step_take_what_the_events_of_the_slowest_take(trainer: dict[str, Any]) -> None:
     costs = TrainingCosts.load(train_run(**trainer))

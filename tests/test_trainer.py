@@ -26,7 +26,8 @@ from executor.tokens import (
     write_block,
 )
 from executor.trainer import losses
-from executor.trainer.trainer_worker import TrainerSettings, TrainerWorker
+from executor.trainer.trainer_settings import TrainerSettings
+from executor.trainer.trainer_worker import TrainerWorker
 from executor.transfer.shared_memory import read_buckets
 from tests.tiny_model import tiny_model
 

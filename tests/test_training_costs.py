@@ -369,6 +369,25 @@ def test_zero_3_gathers_weights_and_scatters_gradients_for_every_micro_batch() -
     assert reduced.optimizer_time < plain.optimizer_time
 
 
+def test_zero_2_scatters_gradients_after_every_micro_batch_and_gathers_weights_at_the_step() -> (
+    None
+):
+    two, one = (stages_of(data_parallel=8, zero=stage) for stage in (2, 1))
+    parameters = load_model(train_run().model).num_parameters
+    wire = CONSTANTS.collective * 7 / 8 * parameters / H800.nvlink  # of a byte each
+    micro = (20, 200.0)
+    assert two.forward_times([micro]) == one.forward_times([micro])
+    computed, found = (s.backward_times([micro])[0, 0] for s in (one, two))
+    shown = max((1 - CONSTANTS.gather_overlap) * 4 * wire, 4 * wire - computed)
+    assert found == pytest.approx(computed + shown)
+    none, first, second = (
+        train_costs(data_parallel=8, zero=stage).optimizer_time for stage in (0, 1, 2)
+    )
+    assert first - second == pytest.approx(4 * wire)
+    whole = 28 * parameters / (0.8 * H800.memory_bandwidth)  # of an optimizer on every rank
+    assert none - first == pytest.approx(2 * wire + whole * 7 / 8)
+
+
 def test_expert_ranks_sum_no_gradients_of_experts_that_no_other_has() -> None:
     alone, shared = (train_costs(MIXTURE, data_parallel=8, expert_parallel=e) for e in (1, 8))
     experts = 48 * 128 * 3 * 2048 * 768
@@ -578,7 +597,7 @@ def test_a_run_takes_its_training_seconds_and_tiers_from_here() -> None:
             ["trainer.expert_parallel", "no experts", "4"],
         ),
         ({}, {"efficiency": 1.5}, ["trainer.efficiency", "(0, 1]", "1.5"]),
-        ({}, {"zero": 2}, ["trainer.zero", "1, 3", "2"]),
+        ({}, {"zero": 4}, ["trainer.zero", "0, 1, 2, 3", "4"]),
         ({}, {"recompute": "some"}, ["trainer.recompute", "none, selective, mlp, full", "'some'"]),
         ({}, {"kernels": "slow"}, ["trainer.kernels", "fused, uncompiled, eager", "'slow'"]),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from executor.trainer.torch_backend import TorchBackend
 from executor.trainer.trainer_worker import TrainerWorker
 from executor.turns import DeviceTurns, Member, Side, side_of
 from streamrl.engine.messages import (
@@ -179,11 +180,14 @@ def test_all_that_a_trainer_holds_leaves_its_device(
         await trainer.train(samples[:2])
         learner = trainer._learner
         assert learner is not None
-        learner.optimizer.step()
+        backend = learner.backend
+        assert isinstance(backend, TorchBackend)
+        backend.optimizer.step()
         await trainer._run(lambda learner: learner.move("meta"))
-        held: list[Any] = [p for m in (learner.model, learner.reference) for p in m.parameters()]
-        held += [parameter.grad for parameter in learner.model.parameters()]
-        states = [*learner.optimizer.state.values(), *learner.scores.values()]
+        models: list[Any] = [backend.model, learner.reference]
+        held: list[Any] = [parameter for model in models for parameter in model.parameters()]
+        held += [parameter.grad for parameter in backend.model.parameters()]
+        states = [*backend.optimizer.state.values(), *learner.scores.values()]
         assert learner.scores
         held += [tensor for state in states for tensor in state.values()]
         assert {tensor.device.type for tensor in held} == {"meta"}

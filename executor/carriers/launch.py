@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import sys
 from collections.abc import Sequence
 
 from executor.carriers.handles import Handle, InProcess, LocalProcess
 from executor.carriers.local_cores import threads_of
 from executor.carriers.local_gpus import LocalGpus, device_of
 from executor.carriers.placement import Place, Placement
+from executor.carriers.rank_handles import RankHandles
 from executor.record import RunDirectory
 from streamrl.runfile.config import Run
 
 REPLICA = "executor.rollout.replica_worker:ReplicaWorker"
 TRAINER = "executor.trainer.trainer_worker:TrainerWorker"
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+"""Over which ranks talk: all are on this machine."""
 KEPT_BYTES = 2**30
 """Freed host memory that a worker keeps for its next tensors. glibc hands tensors of more than about a megabyte
 back to the kernel and faults their pages in again every step: on a CPU that made decode steps of 64 rollouts
@@ -27,6 +33,8 @@ class Launcher:
         self._directory = directory
         self._placement = Placement(run)
         self._gpus = LocalGpus(run, gpus)
+        self._num_trainers = 0
+        """Trainers with several ranks that were started."""
 
     async def replica(self, replica_id: int, kind: int, model: str) -> Handle:
         """Start the role of a replica of a kind on GPUs that no living replica has."""
@@ -56,7 +64,7 @@ class Launcher:
         self._placement.free(replica_id)
 
     async def trainer(self) -> Handle:
-        """Start the role of the trainer."""
+        """Start the role of the trainer, on each of its ranks."""
         run = self._run
         algorithm = run.algorithm
         config: dict[str, object] = {
@@ -71,10 +79,25 @@ class Launcher:
             "max_tokens_per_pass": run.trainer.max_tokens_per_pass,
             "packing": run.trainer.packing,
             "seed": run.seed,
+            "backend": run.trainer.backend,
             **self._common(run.trainer.pool),
         }
-        place = self._placement.trainer[0]  # of the only rank: `check_back_ends` refuses more
-        return await self._start(TRAINER, config, "trainer", place)
+        places = self._placement.trainer
+        if len(places) == 1 and run.trainer.backend == "torch":
+            return await self._start(TRAINER, config, "trainer", places[0])
+        self._num_trainers += 1
+        rendezvous = self._directory.logs / f".rendezvous-{os.getpid()}-{self._num_trainers}"
+        rendezvous.unlink(missing_ok=True)
+        config |= {
+            "zero": run.trainer.zero,
+            "num_ranks": len(places),
+            "rendezvous": str(rendezvous.resolve()),
+        }
+        ranks = [
+            self._start(TRAINER, {**config, "rank": rank}, f"trainer-{rank}", place)
+            for rank, place in enumerate(places)
+        ]
+        return RankHandles(await asyncio.gather(*ranks), rendezvous)
 
     def _common(self, pool: str) -> dict[str, object]:
         return {
@@ -103,4 +126,5 @@ def worker_environment(threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES),
         "MALLOC_MMAP_THRESHOLD_": str(KEPT_BYTES),
+        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK),
     }

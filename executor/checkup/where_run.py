@@ -29,6 +29,8 @@ RAN = {
         Ran("rollout.backend = vllm", "`make test-vllm`, in float32", NEVER),
         Ran("rollout.tensor_parallel > 1", NEVER, NEVER),
         Ran("trainer.backend = torch", "every test and benchmark", NEVER),
+        Ran("trainer.backend = deepspeed", "`make test-deepspeed`, in float32", NEVER),
+        Ran("trainer.data_parallel > 1", "`make test`, `make test-deepspeed`", NEVER),
         Ran("execute.launcher = local", "every test and benchmark", NEVER),
         Ran("execute.launcher = in-process", "`make test`", NEVER),
     )
@@ -44,6 +46,8 @@ def choices_of(run: Run) -> Iterator[tuple[str, str]]:
         if own.tensor_parallel > 1:
             yield "rollout.tensor_parallel > 1", device
     yield f"trainer.backend = {run.trainer.backend}", trains_on
+    if run.trainer.data_parallel > 1:
+        yield "trainer.data_parallel > 1", trains_on
     yield f"execute.launcher = {run.execute.launcher}", trains_on
 
 

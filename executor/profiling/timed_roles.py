@@ -11,7 +11,9 @@ from executor.rollout.inference_engine import TimedPass
 from executor.rollout.replica_worker import ReplicaWorker
 from executor.rollout.stopwatch import Stopwatch
 from executor.samples import Manifest
-from executor.trainer.trainer_worker import Learner, TrainerSettings, TrainerWorker
+from executor.trainer.learner import Learner
+from executor.trainer.trainer_settings import TrainerSettings
+from executor.trainer.trainer_worker import TrainerWorker
 
 R = TypeVar("R")
 

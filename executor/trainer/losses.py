@@ -137,6 +137,13 @@ def k3(logprobs: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
+SUMS = (
+    *("evaluated", "ratio", "ratio_squared", "clipped", "truncated"),
+    *("entropy", "gap", "k1", "k3"),
+)
+"""What `diagnostic_sums` returns."""
+
+
 def diagnostic_sums(
     tokens: Tokens, correction: CorrectionName, *, clip: float, cap: float
 ) -> dict[str, float]:
@@ -189,7 +196,7 @@ def diagnostics(sums: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def average_gradients(model: torch.nn.Module, count: int, max_norm: float) -> float:
+def average_gradients(model: torch.nn.Module, count: float, max_norm: float) -> float:
     """Divide the summed gradient by `count`, clip it, and return its norm before clipping.
 
     Raises FloatingPointError on a norm that is not finite, with the gradient as it was.

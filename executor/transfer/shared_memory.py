@@ -86,6 +86,11 @@ def cast_tensors(
         yield name, cast
 
 
+def partial_of(path: Path) -> Path:
+    """Return the directory in which whoever replaces `path` writes what will be there."""
+    return path.with_name(f".{path.name}.partial")
+
+
 @contextlib.contextmanager
 def replaced_directory(path: Path) -> Iterator[Path]:
     """Yield you an empty directory that takes the place of `path` when you are done with it.
@@ -93,7 +98,7 @@ def replaced_directory(path: Path) -> Iterator[Path]:
     `path` is at every moment a complete directory, old or new, or absent; it stays as it was where
     you raise. One writer at a time.
     """
-    partial, old = (path.with_name(f".{path.name}.{kind}") for kind in ("partial", "old"))
+    partial, old = partial_of(path), path.with_name(f".{path.name}.old")
     for leftover in (partial, old):
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)

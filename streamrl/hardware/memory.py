@@ -162,10 +162,10 @@ def num_models(run: Run) -> int:
 def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[ModelState]:
     """Return the bytes of one model on a GPU of each pipeline stage.
 
-    Tensor and pipeline ranks split weights and gradients, data-parallel ranks the optimizer too (ZeRO 1); with
-    ZeRO 3 they split weights and gradients as well, and gather the float32 weights in `dtype` when they need them,
-    so that there is no copy in 16 bits beside the optimizer's (PyTorch's FSDP2). Experts that ranks share out have
-    fewer copies to split over.
+    Tensor and pipeline ranks split weights and gradients; data-parallel ranks split nothing (ZeRO 0), the optimizer
+    (1), gradients too (2), and weights as well (3), and gather the float32 weights in `dtype` when they need them, so
+    that there is no copy in 16 bits beside the optimizer's (PyTorch's FSDP2). Experts that ranks share out have fewer
+    copies to split over.
 
     Raises:
         ValueError: the model has fewer layers than there are pipeline stages, or cannot be split.
@@ -182,8 +182,8 @@ def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[
         states.append(
             ModelState(
                 weights=min(parameters, held + gathered) * BYTES[dtype],
-                gradients=held * GRADIENT_BYTES,
-                optimizer=split * (OPTIMIZER_BYTES - second_copy),
+                gradients=(split if trainer.zero >= 2 else parameters) * GRADIENT_BYTES,
+                optimizer=(split if trainer.zero else parameters) * (OPTIMIZER_BYTES - second_copy),
             )
         )
     return states

@@ -13,6 +13,7 @@ from streamrl.runfile.units import Duration, Size
 
 ScorerName = Literal["exact", "math-verify", "reasoning-gym"]
 RolloutBackend = Literal["transformers", "static", "vllm"]
+TrainerBackend = Literal["torch", "deepspeed"]
 AdmissionName = Literal["on-demand", "reserve"]
 Recompute = Literal["none", "selective", "mlp", "full"]
 Logits = Literal["eager", "fused", "chunked"]
@@ -114,9 +115,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Tokens in one forward and backward pass of a rank, padding included; a longer rollout has one of its own."""
     expert_parallel: int = 1
     """Ranks that share out the experts of a mixture; they are data-parallel and tensor ranks too."""
-    zero: Literal[1, 3] = 1
-    """ZeRO stage: what data-parallel ranks split. 1: the optimizer; 3: weights and gradients too, gathered
-    for every pass (FSDP's full shard)."""
+    zero: Literal[0, 1, 2, 3] = 1
+    """ZeRO stage: what data-parallel ranks split. 0: nothing; 1: the optimizer; 2: gradients too, which every pass
+    reduces; 3: weights too, gathered for every pass (FSDP's full shard)."""
     virtual_stages: int = 1
     """Simulated: slices of the model that each pipeline stage has (Megatron's interleaved schedule)."""
     recompute: Recompute = "full"
@@ -147,7 +148,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     efficiency: float | None = None
     """Simulated: share of peak FLOP/s in forward and backward passes, where you have measured yours;
     recomputation and collectives are then part of it. What the profiles give where absent."""
-    backend: Literal["torch"] = "torch"
+    backend: TrainerBackend = "torch"
+    """Executed: torch, with all weights and all of the optimizer on every data-parallel rank (`zero = 0` where there are
+    several); or deepspeed, which splits them as `zero` says."""
     start_time: Duration = Duration(0.0)
     """Simulated seconds until the trainer is up."""
 

@@ -58,12 +58,16 @@ class Ranks:
         return self._data_time(self.width) if self.trainer.zero == 3 else 0.0
 
     def scatter_time(self) -> float:
-        """Seconds in which ZeRO 3 reduces and scatters the gradients of a stage once."""
-        return self._data_time(GRADIENT_BYTES) if self.trainer.zero == 3 else 0.0
+        """Seconds in which ZeRO 2 and 3 reduce and scatter the gradients of a stage once, after every micro-batch."""
+        return self._data_time(GRADIENT_BYTES) if self.trainer.zero >= 2 else 0.0
 
     def reduce_time(self) -> float:
-        """Seconds in which a step of ZeRO 1 sums gradients over ranks and gathers the new weights."""
-        return self._data_time(GRADIENT_BYTES + self.width) if self.trainer.zero == 1 else 0.0
+        """Seconds in which a step sums gradients over ranks, as far as micro-batches have not, and gathers new weights.
+
+        ZeRO 0 reduces gradients and gathers their sums, 1 reduces them and gathers weights, 2 gathers weights.
+        """
+        width = {0: 2 * GRADIENT_BYTES, 1: GRADIENT_BYTES + self.width, 2: self.width, 3: 0}
+        return self._data_time(width[self.trainer.zero])
 
     def _data_time(self, num_bytes: float) -> float:
         """Seconds of a ring over all copies of each parameter on the fullest stage, `num_bytes` of each.
@@ -103,4 +107,5 @@ class Ranks:
         """Seconds in which one model's optimizer reads gradients, and reads and writes its state."""
         num_bytes = self.model.num_parameters * (GRADIENT_BYTES + 2 * OPTIMIZER_BYTES)
         achieved = self.gpu.memory_bandwidth * self.gpu.roofline.bandwidth_efficiency
-        return num_bytes / self.trainer.num_gpus / achieved
+        copies = self.trainer.data_parallel if self.trainer.zero == 0 else 1
+        return num_bytes * copies / self.trainer.num_gpus / achieved

@@ -1,0 +1,72 @@
+"""Training with torch alone: every rank has all weights, and all of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from executor.trainer.losses import average_gradients
+from executor.trainer.ranks import Ranks
+from executor.trainer.trainer_settings import TrainerSettings
+from executor.trainer.training_backend import make_optimizer
+
+STATE_FILE = "trainer.pt"
+
+
+class TorchBackend:
+    """A model, its gradient in its parameters, and AdamW."""
+
+    in_step = False
+
+    def __init__(self, settings: TrainerSettings, model: Any, ranks: Ranks) -> None:
+        self.model = model
+        self.optimizer = make_optimizer(settings, model)
+        self._settings = settings
+        self._ranks = ranks
+        for parameter in model.parameters():
+            # Zeros, not None: a batch whose advantages are all 0 steps like any other zero gradient.
+            parameter.grad = torch.zeros_like(parameter)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of a loss."""
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def step(self, count: float) -> float:
+        """Sum the gradient over ranks, make it a mean, clip it, and update the weights."""
+        self._ranks.sum_tensors([parameter.grad for parameter in self.model.parameters()])
+        norm = average_gradients(self.model, count, self._settings.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+        return norm
+
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return the model's tensors."""
+        state: dict[str, torch.Tensor] = self.model.state_dict()
+        return state.items()
+
+    def save(self, path: Path, version: int) -> None:
+        """Write the weights and the optimizer, which are the same on every rank."""
+        if self._ranks.is_first:
+            self.model.save_pretrained(path)
+            state = {"optimizer": self.optimizer.state_dict(), "version": version}
+            torch.save(state, path / STATE_FILE)
+
+    def load(self, path: Path) -> int:
+        """Take the optimizer of a checkpoint."""
+        if not (path / STATE_FILE).is_file():
+            raise ValueError(f"{path}: no checkpoint of trainer.backend torch: no {STATE_FILE}")
+        state = torch.load(path / STATE_FILE, self._settings.device, weights_only=True)
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group in self.optimizer.param_groups:
+            group.update(lr=self._settings.learning_rate, weight_decay=self._settings.weight_decay)
+        version: int = state["version"]
+        return version
+
+    def move(self, device: str) -> None:
+        """Take weights, gradient and optimizer elsewhere."""
+        self.model.to(device)  # the gradient too
+        for held in self.optimizer.state.values():
+            held.update({name: tensor.to(device) for name, tensor in held.items()})

@@ -1,0 +1,76 @@
+"""How a trainer trains, as plain data."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import msgspec
+import torch
+
+from executor.trainer import losses
+from streamrl.runfile.algorithm_config import CorrectionName, LossMean
+from streamrl.runfile.sides_config import Packing, TrainerBackend
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CHOICES = {
+    "correction": losses.CORRECTIONS,
+    "loss_mean": get_args(LossMean),
+    "packing": get_args(Packing),
+    "dtype": tuple(DTYPES),
+    "backend": get_args(TrainerBackend),
+    "zero": (0, 1, 2, 3),
+}
+
+
+class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How the trainer trains. A field out of range raises ValueError with its name and value."""
+
+    model: str
+    """Hugging Face directory of the initial weights."""
+    learning_rate: float
+    temperature: float
+    """That rollouts are sampled at; log-probabilities are taken at it."""
+    correction: CorrectionName
+    """See the table of `executor.trainer.losses`."""
+    clip: float = 0.2
+    """PPO clip range of the ratio, to both sides of 1."""
+    tis_cap: float = 2.0
+    """Largest importance weight; icepop masks outside [1/tis_cap, tis_cap]."""
+    kl_coefficient: float = 0.0
+    """Weight of k3 against the initial weights; above 0 the trainer holds a second model."""
+    loss_mean: LossMean = "token"
+    """token: mean over all output tokens that the policy sampled; rollout: mean over rollouts of their token means."""
+    max_grad_norm: float = 1.0
+    max_tokens_per_pass: int = 16384
+    """Tokens in one forward and backward, padding included; a longer rollout has a pass of its own."""
+    packing: Packing = "packed"
+    """See the table of `executor.trainer.passes`."""
+    weight_decay: float = 0.0
+    seed: int = 0
+    """Of weights that the directory lacks; training itself draws nothing."""
+    device: str = "cpu"
+    dtype: str = "float32"
+    """Of compute and of pushed weights; the weights that AdamW updates are float32."""
+    num_threads: int = 1
+    deterministic: bool = False
+    """Whether a batch is computed as one at its step, so that its sums do not show how it arrived."""
+    backend: TrainerBackend = "torch"
+    zero: int = 0
+    """ZeRO stage of deepspeed; torch splits nothing."""
+    rank: int = 0
+    num_ranks: int = 1
+    """Processes that train one model together, each on its share of a batch."""
+    rendezvous: str | None = None
+    """File through which ranks find each other: one that is new to each start, on a disk that all of them see."""
+
+    def __post_init__(self) -> None:
+        for field, names in CHOICES.items():
+            if getattr(self, field) not in names:
+                raise ValueError(f"{field} must be one of {names}, got {getattr(self, field)!r}")
+        for field in ("temperature", "max_grad_norm", "max_tokens_per_pass", "num_threads"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"{field} must be above 0, got {getattr(self, field)}")
+        if not 0 <= self.rank < self.num_ranks:
+            raise ValueError(f"rank must be below num_ranks={self.num_ranks}, got {self.rank}")
+        if not self.tis_cap >= 1:
+            raise ValueError(f"tis_cap must be at least 1, got {self.tis_cap}")

@@ -1,0 +1,278 @@
+"""A trainer of several ranks is one trainer: its gradient, its versions and its checkpoints are those of a single rank."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import psutil
+import pytest
+from transformers import AutoModelForCausalLM
+
+from executor.carriers.handles import LocalProcess, WorkerLostError
+from executor.carriers.launch import TRAINER, worker_environment
+from executor.carriers.rank_handles import RankHandles
+from executor.carriers.remote import remote
+from executor.roles import TrainerRole
+from executor.samples import Manifest, Sample
+from executor.trainer.trainer_settings import TrainerSettings
+from executor.transfer.shared_memory import read_buckets
+from tests.sgd_trainer import ROLE as SGD
+from tests.test_trainer import Weights, make_config, make_sample, make_samples, model_path
+
+__all__ = ["model_path"]  # a fixture
+GAP = 2e-4
+"""Largest difference of weights after steps by their gradients."""
+RATE = 1.0
+
+
+class Shape(NamedTuple):
+    """How a trainer is split."""
+
+    backend: str
+    num_ranks: int
+    zero: int
+
+
+ALONE = Shape("torch", 1, 0)
+SHAPES = [
+    pytest.param(Shape("torch", 2, 0), id="torch-2"),
+    *(
+        pytest.param(
+            Shape("deepspeed", num_ranks, zero),
+            id=f"deepspeed-{num_ranks}-zero-{zero}",
+            marks=pytest.mark.deepspeed,
+        )
+        for num_ranks in (1, 2)
+        for zero in (0, 1, 2, 3)
+    ),
+]
+
+
+@asynccontextmanager
+async def trainer(
+    model: str, directory: Path, shape: Shape, role: str = SGD, **changes: Any
+) -> AsyncIterator[tuple[TrainerRole, RankHandles]]:
+    """Start the ranks of a trainer, and end them."""
+    rendezvous = directory / f"rendezvous-{os.urandom(4).hex()}"
+    config = make_config(
+        model,
+        backend=shape.backend,
+        zero=shape.zero,
+        num_ranks=shape.num_ranks,
+        rendezvous=str(rendezvous),
+        **{"learning_rate": RATE, **changes},
+    )
+    ranks = [
+        await LocalProcess.start(
+            role,
+            msgspec.to_builtins(msgspec.structs.replace(config, rank=rank)),
+            directory / f"rank-{rank}.log",
+            worker_environment(1),
+        )
+        for rank in range(shape.num_ranks)
+    ]
+    handles = RankHandles(ranks, rendezvous)
+    try:
+        yield remote(TrainerRole, handles), handles
+    finally:
+        await handles.close()
+    assert not rendezvous.exists()
+
+
+def run(work: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 240))
+
+
+def batches() -> list[list[Sample]]:
+    """Streamed batches: with calls of one rollout, so that a rank has none, and of rollouts that are only counted."""
+    first, second = make_samples(1), make_samples(2, 20)
+    idle = [msgspec.structs.replace(sample, advantage=0.0) for sample in make_samples(3, 6)]
+    return [
+        [*first[:9]],
+        [first[9]],
+        [*first[10:]],
+        [],
+        [*idle[:3], second[1]],
+        [*second[2:]],
+        [],
+        [*idle],
+        [],
+    ]
+
+
+async def train(role: TrainerRole, calls: Sequence[Sequence[Sample]]) -> tuple[int, list[Any]]:
+    """Train on batches of calls, each ended by an empty one; return the version, and what steps said."""
+    version, figures = 0, []
+    for samples in calls:
+        if samples:
+            await role.score(list(samples))
+            await role.train(list(samples))
+        else:
+            version += 1
+            figures.append(await role.step(version))
+    return version, figures
+
+
+async def weights_of(role: TrainerRole, version: int, directory: Path) -> Weights:
+    manifest: Manifest = await role.push(version, str(directory))
+    assert manifest.buckets
+    return {name: tensor.clone() for name, tensor in read_buckets(manifest)}
+
+
+def gap(first: Weights, second: Weights) -> float:
+    assert first.keys() == second.keys()
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss_mean": "token", "max_grad_norm": 0.05},
+        {"correction": "decoupled", "kl_coefficient": 0.1, "loss_mean": "rollout"},
+    ],
+    ids=["clipped", "scored"],
+)
+def test_the_gradient_is_that_of_one_rank(
+    model_path: str, tmp_path: Path, shape: Shape, changes: dict[str, Any]
+) -> None:
+    changes = {**changes, "max_tokens_per_pass": 64}
+
+    async def go(split: Shape) -> tuple[Weights, list[Any]]:
+        place = tmp_path / str(split.num_ranks + 10 * (split is shape))
+        place.mkdir()
+        async with trainer(model_path, place, split, **changes) as (role, _):
+            assert await role.start(None) == 0
+            before = await weights_of(role, 0, place)
+            version, figures = await train(role, batches())
+            after = await weights_of(role, version, place)
+            assert gap(before, after) > 100 * GAP
+            return after, figures
+
+    alone, split = (run(go(each)) for each in (ALONE, shape))
+    assert gap(alone[0], split[0]) < GAP
+    for ours, theirs in zip(alone[1], split[1], strict=True):
+        assert theirs == pytest.approx(ours, rel=2e-3, abs=2e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_checkpoint_goes_on_as_if_nothing_had_been(
+    model_path: str, tmp_path: Path, shape: Shape
+) -> None:
+    first, second = make_samples(1), make_samples(2)
+    path = tmp_path / "checkpoint"
+
+    async def go() -> None:
+        async with trainer(model_path, tmp_path, shape, TRAINER, learning_rate=0.01) as (role, _):
+            await role.start(None)
+            await train(role, [first, []])
+            await role.save(str(path))
+            saved = await weights_of(role, 1, tmp_path / "first")
+            await role.train(second)
+            await role.step(2)
+            straight = await weights_of(role, 2, tmp_path / "first")
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path)
+        assert gap(saved, dict(loaded.state_dict())) == 0
+        async with trainer(model_path, tmp_path, shape, TRAINER, learning_rate=0.01) as (role, _):
+            assert await role.start(str(path)) == 1
+            await role.train(second)
+            await role.step(2)
+            resumed = await weights_of(role, 2, tmp_path / "second")
+        assert gap(straight, resumed) == 0
+
+    run(go())
+
+
+@pytest.mark.deepspeed
+def test_a_checkpoint_of_another_split_is_refused(model_path: str, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+
+    async def go(shape: Shape, why: str) -> None:
+        async with trainer(model_path, tmp_path, shape, TRAINER) as (role, _):
+            with pytest.raises(RuntimeError, match=why):
+                await role.start(str(path))
+
+    async def save() -> None:
+        async with trainer(model_path, tmp_path, Shape("deepspeed", 2, 1), TRAINER) as (role, _):
+            await role.start(None)
+            await train(role, [make_samples(1), []])
+            await role.save(str(path))
+
+    run(save())
+    run(go(Shape("deepspeed", 1, 1), "no checkpoint of zero-1-ranks-1: it has zero-1-ranks-2"))
+    run(go(ALONE, "no checkpoint of trainer.backend torch"))
+
+
+TWO = [SHAPES[0], SHAPES[-1]]
+
+
+@pytest.mark.parametrize("shape", TWO)
+def test_what_one_rank_refuses_all_refuse_and_go_on(
+    model_path: str, tmp_path: Path, shape: Shape
+) -> None:
+    good = make_samples(1)
+    bad = make_sample(99, [1], [2], [-1.0], float("nan"))
+
+    async def go() -> None:
+        async with trainer(model_path, tmp_path, shape) as (role, _):
+            await role.start(None)
+            await role.train(good[:12])
+            with pytest.raises(RuntimeError, match="rollout 99: advantage must be finite, got nan"):
+                await role.train([*good[12:], bad])
+            assert (await role.train(good[12:]))["rollouts"] == 12
+            assert (await role.step(1))["rollouts"] == 24
+            with pytest.raises(RuntimeError, match="without a gradient"):
+                await role.step(2)
+            await role.train(good)
+            await role.step(2)
+
+    run(go())
+
+
+@pytest.mark.parametrize("shape", TWO)
+@pytest.mark.parametrize("how", [signal.SIGKILL, "raises"])
+def test_a_lost_rank_is_a_lost_trainer(
+    model_path: str, tmp_path: Path, shape: Shape, how: Any
+) -> None:
+    async def go() -> None:
+        async with trainer(model_path, tmp_path, shape, TRAINER) as (role, handles):
+            await role.start(None)
+            processes = [psutil.Process(rank.pid) for rank in handles.ranks]  # type: ignore[attr-defined]
+            if how == signal.SIGKILL:
+                processes[1].send_signal(how)
+            else:  # somebody whom the others wait for is gone, and says nothing
+                handles.ranks[1].kill("was killed by a test")
+            for _ in range(2):
+                with pytest.raises(WorkerLostError):
+                    await role.train(make_samples(1))
+            gone, alive = psutil.wait_procs(processes, 10)
+            assert len(gone) == 2 and not alive
+
+    run(go())
+
+
+def test_samples_are_dealt_by_tokens_and_stay_where_they_were_scored() -> None:
+    handles = RankHandles([None, None], Path("nowhere"))  # type: ignore[list-item]
+    samples = make_samples(5, 40)
+    shares = handles.deal("score", samples)
+    assert sorted(s.rollout for share in shares for s in share) == list(range(40))
+    tokens = [sum(s.output[0].num_tokens for s in share) for share in shares]
+    assert abs(tokens[0] - tokens[1]) <= 42
+    again = handles.deal("train", samples[::-1][:25])
+    for share, scored in zip(again, shares, strict=True):
+        assert {s.rollout for s in share} <= {s.rollout for s in scored}
+    assert handles.deal("train", samples[:1]) == [samples[:1], []]  # forgotten: to the emptiest
+
+
+def test_a_rank_out_of_range_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank must be below num_ranks=2, got 2"):
+        TrainerSettings(
+            model="", learning_rate=1.0, temperature=1.0, correction="none", rank=2, num_ranks=2
+        )
