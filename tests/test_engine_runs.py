@@ -52,6 +52,39 @@ def test_every_system_executes(backend: str, system: str, tmp_path: Path) -> Non
     assert len({*loaded}) >= 2
 
 
+TRAINERS = [
+    pytest.param("torch", 2, 0, id="torch-2"),
+    pytest.param("deepspeed", 1, 1, id="deepspeed-1", marks=pytest.mark.deepspeed),
+    pytest.param("deepspeed", 2, 3, id="deepspeed-2", marks=pytest.mark.deepspeed),
+]
+
+
+def of_trainer(backend: str, num_ranks: int, zero: int) -> tuple[str, ...]:
+    keys = (f"backend={backend}", f"data_parallel={num_ranks}", f"zero={zero}")
+    return ("cluster.pools.local.gpus_per_node=4", *(f"trainer.{key}" for key in keys))
+
+
+@pytest.mark.parametrize("system", ["stream-async", "colocated"])
+@pytest.mark.parametrize(("backend", "num_ranks", "zero"), TRAINERS)
+def test_every_trainer_trains(
+    backend: str, num_ranks: int, zero: int, system: str, tmp_path: Path
+) -> None:
+    settings = (f"policies.system={system}", *of_trainer(backend, num_ranks, zero))
+    trace = execute(tmp_path, "transformers", *settings)
+    loaded = [e.event.checksum for e in trace.entries if isinstance(e.event, WeightsLoaded)]
+    assert len({*loaded}) >= 2
+
+
+@pytest.mark.parametrize(("backend", "num_ranks", "zero"), [TRAINERS[0], TRAINERS[2]])
+def test_a_rank_that_dies_costs_no_rollout(
+    backend: str, num_ranks: int, zero: int, tmp_path: Path
+) -> None:
+    settings = ("policies.system=stream-async", "algorithm.steps=6", "execute.checkpoint_every=1")
+    own = of_trainer(backend, num_ranks, zero)
+    trace = execute(tmp_path, "transformers", *settings, *own, faults=FAULTS)
+    assert TrainerLost in [type(entry.event) for entry in trace.entries]
+
+
 @pytest.mark.vllm
 def test_a_replica_and_a_trainer_that_die_and_a_lost_push_cost_no_rollout(tmp_path: Path) -> None:
     settings = ("policies.system=stream-async", "algorithm.steps=6", "execute.checkpoint_every=1")

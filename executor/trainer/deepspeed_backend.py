@@ -46,14 +46,14 @@ class DeepSpeedBackend:
 
         Raises `FloatingPointError` of weights that are as they were; `RoleLostError` where they took harm.
         """
-        divisor = count / self._ranks.size  # what DeepSpeed sums it has divided by the ranks
         if self._settings.zero == 0:
-            self._engine.allreduce_gradients()
-            norm = average_gradients(self._engine.module, divisor, self._settings.max_grad_norm)
+            module = self._engine.module
+            self._ranks.sum_tensors([parameter.grad for parameter in module.parameters()])
+            norm = average_gradients(module, count, self._settings.max_grad_norm)
             self._engine.step()
             return norm
         optimizer = self._engine.optimizer
-        optimizer.loss_scale = divisor
+        optimizer.loss_scale = count / self._ranks.size  # it divides sums by the ranks itself
         try:
             self._engine.step()
         finally:
@@ -69,7 +69,7 @@ class DeepSpeedBackend:
         if self._settings.zero < 3:
             yield from ((name, tensor.detach()) for name, tensor in state.items())
             return
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero import GatheredParameters
 
         copies: dict[int, torch.Tensor] = {}  # tied weights are one tensor under two names
         for some in _by_bytes(state):
