@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import platform
 import resource
 import signal
@@ -253,7 +254,7 @@ def _machine() -> str:
 def _run(
     command: list[str], environment: Mapping[str, str] | None = None, limit: float | None = None
 ) -> None:
-    """Run a command; RuntimeError with the last line that it wrote where it fails."""
+    """Run a command; RuntimeError with the error that it wrote, or its last line, where it fails."""
     variables = {**os.environ, "PYTHONPATH": str(HERE), **(environment or {})}
     with tempfile.TemporaryFile("w+", encoding="utf-8") as told:
         process = subprocess.Popen(
@@ -270,7 +271,8 @@ def _run(
         told.seek(0)
         lines = told.read().strip().splitlines() or ["it wrote nothing"]
     if status:
-        raise RuntimeError(f"exit status {status}: {lines[-1]}")
+        why = next((line for line in lines if re.match(r"(\[rank\d\]: )?\w*Error", line)), lines[-1])
+        raise RuntimeError(f"exit status {status}: {why}")
 
 
 def _machine_seconds() -> float:
