@@ -21,8 +21,8 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import platform
+import re
 import resource
 import signal
 import statistics
@@ -271,7 +271,9 @@ def _run(
         told.seek(0)
         lines = told.read().strip().splitlines() or ["it wrote nothing"]
     if status:
-        why = next((line for line in lines if re.match(r"(\[rank\d\]: )?\w*Error", line)), lines[-1])
+        why = next(
+            (line for line in lines if re.match(r"(\[rank\d\]: )?\w*Error", line)), lines[-1]
+        )
         raise RuntimeError(f"exit status {status}: {why}")
 
 
