@@ -250,7 +250,9 @@ def test_a_colocated_trainer_is_launched_on_the_gpu_of_the_first_replica(
             return InProcess("tests.scripted_roles:ScriptedTrainer", {"seed": 0})
 
     async def launch() -> None:
-        run = small_run({"policies.system": system, "rollout.replicas": 1, "trainer.pool": "far"})
+        degrees = {f"trainer.{name}_parallel": 1 for name in ("data", "tensor", "pipeline")}
+        sides = {"policies.system": system, "rollout.replicas": 1, "trainer.pool": "far"}
+        run = small_run({**sides, **degrees})
         launcher = NotingLauncher(run, RunDirectory(tmp_path))
         await launcher.replica(0, 0, "model")
         await launcher.trainer()

@@ -21,7 +21,7 @@ END_TIME = 30.0
 DEALT = {"score", "train"}
 """Methods whose argument is samples."""
 OTHER_RANK = "another rank"
-"""In what a rank says that refuses nothing itself, as `executor.trainer.ranks` words it."""
+"""In what a rank says that refuses nothing itself, as `executor.trainer.rank_group` words it."""
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from streamrl.doctor.finding import Finding, Level
 from streamrl.runfile.config import Run
 
 PACKAGE = "streamrl"
-EXTRA_OF = {"torch": "executor", "local": "", "in-process": ""}
+EXTRA_OF = {"torch": "executor", "deepspeed": "deepspeed", "local": "", "in-process": ""}
 """The extra of this package that a trainer or a launcher comes with; "" where the core is enough. Ranges stand
 in pyproject.toml alone, and are read from the installed package's metadata."""
 SHOWN = {"torch", "transformers", "safetensors"}

@@ -18,9 +18,9 @@ import torch
 
 from executor.roles import RoleLostError
 from executor.trainer.losses import average_gradients
-from executor.trainer.ranks import Ranks
+from executor.trainer.optimizer import make_optimizer
+from executor.trainer.rank_group import RankGroup
 from executor.trainer.trainer_settings import TrainerSettings
-from executor.trainer.training_backend import make_optimizer
 
 GATHER_BYTES = 512 * 2**20
 """Of weights that are whole at once while they are written: one by one they would take twenty times as long."""
@@ -31,7 +31,7 @@ class DeepSpeedBackend:
 
     in_step = True
 
-    def __init__(self, settings: TrainerSettings, model: Any, ranks: Ranks) -> None:
+    def __init__(self, settings: TrainerSettings, model: Any, ranks: RankGroup) -> None:
         self._settings = settings
         self._ranks = ranks
         self._engine = _start(settings, model)

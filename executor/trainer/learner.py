@@ -19,11 +19,12 @@ from executor.pretrained import load_pretrained
 from executor.samples import Manifest, Sample
 from executor.tokens import ID, LOGPROB
 from executor.trainer import losses
+from executor.trainer.backends import make_backend
 from executor.trainer.passes import attend_apart, output_logprobs, passes
-from executor.trainer.ranks import Ranks
+from executor.trainer.rank_group import RankGroup
 from executor.trainer.sequences import TokenSequence, read_samples
 from executor.trainer.trainer_settings import DTYPES, TrainerSettings
-from executor.trainer.training_backend import TrainingBackend, make_backend
+from executor.trainer.training_backend import TrainingBackend
 from executor.transfer.shared_memory import (
     cast_tensors,
     partial_of,
@@ -71,7 +72,7 @@ class Learner:
     """The trainer's blocking half; its methods are those of `TrainerWorker`."""
 
     config: TrainerSettings
-    ranks: Ranks
+    ranks: RankGroup
     backend: TrainingBackend
     reference: PreTrainedModel | None
     version: int
@@ -235,7 +236,7 @@ class Learner:
 
 def load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:
     """Join the other ranks, and load the initial weights (version 0) or a checkpoint."""
-    ranks = Ranks(config)
+    ranks = RankGroup(config)
     torch.manual_seed(config.seed)
     model = _load_model(checkpoint or config.model, config)
     reference = _load_model(config.model, config) if config.kl_coefficient > 0 else None

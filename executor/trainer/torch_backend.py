@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from executor.trainer.losses import average_gradients
-from executor.trainer.ranks import Ranks
+from executor.trainer.optimizer import make_optimizer
+from executor.trainer.rank_group import RankGroup
 from executor.trainer.trainer_settings import TrainerSettings
-from executor.trainer.training_backend import make_optimizer
 
 STATE_FILE = "trainer.pt"
 
@@ -21,7 +21,7 @@ class TorchBackend:
 
     in_step = False
 
-    def __init__(self, settings: TrainerSettings, model: Any, ranks: Ranks) -> None:
+    def __init__(self, settings: TrainerSettings, model: Any, ranks: RankGroup) -> None:
         self.model = model
         self.optimizer = make_optimizer(settings, model)
         self._settings = settings

@@ -10,15 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol, assert_never
+from typing import Any, Protocol
 
 import torch
-
-from executor.trainer.ranks import Ranks
-from executor.trainer.trainer_settings import TrainerSettings
-
-ADAM_BETAS = (0.9, 0.999)
-"""AdamW's published values (arXiv 1711.05101)."""
 
 
 class TrainingBackend(Protocol):
@@ -56,29 +50,3 @@ class TrainingBackend(Protocol):
 
     def move(self, device: str) -> None:
         """Take everything that lies on a device to another one."""
-
-
-def make_backend(settings: TrainerSettings, model: Any, ranks: Ranks) -> TrainingBackend:
-    """Return the backend that settings name, with the weights of a model; only its own libraries are imported."""
-    match settings.backend:
-        case "torch":
-            from executor.trainer.torch_backend import TorchBackend
-
-            return TorchBackend(settings, model, ranks)
-        case "deepspeed":
-            from executor.trainer.deepspeed_backend import DeepSpeedBackend
-
-            return DeepSpeedBackend(settings, model, ranks)
-        case _:
-            assert_never(settings.backend)
-
-
-def make_optimizer(settings: TrainerSettings, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW over a model's weights."""
-    return torch.optim.AdamW(
-        model.parameters(),
-        lr=settings.learning_rate,
-        betas=ADAM_BETAS,
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )

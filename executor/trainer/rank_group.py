@@ -22,7 +22,7 @@ OTHER_RANK = "another rank of the trainer refuses its share"
 R = TypeVar("R")
 
 
-class Ranks:
+class RankGroup:
     """This process and the others of its trainer."""
 
     def __init__(self, settings: TrainerSettings) -> None:

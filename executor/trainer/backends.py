@@ -1,0 +1,24 @@
+"""The training backends that `trainer.backend` chooses among."""
+
+from __future__ import annotations
+
+from typing import Any, assert_never
+
+from executor.trainer.rank_group import RankGroup
+from executor.trainer.trainer_settings import TrainerSettings
+from executor.trainer.training_backend import TrainingBackend
+
+
+def make_backend(settings: TrainerSettings, model: Any, ranks: RankGroup) -> TrainingBackend:
+    """Return the backend that settings name, with the weights of a model; only its own libraries are imported."""
+    match settings.backend:
+        case "torch":
+            from executor.trainer.torch_backend import TorchBackend
+
+            return TorchBackend(settings, model, ranks)
+        case "deepspeed":
+            from executor.trainer.deepspeed_backend import DeepSpeedBackend
+
+            return DeepSpeedBackend(settings, model, ranks)
+        case _:
+            assert_never(settings.backend)
