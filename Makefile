@@ -16,7 +16,7 @@
 # make bench-handover what a rollout costs the controller, of a thousand tokens and of twenty thousand
 # make bench-profile  how well a profile of this machine predicts runs on it; quarter of an hour
 # make bench-reality  how near simulations come to executed runs, 12 run files; half an hour on a quiet machine
-# make faults         what breaks on purpose, in every system, and what becomes of the run: docs/reliability.md; quarter of an hour
+# make faults         what breaks on purpose, in every system, and what becomes of the run: docs/reliability.md; twenty minutes
 # make soak           does a long run grow? 10,000 simulated steps, half an hour executed under random faults
 # make bench-offers   is a chosen plan the best of its offer? other searches of seventeen offers; hours
 # make bench-plan     how fast the planner is, and how near its choice to the best of all plans; half an hour
