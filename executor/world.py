@@ -59,6 +59,7 @@ from streamrl.engine.messages import (
     Woke,
 )
 from streamrl.engine.state import State
+from streamrl.engine.trainer_side import LEADER
 from streamrl.engine.world import World
 from streamrl.record.trace import Trace
 
@@ -193,7 +194,7 @@ class RealWorld(World[Trace]):
 
     def _members(self, side: Side) -> list[Member]:
         if side == "training":
-            return [Member(self._trainer, partial(self._lose_trainer, 0))]
+            return [Member(self._trainer, partial(self._lose_trainer, LEADER))]
         return [
             Member(role, partial(self._lose_replica, number))
             for number, role in self._replicas.items()
