@@ -61,8 +61,8 @@ def _limits(run: Run) -> Iterator[Limit]:
     yield Limit(
         "execute.launcher",
         run.execute.launcher,
-        not run.faults or run.execute.launcher == "local",
-        "'local' where there are faults, which strike processes",
+        not run.faults or run.execute.launcher != "in-process",
+        "'local' or 'ray' where there are faults, which strike processes",
     )
     for kind, own in enumerate(rollout.kinds):
         yield Limit(
@@ -121,13 +121,6 @@ def _limits(run: Run) -> Iterator[Limit]:
     )
     if run.execute.deterministic:
         yield from _limits_of_determinism(run)
-    yield Limit(
-        "sync.mode",
-        run.sync.mode,
-        run.sync.mode == "full",
-        "'full' to be executed, as only whole weights are pushed",
-        "--set sync.mode=full executes the run with full weights",
-    )
 
 
 def _limits_of_ranks(run: Run) -> Iterator[Limit]:
@@ -141,8 +134,20 @@ def _limits_of_ranks(run: Run) -> Iterator[Limit]:
     yield Limit(
         "execute.launcher",
         launcher,
-        launcher == "local" or not has_group,
-        "'local' where the trainer has several ranks, or is deepspeed's: each is a process",
+        launcher != "in-process" or not has_group,
+        "'local' or 'ray' where the trainer has several ranks, or is deepspeed's: each is a process",
+    )
+    yield Limit(
+        "execute.launcher",
+        launcher,
+        launcher != "ray" or not run.shares_gpus,
+        "'local' where replicas and trainer share GPUs, which Ray gives to one of them",
+    )
+    yield Limit(
+        "execute.device",
+        run.execute.device,
+        launcher != "ray" or ":" not in run.execute.device,
+        "'auto', 'cpu' or 'cuda' for launcher ray, which chooses GPUs itself",
     )
     if trainer.backend == "torch":
         yield Limit(

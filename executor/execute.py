@@ -8,6 +8,8 @@ import importlib.metadata
 import importlib.util
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +34,11 @@ from streamrl.record.trace import Trace, read_trace
 from streamrl.runfile.config import Run
 
 if TYPE_CHECKING:
+    from executor.carriers.launch import Launcher
     from executor.checkpoints import Checkpoint
     from executor.kept_tokens import KeptTokens
     from executor.record import RunDirectory
+    from executor.roles import TransferRole, Write
 
 TRACE = "trace.jsonl"
 BACKENDS = ("torch", "transformers", "safetensors", "tokenizers")
@@ -50,6 +54,10 @@ def check_executable(run: Run) -> None:
     check_installed(BACKENDS, "executor")
     if run.trainer.backend == "deepspeed":
         check_installed(("deepspeed",), "deepspeed")
+    if run.execute.launcher == "ray":
+        check_installed(("ray",), "ray")
+    if run.sync.mode == "lora":
+        check_installed(("peft",), "lora")
     for own in run.rollout.kinds:
         check_installed(modules_of(own.backend), extra_of(own.backend, device_of(run, own.pool)))
     for name in run.execute.trackers:
@@ -67,7 +75,8 @@ def check_executable(run: Run) -> None:
         raise ValueError(f"verifier.scorer {run.verifier.scorer!r} is none of {', '.join(SCORERS)}")
     check_prompts(run)
     check_back_ends(run)
-    claim_gpus(run)
+    if run.execute.launcher != "ray":
+        claim_gpus(run)
 
 
 def check_installed(modules: Sequence[str], extra: str) -> None:
@@ -93,7 +102,7 @@ def execute(
     """
     check_executable(run)
     run = own_cores_for_nothing(run)
-    with Interruption() as interruption:
+    with joined(run), Interruption() as interruption:
         try:
             asyncio.run(_execute(run, resume, watch, how_to_resume, take, interruption))
         except RuntimeError:
@@ -101,6 +110,15 @@ def execute(
                 raise
             raise interruption.error from None
     return read_trace(Path(run.execute.output) / TRACE)
+
+
+def joined(run: Run) -> AbstractContextManager[None]:
+    """Return what joins the cluster that a run is executed on, if on any; raises `ValueError` where it cannot be."""
+    if run.execute.launcher != "ray":
+        return contextlib.nullcontext()
+    from executor.carriers.ray_cluster import joined_cluster
+
+    return joined_cluster(run)
 
 
 def own_cores_for_nothing(run: Run) -> Run:
@@ -136,10 +154,8 @@ async def _execute_in(
     interruption: Interruption,
 ) -> None:
     from executor.buffer import RolloutBuffer
-    from executor.carriers.launch import Launcher
     from executor.prompts import PromptWorkload, load_tokenizer
     from executor.tokens import decode_ids
-    from executor.transfer.transfer import Transfer
     from executor.verifier.verifier import Verifier
     from executor.world import RealWorld
 
@@ -166,6 +182,7 @@ async def _execute_in(
         if kept is not None and kept.num_rollouts:
             what = f"{kept.num_rollouts:,} rollouts with {kept.num_tokens:,} tokens"
             tell(f"{what} of earlier legs are gone on with")
+        launcher = make_launcher(run, directory)
         world = RealWorld(
             Trace(
                 run,
@@ -178,10 +195,10 @@ async def _execute_in(
                 tell=listen,
             ),
             build_engine(run),
-            Launcher(run, directory, claim_gpus(run)),
+            launcher,
             RolloutBuffer(run, workload, tokens, kept),
             verifier,
-            Transfer,
+            partial(make_transfer, run, launcher),
             directory,
             checkpoint,
             watch,
@@ -197,13 +214,35 @@ async def _execute_in(
         await world.run()
 
 
+def make_launcher(run: Run, directory: RunDirectory) -> Launcher:
+    """Return what starts the roles of a run: processes of this machine, or actors of the cluster that was joined."""
+    if run.execute.launcher == "ray":
+        from executor.carriers.ray_launch import RayLauncher
+
+        return RayLauncher(run, directory)
+    from executor.carriers.local_launch import LocalLauncher
+
+    return LocalLauncher(run, directory, claim_gpus(run))
+
+
+def make_transfer(run: Run, launcher: Launcher, write: Write) -> TransferRole:
+    """Return the way of weights to the replicas: a directory that all read, or relays where they lie apart."""
+    from executor.transfer.relayed_transfer import RelayedTransfer
+    from executor.transfer.transfer import Transfer
+
+    if run.sync.mode == "full" and run.execute.launcher != "ray":
+        return Transfer(write)
+    return RelayedTransfer(write, run.sync, launcher.relay, launcher.is_beside_trainer)
+
+
 @contextlib.contextmanager
 def token_directory(run: Run, *, is_resumed: bool = False) -> Iterator[Path | None]:
     """Yield you a directory for the tokens of workers that live beside this process; once all is done, it is gone.
 
-    What you leave there by an error a resumed run finds. None where workers live in this process, which needs none.
+    What you leave there by an error a resumed run finds. None where workers live in this process, which needs none, or
+    on machines that need not see its disk.
     """
-    if run.execute.launcher == "in-process":
+    if run.execute.launcher != "local":
         yield None
         return
     from executor.kept_tokens import remove_all

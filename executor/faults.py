@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, assert_never
 import msgspec
 from msgspec.structs import replace
 
-from executor.carriers.handles import Handle, LocalProcess, WorkerLostError
+from executor.carriers.handles import Handle, Process, WorkerLostError
 from executor.carriers.rank_handles import RankHandles
 from executor.roles import VerifierRole
 from executor.samples import Completion
@@ -39,7 +39,7 @@ TRAINER: Literal["trainer"] = "trainer"
 
 T = TypeVar("T")
 CallOf = Callable[..., Awaitable[Any]]
-Blow = Callable[[LocalProcess, CallOf, tuple[Any, ...]], Awaitable[Any]]
+Blow = Callable[[Process, CallOf, tuple[Any, ...]], Awaitable[Any]]
 """Calls a process with these arguments, and returns or raises what a fault leaves of that."""
 
 
@@ -66,7 +66,7 @@ def read_struck(directory: Path) -> list[StruckFault]:
 class Exposed(Handle):
     """A handle on a process of which the next call of a method can be struck."""
 
-    def __init__(self, process: LocalProcess) -> None:
+    def __init__(self, process: Process) -> None:
         self.process = process
         self.blows: dict[str, Blow] = {}
         """By method."""
@@ -109,7 +109,7 @@ class RealFaults:
             return handle
         if isinstance(handle, RankHandles):  # what strikes a trainer strikes its last rank
             handle.ranks[-1] = self.expose(who, handle.ranks[-1])
-        if not isinstance(handle, LocalProcess):
+        if not isinstance(handle, Process):
             return handle
         self._workers[who] = Exposed(handle)
         return self._workers[who]
@@ -139,9 +139,9 @@ class RealFaults:
         worker = self._workers[command.replica if isinstance(command, Generate) else TRAINER]
         match fault.kind:
             case "replica-dies" | "trainer-dies-training":
-                os.kill(worker.process.pid, signal.SIGKILL)
+                worker.process.send_signal(signal.SIGKILL)
             case "replica-hangs":
-                os.kill(worker.process.pid, signal.SIGSTOP)
+                worker.process.send_signal(signal.SIGSTOP)
             case "replica-garbles":
                 worker.blows["generate"] = garble(number)
             case "trainer-dies-pushing":
@@ -178,18 +178,18 @@ class RealFaults:
 # Blows --------------------------------------------------------------------------------------------
 
 
-async def kill_as_it_writes(process: LocalProcess, call: CallOf, arguments: tuple[Any, ...]) -> Any:
+async def kill_as_it_writes(process: Process, call: CallOf, arguments: tuple[Any, ...]) -> Any:
     """Kill a process once the first of what it was told to write is there, at the latest before its answer is heard."""
     target = Path(arguments[-1])
     before = _entries(target)
     work = asyncio.ensure_future(call(*arguments))
     while not work.done() and _entries(target) == before:
         await asyncio.sleep(LOOK_TIME)
-    os.kill(process.pid, signal.SIGKILL)
+    process.send_signal(signal.SIGKILL)
     while not process.is_lost:  # answers to other calls that were sent before count
         await asyncio.sleep(LOOK_TIME)
     await work
-    raise WorkerLostError(f"worker process {process.pid} was killed as it answered")
+    raise WorkerLostError("a worker was killed as it answered")
 
 
 def _entries(target: Path) -> list[Path]:
@@ -201,7 +201,7 @@ def _entries(target: Path) -> list[Path]:
 def slow_down(factor: float) -> Blow:
     """Return what makes a call take `factor` times as long."""
 
-    async def wait(process: LocalProcess, call: CallOf, arguments: tuple[Any, ...]) -> Any:
+    async def wait(process: Process, call: CallOf, arguments: tuple[Any, ...]) -> Any:
         began_at = time.monotonic()
         answer = await call(*arguments)
         await asyncio.sleep((factor - 1) * (time.monotonic() - began_at))
@@ -210,13 +210,13 @@ def slow_down(factor: float) -> Blow:
     return wait
 
 
-async def drop(process: LocalProcess, call: CallOf, arguments: tuple[Any, ...]) -> Any:
+async def drop(process: Process, call: CallOf, arguments: tuple[Any, ...]) -> Any:
     """Let nobody hear of a push that was sent."""
     await call(*arguments)
     raise ConnectionError("a fault: the link dropped it")
 
 
-async def fill_disk(process: LocalProcess, call: CallOf, arguments: tuple[Any, ...]) -> Any:
+async def fill_disk(process: Process, call: CallOf, arguments: tuple[Any, ...]) -> Any:
     """Let a process write to a disk that is full: a tmpfs, where this user may mount one."""
     path = Path(arguments[-1])
     with tempfile.TemporaryDirectory(prefix="streamrl-full-") as full:
@@ -240,7 +240,7 @@ def _mount(directory: str) -> bool:
 def garble(number: int) -> Blow:
     """Return what makes a replica's answer one that is none: `number` says in which way."""
 
-    async def change(process: LocalProcess, call: CallOf, arguments: tuple[Any, ...]) -> Completion:
+    async def change(process: Process, call: CallOf, arguments: tuple[Any, ...]) -> Completion:
         answer: Completion = await call(*arguments)
         output = answer.output
         changed: tuple[dict[str, Any], ...] = (

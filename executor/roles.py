@@ -1,4 +1,4 @@
-"""The contracts of the four roles: what the controller asks of each, whoever plays it and wherever it lives.
+"""The contracts of the roles: what the controller asks of each, whoever plays it and wherever it lives.
 
 `tests/test_contracts.py` holds every implementation to them.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from executor.samples import Completion, Loaded, Manifest, Request, Sample
+from executor.transfer.parcel import Arrived, Parcel
 from streamrl.engine.messages import PushWeights, WeightsPushed
 
 if TYPE_CHECKING:
@@ -125,14 +126,54 @@ Write = Callable[[int, Path], Awaitable[Manifest]]
 """Writes the weights of a version to a directory: a trainer's `push`."""
 
 
+class RelayRole(Protocol):
+    """Holds weight versions on one machine, and makes what other relays need of them."""
+
+    async def start(self) -> str:
+        """Make the directory of versions, and return its path."""
+
+    async def pack(self, manifest: Manifest, kind: str, base: Manifest | None) -> Parcel:
+        """Return what another place needs to have a version that was written here; see `ParcelKind`.
+
+        An error where the base has other tensors.
+        """
+
+    async def read(self, path: str, offset: int, size: int) -> bytes:
+        """Return bytes of a file below the directory; an error where it lies elsewhere."""
+
+    async def receive(self, version: int, piece: int, offset: int, data: bytes) -> None:
+        """Take bytes of a piece of a parcel."""
+
+    async def unpack(self, parcel: Parcel, is_here: bool) -> Arrived:
+        """Make a version of a parcel that was received, or whose pieces can be read here.
+
+        An error where its base is not here, or anything is not what was sent; nothing has changed then.
+        """
+
+    async def keep(self, checksums: list[str]) -> None:
+        """Remove every unpacked version but these."""
+
+    async def remove(self, version: int) -> None:
+        """Remove a version that was written here."""
+
+    async def stop(self) -> None:
+        """Leave nothing behind."""
+
+
 class TransferRole(Protocol):
     """Brings pushed weights to where replicas load them; a version stays until a newer one is there."""
 
-    manifests: dict[int, Manifest]
-    """What a replica loads, by version."""
+    def join(self, replica: int, place: str) -> None:
+        """Enter where a replica loads weights."""
+
+    def leave(self, replica: int) -> None:
+        """Enter that a replica is gone."""
 
     async def push(self, command: PushWeights) -> WeightsPushed:
         """Send a version to where replicas can load it."""
+
+    async def fetch(self, version: int, replica: int) -> Manifest | None:
+        """Return what a replica that has joined loads; None for a version that was never pushed."""
 
     def hold(self, version: int) -> None:
         """Keep a version for someone who will load it, also where a newer one is there."""
@@ -140,5 +181,8 @@ class TransferRole(Protocol):
     def release(self, version: int) -> None:
         """Let go of a version that was held."""
 
+    async def close(self) -> None:
+        """End whoever brings weights, and leave nothing behind."""
+
     def stop(self) -> None:
-        """Leave nothing behind, also of a push that broke off."""
+        """Leave nothing behind, also of a push that broke off, from any thread."""

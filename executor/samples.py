@@ -84,11 +84,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     buckets: list[Bucket]
+    origin: str = ""
+    """Checksum of the adapters that these weights were merged from; none where they were pushed as they are."""
 
     @property
     def checksum(self) -> str:
-        """Of every bucket that is as it was written."""
-        return combine(bucket.checksum for bucket in self.buckets)
+        """Of what was pushed, where every bucket is as it was written."""
+        return self.origin or combine(bucket.checksum for bucket in self.buckets)
 
     @property
     def num_bytes(self) -> int:

@@ -263,7 +263,9 @@ class RealWorld(World[Trace]):
         return Verified(rollout, buffered.reward)
 
     async def _load(self, command: LoadWeights) -> Event:
-        manifest = self._transfer.manifests[command.version]
+        manifest = await self._transfer.fetch(command.version, command.replica)
+        if manifest is None:
+            raise KeyError(f"weights of version {command.version} were never pushed")
         return await self._replicas[command.replica].load(command, manifest)
 
     async def _abort(self, command: Abort) -> None:
@@ -275,16 +277,17 @@ class RealWorld(World[Trace]):
         return PromptsDrawn(command.step, command.oldest_version, groups)
 
     async def _start_replica(self, command: StartReplica) -> Event:
-        manifest = self._transfer.manifests.get(command.version)
         model = self._initial_model()
         handle = await self._launcher.replica(command.replica, command.kind, model)
+        self._transfer.join(command.replica, self._launcher.place_of(command.replica))
         replica = Replica(self._faults.expose(command.replica, handle), self._buffer)
         self._replicas[command.replica] = replica
+        manifest = await self._transfer.fetch(command.version, command.replica)
         return await replica.start(command, manifest)
 
     async def _stop_replica(self, command: StopReplica) -> Event:
         await self._replicas[command.replica].stop()
-        self._launcher.free(command.replica)
+        self._free(command.replica)
         del self._replicas[command.replica]
         return ReplicaStopped(command.replica)
 
@@ -341,7 +344,7 @@ class RealWorld(World[Trace]):
         if isinstance(command, StartReplica):
             if command.replica in self._replicas:
                 self._replicas.pop(command.replica).kill("did not come up")
-            self._launcher.free(command.replica)
+            self._free(command.replica)
         if not isinstance(command, Abort | Take | Skip | Drop | Resize | Stop):
             self.emit(self._what_is_left(command, error) or Failed(command, reason))
 
@@ -354,8 +357,12 @@ class RealWorld(World[Trace]):
     def _lose_replica(self, replica_id: int, reason: str) -> None:
         """Report a replica's loss with the first of its commands that fail of it."""
         if self._replicas.pop(replica_id, None) is not None:
-            self._launcher.free(replica_id)
+            self._free(replica_id)
             self.emit(ReplicaLost(replica_id, reason))
+
+    def _free(self, replica: int) -> None:
+        self._transfer.leave(replica)
+        self._launcher.free(replica)
 
     def _lose_trainer(self, trainer_id: int, reason: str) -> None:
         """Report a trainer's loss with the first of its commands that fail of it."""
@@ -378,4 +385,4 @@ class RealWorld(World[Trace]):
         replicas = (replica.stop() for replica in self._replicas.values())
         await asyncio.gather(*replicas, self._trainer.stop(), return_exceptions=True)
         self._verifier.close()
-        self._transfer.stop()
+        await self._transfer.close()

@@ -60,6 +60,18 @@ class ScriptedTransfer(TransferRole):
         self.manifests: dict[int, Manifest] = {}
         self._held: list[int] = []
 
+    def join(self, replica: int, place: str) -> None:
+        pass
+
+    def leave(self, replica: int) -> None:
+        pass
+
+    async def fetch(self, version: int, replica: int) -> Manifest | None:
+        return self.manifests.get(version)
+
+    async def close(self) -> None:
+        self.stop()
+
     async def push(self, command: PushWeights) -> WeightsPushed:
         manifest = await self._write(command.version, Path(os.devnull))
         self.manifests[command.version] = self.manifests.pop(command.version, manifest)
@@ -106,6 +118,9 @@ class ScriptedLauncher:
 
     def free(self, replica_id: int) -> None:
         self.replicas.pop(replica_id, None)
+
+    def place_of(self, replica_id: int) -> str:
+        return "here"
 
     async def _start(self, role: str, number: int) -> Handle:
         failure_rate = self._options.get("failure_rate", 0.0) if role == REPLICA else 0.0

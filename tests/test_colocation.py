@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from executor.carriers.handles import Handle, InProcess
-from executor.carriers.launch import Launcher
 from executor.carriers.placement import Place
 from executor.record import RunDirectory
 from sim.costs.colocation import PhaseChange, count_moved

@@ -1,4 +1,4 @@
-"""The contracts of the four roles, held against everything that plays one, wherever it lives."""
+"""The contracts of the roles, held against everything that plays one, wherever it lives."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ import numpy as np
 import pytest
 
 from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
-from executor.carriers.launch import REPLICA, TRAINER
+from executor.carriers.launch import RELAY, REPLICA, TRAINER
 from executor.carriers.remote import remote
 from executor.checksums import combine
 from executor.roles import ReplicaRole, TrainerRole, TransferRole, VerifierRole, Write
 from executor.samples import Bucket, Completion, Manifest, Request, Sample
 from executor.tokens import TokenSegment, count_tokens, encode_ids, read_block, write_block
+from executor.transfer.relayed_transfer import RelayedTransfer
 from executor.transfer.shared_memory import write_buckets
 from executor.transfer.transfer import Transfer
 from executor.verifier.verifier import Verifier
 from streamrl.engine.messages import PushWeights, WeightsPushed
+from streamrl.runfile.sides_config import SyncConfig
 from tests import scripted
 from tests.engines import NAMES, params
 from tests.scripted_roles import tokens_of
@@ -400,11 +402,28 @@ def test_a_verifier_gives_rewards_and_refuses_a_record_that_nothing_can_be_held_
     asyncio.run(asyncio.wait_for(go(), timeout=60))
 
 
-@pytest.mark.parametrize("kind", [Transfer, scripted.ScriptedTransfer])
+def relayed(write: Write) -> RelayedTransfer:
+    """Return a transfer whose relays live in this process."""
+
+    async def start(place: str | None) -> InProcess:
+        return InProcess(RELAY, {"model": "", "dtype": "float32"})
+
+    return RelayedTransfer(write, SyncConfig(), start)
+
+
+@pytest.mark.parametrize("kind", [Transfer, scripted.ScriptedTransfer, relayed])
 def test_a_transfer_keeps_what_is_wanted_and_leaves_nothing(
     kind: Callable[[Write], TransferRole], buckets: list[Bucket]
 ) -> None:
     found: list[Path] = []
+
+    async def pushed(transfer: TransferRole, version: int) -> WeightsPushed:
+        event = await transfer.push(PushWeights(version, 0))
+        return WeightsPushed(event.version, event.num_bytes, event.checksum)
+
+    async def versions(transfer: TransferRole) -> list[int]:
+        fetched = [await transfer.fetch(version, 0) for version in range(4)]
+        return [manifest.version for manifest in fetched if manifest is not None]
 
     async def write(version: int, directory: Path) -> Manifest:
         found.append(directory)
@@ -414,16 +433,19 @@ def test_a_transfer_keeps_what_is_wanted_and_leaves_nothing(
         transfer = kind(write)
         num_bytes = sum(bucket.num_bytes for bucket in buckets)
         checksum = combine(bucket.checksum for bucket in buckets)
-        assert await transfer.push(PushWeights(1, 0)) == WeightsPushed(1, num_bytes, checksum)
+        transfer.join(0, "here")
+        assert await versions(transfer) == []
+        assert await pushed(transfer, 1) == WeightsPushed(1, num_bytes, checksum)
         transfer.hold(1)
-        assert await transfer.push(PushWeights(2, 0)) == WeightsPushed(2, num_bytes, checksum)
-        assert list(transfer.manifests) == [1, 2]
+        assert await pushed(transfer, 2) == WeightsPushed(2, num_bytes, checksum)
+        assert await versions(transfer) == [1, 2]
         transfer.release(1)
-        assert list(transfer.manifests) == [2]
+        assert await versions(transfer) == [2]
         transfer.hold(2)
         transfer.release(2)
-        assert list(transfer.manifests) == [2]
-        transfer.stop()
+        assert await versions(transfer) == [2]
+        transfer.leave(0)
+        await transfer.close()
 
     asyncio.run(go())
     assert not found[0].is_dir()

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from streamrl.engine.messages import ReplicaLost, TrainerLost, WeightsLoaded
+from streamrl.engine.messages import ReplicaLost, TrainerLost, WeightsLoaded, WeightsPushed
 from streamrl.record.trace import Trace, read_trace, replay
 from streamrl.runfile.policies_config import SystemName
 from tests.command_line import streamrl
@@ -73,6 +73,32 @@ def test_every_trainer_trains(
     trace = execute(tmp_path, "transformers", *settings)
     loaded = [e.event.checksum for e in trace.entries if isinstance(e.event, WeightsLoaded)]
     assert len({*loaded}) >= 2
+
+
+MODES = {
+    "delta": ("sync.mode=delta", "model.dtype=bfloat16", "sync.anchor_every=3"),
+    "lora": ("sync.mode=lora", "sync.lora_rank=4", "algorithm.learning_rate=0.05"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("backend", "num_ranks", "zero"), [pytest.param("torch", 1, 0, id="torch-1"), *TRAINERS]
+)
+def test_weights_go_every_way(
+    backend: str, num_ranks: int, zero: int, mode: str, tmp_path: Path
+) -> None:
+    settings = ("algorithm.steps=5", "policies.system=stream-async", *MODES[mode])
+    own = of_trainer(backend, num_ranks, zero)
+    trace = execute(tmp_path, "transformers", *settings, *own)
+    pushed = {e.event.version: e.event for e in trace.entries if isinstance(e.event, WeightsPushed)}
+    loaded = [e.event for e in trace.entries if isinstance(e.event, WeightsLoaded)]
+    assert len({event.checksum for event in loaded}) >= 2
+    assert all(event.checksum == pushed[event.version].checksum for event in loaded)
+    assert any(event.decode_time > 0 for event in pushed.values())
+    if mode == "lora":
+        whole = (tmp_path / "model" / "model.safetensors").stat().st_size
+        assert all(event.num_bytes < whole for event in pushed.values())
 
 
 @pytest.mark.parametrize(("backend", "num_ranks", "zero"), [TRAINERS[0], TRAINERS[2]])

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from executor.back_ends import check_back_ends
-from executor.carriers.launch import Launcher
 from executor.carriers.local_gpus import gpus_needed
+from executor.carriers.local_launch import LocalLauncher
 from executor.carriers.placement import Placement
 from executor.record import RunDirectory
 from sim.batch_time import generate_batch
@@ -269,7 +269,7 @@ def test_a_replica_is_launched_as_its_kind_says(
 
     monkeypatch.setattr(Launcher, "_start", start)
     run = run_of({"pool": "near", "replicas": 1, "max_running": 7})
-    launcher = Launcher(run, RunDirectory(tmp_path))
+    launcher = LocalLauncher(run, RunDirectory(tmp_path))
     for replica, kind in enumerate(run.rollout.kind_of_each):
         asyncio.run(launcher.replica(replica, kind, "model"))
     assert [config["max_running"] for config in started] == [4, 4, 7]

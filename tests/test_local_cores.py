@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from executor.carriers import local_cores
-from executor.carriers.launch import Launcher
 from executor.carriers.local_cores import roles_on_cores, threads_of, usable_cores
+from executor.carriers.local_launch import LocalLauncher
 from executor.carriers.placement import Place
 from executor.checkup import readiness
 from executor.record import RunDirectory
@@ -69,7 +69,7 @@ def test_roles_on_the_cpu_have_all_cores_between_them(tmp_path: Path) -> None:
     run = local_run(tmp_path, cluster__pools=pools, rollout__replicas=3)
     assert (roles_on_cores(run), threads_of(run)) == (4, 4)
     assert threads_of(local_run(tmp_path, execute__threads=3)) == 3
-    launcher = Launcher(run, RunDirectory(tmp_path / "run"))
+    launcher = LocalLauncher(run, RunDirectory(tmp_path / "run"))
     assert launcher.environment(Place("here", 0, (0,)))["OMP_NUM_THREADS"] == "4"
 
 

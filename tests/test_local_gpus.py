@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from executor.carriers import local_gpus
-from executor.carriers.launch import Launcher
 from executor.carriers.local_gpus import LocalGpus, claim_gpus, gpus_needed, usable_gpus
+from executor.carriers.local_launch import LocalLauncher
 from executor.carriers.placement import Place, Placement
 from executor.checkup import readiness
 from executor.execute import check_executable, execute
@@ -63,10 +63,10 @@ def seen(run: Run, names: str, *places: Place) -> list[str]:
 
 def test_each_role_sees_only_the_inherited_gpu_of_its_place(tmp_path: Path) -> None:
     run = local_run(tmp_path, execute__device="cuda")
-    launcher, placement = Launcher(run, RunDirectory(tmp_path), ["7", GPU]), Placement(run)
+    launcher, placement = LocalLauncher(run, RunDirectory(tmp_path), ["7", GPU]), Placement(run)
     assert launcher.environment(placement.replica(0))[local_gpus.VARIABLE] == "7"
     assert launcher.environment(placement.trainer[0])[local_gpus.VARIABLE] == GPU
-    on_cpu = Launcher(local_run(tmp_path), RunDirectory(tmp_path))
+    on_cpu = LocalLauncher(local_run(tmp_path), RunDirectory(tmp_path))
     assert local_gpus.VARIABLE not in on_cpu.environment(placement.trainer[0])
 
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from executor.carriers.handles import LocalProcess, WorkerLostError
 from executor.carriers.launch import TRAINER, worker_environment
+from executor.carriers.local_launch import LOOPBACK
 from executor.carriers.rank_handles import RankHandles
 from executor.carriers.remote import remote
 from executor.roles import TrainerRole
@@ -66,7 +67,7 @@ async def trainer(
         backend=shape.backend,
         zero=shape.zero,
         num_ranks=shape.num_ranks,
-        rendezvous=str(rendezvous),
+        rendezvous=f"file://{rendezvous}",
         **{"learning_rate": RATE, **changes},
     )
     ranks = [
@@ -74,11 +75,11 @@ async def trainer(
             role,
             msgspec.to_builtins(msgspec.structs.replace(config, rank=rank)),
             directory / f"rank-{rank}.log",
-            worker_environment(1),
+            {**worker_environment(1), "GLOO_SOCKET_IFNAME": LOOPBACK},
         )
         for rank in range(shape.num_ranks)
     ]
-    handles = RankHandles(ranks, rendezvous)
+    handles = RankHandles(ranks, lambda: rendezvous.unlink(missing_ok=True))
     try:
         yield remote(TrainerRole, handles), handles
     finally:
@@ -267,7 +268,7 @@ def test_a_lost_rank_is_a_lost_trainer(
 
 
 def test_samples_are_dealt_by_tokens_and_stay_where_they_were_scored() -> None:
-    handles = RankHandles([None, None], Path("nowhere"))  # type: ignore[list-item]
+    handles = RankHandles([None, None], lambda: None)  # type: ignore[list-item]
     samples = make_samples(5, 40)
     shares = handles.deal("score", samples)
     assert sorted(s.rollout for share in shares for s in share) == list(range(40))

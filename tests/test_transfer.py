@@ -19,11 +19,11 @@ from executor.transfer.shared_directory import SharedDirectory, remove_abandoned
 from executor.transfer.shared_memory import (
     cast_tensors,
     read_buckets,
-    remove_version,
     replaced_directory,
     write_buckets,
 )
 from executor.transfer.transfer import Transfer
+from executor.transfer.version_directory import remove_version
 from streamrl.engine.messages import PushWeights, WeightsPushed
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from executor.carriers.heartbeat import PATIENCE, PING_TIME, Heartbeat
 from executor.carriers.wire import PING, Answer, Call, decode, read_frame, write_frame
@@ -31,6 +32,27 @@ Config = dict[str, object]
 
 class WorkerLostError(ConnectionError):
     """The process that a role lives in has died."""
+
+
+@runtime_checkable
+class Process(Protocol):
+    """A handle on a process that faults can strike."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is known that nothing more comes from it."""
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Let the process suffer a signal."""
+
+    async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
+        """Run a method of the role."""
+
+    def kill(self, reason: str) -> None:
+        """Kill the process."""
+
+    async def close(self) -> None:
+        """End the process."""
 
 
 class Handle(ABC):
@@ -140,6 +162,10 @@ class LocalProcess(Handle):
     def is_lost(self) -> bool:
         """Whether it is known that nothing more comes from it."""
         return self._lost is not None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Let the process suffer a signal."""
+        os.kill(self.pid, number)
 
     @property
     def exit_status(self) -> int | None:

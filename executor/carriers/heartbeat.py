@@ -23,7 +23,8 @@ answer, while it imports what its role needs."""
 class Heartbeat:
     """The signs of life of one process, counted in pings; it is told when one is due and when one is answered."""
 
-    def __init__(self, pid: int, patience: float) -> None:
+    def __init__(self, pid: int | None, patience: float) -> None:
+        """Begin with a process of this machine, or with one whose CPU time nobody tells."""
         self._pid = pid
         self._patience = patience
         self._num_silent = 0
@@ -49,7 +50,7 @@ class Heartbeat:
         if not self._is_waiting:
             self._is_waiting = True
             return True
-        work_time = cpu_ticks(self._pid)
+        work_time = 0 if self._pid is None else cpu_ticks(self._pid)
         if work_time != self._work_time:
             self._work_time = work_time
             self._num_silent = 0

@@ -1,46 +1,40 @@
-"""Where roles live: starts replicas and the trainer as processes of this machine, or in this process."""
+"""What roles are told as they start, wherever they live."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import sys
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 
-from executor.carriers.handles import Handle, InProcess, LocalProcess
-from executor.carriers.local_cores import threads_of
-from executor.carriers.local_gpus import LocalGpus, device_of
-from executor.carriers.placement import Place, Placement
-from executor.carriers.rank_handles import RankHandles
+from executor.carriers.handles import Config, Handle
+from executor.carriers.local_gpus import device_of
 from executor.record import RunDirectory
 from streamrl.runfile.config import Run
 
 REPLICA = "executor.rollout.replica_worker:ReplicaWorker"
 TRAINER = "executor.trainer.trainer_worker:TrainerWorker"
-LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
-"""Over which ranks talk: all are on this machine."""
+RELAY = "executor.transfer.relay:RelayWorker"
 KEPT_BYTES = 2**30
 """Freed host memory that a worker keeps for its next tensors. glibc hands tensors of more than about a megabyte
 back to the kernel and faults their pages in again every step: on a CPU that made decode steps of 64 rollouts
 two to three times slower."""
 
 
-class Launcher:
-    """Makes handles on roles, each on the GPUs of this machine that its place stands for."""
+class Launcher(ABC):
+    """Makes handles on roles."""
 
-    def __init__(self, run: Run, directory: RunDirectory, gpus: Sequence[str] = ()) -> None:
+    def __init__(self, run: Run, directory: RunDirectory) -> None:
         self._run = run
         self._directory = directory
-        self._placement = Placement(run)
-        self._gpus = LocalGpus(run, gpus)
-        self._num_trainers = 0
-        """Trainers with several ranks that were started."""
+        self._num_relays = 0
+
+    @property
+    @abstractmethod
+    def num_threads(self) -> int:
+        """CPU threads of each role."""
 
     async def replica(self, replica_id: int, kind: int, model: str) -> Handle:
         """Start the role of a replica of a kind on GPUs that no living replica has."""
         run = self._run.of_kind(kind)
-        place = self._placement.replica(replica_id, kind)
-        config: dict[str, object] = {
+        config: Config = {
             "model": model,
             "tokenizer": model,
             "max_running": run.rollout.max_running,
@@ -57,17 +51,13 @@ class Launcher:
             "save_time": float(run.execute.save_tokens_every),
             **self._common(run.rollout.pool),
         }
-        return await self._start(REPLICA, config, f"replica-{replica_id}", place)
-
-    def free(self, replica_id: int) -> None:
-        """Give the GPUs of a replica that is gone back."""
-        self._placement.free(replica_id)
+        return await self._start_replica(replica_id, kind, config)
 
     async def trainer(self) -> Handle:
         """Start the role of the trainer, on each of its ranks."""
         run = self._run
         algorithm = run.algorithm
-        config: dict[str, object] = {
+        config: Config = {
             "model": run.model.path,
             "learning_rate": algorithm.learning_rate,
             "temperature": run.rollout.temperature,
@@ -80,44 +70,53 @@ class Launcher:
             "packing": run.trainer.packing,
             "seed": run.seed,
             "backend": run.trainer.backend,
+            "adapter_rank": run.sync.lora_rank if run.sync.mode == "lora" else None,
             **self._common(run.trainer.pool),
         }
-        places = self._placement.trainer
-        if len(places) == 1 and run.trainer.backend == "torch":
-            return await self._start(TRAINER, config, "trainer", places[0])
-        self._num_trainers += 1
-        rendezvous = self._directory.logs / f".rendezvous-{os.getpid()}-{self._num_trainers}"
-        rendezvous.unlink(missing_ok=True)
-        config |= {
-            "zero": run.trainer.zero,
-            "num_ranks": len(places),
-            "rendezvous": str(rendezvous.resolve()),
-        }
-        ranks = [
-            self._start(TRAINER, {**config, "rank": rank}, f"trainer-{rank}", place)
-            for rank, place in enumerate(places)
-        ]
-        return RankHandles(await asyncio.gather(*ranks), rendezvous)
+        num_ranks = run.trainer.num_gpus
+        if num_ranks == 1 and run.trainer.backend == "torch":
+            return await self._start_trainer(config)
+        config |= {"zero": run.trainer.zero, "num_ranks": num_ranks}
+        return await self._start_ranks([{**config, "rank": rank} for rank in range(num_ranks)])
 
-    def _common(self, pool: str) -> dict[str, object]:
+    async def relay(self, place: str | None) -> Handle:
+        """Start the relay of a place, or the one beside the trainer."""
+        run = self._run
+        config: Config = {"model": run.model.path, "dtype": run.model.dtype}
+        self._num_relays += 1
+        return await self._start_relay(place, config, f"relay-{self._num_relays}")
+
+    @abstractmethod
+    def free(self, replica_id: int) -> None:
+        """Give the GPUs of a replica that is gone back."""
+
+    @abstractmethod
+    def place_of(self, replica_id: int) -> str:
+        """Return where a replica loads weights: those of one place share a relay."""
+
+    @abstractmethod
+    def is_beside_trainer(self, place: str) -> bool:
+        """Whether a place sees the files of the trainer's machine."""
+
+    @abstractmethod
+    async def _start_replica(self, replica_id: int, kind: int, config: Config) -> Handle: ...
+
+    @abstractmethod
+    async def _start_trainer(self, config: Config) -> Handle: ...
+
+    @abstractmethod
+    async def _start_ranks(self, configs: list[Config]) -> Handle: ...
+
+    @abstractmethod
+    async def _start_relay(self, place: str | None, config: Config, name: str) -> Handle: ...
+
+    def _common(self, pool: str) -> Config:
         return {
             "device": device_of(self._run, pool),
             "dtype": self._run.model.dtype,
-            "num_threads": threads_of(self._run),
+            "num_threads": self.num_threads,
             "deterministic": self._run.execute.deterministic,
         }
-
-    async def _start(self, role: str, config: dict[str, object], name: str, place: Place) -> Handle:
-        if self._run.execute.launcher == "in-process":
-            return InProcess(role, config)
-        log = self._directory.logs / f"{name}.log"
-        return await LocalProcess.start(
-            role, config, log, self.environment(place), self._run.execute.patience
-        )
-
-    def environment(self, place: Place) -> dict[str, str]:
-        """Return what the process of a role finds in its environment beside what this one has."""
-        return worker_environment(threads_of(self._run)) | self._gpus.environment(place)
 
 
 def worker_environment(threads: int) -> dict[str, str]:
@@ -126,5 +125,4 @@ def worker_environment(threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES),
         "MALLOC_MMAP_THRESHOLD_": str(KEPT_BYTES),
-        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK),
     }

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from executor.carriers.handles import Handle, WorkerLostError
@@ -29,10 +28,10 @@ T = TypeVar("T")
 class RankHandles(Handle):
     """The ranks of one trainer."""
 
-    def __init__(self, ranks: Sequence[Handle], rendezvous: Path) -> None:
-        """Take a handle on each rank, and the file through which they found each other."""
+    def __init__(self, ranks: Sequence[Handle], forget: Callable[[], None]) -> None:
+        """Take a handle on each rank, and what removes that through which they found each other."""
         self.ranks = list(ranks)
-        self._rendezvous = rendezvous
+        self._forget_rendezvous = forget
         self._rank_of: dict[int, int] = {}
         """By rollout that was scored."""
 
@@ -94,7 +93,7 @@ class RankHandles(Handle):
 
     def _forget(self) -> None:
         with contextlib.suppress(OSError):
-            self._rendezvous.unlink(missing_ok=True)
+            self._forget_rendezvous()
 
 
 def _errors(calls: Sequence[asyncio.Future[Any]]) -> list[BaseException]:

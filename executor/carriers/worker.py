@@ -49,7 +49,7 @@ def make_role(role_path: str, config: object) -> Any:
 async def _answer(role: Any, call: Call, writer: asyncio.StreamWriter) -> None:
     try:
         method = getattr(role, call.method)
-        result = await method(*_typed(method, call.arguments))
+        result = await method(*typed_arguments(method, call.arguments))
         write_frame(writer, Answer(call.id, "result", encode(result)))
     except Exception as error:  # crosses the process boundary as text, and becomes `Failed` there
         with suppress(OSError):  # its log's disk is full
@@ -59,7 +59,7 @@ async def _answer(role: Any, call: Call, writer: asyncio.StreamWriter) -> None:
     await writer.drain()
 
 
-def _typed(method: Any, arguments: list[Any]) -> list[Any]:
+def typed_arguments(method: Any, arguments: list[Any]) -> list[Any]:
     """Convert plain data to the types that the method declares."""
     hints = get_type_hints(method)
     hints.pop("return", None)

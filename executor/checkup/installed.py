@@ -13,8 +13,17 @@ from streamrl.doctor.finding import Finding, Level
 from streamrl.runfile.config import Run
 
 PACKAGE = "streamrl"
-EXTRA_OF = {"torch": "executor", "deepspeed": "deepspeed", "local": "", "in-process": ""}
-"""The extra of this package that a trainer or a launcher comes with; "" where the core is enough. Ranges stand
+EXTRA_OF = {
+    "torch": "executor",
+    "deepspeed": "deepspeed",
+    "local": "",
+    "in-process": "",
+    "ray": "ray",
+    "full": "",
+    "delta": "",
+    "lora": "lora",
+}
+"""The extra of this package that a trainer, a launcher or a way of weights comes with; "" where the core is enough. Ranges stand
 in pyproject.toml alone, and are read from the installed package's metadata."""
 SHOWN = {"torch", "transformers", "safetensors"}
 """Packages whose versions are told where nothing is wrong."""
@@ -26,7 +35,7 @@ def requirements(run: Run) -> list[Requirement]:
     Raises:
         PackageNotFoundError: this package is not installed.
     """
-    asked = (run.trainer.backend, run.execute.launcher)
+    asked = (run.trainer.backend, run.execute.launcher, run.sync.mode)
     engines = {extra_of(own.backend, device_of(run, own.pool)) for own in run.rollout.kinds}
     extras = engines | {EXTRA_OF[name] for name in asked}
     found = map(Requirement, importlib.metadata.requires(PACKAGE) or [])

@@ -33,6 +33,10 @@ RAN = {
         Ran("trainer.data_parallel > 1", "`make test`, `make test-deepspeed`", NEVER),
         Ran("execute.launcher = local", "every test and benchmark", NEVER),
         Ran("execute.launcher = in-process", "`make test`", NEVER),
+        Ran("execute.launcher = ray", "`make test-ray`", NEVER),
+        Ran("sync.mode = full", "every test and benchmark", NEVER),
+        Ran("sync.mode = delta", "`make test`, in bfloat16", NEVER),
+        Ran("sync.mode = lora", "`make test`", NEVER),
     )
 }
 
@@ -49,6 +53,7 @@ def choices_of(run: Run) -> Iterator[tuple[str, str]]:
     if run.trainer.data_parallel > 1:
         yield "trainer.data_parallel > 1", trains_on
     yield f"execute.launcher = {run.execute.launcher}", trains_on
+    yield f"sync.mode = {run.sync.mode}", trains_on
 
 
 def find(run: Run) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from executor.roles import RoleLostError
+from executor.trainer.adapters import save_model
 from executor.trainer.losses import average_gradients
 from executor.trainer.optimizer import make_optimizer
 from executor.trainer.rank_group import RankGroup
@@ -48,7 +49,8 @@ class DeepSpeedBackend:
         """
         if self._settings.zero == 0:
             module = self._engine.module
-            self._ranks.sum_tensors([parameter.grad for parameter in module.parameters()])
+            trained = [each for each in module.parameters() if each.requires_grad]
+            self._ranks.sum_tensors([parameter.grad for parameter in trained])
             norm = average_gradients(module, count, self._settings.max_grad_norm)
             self._engine.step()
             return norm
@@ -81,9 +83,9 @@ class DeepSpeedBackend:
 
     def save(self, path: Path, version: int) -> None:
         """Write whole weights on the first rank, and what DeepSpeed needs of each."""
-        whole = dict(self.weights())
+        weights = dict(self.weights())
         if self._ranks.is_first:
-            self._engine.module.save_pretrained(path, state_dict=whole)
+            save_model(self._engine.module, weights.items(), path)
         client_state = {"version": version}
         self._engine.save_checkpoint(str(path), self._tag, client_state, save_latest=False)
 

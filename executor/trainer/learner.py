@@ -19,6 +19,7 @@ from executor.pretrained import load_pretrained
 from executor.samples import Manifest, Sample
 from executor.tokens import ID, LOGPROB
 from executor.trainer import losses
+from executor.trainer.adapters import adapters_of, add_adapters, load_adapters
 from executor.trainer.backends import make_backend
 from executor.trainer.passes import attend_apart, output_logprobs, passes
 from executor.trainer.rank_group import RankGroup
@@ -158,9 +159,13 @@ class Learner:
         """Write the weights in the dtype that rollouts compute in; the first rank does, with the help of all."""
         if version != self.version:
             raise ValueError(f"push must write the current version {self.version}, got {version}")
-        tensors = cast_tensors(dict(self.backend.weights()), DTYPES[self.config.dtype])
+        weights, dtype = dict(self.backend.weights()), DTYPES[self.config.dtype]
         if not self.ranks.is_first:
             return Manifest(version=version, buckets=[])
+        has_adapters = self.config.adapter_rank is not None
+        tensors = (
+            adapters_of(weights.items(), dtype) if has_adapters else cast_tensors(weights, dtype)
+        )
         return write_buckets(tensors, directory, version)
 
     def save(self, path: Path) -> None:
@@ -238,7 +243,11 @@ def load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:
     """Join the other ranks, and load the initial weights (version 0) or a checkpoint."""
     ranks = RankGroup(config)
     torch.manual_seed(config.seed)
-    model = _load_model(checkpoint or config.model, config)
+    model = _load_model(config.model if config.adapter_rank else checkpoint or config.model, config)
+    if config.adapter_rank is not None:
+        add_adapters(model, config.adapter_rank)
+        if checkpoint is not None:
+            load_adapters(model, Path(checkpoint), config.adapter_rank)
     reference = _load_model(config.model, config) if config.kl_coefficient > 0 else None
     backend = make_backend(config, model, ranks)
     version = 0 if checkpoint is None else backend.load(Path(checkpoint))

@@ -11,9 +11,9 @@ ADAM_BETAS = (0.9, 0.999)
 
 
 def make_optimizer(settings: TrainerSettings, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW over a model's weights."""
+    """Return AdamW over those of a model's weights that are trained."""
     return torch.optim.AdamW(
-        model.parameters(),
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=settings.learning_rate,
         betas=ADAM_BETAS,
         weight_decay=settings.weight_decay,

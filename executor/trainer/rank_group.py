@@ -31,7 +31,7 @@ class RankGroup:
         if settings.rendezvous is not None:
             dist.init_process_group(
                 "gloo" if settings.device == "cpu" else "cpu:gloo,cuda:nccl",
-                init_method=f"file://{settings.rendezvous}",
+                init_method=settings.rendezvous,
                 rank=self.rank,
                 world_size=self.size,
             )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from executor.trainer.adapters import save_model
 from executor.trainer.losses import average_gradients
 from executor.trainer.optimizer import make_optimizer
 from executor.trainer.rank_group import RankGroup
@@ -26,7 +27,7 @@ class TorchBackend:
         self.optimizer = make_optimizer(settings, model)
         self._settings = settings
         self._ranks = ranks
-        for parameter in model.parameters():
+        for parameter in self._trained():
             # Zeros, not None: a batch whose advantages are all 0 steps like any other zero gradient.
             parameter.grad = torch.zeros_like(parameter)
 
@@ -36,7 +37,7 @@ class TorchBackend:
 
     def step(self, count: float) -> float:
         """Sum the gradient over ranks, make it a mean, clip it, and update the weights."""
-        self._ranks.sum_tensors([parameter.grad for parameter in self.model.parameters()])
+        self._ranks.sum_tensors([parameter.grad for parameter in self._trained()])
         norm = average_gradients(self.model, count, self._settings.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
@@ -50,7 +51,7 @@ class TorchBackend:
     def save(self, path: Path, version: int) -> None:
         """Write the weights and the optimizer, which are the same on every rank."""
         if self._ranks.is_first:
-            self.model.save_pretrained(path)
+            save_model(self.model, self.weights(), path)
             state = {"optimizer": self.optimizer.state_dict(), "version": version}
             torch.save(state, path / STATE_FILE)
 
@@ -64,6 +65,9 @@ class TorchBackend:
             group.update(lr=self._settings.learning_rate, weight_decay=self._settings.weight_decay)
         version: int = state["version"]
         return version
+
+    def _trained(self) -> list[Any]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def move(self, device: str) -> None:
         """Take weights, gradient and optimizer elsewhere."""

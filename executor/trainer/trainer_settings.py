@@ -57,11 +57,13 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     backend: TrainerBackend = "torch"
     zero: int = 0
     """ZeRO stage of deepspeed; torch splits nothing."""
+    adapter_rank: int | None = None
+    """Rank of the LoRA adapters that are trained and pushed instead of weights; None: all weights are."""
     rank: int = 0
     num_ranks: int = 1
     """Processes that train one model together, each on its share of a batch."""
     rendezvous: str | None = None
-    """File through which ranks find each other: one that is new to each start, on a disk that all of them see."""
+    """Where ranks find each other, new to each start: "file://", on a disk that all of them see, or "tcp://", at rank 0."""
 
     def __post_init__(self) -> None:
         for field, names in CHOICES.items():

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from executor.checksums import file_checksum
 from executor.samples import Bucket, Manifest
+from executor.transfer.version_directory import version_directory
 
 BUCKET_BYTES = 256 * 2**20
 """Large enough that opening a file costs nothing beside its bytes, small enough to stage."""
@@ -36,6 +37,16 @@ def write_buckets(
     """
     target = version_directory(directory, version)
     target.mkdir(parents=True, exist_ok=True)
+    return write_version(tensors, target, version, bucket_bytes)
+
+
+def write_version(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    target: Path,
+    version: int,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Manifest:
+    """Write one weight version into a directory; see `write_buckets`."""
     buckets = [
         _write_bucket(contents, aliases, target / f"bucket-{index:05d}.safetensors")
         for index, (contents, aliases) in enumerate(_fill_buckets(tensors, bucket_bytes))
@@ -46,7 +57,7 @@ def write_buckets(
 def read_buckets(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each name with its tensor, mapped from buckets that were verified.
 
-    Tied names yield the same tensor. A tensor stays valid after `remove_version`.
+    Tied names yield the same tensor. A tensor stays valid after its removal.
     """
     names = _names_by_owner(manifest)
     for bucket in manifest.buckets:
@@ -56,18 +67,6 @@ def read_buckets(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
                 yield owner, tensor
                 for name in names.get(owner, []):
                     yield name, tensor
-
-
-def version_directory(directory: Path, version: int) -> Path:
-    """Return where the buckets of `version` lie."""
-    return directory / f"v{version:06d}"
-
-
-def remove_version(directory: Path, version: int) -> None:
-    """Remove the buckets of `version`; a version that is not there is removed already."""
-    target = version_directory(directory, version)
-    if target.exists():
-        shutil.rmtree(target)
 
 
 def cast_tensors(

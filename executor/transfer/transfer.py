@@ -1,4 +1,4 @@
-"""The way of weights from the trainer to the replicas: a pushed version lies in shared memory until it is too old."""
+"""The way of weights to replicas of the trainer's machine: a pushed version lies in shared memory until it is too old."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from executor.roles import TransferRole, Write
 from executor.samples import Manifest
 from executor.transfer.shared_directory import SharedDirectory
-from executor.transfer.shared_memory import remove_version
+from executor.transfer.version_directory import remove_version
 from streamrl.engine.messages import PushWeights, WeightsPushed
 
 
@@ -23,6 +23,12 @@ class Transfer(TransferRole):
         """How many replicas load a version, or are about to."""
         self._newest: int | None = None
 
+    def join(self, replica: int, place: str) -> None:
+        """Every replica loads from the one directory."""
+
+    def leave(self, replica: int) -> None:
+        """Nothing was kept for it."""
+
     async def push(self, command: PushWeights) -> WeightsPushed:
         """Send a version to where replicas can load it."""
         try:
@@ -35,6 +41,10 @@ class Transfer(TransferRole):
         self._newest = command.version
         self._remove_unwanted()
         return WeightsPushed(command.version, manifest.num_bytes, manifest.checksum)
+
+    async def fetch(self, version: int, replica: int) -> Manifest | None:
+        """Return what every replica loads."""
+        return self.manifests.get(version)
 
     def hold(self, version: int) -> None:
         """Keep a version for someone who will load it, also where a newer one is there."""
@@ -50,6 +60,10 @@ class Transfer(TransferRole):
             if version != self._newest and not self._held[version]:
                 del self.manifests[version]
                 remove_version(self._directory.path, version)
+
+    async def close(self) -> None:
+        """Remove what there is."""
+        self.stop()
 
     def stop(self) -> None:
         """Remove the directory with all that lies in it, also of a push that broke off."""

@@ -67,10 +67,7 @@ class StartTrainer(Message, frozen=True):
 
 
 class DrawPrompts(Message, frozen=True):
-    """Take the next `num_groups` prompts, meant for step `step`.
-
-    Their rollouts may not start under a policy version older than `oldest_version`.
-    """
+    """Take the next `num_groups` prompts, meant for `step`; no rollout may start under an older version than said."""
 
     step: int
     num_groups: int
@@ -161,10 +158,7 @@ class PushWeights(Message, frozen=True):
 
 
 class LoadWeights(Message, frozen=True):
-    """Replace the weights of `replica`.
-
-    With `drain` it first lets what runs there finish and starts nothing new; without, that keeps its KV cache and goes on.
-    """
+    """Replace the weights of `replica`; with `drain` once what runs there has ended, else that goes on with its KV cache."""
 
     replica: int
     version: int
@@ -339,7 +333,11 @@ class WeightsPushed(Message, frozen=True, omit_defaults=True):
     version: int
     num_bytes: int
     checksum: str = ""
-    """Of all these bytes; empty where they are but imagined."""
+    """Of what was pushed; empty where that is but imagined."""
+    encode_time: float = 0.0
+    """Seconds of making what is sent of the weights, where that is something else; these three of the slowest place."""
+    wire_time: float = 0.0
+    decode_time: float = 0.0
 
 
 class WeightsLoaded(Message, frozen=True, omit_defaults=True):

@@ -58,8 +58,11 @@ TrackerName = Literal["tensorboard", "wandb"]
 class ExecuteConfig(Section, frozen=True, kw_only=True):
     """How a plan is run for real."""
 
-    launcher: Literal["local", "in-process"] = "local"
-    """local: a process for each replica and for the trainer; in-process: threads of this one."""
+    launcher: Literal["local", "in-process", "ray"] = "local"
+    """local: a process for each replica and for the trainer; in-process: threads of this one; ray: actors of a Ray cluster,
+    whose nodes say by a resource "pool-NAME" which pool they are of."""
+    ray_address: str = "auto"
+    """Of the cluster's head, as ray.init takes it; auto: the cluster that this machine is part of."""
     output: str = "runs/run"
     """Run directory: trace, metrics, rollouts, checkpoints."""
     checkpoint_every: int = 50

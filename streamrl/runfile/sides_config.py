@@ -216,7 +216,7 @@ class VerifierConfig(Section, frozen=True, kw_only=True):
 
 
 class SyncConfig(Section, frozen=True, kw_only=True):
-    """What a simulated weight synchronisation sends, and how."""
+    """What a weight synchronisation sends, and how."""
 
     mode: SyncMode = "full"
     """full: all weights; lora: adapters alone; delta: indices and values of what the step changed."""
@@ -229,5 +229,7 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     lora_rank: int = 32
     """Rank of the adapters on every linear layer of attention and MLP."""
     changed_share: float = 0.02
-    """Share of the values that one step changes in 16 bits: about 1 % at learning rates up to 3e-6 (PULSE,
+    """Simulated: share of the values that one step changes in 16 bits: about 1 % at learning rates up to 3e-6 (PULSE,
     arXiv 2602.03839), 2.1 to 2.6 % for a dense 72B (github.com/verl-project/verl issue 7060)."""
+    anchor_every: int = 20
+    """Executed, mode delta: every so many synchronisations a place is sent all weights; 1: always."""

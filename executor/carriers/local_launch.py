@@ -1,0 +1,90 @@
+"""Starts roles as processes of this machine, or in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+
+from executor.carriers.handles import Config, Handle, InProcess, LocalProcess
+from executor.carriers.launch import RELAY, REPLICA, TRAINER, Launcher, worker_environment
+from executor.carriers.local_cores import threads_of
+from executor.carriers.local_gpus import LocalGpus
+from executor.carriers.placement import Place, Placement
+from executor.carriers.rank_handles import RankHandles
+from executor.record import RunDirectory
+from streamrl.runfile.config import Run
+
+THIS_MACHINE = "this machine"
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+"""Over which ranks talk: all are on this machine."""
+
+
+class LocalLauncher(Launcher):
+    """Puts each role on the GPUs of this machine that its place stands for."""
+
+    def __init__(self, run: Run, directory: RunDirectory, gpus: Sequence[str] = ()) -> None:
+        super().__init__(run, directory)
+        self._placement = Placement(run)
+        self._gpus = LocalGpus(run, gpus)
+        self._num_trainers = 0
+        """Trainers with several ranks that were started."""
+
+    @property
+    def num_threads(self) -> int:
+        """CPU threads of each role."""
+        return threads_of(self._run)
+
+    def free(self, replica_id: int) -> None:
+        """Give the GPUs of a replica that is gone back."""
+        self._placement.free(replica_id)
+
+    def place_of(self, replica_id: int) -> str:
+        """All replicas share a relay."""
+        return THIS_MACHINE
+
+    def is_beside_trainer(self, place: str) -> bool:
+        """All is on one machine."""
+        return True
+
+    async def _start_replica(self, replica_id: int, kind: int, config: Config) -> Handle:
+        place = self._placement.replica(replica_id, kind)
+        return await self._start(REPLICA, config, f"replica-{replica_id}", place)
+
+    async def _start_trainer(self, config: Config) -> Handle:
+        return await self._start(TRAINER, config, "trainer", self._placement.trainer[0])
+
+    async def _start_ranks(self, configs: list[Config]) -> Handle:
+        self._num_trainers += 1
+        name = f".rendezvous-{os.getpid()}-{self._num_trainers}"
+        rendezvous = self._directory.logs.resolve() / name
+        rendezvous.unlink(missing_ok=True)
+        ranks = [
+            self._start(
+                TRAINER, {**config, "rendezvous": f"file://{rendezvous}"}, f"trainer-{rank}", place
+            )
+            for rank, (config, place) in enumerate(
+                zip(configs, self._placement.trainer, strict=True)
+            )
+        ]
+        return RankHandles(await asyncio.gather(*ranks), lambda: rendezvous.unlink(missing_ok=True))
+
+    async def _start_relay(self, place: str | None, config: Config, name: str) -> Handle:
+        return await self._start(RELAY, config, name, self._placement.trainer[0])
+
+    async def _start(self, role: str, config: Config, name: str, place: Place) -> Handle:
+        if self._run.execute.launcher == "in-process":
+            return InProcess(role, config)
+        log = self._directory.logs / f"{name}.log"
+        return await LocalProcess.start(
+            role, config, log, self.environment(place), self._run.execute.patience
+        )
+
+    def environment(self, place: Place) -> dict[str, str]:
+        """Return what the process of a role finds in its environment beside what this one has."""
+        return {
+            **worker_environment(self.num_threads),
+            **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK),
+            **self._gpus.environment(place),
+        }

@@ -1,0 +1,147 @@
+"""A handle on a role that lives in an actor of a Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+
+from executor.carriers.handles import Config, Handle, WorkerLostError
+from executor.carriers.heartbeat import PATIENCE, PING_TIME, Heartbeat
+from executor.carriers.ray_role import Whereabouts
+from executor.carriers.wire import Answer, decode, encode
+
+T = TypeVar("T")
+
+
+class RayActor(Handle):
+    """A role in a process of its own on some node of the cluster."""
+
+    def __init__(
+        self,
+        actor: Any,
+        name: str,
+        patience: float = PATIENCE,
+        let_go: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Take an actor of `RayRole`.
+
+        Args:
+            actor: Ray's handle on it.
+            name: of the role, for messages.
+            patience: seconds without a sign of life after which it is killed.
+            let_go: gives back what was reserved for it.
+        """
+        self._actor = actor
+        self._name = name
+        self._let_go = let_go
+        self._waiting: set[asyncio.Future[Any]] = set()
+        self._num_calls = 0
+        self._lost: WorkerLostError | None = None
+        self._heartbeat = Heartbeat(None, patience)
+        self._beating = asyncio.create_task(self._beat())
+        self.whereabouts: Whereabouts | None = None
+
+    async def locate(self) -> Whereabouts:
+        """Wait until the actor lives, and return where."""
+        self.whereabouts = msgspec.msgpack.decode(
+            await self._await(self._actor.where.remote()), type=Whereabouts
+        )
+        return self.whereabouts
+
+    async def begin(self, role_path: str, config: Config, log: str) -> None:
+        """Make the role from its configuration."""
+        await self._await(self._actor.begin.remote(role_path, bytes(encode(config)), log))
+
+    async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
+        """Send the call now, wait for its result."""
+        if self._lost is not None:
+            raise self._lost
+        self._num_calls += 1
+        sent = self._actor.call.remote(self._num_calls, method, bytes(encode(list(arguments))))
+        answer = decode(await self._await(sent), Answer)
+        if answer.kind == "result":
+            return decode(answer.value, returns)
+        error = decode(answer.value, str)
+        if answer.kind == "error":
+            raise RuntimeError(error)
+        self.kill(f"can do nothing any more: {error}")
+        assert self._lost is not None
+        raise self._lost
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is known that nothing more comes from it."""
+        return self._lost is not None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Let the process suffer a signal, which it sends itself."""
+        self._actor.suffer.remote(int(number))
+
+    def kill(self, reason: str) -> None:
+        """Kill the process, and say why it is lost."""
+        self._lose(reason)
+
+    async def close(self) -> None:
+        """Kill the process: what it holds lies elsewhere, or is nobody's any more."""
+        self._lose("was closed")
+
+    async def _await(self, ref: Any) -> Any:
+        """Wait for what Ray brings; an error of Ray's is the role's loss."""
+        if self._lost is not None:
+            raise self._lost
+        waiting = asyncio.ensure_future(_result(ref))
+        self._waiting.add(waiting)
+        try:
+            return await waiting
+        except RayError as error:
+            first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+            self._lose(f"is lost: {first}")
+        except asyncio.CancelledError:
+            if self._lost is None:
+                raise
+        finally:
+            self._waiting.discard(waiting)
+        assert self._lost is not None
+        raise self._lost
+
+    async def _beat(self) -> None:
+        """Ask for a sign of life now and then, until there has been none for too long."""
+        while not self._heartbeat.is_over:
+            if self._heartbeat.is_asked_for():
+                task = asyncio.ensure_future(self._ping())
+                self._waiting.add(task)
+                task.add_done_callback(self._waiting.discard)
+            await asyncio.sleep(PING_TIME)
+        self.kill(f"gave no sign of life for {self._heartbeat.silence:.0f} s and was killed")
+
+    async def _ping(self) -> None:
+        with contextlib.suppress(RayError):
+            await _result(self._actor.ping.remote())
+            self._heartbeat.answer()
+            return
+        self._lose("is lost: its process or its node has ended")
+
+    def _lose(self, how: str) -> None:
+        """Kill the actor, and fail every pending and later call."""
+        if self._lost is not None:
+            return
+        self._lost = WorkerLostError(f"the actor of {self._name} {how}")
+        self._beating.cancel()
+        for waiting in self._waiting:
+            if waiting is not asyncio.current_task():
+                waiting.cancel()
+        with contextlib.suppress(RayError, ValueError):  # it has died already
+            ray.kill(self._actor, no_restart=True)
+        with contextlib.suppress(RayError, ValueError):
+            self._let_go()
+
+
+async def _result(ref: Any) -> Any:
+    return await ref

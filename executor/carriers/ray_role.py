@@ -1,0 +1,105 @@
+"""The actor that a role lives in on a Ray cluster: serves calls as `executor.carriers.worker` does, over Ray.
+
+Ray pickles what an actor is called with; that is bytes here, always, in which a role's own data is MessagePack. This module
+imports nothing that computes: what a role needs is imported once its environment is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from executor.carriers.wire import Answer, Kind, encode
+from executor.carriers.worker import make_role, typed_arguments
+from executor.roles import RoleLostError
+
+
+class Whereabouts(msgspec.Struct, frozen=True, array_like=True):
+    """Where an actor lives."""
+
+    node: str
+    """Ray's id of its node."""
+    address: str
+    """IP address that the other nodes reach it at."""
+    free_port: int
+    pid: int
+
+
+class RayRole:
+    """One role; it has none until `begin`."""
+
+    def __init__(self) -> None:
+        self._role: Any = None
+        self._next = 1
+        """Number of the call that begins next: Ray may bring them in another order."""
+        self._early: dict[int, asyncio.Future[None]] = {}
+
+    async def where(self) -> bytes:
+        """Say where this is."""
+        import ray
+
+        address = ray.util.get_node_ip_address()
+        with socket.create_server((address, 0)) as server:
+            port = server.getsockname()[1]
+        node = ray.get_runtime_context().get_node_id()
+        return msgspec.msgpack.encode(Whereabouts(node, address, port, os.getpid()))
+
+    async def begin(self, role_path: str, config: bytes, log: str) -> None:
+        """Make the role from its configuration; its output goes to a file where that can be opened here."""
+        with suppress(OSError):
+            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+        _talk_over(msgspec.msgpack.decode(await self.where(), type=Whereabouts).address)
+        self._role = make_role(role_path, msgspec.msgpack.decode(config))
+
+    async def call(self, number: int, method: str, arguments: bytes) -> bytes:
+        """Run a method of the role; return an `Answer`."""
+        await self._wait_for_turn(number)
+        work = asyncio.ensure_future(self._run(number, method, arguments))
+        self._pass_turn(number)
+        return msgspec.msgpack.encode(await work)
+
+    async def ping(self) -> None:
+        """Give a sign of life."""
+
+    async def suffer(self, number: int) -> None:
+        """Send this process a signal, for faults that are planned."""
+        os.kill(os.getpid(), signal.Signals(number))
+
+    async def _wait_for_turn(self, number: int) -> None:
+        if number != self._next:
+            turn = self._early[number] = asyncio.get_running_loop().create_future()
+            await turn
+
+    def _pass_turn(self, number: int) -> None:
+        self._next = number + 1
+        waiting = self._early.pop(self._next, None)
+        if waiting is not None:
+            waiting.set_result(None)
+
+    async def _run(self, number: int, name: str, arguments: bytes) -> Answer:
+        kind: Kind = "result"
+        try:
+            method: Callable[..., Any] = getattr(self._role, name)
+            result = await method(*typed_arguments(method, msgspec.msgpack.decode(arguments)))
+            return Answer(number, kind, encode(result))
+        except Exception as error:
+            kind = "lost" if isinstance(error, RoleLostError) else "error"
+            return Answer(number, kind, encode(f"{type(error).__name__}: {error}"))
+
+
+def _talk_over(address: str) -> None:
+    """Let ranks talk over the network that Ray does: the name of this machine often stands for its loopback."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(own.address == address for own in addresses):
+            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name

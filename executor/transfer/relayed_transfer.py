@@ -1,0 +1,352 @@
+"""The way of weights over relays: one beside the trainer, one at every place that has replicas.
+
+Each place is sent a version once, in whatever form it needs to have the whole: all of it, what changed since the last one
+it has, or adapters. A place that refuses a delta, because it began anew, or lacks or garbled something, is sent all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from executor.carriers.handles import Handle, WorkerLostError
+from executor.carriers.remote import remote
+from executor.notices import tell
+from executor.roles import RelayRole, TransferRole, Write
+from executor.samples import Manifest
+from executor.transfer.parcel import Parcel
+from streamrl.engine.messages import PushWeights, WeightsPushed
+from streamrl.runfile.sides_config import SyncConfig
+
+CHUNK_BYTES = 8 * 2**20
+"""Of a piece that is sent at once: a second of a slow link, far more than a round trip of a fast one."""
+CHUNKS_UNDER_WAY = 4
+"""So that a link is never empty while the next bytes are read."""
+NEAR = "beside the trainer"
+
+T = TypeVar("T")
+StartRelay = Callable[[str | None], Awaitable[Handle]]
+"""Starts the relay of a place; None: the one beside the trainer."""
+
+
+@dataclass
+class Place:
+    """A relay, and the versions that lie there."""
+
+    name: str
+    handle: Handle
+    relay: RelayRole
+    directory: Path
+    is_here: bool
+    """Whether what lies with the relay beside the trainer can be read here."""
+    manifests: dict[int, Manifest] = field(default_factory=dict)
+    num_deltas: int = 0
+    """Since the last version that was sent whole."""
+    bringing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass
+class Sent:
+    """What a push took, at the place that took longest."""
+
+    num_bytes: int = 0
+    encode_time: float = 0.0
+    wire_time: float = 0.0
+    decode_time: float = 0.0
+
+
+class RelayedTransfer(TransferRole):
+    """Owner of the relays, and of what lies with them."""
+
+    def __init__(
+        self,
+        write: Write,
+        sync: SyncConfig,
+        start_relay: StartRelay,
+        is_here: Callable[[str], bool] = lambda place: True,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            write: the trainer's push.
+            sync: what is sent.
+            start_relay: starts relays.
+            is_here: whether a place is on the trainer's machine.
+        """
+        self._write = write
+        self._sync = sync
+        self._start_relay = start_relay
+        self._is_here = is_here
+        self._near: Place | None = None
+        self._places: dict[str, Place] = {}
+        self._place_of: dict[int, str] = {}
+        self._parcels: dict[tuple[str, str], asyncio.Future[Parcel]] = {}
+        """By what comes out and its base."""
+        self._held: Counter[int] = Counter()
+        self._newest: int | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._starting = asyncio.Lock()
+
+    def join(self, replica: int, place: str) -> None:
+        """Enter where a replica loads weights."""
+        self._place_of[replica] = place
+
+    def leave(self, replica: int) -> None:
+        """Enter that a replica is gone; its place stays, for the one that replaces it."""
+        self._place_of.pop(replica, None)
+
+    async def push(self, command: PushWeights) -> WeightsPushed:
+        """Bring a version to every place that has replicas."""
+        version, near = command.version, await self._near_place()
+        before = near.manifests.pop(version, None)
+        if before is not None:  # the trainer was rolled back: what it made then is nobody's base
+            self._forget_parcels(before)
+            await self._of_near(near, near.relay.remove(version))
+        manifest = await self._write(version, near.directory)
+        near.manifests[version] = manifest
+        sent = Sent()
+        places = sorted({*self._place_of.values()})
+        results = await asyncio.gather(
+            *(self._bring(place, manifest, sent) for place in places), return_exceptions=True
+        )
+        errors = [result for result in results if isinstance(result, BaseException)]
+        for error in errors:
+            if not isinstance(error, ConnectionError):
+                raise error
+            tell(f"weights of step {version} did not reach every place: {error}")
+        if errors and len(errors) == len(places):
+            raise ConnectionError(f"weights of step {version} reached no place: {errors[0]}")
+        self._newest = version
+        self._remove_unwanted()
+        return WeightsPushed(
+            version,
+            sent.num_bytes or manifest.num_bytes,
+            manifest.checksum,
+            sent.encode_time,
+            sent.wire_time,
+            sent.decode_time,
+        )
+
+    async def fetch(self, version: int, replica: int) -> Manifest | None:
+        """Return what a replica loads, brought to its place where that does not have it."""
+        near = self._near
+        if near is None or version not in near.manifests:
+            return None
+        name = self._place_of[replica]
+        try:
+            await self._bring(name, near.manifests[version], Sent())
+        except WorkerLostError:  # another one is started
+            await self._bring_again(name, near.manifests[version])
+        return self._places[name].manifests[version]
+
+    async def _bring_again(self, name: str, manifest: Manifest) -> None:
+        try:
+            await self._bring(name, manifest, Sent())
+        except WorkerLostError as error:  # it is no replica's loss
+            raise ConnectionError(f"weights do not reach {name}: {error}") from None
+
+    def hold(self, version: int) -> None:
+        """Keep a version for someone who will load it, also where a newer one is there."""
+        self._held[version] += 1
+
+    def release(self, version: int) -> None:
+        """Let go of a version that was held."""
+        self._held[version] -= 1
+        self._remove_unwanted()
+
+    async def close(self) -> None:
+        """End the relays, which leave nothing behind."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*map(_end, self._all_places()), return_exceptions=True)
+        self.stop()
+
+    def stop(self) -> None:
+        """Kill the relays, which leave nothing behind on a machine that goes on."""
+        for place in self._all_places():
+            place.handle.kill("was ended with the run")
+        self._places.clear()
+        self._near = None
+
+    def _all_places(self) -> list[Place]:
+        return [*self._places.values(), *([] if self._near is None else [self._near])]
+
+    # Places -------------------------------------------------------------------------------------
+
+    async def _near_place(self) -> Place:
+        async with self._starting:
+            if self._near is None:
+                self._near = await self._start(None)
+            return self._near
+
+    async def _place(self, name: str) -> Place:
+        async with self._starting:
+            if name not in self._places:
+                self._places[name] = await self._start(name)
+            return self._places[name]
+
+    async def _start(self, name: str | None) -> Place:
+        try:
+            handle = await self._start_relay(name)
+            # `remote` makes the calls of a Protocol
+            relay = remote(RelayRole, handle)
+            directory = Path(await relay.start())
+        except WorkerLostError as error:
+            raise ConnectionError(f"relay at {name or NEAR} does not come up: {error}") from None
+        return Place(name or NEAR, handle, relay, directory, name is None or self._is_here(name))
+
+    def _lose(self, place: Place) -> None:
+        """Forget a relay that is lost; the next who needs it starts another."""
+        place.handle.kill("is lost")
+        if self._near is place:
+            self._near = None
+            self._parcels.clear()
+        if self._places.get(place.name) is place:
+            del self._places[place.name]
+
+    # Parcels ------------------------------------------------------------------------------------
+
+    async def _bring(self, name: str, manifest: Manifest, sent: Sent) -> None:
+        """Let a place have a version, whatever it has."""
+        place, version = await self._place(name), manifest.version
+        async with place.bringing:
+            here = place.manifests.get(version)
+            if here is not None and here.checksum == manifest.checksum:
+                return
+            base = self._base(place, version)
+            try:
+                await self._send(place, version, await self._parcel(manifest, base), sent)
+            except WorkerLostError:
+                self._lose(place)
+                raise
+            except ConnectionError:
+                raise
+            except (RuntimeError, ValueError, OSError) as error:
+                if base is None:
+                    raise
+                tell(f"weights of step {version} are sent whole to {name}: {error}")
+                await self._send(place, version, await self._parcel(manifest, None), sent)
+
+    def _base(self, place: Place, version: int) -> Manifest | None:
+        """Return the version to tell a place the changes from; None where it is sent whole."""
+        if self._sync.mode != "delta" or place.num_deltas + 1 >= self._sync.anchor_every:
+            return None
+        near = self._near.manifests if self._near is not None else {}
+        shared = [
+            number
+            for number, manifest in place.manifests.items()
+            if number != version and number in near and near[number].checksum == manifest.checksum
+        ]
+        return near[max(shared)] if shared else None
+
+    async def _parcel(self, manifest: Manifest, base: Manifest | None) -> Parcel:
+        """Return what a place with this base is sent; several places share it."""
+        key = (manifest.checksum, "" if base is None else base.checksum)
+        if key not in self._parcels:
+            near = await self._near_place()
+            packed = self._of_near(near, near.relay.pack(manifest, self._sync.mode, base))
+            self._parcels[key] = asyncio.ensure_future(packed)
+        try:
+            return await asyncio.shield(self._parcels[key])
+        except Exception:
+            self._parcels.pop(key, None)
+            raise
+
+    async def _of_near(self, near: Place, call: Awaitable[T]) -> T:
+        """Await a call of the relay beside the trainer, whose loss is no replica's and not the trainer's."""
+        try:
+            return await call
+        except WorkerLostError as error:
+            self._lose(near)
+            raise ConnectionError(f"the relay {NEAR} is lost: {error}") from None
+
+    async def _send(self, place: Place, version: int, parcel: Parcel, sent: Sent) -> None:
+        """Send a parcel, which is of another version where a step changed nothing."""
+        began_at = time.monotonic()
+        if not place.is_here:
+            await self._send_chunks(place, parcel)
+        wire_time = time.monotonic() - began_at
+        arrived = await place.relay.unpack(parcel, place.is_here)
+        place.manifests[version] = replace(arrived.manifest, version=version)
+        place.num_deltas = place.num_deltas + 1 if parcel.kind == "delta" else 0
+        sent.num_bytes += parcel.num_bytes
+        sent.encode_time = max(sent.encode_time, parcel.seconds)
+        sent.wire_time = max(sent.wire_time, wire_time)
+        sent.decode_time = max(sent.decode_time, arrived.seconds)
+
+    async def _send_chunks(self, place: Place, parcel: Parcel) -> None:
+        near, version = await self._near_place(), parcel.result.version
+        room = asyncio.Semaphore(CHUNKS_UNDER_WAY)
+
+        async def send(number: int, path: str, offset: int) -> None:
+            async with room:
+                data = await self._of_near(near, near.relay.read(path, offset, CHUNK_BYTES))
+                await place.relay.receive(version, number, offset, data)
+
+        chunks = [
+            asyncio.ensure_future(send(number, piece.path, offset))
+            for number, piece in enumerate(parcel.pieces)
+            for offset in range(0, piece.num_bytes, CHUNK_BYTES)
+        ]
+        try:
+            await asyncio.gather(*chunks)
+        finally:
+            for chunk in chunks:
+                chunk.cancel()
+
+    # What is wanted -----------------------------------------------------------------------------
+
+    def _remove_unwanted(self) -> None:
+        near = self._near
+        if near is None:
+            return
+        wanted = {version for version, count in self._held.items() if count > 0}
+        wanted |= set() if self._newest is None else {self._newest}
+        for version in set(near.manifests) - wanted:
+            self._forget(near, near.manifests.pop(version))
+        for place in self._places.values():
+            gone = set(place.manifests) - wanted
+            for version in gone:
+                del place.manifests[version]
+            if gone:
+                kept = [manifest.checksum for manifest in place.manifests.values()]
+                self._call(place.relay.keep(kept))
+
+    def _forget(self, near: Place, manifest: Manifest) -> None:
+        """Remove a version beside the trainer, with what was packed of it."""
+        self._forget_parcels(manifest)
+        self._call(near.relay.remove(manifest.version))
+
+    def _forget_parcels(self, manifest: Manifest) -> None:
+        for key in [key for key in self._parcels if manifest.checksum in key]:
+            del self._parcels[key]
+
+    def _call(self, call: Awaitable[None]) -> None:
+        """Let a relay do something that nobody waits for."""
+        task = asyncio.ensure_future(_quietly(call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _quietly(call: Awaitable[None]) -> None:
+    try:
+        await call
+    except WorkerLostError:
+        pass  # whoever needs it next finds out
+    except (RuntimeError, OSError) as error:
+        tell(f"a relay could not remove weights: {error}")
+
+
+def _end(place: Place) -> Coroutine[Any, Any, None]:
+    async def end() -> None:
+        await place.relay.stop()
+        await place.handle.close()
+
+    return end()

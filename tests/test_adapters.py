@@ -1,0 +1,121 @@
+"""LoRA: what a replica merges is what the trainer computes with, and nothing else of the model ever changes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from executor.carriers.handles import InProcess
+from executor.carriers.launch import RELAY
+from executor.samples import Manifest
+from executor.trainer.adapters import adapters_of, add_adapters, load_adapters, save_model
+from executor.transfer.manifest_check import verify_buckets
+from executor.transfer.parcel import Arrived, Parcel
+from executor.transfer.shared_memory import read_buckets, write_buckets
+from tests.test_end_to_end import SYMBOLS
+from tests.tiny_model import reference, save_tiny_model
+
+RANK = 4
+IDS = torch.arange(2, 12).unsqueeze(0)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    save_tiny_model(tmp_path / "model", SYMBOLS)
+    return tmp_path / "model"
+
+
+def adapted(directory: Path) -> torch.nn.Module:
+    """Return a model whose adapters say something."""
+    model: torch.nn.Module = reference(directory)
+    add_adapters(model, RANK)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits  # type: ignore[no-any-return]
+
+
+async def merged(directory: Path, manifest: Manifest) -> Manifest:
+    """Return what a relay makes of adapters."""
+    relay = InProcess(RELAY, {"model": str(directory), "dtype": "float32"})
+    await relay.call("start", returns=str)
+    parcel = await relay.call("pack", manifest, "lora", None, returns=Parcel)
+    arrived = await relay.call("unpack", parcel, True, returns=Arrived)
+    try:
+        assert verify_buckets(arrived.manifest) == manifest.checksum
+        arrived.manifest.buckets and list(read_buckets(arrived.manifest))
+        found = dict(read_buckets(arrived.manifest))
+        write_buckets(
+            [(name, tensor.clone()) for name, tensor in found.items()], directory.parent, 9
+        )
+    finally:
+        await relay.close()
+    return arrived.manifest
+
+
+def test_fresh_adapters_change_nothing_and_alone_are_trained(directory: Path) -> None:
+    plain, model = reference(directory), reference(directory)
+    add_adapters(model, RANK)
+    assert torch.equal(logits(plain), logits(model))
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    assert trained and all("lora_" in name for name in trained)
+    assert not any("lm_head" in name for name in trained)
+    layers = [name for name, each in plain.named_modules() if isinstance(each, torch.nn.Linear)]
+    assert len(trained) == 2 * (len(layers) - 1)
+
+
+def test_what_a_relay_merges_computes_what_the_trainer_does(
+    directory: Path, tmp_path: Path
+) -> None:
+    model = adapted(directory)
+    manifest = write_buckets(adapters_of(model.state_dict().items()), tmp_path / "pushed", 1)
+    whole = (directory / "model.safetensors").stat().st_size
+    assert manifest.num_bytes < whole
+    asyncio.run(merged(directory, manifest))
+    weights = write_buckets([], tmp_path, 9)
+    assert not weights.buckets
+    found = {}
+    for file in (directory.parent / "v000009").glob("*.safetensors"):
+        from safetensors.torch import load_file
+
+        found |= load_file(file)
+    served = reference(directory)
+    served.load_state_dict(found, strict=False)
+    assert not torch.allclose(logits(reference(directory)), logits(model), atol=1e-3)
+    assert torch.allclose(logits(served), logits(model), atol=1e-5)
+
+
+def test_a_checkpoint_is_a_model_and_goes_on_with_its_adapters(
+    directory: Path, tmp_path: Path
+) -> None:
+    model = adapted(directory)
+    save_model(model, model.state_dict().items(), tmp_path / "saved")
+    assert torch.allclose(logits(reference(tmp_path / "saved")), logits(model), atol=1e-5)
+    again = reference(directory)
+    add_adapters(again, RANK)
+    load_adapters(again, tmp_path / "saved", RANK)
+    assert torch.allclose(logits(again), logits(model), atol=1e-6)
+    other = reference(directory)
+    add_adapters(other, RANK + 1)
+    with pytest.raises(ValueError, match="no adapters of rank 5"):
+        load_adapters(other, tmp_path / "saved", RANK + 1)
+    with pytest.raises(ValueError, match="no checkpoint of adapters"):
+        load_adapters(other, directory, RANK)
+
+
+def test_adapters_of_another_model_are_refused(directory: Path, tmp_path: Path) -> None:
+    model = adapted(directory)
+    renamed = [(f"x.{name}", each) for name, each in adapters_of(model.state_dict().items())]
+    manifest = write_buckets(renamed, tmp_path / "pushed", 1)
+    with pytest.raises(ValueError, match="no weights for the adapters of x.model"):
+        asyncio.run(merged(directory, manifest))

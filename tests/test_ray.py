@@ -1,0 +1,220 @@
+"""Roles on a Ray cluster of several nodes on this machine, and what becomes of a run whose nodes die: make test-ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.engine.messages import ReplicaLost, TrainerLost, WeightsLoaded, WeightsPushed
+from streamrl.record.trace import Trace, read_trace, replay
+from tests.command_line import streamrl
+from tests.test_end_to_end import RUN_FILE, SYMBOLS
+from tests.test_engine_runs import EASY, FAULTS, MODES, of_trainer
+from tests.tiny_model import save_tiny_model
+from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
+
+pytestmark = pytest.mark.ray
+
+TWO_POOLS = RUN_FILE.replace(
+    '[rollout]\npool = "local"',
+    '[cluster.pools.far]\ngpu = "cpu"\ngpus_per_node = 2\nnodes = 2\n'
+    '[[cluster.links]]\nbetween = ["local", "far"]\nbandwidth = "1 Gbps"\n'
+    '[rollout]\npool = "far"',
+)
+NODES = {"head": "pool-local", "first": "pool-far", "second": "pool-far"}
+
+
+class Nodes:
+    """A Ray cluster on this machine: a node of the trainer's pool, and two of the replicas'."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.cluster = Cluster()
+        self.nodes: dict[str, Any] = {name: self.add(name) for name in NODES}
+        self.address = self.cluster.address
+
+    def add(self, name: str) -> Any:
+        return self.cluster.add_node(
+            num_cpus=4, resources={NODES[name]: 1}, object_store_memory=100 * 2**20
+        )
+
+    def kill(self, name: str) -> None:
+        """Let a node die, and come back empty."""
+        self.cluster.remove_node(self.nodes[name], allow_graceful=False)
+        self.nodes[name] = self.add(name)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    made = Nodes()
+    yield made
+    made.cluster.shutdown()
+
+
+def prepare(directory: Path, faults: str = "") -> None:
+    save_tiny_model(directory / "model", SYMBOLS)
+    (directory / "prompts.jsonl").write_text(json.dumps(EASY) + "\n")
+    (directory / "run.toml").write_text(TWO_POOLS + faults)
+
+
+def options(address: str, *settings: str) -> list[str]:
+    batch = (
+        "algorithm.prompts_per_step=8",
+        "algorithm.group_size=8",
+        "policies.system=stream-async",
+    )
+    own = ("execute.launcher=ray", f"execute.ray_address={address}", "execute.patience=20 s")
+    return [part for setting in (*own, *batch, *settings) for part in ("--set", setting)]
+
+
+def execute(nodes: Nodes, directory: Path, *settings: str, faults: str = "") -> Trace:
+    """Execute a run on the cluster, and look at its books."""
+    prepare(directory, faults)
+    done = streamrl("execute", directory / "run.toml", "--json", *options(nodes.address, *settings))
+    assert done.returncode == 0, done.stderr
+    return check(directory, json.loads(done.stdout)["ledger"])
+
+
+def check(directory: Path, ledger: Any) -> Trace:
+    assert ledger["is_balanced"] and ledger["checksummed"] >= 2
+    trace = read_trace(directory / "run" / "trace.jsonl")
+    check_every_rollout_is_accounted_for(trace)
+    check_every_command_ends_once(trace)
+    assert replay(trace) is None
+    pushed = {}
+    for entry in trace.entries:
+        if isinstance(entry.event, WeightsPushed):
+            pushed[entry.event.version] = entry.event.checksum
+        if isinstance(entry.event, WeightsLoaded):
+            assert entry.event.checksum == pushed[entry.event.version]
+    return trace
+
+
+TRAINERS = [
+    pytest.param("torch", 1, 0, id="torch-1"),
+    pytest.param("torch", 2, 0, id="torch-2"),
+    pytest.param("deepspeed", 1, 1, id="deepspeed-1"),
+    pytest.param("deepspeed", 2, 3, id="deepspeed-2"),
+]
+
+
+@pytest.mark.parametrize("mode", ["full", *MODES])
+@pytest.mark.parametrize(("backend", "num_ranks", "zero"), TRAINERS)
+def test_one_run_file_executes_on_every_trainer_with_weights_every_way(
+    nodes: Nodes, backend: str, num_ranks: int, zero: int, mode: str, tmp_path: Path
+) -> None:
+    settings = ("algorithm.steps=4", *MODES.get(mode, ()), *of_trainer(backend, num_ranks, zero))
+    trace = execute(nodes, tmp_path, *settings)
+    pushed = [e.event for e in trace.entries if isinstance(e.event, WeightsPushed)]
+    assert all(event.wire_time > 0 and event.decode_time > 0 for event in pushed)
+
+
+def test_vllm_generates_on_a_cluster(nodes: Nodes, tmp_path: Path) -> None:
+    execute(nodes, tmp_path, "rollout.backend=vllm", "rollout.replicas=1")
+
+
+def test_planned_faults_cost_no_rollout(nodes: Nodes, tmp_path: Path) -> None:
+    settings = ("algorithm.steps=6", "execute.checkpoint_every=1")
+    trace = execute(nodes, tmp_path, *settings, faults=FAULTS)
+    lost = [type(entry.event) for entry in trace.entries]
+    assert ReplicaLost in lost and TrainerLost in lost
+
+
+def test_a_node_that_dies_costs_no_rollout(nodes: Nodes, tmp_path: Path) -> None:
+    prepare(tmp_path)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    killed: list[str] = []
+
+    def kill() -> None:
+        while not metrics.is_file() or metrics.read_text().count("\n") < 3:
+            time.sleep(0.05)
+        nodes.kill("first")
+        killed.append("first")
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    settings = ("algorithm.steps=40", "rollout.replicas=4", "cluster.pools.far.gpus_per_node=4")
+    done = streamrl("execute", tmp_path / "run.toml", "--json", *options(nodes.address, *settings))
+    killer.join(60)
+    assert done.returncode == 0, done.stderr
+    assert killed
+    trace = check(tmp_path, json.loads(done.stdout)["ledger"])
+    assert ReplicaLost in [type(entry.event) for entry in trace.entries]
+
+
+def test_replicas_come_and_go(nodes: Nodes, tmp_path: Path) -> None:
+    settings = (
+        "algorithm.steps=12",
+        "rollout.replicas=1",
+        "policies.resize=adjust",
+        "policies.max_replicas=3",
+        "cluster.pools.far.gpus_per_node=4",
+    )
+    execute(nodes, tmp_path, *settings)
+
+
+def test_a_replica_that_stands_still_is_replaced(nodes: Nodes, tmp_path: Path) -> None:
+    hang = '[[faults]]\nkind = "replica-hangs"\nstep = 2\n'
+    trace = execute(nodes, tmp_path, "algorithm.steps=4", "execute.patience=3 s", faults=hang)
+    assert ReplicaLost in [type(entry.event) for entry in trace.entries]
+
+
+def test_a_driver_that_is_killed_leaves_nothing_and_is_resumed(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    prepare(tmp_path)
+    arguments = ["execute", "run.toml", *options(nodes.address, "algorithm.steps=200")]
+    command = [sys.executable, "-c", "from streamrl.cli import main; main()", *arguments]
+    driver = subprocess.Popen(
+        [*command, "--set", "execute.checkpoint_every=2"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not metrics.is_file() or metrics.read_text().count("\n") < 6:
+        assert driver.poll() is None
+        time.sleep(0.05)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    settings = ("algorithm.steps=200", "execute.checkpoint_every=2", "algorithm.steps=12")
+    done = streamrl(
+        "execute",
+        tmp_path / "run.toml",
+        "--resume",
+        "--json",
+        *options(nodes.address, *settings),
+    )
+    assert done.returncode == 0, done.stderr
+    check(tmp_path, json.loads(done.stdout)["ledger"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("execute.ray_address=10.255.255.1:1",), "no Ray cluster could be joined"),
+        (("rollout.replicas=99", "cluster.pools.far.nodes=99"), "the run needs 99 CPUs"),
+        (("execute.device=cuda:1",), "chooses GPUs itself"),
+    ],
+)
+def test_what_the_cluster_has_not_is_one_line(
+    nodes: Nodes, settings: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    prepare(tmp_path)
+    arguments = options(nodes.address, *settings)
+    done = streamrl("execute", tmp_path / "run.toml", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr and done.stderr.count("\n") <= 2, done.stderr
+    assert not (tmp_path / "run").exists()
