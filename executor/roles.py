@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from executor.samples import Completion, Loaded, Manifest, Request, Sample
-from executor.transfer.parcel import Arrived, Parcel
+from executor.samples import Arrived, Completion, Loaded, Manifest, Parcel, Request, Sample
 from streamrl.engine.messages import PushWeights, WeightsPushed
 
 if TYPE_CHECKING:
@@ -173,7 +172,10 @@ class TransferRole(Protocol):
         """Send a version to where replicas can load it."""
 
     async def fetch(self, version: int, replica: int) -> Manifest | None:
-        """Return what a replica that has joined loads; None for a version that was never pushed."""
+        """Return what a replica that has joined loads; None for a version that was never pushed.
+
+        `ConnectionError` for one that is gone, or does not reach it.
+        """
 
     def hold(self, version: int) -> None:
         """Keep a version for someone who will load it, also where a newer one is there."""

@@ -10,6 +10,7 @@ from executor.checksums import combine
 from executor.tokens import TokenBlock, TokenSegment
 
 FinishReason = Literal["stop", "length", "aborted"]
+ParcelKind = Literal["full", "delta", "lora"]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,3 +97,32 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def num_bytes(self) -> int:
         """Bytes of all buckets together."""
         return sum(bucket.num_bytes for bucket in self.buckets)
+
+
+class Parcel(msgspec.Struct, frozen=True, kw_only=True):
+    """What a far directory is sent of a weight version, given what it holds."""
+
+    kind: ParcelKind
+    """full: the buckets themselves; delta: what changed in them since `base`; lora: adapters, merged with the model that
+    the run began with."""
+    pieces: list[Bucket]
+    """What is sent, as it lies with the sender."""
+    result: Manifest
+    """full, delta: what comes out, bucket by bucket, as it lies with the sender. lora: the adapters."""
+    base: str = ""
+    """delta: the checksum of the version that must be there."""
+    seconds: float = 0.0
+    """That encoding took."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are sent."""
+        return sum(piece.num_bytes for piece in self.pieces)
+
+
+class Arrived(msgspec.Struct, frozen=True, kw_only=True):
+    """A version that lies where replicas can load it."""
+
+    manifest: Manifest
+    seconds: float
+    """That decoding took, with checking and writing."""

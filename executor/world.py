@@ -263,10 +263,8 @@ class RealWorld(World[Trace]):
         return Verified(rollout, buffered.reward)
 
     async def _load(self, command: LoadWeights) -> Event:
-        manifest = await self._transfer.fetch(command.version, command.replica)
-        if manifest is None:
-            raise KeyError(f"weights of version {command.version} were never pushed")
-        return await self._replicas[command.replica].load(command, manifest)
+        fetched = self._transfer.fetch(command.version, command.replica)
+        return await self._replicas[command.replica].load(command, fetched)
 
     async def _abort(self, command: Abort) -> None:
         if command.replica in self._replicas:  # of a lost one the `Failed` is on its way

@@ -59,6 +59,7 @@ class ScriptedTransfer(TransferRole):
         self._write = write
         self.manifests: dict[int, Manifest] = {}
         self._held: list[int] = []
+        self._pushed: set[int] = set()
 
     def join(self, replica: int, place: str) -> None:
         pass
@@ -67,6 +68,8 @@ class ScriptedTransfer(TransferRole):
         pass
 
     async def fetch(self, version: int, replica: int) -> Manifest | None:
+        if version not in self.manifests and version in self._pushed:
+            raise ConnectionError(f"weights of step {version} are gone")
         return self.manifests.get(version)
 
     async def close(self) -> None:
@@ -75,6 +78,7 @@ class ScriptedTransfer(TransferRole):
     async def push(self, command: PushWeights) -> WeightsPushed:
         manifest = await self._write(command.version, Path(os.devnull))
         self.manifests[command.version] = self.manifests.pop(command.version, manifest)
+        self._pushed.add(command.version)
         self._clear()
         return WeightsPushed(command.version, manifest.num_bytes, manifest.checksum)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from executor.carriers.handles import Handle, InProcess
+from executor.carriers.local_launch import LocalLauncher
 from executor.carriers.placement import Place
 from executor.record import RunDirectory
 from sim.costs.colocation import PhaseChange, count_moved
@@ -241,7 +242,7 @@ def test_a_colocated_trainer_is_launched_on_the_gpu_of_the_first_replica(
 ) -> None:
     started: list[int] = []
 
-    class NotingLauncher(Launcher):
+    class NotingLauncher(LocalLauncher):
         async def _start(
             self, role: str, config: dict[str, object], name: str, place: Place
         ) -> Handle:

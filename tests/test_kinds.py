@@ -263,11 +263,11 @@ def test_a_replica_is_launched_as_its_kind_says(
     started: list[dict[str, object]] = []
 
     async def start(
-        self: Launcher, role: str, config: dict[str, object], name: str, place: object
+        self: LocalLauncher, role: str, config: dict[str, object], name: str, place: object
     ) -> None:
         started.append({**config, "place": place})
 
-    monkeypatch.setattr(Launcher, "_start", start)
+    monkeypatch.setattr(LocalLauncher, "_start", start)
     run = run_of({"pool": "near", "replicas": 1, "max_running": 7})
     launcher = LocalLauncher(run, RunDirectory(tmp_path))
     for replica, kind in enumerate(run.rollout.kind_of_each):

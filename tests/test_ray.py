@@ -121,7 +121,7 @@ def test_one_run_file_executes_on_every_trainer_with_weights_every_way(
 
 
 def test_vllm_generates_on_a_cluster(nodes: Nodes, tmp_path: Path) -> None:
-    execute(nodes, tmp_path, "rollout.backend=vllm", "rollout.replicas=1")
+    execute(nodes, tmp_path, "rollout.backend=vllm", "rollout.replicas=1", "algorithm.steps=5")
 
 
 def test_planned_faults_cost_no_rollout(nodes: Nodes, tmp_path: Path) -> None:
@@ -159,6 +159,7 @@ def test_replicas_come_and_go(nodes: Nodes, tmp_path: Path) -> None:
         "rollout.replicas=1",
         "policies.resize=adjust",
         "policies.max_replicas=3",
+        "policies.resize_unit=1",
         "cluster.pools.far.gpus_per_node=4",
     )
     execute(nodes, tmp_path, *settings)
@@ -189,7 +190,7 @@ def test_a_driver_that_is_killed_leaves_nothing_and_is_resumed(
         time.sleep(0.05)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
-    settings = ("algorithm.steps=200", "execute.checkpoint_every=2", "algorithm.steps=12")
+    settings = ("algorithm.steps=12", "execute.checkpoint_every=2")
     done = streamrl(
         "execute",
         tmp_path / "run.toml",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -48,7 +49,8 @@ def joined_cluster(run: Run) -> Iterator[None]:
         ) from None
     try:
         check_cluster(run, [node["Resources"] for node in ray.nodes() if node["Alive"]])
-        yield
+        with contextlib.redirect_stdout(sys.stderr):  # where Ray prints what befalls its nodes
+            yield
     finally:
         ray.shutdown()
 

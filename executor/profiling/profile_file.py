@@ -31,6 +31,7 @@ from streamrl.hardware.machine_profile import (
     Once,
     PassRow,
     PrefillRow,
+    RelayRow,
     Seconds,
     SharingRow,
     shape_digest,
@@ -159,6 +160,16 @@ def _tables(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
         optimizer=Once(seconds=quartiles(readings.optimizer)),
         push=Moved(bytes=readings.num_bytes, seconds=quartiles(readings.push)),
         load=Moved(bytes=readings.num_bytes, seconds=quartiles(readings.load)),
+        relay=tuple(
+            RelayRow(
+                mode=mode,
+                bytes=num_bytes,
+                values=num_values,
+                encode=quartiles(readings.pack[mode]),
+                decode=quartiles(readings.unpack[mode]),
+            )
+            for mode, (num_bytes, num_values) in sorted(readings.packed.items())
+        ),
         sharing=tuple(
             SharingRow(
                 generating=key[0],

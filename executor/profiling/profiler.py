@@ -25,6 +25,7 @@ from executor.profiling.handling import has_tokenizer, time_handling
 from executor.profiling.made_up import MadeUp
 from executor.profiling.measurements import JOIN_STEPS, SHORT, WINDOW, Measurements, Setup
 from executor.profiling.readings import Readings, RefillStream
+from executor.profiling.relaying import RelayBench
 from executor.profiling.timed_roles import TimedReplicaRole, TimedTrainerRole
 from executor.rollout.transformers_engine import PREFILL_TOKENS
 from executor.samples import Request
@@ -87,10 +88,11 @@ async def _measure(setup: Setup, watch: Watch) -> Readings:
         async with bench.replica() as replica, bench.trainer("token-tis") as trainer:
             readings.pads_context = await replica.pads_context()
             await bench.warm_up(replica, trainer)
-            for _ in range(setup.plan.repeats):
-                await bench.time_replica(replica)
-                await bench.time_sync(replica, trainer)
-                await bench.time_trainer(trainer)
+            async with RelayBench.open(str(endless), setup.dtype) as relays:
+                for _ in range(setup.plan.repeats):
+                    await bench.time_replica(replica)
+                    await bench.time_sync(replica, trainer, relays)
+                    await bench.time_trainer(trainer)
             if setup.plan.companies:
                 await bench.time_companies(replica, trainer)
         async with bench.trainer("decoupled") as scorer:
@@ -348,7 +350,9 @@ class _Bench:
             await self._seconds(trainer)
             self._watch("call")
 
-    async def time_sync(self, replica: TimedReplicaRole, trainer: TimedTrainerRole) -> None:
+    async def time_sync(
+        self, replica: TimedReplicaRole, trainer: TimedTrainerRole, relays: RelayBench
+    ) -> None:
         """Measure an optimizer step, a push of its weights, and a load of them, on a trainer that rested.
 
         In a run it rests while the step's last rollouts are generated, and its caches go cold.
@@ -366,6 +370,7 @@ class _Bench:
             began_at = time.perf_counter()
             await replica.load(manifest, drain=True)
             self._readings.load.append(time.perf_counter() - began_at)
+            await relays.time(manifest, self._readings)
         finally:
             directory.remove()
         self._watch("sync")

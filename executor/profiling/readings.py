@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from executor.rollout.inference_engine import TimedPass
+from streamrl.runfile.policies_config import SyncMode
 
 
 class RefillStream(NamedTuple):
@@ -45,6 +46,10 @@ class Readings:
     optimizer: list[float] = field(default_factory=list)
     push: list[float] = field(default_factory=list)
     load: list[float] = field(default_factory=list)
+    pack: dict[SyncMode, list[float]] = field(default_factory=lambda: defaultdict(list))
+    unpack: dict[SyncMode, list[float]] = field(default_factory=lambda: defaultdict(list))
+    packed: dict[SyncMode, tuple[int, int]] = field(default_factory=dict)
+    """Bytes of what relays sent, and values that it told of."""
     refill_passes: list[float] = field(default_factory=list)
     streams: list[RefillStream] = field(default_factory=list)
     handling: list[float] = field(default_factory=list)

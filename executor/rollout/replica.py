@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable
+
 from executor.buffer import RolloutBuffer
-from executor.carriers.handles import Handle
+from executor.carriers.handles import Handle, WorkerLostError
 from executor.carriers.remote import remote
 from executor.roles import ReplicaRole
 from executor.samples import Completion, Manifest, Request
@@ -52,6 +55,9 @@ class Replica:
         self._handle = handle
         self._worker = remote(ReplicaRole, handle)
         self._buffer = buffer
+        self._may_generate = asyncio.Event()
+        """Cleared while a load that was commanded is not yet sent, as what is sent after it must start under what it brings."""
+        self._may_generate.set()
 
     async def start(self, command: StartReplica, manifest: Manifest | None) -> ReplicaStarted:
         """Load the model, then the manifest's weights if there are any newer, and begin to serve."""
@@ -64,6 +70,7 @@ class Replica:
             if buffered.finish is not None:
                 num_tokens, version = buffered.kept
                 return Generated(command.rollout, num_tokens, buffered.finish, version, 0.0, 0.0)
+            await self._may_generate.wait()
             request = self._buffer.request(command)
             completion = await self._worker.generate(request)
             check_completion(request, completion)
@@ -73,8 +80,25 @@ class Replica:
         """End a rollout with what it has made so far; its `generate` returns then."""
         await self._worker.abort(rollout)
 
-    async def load(self, command: LoadWeights, manifest: Manifest) -> WeightsLoaded:
-        """Take new weights, once drained or in flight."""
+    async def load(
+        self, command: LoadWeights, fetched: Awaitable[Manifest | None]
+    ) -> WeightsLoaded:
+        """Take new weights as soon as they are here, once drained or in flight.
+
+        Raises:
+            WorkerLostError: they do not come: the replica is of no use any more, and killed.
+            ValueError: they were never pushed.
+        """
+        self._may_generate.clear()
+        try:
+            manifest = await fetched
+            if manifest is None:
+                raise ValueError(f"weights of version {command.version} were never pushed")
+        except ConnectionError as error:
+            self.kill(f"cannot be given weights: {error}")
+            raise WorkerLostError(f"the replica cannot be given weights: {error}") from None
+        finally:  # once this task waits for something, so that the load is sent by then
+            asyncio.get_running_loop().call_soon(self._may_generate.set)
         loaded = await self._worker.load(manifest, command.drain)
         return WeightsLoaded(command.replica, command.version, loaded.load_time, loaded.checksum)
 

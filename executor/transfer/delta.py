@@ -90,6 +90,11 @@ def decode_delta(base: Path, delta: bytes) -> Iterator[bytes]:
     yield told.tail
 
 
+def count_changes(delta: bytes) -> int:
+    """Return how many words a delta changes."""
+    return sum(block.num_changes for block in _read(delta).blocks)
+
+
 def _words(path: Path, width: int) -> Words:
     count = path.stat().st_size // width
     if not count:

@@ -22,9 +22,8 @@ import msgspec
 
 from executor.checksums import file_checksum
 from executor.roles import RelayRole
-from executor.samples import Bucket, Manifest
+from executor.samples import Arrived, Bucket, Manifest, Parcel, ParcelKind
 from executor.transfer.delta import decode_delta, encode_delta
-from executor.transfer.parcel import Arrived, Parcel, ParcelKind
 from executor.transfer.shared_directory import SharedDirectory
 from executor.transfer.version_directory import remove_version, version_directory
 

@@ -20,8 +20,7 @@ from executor.carriers.handles import Handle, WorkerLostError
 from executor.carriers.remote import remote
 from executor.notices import tell
 from executor.roles import RelayRole, TransferRole, Write
-from executor.samples import Manifest
-from executor.transfer.parcel import Parcel
+from executor.samples import Manifest, Parcel
 from streamrl.engine.messages import PushWeights, WeightsPushed
 from streamrl.runfile.sides_config import SyncConfig
 
@@ -37,7 +36,7 @@ StartRelay = Callable[[str | None], Awaitable[Handle]]
 
 
 @dataclass
-class Place:
+class Site:
     """A relay, and the versions that lie there."""
 
     name: str
@@ -53,7 +52,7 @@ class Place:
 
 
 @dataclass
-class Sent:
+class Transit:
     """What a push took, at the place that took longest."""
 
     num_bytes: int = 0
@@ -84,13 +83,14 @@ class RelayedTransfer(TransferRole):
         self._sync = sync
         self._start_relay = start_relay
         self._is_here = is_here
-        self._near: Place | None = None
-        self._places: dict[str, Place] = {}
+        self._near: Site | None = None
+        self._places: dict[str, Site] = {}
         self._place_of: dict[int, str] = {}
         self._parcels: dict[tuple[str, str], asyncio.Future[Parcel]] = {}
         """By what comes out and its base."""
         self._held: Counter[int] = Counter()
         self._newest: int | None = None
+        self._pushed: set[int] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._starting = asyncio.Lock()
 
@@ -105,13 +105,12 @@ class RelayedTransfer(TransferRole):
     async def push(self, command: PushWeights) -> WeightsPushed:
         """Bring a version to every place that has replicas."""
         version, near = command.version, await self._near_place()
-        before = near.manifests.pop(version, None)
-        if before is not None:  # the trainer was rolled back: what it made then is nobody's base
-            self._forget_parcels(before)
-            await self._of_near(near, near.relay.remove(version))
         manifest = await self._write(version, near.directory)
+        before = near.manifests.get(version)
+        if before is not None:  # the trainer was rolled back, and its files are overwritten
+            self._forget_parcels(before)
         near.manifests[version] = manifest
-        sent = Sent()
+        sent = Transit()
         places = sorted({*self._place_of.values()})
         results = await asyncio.gather(
             *(self._bring(place, manifest, sent) for place in places), return_exceptions=True
@@ -124,6 +123,7 @@ class RelayedTransfer(TransferRole):
         if errors and len(errors) == len(places):
             raise ConnectionError(f"weights of step {version} reached no place: {errors[0]}")
         self._newest = version
+        self._pushed.add(version)
         self._remove_unwanted()
         return WeightsPushed(
             version,
@@ -137,18 +137,23 @@ class RelayedTransfer(TransferRole):
     async def fetch(self, version: int, replica: int) -> Manifest | None:
         """Return what a replica loads, brought to its place where that does not have it."""
         near = self._near
-        if near is None or version not in near.manifests:
+        if version not in self._pushed:
             return None
         name = self._place_of[replica]
+        if near is None or version not in near.manifests:
+            there = self._places[name].manifests if name in self._places else {}
+            if version not in there:
+                raise ConnectionError(f"weights of step {version} are gone")
+            return there[version]
         try:
-            await self._bring(name, near.manifests[version], Sent())
+            await self._bring(name, near.manifests[version], Transit())
         except WorkerLostError:  # another one is started
             await self._bring_again(name, near.manifests[version])
         return self._places[name].manifests[version]
 
     async def _bring_again(self, name: str, manifest: Manifest) -> None:
         try:
-            await self._bring(name, manifest, Sent())
+            await self._bring(name, manifest, Transit())
         except WorkerLostError as error:  # it is no replica's loss
             raise ConnectionError(f"weights do not reach {name}: {error}") from None
 
@@ -175,24 +180,24 @@ class RelayedTransfer(TransferRole):
         self._places.clear()
         self._near = None
 
-    def _all_places(self) -> list[Place]:
+    def _all_places(self) -> list[Site]:
         return [*self._places.values(), *([] if self._near is None else [self._near])]
 
     # Places -------------------------------------------------------------------------------------
 
-    async def _near_place(self) -> Place:
+    async def _near_place(self) -> Site:
         async with self._starting:
             if self._near is None:
                 self._near = await self._start(None)
             return self._near
 
-    async def _place(self, name: str) -> Place:
+    async def _place(self, name: str) -> Site:
         async with self._starting:
             if name not in self._places:
                 self._places[name] = await self._start(name)
             return self._places[name]
 
-    async def _start(self, name: str | None) -> Place:
+    async def _start(self, name: str | None) -> Site:
         try:
             handle = await self._start_relay(name)
             # `remote` makes the calls of a Protocol
@@ -200,9 +205,9 @@ class RelayedTransfer(TransferRole):
             directory = Path(await relay.start())
         except WorkerLostError as error:
             raise ConnectionError(f"relay at {name or NEAR} does not come up: {error}") from None
-        return Place(name or NEAR, handle, relay, directory, name is None or self._is_here(name))
+        return Site(name or NEAR, handle, relay, directory, name is None or self._is_here(name))
 
-    def _lose(self, place: Place) -> None:
+    def _lose(self, place: Site) -> None:
         """Forget a relay that is lost; the next who needs it starts another."""
         place.handle.kill("is lost")
         if self._near is place:
@@ -213,7 +218,7 @@ class RelayedTransfer(TransferRole):
 
     # Parcels ------------------------------------------------------------------------------------
 
-    async def _bring(self, name: str, manifest: Manifest, sent: Sent) -> None:
+    async def _bring(self, name: str, manifest: Manifest, sent: Transit) -> None:
         """Let a place have a version, whatever it has."""
         place, version = await self._place(name), manifest.version
         async with place.bringing:
@@ -234,7 +239,7 @@ class RelayedTransfer(TransferRole):
                 tell(f"weights of step {version} are sent whole to {name}: {error}")
                 await self._send(place, version, await self._parcel(manifest, None), sent)
 
-    def _base(self, place: Place, version: int) -> Manifest | None:
+    def _base(self, place: Site, version: int) -> Manifest | None:
         """Return the version to tell a place the changes from; None where it is sent whole."""
         if self._sync.mode != "delta" or place.num_deltas + 1 >= self._sync.anchor_every:
             return None
@@ -259,7 +264,7 @@ class RelayedTransfer(TransferRole):
             self._parcels.pop(key, None)
             raise
 
-    async def _of_near(self, near: Place, call: Awaitable[T]) -> T:
+    async def _of_near(self, near: Site, call: Awaitable[T]) -> T:
         """Await a call of the relay beside the trainer, whose loss is no replica's and not the trainer's."""
         try:
             return await call
@@ -267,7 +272,7 @@ class RelayedTransfer(TransferRole):
             self._lose(near)
             raise ConnectionError(f"the relay {NEAR} is lost: {error}") from None
 
-    async def _send(self, place: Place, version: int, parcel: Parcel, sent: Sent) -> None:
+    async def _send(self, place: Site, version: int, parcel: Parcel, sent: Transit) -> None:
         """Send a parcel, which is of another version where a step changed nothing."""
         began_at = time.monotonic()
         if not place.is_here:
@@ -281,7 +286,7 @@ class RelayedTransfer(TransferRole):
         sent.wire_time = max(sent.wire_time, wire_time)
         sent.decode_time = max(sent.decode_time, arrived.seconds)
 
-    async def _send_chunks(self, place: Place, parcel: Parcel) -> None:
+    async def _send_chunks(self, place: Site, parcel: Parcel) -> None:
         near, version = await self._near_place(), parcel.result.version
         room = asyncio.Semaphore(CHUNKS_UNDER_WAY)
 
@@ -319,7 +324,7 @@ class RelayedTransfer(TransferRole):
                 kept = [manifest.checksum for manifest in place.manifests.values()]
                 self._call(place.relay.keep(kept))
 
-    def _forget(self, near: Place, manifest: Manifest) -> None:
+    def _forget(self, near: Site, manifest: Manifest) -> None:
         """Remove a version beside the trainer, with what was packed of it."""
         self._forget_parcels(manifest)
         self._call(near.relay.remove(manifest.version))
@@ -344,7 +349,7 @@ async def _quietly(call: Awaitable[None]) -> None:
         tell(f"a relay could not remove weights: {error}")
 
 
-def _end(place: Place) -> Coroutine[Any, Any, None]:
+def _end(place: Site) -> Coroutine[Any, Any, None]:
     async def end() -> None:
         await place.relay.stop()
         await place.handle.close()

@@ -22,6 +22,7 @@ class Transfer(TransferRole):
         self._held: Counter[int] = Counter()
         """How many replicas load a version, or are about to."""
         self._newest: int | None = None
+        self._pushed: set[int] = set()
 
     def join(self, replica: int, place: str) -> None:
         """Every replica loads from the one directory."""
@@ -39,11 +40,14 @@ class Transfer(TransferRole):
             raise
         self.manifests[command.version] = manifest
         self._newest = command.version
+        self._pushed.add(command.version)
         self._remove_unwanted()
         return WeightsPushed(command.version, manifest.num_bytes, manifest.checksum)
 
     async def fetch(self, version: int, replica: int) -> Manifest | None:
         """Return what every replica loads."""
+        if version in self._pushed and version not in self.manifests:
+            raise ConnectionError(f"weights of step {version} are gone")
         return self.manifests.get(version)
 
     def hold(self, version: int) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sim.costs.curves import DecodeCurve
+from sim.costs.payload import Payload
 from sim.costs.sharing import CoreSharing
-from sim.costs.sync import SyncCosts
+from sim.costs.sync import SyncCosts, link_leg
 from sim.costs.training.line import Line, SerialLine
 from streamrl.hardware.host_cores import threads_of_each
 from streamrl.hardware.machine_fit import (
@@ -23,9 +24,11 @@ from streamrl.hardware.machine_fit import (
 from streamrl.hardware.machine_profile import MeasuredProfile, Once, read_measured
 from streamrl.hardware.memory import most_running
 from streamrl.hardware.profile_match import check_fits
+from streamrl.hardware.profiles import load_model
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.pools import find_link
 from streamrl.runfile.sides_config import Packing
 
 
@@ -146,7 +149,7 @@ class MachineCosts:
             prefill=MeasuredPrefill(
                 fit_prefill(profile.prefill, profile.join), _once(profile.turnover), measured
             ),
-            sync=_sync(profile, measured),
+            sync=_sync(profile, run, path, measured),
             training=_training(profile, run),
             padded_share=_padded_share(profile),
             tokens_per_pass=profile.prefill_tokens + run.rollout.max_running,
@@ -196,8 +199,18 @@ def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
     return notes
 
 
-def _sync(profile: MeasuredProfile, measured: Provenance) -> SyncCosts:
-    """A push leaves the trainer and is there; nothing of it waits for a wire."""
+HANDSHAKES = 4
+"""Ways over a link that a push to a relay takes beside its bytes: sent and acknowledged, told to unpack, told of."""
+
+
+def _sync(profile: MeasuredProfile, run: Run, path: Path, measured: Provenance) -> SyncCosts:
+    """Return what a push takes, to the directory that all replicas read, or to relays.
+
+    Raises:
+        RunError: the profile does not know relays.
+    """
+    if run.sync.mode != "full" or find_link(run) is not None:
+        return _relayed(profile, run, path, measured)
     return SyncCosts(
         wire_bytes=profile.push.bytes,
         fill_time=0.0,
@@ -205,6 +218,37 @@ def _sync(profile: MeasuredProfile, measured: Provenance) -> SyncCosts:
         drain_time=0.0,
         load_time=profile.load.seconds[MEDIAN],
         tier=measured.tier,
+        sources=measured.sources,
+    )
+
+
+def _relayed(profile: MeasuredProfile, run: Run, path: Path, measured: Provenance) -> SyncCosts:
+    """Return what a push over relays takes: what is sent is made of it, crosses the link, and is made weights of.
+
+    Adapters are merged about as fast as whole weights are copied and checked.
+    """
+    mode, index = run.sync.mode, find_link(run)
+    rows = {row.mode: row for row in profile.relay}
+    row = rows.get("full" if mode == "lora" else mode)
+    if row is None:
+        text = f"costs.profile: {path} has no relays for sync.mode {mode!r}: streamrl profile measures them"
+        raise RunError("costs.profile", str(path), None, text, ("sync.mode",))
+    payload = Payload.load(run).num_bytes
+    if mode == "full":
+        payload = row.bytes
+    elif mode == "delta" and row.values:
+        payload = round(
+            row.bytes / row.values * load_model(run.model).num_parameters * run.sync.changed_share
+        )
+    link = None if index is None else run.cluster.links[index]
+    latency = 0.0 if link is None else link.latency
+    return SyncCosts(
+        wire_bytes=payload,
+        fill_time=profile.push.seconds[MEDIAN] + row.encode[MEDIAN],
+        wire_time=0.0 if link is None else link_leg(link).time(payload),
+        drain_time=HANDSHAKES * latency + row.decode[MEDIAN],
+        load_time=profile.load.seconds[MEDIAN],
+        tier=measured.tier if mode != "lora" else "composed",
         sources=measured.sources,
     )
 

@@ -32,6 +32,7 @@ import msgspec
 
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profile_table import ProfileTable
+from streamrl.runfile.policies_config import SyncMode
 from streamrl.runfile.sides_config import Packing
 
 DIGEST_LENGTH = 16  # hex digits: chance never makes two shapes alike
@@ -137,6 +138,19 @@ class Moved(ProfileTable, frozen=True, kw_only=True):
     seconds: Seconds
 
 
+class RelayRow(ProfileTable, frozen=True, kw_only=True):
+    """What relays took to bring a push to another place, the network left out."""
+
+    mode: SyncMode
+    bytes: int
+    """Of what would have crossed it."""
+    values: int
+    """How many of the weights that tells of."""
+    encode: Seconds
+    decode: Seconds
+    """Checking and writing included."""
+
+
 class SharingRow(ProfileTable, frozen=True, kw_only=True, omit_defaults=True):
     """What is left of the speeds of roles that compute at the same time, in shares of their speeds alone."""
 
@@ -189,6 +203,8 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     if all were as long as the longest."""
     sharing: tuple[SharingRow, ...] = ()
     """Empty where it was not measured: on GPUs, or by an earlier version."""
+    relay: tuple[RelayRow, ...] = ()
+    """Empty where an earlier version measured."""
     handling: Once | None = None
     """None in the same cases."""
     turnover: Once | None = None

@@ -1,0 +1,249 @@
+"""Are runs whose replicas are behind a slow link as fast as simulated? Whole weights, deltas and adapters, synchronous and a step off.
+
+    build/engines/bin/python -m benchmarks.bench_wan --rate 200e6 --delay 0.02
+
+examples/two-datacenters.toml is executed on a Ray cluster of two nodes, each in a network namespace of its own, between
+which `benchmarks.wan_link` carries packets late; it needs root. This machine is profiled first. Each run is simulated with
+its recorded lengths and the share of values that it changed. One JSON object per figure: step times, their errors, and
+what deltas and adapters gain on whole weights, measured and simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import msgspec
+
+from benchmarks.bench_reality import push_time
+from benchmarks.wan_link import ADDRESSES, FAR, NEAR, inside, wan_link
+from executor.profiling.measurements import Limits
+from executor.profiling.profile_file import make_setup, profile_model
+from sim.world import simulate
+from streamrl.engine.messages import WeightsPushed
+from streamrl.hardware.machine_profile import read_measured, write_measured
+from streamrl.hardware.profiles import load_model
+from streamrl.record.informative import recorded_workload
+from streamrl.record.metrics import Metrics, measure
+from streamrl.record.trace import Trace, read_trace
+from streamrl.runfile.config import CostsConfig, Run
+from streamrl.runfile.reading import load_run
+
+HERE = Path(__file__).parent.parent
+RUN_FILE = HERE / "examples" / "two-datacenters.toml"
+MODES = ("full", "delta", "lora")
+SYSTEMS = ("stream-sync", "stream-async")
+PORT = 6379
+PYTHON = Path(sys.executable)
+START_TIME = 60.0
+
+
+class Figure(NamedTuple):
+    """One run, executed and simulated."""
+
+    mode: str
+    system: str
+    measured: Metrics
+    simulated: Metrics
+    pushes: list[WeightsPushed]
+    push_time: float
+    simulated_push: float
+
+
+def main() -> None:
+    """Print one JSON object per figure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rate", type=float, default=200e6, help="bits a second")
+    parser.add_argument("--delay", type=float, default=0.02, help="seconds one way")
+    parser.add_argument("--modes", nargs="*", default=MODES, choices=MODES)
+    parser.add_argument("--systems", nargs="*", default=SYSTEMS)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--profile", type=Path, help="measured before; else it is now")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bench-wan-") as name:
+        path = options.profile or Path(name) / "profile.toml"
+        if not path.is_file():
+            profile(path)
+        with wan_link(options.rate, options.delay), cluster():
+            figures = [
+                compare(Path(name), path, mode, system, options)
+                for system in options.systems
+                for mode in options.modes
+            ]
+    for figure in figures:
+        tell(figure)
+    tell_gains(figures)
+
+
+def profile(path: Path) -> None:
+    """Measure this machine with the model and within the limits of the run file."""
+    run = load_run(RUN_FILE, [])
+    limits = Limits(
+        max_running=run.rollout.max_running,
+        max_context=run.rollout.max_tokens + run.workload.max_prompt_tokens,
+        max_tokens_per_pass=run.trainer.max_tokens_per_pass,
+    )
+    setup = make_setup(
+        Path(str(run.model.path)),
+        gpu="cpu",
+        dtype=run.model.dtype,
+        threads=1,
+        limits=limits,
+        is_quick=False,
+    )
+    write_measured(profile_model(setup, "cpu", lambda what: None), path)
+
+
+@contextmanager
+def cluster() -> Iterator[None]:
+    """Have a Ray node at each end of the link."""
+    head = ["--head", f"--port={PORT}", "--include-dashboard=false"]
+    far = [f"--address={ADDRESSES[NEAR]}:{PORT}"]
+    with ExitStack() as nodes:
+        for name, pool, own in ((NEAR, "training", head), (FAR, "generation", far)):
+            nodes.enter_context(node(name, pool, own))
+            wait_for(name)
+        yield
+
+
+@contextmanager
+def node(name: str, pool: str, own: list[str]) -> Iterator[None]:
+    """Have a Ray node in a namespace."""
+    command = [
+        *inside(name),
+        str(PYTHON.parent / "ray"),
+        "start",
+        "--block",
+        f"--node-ip-address={ADDRESSES[name]}",
+        "--num-cpus=4",
+        f"--object-store-memory={200 * 2**20}",
+        f"--resources={json.dumps({f'pool-{pool}': 1})}",
+        *own,
+    ]
+    started = subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        yield
+    finally:
+        started.send_signal(signal.SIGTERM)
+        try:
+            started.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(started.pid, signal.SIGKILL)
+
+
+def wait_for(name: str) -> None:
+    """Wait until the cluster counts a node."""
+    check = (
+        f"import ray; ray.init('{ADDRESSES[NEAR]}:{PORT}', log_to_driver=False);"
+        f"print(sum(n['Alive'] and n['NodeManagerAddress'] == '{ADDRESSES[name]}' for n in ray.nodes()))"
+    )
+    until = time.monotonic() + START_TIME
+    while time.monotonic() < until:
+        done = subprocess.run(
+            [*inside(NEAR), str(PYTHON), "-c", check], capture_output=True, text=True, check=False
+        )
+        if done.stdout.strip().endswith("1"):
+            return
+        time.sleep(1.0)
+    raise RuntimeError(f"no Ray node came up in {name}: {done.stderr[-500:]}")
+
+
+def compare(
+    scratch: Path, path: Path, mode: str, system: str, options: argparse.Namespace
+) -> Figure:
+    """Execute a run over the link, and simulate it with the lengths that it had."""
+    output = scratch / f"{mode}-{system}"
+    keys = {
+        "sync.mode": mode,
+        "policies.system": system,
+        "algorithm.steps": options.steps,
+        "execute.output": output,
+        "execute.ray_address": f"{ADDRESSES[NEAR]}:{PORT}",
+        "cluster.links.0.bandwidth": f"{options.rate / 1e6:g} Mbps",
+        "cluster.links.0.latency": f"{1000 * options.delay:g} ms",
+    }
+    settings = [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
+    command = [str(PYTHON), "-c", "from streamrl.cli import main; main()"]
+    done = subprocess.run(
+        [*inside(NEAR), *command, "execute", str(RUN_FILE), *settings],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    trace = read_trace(output / "trace.jsonl")
+    pushes = [e.event for e in trace.entries if isinstance(e.event, WeightsPushed)]
+    simulated = simulate(simulation_of(trace, output / "trace.jsonl", path, pushes))
+    measured = measure(trace)
+    again = measure(simulated, measured.counted_steps)
+    print(f"{mode}, {system}: {measured.step_time:.3f} s a step", file=sys.stderr)
+    return Figure(mode, system, measured, again, pushes, push_time(trace), push_time(simulated))
+
+
+def simulation_of(trace: Trace, file: Path, path: Path, pushes: list[WeightsPushed]) -> Run:
+    """Return the run as it is simulated: its own lengths, this machine's seconds, as many values changed as were."""
+    run: Run = msgspec.structs.replace(trace.run, workload=recorded_workload(trace, file))
+    run = msgspec.structs.replace(run, costs=CostsConfig(profile=str(path)))
+    if run.sync.mode != "delta":
+        return run
+    row = next(row for row in read_measured(path).relay if row.mode == "delta")
+    sent = median(push.num_bytes for push in pushes[1:])
+    share = sent / (row.bytes / row.values) / load_model(run.model).num_parameters
+    sync = msgspec.structs.replace(run.sync, changed_share=min(1.0, share))
+    return msgspec.structs.replace(run, sync=sync)
+
+
+def tell(figure: Figure) -> None:
+    measured, simulated = figure.measured.step_time, figure.simulated.step_time
+    line: dict[str, Any] = {
+        "name": f"wan.{figure.mode}.{figure.system}",
+        "step_time": round(measured, 4),
+        "simulated": round(simulated, 4),
+        "error_percent": round(100 * (simulated / measured - 1), 1),
+        "push": round(figure.push_time, 4),
+        "simulated_push": round(figure.simulated_push, 4),
+        "bytes": round(median(push.num_bytes for push in figure.pushes)),
+        "phases": {
+            name: round(median(getattr(push, name) for push in figure.pushes), 4)
+            for name in ("encode_time", "wire_time", "decode_time")
+        },
+    }
+    print(json.dumps(line), flush=True)
+
+
+def tell_gains(figures: list[Figure]) -> None:
+    """Print what a mode saves of the step with whole weights, in percent, measured and simulated."""
+    whole = {figure.system: figure for figure in figures if figure.mode == "full"}
+    for figure in figures:
+        base = whole.get(figure.system)
+        if base is None or figure is base:
+            continue
+        gains = [
+            100 * (1 - one.step_time / other.step_time)
+            for one, other in (
+                (figure.measured, base.measured),
+                (figure.simulated, base.simulated),
+            )
+        ]
+        line = {"name": f"wan.gain.{figure.mode}.{figure.system}"}
+        values = {"measured_percent": gains[0], "simulated_percent": gains[1]}
+        print(json.dumps({**line, **{k: round(v, 1) for k, v in values.items()}}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

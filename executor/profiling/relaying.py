@@ -1,0 +1,63 @@
+"""Times what relays do with a push: what is sent is made of it, and weights of what arrived; no network is in between."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from executor.profiling.readings import Readings
+from executor.samples import Arrived, Manifest, Parcel
+from executor.transfer.delta import count_changes
+from executor.transfer.relay import RelaySettings, RelayWorker
+from streamrl.hardware.model_shape import BYTES
+
+
+class RelayBench:
+    """A relay beside the trainer, and one at another place for each way of sending weights."""
+
+    def __init__(self, settings: RelaySettings) -> None:
+        self._dtype = settings.dtype
+        self._near, self._whole, self._delta = (RelayWorker(settings) for _ in range(3))
+        self._base: Manifest | None = None
+        """What the place that is sent deltas has."""
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, model: str, dtype: str) -> AsyncIterator[RelayBench]:
+        """Start relays in this process, and leave nothing of them behind."""
+        bench = cls(RelaySettings(model=model, dtype=dtype))
+        relays = (bench._near, bench._whole, bench._delta)
+        try:
+            for relay in relays:
+                await relay.start()
+            yield bench
+        finally:
+            for relay in relays:
+                await relay.stop()
+
+    async def time(self, manifest: Manifest, readings: Readings) -> None:
+        """Bring a push to both places; enter the seconds, and of the first push those of whole weights alone."""
+        whole = await self._near.pack(manifest, "full", None)
+        readings.unpack["full"].append((await _bring(self._whole, whole)).seconds)
+        readings.pack["full"].append(whole.seconds)
+        readings.packed["full"] = (whole.num_bytes, whole.num_bytes // BYTES[self._dtype])
+        await self._whole.keep([])
+        parcel = whole
+        if self._base is not None:
+            parcel = await self._near.pack(manifest, "delta", self._base)
+            changes = sum(count_changes(Path(piece.path).read_bytes()) for piece in parcel.pieces)
+            readings.packed["delta"] = (parcel.num_bytes, changes)
+            readings.pack["delta"].append(parcel.seconds)
+        arrived = await _bring(self._delta, parcel)
+        if parcel.kind == "delta":
+            readings.unpack["delta"].append(arrived.seconds)
+        self._base = arrived.manifest
+        await self._delta.keep([arrived.manifest.checksum])
+
+
+async def _bring(relay: RelayWorker, parcel: Parcel) -> Arrived:
+    """Bring a parcel to a relay, and let it make weights of it."""
+    for number, piece in enumerate(parcel.pieces):
+        await relay.receive(parcel.result.version, number, 0, Path(piece.path).read_bytes())
+    return await relay.unpack(parcel, is_here=False)
