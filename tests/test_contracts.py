@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import suppress
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
+from executor.carriers.handles import Handle, InProcess, LocalProcess, Process, WorkerLostError
 from executor.carriers.launch import RELAY, REPLICA, TRAINER
 from executor.carriers.remote import remote
 from executor.checksums import combine
@@ -29,6 +28,7 @@ from streamrl.engine.messages import PushWeights, WeightsPushed
 from streamrl.runfile.sides_config import SyncConfig
 from tests import scripted
 from tests.engines import NAMES, params
+from tests.ray_actors import start_actor
 from tests.scripted_roles import tokens_of
 from tests.tiny_model import WIDE_HEADS, tiny_model
 from tests.verifying import config as verifier_config
@@ -41,7 +41,7 @@ MAX_TOKENS = 4000
 SLOWNESS = 0.1
 """Seconds of everything that scripted roles do."""
 REPLICAS = (*NAMES, "scripted")
-CARRIERS = ("in-process", "local")
+CARRIERS = ("in-process", "local", "ray")
 SCRIPTED = {"seed": 0, "fastest": SLOWNESS, "slowest": SLOWNESS}
 
 
@@ -63,6 +63,8 @@ def buckets(tmp_path_factory: pytest.TempPathFactory) -> list[Bucket]:
 async def start(carrier: str, path: str, config: dict[str, Any], log: Path) -> Handle:
     if carrier == "in-process":
         return InProcess(path, config)
+    if carrier == "ray":
+        return await start_actor(path, config, log)
     return await LocalProcess.start(path, config, log, {"OMP_NUM_THREADS": "1"})
 
 
@@ -307,14 +309,15 @@ def test_a_stop_ends_every_pending_rollout_with_an_error_that_says_so(
     assert all("the replica was stopped" in str(error) for error in errors)
 
 
+@pytest.mark.parametrize("carrier", params(CARRIERS[1:]))
 @pytest.mark.parametrize("kind", params(REPLICAS))
 def test_a_killed_process_is_lost_to_pending_and_later_calls(
-    kind: str, model: Path, tmp_path: Path
+    kind: str, carrier: str, model: Path, tmp_path: Path
 ) -> None:
-    def kill(handle: LocalProcess) -> None:
-        os.kill(handle.pid, signal.SIGKILL)
+    def kill(handle: Process) -> None:
+        handle.send_signal(signal.SIGKILL)
 
-    errors = lose(kind, "local", model, tmp_path / "log", kill)
+    errors = lose(kind, carrier, model, tmp_path / "log", kill)
     assert [type(error) for error in errors] == [WorkerLostError] * 3
 
 
@@ -337,7 +340,7 @@ def sample(rollout: int) -> Sample:
     )
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("carrier", params(CARRIERS))
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_a_trainer_makes_versions_in_order_of_all_it_was_given_and_comes_back_from_its_checkpoint(
     kind: str, carrier: str, model: Path, tmp_path: Path

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from executor.carriers.handles import Config, Handle, WorkerLostError
-from executor.carriers.heartbeat import PATIENCE, PING_TIME, Heartbeat
+from executor.carriers.heartbeat import FACTOR, PATIENCE, PING_TIME, Heartbeat
 from executor.carriers.ray_role import Whereabouts
 from executor.carriers.wire import Answer, decode, encode
 
@@ -44,8 +45,9 @@ class RayActor(Handle):
         self._waiting: set[asyncio.Future[Any]] = set()
         self._num_calls = 0
         self._lost: WorkerLostError | None = None
+        self._patience = patience
         self._heartbeat = Heartbeat(None, patience)
-        self._beating = asyncio.create_task(self._beat())
+        self._beating: asyncio.Task[None] | None = None
         self.whereabouts: Whereabouts | None = None
 
     async def locate(self) -> Whereabouts:
@@ -56,8 +58,15 @@ class RayActor(Handle):
         return self.whereabouts
 
     async def begin(self, role_path: str, config: Config, log: str) -> None:
-        """Make the role from its configuration."""
-        await self._await(self._actor.begin.remote(role_path, bytes(encode(config)), log))
+        """Make the role from its configuration, and watch over it from then on: it imports for a while first."""
+        sent = self._actor.begin.remote(role_path, bytes(encode(config)), str(Path.cwd()), log)
+        try:
+            await asyncio.wait_for(self._await(sent), FACTOR * self._patience)
+        except TimeoutError:
+            self.kill("did not come up")
+            assert self._lost is not None
+            raise self._lost from None
+        self._beating = asyncio.create_task(self._beat())
 
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
         """Send the call now, wait for its result."""
@@ -133,7 +142,8 @@ class RayActor(Handle):
         if self._lost is not None:
             return
         self._lost = WorkerLostError(f"the actor of {self._name} {how}")
-        self._beating.cancel()
+        if self._beating is not None:
+            self._beating.cancel()
         for waiting in self._waiting:
             if waiting is not asyncio.current_task():
                 waiting.cancel()

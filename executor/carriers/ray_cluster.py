@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from executor.carriers.local_gpus import device_of
+from executor.notices import tell
 from streamrl.runfile.config import Run
 
 CALLS_AT_ONCE = 100_000
@@ -30,6 +32,11 @@ def joined_cluster(run: Run) -> Iterator[None]:
     Raises:
         ValueError: there is none, or its nodes have not what the run needs.
     """
+    with contextlib.redirect_stdout(sys.stderr):  # where Ray prints what befalls its nodes
+        yield from _joined(run)
+
+
+def _joined(run: Run) -> Iterator[None]:
     import ray
 
     address = run.execute.ray_address
@@ -49,8 +56,11 @@ def joined_cluster(run: Run) -> Iterator[None]:
         ) from None
     try:
         check_cluster(run, [node["Resources"] for node in ray.nodes() if node["Alive"]])
-        with contextlib.redirect_stdout(sys.stderr):  # where Ray prints what befalls its nodes
-            yield
+        if os.environ.get("RAY_AUTH_MODE") != "token":
+            tell(
+                "whoever reaches the Ray cluster's ports may run code there: ray get-auth-token --generate"
+            )
+        yield
     finally:
         ray.shutdown()
 

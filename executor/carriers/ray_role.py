@@ -51,8 +51,10 @@ class RayRole:
         node = ray.get_runtime_context().get_node_id()
         return msgspec.msgpack.encode(Whereabouts(node, address, port, os.getpid()))
 
-    async def begin(self, role_path: str, config: bytes, log: str) -> None:
-        """Make the role from its configuration; its output goes to a file where that can be opened here."""
+    async def begin(self, role_path: str, config: bytes, directory: str, log: str) -> None:
+        """Make the role from its configuration, in the driver's directory; its output goes to a file, where both are here."""
+        with suppress(OSError):
+            os.chdir(directory)  # to which paths of a run file are relative
         with suppress(OSError):
             descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(descriptor, 1)

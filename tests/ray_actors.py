@@ -1,0 +1,24 @@
+"""Roles in actors of a Ray cluster of one node, which the first of them begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from executor.carriers.handles import Handle
+
+
+async def start_actor(role_path: str, config: dict[str, Any], log: Path) -> Handle:
+    """Start a role."""
+    import ray
+
+    from executor.carriers.ray_actor import RayActor
+    from executor.carriers.ray_role import RayRole
+
+    if not ray.is_initialized():
+        ray.init(num_cpus=8, log_to_driver=False, include_dashboard=False)
+    options = {"num_cpus": 0, "max_concurrency": 1000}
+    actor = RayActor(ray.remote(RayRole).options(**options).remote(), role_path)
+    await actor.locate()
+    await actor.begin(role_path, config, str(log))
+    return actor
