@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
@@ -27,7 +28,7 @@ from typing import Any, cast
 import msgspec
 from msgspec.structs import replace
 
-from benchmarks.fault_books import EXECUTED, KINDS, SIMULATED, Cell, Key, balance
+from benchmarks.fault_books import EXECUTED, KINDS, RAY, SIMULATED, Cell, Key, balance
 from benchmarks.fault_model import make_model
 from benchmarks.fault_page import page
 from executor.faults import StruckFault, read_struck
@@ -102,7 +103,10 @@ def main() -> None:
         if "executed" in arguments.worlds:
             make_model(Path(name))
             run = partial(execute, Path(name))
-            matrix.fill(executed_keys(arguments.seeds), run, ThreadPoolExecutor(arguments.workers))
+            with ray_cluster():
+                matrix.fill(
+                    executed_keys(arguments.seeds), run, ThreadPoolExecutor(arguments.workers)
+                )
     cells = sorted(matrix.cells.values(), key=lambda cell: cell.key)
     for cell in cells:
         print(json.dumps(asdict(cell)))
@@ -225,6 +229,23 @@ def _noticed(
 
 
 # Executed -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def ray_cluster() -> Iterator[None]:
+    """Have a Ray cluster on this machine, where Ray is installed."""
+    if find_spec("ray") is None:
+        yield
+        return
+    words = ["start", "--head", "--block", f"--port={RAY.partition(':')[2]}", "--num-cpus=16"]
+    words += ["--node-ip-address=127.0.0.1", "--include-dashboard=false"]
+    words += ['--resources={"pool-local": 1}', f"--object-store-memory={200 * 2**20}"]
+    command = [str(Path(sys.executable).parent / "ray"), *words]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as head:
+        try:
+            yield
+        finally:
+            head.terminate()
 
 
 def executed_keys(seeds: int) -> list[Key]:

@@ -25,12 +25,14 @@ from typing import Any, NamedTuple
 
 from benchmarks.fault_books import KINDS
 from benchmarks.fault_model import make_model
+from streamrl.record.run_lines import read_metrics
 
 HERE = Path(__file__).parent
 SHARED_MEMORY = Path("/dev/shm")
 MOST_GROWTH = 0.05
 """Share by which a role may grow."""
-STEPS_A_MINUTE = 480
+PROBE_STEPS = 400
+"""Of the run that says how many steps a minute has here; its first half does not count."""
 MINUTES_A_FAULT = 7
 """Of each kind: mending one takes up to half a minute."""
 SLOW = {"link-slows": 'factor = 20.0\nduration = "2 s"', "verifier-stalls": 'duration = "2 s"'}
@@ -91,11 +93,21 @@ def execute(minutes: int, directory: Path) -> list[str]:
     table = (HERE / "faults-executed.toml").read_text().replace("../", "")
     (directory / "run.toml").write_text(table + "".join(faults))
     changes = {
-        "algorithm.steps": STEPS_A_MINUTE * minutes,
+        "algorithm.steps": round(60 * minutes / _step_time(directory / "run.toml")),
         "policies.max_restarts": 10**6,
         "policies.system": "stream-async",
     }
     return ["execute", str(directory / "run.toml"), *_settings(changes)]
+
+
+def _step_time(run_file: Path) -> float:
+    """Return the seconds of a step without faults."""
+    output = run_file.parent / "probe"
+    changes = {"algorithm.steps": PROBE_STEPS, "faults": "[]", "execute.output": output}
+    command = [*COMMAND, "execute", str(run_file), *_settings(changes)]
+    subprocess.run(command, check=True, capture_output=True)
+    times = [line["time"] for line in read_metrics(output)]
+    return (times[-1] - times[PROBE_STEPS // 2]) / (PROBE_STEPS - 1 - PROBE_STEPS // 2)
 
 
 def _settings(changes: dict[str, Any]) -> list[str]:

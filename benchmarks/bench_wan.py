@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -47,6 +48,8 @@ SYSTEMS = ("stream-sync", "stream-async")
 PORT = 6379
 PYTHON = Path(sys.executable)
 START_TIME = 60.0
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+"""Without it nobody runs anything on the cluster."""
 
 
 class Figure(NamedTuple):
@@ -86,7 +89,7 @@ def main() -> None:
     tell_gains(figures)
 
 
-def profile(path: Path) -> None:
+def profile(path: Path, *, is_quick: bool = False) -> None:
     """Measure this machine with the model and within the limits of the run file."""
     run = load_run(RUN_FILE, [])
     limits = Limits(
@@ -100,7 +103,7 @@ def profile(path: Path) -> None:
         dtype=run.model.dtype,
         threads=1,
         limits=limits,
-        is_quick=False,
+        is_quick=is_quick,
     )
     write_measured(profile_model(setup, "cpu", lambda what: None), path)
 
@@ -132,7 +135,11 @@ def node(name: str, pool: str, own: list[str]) -> Iterator[None]:
         *own,
     ]
     started = subprocess.Popen(
-        command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | TOKEN,
     )
     try:
         yield
@@ -153,7 +160,11 @@ def wait_for(name: str) -> None:
     until = time.monotonic() + START_TIME
     while time.monotonic() < until:
         done = subprocess.run(
-            [*inside(NEAR), str(PYTHON), "-c", check], capture_output=True, text=True, check=False
+            [*inside(NEAR), str(PYTHON), "-c", check],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=os.environ | TOKEN,
         )
         if done.stdout.strip().endswith("1"):
             return
@@ -183,6 +194,7 @@ def compare(
         capture_output=True,
         text=True,
         check=False,
+        env=os.environ | TOKEN,
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])

@@ -30,6 +30,10 @@ KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 SIMULATED = ("stream-sync", "one-step-async", "stream-async", "fully-async", "colocated")
 
 
+RAY = "127.0.0.1:6399"
+"""Of the cluster that `make faults` begins."""
+
+
 class Way(NamedTuple):
     """What is executed under faults."""
 
@@ -48,6 +52,13 @@ EXECUTED = {
     "stream-async, vLLM": Way(("policies.system=stream-async", "rollout.backend=vllm"), "vllm"),
     "stream-async, 2 ranks": Way(
         ("policies.system=stream-async", "trainer.data_parallel=2", "trainer.zero=0")
+    ),
+    "stream-async, adapters": Way(
+        ("policies.system=stream-async", "sync.mode=lora", "sync.lora_rank=4"), "peft"
+    ),
+    "stream-async, on Ray": Way(
+        ("policies.system=stream-async", "execute.launcher=ray", f"execute.ray_address={RAY}"),
+        "ray",
     ),
     "stream-async, 2 ranks of DeepSpeed": Way(
         (

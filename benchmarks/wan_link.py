@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import selectors
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -27,6 +28,9 @@ from pathlib import Path
 
 NEAR, FAR = "streamrl-near", "streamrl-far"
 ADDRESSES = {NEAR: "10.77.0.1", FAR: "10.77.0.2"}
+FILES = Path("/etc/netns")
+"""What lies here under a namespace's name stands in /etc for those in it: who asks for this machine's address is told
+that of its end."""
 DEVICE = "wan0"
 TUN = Path("/dev/net/tun")
 CLONE_NEWNET = 0x40000000
@@ -62,9 +66,12 @@ def wan_link(rate: float, delay: float) -> Iterator[None]:
     _remove()
     carrier = None
     try:
-        for name in ADDRESSES:
+        for name, address in ADDRESSES.items():
             _ip("netns", "add", name)
             _ip("-n", name, "link", "set", "lo", "up")
+            hosts = FILES / name / "hosts"
+            hosts.parent.mkdir(parents=True, exist_ok=True)
+            hosts.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
         ends = [_open_tun(name) for name in ADDRESSES]
         for name, address in ADDRESSES.items():
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", DEVICE)
@@ -94,6 +101,7 @@ def _ip(*arguments: str) -> None:
 def _remove() -> None:
     for name in ADDRESSES:
         subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
+        shutil.rmtree(FILES / name, ignore_errors=True)
 
 
 def _open_tun(namespace: str) -> int:

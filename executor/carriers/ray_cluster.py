@@ -52,7 +52,7 @@ def _joined(run: Run) -> Iterator[None]:
         first, *_ = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
             f"execute.ray_address {address!r}: no Ray cluster could be joined ({first}); "
-            "ray start --head begins one"
+            "ray start --head begins one, and RAY_AUTH_MODE=token shows it this user's token"
         ) from None
     try:
         check_cluster(run, [node["Resources"] for node in ray.nodes() if node["Alive"]])

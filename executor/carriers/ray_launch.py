@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from executor.carriers.handles import Config, Handle
+from executor.carriers.heartbeat import FACTOR
 from executor.carriers.launch import RELAY, REPLICA, TRAINER, Launcher, worker_environment
 from executor.carriers.local_gpus import device_of
 from executor.carriers.rank_handles import RankHandles
@@ -115,7 +116,7 @@ class RayLauncher(Launcher):
             RuntimeError: the cluster has no room for it.
         """
         group = placement_group(bundles, strategy="STRICT_PACK" if len(bundles) == 1 else "PACK")
-        patience = self._run.execute.patience
+        patience = FACTOR * self._run.execute.patience
         try:
             await asyncio.wait_for(_ready(group), patience)
         except TimeoutError:

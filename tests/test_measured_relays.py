@@ -1,0 +1,112 @@
+"""What a push over relays costs by a measured profile: bytes, phases, and the link between the pools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from sim.costs.costs import Costs
+from sim.costs.payload import Payload
+from streamrl.hardware.machine_profile import (
+    MeasuredProfile,
+    RelayRow,
+    read_measured,
+    write_measured,
+)
+from streamrl.runfile.config import Run
+from streamrl.runfile.errors import RunError
+from tests.measured_profile import around, make_profile, measured_run, model_directory
+
+PUSH, LOAD = 4e-3, 6e-3
+"""Seconds of the profile's."""
+ENCODE, DECODE, DECODE_ALL = 0.02, 0.03, 0.05
+RATE, LATENCY, EFFICIENCY, MESSAGE = 1e8, 0.02, 0.9, 42e-6
+"""Bits a second and seconds one way of the link; its transport is profiles/transports/tcp.toml."""
+VALUES, BYTES = 500, 600
+"""Of the delta that was measured."""
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> MeasuredProfile:
+    rows = (
+        RelayRow(mode="full", bytes=1000, values=500, encode=around(0), decode=around(DECODE_ALL)),
+        RelayRow(
+            mode="delta", bytes=BYTES, values=VALUES, encode=around(ENCODE), decode=around(DECODE)
+        ),
+    )
+    model = model_directory(tmp_path / "model")
+    return replace(make_profile(model, dtype="bfloat16"), relay=rows)
+
+
+def far(profile: MeasuredProfile, directory: Path, mode: str) -> Run:
+    """Return a run whose replicas are behind a link."""
+    write_measured(profile, directory / "profile.toml")
+    run = measured_run(
+        directory / "model",
+        directory / "profile.toml",
+        model__dtype="bfloat16",
+        cluster__pools__far={"gpu": "cpu", "gpus_per_node": 2},
+        cluster__links=[{"between": ["local", "far"], "bandwidth": "100 Mbps", "latency": "20 ms"}],
+        rollout__pool="far",
+        sync__mode=mode,
+        sync__changed_share=0.1,
+        sync__lora_rank=4,
+    )
+    return run
+
+
+def wire(num_bytes: float) -> float:
+    return num_bytes / (EFFICIENCY * RATE / 8) + MESSAGE
+
+
+def test_rows_of_relays_are_read_as_they_were_written(
+    profile: MeasuredProfile, tmp_path: Path
+) -> None:
+    write_measured(profile, tmp_path / "p.toml")
+    assert [row.mode for row in read_measured(tmp_path / "p.toml").relay] == ["full", "delta"]
+
+
+def test_whole_weights_cross_the_link_and_are_checked_there(
+    profile: MeasuredProfile, tmp_path: Path
+) -> None:
+    sync = Costs.load(far(profile, tmp_path, "full")).sync
+    assert sync.wire_bytes == 1000
+    assert sync.push_time == pytest.approx(PUSH + wire(1000) + 4 * LATENCY + DECODE_ALL)
+    assert sync.load_time == pytest.approx(LOAD)
+
+
+def test_a_delta_has_the_bytes_of_the_values_that_change(
+    profile: MeasuredProfile, tmp_path: Path
+) -> None:
+    run = far(profile, tmp_path, "delta")
+    sync = Costs.load(run).sync
+    changed = 0.1 * profile.model.num_parameters
+    assert sync.wire_bytes == pytest.approx(BYTES / VALUES * changed, rel=1e-3)
+    expected = PUSH + ENCODE + wire(sync.wire_bytes) + 4 * LATENCY + DECODE
+    assert sync.push_time == pytest.approx(expected)
+
+
+def test_adapters_have_their_own_bytes_and_are_merged_as_all_is_checked(
+    profile: MeasuredProfile, tmp_path: Path
+) -> None:
+    run = far(profile, tmp_path, "lora")
+    sync = Costs.load(run).sync
+    assert sync.wire_bytes == Payload.load(run).num_bytes
+    expected = PUSH + wire(sync.wire_bytes) + 4 * LATENCY + DECODE_ALL
+    assert sync.push_time == pytest.approx(expected)
+    assert sync.tier == "composed"
+
+
+def test_a_profile_without_relays_is_refused(profile: MeasuredProfile, tmp_path: Path) -> None:
+    older = replace(profile, relay=())
+    with pytest.raises(RunError, match=r"no relays for sync\.mode 'delta'"):
+        Costs.load(far(older, tmp_path, "delta"))
+
+
+def test_in_one_pool_whole_weights_need_no_relay(profile: MeasuredProfile, tmp_path: Path) -> None:
+    write_measured(profile, tmp_path / "profile.toml")
+    run = measured_run(tmp_path / "model", tmp_path / "profile.toml", model__dtype="bfloat16")
+    sync = Costs.load(run).sync
+    assert sync.push_time == pytest.approx(PUSH)
