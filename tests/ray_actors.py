@@ -16,7 +16,7 @@ async def start_actor(role_path: str, config: dict[str, Any], log: Path) -> Hand
     from executor.carriers.ray_role import RayRole
 
     if not ray.is_initialized():
-        ray.init(num_cpus=8, log_to_driver=False, include_dashboard=False)
+        ray.init("local", num_cpus=8, log_to_driver=False, include_dashboard=False)
     options = {"num_cpus": 0, "max_concurrency": 1000}
     actor = RayActor(ray.remote(RayRole).options(**options).remote(), role_path)
     await actor.locate()

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from sim.costs.costs import Costs
 from sim.costs.payload import Payload
+from sim.costs.slow_start import INITIAL_WINDOW, sending_time
 from streamrl.hardware.machine_profile import (
     MeasuredProfile,
     RelayRow,
@@ -22,7 +23,7 @@ from tests.measured_profile import around, make_profile, measured_run, model_dir
 PUSH, LOAD = 4e-3, 6e-3
 """Seconds of the profile's."""
 ENCODE, DECODE, DECODE_ALL = 0.02, 0.03, 0.05
-RATE, LATENCY, EFFICIENCY, MESSAGE = 1e8, 0.02, 0.9, 42e-6
+RATE, LATENCY, EFFICIENCY = 1e8, 0.02, 0.9
 """Bits a second and seconds one way of the link; its transport is profiles/transports/tcp.toml."""
 VALUES, BYTES = 500, 600
 """Of the delta that was measured."""
@@ -58,7 +59,18 @@ def far(profile: MeasuredProfile, directory: Path, mode: str) -> Run:
 
 
 def wire(num_bytes: float) -> float:
-    return num_bytes / (EFFICIENCY * RATE / 8) + MESSAGE
+    """Return the seconds of few bytes, which the first segments hold."""
+    return num_bytes / (EFFICIENCY * RATE / 8)
+
+
+def test_a_connection_that_rested_fills_the_link_only_after_some_round_trips() -> None:
+    window, rate, trip = INITIAL_WINDOW, 1e8, 0.04
+    assert sending_time(window, rate, trip) == pytest.approx(window / rate)
+    assert sending_time(2 * window, rate, trip) == pytest.approx(trip + window / rate)
+    assert sending_time(7 * window, rate, trip) == pytest.approx(2 * trip + 4 * window / rate)
+    full = sending_time(1e9, rate, trip)  # windows of 1 to 256 are under way before 4 MB fill it
+    assert full == pytest.approx(9 * trip + (1e9 - 511 * window) / rate)
+    assert sending_time(1e6, rate, 0.0) == pytest.approx(1e6 / rate)
 
 
 def test_rows_of_relays_are_read_as_they_were_written(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from executor.carriers.handles import Config, Handle, WorkerLostError
 from executor.carriers.heartbeat import FACTOR, PATIENCE, PING_TIME, Heartbeat
 from executor.carriers.ray_role import Whereabouts
-from executor.carriers.wire import Answer, decode, encode
+from executor.carriers.wire import Answer, Call, decode, encode
 
 T = TypeVar("T")
 
@@ -43,7 +43,11 @@ class RayActor(Handle):
         self._name = name
         self._let_go = let_go
         self._waiting: set[asyncio.Future[Any]] = set()
-        self._num_calls = 0
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        """Calls that wait, by number."""
+        self._outbox: list[Call] = []
+        """Calls of this moment, which are sent together."""
+        self._num_calls = self._num_sent = 0
         self._lost: WorkerLostError | None = None
         self._patience = patience
         self._heartbeat = Heartbeat(None, patience)
@@ -67,14 +71,19 @@ class RayActor(Handle):
             assert self._lost is not None
             raise self._lost from None
         self._beating = asyncio.create_task(self._beat())
+        self._keep(self._listen())
 
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
         """Send the call now, wait for its result."""
         if self._lost is not None:
             raise self._lost
         self._num_calls += 1
-        sent = self._actor.call.remote(self._num_calls, method, bytes(encode(list(arguments))))
-        answer = decode(await self._await(sent), Answer)
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answers[self._num_calls] = answered
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._outbox.append(Call(self._num_calls, method, list(arguments)))
+        answer = await answered
         if answer.kind == "result":
             return decode(answer.value, returns)
         error = decode(answer.value, str)
@@ -101,6 +110,37 @@ class RayActor(Handle):
         """Kill the process: what it holds lies elsewhere, or is nobody's any more."""
         self._lose("was closed")
 
+    def _send(self) -> None:
+        """Send the calls of this moment."""
+        calls, self._outbox = self._outbox, []
+        if self._lost is None:
+            self._num_sent += 1
+            self._keep(self._await(self._actor.take.remote(self._num_sent, bytes(encode(calls)))))
+
+    async def _listen(self) -> None:
+        """Hand answers to those who wait for them, as long as the actor lives."""
+        stream = self._actor.answers.remote()
+        while self._lost is None:
+            try:
+                ref = await anext(stream)
+            except RayError as error:
+                self._lose_to(error)
+                return
+            for answer in decode(await self._await(ref), list[Answer]):
+                answered = self._answers.pop(answer.id)
+                if not answered.done():  # else its caller was cancelled
+                    answered.set_result(answer)
+
+    def _keep(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Do something beside, until this is lost; its errors are told elsewhere."""
+        task = asyncio.ensure_future(_until_lost(work))
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
+
+    def _lose_to(self, error: RayError) -> None:
+        first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        self._lose(f"is lost: {first}")
+
     async def _await(self, ref: Any) -> Any:
         """Wait for what Ray brings; an error of Ray's is the role's loss."""
         if self._lost is not None:
@@ -110,8 +150,7 @@ class RayActor(Handle):
         try:
             return await waiting
         except RayError as error:
-            first, *_ = str(error).strip().splitlines() or [type(error).__name__]
-            self._lose(f"is lost: {first}")
+            self._lose_to(error)
         except asyncio.CancelledError:
             if self._lost is None:
                 raise
@@ -124,9 +163,7 @@ class RayActor(Handle):
         """Ask for a sign of life now and then, until there has been none for too long."""
         while not self._heartbeat.is_over:
             if self._heartbeat.is_asked_for():
-                task = asyncio.ensure_future(self._ping())
-                self._waiting.add(task)
-                task.add_done_callback(self._waiting.discard)
+                self._keep(self._ping())
             await asyncio.sleep(PING_TIME)
         self.kill(f"gave no sign of life for {self._heartbeat.silence:.0f} s and was killed")
 
@@ -147,10 +184,19 @@ class RayActor(Handle):
         for waiting in self._waiting:
             if waiting is not asyncio.current_task():
                 waiting.cancel()
+        for answered in self._answers.values():
+            if not answered.done():
+                answered.set_exception(self._lost)
+        self._answers.clear()
         with contextlib.suppress(RayError, ValueError):  # it has died already
             ray.kill(self._actor, no_restart=True)
         with contextlib.suppress(RayError, ValueError):
             self._let_go()
+
+
+async def _until_lost(work: Coroutine[Any, Any, Any]) -> None:
+    with contextlib.suppress(WorkerLostError):
+        await work
 
 
 async def _result(ref: Any) -> Any:

@@ -10,15 +10,19 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable
+import traceback
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from executor.carriers.wire import Answer, Kind, encode
+from executor.carriers.wire import Answer, Call, Kind, encode
 from executor.carriers.worker import make_role, typed_arguments
 from executor.roles import RoleLostError
+
+GATHER_TIME = 0.01
+"""Seconds that an answer waits for others: Ray takes a millisecond of two processes for each thing that it brings."""
 
 
 class Whereabouts(msgspec.Struct, frozen=True, array_like=True):
@@ -38,8 +42,11 @@ class RayRole:
     def __init__(self) -> None:
         self._role: Any = None
         self._next = 1
-        """Number of the call that begins next: Ray may bring them in another order."""
+        """Number of the calls that begin next: Ray may bring them in another order."""
         self._early: dict[int, asyncio.Future[None]] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        self._answers: list[Answer] = []
+        self._is_answered = asyncio.Event()
 
     async def where(self) -> bytes:
         """Say where this is."""
@@ -62,12 +69,28 @@ class RayRole:
         _talk_over(msgspec.msgpack.decode(await self.where(), type=Whereabouts).address)
         self._role = make_role(role_path, msgspec.msgpack.decode(config))
 
-    async def call(self, number: int, method: str, arguments: bytes) -> bytes:
-        """Run a method of the role; return an `Answer`."""
-        await self._wait_for_turn(number)
-        work = asyncio.ensure_future(self._run(number, method, arguments))
-        self._pass_turn(number)
-        return msgspec.msgpack.encode(await work)
+    async def take(self, number: int, calls: bytes) -> None:
+        """Begin calls, which were made after those of every smaller number."""
+        if number != self._next:
+            turn = self._early[number] = asyncio.get_running_loop().create_future()
+            await turn
+        for call in msgspec.msgpack.decode(calls, type=list[Call]):
+            task = asyncio.ensure_future(self._run(call))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        self._next = number + 1
+        waiting = self._early.pop(self._next, None)
+        if waiting is not None:
+            waiting.set_result(None)
+
+    async def answers(self) -> AsyncIterator[bytes]:
+        """Yield answers as they come, those of a moment together."""
+        while True:
+            await self._is_answered.wait()
+            await asyncio.sleep(GATHER_TIME)
+            answers, self._answers = self._answers, []
+            self._is_answered.clear()
+            yield msgspec.msgpack.encode(answers)
 
     async def ping(self) -> None:
         """Give a sign of life."""
@@ -76,26 +99,17 @@ class RayRole:
         """Send this process a signal, for faults that are planned."""
         os.kill(os.getpid(), signal.Signals(number))
 
-    async def _wait_for_turn(self, number: int) -> None:
-        if number != self._next:
-            turn = self._early[number] = asyncio.get_running_loop().create_future()
-            await turn
-
-    def _pass_turn(self, number: int) -> None:
-        self._next = number + 1
-        waiting = self._early.pop(self._next, None)
-        if waiting is not None:
-            waiting.set_result(None)
-
-    async def _run(self, number: int, name: str, arguments: bytes) -> Answer:
+    async def _run(self, call: Call) -> None:
         kind: Kind = "result"
         try:
-            method: Callable[..., Any] = getattr(self._role, name)
-            result = await method(*typed_arguments(method, msgspec.msgpack.decode(arguments)))
-            return Answer(number, kind, encode(result))
+            method: Callable[..., Any] = getattr(self._role, call.method)
+            value = encode(await method(*typed_arguments(method, call.arguments)))
         except Exception as error:
+            traceback.print_exc()
             kind = "lost" if isinstance(error, RoleLostError) else "error"
-            return Answer(number, kind, encode(f"{type(error).__name__}: {error}"))
+            value = encode(f"{type(error).__name__}: {error}")
+        self._answers.append(Answer(call.id, kind, value))
+        self._is_answered.set()
 
 
 def _talk_over(address: str) -> None:

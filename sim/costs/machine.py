@@ -9,6 +9,7 @@ from pathlib import Path
 from sim.costs.curves import DecodeCurve
 from sim.costs.payload import Payload
 from sim.costs.sharing import CoreSharing
+from sim.costs.slow_start import sending_time
 from sim.costs.sync import SyncCosts, link_leg
 from sim.costs.training.line import Line, SerialLine
 from streamrl.hardware.host_cores import threads_of_each
@@ -245,7 +246,9 @@ def _relayed(profile: MeasuredProfile, run: Run, path: Path, measured: Provenanc
     return SyncCosts(
         wire_bytes=payload,
         fill_time=profile.push.seconds[MEDIAN] + row.encode[MEDIAN],
-        wire_time=0.0 if link is None else link_leg(link).time(payload),
+        wire_time=0.0
+        if link is None
+        else sending_time(payload, link_leg(link).bandwidth, 2 * link.latency),
         drain_time=HANDSHAKES * latency + row.decode[MEDIAN],
         load_time=profile.load.seconds[MEDIAN],
         tier=measured.tier if mode != "lora" else "composed",
