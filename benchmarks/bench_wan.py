@@ -181,6 +181,7 @@ def compare(
         "sync.mode": mode,
         "policies.system": system,
         "algorithm.steps": options.steps,
+        "execute.launcher": "ray",
         "execute.output": output,
         "execute.ray_address": f"{ADDRESSES[NEAR]}:{PORT}",
         "cluster.links.0.bandwidth": f"{options.rate / 1e6:g} Mbps",

@@ -46,5 +46,5 @@ def test_what_a_cluster_lacks_is_told(nodes: list[dict[str, float]], words: str)
 def test_on_cpus_cores_count() -> None:
     run = run_of(**{"execute.device": "cpu", "execute.threads": 3})
     check_cluster(run, [{"pool-far": 1.0, "CPU": 12.0}, NEAR])
-    with pytest.raises(ValueError, match="needs 12 CPUs, the 1 nodes .* have 11"):
+    with pytest.raises(ValueError, match=r"needs 12 CPUs, the 1 nodes .* have 11"):
         check_cluster(run, [{"pool-far": 1.0, "CPU": 11.0}, NEAR])
