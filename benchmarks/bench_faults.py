@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -238,9 +239,10 @@ def ray_cluster() -> Iterator[None]:
         yield
         return
     words = ["start", "--head", "--block", f"--port={RAY.partition(':')[2]}", "--num-cpus=16"]
-    words += ["--node-ip-address=127.0.0.1", "--include-dashboard=false"]
+    words += ["--include-dashboard=false"]
     words += ['--resources={"pool-local": 1}', f"--object-store-memory={200 * 2**20}"]
     command = [str(Path(sys.executable).parent / "ray"), *words]
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as head:
         try:
             yield

@@ -12,9 +12,11 @@ from executor.carriers.handles import InProcess
 from executor.carriers.launch import RELAY
 from executor.samples import Arrived, Manifest, Parcel
 from executor.trainer.adapters import adapters_of, add_adapters, load_adapters, save_model
+from executor.trainer.optimizer import make_optimizer
 from executor.transfer.manifest_check import verify_buckets
 from executor.transfer.shared_memory import read_buckets, write_buckets
 from tests.test_end_to_end import SYMBOLS
+from tests.test_trainer import make_config
 from tests.tiny_model import reference, save_tiny_model
 
 RANK = 4
@@ -66,6 +68,9 @@ def test_fresh_adapters_change_nothing_and_alone_are_trained(directory: Path) ->
     assert not any("lm_head" in name for name in trained)
     layers = [name for name, each in plain.named_modules() if isinstance(each, torch.nn.Linear)]
     assert len(trained) == 2 * (len(layers) - 1)
+    config = make_config(str(directory), adapter_rank=RANK)
+    (group,) = make_optimizer(config, model).param_groups
+    assert len(group["params"]) == len(trained)
 
 
 def test_what_a_relay_merges_computes_what_the_trainer_does(

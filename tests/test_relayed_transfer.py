@@ -178,6 +178,28 @@ def test_what_is_garbled_on_the_way_is_refused_and_sent_whole() -> None:
     run(go, Bench())
 
 
+def test_whole_weights_that_are_garbled_are_no_version() -> None:
+    async def go(bench: Bench) -> None:
+        await bench.push(1)
+        far = bench.relays[FAR][0]
+        call = far.call
+
+        async def garble(method: str, *arguments: Any, returns: Any) -> Any:
+            if method == "receive":
+                *others, data = arguments
+                arguments = (*others, data[:-1] + bytes([data[-1] ^ 1]))
+            return await call(method, *arguments, returns=returns)
+
+        far.call = garble  # type: ignore[method-assign]
+        with pytest.raises(ValueError, match="expected checksum"):
+            await bench.push(2)
+        far.call = call  # type: ignore[method-assign]
+        await bench.transfer.push(PushWeights(2, 0))
+        await bench.check(2)
+
+    run(go, Bench("full"))
+
+
 def test_a_version_that_is_made_anew_replaces_the_old_one() -> None:
     async def go(bench: Bench) -> None:
         await bench.push(1)
