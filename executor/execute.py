@@ -67,6 +67,10 @@ def check_executable(run: Run) -> None:
             f"model.path is missing: model.name={run.model.name!r} has no weights here"
         )
     load_model(run.model)
+    if run.sync.mode == "lora" and not any(Path(run.model.path).glob("model*.safetensors")):
+        raise ValueError(
+            f"sync.mode 'lora' merges adapters with weights, and {run.model.path} has no model*.safetensors"
+        )
     if run.workload.prompts is None or run.verifier.scorer is None:
         raise ValueError(
             "workload.prompts and verifier.scorer are missing: nothing to generate from"

@@ -17,8 +17,6 @@ from tests.patients import NOWHERE, bad, local_table
 from tests.scripted import ScriptedTokenizer
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"sync.mode": "delta", "model.dtype": "bfloat16"}, "sync.mode=full"),
-    ({"sync.mode": "lora"}, "sync.mode=full"),
     ({"model.dtype": "float16"}, "model.dtype=bfloat16"),
     ({"rollout.admission": "reserve"}, "rollout.admission=on-demand"),
     ({"algorithm.old_log_probs": "trainer"}, "algorithm.old_log_probs=engine"),
@@ -41,13 +39,26 @@ def test_what_would_be_executed_as_less_than_it_says_is_refused_before_anything_
     assert finding.level == "error" and finding.fix == f"set {fix}"
 
 
-@pytest.mark.parametrize("mode", ["delta", "lora"])
-def test_a_plan_that_asks_for_another_sync_says_how_to_execute_it_with_full_weights(
-    mode: str, tmp_path: Path
+def test_adapters_need_safetensors_to_be_merged_with(tmp_path: Path) -> None:
+    run = make_run(local_table(tmp_path, {"sync.mode": "lora"}))
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"sync\.mode 'lora' .* has no model\*\.safetensors"):
+        execute(run)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"policies.system": "colocated"}, "must be 'local' where replicas and trainer share"),
+        ({"execute.device": "cuda:1"}, "for launcher ray, which chooses GPUs itself"),
+    ],
+)
+def test_what_a_cluster_cannot_do_is_refused(
+    changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    changes = {"sync.mode": mode, "model.dtype": "bfloat16"}
-    with pytest.raises(ValueError, match=r"--set sync\.mode=full executes the run with full"):
-        execute(make_run(local_table(tmp_path, changes)))
+    run = make_run(local_table(tmp_path, {"execute.launcher": "ray", **changes}))
+    with pytest.raises(ValueError, match=words):
+        check_back_ends(run)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,6 @@ LIMITS: tuple[Changes, ...] = (
     {"model.dtype": "bfloat16"},
     {"algorithm.learning_rate": 1e-6},
     {"algorithm.max_grad_norm": 1.0},
-    {"sync.mode": "full"},
     {"execute.deterministic": False},
     {"verifier.pool": None, "verifier.gpus_per_worker": 0},
 )
