@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from executor.carriers.ray_cluster import check_cluster
+from executor.checkup import readiness
 from streamrl.runfile.config import Run
-from tests.patients import full_run
+from streamrl.runfile.reading import make_run
+from tests.patients import full_run, local_table
 
 
 def run_of(**changes: Any) -> Run:
@@ -48,3 +51,12 @@ def test_on_cpus_cores_count() -> None:
     check_cluster(run, [{"pool-far": 1.0, "CPU": 12.0}, NEAR])
     with pytest.raises(ValueError, match=r"needs 12 CPUs, the 1 nodes .* have 11"):
         check_cluster(run, [{"pool-far": 1.0, "CPU": 11.0}, NEAR])
+
+
+def test_the_doctor_leaves_gpus_to_the_cluster(tmp_path: Path) -> None:
+    changes = {"execute.launcher": "ray", "cluster.pools": {"here": {"gpu": "h20"}}}
+    found = {
+        finding.name: finding
+        for finding in readiness.find(make_run(local_table(tmp_path, changes)))
+    }
+    assert found["cluster"].level == "ok" and "gpus" not in found and "cores" not in found

@@ -10,4 +10,4 @@ if [ -n "${TORCH:-}" ]; then # such as torch==2.13.0, where not the newest is wa
     "$target/bin/python" -m pip install --quiet "$TORCH"
 fi
 "$target/bin/python" -m pip install --quiet "$checkout[$extras]"
-"$target/bin/streamrl" --version
+"$target/bin/streamrl" --help >/dev/null

@@ -46,8 +46,12 @@ def find(run: Run) -> Iterator[Finding]:
         yield _finding("ok", "execute", text)
         return
     yield from _find_limits(run)
-    yield from _find_gpus(run)
-    yield from _find_cores(run)
+    if run.execute.launcher == "ray":
+        text = "GPUs and cores are the Ray cluster's: execute holds the run against its nodes before anything starts"
+        yield _finding("ok", "cluster", text)
+    else:
+        yield from _find_gpus(run)
+        yield from _find_cores(run)
     yield from _find_sandbox(run)
 
 
