@@ -75,7 +75,7 @@ test-deepspeed: $(ENGINES)/.ready
 	$(ENGINES)/bin/python -m pytest $(SIDE_BY_SIDE) -m deepspeed
 
 test-ray: $(ENGINES)/.ready
-	RAY_AUTH_MODE=token $(ENGINES)/bin/python -m pytest -n 2 --dist loadfile -m ray
+	RAY_AUTH_MODE=token $(ENGINES)/bin/python -m pytest $(SIDE_BY_SIDE) -m ray
 
 lock:
 	$(PYTHON) -m venv --clear build/newest

@@ -236,7 +236,7 @@ def make_transfer(run: Run, launcher: Launcher, write: Write) -> TransferRole:
 
     if run.sync.mode == "full" and run.execute.launcher != "ray":
         return Transfer(write)
-    return RelayedTransfer(write, run.sync, launcher.relay, launcher.is_beside_trainer)
+    return RelayedTransfer(write, run.sync, launcher.relay, launcher.trainer_place)
 
 
 @contextlib.contextmanager

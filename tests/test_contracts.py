@@ -412,7 +412,7 @@ def relayed(write: Write) -> RelayedTransfer:
     async def start(place: str | None) -> InProcess:
         return InProcess(RELAY, {"model": "", "dtype": "float32"})
 
-    return RelayedTransfer(write, SyncConfig(), start)
+    return RelayedTransfer(write, SyncConfig(), start, lambda: "here")
 
 
 @pytest.mark.parametrize("kind", [Transfer, scripted.ScriptedTransfer, relayed])

@@ -36,8 +36,9 @@ class Bench:
         self.relays: dict[str, list[Handle]] = {}
         self.log = log
         self.transfer = RelayedTransfer(
-            self.write, SyncConfig(mode=mode, **sync), self.start, lambda place: is_here
+            self.write, SyncConfig(mode=mode, **sync), self.start, lambda: self.trainer_place
         )
+        self.trainer_place = FAR if is_here else "trainer's"
         self.transfer.join(0, FAR)
         self.transfer.join(1, OTHER)
 
@@ -245,6 +246,34 @@ def test_a_step_that_changes_nothing_is_a_version_all_the_same() -> None:
         for version in (1, 2, 3):
             await bench.transfer.push(PushWeights(version, 0))
             await bench.check(version)
+
+    run(go, Bench())
+
+
+def test_relays_that_are_killed_leave_nothing(tmp_path: Path) -> None:
+    async def go() -> None:
+        bench = Bench(log=tmp_path / "relay.log")
+        await bench.push(1)
+        directories = [place.directory for place in bench.transfer._all_places()]
+        assert all(directory.exists() for directory in directories)
+        bench.transfer.stop()
+        assert not any(directory.exists() for directory in directories)
+        for handle in [each for some in bench.relays.values() for each in some]:
+            await handle.close()
+
+    asyncio.run(asyncio.wait_for(go(), 60))
+
+
+def test_the_relay_beside_the_trainer_goes_where_the_trainer_goes() -> None:
+    async def go(bench: Bench) -> None:
+        await bench.push(1)
+        await bench.push(2)
+        bench.trainer_place = OTHER
+        await bench.push(3)
+        assert len(bench.relays["near"]) == 2
+        await bench.check(3)
+        assert (await bench.push(4)).num_bytes < SIZE / 5
+        await bench.check(4)
 
     run(go, Bench())
 

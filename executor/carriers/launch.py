@@ -95,8 +95,8 @@ class Launcher(ABC):
         """Return where a replica loads weights: those of one place share a relay."""
 
     @abstractmethod
-    def is_beside_trainer(self, place: str) -> bool:
-        """Whether a place sees the files of the trainer's machine."""
+    def trainer_place(self) -> str:
+        """Return the place of the trainer's first rank."""
 
     @abstractmethod
     async def _start_replica(self, replica_id: int, kind: int, config: Config) -> Handle: ...

@@ -44,9 +44,9 @@ class LocalLauncher(Launcher):
         """All replicas share a relay."""
         return THIS_MACHINE
 
-    def is_beside_trainer(self, place: str) -> bool:
+    def trainer_place(self) -> str:
         """All is on one machine."""
-        return True
+        return THIS_MACHINE
 
     async def _start_replica(self, replica_id: int, kind: int, config: Config) -> Handle:
         place = self._placement.replica(replica_id, kind)

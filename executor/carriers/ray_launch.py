@@ -57,9 +57,9 @@ class RayLauncher(Launcher):
         """Replicas of one node share a relay."""
         return self._node_of[replica_id]
 
-    def is_beside_trainer(self, place: str) -> bool:
-        """Whether a node is the trainer's."""
-        return place == self._trainer_node
+    def trainer_place(self) -> str:
+        """Return the trainer's node."""
+        return self._trainer_node or ""
 
     async def _start_replica(self, replica_id: int, kind: int, config: Config) -> Handle:
         own = self._run.rollout.kinds[kind]

@@ -7,6 +7,7 @@ it has, or adapters. A place that refuses a delta, because it began anew, or lac
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
@@ -43,8 +44,8 @@ class Site:
     handle: Handle
     relay: RelayRole
     directory: Path
-    is_here: bool
-    """Whether what lies with the relay beside the trainer can be read here."""
+    where: str
+    """The machine, as the launcher names places."""
     manifests: dict[int, Manifest] = field(default_factory=dict)
     num_deltas: int = 0
     """Since the last version that was sent whole."""
@@ -69,7 +70,7 @@ class RelayedTransfer(TransferRole):
         write: Write,
         sync: SyncConfig,
         start_relay: StartRelay,
-        is_here: Callable[[str], bool] = lambda place: True,
+        trainer_place: Callable[[], str] = lambda: "",
     ) -> None:
         """Start nothing yet.
 
@@ -77,12 +78,13 @@ class RelayedTransfer(TransferRole):
             write: the trainer's push.
             sync: what is sent.
             start_relay: starts relays.
-            is_here: whether a place is on the trainer's machine.
+            trainer_place: the place of the trainer's machine, whose files the relay beside it sees; it may change with
+                the trainer.
         """
         self._write = write
         self._sync = sync
         self._start_relay = start_relay
-        self._is_here = is_here
+        self._trainer_place = trainer_place
         self._near: Site | None = None
         self._places: dict[str, Site] = {}
         self._place_of: dict[int, str] = {}
@@ -177,6 +179,7 @@ class RelayedTransfer(TransferRole):
         """Kill the relays, which leave nothing behind on a machine that goes on."""
         for place in self._all_places():
             place.handle.kill("was ended with the run")
+            shutil.rmtree(place.directory, ignore_errors=True)  # where it is on this machine
         self._places.clear()
         self._near = None
 
@@ -187,6 +190,8 @@ class RelayedTransfer(TransferRole):
 
     async def _near_place(self) -> Site:
         async with self._starting:
+            if self._near is not None and self._near.where != self._trainer_place():
+                self._lose(self._near)  # the trainer has come up elsewhere
             if self._near is None:
                 self._near = await self._start(None)
             return self._near
@@ -205,7 +210,8 @@ class RelayedTransfer(TransferRole):
             directory = Path(await relay.start())
         except WorkerLostError as error:
             raise ConnectionError(f"relay at {name or NEAR} does not come up: {error}") from None
-        return Site(name or NEAR, handle, relay, directory, name is None or self._is_here(name))
+        where = self._trainer_place() if name is None else name
+        return Site(name or NEAR, handle, relay, directory, where)
 
     def _lose(self, place: Site) -> None:
         """Forget a relay that is lost; the next who needs it starts another."""
@@ -274,11 +280,11 @@ class RelayedTransfer(TransferRole):
 
     async def _send(self, place: Site, version: int, parcel: Parcel, sent: Transit) -> None:
         """Send a parcel, which is of another version where a step changed nothing."""
-        began_at = time.monotonic()
-        if not place.is_here:
+        began_at, is_here = time.monotonic(), place.where == self._trainer_place()
+        if not is_here:
             await self._send_chunks(place, parcel)
         wire_time = time.monotonic() - began_at
-        arrived = await place.relay.unpack(parcel, place.is_here)
+        arrived = await place.relay.unpack(parcel, is_here)
         place.manifests[version] = replace(arrived.manifest, version=version)
         place.num_deltas = place.num_deltas + 1 if parcel.kind == "delta" else 0
         sent.num_bytes += parcel.num_bytes
