@@ -256,5 +256,7 @@ def test_faults_are_executed_in_processes_only(tmp_path: Path) -> None:
             {"faults": [fault("replica-dies", step=1)], "execute.launcher": "in-process"},
         )
     )
-    with pytest.raises(ValueError, match=r"execute\.launcher must be 'local' or 'ray' where there are f"):
+    with pytest.raises(
+        ValueError, match=r"execute\.launcher must be 'local' or 'ray' where there are f"
+    ):
         check_executable(run)
