@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from executor.carriers.handles import Config, Handle, WorkerLostError
-from executor.carriers.heartbeat import FACTOR, PATIENCE, PING_TIME, Heartbeat
+from executor.carriers.heartbeat import PATIENCE, PING_TIME, Heartbeat
 from executor.carriers.ray_role import Whereabouts
 from executor.carriers.wire import Answer, Call, decode, encode
 
@@ -49,7 +49,6 @@ class RayActor(Handle):
         """Calls of this moment, which are sent together."""
         self._num_calls = self._num_sent = 0
         self._lost: WorkerLostError | None = None
-        self._patience = patience
         self._heartbeat = Heartbeat(None, patience)
         self._beating: asyncio.Task[None] | None = None
         self.whereabouts: Whereabouts | None = None
@@ -62,15 +61,11 @@ class RayActor(Handle):
         return self.whereabouts
 
     async def begin(self, role_path: str, config: Config, log: str) -> None:
-        """Make the role from its configuration, and watch over it from then on: it imports for a while first."""
-        sent = self._actor.begin.remote(role_path, bytes(encode(config)), str(Path.cwd()), log)
-        try:
-            await asyncio.wait_for(self._await(sent), FACTOR * self._patience)
-        except TimeoutError:
-            self.kill("did not come up")
-            assert self._lost is not None
-            raise self._lost from None
+        """Make the role from its configuration, and watch over it from now on."""
         self._beating = asyncio.create_task(self._beat())
+        await self._await(
+            self._actor.begin.remote(role_path, bytes(encode(config)), str(Path.cwd()), log)
+        )
         self._keep(self._listen())
 
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:

@@ -7,6 +7,7 @@ imports nothing that computes: what a role needs is imported once its environmen
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
 import socket
@@ -67,6 +68,8 @@ class RayRole:
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
         _talk_over(msgspec.msgpack.decode(await self.where(), type=Whereabouts).address)
+        module, _, _ = role_path.partition(":")
+        await asyncio.to_thread(importlib.import_module, module)  # for long: pings are answered
         self._role = make_role(role_path, msgspec.msgpack.decode(config))
 
     async def take(self, number: int, calls: bytes) -> None:
