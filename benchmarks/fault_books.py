@@ -57,7 +57,11 @@ EXECUTED = {
         ("policies.system=stream-async", "sync.mode=lora", "sync.lora_rank=4"), "peft"
     ),
     "stream-async, on Ray": Way(
-        ("policies.system=stream-async", "execute.launcher=ray", f"execute.ray_address={RAY}"),
+        (
+            *("policies.system=stream-async", "execute.launcher=ray"),
+            f"execute.ray_address={RAY}",
+            "execute.patience=10 s",  # nobody tells whether an actor that is silent computes
+        ),
         "ray",
     ),
     "stream-async, 2 ranks of DeepSpeed": Way(
