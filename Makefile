@@ -69,10 +69,10 @@ test-oldest: $(READY)
 	build/oldest/bin/python -m pytest $(SIDE_BY_SIDE)
 
 test-vllm: $(ENGINES)/.ready
-	$(ENGINES)/bin/python -m pytest $(SIDE_BY_SIDE) -m vllm
+	$(ENGINES)/bin/python -m pytest $(SIDE_BY_SIDE) -m "vllm and not ray"
 
 test-deepspeed: $(ENGINES)/.ready
-	$(ENGINES)/bin/python -m pytest $(SIDE_BY_SIDE) -m deepspeed
+	$(ENGINES)/bin/python -m pytest $(SIDE_BY_SIDE) -m "deepspeed and not ray"
 
 test-ray: $(ENGINES)/.ready
 	RAY_AUTH_MODE=token $(ENGINES)/bin/python -m pytest $(SIDE_BY_SIDE) -m ray
