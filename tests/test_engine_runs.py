@@ -81,13 +81,17 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("backend", "num_ranks", "zero"),
-    [pytest.param("torch", 1, 0, id="torch-1"), TRAINERS[0], TRAINERS[2]],
+    ("mode", "backend", "num_ranks", "zero"),
+    [
+        ("delta", "torch", 1, 0),
+        ("lora", "torch", 2, 0),
+        pytest.param("delta", "deepspeed", 2, 3, marks=pytest.mark.deepspeed),
+        pytest.param("lora", "deepspeed", 2, 3, marks=pytest.mark.deepspeed),
+    ],
 )
 def test_weights_go_every_way(
-    backend: str, num_ranks: int, zero: int, mode: str, tmp_path: Path
+    mode: str, backend: str, num_ranks: int, zero: int, tmp_path: Path
 ) -> None:
     settings = ("algorithm.steps=5", "policies.system=stream-async", *MODES[mode])
     own = of_trainer(backend, num_ranks, zero)
