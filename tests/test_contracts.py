@@ -36,7 +36,7 @@ from tests.verifying import config as verifier_config
 T = TypeVar("T")
 VOCABULARY = 32
 PROMPT = encode_ids([3, 4, 5])
-MAX_TOKENS = 4000
+MAX_TOKENS = 8000
 """Seconds of generation by a real engine: what is this long is aborted."""
 SLOWNESS = 0.1
 """Seconds of everything that scripted roles do."""
