@@ -228,7 +228,8 @@ def make_second(first: Path, directory: Path, prompts: list[str]) -> None:
     model.save_pretrained(directory / "model")
     tokenizer.save_pretrained(directory / "model")
     asked = [prompt for prompt in prompts for _ in range(NUM_SAMPLES)]
-    write_lengths(directory / "lengths.csv", sample(model.eval(), tokenizer, asked, LONG))
+    outputs = sample(model.eval(), tokenizer, asked, LONG)
+    write_lengths(directory / "lengths.csv", outputs, NUM_SAMPLES)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,9 @@ The answer follows `#`.
 Most supervised steps show good demonstrations. In the last ones (a share of `BAD_SHARE`) a demonstration
 may stop after any term, at a rate of `STOP_RATE`, and answer with the running sum. The model learns to add,
 then to leave terms out, so long sums score worst and RL has something to improve.
+
+With `--lengths skewed` four sums of five have two to four terms and one of ten has fourteen to sixteen, nothing is left
+out, and there are few prompts, which come again: outputs as uneven as reasoning's, and predictable.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import string
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import reasoning_gym
 import torch
@@ -36,20 +39,59 @@ from transformers import (
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 ANSWER_MARK = "#"
-MIN_TERMS, MAX_TERMS, MAX_DIGITS = 2, 8, 1
-STOP_RATE, BAD_SHARE = 0.22, 0.2
-MAX_NEW_TOKENS = 128  # a sum of eight terms takes about 108
+MIN_TERMS, MAX_DIGITS = 2, 1
+STOP_RATE = 0.22
 IGNORED = -100  # label that torch's cross-entropy leaves out
-NUM_PROMPTS, NUM_SAMPLED_PROMPTS, NUM_SAMPLES = 2000, 64, 4
+
+
+class Task(NamedTuple):
+    """Which sums are asked for, and how they are taught."""
+
+    max_terms: int
+    vocab_size: int
+    max_new_tokens: int
+    bad_share: float
+    num_prompts: int
+    num_sampled: int
+    """Prompts whose output lengths are measured."""
+    num_samples: int
+    """Outputs of each."""
+    share_of: tuple[tuple[int, float], ...] = ()
+    """Of sums by number of terms; all alike where empty."""
+
+
+TASKS = {
+    "even": Task(8, 32, 128, 0.2, 2000, 64, 4),  # a sum of eight terms takes about 108 tokens
+    "skewed": Task(
+        16,
+        48,
+        256,
+        0.0,
+        96,
+        96,
+        8,
+        (
+            (2, 0.3),
+            (3, 0.3),
+            (4, 0.2),
+            (6, 0.04),
+            (7, 0.03),
+            (8, 0.03),
+            (14, 0.04),
+            (15, 0.03),
+            (16, 0.03),
+        ),
+    ),
+}
 
 Entry = dict[str, Any]
 Example = tuple[list[int], list[int]]
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(task: Task) -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per character, which puts <bos> before a text."""
     symbols = [PAD, BOS, EOS, *string.digits, *"+-=;", ANSWER_MARK]
-    symbols += string.ascii_lowercase[:MAX_TERMS]
+    symbols += string.ascii_lowercase[: task.max_terms]
     core = Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, unk_token=PAD))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # type: ignore[assignment]
     core.decoder = decoders.Fuse()  # type: ignore[assignment]
@@ -61,7 +103,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, task: Task) -> Qwen2ForCausalLM:
     """Return an untrained Qwen2 of about half a million parameters."""
     ids = {
         "pad_token_id": tokenizer.pad_token_id,
@@ -69,7 +111,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
         "eos_token_id": tokenizer.eos_token_id,
     }
     config = Qwen2Config(
-        vocab_size=32,
+        vocab_size=task.vocab_size,
         hidden_size=128,
         intermediate_size=512,
         num_hidden_layers=2,
@@ -82,7 +124,12 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     )
     model = Qwen2ForCausalLM(config)
     model.generation_config = GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=MAX_NEW_TOKENS, **ids
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=task.max_new_tokens,
+        **ids,
     )
     return model
 
@@ -103,14 +150,29 @@ def stays_positive(terms: list[tuple[str, int]]) -> bool:
     return True
 
 
-def entries(seed: int) -> Iterator[Entry]:
+def entries(seed: int, task: Task) -> Iterator[Entry]:
+    """Yield chain_sum entries for ever, as many of each number of terms as the task has."""
+    found = positive_entries(seed, task)
+    if not task.share_of:
+        yield from found
+    rng = random.Random(seed)
+    kept: dict[int, list[Entry]] = {terms: [] for terms in range(MIN_TERMS, task.max_terms + 1)}
+    while True:
+        (terms,) = rng.choices(*zip(*task.share_of, strict=True))
+        while not kept[terms]:
+            entry = next(found)
+            kept[entry["metadata"]["num_terms"]].append(entry)
+        yield kept[terms].pop()
+
+
+def positive_entries(seed: int, task: Task) -> Iterator[Entry]:
     """Yield chain_sum entries for ever, leaving out those whose running sum goes negative."""
     data = reasoning_gym.create_dataset(
         "chain_sum",
         size=10_000_000,
         seed=seed,
         min_terms=MIN_TERMS,
-        max_terms=MAX_TERMS,
+        max_terms=task.max_terms,
         min_digits=1,
         max_digits=MAX_DIGITS,
     )
@@ -165,10 +227,12 @@ def make_record(entry: Entry) -> dict[str, Any]:
     }
 
 
-def examples(tokenizer: PreTrainedTokenizerFast, seed: int, stop_rate: float) -> Iterator[Example]:
+def examples(
+    tokenizer: PreTrainedTokenizerFast, seed: int, stop_rate: float, task: Task
+) -> Iterator[Example]:
     """Yield token ids and labels of demonstrations, the prompt left out of the loss."""
     rng = random.Random(seed)
-    for entry in entries(seed):
+    for entry in entries(seed, task):
         terms = parse_terms(entry["metadata"]["expression"])
         prompt = tokenizer.encode(format_prompt(terms))
         answer = tokenizer.encode(work_out(terms, stop_rate, rng), add_special_tokens=False)
@@ -227,7 +291,7 @@ def sample(
     model: Qwen2ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     prompts: list[str],
-    max_new_tokens: int = MAX_NEW_TOKENS,
+    max_new_tokens: int,
 ) -> list[list[int]]:
     """Sample one output per prompt at temperature 1, <eos> included where it was reached."""
     inputs = tokenizer(prompts, padding=True, return_tensors="pt")
@@ -248,45 +312,47 @@ def write_prompts(path: Path, records: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def write_lengths(path: Path, outputs: list[list[int]]) -> None:
-    """Write the output lengths, `NUM_SAMPLES` successive rows to a prompt."""
+def write_lengths(path: Path, outputs: list[list[int]], num_samples: int) -> None:
+    """Write the output lengths, `num_samples` successive rows to a prompt."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["prompt_id", "sample_idx", "output_tokens"])
         for i, row in enumerate(outputs):
-            writer.writerow([i // NUM_SAMPLES, i % NUM_SAMPLES, len(row)])
+            writer.writerow([i // num_samples, i % num_samples, len(row)])
 
 
 def main() -> None:
     """Teach the model, write it with its prompts, and measure what it samples."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    parser.add_argument("--lengths", choices=TASKS, default="even", help="of outputs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=900, help="supervised steps")
     parser.add_argument("--batch", type=int, default=8, help="demonstrations a step")
     parser.add_argument("--lr", type=float, default=3e-3)
     args = parser.parse_args()
+    task = TASKS[args.lengths]
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
 
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer)
+    tokenizer = build_tokenizer(task)
+    model = build_model(tokenizer, task)
     # chain_sum draws item i of seed s from s + i: what is taught, and what is asked, lie far apart
     taught_from = 1_000_000_000 * (args.seed + 1)
-    good = batches(examples(tokenizer, taught_from, 0.0), args.batch, args.seed)
-    bad = batches(examples(tokenizer, taught_from + 250_000_000, STOP_RATE), args.batch, args.seed)
-    data = chain(islice(good, round((1 - BAD_SHARE) * args.steps)), bad)
+    good = batches(examples(tokenizer, taught_from, 0.0, task), args.batch, args.seed)
+    stops = examples(tokenizer, taught_from + 250_000_000, STOP_RATE, task)
+    bad = batches(stops, args.batch, args.seed)
+    data = chain(islice(good, round((1 - task.bad_share) * args.steps)), bad)
     train(model, data, args.steps, args.lr)
     model.save_pretrained(args.out / "model")
     tokenizer.save_pretrained(args.out / "model")
 
-    unseen = entries(taught_from + 500_000_000)
-    records = [make_record(next(unseen)) for _ in range(NUM_PROMPTS)]
+    unseen = entries(taught_from + 500_000_000, task)
+    records = [make_record(next(unseen)) for _ in range(task.num_prompts)]
     write_prompts(args.out / "prompts.jsonl", records)
-    asked = [
-        record["prompt"] for record in records[:NUM_SAMPLED_PROMPTS] for _ in range(NUM_SAMPLES)
-    ]
-    write_lengths(args.out / "lengths.csv", sample(model.eval(), tokenizer, asked))
+    asked = [r["prompt"] for r in records[: task.num_sampled] for _ in range(task.num_samples)]
+    outputs = sample(model.eval(), tokenizer, asked, task.max_new_tokens)
+    write_lengths(args.out / "lengths.csv", outputs, task.num_samples)
 
 
 if __name__ == "__main__":

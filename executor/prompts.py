@@ -1,32 +1,29 @@
-"""The prompts of a real run: a JSONL file, tokenized, shuffled anew in every epoch.
-
-What a prompt's rollouts took in one epoch is expected of it in the next ones.
-"""
+"""The prompts of a real run: a JSONL file, tokenized, shuffled anew in every epoch."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jinja2 import TemplateError
 
+from executor.notices import tell
+from executor.prompt_probe import read_probe
 from executor.tokens import count_ids, encode_ids
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
-from streamrl.engine.siblings import PRIOR_SAMPLES, SiblingLengths
 from streamrl.engine.systems import choose_system
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import shown
+from streamrl.workload.epochs import EpochOrder
+from streamrl.workload.learning import Learning
 from streamrl.workload.tail_batching import TailBatches
 from streamrl.workload.workload import Draw
 
 Record = dict[str, Any]
 """One line of the prompts file."""
 
-KEPT_EPOCHS = 4
-"""Orders of prompts in memory: those of the epoch, of the next, and of prompts that tail batching puts off. Others are
-made anew, so that memory does not grow with the run."""
 MOST_EXPECTED = 10**9
 EXPECTED = "expected_tokens"  # of a record: the output tokens that a ranker expects of its rollouts
 
@@ -46,11 +43,10 @@ class PromptWorkload:
         self._tokenizer = tokenizer
         self._group_size = run.algorithm.group_size
         self._max_tokens = run.rollout.max_tokens
-        self._seed = run.seed
-        self._order: dict[int, list[int]] = {}
-        self._past: dict[int, tuple[int, int]] = {}
-        """By line, how many of its rollouts finished, and with how many output tokens together."""
-        self._siblings = SiblingLengths() if run.policies.learns_from_siblings else None
+        self._order = EpochOrder(run.seed, len(self.records))
+        self._learning = Learning(run)
+        self._expected = self._expectations(run)
+        """Output tokens that are expected of each line before anything is learnt."""
         self._tails: TailBatches | None = None
         if (policy := expecting_policy(run)) is not None:
             self._check_expected(path, policy)
@@ -66,23 +62,22 @@ class PromptWorkload:
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:
         """Return groups by id; their lengths are for generation to tell."""
-        draws = [self._group(group) for group in range(first_group, first_group + num_groups)]
-        if self._siblings is not None:
-            self._siblings.add(draw.drawn for draw in draws)
-        return draws
+        return [self._group(group) for group in range(first_group, first_group + num_groups)]
 
     def learn(self, event: Generated) -> ExpectationsChanged | None:
-        """Remember what a prompt took; return what is now expected of the rollout's siblings, if that is asked for."""
-        if event.finish != "aborted":
-            line = self.line(event.rollout // self._group_size)
-            count, tokens = self._past.get(line, (0, 0))
-            self._past[line] = count + 1, tokens + event.tokens
-        return None if self._siblings is None else self._siblings.learn(event)
+        """Return what is now expected of other rollouts, if that is asked for."""
+        news = self._learning.learn(event)
+        if news is not None and news.reason:
+            tell(news.reason)
+        return news
 
     def forget(self, group: int) -> None:
         """Expect nothing more of a group that was dropped; what its prompt took stays known."""
-        if self._siblings is not None:
-            self._siblings.forget(group)
+        self._learning.forget(group)
+
+    def remember(self, lengths: Sequence[tuple[int, int]]) -> None:
+        """Enter what lines took in an earlier leg of the run, as (line, tokens)."""
+        self._learning.remember(lengths)
 
     def text(self, tokens: list[int]) -> str:
         """Return output tokens as text, special ones left out."""
@@ -91,36 +86,35 @@ class PromptWorkload:
     def line(self, group: int) -> int:
         """Return the index of the record that group `group` is made from."""
         source = group if self._tails is None else self._tails.source(group)
-        return self._line(source)
-
-    def _line(self, source: int) -> int:
-        epoch, position = divmod(source, len(self.records))
-        if epoch not in self._order:
-            if len(self._order) == KEPT_EPOCHS:
-                del self._order[min(self._order)]
-            shuffled = np.random.default_rng([self._seed, epoch]).permutation(len(self.records))
-            self._order[epoch] = shuffled.tolist()
-        return self._order[epoch][position]
+        return self._order.prompt(source)
 
     def _group(self, group: int) -> Draw:
         size = self._group_size
         rollouts = tuple(range(group * size, group * size + size))
         line = self.line(group)
-        num_tokens, expected = count_ids(self.prompts[line]), (self._blended(line),) * size
-        return Draw(DrawnGroup(group, rollouts, num_tokens, expected, line), ())
+        num_tokens, expected = count_ids(self.prompts[line]), (self._expected[line],) * size
+        drawn = DrawnGroup(group, rollouts, num_tokens, expected, line)
+        return Draw(self._learning.draw(drawn, line), ())
 
-    def _blended(self, line: int) -> int:
-        """Return the mean of what a line took so far and of what it says, which counts as `PRIOR_SAMPLES`."""
-        count, tokens = self._past.get(line, (0, 0))
-        return round((PRIOR_SAMPLES * self._expected(line) + tokens) / (PRIOR_SAMPLES + count))
+    def _expectations(self, run: Run) -> list[int]:
+        """Return what a ranker's file says of each line, or the line itself; the most there may be where neither does."""
+        ranker = run.workload.ranker
+        if ranker is None or ranker.path is None:
+            return [int(record.get(EXPECTED, self._max_tokens)) for record in self.records]
+        from streamrl.ranker.known_lengths import text_of
+        from streamrl.ranker.ranker_file import read_ranker
 
-    def _expected(self, line: int) -> int:
-        """Return the output tokens that a line says to expect; the most there may be where it does not."""
-        return int(self.records[line].get(EXPECTED, self._max_tokens))
+        if read_probe(Path(ranker.path)) is not None:
+            raise ValueError(
+                f"workload.ranker.path: {ranker.path} asks a language model: let it score the prompts ahead of the run "
+                "with `streamrl ranker score`"
+            )
+        scored = read_ranker(Path(ranker.path)).score([text_of(r["prompt"]) for r in self.records])
+        return [min(self._max_tokens, max(1, round(tokens))) for tokens in scored.tolist()]
 
     def _expect(self, first: int, num: int) -> list[int]:
         """Return what lines say alone: whatever was learnt, the same groups come of the same lines."""
-        return [self._expected(self._line(source)) for source in range(first, first + num)]
+        return [self._expected[self._order.prompt(source)] for source in range(first, first + num)]
 
     def _check_expected(self, path: Path, policy: str) -> None:
         for number, record in enumerate(self.records, start=1):
@@ -132,13 +126,18 @@ class PromptWorkload:
 
 
 def expecting_policy(run: Run) -> str | None:
-    """Return the key and value of a policy that works by `EXPECTED` alone; None where there is none.
+    """Return the key and value of a policy that works by `EXPECTED` alone; None where there is none, or a ranker knows.
 
     Where all rollouts are expected to be alike such a policy does nothing, and the run is not what was planned.
     """
     policies, system = run.policies, choose_system(run.policies)
+    ranker = run.workload.ranker
+    if ranker is not None and ranker.path is not None:
+        return None
     if policies.tail_batching == "defer":
         return "policies.tail_batching 'defer'"
+    if ranker is not None and ranker.history:
+        return None
     if system.dispatch == "skewness-aware":
         return "policies.dispatch 'skewness-aware'"
     if system.order == "longest-first" and not policies.learns_from_siblings:

@@ -139,7 +139,7 @@ def test_a_simulation_runs_where_no_heavy_library_is_installed() -> None:
 
 LAYERS = {
     "streamrl": (
-        *("runfile", "hardware", "engine", "record", "workload", "report", "doctor"),
+        *("runfile", "hardware", "engine", "record", "workload", "ranker", "report", "doctor"),
         *("api", "cli"),
     ),
     "sim": (
@@ -150,7 +150,7 @@ LAYERS = {
     ),
     "executor": (
         *("notices", "checksums", "tokens", "samples", "token_files", "kept_tokens"),
-        *("prompts", "roles", "pretrained", "buffer"),
+        *("prompt_probe", "prompts", "roles", "pretrained", "buffer"),
         *("checkpoints", "directory_lock", "trackers", "live_trace", "record", "carriers"),
         *("transfer", "rollout", "trainer", "verifier", "watchdog", "faults", "turns", "world"),
         *("back_ends", "interruption", "execute"),

@@ -125,30 +125,34 @@ def test_real_prompts_tell_what_siblings_told_where_that_is_asked_for(tmp_path: 
 
 
 def test_a_prompt_is_expected_to_take_what_it_took_in_earlier_epochs(tmp_path: Path) -> None:
-    workload = prompts(tmp_path, {})
-    groups = {workload.line(draw.drawn.group): draw.drawn for draw in workload.draw(0, 2)}
-    one, other = groups[0].rollouts
-    assert groups[0].expected_tokens == (10, 10)
-    workload.learn(ended(one, 400, "aborted"))
-    assert expected_of(workload, 0, epoch=1) == (10, 10)
-    workload.learn(ended(one, 40))
-    assert expected_of(workload, 0, epoch=1) == (25, 25)  # (10 + 40) / 2
-    workload.learn(ended(other, 70, "length"))
-    assert expected_of(workload, 0, epoch=2) == (40, 40)  # (10 + 40 + 70) / 3
-    assert expected_of(workload, 1, epoch=2) == (90, 90)
+    workload = prompts(tmp_path, {"workload.ranker.window": 8})
+    drawn = [draw.drawn for draw in workload.draw(0, 8)]
+    for group in drawn:
+        for rollout in group.rollouts:
+            tokens = (
+                200 if workload.line(group.group) == 0 else 50
+            )  # the opposite of what lines say
+            workload.learn(ended(rollout, 1, "aborted"))
+            workload.learn(ended(rollout, tokens))
+    # each line came four times, with two rollouts: eight lengths count for more than a prior
+    assert expected_of(workload, 0, epoch=4) > expected_of(workload, 1, epoch=4)
+    told = prompts(tmp_path, {"workload.ranker.history": False, "workload.ranker.window": 8})
+    assert expected_of(told, 0, epoch=0) == (10, 10)
+    assert expected_of(told, 1, epoch=0) == (90, 90)
 
 
 def test_what_is_learnt_changes_no_order_of_the_data(tmp_path: Path) -> None:
     changes = {
         "policies.tail_batching": "defer",
+        "workload.ranker.window": 8,
         "algorithm.prompts_per_step": 1,
         "algorithm.steps": 3,
         "workload.lengths.ranker": "oracle",
     }
     fresh, taught = prompts(tmp_path, changes), prompts(tmp_path, changes)
-    for draw in taught.draw(0, 2):
+    for draw in taught.draw(0, 8):
         for rollout in draw.drawn.rollouts:
             taught.learn(ended(rollout, 1 if taught.line(draw.drawn.group) else 250))
     groups = range(60)
     assert [taught.line(group) for group in groups] == [fresh.line(group) for group in groups]
-    assert taught.draw(0, 3) != fresh.draw(0, 3)  # which expect other lengths of them
+    assert taught.draw(8, 3) != fresh.draw(8, 3)  # which expect other lengths of them

@@ -26,6 +26,8 @@ from sim.costs.costs import Costs
 from sim.world import simulate
 from streamrl.hardware.config_json import read_config_json
 from streamrl.hardware.machine_profile import read_measured, write_measured
+from streamrl.ranker.evaluation import evaluate_scores
+from streamrl.ranker.score_files import lengths_by_prompt, read_table
 from streamrl.record.chrome_trace import chrome_trace
 from streamrl.record.completions import read_completions
 from streamrl.record.metrics import measure
@@ -34,7 +36,6 @@ from streamrl.record.trace import read_trace, replay
 from streamrl.report.study_file import is_study, load_study
 from streamrl.runfile.reading import decode_recorded_run, encode_run, load_run, make_run
 from streamrl.workload.ranker import read_scores
-from streamrl.workload.ranker_eval import evaluate_scores, lengths_by_prompt, read_table
 from streamrl.workload.workload import SimulatedWorkload, load_source
 from tests.command_line import streamrl
 from tests.fuzzing import JUNK, altered, check_said, fuzzed, mangled

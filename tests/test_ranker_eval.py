@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from streamrl.workload.ranker import read_scores
-from streamrl.workload.ranker_eval import (
-    evaluate_history,
-    evaluate_scores,
+from streamrl.ranker.evaluation import evaluate_scores, rank_all, spearman
+from streamrl.ranker.known_lengths import read_known
+from streamrl.ranker.score_files import (
     lengths_by_prompt,
     read_table,
     score_columns,
-    spearman,
+    scores_by_prompt,
 )
+from streamrl.workload.ranker import read_scores
 from streamrl.workload.workload import SimulatedWorkload
 from tests.command_line import streamrl
 from tests.runs import small_run
@@ -102,15 +102,16 @@ def test_history_ranks_by_the_other_samples_of_a_prompt(tmp_path: Path) -> None:
         for prompt, both in enumerate([(1, 9), (2, 1), (9, 2)])
         for tokens in both
     )
-    found = evaluate_history(read_table(write(tmp_path / "groups.csv", text)), 1)
+    found, hindsight = rank_all(read_known(write(tmp_path / "groups.csv", text)), [1])
     assert found.recall["groups"]["0.2"] == 0.0  # the longest once was short the other time
-    assert found.ranker == "1 past sample"
+    assert (found.ranker, hindsight.ranker) == ("1 past", "hindsight")
+    assert hindsight.recall == found.recall  # of two outputs the other one is all there is to know
 
 
 def test_history_without_enough_samples_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "groups.csv", "prompt_id,output_tokens\na,1\na,2\nb,1\n")
-    with pytest.raises(ValueError, match=r"groups.csv: 1 past samples .*need 2 .*'b' has 1"):
-        evaluate_history(read_table(file), 1)
+    with pytest.raises(ValueError, match=r"1 past samples .*need 2 .*'b' with 1"):
+        list(rank_all(read_known(file), [1]))
 
 
 # What is refused ----------------------------------------------------------------------------------
@@ -188,5 +189,14 @@ def test_real_rankers_on_real_lengths_have_the_recall_that_was_published_of_them
         for column in ("prompt length", "GBM svd+hand", "ExtraTrees + difficulty label")
     }
     assert list(recalls.values()) == pytest.approx([0.24, 0.31, 0.34], abs=0.015)
-    past = [evaluate_history(lengths, num).recall.popitem()[1]["0.2"] for num in (1, 4)]
-    assert past == pytest.approx([0.40, 0.47], abs=0.025)
+    groups = read_known(SHARED / "aime_r1distill1p5b_n8_lengths.csv.gz")
+    priors = scores_by_prompt(scores, ["ensemble"])
+    found = {e.ranker: e for e in rank_all(groups, [1, 4], None, priors)}
+    (family,) = found["1 past"].recall
+    recall = {name: e.recall[family]["0.2"] for name, e in found.items()}
+    assert [recall["1 past"], recall["4 past"]] == pytest.approx([0.40, 0.47], abs=0.025)
+    assert recall["4 past"] >= 0.45
+    for num in ("1 past", "4 past"):
+        both = found[f"ensemble + {num}"]
+        error = both.recall_error[family]["0.2"]
+        assert both.recall[family]["0.2"] >= max(recall["ensemble"], recall[num]) - error

@@ -1,44 +1,129 @@
-"""`streamrl ranker eval`: how well rankers find the longest rollouts, on held-out data."""
+"""`streamrl ranker fit`, `score` and `eval`: who expects the longest outputs, and how well."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table as Grid
 
 from streamrl.cli.shared import AsJson, print_json
-from streamrl.workload.ranker_eval import (
-    SHARES,
-    Evaluation,
-    evaluate_history,
-    evaluate_scores,
-    lengths_by_prompt,
-    read_table,
-    score_columns,
-)
+
+if TYPE_CHECKING:
+    from streamrl.ranker.evaluation import Evaluation
 
 ranker = typer.Typer(
     name="ranker",
     no_args_is_help=True,
-    help="Expected output lengths, and how good they are.\n\n"
-    "Example: streamrl ranker eval scores.csv.gz",
+    help="Expected output lengths: fit a ranker of prompts, score prompts, and how good it is.\n\n"
+    "Example: streamrl ranker eval runs/quickstart",
 )
 
+Model = Annotated[
+    str | None, typer.Option(help="Only lengths of this model, where a file has several.")
+]
 
-@ranker.callback()
-def _group() -> None:
-    """Keep `eval` a command of its own while it is the only one."""
+
+@ranker.command("fit")
+def fit(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="Directory of an executed run, or a CSV with prompt_id, prompt and output_tokens."
+        ),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="File to write.")],
+    lm: Annotated[
+        str | None,
+        typer.Option(
+            help="Hugging Face directory of a language model whose activations are probed."
+        ),
+    ] = None,
+    model: Model = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the folds of cross-validation.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Fit a ranker to prompts whose outputs' lengths are known: ridge or boosted trees on words and shape.
+
+    Needs scikit-learn: pip install 'streamrl[ranker]'. A run uses it with workload.ranker.path. With --lm it is a linear
+    probe on what a language model makes of the prompts, which `streamrl ranker score` asks ahead of a run.
+
+    Example: streamrl ranker fit runs/quickstart -o ranker.npz
+    """
+    import numpy as np
+
+    from streamrl.ranker.known_lengths import read_known
+    from streamrl.ranker.ranker_file import write_ranker
+    from streamrl.ranker.text_ranker import fit_text
+
+    known = [prompt for prompt in read_known(source, model) if prompt.text is not None]
+    if not known:
+        raise ValueError(
+            f"{source}: a ranker is fitted to texts, and no column is called prompt or text"
+        )
+    texts = [prompt.text or "" for prompt in known]
+    lengths = np.array([np.mean(np.log(np.maximum(1, prompt.lengths))) for prompt in known])
+    try:
+        if lm is not None:
+            from executor.prompt_probe import fit_probe, write_probe
+
+            write_probe(output, fit_probe(lm, texts, lengths))
+            kind = f"a probe of {lm}"
+        else:
+            fitted = fit_text(texts, lengths, seed)
+            write_ranker(output, fitted)
+            kind = f"{fitted.kind} on {len(fitted.words):,} words and shape"
+    except OSError as error:
+        raise ValueError(f"--output {output}: cannot be written: {error.strerror}") from None
+    if as_json:
+        print_json({"ranker": str(output), "kind": kind, "prompts": len(known)})
+    else:
+        print(f"{output}: {kind}, fitted to {len(known):,} prompts")
+
+
+@ranker.command("score")
+def score(
+    prompts: Annotated[Path, typer.Argument(help="JSONL file with a prompt on each line.")],
+    by: Annotated[Path, typer.Option("--ranker", help="What `streamrl ranker fit` wrote.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="JSONL file to write, with expected_tokens.")
+    ],
+) -> None:
+    """Write prompts with the output tokens that a ranker expects of each.
+
+    Example: streamrl ranker score prompts.jsonl --ranker ranker.npz -o scored.jsonl
+    """
+    from executor.prompt_probe import read_probe
+    from streamrl.ranker.known_lengths import read_lines, text_of
+    from streamrl.ranker.ranker_file import read_ranker
+
+    records = list(read_lines(prompts))
+    for number, record in enumerate(records, start=1):
+        if "prompt" not in record:
+            raise ValueError(f"{prompts}:{number}: has no prompt")
+    texts = [text_of(record["prompt"]) for record in records]
+    probe = read_probe(by)
+    scores = read_ranker(by).score(texts) if probe is None else probe.score(texts)
+    lines = (
+        json.dumps({**record, "expected_tokens": max(1, round(tokens))})
+        for record, tokens in zip(records, scores.tolist(), strict=True)
+    )
+    try:
+        output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--output {output}: cannot be written: {error.strerror}") from None
+    print(f"{output}: {len(records):,} prompts scored")
 
 
 @ranker.command("eval")
 def evaluate(
-    file: Annotated[
+    source: Annotated[
         Path,
         typer.Argument(
-            help="Held-out scores, or with --history lengths by prompt: a CSV, may be .gz."
+            help="Directory of an executed run, or a CSV (may be .gz) of lengths by prompt or of scores."
         ),
     ],
     score: Annotated[
@@ -47,51 +132,79 @@ def evaluate(
     ] = None,
     lengths: Annotated[
         list[Path] | None,
-        typer.Option(help="Lengths by prompt_id, where the scores have no column output_tokens."),
+        typer.Option(help="Lengths by prompt_id, where FILE has scores without output_tokens."),
     ] = None,
     history: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Rank each sample by the mean of so many others of its prompt."),
+        typer.Option(min=1, help="Past outputs that rankers by history know; may be repeated."),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Only lengths of this model, where a file has several.")
+    scores: Annotated[
+        Path | None, typer.Option(help="A CSV of scores by prompt_id, as priors beside the text.")
     ] = None,
+    past_of: Annotated[
+        str | None, typer.Option(help="Whose lengths are the past, where they are another model's.")
+    ] = None,
+    model: Model = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the recall of rankers by task family: which share of the longest they find.
+    """Show by task family which share of the longest rankers find, with standard errors over prompts.
 
-    FILE has columns score and output_tokens, and family, source or dataset where there are several. With
-    --json each ranker is one line. A run file uses such scores with workload.lengths.ranker = "scores".
+    Of lengths by prompt: prompt length, text (fitted to other prompts), past outputs, both, and hindsight. Of a file
+    with columns score and output_tokens: these scores. The slope is that of log lengths over log expectations: 1 where
+    tokens mean what they say. With --json each ranker is one line.
 
-    Example: streamrl ranker eval scores.csv.gz --lengths lengths.csv.gz --json
+    Example: streamrl ranker eval lengths.csv.gz --history 1 --history 4
     """
-    if history:
-        if score or lengths:
-            raise ValueError("--history ranks by lengths alone: leave out --score and --lengths")
-        table = read_table(file, model)
-        found = [evaluate_history(table, num_past) for num_past in history]
-    else:
-        scores = read_table(file, None if lengths else model)
+    from streamrl.ranker.evaluation import POOLED, evaluate_scores, rank_all
+    from streamrl.ranker.known_lengths import read_known
+    from streamrl.ranker.score_files import (
+        SCORE,
+        lengths_by_prompt,
+        read_table,
+        score_columns,
+        scores_by_prompt,
+    )
+
+    is_scores = not source.is_dir() and not history and scores is None
+    table = read_table(source, None if lengths else model) if is_scores else None
+    if (history or scores) and (score or lengths) and scores is None:
+        raise ValueError("--history ranks by lengths alone: leave out --score and --lengths")
+    if table is not None and (lengths or score or SCORE in table.columns):
         by_prompt = lengths_by_prompt(read_table(path, model) for path in lengths or ())
-        columns = score_columns(scores, score or (), bool(lengths))
-        found = [evaluate_scores(scores, c, by_prompt if lengths else None) for c in columns]
+        columns = score_columns(table, score or (), bool(lengths))
+        found = [evaluate_scores(table, c, by_prompt if lengths else None) for c in columns]
+    else:
+        known = read_known(source, model)
+        past = lengths_by_prompt([read_table(source, past_of)]) if past_of else None
+        priors = scores_by_prompt(read_table(scores), score or ()) if scores else None
+        found = list(rank_all(known, history or (), past, priors))
     if as_json:
         for one in found:
             print_json(one)
         return
+    console = Console()
     for family in dict.fromkeys(family for one in found for family in one.recall):
-        Console().print(recall_table(family, [one for one in found if family in one.recall]))
-        Console().print()
+        console.print(recall_table(family, [one for one in found if family in one.recall]))
+        if family == POOLED:
+            console.print("A mixture of families flatters any ranker that tells them apart.")
+        console.print()
 
 
 def recall_table(family: str, found: list[Evaluation]) -> Grid:
     """Lay out recall and correlation in one family, a line for each ranker."""
+    from streamrl.ranker.evaluation import SHARES
+
     grid = Grid("ranker", title=family, title_justify="left", box=None, pad_edge=False)
-    for title in (*(f"recall@{share:.0%}" for share in SHARES), "Spearman", "prompts"):
-        grid.add_column(title, justify="right")
+    columns = (*(f"recall@{share:.0%}" for share in SHARES), "Spearman", "slope", "prompts")
+    for title in columns:
+        grid.add_column(title, justify="right", no_wrap=True)
+    grid.add_row("at random", *(f"{share:.2f}" for share in SHARES), "0.00", "", "")
     for one in found:
-        recalls = [f"{one.recall[family][str(share)]:.2f}" for share in SHARES]
-        rest = [f"{one.spearman[family]:.2f}", str(one.num_prompts[family])]
-        grid.add_row(one.ranker, *recalls, *rest)
-    grid.add_row("at random", *(f"{share:.2f}" for share in SHARES), "0.00", "")
+        recalls = [
+            f"{one.recall[family][str(share)]:.2f} ±{one.recall_error[family][str(share)]:.2f}"
+            for share in SHARES
+        ]
+        slope = one.calibration.get(family)
+        rest = ["" if slope is None else f"{slope:.2f}", str(one.num_prompts[family])]
+        grid.add_row(one.ranker, *recalls, f"{one.spearman[family]:.2f}", *rest)
     return grid

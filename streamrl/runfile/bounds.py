@@ -29,7 +29,12 @@ from streamrl.runfile.sides_config import (
 )
 from streamrl.runfile.simulate_config import SimulateConfig
 from streamrl.runfile.trainers import FOLLOWERS, trainer_key
-from streamrl.runfile.workload_config import TAIL_SHARE, LengthsConfig, WorkloadConfig
+from streamrl.runfile.workload_config import (
+    TAIL_SHARE,
+    LengthsConfig,
+    RankerConfig,
+    WorkloadConfig,
+)
 
 POSITIVE = Bounds(0, excludes_least=True)
 SHARE = Bounds(0, 1)
@@ -72,6 +77,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     AlgorithmConfig: {"group_size": Bounds(1, MOST_PER_GROUP), **OF_LOSSES},
     AlgorithmChanges: {"prompts_per_step": Bounds(1), **OF_LOSSES},
     WorkloadConfig: {"informative_share": SHARE},
+    RankerConfig: {"window": Bounds(8), "false_alarms": Bounds(0.001, 0.5)},
     LengthsConfig: {
         "scale": POSITIVE,
         "scale_to": POSITIVE,

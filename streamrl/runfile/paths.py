@@ -17,6 +17,7 @@ PATH_KEYS = (
     "workload.prompts",
     "workload.lengths.source",
     "workload.lengths.ranker_scores",
+    "workload.ranker.path",
     "costs.profile",
     "execute.output",
 )

@@ -13,8 +13,8 @@ from streamrl.runfile.keys import join_key
 from streamrl.runfile.section import Section
 from streamrl.runfile.trainers import trainer_key
 
-GUESSES = "workload.lengths.ranker"
-"""Keys that begin so say what is known of lengths beforehand, not how long outputs are."""
+GUESSES = ("workload.lengths.ranker", "workload.ranker")
+"""Keys that begin so say what is known of lengths, not how long outputs are."""
 
 
 def check_same_work(one: Run, other: Run, names: tuple[str, str] = ("in A", "in B")) -> None:

@@ -46,6 +46,10 @@ class LengthsConfig(Section, frozen=True, kw_only=True):
     ranker_history: int = 1
     """Past samples of each prompt that a ranker of kind history knows."""
 
+    epochs: bool = False
+    """Whether prompts (kind groups) come once an epoch each, in the order that an executed run with this seed and as many
+    prompts has; at random where not."""
+
     @property
     def drifts(self) -> bool:
         """Whether lengths, or what the ranker knows of them, change over a training."""
@@ -57,13 +61,31 @@ class LengthsConfig(Section, frozen=True, kw_only=True):
         return "/" in self.source or "." in self.source
 
 
+class RankerConfig(Section, frozen=True, kw_only=True):
+    """A ranker that learns while the run goes on, and is switched off where it is worse than none.
+
+    Its prior is, in a simulation, what `workload.lengths.ranker` says; in an executed run a file, or `expected_tokens`.
+    """
+
+    path: str | None = None
+    """What `streamrl ranker fit` wrote, to score prompts with; where absent, lines of `workload.prompts` may say
+    `expected_tokens`, and no prompt is expected to be longer than another where they do not."""
+    history: bool = True
+    """Whether what a prompt's rollouts took in earlier epochs counts."""
+    window: int = 32
+    """Groups, in draw order, after which it learns and is judged; at least a step's."""
+    false_alarms: float = 0.01
+    """Chance that a window in which nothing has changed counts as drift, whereupon it is fitted anew."""
+
+
 class WorkloadConfig(Section, frozen=True, kw_only=True):
     """What is generated: prompts for a real run, lengths for a simulated one."""
 
     prompts: str | None = None
     """A JSONL file with a "prompt" on each line, and what `verifier.scorer` needs."""
-    """Name of the scorer: whether the final answer is the same text, the same in mathematics, or right by the task's own rules."""
     max_prompt_tokens: int = 2048
     informative_share: float = 1.0
     """Simulated share of rollouts with a non-zero advantage; without a KL term a trainer skips the others."""
     lengths: LengthsConfig | None = None
+    ranker: RankerConfig | None = None
+    """What expects longer outputs of some prompts than of others, learns, and is watched; none where absent."""

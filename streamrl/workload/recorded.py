@@ -59,6 +59,11 @@ class Recorded:
         groups = self._picks(first, num_groups, group_size)
         return np.array([group.expected_tokens for group in groups])
 
+    def prompts(self, first: int, num_groups: int, group_size: int) -> list[int]:
+        """Return which line of the prompts file each of these groups is of; empty where the record does not say."""
+        lines = [group.prompt for group in self._picks(first, num_groups, group_size)]
+        return [line for line in lines if line is not None] if None not in lines else []
+
     def _picks(self, first: int, num_groups: int, group_size: int) -> list[DrawnGroup]:
         size = len(self._finished[0].rollouts)
         if size != group_size:

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
-from streamrl.engine.siblings import SiblingLengths
 from streamrl.hardware.profiles import find_profile
 from streamrl.hardware.tables import Floats
 from streamrl.runfile.config import Run
@@ -17,6 +16,8 @@ from streamrl.runfile.errors import RunError
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.csv_rows import read_csv
 from streamrl.workload.drift import Drift
+from streamrl.workload.epochs import EpochOrder
+from streamrl.workload.learning import Learning
 from streamrl.workload.ranker import load_ranker
 from streamrl.workload.recorded import Recorded
 from streamrl.workload.tail_batching import TailBatches
@@ -80,11 +81,14 @@ class SimulatedWorkload:
         self._max_tokens = run.rollout.max_tokens
         self._source = load_source(config)
         self._drift = Drift(run)
-        past = self._past if isinstance(self._source, Groups) and config.kind == "groups" else None
+        self._order: EpochOrder | None = None
+        if config.epochs and isinstance(self._source, Groups):
+            self._order = EpochOrder(run.seed, self._source.num_prompts)
+        past = self._past if config.kind == "groups" else None
         self._ranker = load_ranker(config, self._population, past, run.seed)
         self._blocks = {0: self._sample(0)}
         self._mean = int(np.mean(self._blocks[0][0]))
-        self._siblings = SiblingLengths() if run.policies.learns_from_siblings else None
+        self._learning = Learning(run)
         self._tails: TailBatches | None = None
         if run.policies.tail_batching == "defer" and self._ranker is not None:
             every = run.policies.tail_every
@@ -92,29 +96,25 @@ class SimulatedWorkload:
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:
         """Return groups with their true lengths, capped at `rollout.max_tokens`."""
-        draws = [self._group(group) for group in range(first_group, first_group + num_groups)]
-        if self._siblings is not None:
-            self._siblings.add(draw.drawn for draw in draws)
-        return draws
+        return [self._group(group) for group in range(first_group, first_group + num_groups)]
 
     def learn(self, event: Generated) -> ExpectationsChanged | None:
-        """Return what is now expected of the rollout's siblings, if that is asked for."""
-        return None if self._siblings is None else self._siblings.learn(event)
+        """Return what is now expected of other rollouts, if that is asked for."""
+        return self._learning.learn(event)
 
     def forget(self, group: int) -> None:
         """Expect nothing more of a group that was dropped."""
-        if self._siblings is not None:
-            self._siblings.forget(group)
+        self._learning.forget(group)
 
     def _longest(self, first: int, num: int) -> list[int]:
         """Return the expected tokens of the longest rollout of groups of the data."""
         found = []
         for group in range(first, first + num):
             block, offset = divmod(group, BLOCK)
-            found.append(max(self._block(block)[1][offset]))
+            found.append(max(self._block(block).expected[offset]))
         return found
 
-    def _block(self, block: int) -> tuple[list[list[int]], list[list[int]], list[int]]:
+    def _block(self, block: int) -> _Block:
         if block not in self._blocks:
             self._blocks = {block: self._sample(block)}
         return self._blocks[block]
@@ -122,20 +122,28 @@ class SimulatedWorkload:
     def _group(self, group: int) -> Draw:
         source = group if self._tails is None else self._tails.source(group)
         block, offset = divmod(source, BLOCK)
-        lengths, expected_lengths, prompts = self._block(block)
+        drawn = self._block(block)
         size = self._group_size
-        true = tuple(lengths[offset])
-        expected = tuple(expected_lengths[offset]) if expected_lengths else (self._mean,) * size
+        expected = tuple(drawn.expected[offset]) if drawn.expected else (self._mean,) * size
         rollouts = tuple(range(group * size, group * size + size))
-        return Draw(DrawnGroup(group, rollouts, prompts[offset], expected), true)
+        plain = DrawnGroup(group, rollouts, drawn.prompt_tokens[offset], expected)
+        prompt = drawn.prompts[offset] if drawn.prompts else None
+        return Draw(self._learning.draw(plain, prompt), tuple(drawn.lengths[offset]))
 
-    def _sample(self, block: int) -> tuple[list[list[int]], list[list[int]], list[int]]:
-        """Return lengths by group, expected ones where a ranker tells, and prompt tokens."""
+    def _sample(self, block: int) -> _Block:
+        """Draw a block of groups."""
+        ids: list[int] = []
         if isinstance(self._source, Recorded):
+            ids = self._source.prompts(block * BLOCK, BLOCK, self._group_size)
             lengths, prompts = self._source.block(block * BLOCK, BLOCK, self._group_size)
         else:
             rng = np.random.default_rng([self._seed, block])
-            lengths, prompts = self._source.sample(rng, BLOCK, self._group_size)
+            if isinstance(self._source, Groups):
+                ids = self._pick(block, rng)
+                lengths, prompts = self._source.sample_of(ids, rng, self._group_size)
+                ids = ids if self._config.kind == "groups" else []
+            else:
+                lengths, prompts = self._source.sample(rng, BLOCK, self._group_size)
         groups = np.arange(block * BLOCK, (block + 1) * BLOCK, dtype=float)
         scale = self._drift.at(groups, self._config.scale, self._config.scale_to)
         expected = []
@@ -145,7 +153,14 @@ class SimulatedWorkload:
         elif isinstance(self._source, Recorded) and self._config.ranker == "recorded":
             known = self._source.expected(block * BLOCK, BLOCK, self._group_size)
             expected = self._scaled(known, scale)
-        return self._scaled(lengths, scale), expected, prompts.tolist()
+        return _Block(self._scaled(lengths, scale), expected, prompts.tolist(), ids)
+
+    def _pick(self, block: int, rng: np.random.Generator) -> list[int]:
+        """Return which prompts a block of groups is of."""
+        assert isinstance(self._source, Groups), "only groups have prompts"
+        if self._order is None:
+            return self._source.pick(rng, BLOCK)
+        return [self._order.prompt(place) for place in range(block * BLOCK, (block + 1) * BLOCK)]
 
     def _scaled(self, lengths: Lengths | Floats, scale: Floats) -> list[list[int]]:
         scaled = np.clip(np.rint(lengths * scale[:, None]), 1, self._max_tokens)
@@ -161,7 +176,19 @@ class SimulatedWorkload:
 
     def _past(self, block: int, lengths: Lengths, num_samples: int) -> Lengths:
         assert isinstance(self._source, Groups), "only groups know their prompts' past"
-        return self._source.past([self._seed, block], lengths, num_samples)
+        rng = np.random.default_rng([self._seed, block])
+        return self._source.past(self._pick(block, rng), rng, lengths, num_samples)
+
+
+class _Block(NamedTuple):
+    """Successive groups, each list by group."""
+
+    lengths: list[list[int]]
+    expected: list[list[int]]
+    """Empty where nothing is expected."""
+    prompt_tokens: list[int]
+    prompts: list[int]
+    """Which prompt each is of; empty where prompts cannot be told apart."""
 
 
 class Histogram:
@@ -191,25 +218,40 @@ class Groups:
         self._groups = [np.array(group, dtype=np.int64) for group in groups]
         self._prompt_tokens = prompt_tokens
 
+    @property
+    def num_prompts(self) -> int:
+        """Prompts whose groups these are."""
+        return len(self._groups)
+
+    def pick(self, rng: np.random.Generator, num_groups: int) -> list[int]:
+        """Return which prompts groups are of, drawn at random."""
+        picks: list[int] = rng.integers(0, len(self._groups), num_groups).tolist()
+        return picks
+
     def sample(
         self, rng: np.random.Generator, num_groups: int, group_size: int
     ) -> tuple[Lengths, Lengths]:
-        """Return lengths [num_groups, group_size]; a group with too few samples repeats some."""
-        picks = rng.integers(0, len(self._groups), num_groups)
+        """Return lengths [num_groups, group_size] and prompt tokens [num_groups] of prompts drawn at random."""
+        return self.sample_of(self.pick(rng, num_groups), rng, group_size)
+
+    def sample_of(
+        self, picks: list[int], rng: np.random.Generator, group_size: int
+    ) -> tuple[Lengths, Lengths]:
+        """Return the same of groups of these prompts; one with too few samples repeats some."""
         lengths = [
             rng.choice(self._groups[pick], group_size, replace=len(self._groups[pick]) < group_size)
             for pick in picks
         ]
-        return np.array(lengths), np.full(num_groups, self._prompt_tokens)
+        return np.array(lengths), np.full(len(picks), self._prompt_tokens)
 
-    def past(self, seed: list[int], lengths: Lengths, num_samples: int) -> Lengths:
-        """Return [num_groups, num_samples] samples of the prompts that `sample` drew `lengths` of, but others.
+    def past(
+        self, picks: list[int], rng: np.random.Generator, lengths: Lengths, num_samples: int
+    ) -> Lengths:
+        """Return [num_groups, num_samples] samples of the prompts that `lengths` were drawn of, but others.
 
         Raises:
             ValueError: a prompt has too few samples.
         """
-        rng = np.random.default_rng(seed)
-        picks = rng.integers(0, len(self._groups), len(lengths))  # what `sample` picked
         found = np.empty((len(lengths), num_samples), dtype=np.int64)
         for row, (pick, drawn) in enumerate(zip(picks, lengths, strict=True)):
             others = self._groups[pick].tolist()

@@ -1,0 +1,198 @@
+"""A ranker of prompts by text: words and shape against log length, by ridge or by boosted trees.
+
+Which of the two, and how strongly ridge is held back, cross-validation over prompts decides. What is fitted is arrays
+alone, so that a file of it can hold nothing that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.ranker.shape import NAMES, shape_of
+from streamrl.ranker.trees import Trees, boost
+
+Floats = npt.NDArray[np.float64]
+Fit = Callable[["Features", Floats], "Regression"]
+
+FOLDS = 5  # of prompts, each of which is scored by a ranker fitted to the others
+INNER_FOLDS = 3  # of those, to choose the kind of ranker by
+PENALTIES = (0.3, 1.0, 3.0, 10.0, 30.0)
+MOST_WORDS = 20_000
+NUM_TOPICS = (
+    48  # directions of the words that trees see: they split on few columns well, on thousands badly
+)
+LEAST_PROMPTS = 2 * FOLDS
+
+
+@dataclass(frozen=True)
+class Features:
+    """Prompts as numbers."""
+
+    words: Any
+    """TF-IDF of words and pairs of them, a sparse matrix [prompts, words]."""
+    shape: Floats
+    """Shape, each column of mean 0 and spread 1 among the prompts that were fitted to [prompts, shapes]."""
+
+    def of(self, rows: npt.NDArray[np.int64]) -> Features:
+        """Return some of the prompts."""
+        return Features(self.words[rows], self.shape[rows])
+
+
+@dataclass(frozen=True)
+class Regression:
+    """Log tokens from features: linear in words and shape, and trees over topics and shape where there are any."""
+
+    intercept: float
+    of_words: Floats
+    of_shape: Floats
+    topics: Floats | None = None
+    """[words, topics]."""
+    trees: Trees | None = None
+
+    def predict(self, features: Features) -> Floats:
+        """Return the expected log tokens of each prompt."""
+        found: Floats = (
+            self.intercept + features.words @ self.of_words + features.shape @ self.of_shape
+        )
+        if self.trees is not None:
+            found = found + self.trees.predict(
+                np.hstack([features.words @ self.topics, features.shape])
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class TextRanker:
+    """Expects output tokens of prompts by their texts."""
+
+    words: tuple[str, ...]
+    idf: Floats
+    means: Floats
+    spreads: Floats
+    regression: Regression
+    kind: str
+    """What cross-validation chose."""
+
+    def score(self, texts: Sequence[str]) -> Floats:
+        """Return the output tokens expected of prompts; needs scikit-learn."""
+        found: Floats = np.exp(self.regression.predict(self._features(texts)))
+        return found
+
+    def _features(self, texts: Sequence[str]) -> Features:
+        shape = (shape_of(texts) - self.means) / self.spreads
+        return Features(make_vectorizer(self.words, self.idf).transform(texts), shape)
+
+
+def make_vectorizer(words: Sequence[str] | None = None, idf: Floats | None = None) -> Any:
+    """Return scikit-learn's TF-IDF as it is fitted, or with the words and weights that it was fitted to."""
+    text = import_text()
+    options = {"ngram_range": (1, 2), "sublinear_tf": True, "token_pattern": r"(?u)\b\w+\b|[^\w\s]"}
+    if words is None:
+        return text.TfidfVectorizer(min_df=2, max_features=MOST_WORDS, **options)
+    vectorizer = text.TfidfVectorizer(
+        vocabulary={word: i for i, word in enumerate(words)}, **options
+    )
+    vectorizer.idf_ = idf
+    return vectorizer
+
+
+def import_text() -> Any:
+    """Return `sklearn.feature_extraction.text`; `ValueError` where it is not installed."""
+    try:
+        from sklearn.feature_extraction import text
+    except ImportError:
+        raise ValueError("scikit-learn not installed: pip install 'streamrl[ranker]'") from None
+    return text
+
+
+def fit_text(texts: Sequence[str], lengths: Floats, seed: int = 0) -> TextRanker:
+    """Fit a ranker to prompts and their mean log tokens.
+
+    Raises:
+        ValueError: there are too few prompts, or scikit-learn is missing.
+    """
+    vectorizer, features, means, spreads = _read(texts)
+    fits = {f"ridge {penalty:g}": _ridge(penalty) for penalty in PENALTIES} | {
+        "boosting": _boosting
+    }
+    errors = {name: _error(fit, features, lengths, seed) for name, fit in fits.items()}
+    kind = min(errors, key=lambda name: errors[name])
+    words = tuple(vectorizer.get_feature_names_out().tolist())
+    return TextRanker(words, vectorizer.idf_, means, spreads, fits[kind](features, lengths), kind)
+
+
+def held_out(texts: Sequence[str], lengths: Floats, seed: int = 0) -> Floats:
+    """Return the expected log tokens of each prompt by rankers that were fitted without it."""
+    found = np.empty(len(texts))
+    for fold, rest in folds(len(texts), seed):
+        ranker = fit_text([texts[i] for i in rest], lengths[rest], seed)
+        found[fold] = np.log(ranker.score([texts[i] for i in fold]))
+    return found
+
+
+def folds(
+    num: int, seed: int, num_folds: int = FOLDS
+) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Return pairs of prompts that are left out and the others, each in order."""
+    fold_of = np.random.default_rng(seed).permutation(num) % num_folds
+    return [(np.flatnonzero(fold_of == k), np.flatnonzero(fold_of != k)) for k in range(num_folds)]
+
+
+def _read(texts: Sequence[str]) -> tuple[Any, Features, Floats, Floats]:
+    """Return what reads words, the features of prompts, and the means and spreads of their shapes."""
+    if len(texts) < LEAST_PROMPTS:
+        raise ValueError(
+            f"a ranker needs {LEAST_PROMPTS} prompts or more to be fitted to, got {len(texts)}"
+        )
+    vectorizer = make_vectorizer()
+    try:
+        words = vectorizer.fit_transform(texts)
+    except ValueError:  # no word is in two prompts
+        vectorizer = make_vectorizer([""], np.ones(1))
+        words = vectorizer.transform(texts)
+    shape = shape_of(texts)
+    means, spreads = shape.mean(axis=0), shape.std(axis=0)
+    spreads[spreads == 0] = 1.0
+    return vectorizer, Features(words, (shape - means) / spreads), means, spreads
+
+
+def _error(fit: Fit, features: Features, lengths: Floats, seed: int) -> float:
+    """Return the mean squared error of log tokens on prompts left out."""
+    errors = []
+    for fold, rest in folds(len(lengths), seed, INNER_FOLDS):
+        found = fit(features.of(rest), lengths[rest]).predict(features.of(fold))
+        errors.append((found - lengths[fold]) ** 2)
+    return float(np.concatenate(errors).mean())
+
+
+def _ridge(penalty: float) -> Fit:
+    def fit(features: Features, lengths: Floats) -> Regression:
+        from scipy import sparse
+        from sklearn.linear_model import Ridge
+
+        model = Ridge(alpha=penalty).fit(
+            sparse.hstack([features.words, features.shape]).tocsr(), lengths
+        )
+        return Regression(
+            float(model.intercept_), model.coef_[: -len(NAMES)], model.coef_[-len(NAMES) :]
+        )
+
+    return fit
+
+
+def _boosting(features: Features, lengths: Floats) -> Regression:
+    from sklearn.decomposition import TruncatedSVD
+
+    num_topics = min(NUM_TOPICS, min(features.words.shape) - 1)
+    topics = np.zeros((features.words.shape[1], 0))
+    if num_topics > 0:
+        topics = TruncatedSVD(num_topics, random_state=0).fit(features.words).components_.T
+    columns = np.hstack([features.words @ topics, features.shape])
+    start, trees = boost(columns, lengths)
+    zeros = np.zeros(features.words.shape[1]), np.zeros(len(NAMES))
+    return Regression(start, *zeros, topics, trees)
