@@ -30,6 +30,7 @@ from streamrl.engine.systems import build_engine
 from streamrl.hardware.profiles import load_model
 from streamrl.record.measured_yield import measured_yield
 from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_tokens
+from streamrl.record.run_lines import read_rollouts
 from streamrl.record.trace import Trace, read_trace
 from streamrl.runfile.config import Run
 
@@ -172,6 +173,9 @@ async def _execute_in(
     checkpoint = directory.open(run, resume)
     for damage in directory.damaged:
         tell(f"a damaged checkpoint is passed over: {damage}")
+    if resume and run.workload.ranker is not None:
+        lines = read_rollouts(directory.path)
+        workload.remember([(line["line"], line["num_tokens"]) for line in lines])
     write_prompt_tokens(directory.path, prompts)
     decode = measured_yield(run)
     with (

@@ -77,7 +77,7 @@ class PromptWorkload:
 
     def remember(self, lengths: Sequence[tuple[int, int]]) -> None:
         """Enter what lines took in an earlier leg of the run, as (line, tokens)."""
-        self._learning.remember(lengths)
+        self._learning.remember(lengths, [self._expected[line] for line, _ in lengths])
 
     def text(self, tokens: list[int]) -> str:
         """Return output tokens as text, special ones left out."""

@@ -14,6 +14,7 @@ from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generate, 
 from streamrl.record.trace import Trace, read_trace, replay
 from streamrl.workload.length_ranker import LengthRanker
 from tests.runs import small_run
+from tests.test_execute import execute, real_run
 
 RANKED = {
     "workload.ranker.window": 8,
@@ -217,3 +218,26 @@ def test_rollouts_wait_until_a_replica_has_room_so_that_what_is_learnt_counts(
         sent += sum(isinstance(command, Generate) for command in commands)
         most = max(most, sent - ended_)
     assert most <= 2 * (2 + 1)  # replicas with their places, and one ahead
+
+
+def test_what_an_earlier_leg_knew_is_remembered() -> None:
+    ranker = LengthRanker(small_run(RANKED))
+    known = [(prompt, length_of(prompt)) for prompt in range(8) for _ in range(4)]
+    ranker.remember(known, [500] * len(known))
+    found = [ranker.draw(drawn(n, 500), prompt=n).expected_tokens[0] for n in range(8)]
+    assert found == sorted(found) and found[-1] > 2 * found[0]
+    assert math.prod(found) ** (1 / 8) == pytest.approx(
+        100 * 2**3.5, rel=0.1
+    )  # nor longer nor shorter in all
+    deaf = LengthRanker(small_run({**RANKED, "workload.ranker.history": False}))
+    deaf.remember(known, [500] * len(known))
+    assert {deaf.draw(drawn(n, 500), prompt=n).expected_tokens for n in range(8)} == {(500,) * 4}
+
+
+def test_an_executed_run_learns_too_and_is_decided_identically(tmp_path: Path) -> None:
+    changes = {"workload__ranker__window": 8, "policies__order": "longest-first"}
+    trace = execute(real_run(tmp_path, algorithm__steps=6, **changes))
+    assert recalls(trace)
+    recorded = read_trace(tmp_path / "run" / "trace.jsonl")
+    assert recalls(recorded) == recalls(trace)
+    assert replay(recorded) is None

@@ -44,7 +44,7 @@ class Learning:
             if each is not None:
                 each.forget(group)
 
-    def remember(self, lengths: Sequence[tuple[Hashable, int]]) -> None:
-        """Enter what prompts took in an earlier leg of the run, as (prompt, tokens)."""
+    def remember(self, lengths: Sequence[tuple[Hashable, int]], priors: Sequence[int]) -> None:
+        """Enter what prompts took in an earlier leg of the run, as (prompt, tokens), and what was expected of each."""
         if self._ranker is not None:
-            self._ranker.remember(lengths)
+            self._ranker.remember(lengths, priors)

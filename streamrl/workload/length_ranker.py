@@ -104,13 +104,14 @@ class LengthRanker:
         if number in self._open:
             self._close(self._open[number])
 
-    def remember(self, lengths: Sequence[tuple[Hashable, int]]) -> None:
-        """Enter what prompts took in an earlier leg of the run, as (prompt, tokens), in any order."""
+    def remember(self, lengths: Sequence[tuple[Hashable, int]], priors: Sequence[int]) -> None:
+        """Enter what prompts took in an earlier leg of the run, as (prompt, tokens), and what was expected of each."""
         by_prompt: dict[Hashable, list[float]] = {}
+        prior_of = dict(zip((prompt for prompt, _ in lengths), map(math.log, priors), strict=True))
         for prompt, tokens in lengths:
             by_prompt.setdefault(prompt, []).append(math.log(max(1, tokens)))
         if by_prompt and self._uses_history:
-            known = [KnownGroup(p, 1, (0.0,), (0.0,), tuple(t)) for p, t in by_prompt.items()]
+            known = [_remembered(p, prior_of[p], tuple(t)) for p, t in by_prompt.items()]
             self._posterior.learn(known)
 
     def _close(self, group: _Open) -> None:
@@ -164,3 +165,8 @@ class LengthRanker:
 
     def _tokens(self, length: float) -> int:
         return min(self._most, max(1, round(math.exp(length))))
+
+
+def _remembered(prompt: Hashable, prior: float, lengths: tuple[float, ...]) -> KnownGroup:
+    own = (prior,) * len(lengths)
+    return KnownGroup(prompt, 1, own, own, lengths)
