@@ -150,7 +150,7 @@ def _opposite(
 def _run(scratch: Path, path: Path, way: Way, seed: int, steps: int) -> Generation:
     """Execute, and have the trace decided again."""
     run = _read(scratch, way, seed, steps, is_executed=True)
-    output = scratch / f"{way.name}-{seed}"
+    output = Path(tempfile.mkdtemp(dir=scratch)) / "run"
     run = replace(run, execute=replace(run.execute, output=str(output)))
     trace = execute(fill_policies(run, Costs.load(_with(run, path))))
     if (divergence := replay(trace)) is not None:

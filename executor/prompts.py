@@ -17,7 +17,7 @@ from streamrl.engine.systems import choose_system
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import shown
 from streamrl.workload.epochs import EpochOrder
-from streamrl.workload.learning import Learning
+from streamrl.workload.expectations import Expectations
 from streamrl.workload.tail_batching import TailBatches
 from streamrl.workload.workload import Draw
 
@@ -44,8 +44,8 @@ class PromptWorkload:
         self._group_size = run.algorithm.group_size
         self._max_tokens = run.rollout.max_tokens
         self._order = EpochOrder(run.seed, len(self.records))
-        self._learning = Learning(run)
-        self._expected = self._expectations(run)
+        self._told = Expectations(run)
+        self._expected = self._priors(run)
         """Output tokens that are expected of each line before anything is learnt."""
         self._tails: TailBatches | None = None
         if (policy := expecting_policy(run)) is not None:
@@ -66,18 +66,18 @@ class PromptWorkload:
 
     def learn(self, event: Generated) -> ExpectationsChanged | None:
         """Return what is now expected of other rollouts, if that is asked for."""
-        news = self._learning.learn(event)
+        news = self._told.learn(event)
         if news is not None and news.reason:
             tell(news.reason)
         return news
 
     def forget(self, group: int) -> None:
         """Expect nothing more of a group that was dropped; what its prompt took stays known."""
-        self._learning.forget(group)
+        self._told.forget(group)
 
     def remember(self, lengths: Sequence[tuple[int, int]]) -> None:
         """Enter what lines took in an earlier leg of the run, as (line, tokens)."""
-        self._learning.remember(lengths, [self._expected[line] for line, _ in lengths])
+        self._told.remember(lengths, [self._expected[line] for line, _ in lengths])
 
     def text(self, tokens: list[int]) -> str:
         """Return output tokens as text, special ones left out."""
@@ -94,9 +94,9 @@ class PromptWorkload:
         line = self.line(group)
         num_tokens, expected = count_ids(self.prompts[line]), (self._expected[line],) * size
         drawn = DrawnGroup(group, rollouts, num_tokens, expected, line)
-        return Draw(self._learning.draw(drawn, line), ())
+        return Draw(self._told.draw(drawn, line), ())
 
-    def _expectations(self, run: Run) -> list[int]:
+    def _priors(self, run: Run) -> list[int]:
         """Return what a ranker's file says of each line, or the line itself; the most there may be where neither does."""
         ranker = run.workload.ranker
         if ranker is None or ranker.path is None:

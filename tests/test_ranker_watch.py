@@ -43,13 +43,13 @@ def test_recall_is_that_of_the_longest_fifth_and_chance_finds_a_fifth() -> None:
     perfect = [
         KnownGroup(g.prompt, 1, g.priors, g.lengths, g.lengths) for g in window(rng, num=200)
     ]
-    verdict = RankerWatch(0.01, 0).judge(perfect)
-    assert verdict.recall == 1.0
-    assert verdict.is_better and not verdict.is_worse
+    judgement = RankerWatch(0.01, 0).judge(perfect)
+    assert judgement.recall == 1.0
+    assert judgement.is_better and not judgement.is_worse
     blind = [KnownGroup(g.prompt, 1, g.priors, (0.0,) * SIZE, g.lengths) for g in perfect]
-    verdict = RankerWatch(0.01, 0).judge(blind)
-    assert verdict.recall == pytest.approx(0.2, abs=0.01)
-    assert not verdict.is_better and not verdict.is_worse
+    judgement = RankerWatch(0.01, 0).judge(blind)
+    assert judgement.recall == pytest.approx(0.2, abs=0.01)
+    assert not judgement.is_better and not judgement.is_worse
 
 
 def test_the_opposite_of_a_ranker_is_found_out_in_one_window() -> None:
@@ -63,8 +63,8 @@ def test_a_ranker_that_knows_nothing_is_called_neither_worse_nor_better() -> Non
     watch = RankerWatch(0.01, 1)
     found = [watch.judge(window(rng, skill=0.0)) for _ in range(300)]
     # each is one in a hundred by chance: 95 % of binomials of 300 lie below 8
-    assert sum(verdict.is_worse for verdict in found) <= 7
-    assert sum(verdict.is_better for verdict in found) <= 7
+    assert sum(judgement.is_worse for judgement in found) <= 7
+    assert sum(judgement.is_better for judgement in found) <= 7
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.05])
@@ -78,9 +78,9 @@ def test_a_thousand_windows_without_drift_raise_as_many_alarms_as_was_asked_for(
         watch = RankerWatch(rate, seed)
         seed += 1
         for number in range(12):  # a watch whose reference is not for ever: refits begin it anew
-            verdict = watch.judge(window(rng))
+            judgement = watch.judge(window(rng))
             judged += number > 1
-            alarms += verdict.shift is not None
+            alarms += judgement.shift is not None
     sigma = sqrt(1000 * rate * (1 - rate))
     assert abs(alarms - 1000 * rate) <= 1.96 * sigma
 

@@ -63,7 +63,7 @@ class Commands(LazyGroup):
         ),
         "ranker": (
             "streamrl.cli.ranker:ranker",
-            "Expected output lengths, and how good they are.",
+            "Expected output lengths: fit a ranker of prompts, score prompts, and how good it is.",
         ),
     }
 

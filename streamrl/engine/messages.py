@@ -280,12 +280,10 @@ class ExpectationsChanged(Message, frozen=True, omit_defaults=True):
     """Other lengths are expected of `rollouts` now: a ranker, or their siblings, told."""
 
     rollouts: tuple[int, ...]
-    tokens: tuple[int, ...]
-    """Output tokens expected of each."""
+    tokens: tuple[int, ...]  # output tokens expected of each
     recall: float | None = None
-    """Share of the longest fifth that the ranker found in a window of groups that has ended; None where none has."""
-    reason: str = ""
-    """Why the ranker is no longer heeded, or is again, or was fitted anew."""
+    """Share of the longest fifth that the ranker found in a window of groups, where one has ended."""
+    reason: str = ""  # why the ranker is no longer heeded, or is again, or was fitted anew
 
 
 class Generated(Message, frozen=True):

@@ -48,7 +48,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     num_prompts: dict[str, int]
 
 
-class Scored(msgspec.Struct, frozen=True):
+class OutputScores(msgspec.Struct, frozen=True):
     """What a ranker says of one output of each prompt of a family, and what these took."""
 
     scores: Floats
@@ -59,7 +59,7 @@ class Scored(msgspec.Struct, frozen=True):
     """Whether scores are log tokens."""
 
 
-def evaluate(ranker: str, families: dict[str, Scored]) -> Evaluation:
+def evaluate(ranker: str, families: dict[str, OutputScores]) -> Evaluation:
     """Return the figures of one ranker.
 
     Raises:
@@ -169,12 +169,14 @@ def evaluate_scores(
     return evaluate(column, {f: _scored(families[f], np.array(s)) for f, s in found.items()})
 
 
-def _scored(prompts: Sequence[KnownPrompt], scores: Floats, is_tokens: bool = False) -> Scored:
+def _scored(
+    prompts: Sequence[KnownPrompt], scores: Floats, is_tokens: bool = False
+) -> OutputScores:
     """Set scores, one for each prompt or for each of its outputs, beside the lengths of as many outputs as all have."""
     lengths = _lengths(prompts)
     if scores.ndim == 1:
         scores = np.broadcast_to(scores[:, None], lengths.shape)
-    return Scored(scores, lengths, is_tokens)
+    return OutputScores(scores, lengths, is_tokens)
 
 
 def _lengths(prompts: Sequence[KnownPrompt]) -> npt.NDArray[np.int64]:
@@ -260,7 +262,7 @@ def _group(prior: float, lengths: Floats) -> KnownGroup:
     return KnownGroup(None, 1, (float(prior),) * len(own), (0.0,) * len(own), own)
 
 
-def _recalls(scored: Scored) -> tuple[list[float], list[float]]:
+def _recalls(scored: OutputScores) -> tuple[list[float], list[float]]:
     """Return recall and its standard error at each of `SHARES`."""
     rng = np.random.default_rng(0)
     num = len(scored.lengths)
@@ -282,12 +284,12 @@ def _by_share(values: Sequence[float]) -> Iterator[tuple[str, float]]:
     return zip(map(str, SHARES), values, strict=True)
 
 
-def _spearman(scored: Scored) -> float:
+def _spearman(scored: OutputScores) -> float:
     outputs = range(scored.lengths.shape[1])
     return float(np.mean([spearman(scored.scores[:, k], scored.lengths[:, k]) for k in outputs]))
 
 
-def _slope(scored: Scored) -> float | None:
+def _slope(scored: OutputScores) -> float | None:
     """Return the slope of log lengths over log expectations."""
     if not scored.is_tokens:
         return None

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
 from streamrl.runfile.config import Run
 from streamrl.workload.posterior import KnownGroup, Posterior
-from streamrl.workload.ranker_watch import LOSSES, RankerWatch, Verdict
+from streamrl.workload.ranker_watch import LOSSES, Judgement, RankerWatch
 
 LEAST_GROUPS = (
     8  # of a window that is judged: dropped groups may leave fewer, of which chance says all
@@ -127,17 +127,17 @@ class LengthRanker:
                 self._news = self._judge(known)
 
     def _judge(self, window: list[KnownGroup]) -> ExpectationsChanged:
-        verdict = self._watch.judge(window)
-        reason = self._heed(verdict)
-        if verdict.shift is not None:
-            reason = "; ".join(filter(None, (reason, f"it is fitted anew: {verdict.shift}")))
-            self._posterior.forget(keeps_prompts=verdict.shift not in LOSSES)
+        judgement = self._watch.judge(window)
+        reason = self._heed(judgement)
+        if judgement.shift is not None:
+            reason = "; ".join(filter(None, (reason, f"it is fitted anew: {judgement.shift}")))
+            self._posterior.forget(keeps_prompts=judgement.shift not in LOSSES)
             self._watch.begin_anew()
             self._refit(window)
         self._posterior.learn(window)
         lost = tuple(self._unfinished()) if reason and not self.is_heeded else ()
         return ExpectationsChanged(
-            lost, self._alike(len(lost)), recall=verdict.recall, reason=reason
+            lost, self._alike(len(lost)), recall=judgement.recall, reason=reason
         )
 
     def _unfinished(self) -> Iterator[int]:
@@ -146,15 +146,13 @@ class LengthRanker:
             if rollout not in self._open[group].lengths:
                 yield rollout
 
-    def _heed(self, verdict: Verdict) -> str:
+    def _heed(self, judgement: Judgement) -> str:
         """Switch the ranker off where it is worse than none, and on again where it is better; return what to say."""
-        found = (
-            f"it finds {verdict.recall:.0%} of the longest fifth, chance {verdict.at_random:.0%}"
-        )
-        if self.is_heeded and verdict.is_worse:
+        found = f"it finds {judgement.recall:.0%} of the longest fifth, chance {judgement.at_random:.0%}"
+        if self.is_heeded and judgement.is_worse:
             self.is_heeded = False
             return f"the ranker is switched off: {found}"
-        if not self.is_heeded and verdict.is_better:
+        if not self.is_heeded and judgement.is_better:
             self.is_heeded = True
             return f"the ranker is switched on again: {found}"
         return ""

@@ -39,7 +39,7 @@ LOSSES = SHIFTS[:2]
 """Those which say that what was learnt of prompts does not hold any more."""
 
 
-class Verdict(NamedTuple):
+class Judgement(NamedTuple):
     """What a window says of a ranker."""
 
     recall: float
@@ -62,7 +62,7 @@ class RankerWatch:
         self._num_windows = 0
         self._reference: list[Floats] = []
 
-    def judge(self, window: Sequence[KnownGroup]) -> Verdict:
+    def judge(self, window: Sequence[KnownGroup]) -> Judgement:
         """Compare what was stated of a window's rollouts, which each group has as many of, with what they took."""
         rng = np.random.default_rng([self._seed, self._num_windows])
         self._num_windows += 1
@@ -75,7 +75,7 @@ class RankerWatch:
         lengths = _ranks([group.length for group in window])
         dealt = np.argsort(rng.random((PERMUTATIONS, len(window))), axis=1)
         agrees, chance = float(stated @ lengths), stated[dealt] @ lengths
-        return Verdict(
+        return Judgement(
             recall=recall,
             at_random=at_random,
             is_worse=recall < at_random and _share(chance <= agrees) <= SURE,

@@ -17,7 +17,7 @@ from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.csv_rows import read_csv
 from streamrl.workload.drift import Drift
 from streamrl.workload.epochs import EpochOrder
-from streamrl.workload.learning import Learning
+from streamrl.workload.expectations import Expectations
 from streamrl.workload.ranker import load_ranker
 from streamrl.workload.recorded import Recorded
 from streamrl.workload.tail_batching import TailBatches
@@ -88,7 +88,7 @@ class SimulatedWorkload:
         self._ranker = load_ranker(config, self._population, past, run.seed)
         self._blocks = {0: self._sample(0)}
         self._mean = int(np.mean(self._blocks[0][0]))
-        self._learning = Learning(run)
+        self._told = Expectations(run)
         self._tails: TailBatches | None = None
         if run.policies.tail_batching == "defer" and self._ranker is not None:
             every = run.policies.tail_every
@@ -100,11 +100,11 @@ class SimulatedWorkload:
 
     def learn(self, event: Generated) -> ExpectationsChanged | None:
         """Return what is now expected of other rollouts, if that is asked for."""
-        return self._learning.learn(event)
+        return self._told.learn(event)
 
     def forget(self, group: int) -> None:
         """Expect nothing more of a group that was dropped."""
-        self._learning.forget(group)
+        self._told.forget(group)
 
     def _longest(self, first: int, num: int) -> list[int]:
         """Return the expected tokens of the longest rollout of groups of the data."""
@@ -128,7 +128,7 @@ class SimulatedWorkload:
         rollouts = tuple(range(group * size, group * size + size))
         plain = DrawnGroup(group, rollouts, drawn.prompt_tokens[offset], expected)
         prompt = drawn.prompts[offset] if drawn.prompts else None
-        return Draw(self._learning.draw(plain, prompt), tuple(drawn.lengths[offset]))
+        return Draw(self._told.draw(plain, prompt), tuple(drawn.lengths[offset]))
 
     def _sample(self, block: int) -> _Block:
         """Draw a block of groups."""

@@ -12,7 +12,7 @@ from streamrl.runfile.config import Run
 from streamrl.workload.length_ranker import LengthRanker, Refit
 
 
-class Learning:
+class Expectations:
     """The ranker and the siblings of a run, each where it is asked for; both worlds' workloads ask it."""
 
     def __init__(self, run: Run, refit: Refit = lambda window: None) -> None:
