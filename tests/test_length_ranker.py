@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from sim.world import simulate
+from streamrl.engine.entities import Group
+from streamrl.engine.lines import WaitingRollouts
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generate, Generated
 from streamrl.record.trace import Trace, read_trace, replay
 from streamrl.workload.length_ranker import LengthRanker
@@ -105,8 +107,11 @@ def test_a_ranker_that_says_the_opposite_is_switched_off_and_says_so() -> None:
     ranker, said = adversary(run, 1)
     assert not ranker.is_heeded
     assert "switched off" in said[0].reason and said[0].recall == 0.0
-    alike = ranker.draw(drawn(100, 3), None), ranker.draw(drawn(101, 4000), None)
-    assert alike[0].expected_tokens == alike[1].expected_tokens
+    fresh = LengthRanker(run)  # whose prior has not yet been given a slope of nothing
+    fresh.is_heeded = False
+    for each in (ranker, fresh):
+        alike = each.draw(drawn(100, 3), None), each.draw(drawn(101, 4000), None)
+        assert alike[0].expected_tokens == alike[1].expected_tokens
 
 
 def test_what_waits_is_expected_to_be_alike_once_the_ranker_is_off() -> None:
@@ -241,3 +246,22 @@ def test_an_executed_run_learns_too_and_is_decided_identically(tmp_path: Path) -
     recorded = read_trace(tmp_path / "run" / "trace.jsonl")
     assert recalls(recorded) == recalls(trace)
     assert replay(recorded) is None
+
+
+def test_the_longest_go_first_and_where_siblings_tell_one_of_each_group_before_them() -> None:
+    def order(**options: bool) -> list[int]:
+        waiting = WaitingRollouts(True, **options)
+        for number, expected in enumerate((100, 900)):
+            group = Group.draw(
+                DrawnGroup(number, (2 * number, 2 * number + 1), 9, (expected,) * 2), 1, 0
+            )
+            for rollout in group.rollouts:
+                waiting.add(rollout)
+        found = []
+        while (rollout := waiting.first()) is not None:
+            rollout.phase = "generating"
+            found.append(rollout.id)
+        return found
+
+    assert order() == [2, 3, 0, 1]
+    assert order(probes=True) == [2, 0, 3, 1]
