@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from sim.world import simulate
-from streamrl.engine.entities import Group
-from streamrl.engine.lines import WaitingRollouts
-from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generate, Generated
+from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
 from streamrl.record.trace import Trace, read_trace, replay
 from streamrl.workload.length_ranker import LengthRanker
 from tests.runs import small_run
@@ -213,18 +211,6 @@ def test_simulated_epochs_have_each_prompt_once_in_the_order_of_executed_ones(
     assert lengths[:10] != lengths[10:20]
 
 
-def test_rollouts_wait_until_a_replica_has_room_so_that_what_is_learnt_counts(
-    tmp_path: Path,
-) -> None:
-    trace = simulated(tmp_path, **{"algorithm.steps": 2})
-    sent = ended_ = most = 0
-    for _, event, commands in trace.entries:
-        ended_ += isinstance(event, Generated)
-        sent += sum(isinstance(command, Generate) for command in commands)
-        most = max(most, sent - ended_)
-    assert most <= 2 * (2 + 1)  # replicas with their places, and one ahead
-
-
 def test_what_an_earlier_leg_knew_is_remembered() -> None:
     ranker = LengthRanker(small_run(RANKED))
     known = [(prompt, length_of(prompt)) for prompt in range(8) for _ in range(4)]
@@ -246,22 +232,3 @@ def test_an_executed_run_learns_too_and_is_decided_identically(tmp_path: Path) -
     recorded = read_trace(tmp_path / "run" / "trace.jsonl")
     assert recalls(recorded) == recalls(trace)
     assert replay(recorded) is None
-
-
-def test_the_longest_go_first_and_where_siblings_tell_one_of_each_group_before_them() -> None:
-    def order(**options: bool) -> list[int]:
-        waiting = WaitingRollouts(True, **options)
-        for number, expected in enumerate((100, 900)):
-            group = Group.draw(
-                DrawnGroup(number, (2 * number, 2 * number + 1), 9, (expected,) * 2), 1, 0
-            )
-            for rollout in group.rollouts:
-                waiting.add(rollout)
-        found = []
-        while (rollout := waiting.first()) is not None:
-            rollout.phase = "generating"
-            found.append(rollout.id)
-        return found
-
-    assert order() == [2, 3, 0, 1]
-    assert order(probes=True) == [2, 0, 3, 1]

@@ -15,17 +15,16 @@ Place = tuple[int, ...]
 class WaitingRollouts:
     """Rollouts to dispatch, oldest draw first, also after they come back; or in order of what was learnt.
 
-    Learning, the oldest step comes first, and in it the longest by expectation; where siblings tell of each other, before
-    these one rollout of each group (Seer, arXiv 2511.14617, calls it a speculative request).
+    Learning, the oldest step comes first, and in it one rollout of each group, which tells of its siblings
+    (Seer, arXiv 2511.14617, calls it a speculative request); each part by expected length, longest first.
     """
 
-    def __init__(self, learns: bool = False, probes: bool = False) -> None:
+    def __init__(self, learns: bool = False) -> None:
         self.heap: list[tuple[Place, int, Rollout]] = []
         """(place, number of additions before it, rollout): what comes back, or changes place, may stand there
         twice."""
         self._num_added = 0
         self._learns = learns
-        self._probes = probes
 
     def add(self, rollout: Rollout) -> None:
         """Let a rollout wait."""
@@ -66,7 +65,7 @@ class WaitingRollouts:
     def _place(self, rollout: Rollout) -> Place:
         """Return the place of a rollout by what is known now."""
         group = rollout.group
-        tells = self._probes and not group.is_told and rollout is group.rollouts[0]
+        tells = not group.is_told and rollout is group.rollouts[0]
         return (group.step, not tells, -rollout.expected_tokens, rollout.id)
 
 

@@ -182,7 +182,7 @@ def _choose_dispatch(run: Run) -> Dispatch:
     order = _order(system.order)
     together = policies.group_placement == "together"
     match system.dispatch:
-        case "least-loaded" if sends_in_time(run):
+        case "least-loaded" if policies.learns_from_siblings:
             return JustInTime(order, run.rollout.max_running)
         case "least-loaded":
             return LeastLoaded(order, together)
@@ -267,20 +267,6 @@ def build_resize(run: Run) -> AdjustReplicas:
     )
 
 
-def sends_in_time(run: Run) -> bool:
-    """Whether a rollout is sent only once a replica has room for it, so that what was learnt meanwhile counts."""
-    system, policies = choose_system(run.policies), run.policies
-    if policies.learns_from_siblings:
-        return True
-    return (
-        run.workload.ranker is not None
-        and (system.dispatch, system.order) == ("least-loaded", "longest-first")
-        and policies.group_placement == "split"
-        and system.weight_sync != "between-batches"
-        and not run.rollout.others
-    )
-
-
 def needs_latency(run: Run) -> bool:
     """Whether a policy of the run reckons with `policies.latency`."""
     policies = run.policies
@@ -348,7 +334,7 @@ def build_state(run: Run, *, is_endless: bool = False) -> State:
         leader=trainers[LEADER],
         fleet=Fleet(kinds=list(_kinds(run))),
         recent=RecentLengths(enough=run.algorithm.rollouts_per_step),
-        waiting=WaitingRollouts(sends_in_time(run), probes=run.policies.learns_from_siblings),
+        waiting=WaitingRollouts(run.policies.learns_from_siblings),
         setbacks=Setbacks(deque(maxlen=run.policies.max_failures_per_minute)),
     )
 
