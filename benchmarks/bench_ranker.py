@@ -70,7 +70,7 @@ def main() -> None:
     """Print one JSON object a figure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--opposite", type=int, default=3, help="pairs with the opposite, executed")
     parser.add_argument("--seeds", type=int, default=10, help="pairs with the opposite, simulated")
     parser.add_argument("--profile", type=Path, help="measured before; else it is now")

@@ -214,14 +214,15 @@ def work_out(terms: list[tuple[str, int]], stop_rate: float, rng: random.Random)
 
 
 def make_record(entry: Entry) -> dict[str, Any]:
-    """Return one line of prompts.jsonl."""
-    prompt = format_prompt(parse_terms(entry["metadata"]["expression"]))
+    """Return one line of prompts.jsonl, whose answer has as many digits as a working ends in."""
+    terms = parse_terms(entry["metadata"]["expression"])
+    prompt, width = format_prompt(terms), len(str(terms[0][1])) + 1
     metadata = {k: entry["metadata"][k] for k in ("source_dataset", "source_index", "num_terms")}
     metadata["num_digits"] = entry["metadata"]["num_digits"]
     metadata["expression"] = entry["metadata"]["expression"]
     return {
         "prompt": prompt,
-        "answer": entry["answer"],
+        "answer": entry["answer"].zfill(width),
         "task": "chain_sum",
         "entry": {"answer": entry["answer"], "metadata": metadata},
     }

@@ -21,12 +21,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from errno import ENOSPC
 from mmap import ACCESS_READ, mmap
 from operator import attrgetter
-from os import strerror
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -38,6 +36,7 @@ from executor.trackers import Trackers
 from streamrl.record.completions import SampledGroup
 from streamrl.record.inputs import keep_inputs
 from streamrl.record.legs import KEPT_BY_A_RESUME, trace_of_leg
+from streamrl.record.line_file import LineFile
 from streamrl.record.run_lines import METRICS, ROLLED_BACK_TO, ROLLOUTS, SAMPLES
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
@@ -60,12 +59,12 @@ class RunDirectory:
         self.checkpoints = Checkpoints(path / "checkpoints")
         self.leg = 1
         """How often the run was begun or resumed, this time included."""
-        self.trace_file: IO[bytes]
-        self._metrics: IO[bytes]
-        self._rollouts: IO[bytes]
-        self._samples: IO[bytes] | None = None
+        self.trace_file: LineFile
+        self._metrics: LineFile
+        self._rollouts: LineFile
+        self._samples: LineFile | None = None
         """None where nobody wants any, or they cannot be written."""
-        self._files: list[IO[bytes]] = []
+        self._files: list[LineFile] = []
         self._trackers = Trackers((), path)
         self._lock = DirectoryLock(path)
         self.damaged: list[str] = []
@@ -81,10 +80,12 @@ class RunDirectory:
         self.logs.mkdir(parents=True, exist_ok=True)
         (self.path / "checkpoints").mkdir(exist_ok=True)
         self._claim(self._lock.take())
+        if checkpoint is not None:
+            self._look_for_record(checkpoint.version)
         self._put_old_trace_aside()
         (self.path / "run.json").write_bytes(encode_run(run))
         keep_inputs(run, self.path)
-        self.trace_file = (self.path / "trace.jsonl").open("wb", buffering=0)
+        self.trace_file = LineFile((self.path / "trace.jsonl").open("wb", buffering=0))
         self._metrics = _open_at_end(self.path / METRICS)
         self._rollouts = _open_at_end(self.path / ROLLOUTS)
         self._samples = _open_at_end(self.path / SAMPLES)
@@ -148,9 +149,7 @@ class RunDirectory:
         if self._samples is None:
             return
         try:
-            line = msgspec.json.encode(make()) + b"\n"
-            if self._samples.write(line) != len(line):
-                raise OSError(ENOSPC, strerror(ENOSPC))
+            self._samples.write(msgspec.json.encode(make()) + b"\n")
         except Exception as error:
             self._samples = None
             what = f"{self.path / SAMPLES} is no longer written: {type(error).__name__}: {error}"
@@ -220,6 +219,16 @@ class RunDirectory:
         prompts = {"groups_done": at.groups_done, "done_ahead": at.done_ahead}
         self._rollouts.write(msgspec.json.encode({**mark, **prompts}) + b"\n")
 
+    def _look_for_record(self, version: int) -> None:
+        """Say so where no trace records that the checkpoint was saved which the run resumes from: one was cut short."""
+        saved = f'"CheckpointSaved","version":{version},'.encode()
+        traces = (path.read_bytes() for path in sorted(self.path.glob("trace*.jsonl")))
+        if not any(saved in trace for trace in traces):
+            tell(
+                f"{self.path / 'trace.jsonl'} ends before step {version} was saved, which is there: the run goes on, "
+                "but its ledger will not balance"
+            )
+
     def _put_old_trace_aside(self) -> None:
         trace = self.path / "trace.jsonl"
         if trace.exists():
@@ -228,11 +237,11 @@ class RunDirectory:
             self.leg = before + 1
 
 
-def _open_at_end(path: Path) -> IO[bytes]:
+def _open_at_end(path: Path) -> LineFile:
     """Open a file of lines for more of them; a last one that a crash cut short is left out."""
     file = path.open("a+b", buffering=0)
     if path.stat().st_size:
         with mmap(file.fileno(), 0, access=ACCESS_READ) as data:
             end = data.rfind(b"\n") + 1
         file.truncate(end)
-    return file
+    return LineFile(file)

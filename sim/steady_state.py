@@ -24,7 +24,7 @@ from streamrl.record.steady_run import LEAST_FAILURES, find_steady_so_far, tell_
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, RunError
-from streamrl.runfile.failure_rates import failures_per_gpu_day
+from streamrl.runfile.failure_rates import failures_per_gpu_day, replica_failures_per_day
 from streamrl.runfile.units import SECONDS_PER_DAY
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.workload import SimulatedWorkload, Workload
@@ -189,7 +189,7 @@ class Enough:
     def _lacks_failures(self, step_time: float) -> bool:
         """Return whether too few failures were seen, though there will be enough."""
         run = self._run
-        per_day = failures_per_gpu_day(run) * run.rollout.num_gpus
+        per_day = replica_failures_per_day(run)
         per_day += failures_per_gpu_day(run, LEADER) * run.trainer.num_gpus
         expected = per_day * run.simulate.max_steps * step_time / SECONDS_PER_DAY
         return self._steps.num_failures < LEAST_FAILURES <= expected

@@ -9,7 +9,6 @@ import pytest
 
 from sim.checkup import rehearsal
 from sim.checkup.checkup import check_up
-from sim.checkup.progress import expected_losses
 from streamrl.doctor.changes import changed
 from streamrl.engine.engine import Engine
 from streamrl.engine.messages import Command
@@ -17,6 +16,7 @@ from streamrl.engine.policies.staleness import TakeInLine
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_policies, build_state
 from streamrl.report.run_tables import format_duration
+from streamrl.runfile.failure_rates import expected_losses
 from tests.patients import bad, doctor, full_run
 
 
@@ -81,6 +81,16 @@ def test_losses_of_a_trainer_larger_than_the_replicas_are_warned_of_and_mended()
     assert expected_losses(run, whole) == pytest.approx((101, "times the trainer"))
     replicas_alone = full_run({**changes, "failures": {"per_gpu_day": 1.0}})
     assert expected_losses(replicas_alone, whole).what == "replicas"
+
+
+def test_losses_of_every_kind_of_replica_count() -> None:
+    changes = {"failures": {"per_gpu_day": 1.0}, "cluster.pools.far.nodes": 8}
+    run = full_run(changes)
+    others = ({"pool": run.rollout.pool, "replicas": 2, "tensor_parallel": 2},)
+    mixed = full_run({**changes, "rollout.others": others})
+    day = 86_400 / run.algorithm.steps
+    of_one, of_both = (expected_losses(each, day).mean for each in (run, mixed))
+    assert (of_one, of_both) == (run.rollout.num_gpus, run.rollout.num_gpus + 4)
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from math import inf, sqrt
+from math import ceil, inf, sqrt
 from statistics import mean
 from typing import Any
 
 import pytest
 
 from sim.failures import STREAM, time_to_failure
+from sim.planner.planner import with_restarts
+from sim.steady_state import simulate_steady
 from sim.world import simulate
 from streamrl.engine.messages import ReplicaLost, Stop
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace, replay
 from streamrl.runfile.config import Run
+from streamrl.runfile.failure_rates import expected_losses
 from streamrl.runfile.units import SECONDS_PER_DAY
 from tests.random_runs import simulate as simulate_checked
 from tests.runs import of, small_run
@@ -108,3 +111,22 @@ def test_a_run_gives_up_after_as_many_restarts_as_it_may_have() -> None:
 def test_a_rate_that_is_none_is_refused_by_name_and_value(rate: float) -> None:
     with pytest.raises(ValueError, match=rf"failures\.per_gpu_day must be at least 0, got {rate}"):
         small_run({"failures.per_gpu_day": rate})
+
+
+def test_a_plan_replaces_as_much_as_it_may_well_lose_until_its_last_step() -> None:
+    run = small_run({"failures.per_gpu_day": 1.0, "algorithm.steps": 1000})
+    day = 86_400 / 1000
+    each = expected_losses(run, day).mean
+    assert each == run.rollout.num_gpus
+    assert with_restarts(run, 30 * day).policies.max_restarts == ceil(
+        30 * each + 3 * sqrt(30 * each)
+    )
+    assert with_restarts(run, day / 1000) == run  # four are enough for that
+
+
+def test_a_run_that_will_lose_more_than_it_replaces_is_told_so() -> None:
+    changes = {"failures.per_gpu_day": 100.0, "algorithm.steps": 100_000, "simulate.max_steps": 12}
+    note = measure(simulate_steady(small_run(changes))).note
+    assert "policies.max_restarts=4 stops the run before its end" in note
+    enough = {**changes, "policies.max_restarts": 10**9}
+    assert "max_restarts" not in measure(simulate_steady(small_run(enough))).note

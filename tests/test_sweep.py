@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -128,6 +130,25 @@ def test_what_only_costs_and_memory_refuse_is_found_before_anything_is_simulated
     assert len(grid.cells) == 2
     with pytest.raises(ValueError, match=r"--sweep model.name=qwen2.5-72b: .*145.4 GB"):
         run_sweep(grid, 1)
+
+
+def test_ctrl_c_leaves_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = []
+
+    def look(run: bytes) -> str:
+        looked_at.append(run)
+        time.sleep(0.02)
+        return ""
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sim.studies.study._find_fault", look)
+    monkeypatch.setattr("sim.studies.study.ProcessPoolExecutor", lambda: ThreadPoolExecutor(1))
+    grid = make_grid(RUN, SMALL, axes("rollout.max_running=" + ",".join(map(str, range(1, 41)))))
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(grid, 1, watch=interrupt)
+    assert len(looked_at) < 10 < len(grid.cells)
 
 
 def test_skipping_leaves_out_what_memory_refuses_and_stops_where_nothing_is_left() -> None:

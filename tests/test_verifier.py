@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from executor.verifier.process import ENVIRONMENT
+from executor.verifier.records import check_prompts
 from executor.verifier.scorers import can_act, final_answer
 from executor.verifier.scoring_worker import read_verdict
 from executor.verifier.verifier import Scoring, Verifier
@@ -61,6 +64,42 @@ def test_math_verify_knows_equal_values_in_other_forms() -> None:
     texts = ["so it is $\\boxed{\\frac{1}{2}}$", "it is $\\boxed{2}$"]
     found = verdicts("math-verify", [(text, {"answer": "0.5"}) for text in texts], time_limit=30)
     assert found == [Scoring(1.0, None), Scoring(0.0, None)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        (r"\sqrt{3}", r"\boxed{\sqrt{3}}", r"\boxed{3}"),
+        (r"3\pi", r"so it is \boxed{3\pi}", r"\boxed{3}"),
+        ("C", r"\boxed{C}", r"\boxed{A}"),
+        (r"$\frac{1}{2}$", r"\boxed{0.5}", r"\boxed{2}"),
+        ("(1,2)", r"\boxed{(1,2)}", r"\boxed{(2,1)}"),
+    ],
+)
+def test_math_verify_reads_answers_as_data_sets_have_them(
+    answer: str, right: str, wrong: str
+) -> None:
+    asked = [(text, {"answer": answer}) for text in (right, wrong)]
+    assert verdicts("math-verify", asked, time_limit=30) == [Scoring(1.0, None), Scoring(0.0, None)]
+
+
+@pytest.mark.parametrize(
+    ("scorer", "line", "says"),
+    [
+        ("math-verify", {"answer": "$ $"}, "reads no answer in"),
+        ("reasoning-gym", {"answer": "1", "task": "nope"}, "has no task 'nope'"),
+        ("reasoning-gym", {"answer": "1", "task": ["chain_sum"]}, "has no task"),
+    ],
+)
+def test_prompts_that_no_completion_could_answer_are_refused_before_the_run(
+    tmp_path: Path, scorer: str, line: dict[str, Any], says: str
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    good = {"prompt": "1+1=", "answer": "2", "task": "chain_sum"}
+    file.write_text(f"{json.dumps(good)}\n{json.dumps({'prompt': 'p', **line})}\n")
+    run = small_run({"workload.prompts": str(file), "verifier.scorer": scorer})
+    with pytest.raises(ValueError, match=rf"^workload\.prompts: .*prompts\.jsonl:2: .*{says}"):
+        check_prompts(run)
 
 
 def test_an_answer_too_long_for_any_pipe_is_wrong_and_holds_up_nobody() -> None:

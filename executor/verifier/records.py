@@ -44,5 +44,10 @@ def check_prompts(run: Run) -> None:
     """Raise `ValueError` where the run's scorer could not score every rollout of some prompts."""
     path, scorer = run.workload.prompts, run.verifier.scorer
     assert path is not None and scorer is not None, "check_executable wants both"
-    for lack in find_lacks(read_prompts(Path(path)), SCORERS[scorer].fields):
+    records, by = read_prompts(Path(path)), SCORERS[scorer]
+    for lack in find_lacks(records, by.fields):
         raise ValueError(f"{lack.say(path)}: verifier.scorer {scorer!r} needs it")
+    check = by.make_check()
+    for number, record in enumerate(records[: by.most_checked], start=1):
+        if (complaint := check(record)) is not None:
+            raise ValueError(f"workload.prompts: {path}:{number}: {complaint}")

@@ -12,9 +12,13 @@ if TYPE_CHECKING:
 
 Grade: TypeAlias = Callable[[str], float]
 """The reward of one answer, 0 to 1. It may evaluate the answer: call it in a sandbox only."""
+Check: TypeAlias = "Callable[[Record], str | None]"
+"""Says what is wrong with a record, None where nothing is."""
 Grader: TypeAlias = "Callable[[Record], Grade]"
 """Grades the answers to one record. It sees nothing that a model wrote; raises where the record lacks something."""
 
+MOST_PARSED = 256
+"""Answers that are parsed before a run: some milliseconds each. Of others that cannot be read the groups are dropped."""
 ANSWER_MARKERS = ("####", "#", "answer:", "Answer:")
 """What stands before the final answer where a completion shows its work."""
 
@@ -33,6 +37,10 @@ class Scorer(NamedTuple):
     """Whether it may run an answer as code."""
     fields: tuple[tuple[str, ...], ...]
     """What it reads of a record: of every tuple one field."""
+    make_check: Callable[[], Check] = lambda: lambda record: None
+    """Import what says whether a record that has its fields can be scored by."""
+    most_checked: int | None = None
+    """Records that are looked at before a run, where each takes a while."""
 
 
 _ARITHMETIC = re.compile(r"[0-9.,:;+\-*/%^=<>(){}\[\]$ \t\n]*")
@@ -88,11 +96,47 @@ def _load_math_verify() -> Grader:
     from math_verify import parse, verify
 
     def grade(record: Record) -> Grade:
-        expected = str(record["answer"])
-        return lambda completion: float(verify(parse(expected), parse(completion)))
+        answer = delimited(str(record["answer"]))
+
+        def compare(completion: str) -> float:
+            expected = parse(answer)
+            if not expected:
+                raise ValueError(f"math-verify reads no answer in {answer!r}")
+            return float(verify(expected, parse(completion)))
+
+        return compare
 
     grade({"answer": "$x^2 + 1$"})("so $\\boxed{\\frac{x}{2}}$")  # see `Scorer.load`
     return grade
+
+
+def delimited(answer: str) -> str:
+    """Return an answer between dollar signs, unless it has signs of its own: of bare LaTeX math-verify reads numbers alone."""
+    return (
+        answer if any(sign in answer for sign in ("$", "\\boxed", "\\(", "\\[")) else f"${answer}$"
+    )
+
+
+def _check_math_verify() -> Check:
+    from math_verify import parse
+
+    def check(record: Record) -> str | None:
+        answer = delimited(str(record["answer"]))
+        return None if parse(answer) else f"math-verify reads no answer in {answer!r}"
+
+    return check
+
+
+def _check_reasoning_gym() -> Check:
+    from reasoning_gym.factory import DATASETS
+
+    def check(record: Record) -> str | None:
+        task = record["task"]
+        if isinstance(task, str) and task in DATASETS:
+            return None
+        return f"reasoning-gym has no task {task!r}"
+
+    return check
 
 
 def _load_reasoning_gym() -> Grader:
@@ -112,8 +156,14 @@ def _load_reasoning_gym() -> Grader:
 
 SCORERS: dict[str, Scorer] = {
     "exact": Scorer(final_answer, _answer_of, _load_exact, False, (("answer",),)),
-    "math-verify": Scorer(_whole, _answer_of, _load_math_verify, True, (("answer",),)),
+    "math-verify": Scorer(
+        *(_whole, _answer_of, _load_math_verify, True, (("answer",),)),
+        make_check=_check_math_verify,
+        most_checked=MOST_PARSED,
+    ),
     "reasoning-gym": Scorer(
-        final_answer, _answer_of_entry, _load_reasoning_gym, True, (("task",), ("entry", "answer"))
+        *(final_answer, _answer_of_entry, _load_reasoning_gym, True),
+        (("task",), ("entry", "answer")),
+        make_check=_check_reasoning_gym,
     ),
 }

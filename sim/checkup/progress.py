@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil, sqrt
 from pathlib import Path
-from typing import NamedTuple
 
 from sim.checkup.rehearsal import Rehearsal
 from streamrl.doctor.changes import value_of
@@ -19,9 +17,8 @@ from streamrl.engine.trainer_side import LEADER
 from streamrl.record.attribution import UNDERFILLED
 from streamrl.record.metrics import Metrics
 from streamrl.runfile.config import Run
-from streamrl.runfile.failure_rates import failures_per_gpu_day
+from streamrl.runfile.failure_rates import expected_losses, failures_per_gpu_day
 from streamrl.runfile.policies_config import PoliciesConfig
-from streamrl.runfile.units import SECONDS_PER_DAY
 
 POLICIES = (
     *("consumption", "weight_sync", "streaming", "max_staleness", "waits_for_whole_batches"),
@@ -86,25 +83,9 @@ def _find_preempted(run: Run, rehearsal: Rehearsal) -> Iterator[Finding]:
         yield Finding(level="warning", topic="memory", name="preempted", text=text)
 
 
-class Losses(NamedTuple):
-    """What a whole run loses on average, of the two that each stop it beyond `policies.max_restarts`."""
-
-    mean: float
-    what: str
-
-
-def expected_losses(run: Run, step_time: float) -> Losses:
-    """Return the losses of replicas, or of the trainer that leads where there are more of them."""
-    days = run.algorithm.steps * step_time / SECONDS_PER_DAY
-    of_replicas = failures_per_gpu_day(run) * run.rollout.num_gpus
-    of_trainer = failures_per_gpu_day(run, LEADER) * run.trainer.num_gpus
-    return max(
-        Losses(of_replicas * days, "replicas"), Losses(of_trainer * days, "times the trainer")
-    )
-
-
 def _find_losses(run: Run, metrics: Metrics) -> Iterator[Finding]:
-    (losses, what), most = expected_losses(run, metrics.step_time), run.policies.max_restarts
+    losses, what = expected_losses(run, metrics.step_time)
+    most = run.policies.max_restarts
     if losses > most:
         text = (
             f"at {_rate(run):g} failures of a GPU in a day {run.algorithm.steps} steps lose "
@@ -115,7 +96,8 @@ def _find_losses(run: Run, metrics: Metrics) -> Iterator[Finding]:
 
 
 def _rate(run: Run) -> float:
-    return max(failures_per_gpu_day(run), failures_per_gpu_day(run, LEADER))
+    kinds = (failures_per_gpu_day(run.of_kind(kind)) for kind in range(run.num_kinds))
+    return max(failures_per_gpu_day(run, LEADER), *kinds)
 
 
 def _find_stale(run: Run, metrics: Metrics) -> Iterator[Finding]:
@@ -160,8 +142,7 @@ def _more_restarts(run: Run) -> Iterator[Changes]:
 
 def _enough_restarts(step_time: float) -> Fix:
     def candidates(run: Run) -> Iterator[Changes]:
-        mean = expected_losses(run, step_time).mean
-        yield {"policies.max_restarts": ceil(mean + 3 * sqrt(mean))}  # of a Poisson count, 3 sigma
+        yield {"policies.max_restarts": expected_losses(run, step_time).most}
 
     return Fix(candidates, "raise policies.max_restarts")
 

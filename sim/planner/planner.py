@@ -23,6 +23,7 @@ from streamrl.report.plan import Change, Figure, Plan
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, RunError
+from streamrl.runfile.failure_rates import expected_losses
 from streamrl.runfile.keys import pool_key
 from streamrl.runfile.trainers import TRAINER
 
@@ -84,9 +85,9 @@ def _plan(
     chosen, verdicts = _choose(search, race, pool, progress)
     chosen = race.settle(pool, chosen, progress.on("the chosen plan"))
     tighter = find_tighter(search, chosen, pool, progress.on("with less room"))
-    planned = race.planned(chosen)
-    check_run(planned)
     objective, (metrics, *_) = run.plan.objective, race.steady[chosen]
+    planned = with_restarts(race.planned(chosen), metrics.step_time)
+    check_run(planned)
     value, bounds = search.value_of(metrics), search.bounds()
     found = Found(search, race, chosen)
     plan = Plan(
@@ -122,6 +123,12 @@ def _plan(
         steps=open_trial(search.base)[0].simulate.max_steps,
     )
     return Planned(planned, plan)
+
+
+def with_restarts(run: Run, step_time: float) -> Run:
+    """Return a run that replaces as much as it may well lose until its last step, for which it is priced."""
+    most = max(run.policies.max_restarts, expected_losses(run, step_time).most)
+    return replace(run, policies=replace(run.policies, max_restarts=most))
 
 
 def _choose(

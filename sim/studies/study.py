@@ -36,7 +36,11 @@ def run_sweep(
         RuntimeError: no combination finishes.
     """
     with ProcessPoolExecutor() as pool:
-        return _simulate(pool, _check(pool, grid, skips, watch), num_seeds, watch)
+        try:
+            return _simulate(pool, _check(pool, grid, skips, watch), num_seeds, watch)
+        except BaseException:  # Ctrl-C for one: what has not begun is not waited for
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _check(pool: Executor, grid: Grid, skips: bool, watch: Watch) -> Grid:

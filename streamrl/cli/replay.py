@@ -39,6 +39,7 @@ def replay(
             "events": len(trace.entries),
             "decisions": sum(len(entry.commands) for entry in trace.entries),
             "is_identical": difference is None,
+            "is_cut": trace.is_cut,
         }
         if difference is not None:
             told = difference if isinstance(difference, str) else difference._asdict()
@@ -80,4 +81,5 @@ def _describe(facts: dict[str, object]) -> str:
     return (
         f"{facts['trace']}: {facts['events']} events of a {facts['world']} run, "
         f"{facts['decisions']} decisions"
+        + (" (it ends inside a line: what came after is not known)" if facts["is_cut"] else "")
     )

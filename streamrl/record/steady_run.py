@@ -10,7 +10,7 @@ from streamrl.record.leader_steps import LeaderSteps
 from streamrl.record.steady import LEAST_STEPS, Steady, find_steady
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
-from streamrl.runfile.failure_rates import can_fail
+from streamrl.runfile.failure_rates import can_fail, expected_losses
 
 LEAST_FAILURES = 10
 """Failures whose number is known within a third, so that their share in a step's seconds is no luck."""
@@ -73,6 +73,8 @@ def tell_doubts(trace: Trace, steps: LeaderSteps, steady: Steady, unfinished: st
         unfinished: what `tell_unfinished` gives.
     """
     doubts = [f"the run {unfinished}"] if unfinished else []
+    if trace.is_cut:
+        doubts.append("the trace ends inside a line, and what came after is not known")
     if trace.leg > 1:
         since = steps.version - len(steps)
         doubts.append(f"leg {trace.leg} alone of a run that was resumed, after its step {since}")
@@ -96,7 +98,7 @@ def tell_doubts(trace: Trace, steps: LeaderSteps, steady: Steady, unfinished: st
             f"{share:.2g} that is wanted (simulate.interval)"
         )
     if can_fail(trace.run) and trace.is_endless:
-        doubts += _tell_failures(steps)
+        doubts += [*_tell_failures(steps), *_tell_restarts(trace.run, steady)]
     return "; ".join(doubts)
 
 
@@ -113,6 +115,16 @@ def _tell_late(run: Run, steps: LeaderSteps) -> Iterator[str]:
     for number, fault in enumerate(run.faults):
         if fault.time is not None and fault.time > steps.ended_at[-1]:
             yield f"faults.{number} never struck: the run was over before its time"
+
+
+def _tell_restarts(run: Run, steady: Steady) -> Iterator[str]:
+    """Say that the run, as long as it is, will lose more than it replaces."""
+    losses, most = expected_losses(run, steady.step_time), run.policies.max_restarts
+    if losses.mean > most:
+        yield (
+            f"all {run.algorithm.steps:,} steps lose {losses.mean:,.3g} {losses.what} on average, and "
+            f"policies.max_restarts={most} stops the run before its end"
+        )
 
 
 def _tell_failures(steps: LeaderSteps) -> list[str]:

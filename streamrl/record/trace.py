@@ -18,6 +18,7 @@ from streamrl.engine.invariants import check
 from streamrl.engine.messages import Command, Event
 from streamrl.engine.systems import build_engine
 from streamrl.record.decode_yield import DecodeYield
+from streamrl.record.line_file import LineFile
 from streamrl.record.upgrade import OLD_FORMAT, RawEntry, upgrade_entries
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
@@ -77,7 +78,7 @@ class Trace:
         run: Run,
         world: Literal["simulated", "real"],
         facts: Facts | None = None,
-        file: IO[bytes] | None = None,
+        file: IO[bytes] | LineFile | None = None,
         keeps_entries: bool = True,
         decode: Sequence[DecodeYield] = (),
         is_endless: bool = False,
@@ -107,6 +108,8 @@ class Trace:
         self.entries: list[Entry] = []
         self.path: Path | None = None
         """The file that it was read from."""
+        self.is_cut = False
+        """Whether that ends inside a line, as one does whose writer was killed: what came after is not known."""
         self._file = file
         self._keeps_entries = keeps_entries
         self._tell = tell
@@ -168,7 +171,7 @@ def read_trace(path: Path) -> Trace:
         is_endless=header.is_endless,
         leg=header.leg,
     )
-    trace.path = path
+    trace.path, trace.is_cut = path, bool(lines[-1])
     if is_old:
         trace.entries = _read_old_entries(path, lines[1:], trace.run)
     else:

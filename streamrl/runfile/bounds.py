@@ -38,6 +38,8 @@ from streamrl.runfile.workload_config import (
 
 POSITIVE = Bounds(0, excludes_least=True)
 SHARE = Bounds(0, 1)
+MONEY = Bounds(0, 1e6)
+"""Dollars of a GPU-hour, or of a gigabyte."""
 SECONDS = Bounds(0, 1e7)
 """Of something that happens within a run: at most four months."""
 FACTOR = Bounds(1e-4, 1e4)
@@ -62,10 +64,10 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     Run: {"seed": Bounds(0)},
     PoolConfig: {
         "host_memory": POSITIVE,
-        "price": Bounds(0),
+        "price": MONEY,
         "spot_failures_per_gpu_day": Bounds(0),
     },
-    LinkConfig: {"bandwidth": POSITIVE, "price_per_gb": Bounds(0)},
+    LinkConfig: {"bandwidth": POSITIVE, "price_per_gb": MONEY},
     RolloutConfig: {
         "memory_utilization": POSITIVE_SHARE,
         "start_time": SECONDS,
