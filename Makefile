@@ -17,6 +17,8 @@
 # make bench-handover what a rollout costs the controller, of a thousand tokens and of twenty thousand
 # make bench-profile  how well a profile of this machine predicts runs on it; quarter of an hour
 # make bench-reality  how near simulations come to executed runs, 12 run files; half an hour on a quiet machine
+# make bench-ranker   what a ranker that learns is worth here, executed and simulated; quarter of an hour on a quiet machine
+# make bench-drift    how soon a ranker's drift is noticed, how often imagined, and what it takes of the processor
 # make faults         what breaks on purpose, in every system, and what becomes of the run: docs/reliability.md; twenty minutes
 # make soak           does a long run grow? 10,000 simulated steps, half an hour executed under random faults
 # make bench-offers   is a chosen plan the best of its offer? other searches of seventeen offers; hours
@@ -35,7 +37,7 @@ DEMO := build/demo
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test test-oldest test-vllm test-deepspeed test-ray lock fuzz mutants faults lint format bench bench-start bench-costs bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-reality bench-trl bench-workers soak clean
+.PHONY: demo test test-oldest test-vllm test-deepspeed test-ray lock fuzz mutants faults lint format bench bench-start bench-costs bench-drift bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-ranker bench-reality bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -132,6 +134,12 @@ bench-profile: $(READY)
 
 bench-reality: $(READY)
 	$(BIN)/python -m benchmarks.bench_reality --page docs/fidelity.md
+
+bench-ranker: $(READY)
+	$(BIN)/python -m benchmarks.bench_ranker
+
+bench-drift: $(READY)
+	$(BIN)/python -m benchmarks.bench_drift
 
 bench-offers: $(READY)
 	$(BIN)/python benchmarks/bench_offers.py

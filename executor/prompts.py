@@ -75,6 +75,11 @@ class PromptWorkload:
         """Expect nothing more of a group that was dropped; what its prompt took stays known."""
         self._told.forget(group)
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """What there is to say of a step beside what was trained on in it."""
+        return {} if self._told.recall is None else {"ranker_recall": self._told.recall}
+
     def remember(self, lengths: Sequence[tuple[int, int]]) -> None:
         """Enter what lines took in an earlier leg of the run, as (line, tokens)."""
         self._told.remember(lengths, [self._expected[line] for line, _ in lengths])

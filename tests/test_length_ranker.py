@@ -11,6 +11,7 @@ import pytest
 
 from sim.world import simulate
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
+from streamrl.record.run_lines import read_metrics
 from streamrl.record.trace import Trace, read_trace, replay
 from streamrl.workload.length_ranker import LengthRanker
 from tests.runs import small_run
@@ -229,6 +230,8 @@ def test_an_executed_run_learns_too_and_is_decided_identically(tmp_path: Path) -
     changes = {"workload__ranker__window": 8, "policies__order": "longest-first"}
     trace = execute(real_run(tmp_path, algorithm__steps=6, **changes))
     assert recalls(trace)
+    steps = read_metrics(tmp_path / "run")
+    assert steps[-1]["ranker_recall"] == recalls(trace)[-1] and "ranker_recall" not in steps[0]
     recorded = read_trace(tmp_path / "run" / "trace.jsonl")
     assert recalls(recorded) == recalls(trace)
     assert replay(recorded) is None

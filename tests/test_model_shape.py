@@ -26,6 +26,7 @@ DENSE = {
 }
 QWEN3 = {**DENSE, "head_dim": 16}
 QWEN3_MOE = {**QWEN3, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+MIXTRAL = {**DENSE, "num_local_experts": 5, "num_experts_per_tok": 2}
 DEEPSEEK = {
     **DENSE,
     "num_key_value_heads": 6,
@@ -56,6 +57,8 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("mistral", DENSE),
     ("mistral", {**DENSE, "head_dim": 20}),
     ("mistral", {**DENSE, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    ("mixtral", MIXTRAL),
+    ("mixtral", {**MIXTRAL, "num_experts_per_tok": 1, "tie_word_embeddings": True}),
     ("qwen3_moe", QWEN3_MOE),
     ("qwen3_moe", {**QWEN3_MOE, "head_dim": None}),
     ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [0, 1]}),
@@ -223,7 +226,10 @@ def test_a_hugging_face_directory_gives_the_same_shape_as_its_profile(tmp_path: 
 
 @pytest.mark.parametrize(
     ("kind", "table"),
-    [("qwen2", DENSE), ("qwen3", QWEN3), ("qwen3_moe", QWEN3_MOE), ("deepseek_v3", DEEPSEEK)],
+    [
+        *(("qwen2", DENSE), ("qwen3", QWEN3), ("mixtral", MIXTRAL)),
+        *(("qwen3_moe", QWEN3_MOE), ("deepseek_v3", DEEPSEEK)),
+    ],
 )
 def test_a_missing_key_is_named_with_its_file(
     kind: str, table: dict[str, Any], tmp_path: Path
@@ -265,6 +271,7 @@ def test_only_a_llama_may_leave_its_key_value_heads_out(tmp_path: Path) -> None:
         ("qwen3_moe", {"mlp_only_layers": [None, None]}, r"mlp_only_layers must be .*None\]"),
         ("deepseek_v3", {"first_k_dense_replace": 4}, "num_dense_layers must be .* 3, got 4"),
         ("deepseek_v3", {"n_shared_experts": -1}, "n_shared_experts must be .* 0, got -1"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is not known: take"),
         ("mamba", {}, "model_type 'mamba' is none of qwen2, qwen3, llama"),
     ],
 )

@@ -92,6 +92,7 @@ class Trainer:
                 "time": now,
                 "step_time": now - self._stepped_at,
                 **step_figures(trained, command.version, self._run.rollout.max_tokens),
+                **self._buffer.workload.figures,
                 "learning_rate": self._run.algorithm.learning_rate,
                 **self._seconds,
                 **figures,

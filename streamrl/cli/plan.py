@@ -31,7 +31,7 @@ def plan(
     """Choose GPUs, parallelism and mode for a run: its pools are the offer, `nodes` the most that may be rented.
 
     What is open, what counts and what may not be exceeded (`budget`, `deadline`) is in its section `plan`. The
-    chosen allocation goes to plan.toml, ready for `simulate` and `execute`.
+    chosen allocation goes to plan.toml, ready for `simulate`, and for `execute` unless a line says what it cannot do.
 
     Example: streamrl plan examples/plan-7b.toml --set plan.objective=step-time -o plans/7b
     """
@@ -52,7 +52,21 @@ def plan(
     settings = planned.plan.allocation.settings
     write_run(planned.run, output / PLAN_TOML, notes, settings, run_file.parent)
     if not as_json:
-        Console().print(f"\nwritten to {output / PLAN_TOML}", highlight=False)
+        console = Console(highlight=False)
+        console.print(f"\nwritten to {output / PLAN_TOML}")
+        if limit := _limit_of_execute(planned.run):
+            console.print(f"execute does not carry it out as it is: {limit}", markup=False)
+
+
+def _limit_of_execute(run: Run) -> str:
+    """Return the first thing of a plan that no back end executes; "" where there is none."""
+    from executor.back_ends import check_back_ends
+
+    try:
+        check_back_ends(run)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _plan(run: Run) -> Planned:

@@ -8,7 +8,7 @@ from pathlib import Path
 from streamrl.hardware.model_shape import Experts, LatentAttention, ModelShape
 from streamrl.runfile.errors import RunError, shown
 
-MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "deepseek_v3")
+MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe", "deepseek_v3")
 """The `model_type`s that are known; keys and defaults are those of their config classes in transformers."""
 
 
@@ -42,6 +42,10 @@ def _read_shape(table: dict[str, object], path: Path) -> ModelShape:
     for key in ("attention_bias", "mlp_bias"):
         if _flag(table, key):
             raise ValueError(f"{key} = true is not known for {kind}")
+    if table.get("quantization_config"):
+        raise ValueError(
+            "quantization_config is not known: take it out for the figures of whole weights in model.dtype"
+        )
     num_heads = _count(table, "num_attention_heads")
     latent = _read_latent(table) if kind == "deepseek_v3" else None
     return ModelShape(
@@ -104,6 +108,12 @@ def _read_experts(table: dict[str, object]) -> Experts | None:
                 experts_per_token=_count(table, "num_experts_per_tok"),
                 intermediate_size=_count(table, "moe_intermediate_size"),
                 num_dense_layers=_num_first_dense(table),
+            )
+        case "mixtral":
+            return Experts(
+                num_experts=_count(table, "num_local_experts"),
+                experts_per_token=_count(table, "num_experts_per_tok"),
+                intermediate_size=_count(table, "intermediate_size"),
             )
         case "deepseek_v3":
             return Experts(

@@ -12,6 +12,7 @@ class LineFile:
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
+        self._name = getattr(file, "name", None)  # what lives in memory has none
         self._error: OSError | None = None
 
     def write(self, line: bytes) -> None:
@@ -25,10 +26,10 @@ class LineFile:
         size = self._file.seek(0, SEEK_END)
         try:
             if self._file.write(line) != len(line):  # a raw file says so, and raises nothing
-                raise OSError(ENOSPC, strerror(ENOSPC), self._file.name)
+                raise OSError(ENOSPC, strerror(ENOSPC))
         except OSError as error:
             self._file.truncate(size)
-            self._error = OSError(error.errno, error.strerror, self._file.name)
+            self._error = OSError(error.errno, error.strerror, self._name)
             raise self._error from None
 
     def close(self) -> None:

@@ -44,6 +44,11 @@ class Expectations:
             if each is not None:
                 each.forget(group)
 
+    @property
+    def recall(self) -> float | None:
+        """Share of the longest fifth that the ranker found lately; None where there is none, or nobody knows yet."""
+        return None if self._ranker is None else self._ranker.recall
+
     def remember(self, lengths: Sequence[tuple[Hashable, int]], priors: Sequence[int]) -> None:
         """Enter what prompts took in an earlier leg of the run, as (prompt, tokens), and what was expected of each."""
         if self._ranker is not None:

@@ -74,6 +74,8 @@ class LengthRanker:
         self._group_of: dict[int, int] = {}
         self.is_heeded = True
         """Whether what it says is passed on; while it is not, all rollouts are expected to be alike."""
+        self.recall: float | None = None
+        """Share of the longest fifth that it found in the last window; None before any."""
 
     def draw(self, drawn: DrawnGroup, prompt: Hashable | None) -> DrawnGroup:
         """Return a group whose expected tokens, its prior, are corrected by what is known."""
@@ -128,6 +130,7 @@ class LengthRanker:
 
     def _judge(self, window: list[KnownGroup]) -> ExpectationsChanged:
         judgement = self._watch.judge(window)
+        self.recall = judgement.recall
         reason = self._heed(judgement)
         if judgement.shift is not None:
             reason = "; ".join(filter(None, (reason, f"it is fitted anew: {judgement.shift}")))

@@ -42,6 +42,7 @@ PANELS = (
             ("uniform_groups", "groups of one reward"),
             ("cut_off", "rollouts cut off"),
             ("clip_fraction", "tokens clipped"),
+            ("ranker_recall", "longest fifth found by the ranker"),
         ),
         percent,
     ),
