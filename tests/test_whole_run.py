@@ -265,7 +265,7 @@ def test_the_first_thing_said_is_the_total_and_every_command_says_the_same(tmp_p
                     {"between": ["far", "near"], "bandwidth": "1 GB/s", "price_per_gb": -1.0}
                 ]
             },
-            "cluster.links.0.price_per_gb must be at least 0, got -1",
+            "cluster.links.0.price_per_gb must be in \\[0, 1000000\\], got -1",
         ),
         ({"plan.budget": 0.0}, "plan.budget must be above 0, got 0"),
         ({"plan.budget_per_day": -3.0}, "plan.budget_per_day must be above 0, got -3"),

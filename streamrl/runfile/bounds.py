@@ -38,7 +38,7 @@ from streamrl.runfile.workload_config import (
 
 POSITIVE = Bounds(0, excludes_least=True)
 SHARE = Bounds(0, 1)
-MONEY = Bounds(0, 1e6)
+MONEY = Bounds(0, 10**6)
 """Dollars of a GPU-hour, or of a gigabyte."""
 SECONDS = Bounds(0, 1e7)
 """Of something that happens within a run: at most four months."""
