@@ -167,18 +167,15 @@ def test_fit_then_score_then_a_run_file_that_names_the_ranker(tmp_path: Path) ->
     done = streamrl("ranker", "fit", lengths, "-o", ranker, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["prompts"] == NUM
-    asked = tmp_path / "prompts.jsonl"
-    lines = [
-        {"prompt": "prove the number 9 please", "answer": "x"},
-        {"prompt": "add the number 9 please"},
-    ]
-    asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked, unseen = tmp_path / "prompts.jsonl", prompts(seed=1)
+    asked.write_text("".join(json.dumps({"prompt": p.text, "answer": "x"}) + "\n" for p in unseen))
     scored = tmp_path / "scored.jsonl"
     done = streamrl("ranker", "score", asked, "--ranker", ranker, "-o", scored)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in scored.read_text().splitlines()]
-    assert found[0]["answer"] == "x"
-    assert found[0]["expected_tokens"] > 5 * found[1]["expected_tokens"]
+    assert all(line["answer"] == "x" for line in found)
+    expected = np.log([line["expected_tokens"] for line in found])
+    assert np.corrcoef(expected, targets(unseen)[1])[0, 1] > 0.9
 
 
 def test_eval_prints_every_ranker_with_its_error(tmp_path: Path) -> None:

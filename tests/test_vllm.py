@@ -99,6 +99,17 @@ def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.05)
 
 
+async def in_the_midst(replica: ReplicaRole) -> list[asyncio.Future[Completion]]:
+    """Return rollouts of which some run: so many that even on a machine that stands still the last are far from done."""
+    pending = [asyncio.ensure_future(replica.generate(ask(n, 1000))) for n in range(40)]
+    await replica.generate(ask(99, 2, priority=-1))
+    return pending
+
+
+async def outcomes(pending: list[asyncio.Future[Completion]]) -> list[Completion | BaseException]:
+    return await asyncio.gather(*pending, return_exceptions=True)
+
+
 def is_over(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
@@ -119,11 +130,13 @@ def test_nothing_outlives_a_replica_that_is_killed(model: Path, tmp_path: Path) 
         await replica.start(None, 0)
         families.extend(family(handle.pid))
         shared.update(path for process in families for path in shared_by(process))
-        running = asyncio.ensure_future(replica.generate(ask(0, 1000)))
-        await replica.generate(ask(1, 2))
+        pending = await in_the_midst(replica)
         os.kill(handle.pid, signal.SIGKILL)
         with pytest.raises(WorkerLostError):
-            await running
+            await pending[-1]
+        assert all(
+            isinstance(each, Completion | WorkerLostError) for each in await outcomes(pending)
+        )
         await handle.close()
 
     asyncio.run(go())
@@ -140,13 +153,13 @@ def test_when_the_core_dies_every_pending_rollout_raises_and_later_ones_are_lost
         replica = ReplicaWorker(ReplicaSettings(**settings(model)))
         await replica.start(None, 0)
         try:
-            tasks = [asyncio.ensure_future(replica.generate(ask(n, 1000))) for n in range(9)]
-            await replica.generate(ask(99, 2, priority=-1))
+            pending = await in_the_midst(replica)
             for process in psutil.Process().children():
                 if "EngineCore" in process.name() or "EngineCore" in " ".join(process.cmdline()):
                     process.kill()
-            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-            assert all(isinstance(outcome, RuntimeError) for outcome in outcomes)
+            ended = await outcomes(pending)
+            assert isinstance(ended[-1], RuntimeError)
+            assert all(isinstance(each, Completion | RuntimeError) for each in ended)
             with pytest.raises(RoleLostError, match="not running"):
                 await replica.generate(ask(1, 5))
             with pytest.raises(RuntimeError, match="not running"):
