@@ -105,9 +105,15 @@ GENERATION = st.fixed_dictionaries(
         "policies.skew_objective": st.sampled_from(["max", "sum", "drain"]),
         "policies.order": st.sampled_from(["fifo", "longest-first"]),
         "policies.group_placement": st.sampled_from(["split", "together"]),
-        "policies.migration": st.sampled_from(["none", "consolidate"]),
+        "policies.migration": st.sampled_from(["none", "consolidate", "overrun"]),
         "policies.max_attempts": st.integers(1, 3),
     }
+).map(
+    lambda changes: (
+        changes | {"policies.dispatch": "skewness-aware"}
+        if changes["policies.migration"] == "overrun"
+        else changes
+    )
 )
 
 

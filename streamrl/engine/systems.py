@@ -32,8 +32,9 @@ from streamrl.engine.policies.dispatch import (
     Random,
     RoundRobin,
 )
-from streamrl.engine.policies.migration import MoveStragglers
+from streamrl.engine.policies.migration import MoveRollouts, MoveStragglers
 from streamrl.engine.policies.order import FirstInFirstOut, LongestFirst, Order
+from streamrl.engine.policies.overrun import MoveOverrun
 from streamrl.engine.policies.resize import AdjustReplicas, KeepReplicas
 from streamrl.engine.policies.retry import RetryThenDrop, StartOver, WindDown
 from streamrl.engine.policies.skew import SkewnessAware
@@ -145,8 +146,7 @@ def build_policies(run: Run) -> list[Policy]:
         BoundedAdmission(system.max_staleness, system.waits_for_whole_batches),
         _streaming(run, LEADER, system.streaming),
         _weight_sync(system.weight_sync),
-        *([build_migration(run)] if run.policies.migration == "consolidate" else []),
-        build_dispatch(run),
+        *build_dispatch(run),
         *(
             policy
             for trainer in range(LEADER + 1, run.num_trainers)
@@ -165,16 +165,17 @@ def _follow(run: Run, trainer: int) -> Iterator[Policy]:
     yield _streaming(seen, trainer, "stream")
 
 
-def build_dispatch(run: Run) -> Dispatch:
-    """Make what sends rollouts to replicas.
+def build_dispatch(run: Run) -> list[Policy]:
+    """Make what sends rollouts to replicas, and before it what moves them between replicas, where anything does.
 
     Raises:
-        ValueError: it reckons with a latency that nobody has filled in.
+        ValueError: one of them reckons with seconds that nobody has filled in.
     """
     dispatch = _choose_dispatch(run)
-    if choose_system(run.policies).weight_sync != "between-batches":
-        return dispatch
-    return BatchByBatch(dispatch if isinstance(dispatch, Dealt) else EvenShares(dispatch))
+    migration = _migration(run, dispatch)
+    if choose_system(run.policies).weight_sync == "between-batches":
+        dispatch = BatchByBatch(dispatch if isinstance(dispatch, Dealt) else EvenShares(dispatch))
+    return [dispatch] if migration is None else [migration, dispatch]
 
 
 def _choose_dispatch(run: Run) -> Dispatch:
@@ -235,20 +236,22 @@ def _weight_sync(name: WeightSyncName) -> Policy:
             assert_never(name)
 
 
-def build_migration(run: Run) -> MoveStragglers:
-    """Make what moves stragglers.
-
-    Raises:
-        ValueError: it reckons with seconds that nobody has filled in.
-    """
+def _migration(run: Run, dispatch: Dispatch) -> MoveRollouts | None:
+    """Make what moves rollouts that others outlasted, or None where none move."""
     policies = run.policies
+    if policies.migration == "none":
+        return None
     latency = _latency(policies, f"policies.migration {policies.migration!r}")
     if policies.context_time is None:
         raise ValueError(
             "policies.context_time is missing: a move pays for the context that is computed again or sent"
         )
     order = _order(choose_system(policies).order)
-    return MoveStragglers(order, latency, policies.context_time, moves_caches(run))
+    seconds = (order, latency, policies.context_time)
+    if policies.migration == "consolidate":
+        return MoveStragglers(*seconds, moves_caches(run))
+    assert isinstance(dispatch, SkewnessAware), "policy checks want it"
+    return MoveOverrun(*seconds, dispatch, moves_caches(run))
 
 
 def build_resize(run: Run) -> AdjustReplicas:
@@ -273,7 +276,7 @@ def needs_latency(run: Run) -> bool:
     return (
         choose_system(policies).dispatch == "skewness-aware"
         or policies.resize == "adjust"
-        or policies.migration == "consolidate"
+        or policies.migration != "none"
     )
 
 
@@ -284,7 +287,7 @@ def needs_costs(run: Run) -> bool:
 
 def moves_caches(run: Run) -> bool:
     """Whether a rollout that moves takes its KV cache along."""
-    return run.policies.migration == "consolidate" and run.rollout.migration_transfer == "kv"
+    return run.policies.migration != "none" and run.rollout.migration_transfer == "kv"
 
 
 def _latency(policies: PoliciesConfig, wanted_by: str) -> Latency:

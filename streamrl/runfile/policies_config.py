@@ -20,7 +20,7 @@ WeightSyncName = Literal[
 GroupPlacement = Literal["split", "together"]
 SkewObjective = Literal["max", "sum", "drain"]
 TailBatchingName = Literal["none", "defer"]
-MigrationName = Literal["none", "consolidate"]
+MigrationName = Literal["none", "consolidate", "overrun"]
 ResizeName = Literal["keep", "adjust"]
 SyncMode = Literal["full", "lora", "delta"]
 
@@ -55,7 +55,8 @@ class PoliciesConfig(Section, frozen=True, kw_only=True):
     """Whether a rollout that waits is expected to be as long as its siblings were that finished; then replicas
     get no more than they run, and one rollout of each group goes first. Pays where `max_running` is small."""
     migration: MigrationName = "none"
-    """consolidate: near the end of a step, rollouts that share a batch move to replicas that stand idle."""
+    """consolidate: near the end of a step, rollouts that share a batch move to replicas that stand idle; overrun:
+    with skewness-aware dispatch, one that outgrows what the others were expected to take moves to the tail's replicas."""
     context_time: float | None = None
     """Seconds for each token of context that a moved rollout computes again, or that is sent
     (`rollout.migration_transfer`); filled in like `latency`."""

@@ -68,5 +68,19 @@ def _check_learning(run: Run) -> None:
         )
 
 
-POLICY_CHECKS = (_check_tail_batching, _check_learning)
+def _check_overrun(run: Run) -> None:
+    """Refuse to move rollouts to replicas of a tail that nobody has made."""
+    policies = run.policies
+    if policies.migration == "overrun" and policies.dispatch != "skewness-aware":
+        raise RunError(
+            "policies.migration",
+            policies.migration,
+            OneOf(["none", "consolidate"]),
+            "policies.migration 'overrun' moves rollouts to the tail's replicas of policies.dispatch 'skewness-aware', "
+            f"got policies.dispatch {policies.dispatch or 'least-loaded'!r}",
+            ("policies.dispatch",),
+        )
+
+
+POLICY_CHECKS = (_check_tail_batching, _check_learning, _check_overrun)
 """Each raises `RunError` where a policy lacks what it works with."""

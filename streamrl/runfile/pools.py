@@ -113,6 +113,7 @@ def _check_kinds(run: Run) -> None:
         ("policies.system", policies.system, "colocated"),
         ("policies.resize", policies.resize, "adjust"),
         ("policies.migration", policies.migration, "consolidate"),
+        ("policies.migration", policies.migration, "overrun"),
         ("policies.learns_from_siblings", policies.learns_from_siblings, True),
     ):
         if value == only:

@@ -1,4 +1,4 @@
-"""Stragglers that move to replicas which stand idle while they share a batch.
+"""Rollouts that go on elsewhere, where they decode faster.
 
 Near the end of a step some replicas are done and others still run several long rollouts. One of these goes
 on faster alone, and those it leaves decode faster too; the price is that its context is computed again, or
@@ -30,11 +30,11 @@ class Move:
     """Version that computed its KV cache."""
 
 
-class MoveStragglers:
-    """Abort the rollout with most ahead on the busiest replica, and go on with it on an idle one.
+class MoveRollouts:
+    """Abort a rollout, and go on with it on another replica of the same version.
 
-    Only where no rollout waits to be sent, both serve the same version, and what it saves by the smaller
-    batch exceeds what its context costs. One rollout moves at a time: the next event looks again.
+    Only where what it saves by the smaller batch exceeds what its context costs. One rollout moves at a time: the
+    next event looks again.
     """
 
     def __init__(
@@ -54,24 +54,30 @@ class MoveStragglers:
         """Yield the second half of a move, and the first half of the next."""
         if self._move is not None:
             return self._go_on(state, self._move)
-        if state.waiting.heap or not state.num_generating or state.is_stopping:
+        if not state.num_generating or state.is_stopping:
             return ()
-        idle = state.fleet.least_loaded(0)
-        if idle is None or idle.rollouts or not idle.is_serving or idle.loading is not None:
-            return ()
-        return self._begin(state, idle)
+        return self.look(state)
 
-    def _begin(self, state: State, idle: Replica) -> Iterator[Command]:
-        source = state.fleet.most_loaded()
-        if source is None or len(source.rollouts) < 2 or source.version != idle.version:
-            return
-        rollout = self._choose(state, source)
-        if rollout is None or not idle.promises(rollout.group.oldest_version):
-            return
-        self._forget(state)
+    def look(self, state: State) -> Iterable[Command]:
+        """Yield what begins a move, where one is worth it."""
+        raise NotImplementedError
+
+    def begin(
+        self, state: State, rollout: Rollout, source: Replica, target: Replica
+    ) -> Iterator[Command]:
+        """Yield what begins the move of `rollout` from `source` to `target`."""
+        self._num_moves = {r: n for r, n in self._num_moves.items() if r in state.rollouts}
         self._num_moves[rollout.id] = self._num_moves.get(rollout.id, 0) + 1
-        self._move = Move(rollout.id, idle.id, source.version)
+        self._move = Move(rollout.id, target.id, source.version)
         yield Abort(rollout.id, source.id)
+
+    def may_move(self, rollout: Rollout) -> bool:
+        """Whether `rollout` is neither on its way nor has moved as often as any may."""
+        return not rollout.is_aborting and self._num_moves.get(rollout.id, 0) < MOST_MOVES
+
+    def pays(self, rollout: Rollout, rest: float, done: float, saved: float) -> bool:
+        """Whether `rest` tokens that take `saved` seconds less each outweigh the context of `done` tokens."""
+        return rest * saved > self.context_time * (rollout.group.prompt_tokens + done)
 
     def _go_on(self, state: State, move: Move) -> Iterator[Command]:
         rollout = state.rollouts.get(move.rollout)
@@ -94,27 +100,40 @@ class MoveStragglers:
         is_same = replica.version == version and replica.loading is None
         return self.moves_caches and is_same and rollout.tokens > 0
 
+
+class MoveStragglers(MoveRollouts):
+    """Move the rollout with most ahead on the busiest replica to an idle one, where none waits to be sent."""
+
+    def look(self, state: State) -> Iterable[Command]:
+        """Yield what begins a move from the busiest replica to one that has nothing to do."""
+        if state.waiting.heap:
+            return ()
+        idle = state.fleet.least_loaded(0)
+        if idle is None or idle.rollouts or not idle.is_serving or idle.loading is not None:
+            return ()
+        source = state.fleet.most_loaded()
+        if source is None or len(source.rollouts) < 2 or source.version != idle.version:
+            return ()
+        rollout = self._choose(state, source)
+        if rollout is None or not idle.promises(rollout.group.oldest_version):
+            return ()
+        return self.begin(state, rollout, source, idle)
+
     def _choose(self, state: State, source: Replica) -> Rollout | None:
         """Return the rollout that has most ahead of those that gain by a move, ties by expected length."""
         best: tuple[float, int, int] | None = None
         batch = len(source.rollouts)
         saved = self.latency.step_time(batch) - self.latency.step_time(1)
-        for rollout in source.rollouts.values():
-            if rollout.is_aborting or self._num_moves.get(rollout.id, 0) >= MOST_MOVES:
-                continue
+        for rollout in filter(self.may_move, source.rollouts.values()):
             done = rollout.tokens + (state.now - rollout.sent_at) / self.latency.step_time(batch)
-            rest = _rest(state, rollout, done)
-            price = self.context_time * (rollout.group.prompt_tokens + done)
+            rest = expected_rest(state, rollout, done)
             found = (rest, rollout.expected_tokens, -rollout.id)
-            if rest * saved > price and (best is None or found > best):
+            if self.pays(rollout, rest, done, saved) and (best is None or found > best):
                 best = found
         return None if best is None else state.rollouts[-best[2]]
 
-    def _forget(self, state: State) -> None:
-        self._num_moves = {r: n for r, n in self._num_moves.items() if r in state.rollouts}
 
-
-def _rest(state: State, rollout: Rollout, done: float) -> float:
+def expected_rest(state: State, rollout: Rollout, done: float) -> float:
     """Return the tokens a rollout has ahead: as its siblings say, as those that got as far did, or its ranker."""
     if rollout.group.is_told and rollout.expected_tokens > done:
         return rollout.expected_tokens - done

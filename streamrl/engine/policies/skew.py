@@ -51,17 +51,17 @@ class SkewnessAware(Dealt):
         self.latencies = latencies
         self.tail_share = tail_share
         self.objective = objective
-        self._partitions: dict[int, Partition | None] = {}
+        self.partitions: dict[int, Partition | None] = {}
         """By step, for what comes back to be dispatched again; None where no rollout stands out."""
 
     def deal(self, state: State, units: list[list[Rollout]], replicas: list[Replica]) -> None:
         """Share both parts out; what comes back or replaces others joins the part it belongs to."""
         units = sorted(units, key=_place)
         step = units[0][0].group.step
-        if step not in self._partitions:
+        if step not in self.partitions:
             self._forget_trained(state)
-            self._partitions[step] = self._divide(state, units, replicas)
-        partition = self._partitions[step]
+            self.partitions[step] = self._divide(state, units, replicas)
+        partition = self.partitions[step]
         if partition is None:
             self.share_out(units, replicas)
             return
@@ -75,7 +75,7 @@ class SkewnessAware(Dealt):
             self.share_out(members, own or replicas)
 
     def _forget_trained(self, state: State) -> None:
-        self._partitions = {s: p for s, p in self._partitions.items() if s > state.leader.version}
+        self.partitions = {s: p for s, p in self.partitions.items() if s > state.leader.version}
 
     def _divide(
         self, state: State, units: list[list[Rollout]], replicas: list[Replica]
