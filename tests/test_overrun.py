@@ -76,9 +76,9 @@ def test_what_waits_in_a_replicas_queue_does_not_grow() -> None:
     s.now += 45
     (abort,) = of(Abort, s.tell(Woke(s.now)))
     assert abort.rollout == 1
-    moved = of(Abort, s.tell(generated(1, tokens=5000), generated(8)))
+    moved = of(Abort, s.tell(generated(1, tokens=130), generated(8)))
     assert [c.rollout for c in moved] == [2]
-    begun_now = s.tell(generated(2, tokens=5000), generated(3, tokens=5000), Woke(s.now))
+    begun_now = s.tell(generated(2, tokens=130), generated(3, tokens=130), Woke(s.now))
     assert not of(Abort, begun_now)  # 4, 5 and 6
 
 
