@@ -9,15 +9,14 @@ from msgspec.structs import replace
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
 from streamrl.engine.siblings import SiblingLengths
 from streamrl.runfile.config import Run
-from streamrl.workload.length_ranker import LengthRanker, Refit
+from streamrl.workload.length_ranker import LengthRanker
 
 
 class Expectations:
     """The ranker and the siblings of a run, each where it is asked for; both worlds' workloads ask it."""
 
-    def __init__(self, run: Run, refit: Refit = lambda window: None) -> None:
-        """Begin with what a run file asks for; `refit` as in `LengthRanker`."""
-        self._ranker = None if run.workload.ranker is None else LengthRanker(run, refit)
+    def __init__(self, run: Run) -> None:
+        self._ranker = None if run.workload.ranker is None else LengthRanker(run)
         self._siblings = SiblingLengths() if run.policies.learns_from_siblings else None
 
     def draw(self, drawn: DrawnGroup, prompt: Hashable | None) -> DrawnGroup:

@@ -8,7 +8,7 @@ and `ExpectationsChanged` alone, so a replay decides as the run did.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -21,9 +21,6 @@ from streamrl.workload.ranker_watch import LOSSES, Judgement, RankerWatch
 LEAST_GROUPS = (
     8  # of a window that is judged: dropped groups may leave fewer, of which chance says all
 )
-
-Refit = Callable[[Sequence[KnownGroup]], None]
-"""Told the groups of a window that differs from those before it."""
 
 
 @dataclass(slots=True)
@@ -55,8 +52,7 @@ class _Window:
 class LengthRanker:
     """A prior, what prompts took before, and a watch over both."""
 
-    def __init__(self, run: Run, refit: Refit = lambda window: None) -> None:
-        """Begin knowing nothing; `refit` is told when the work is no longer what the prior was fitted to."""
+    def __init__(self, run: Run) -> None:
         config = run.workload.ranker
         assert config is not None, "a run without a ranker has none"
         self._uses_history = config.history
@@ -64,7 +60,6 @@ class LengthRanker:
         self._most = run.rollout.max_tokens
         self._posterior = Posterior()
         self._watch = RankerWatch(config.false_alarms, run.seed)
-        self._refit = refit
         self._num_drawn = 0
         self._next = 0
         self._news: ExpectationsChanged | None = None
@@ -136,7 +131,6 @@ class LengthRanker:
             reason = "; ".join(filter(None, (reason, f"it is fitted anew: {judgement.shift}")))
             self._posterior.forget(keeps_prompts=judgement.shift not in LOSSES)
             self._watch.begin_anew()
-            self._refit(window)
         self._posterior.learn(window)
         lost = tuple(self._unfinished()) if reason and not self.is_heeded else ()
         return ExpectationsChanged(
