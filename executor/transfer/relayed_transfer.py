@@ -341,18 +341,16 @@ class RelayedTransfer(TransferRole):
 
     def _call(self, call: Awaitable[None]) -> None:
         """Let a relay do something that nobody waits for."""
-        task = asyncio.ensure_future(_quietly(call))
+        task = asyncio.ensure_future(call)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._forget_call)
 
-
-async def _quietly(call: Awaitable[None]) -> None:
-    try:
-        await call
-    except WorkerLostError:
-        pass  # whoever needs it next finds out
-    except (RuntimeError, OSError) as error:
-        tell(f"a relay could not remove weights: {error}")
+    def _forget_call(self, task: asyncio.Future[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or isinstance(task.exception(), WorkerLostError):
+            return  # whoever needs a lost one next finds out
+        if (error := task.exception()) is not None:
+            tell(f"a relay could not remove weights: {error}")
 
 
 def _end(place: Site) -> Coroutine[Any, Any, None]:
