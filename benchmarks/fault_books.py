@@ -23,7 +23,8 @@ from streamrl.engine.messages import (
     WeightsLoaded,
 )
 from streamrl.engine.trainer_side import LEADER
-from streamrl.record.trace import Entry, Trace
+from streamrl.record.entries import Entry
+from streamrl.record.trace import Trace
 from streamrl.runfile.faults_config import FaultKind
 
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)

@@ -17,7 +17,7 @@ from streamrl.record.chrome_events import ChromeReader
 from streamrl.record.chrome_format import TraceEvent
 from streamrl.record.chrome_trace import CHROME_TRACE
 from streamrl.record.decode_yield import DecodeYield
-from streamrl.record.trace import Entry
+from streamrl.record.entries import Entry
 from streamrl.runfile.config import Run
 
 MOST_ENTRIES = 500

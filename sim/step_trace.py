@@ -6,14 +6,12 @@ from typing import IO
 
 from sim.costs.costs import Costs
 from streamrl.engine.messages import Command, Event
+from streamrl.record.entries import BLOCK
 from streamrl.record.leader_steps import LeaderSteps
 from streamrl.record.metrics import Metrics, measure_read
 from streamrl.record.run_reader import RunReader
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
-
-BLOCK = 4096
-"""Entries that are measured at once: few take a megabyte, many are read faster."""
 
 
 class StepTrace(Trace):
@@ -57,10 +55,10 @@ class MeasuredTrace(StepTrace):
     def record(self, time: float, event: Event, commands: list[Command]) -> None:
         """Add one entry; once a block is full, measure and drop it."""
         super().record(time, event, commands)
-        if len(self.entries) >= BLOCK:
-            self._reader.read(self.entries)
+        if len(self._own) >= BLOCK:
+            self._reader.read(self._own)
             self._reader.settle()
-            self.entries.clear()
+            self._own.clear()
 
     def measure(self) -> Metrics:
         """Compute every figure of the run, which is over.
@@ -68,7 +66,7 @@ class MeasuredTrace(StepTrace):
         Raises:
             ValueError: it has no finished step.
         """
-        self._reader.read(self.entries)
+        self._reader.read(self._own)
         self._reader.finish()
-        self.entries.clear()
+        self._own.clear()
         return measure_read(self._reader, self.steps)

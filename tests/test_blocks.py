@@ -18,12 +18,13 @@ from sim.steady_state import measure_steady, simulate_steady
 from streamrl.engine.messages import LoadWeights, PushWeights, WeightsLoaded, WeightsPushed
 from streamrl.engine.systems import SYSTEMS
 from streamrl.record.attribution import AttributionReader, attribute_sides
+from streamrl.record.entries import Entry
 from streamrl.record.leader_steps import read_steps
 from streamrl.record.ledger import Ledger
 from streamrl.record.metrics import Metrics, measure, measure_read
 from streamrl.record.run_reader import RunReader
 from streamrl.record.timeline import Span, TimelineReader, read_timeline
-from streamrl.record.trace import Entry, Trace
+from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
 from streamrl.runfile.sides import sides_of

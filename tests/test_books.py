@@ -35,8 +35,9 @@ from streamrl.engine.systems import SYSTEMS
 from streamrl.engine.trainer_side import ROLLED_BACK
 from streamrl.record.balance import Balance
 from streamrl.record.books import Books
+from streamrl.record.entries import Entry
 from streamrl.record.saved_books import KEPT_BOOKS, SavedBook, SavedBooks
-from streamrl.record.trace import Entry, Trace, blaming_damage
+from streamrl.record.trace import Trace, blaming_damage
 from streamrl.report.ledger_line import ledger_line
 from tests.command_line import streamrl
 from tests.hand_traces import HandTrace

@@ -31,9 +31,10 @@ from streamrl.engine.messages import (
 from streamrl.engine.state import State
 from streamrl.engine.systems import SYSTEMS
 from streamrl.engine.trainer_side import ROLLED_BACK
+from streamrl.record.entries import Entry
 from streamrl.record.metrics import measure
 from streamrl.record.run_lines import read_metrics
-from streamrl.record.trace import Entry, Trace, read_trace, replay
+from streamrl.record.trace import Trace, read_trace, replay
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import WeightSyncName
 from tests.runs import make_table

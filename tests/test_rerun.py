@@ -16,10 +16,11 @@ from sim.studies.rerun import rerun
 from sim.world import simulate
 from streamrl.engine.messages import Drop, Generated, PromptsDrawn, Trained
 from streamrl.record.against import Known
+from streamrl.record.entries import Entry
 from streamrl.record.informative import recorded_workload
 from streamrl.record.metrics import measure
 from streamrl.record.set_beside import Rerun
-from streamrl.record.trace import Entry, Trace, read_trace
+from streamrl.record.trace import Trace, read_trace
 from streamrl.report.rerun_report import error_line, verdict
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import change_run

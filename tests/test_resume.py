@@ -24,10 +24,11 @@ from executor.record import RunDirectory
 from streamrl.engine.messages import Event, SaveCheckpoint, Step, Stepped
 from streamrl.engine.state import State
 from streamrl.record.completions import read_completions
+from streamrl.record.entries import Entry
 from streamrl.record.metrics import measure
 from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_tokens
 from streamrl.record.run_lines import read_metrics, read_rollouts
-from streamrl.record.trace import Entry, read_trace, replay
+from streamrl.record.trace import read_trace, replay
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.reading import make_run

@@ -27,12 +27,10 @@ from streamrl.engine.systems import needs_costs
 from streamrl.engine.world import RunInterruptedError
 from streamrl.record.legs import balance_books
 from streamrl.record.metrics import measure
+from streamrl.record.trace import LARGE
 from streamrl.report.ledger_line import ledger_line
 from streamrl.report.run_tables import metrics_table
 from streamrl.runfile.reading import load_run
-
-MOST_VIEWED = 20_000_000
-"""Bytes of a trace from which on views take longer than who pressed Ctrl-C waits for."""
 
 
 def execute(
@@ -72,7 +70,8 @@ def execute(
     ledger = balance_books(trace, output)
     check_ledger(ledger)
     metrics = replace(measure(trace), ledger=ledger)
-    write_views(trace, output)
+    if not _is_large(output):
+        write_views(trace, output)
     if as_json:
         print_json(metrics)
     else:
@@ -87,11 +86,16 @@ def _tell_what_is_left(output: Path) -> None:
     if (output / TRACE_FILE).exists():
         trace = open_trace(output)
         typer.echo(ledger_line(balance_books(trace, output)), err=True)
-        if (output / TRACE_FILE).stat().st_size < MOST_VIEWED:
+        if not _is_large(output):
             with suppress(OSError, ValueError):  # the run's own end is what counts
                 write_views(trace, output)
         look = shlex.join(["streamrl", "report", str(output)])
         typer.echo(f"what it did and learned: {look}", err=True)
+
+
+def _is_large(output: Path) -> bool:
+    """Whether views of the trace would take long, and much memory: the timeline that was written live stays, if any."""
+    return (output / TRACE_FILE).stat().st_size > LARGE
 
 
 def _how_to_resume(run_file: Path, overrides: Sequence[str]) -> str:

@@ -41,10 +41,11 @@ from streamrl.engine.systems import choose_system
 from streamrl.engine.trainer_side import LEADER
 from streamrl.hardware.tables import Floats
 from streamrl.record.counts import ChangeReader, Counts
+from streamrl.record.entries import Entry
 from streamrl.record.generation_parts import Parts, PartsReader
 from streamrl.record.ledger import Ledger
 from streamrl.record.timeline import Timeline, TimelineReader
-from streamrl.record.trace import Entry, Trace
+from streamrl.record.trace import Trace
 from streamrl.record.underfilled import YieldSource
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import kind_name

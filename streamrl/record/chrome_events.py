@@ -42,8 +42,8 @@ from streamrl.record.chrome_format import (
 )
 from streamrl.record.decode_yield import DecodeYield
 from streamrl.record.decoding import DecodingReader
+from streamrl.record.entries import Entry
 from streamrl.record.timeline import Span, Timeline, TimelineReader
-from streamrl.record.trace import Entry
 from streamrl.record.underfilled import Underfilled, lost_of
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import trainer_names

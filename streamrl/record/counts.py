@@ -37,8 +37,8 @@ from streamrl.engine.messages import (
     Verify,
 )
 from streamrl.engine.trainer_side import LEADER
+from streamrl.record.entries import Entry
 from streamrl.record.timeline import Timeline
-from streamrl.record.trace import Entry
 from streamrl.runfile.config import Run
 
 

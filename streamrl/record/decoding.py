@@ -16,7 +16,8 @@ import numpy as np
 
 from streamrl.engine.messages import Drop, Failed, Generate, Generated, PromptsDrawn, Step
 from streamrl.hardware.tables import Floats
-from streamrl.record.trace import Entry, Trace
+from streamrl.record.entries import Entry
+from streamrl.record.trace import Trace
 
 
 class Decoding(NamedTuple):

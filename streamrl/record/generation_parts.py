@@ -12,11 +12,15 @@ import numpy as np
 from streamrl.hardware.tables import Floats
 from streamrl.record.decode_yield import DecodeYield
 from streamrl.record.decoding import Decoding, DecodingReader
+from streamrl.record.entries import Entry
 from streamrl.record.ledger import Ledger
 from streamrl.record.timeline import Span, Timeline, read_timeline
-from streamrl.record.trace import Entry, Trace
-from streamrl.record.underfilled import Lost, YieldSource, lost_of
+from streamrl.record.trace import Trace
+from streamrl.record.underfilled import Lost, YieldSource, lost_of, observed_rates
 from streamrl.runfile.config import Run
+
+ENOUGH = 200_000
+"""Stretches, of 48 bytes each, whose full batches tell what all of a run's yield, where no curve does."""
 
 Part: TypeAlias = Literal["prefill", "underfilled"]
 
@@ -39,7 +43,7 @@ def read_parts(trace: Trace, window: tuple[float, float]) -> list[Parts]:
 
 
 class PartsReader:
-    """Adds the parts up, block by block; without a decode curve its stretches are kept until the end."""
+    """Adds the parts up, block by block; without a decode curve stretches are kept until enough of them are known."""
 
     def __init__(
         self, run: Run, curves: Sequence[DecodeYield], marks: Sequence[float] = ()
@@ -55,6 +59,8 @@ class PartsReader:
         self._paused: dict[int, list[Span]] = defaultdict(list)
         """By replica: when it computed prefixes or loaded weights and decoded nothing."""
         self._kept: list[dict[int, Decoding]] = []
+        self._rates: list[float | None] | None = None
+        """Tokens/s of full batches of each kind of replica, once enough was seen without a curve."""
 
     def mark(self, times: Sequence[float]) -> None:
         """Enter instants between which sums may be asked for."""
@@ -68,9 +74,12 @@ class PartsReader:
         """Add up what can be known of the part of the run that a timeline is of."""
         self._see(timeline)
         decoding = self._decoding.take(timeline.end)
-        if not self._curves:
+        if not self._curves and self._rates is None:
             self._kept.append(decoding)
-            return
+            if sum(len(each.start) for part in self._kept for each in part.values()) < ENOUGH:
+                return
+            decoding, self._kept = _joined(self._kept), []
+            self._rates = observed_rates(decoding, self._run, self._kinds)
         self._enter(decoding)
         for replica, spans in self._paused.items():
             began = self._decoding.began_at(replica)
@@ -107,7 +116,9 @@ class PartsReader:
 
     def _enter(self, decoding: dict[int, Decoding]) -> None:
         """Enter what was lost of stretches, what was paused left out."""
-        self._source, replicas = lost_of(decoding, self._curves, self._run, self._kinds)
+        source, replicas = lost_of(decoding, self._curves, self._run, self._kinds, self._rates)
+        if decoding or self._rates is None:
+            self._source = source
         for replica, lost in replicas.items():
             self._enter_lost(self._kinds.get(replica, 0), lost, _edges(self._paused[replica]))
 

@@ -51,7 +51,8 @@ def balance_legs(legs: Iterable[Trace]) -> Balance:
     for leg in chain((first,), rest):
         with blaming_damage(leg):
             books.begin_leg(leg)
-            books.read(leg.entries)
+            for block in leg.blocks():
+                books.read(block)
     return books.balance()
 
 

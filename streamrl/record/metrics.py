@@ -122,7 +122,8 @@ def measure_speed(trace: Trace, counted_steps: tuple[int, int] | None = None) ->
         ValueError: the trace has no finished step.
     """
     reader = PaceReader(trace)
-    reader.read(trace.entries)
+    for block in trace.blocks():
+        reader.read(block)
     return _measure_speed(reader, read_steps(trace), counted_steps)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from streamrl.engine.messages import PushWeights, WeightsPushed
 from streamrl.hardware.profiles import price_of
-from streamrl.record.trace import Entry
+from streamrl.record.entries import Entry
 from streamrl.runfile.config import Run
 from streamrl.runfile.pools import find_link
 from streamrl.runfile.sides import Side, sides_of

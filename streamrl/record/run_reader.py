@@ -1,7 +1,7 @@
 """Reads a run block by block, so that all of its figures can be told without its entries.
 
-A whole trace is read as one block; a simulation that goes on for thousands of steps gives its entries away block by
-block. What is kept is a few numbers of each step, and what is under way.
+A trace in memory is read as one block; of one in a large file, and of a simulation that goes on for thousands of steps,
+entries come and go block by block. What is kept is a few numbers of each step, and what is under way.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from streamrl.engine.messages import Event, Interrupted, Stepped, Stop
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.attribution import AttributionReader
 from streamrl.record.books import Books
+from streamrl.record.entries import Entry
 from streamrl.record.flow import Flow
 from streamrl.record.rent import Pushes
 from streamrl.record.replicas import PaidReplicas
-from streamrl.record.trace import Entry, Trace
+from streamrl.record.trace import Trace
 
 
 class PaceReader:
@@ -72,7 +73,10 @@ class RunReader(PaceReader):
 def read_run(trace: Trace) -> RunReader:
     """Read a whole trace."""
     reader = RunReader(trace)
-    reader.read(trace.entries)
+    for number, block in enumerate(trace.blocks()):
+        if number:
+            reader.settle()
+        reader.read(block)
     reader.finish()
     return reader
 

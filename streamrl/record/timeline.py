@@ -34,7 +34,8 @@ from streamrl.engine.messages import (
     WeightsPushed,
 )
 from streamrl.engine.trainer_side import TrainerCommand
-from streamrl.record.trace import Entry, Trace
+from streamrl.record.entries import Entry
+from streamrl.record.trace import Trace
 
 TRAINER_WORK: dict[type, str] = {
     StartTrainer: "start-up",

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from os import SEEK_END
 from pathlib import Path
-from typing import IO, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import IO, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -18,6 +19,13 @@ from streamrl.engine.invariants import check
 from streamrl.engine.messages import Command, Event
 from streamrl.engine.systems import build_engine
 from streamrl.record.decode_yield import DecodeYield
+from streamrl.record.entries import (
+    Entry,
+    WrittenEntries,
+    check_order,
+    decode_entries,
+    read_entries,
+)
 from streamrl.record.line_file import LineFile
 from streamrl.record.upgrade import OLD_FORMAT, RawEntry, upgrade_entries
 from streamrl.runfile.checks import check_run
@@ -29,15 +37,8 @@ FORMAT = 2
 UNHEARD_OF = (LookupError, TypeError, ValueError, AttributeError, AssertionError)
 """What speaking of rollouts, replicas or steps that were never begun is answered with."""
 
-T = TypeVar("T")
-
-
-class Entry(NamedTuple):
-    """One event, at `time` seconds since the run's start, and the commands it led to."""
-
-    time: float
-    event: Event
-    commands: list[Command]
+LARGE = 20_000_000
+"""Bytes of a file whose entries stay there, since in memory they take several times as many; views of it take long."""
 
 
 Facts: TypeAlias = Mapping[str, str | float | dict[str, float] | list[str]]
@@ -105,7 +106,8 @@ class Trace:
         self.decode = decode
         self.is_endless = is_endless
         self.leg = leg
-        self.entries: list[Entry] = []
+        self._own: list[Entry] = []
+        self.entries: list[Entry] | WrittenEntries = self._own
         self.path: Path | None = None
         """The file that it was read from."""
         self.is_cut = False
@@ -120,11 +122,18 @@ class Trace:
         """Add one entry."""
         entry = Entry(time, event, commands)
         if self._keeps_entries:
-            self.entries.append(entry)
+            self._own.append(entry)
         if self._file is not None:
             self._file.write(_ENCODER.encode(entry) + b"\n")
         if self._tell is not None:
             self._tell(entry)
+
+    def blocks(self) -> Iterator[Sequence[Entry]]:
+        """Yield the entries in order: all at once where they are in memory, else few enough at a time."""
+        if isinstance(self.entries, WrittenEntries):
+            yield from self.entries.blocks()
+        else:
+            yield self.entries
 
     def encode(self) -> bytes:
         """Return the whole trace as JSON lines."""
@@ -145,22 +154,21 @@ class Trace:
 
 
 _ENCODER = msgspec.json.Encoder()
-_DECODER = msgspec.json.Decoder(Entry)
 _OLD_DECODER = msgspec.json.Decoder(RawEntry)
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace file; a last line that a crash cut short is left out.
+    """Read a trace file, or leave the entries of a large one there; a last line that a crash cut short is left out.
 
     Raises:
         ValueError: naming the file and line that cannot be read.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        with path.open("rb") as file:
+            header = _read_header(path, file.readline().rstrip(b"\n"))
+        size = path.stat().st_size
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
-    header = _read_header(path, lines[0])
-    is_old = header.format == OLD_FORMAT
     run = _read_run(path, header)
     decode = [] if header.decode is None else [header.decode, *header.other_decodes]
     trace = Trace(
@@ -171,20 +179,24 @@ def read_trace(path: Path) -> Trace:
         is_endless=header.is_endless,
         leg=header.leg,
     )
-    trace.path, trace.is_cut = path, bool(lines[-1])
-    if is_old:
-        trace.entries = _read_old_entries(path, lines[1:], trace.run)
-    else:
-        trace.entries = list(_read_entries(path, lines[1:], _DECODER))
-    _check_times(path, trace.entries)
+    trace.path = path
+    if size > LARGE and header.format == FORMAT:
+        trace.entries, trace.is_cut = WrittenEntries(path), not _ends_a_line(path)
+        return trace
+    lines = path.read_bytes().split(b"\n")
+    trace.is_cut = bool(lines[-1])
+    trace.entries = (
+        _read_old_entries(path, lines[1:], run)
+        if header.format == OLD_FORMAT
+        else decode_entries(path, lines[1:])
+    )
     return trace
 
 
-def _check_times(path: Path, entries: list[Entry]) -> None:
-    """Refuse entries that are not in the order in which they happened."""
-    for number, (one, other) in enumerate(pairwise(entries), start=3):
-        if one.time > other.time:
-            raise ValueError(f"{path}:{number}: a damaged trace: {other.time} s after {one.time} s")
+def _ends_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, SEEK_END)
+        return file.read() == b"\n"
 
 
 def replay(trace: Trace, *, checks_invariants: bool = False) -> Divergence | None:
@@ -271,20 +283,12 @@ def _read_run(path: Path, header: Header) -> Run:
 
 
 def _read_old_entries(path: Path, lines: list[bytes], run: Run) -> list[Entry]:
-    raw = _read_entries(path, lines, _OLD_DECODER)
+    raw = read_entries(path, (line + b"\n" for line in lines[:-1]), _OLD_DECODER)
     try:
         upgraded = upgrade_entries(raw, run.policies.learns_from_siblings)
-        return [Entry(*entry) for entry in upgraded]
+        entries = [Entry(*entry) for entry in upgraded]
     except (msgspec.MsgspecError, *UNHEARD_OF) as error:
         raise ValueError(f"{path}: not a trace of format {OLD_FORMAT}: {error!r}") from None
-
-
-def _read_entries(path: Path, lines: list[bytes], decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
-    for number, line in enumerate(lines, start=2):
-        is_last = number == len(lines) + 1
-        if is_last:  # what follows the last newline: nothing, or an entry that a crash cut short
-            return
-        try:
-            yield decoder.decode(line)
-        except msgspec.MsgspecError as error:
-            raise ValueError(f"{path}:{number}: not a trace entry: {error}") from None
+    for number, (one, other) in enumerate(pairwise(entries), start=3):
+        check_order(path, number, one, other)
+    return entries

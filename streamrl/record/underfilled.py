@@ -9,7 +9,8 @@ is underfilled. What a full batch yields is known from
 
 curve      the decode curve in the trace's header: of the largest batch that `rollout.max_running` and KV memory allow
            at the same mean context
-observed   where the header has none: the median tokens/s of what the trace shows of batches of `max_running`
+observed   where the header has none: the median tokens/s of what the trace shows of batches of `max_running`, of a long
+           one its first part
 unknown    where it shows no such batch
 """
 
@@ -53,18 +54,21 @@ def read_underfilled(trace: Trace) -> Underfilled:
 
 
 def lost_of(
-    decoding: dict[int, Decoding],
+    decoding: Mapping[int, Decoding],
     curves: Sequence[DecodeYield],
     run: Run,
     kinds: Mapping[int, int],
+    rates: Sequence[float | None] | None = None,
 ) -> Underfilled:
-    """Return what batches lost; without curves they must be all of a run.
+    """Return what batches lost.
 
     Args:
         decoding: by replica.
         curves: of each kind of replica, or none.
         run: the run file.
         kinds: which kind a replica is of, by its id; the first where absent.
+        rates: without curves, tokens/s of full batches as `observed_rates` gives them; where absent, those of `decoding`,
+            which must be all of a run then.
     """
     if curves:
         shares = {
@@ -72,12 +76,7 @@ def lost_of(
             for replica, each in decoding.items()
         }
         return Underfilled("curve", {r: _lost(each, shares[r]) for r, each in decoding.items()})
-    full = [
-        _observed(
-            [each for replica, each in decoding.items() if kinds.get(replica, 0) == kind], own
-        )
-        for kind, own in enumerate(own.max_running for own in run.rollout.kinds)
-    ]
+    full = observed_rates(decoding, run, kinds) if rates is None else rates
     found = {}
     for replica, each in decoding.items():
         rate = full[kinds.get(replica, 0)]
@@ -85,6 +84,18 @@ def lost_of(
             return Underfilled("unknown", {})
         found[replica] = _lost(each, np.clip(1 - each.rate / rate, 0.0, 1.0))
     return Underfilled("observed", found)
+
+
+def observed_rates(
+    decoding: Mapping[int, Decoding], run: Run, kinds: Mapping[int, int]
+) -> list[float | None]:
+    """Return the tokens/s of a full batch of each kind of replica, as `lost_of` shows some; None of one without."""
+    return [
+        _observed(
+            [each for replica, each in decoding.items() if kinds.get(replica, 0) == kind], most
+        )
+        for kind, most in enumerate(own.max_running for own in run.rollout.kinds)
+    ]
 
 
 def _lost(decoding: Decoding, share: Floats) -> Lost:
