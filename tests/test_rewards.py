@@ -327,3 +327,9 @@ def test_a_prompt_that_no_reward_scores_is_refused(tmp_path: Path) -> None:
 def test_doctor_tells_of_a_reward_that_is_none(reward: dict[str, Any], tmp_path: Path) -> None:
     found = examine(local_run(tmp_path, [reward]), NOWHERE)
     assert any("verifier.reward.0" in f.text for f in found.findings if f.level == "error")
+
+
+def test_one_function_by_itself_is_found_from_the_run_file_too(tmp_path: Path) -> None:
+    run = make_run(make_table({"verifier.scorer": "python:mine.py:share"}), tmp_path)
+    assert run.verifier.scorer == f"python:{tmp_path / 'mine.py'}:share"
+    assert [reward.label for reward in run.verifier.rewards] == ["share"]

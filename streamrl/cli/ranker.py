@@ -87,9 +87,9 @@ def fit(
 @ranker.command("score")
 def score(
     prompts: Annotated[
-        Path,
+        str,
         typer.Argument(
-            help="Prompts: a JSONL or Parquet file, a directory of datasets, or a run file, whose data it is."
+            help="Prompts: a JSONL or Parquet file, a data set's directory or hf://NAME, or a run file, whose data it is."
         ),
     ],
     by: Annotated[Path, typer.Option("--ranker", help="What `streamrl ranker fit` wrote.")],
@@ -111,8 +111,8 @@ def score(
     from streamrl.runfile.workload_config import WorkloadConfig
     from streamrl.workload.prompt_records import read_sources
 
-    is_run = prompts.suffix == ".toml"
-    workload = load_run(prompts).workload if is_run else WorkloadConfig(prompts=str(prompts))
+    is_run = prompts.endswith(".toml")
+    workload = load_run(prompts).workload if is_run else WorkloadConfig(prompts=prompts)
     records = [record for source in read_sources(workload) for record in source.records]
     if not records:
         raise ValueError(f"{prompts}: workload.prompts is missing: there is nothing to score")

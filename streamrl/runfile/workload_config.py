@@ -97,7 +97,7 @@ class SourceConfig(Section, frozen=True, kw_only=True):
 
     prompts: str
     name: str | None = None
-    """The "family" of its records, by which `[[verifier.reward]]` chooses, and tables of rankers are grouped."""
+    """The "family" of its records, by which `[[verifier.reward]]` chooses, and rankers' tables group what has no task."""
     weight: float = 1.0
     """Its share of the groups, beside the weights of the others."""
     subset: str | None = None
