@@ -180,6 +180,14 @@ def test_a_function_of_a_file_or_a_module_scores(
     assert found == Scoring(0.1, None, {"share": 0.1})
 
 
+def test_the_path_of_a_function_may_begin_where_the_run_does(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(mine.parent)
+    (found,) = scored([RewardConfig(scorer="python:mine.py:share")], "2")
+    assert found == Scoring(0.1, None, {"share": 0.1})
+
+
 def test_a_function_has_the_bounds_that_the_run_file_gives_it(mine: Path) -> None:
     wide = function(mine, "whole", bounds=(-5.0, 10.0))
     within, outside = scored(wide, "x" * 10, "x" * 11)

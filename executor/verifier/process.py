@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from executor.verifier.sandbox import SandboxLimits
-from streamrl.runfile.reward_config import RewardConfig
+from streamrl.runfile.reward_config import RewardConfig, file_of, with_file
 
 if TYPE_CHECKING:
     from streamrl.workload.prompt_records import Record
@@ -75,7 +75,7 @@ class ForkServerProcess:
         options = {
             "path": [str(Path(entry).resolve()) for entry in sys.path],
             "connection": theirs.fileno(),
-            "rewards": msgspec.to_builtins(rewards),
+            "rewards": [msgspec.to_builtins(_as_seen_from_anywhere(each)) for each in rewards],
             "limits": limits,
         }
         with theirs, log.open("ab") as output:
@@ -157,3 +157,12 @@ class ForkServerProcess:
 
     def _loss(self) -> RuntimeError:
         return RuntimeError(f"the verifier's process ended with status {self._process.returncode}")
+
+
+def _as_seen_from_anywhere(reward: RewardConfig) -> RewardConfig:
+    """Return a reward whose file, if it has one, is found from any directory."""
+    file = file_of(reward.scorer)
+    if file is None:
+        return reward
+    scorer = with_file(reward.scorer, str(Path(file).resolve()))
+    return msgspec.structs.replace(reward, scorer=scorer)

@@ -78,7 +78,7 @@ class Verifier(VerifierRole):
             RuntimeError: it could not.
         """
         answer = self._scorers[place].expected(record)
-        reply = await self._grade(place, "" if answer is None else answer, record)
+        reply = await self._ask(place, "" if answer is None else answer, record)
         if reply.fault is not None:
             raise RuntimeError(reply.detail or reply.fault)
 
@@ -117,10 +117,13 @@ class Verifier(VerifierRole):
             )
 
     async def _grade(self, place: int, answer: str, record: Record) -> Reply:
-        process = await self.start()
-        reply = await process.ask(place, answer, record, START_TIME + self._limits.time)
+        reply = await self._ask(place, answer, record)
         if reply.fault == "record":
             raise RuntimeError(
                 f"{self._rewards[place].scorer} cannot score the record: {reply.detail}"
             )
         return reply
+
+    async def _ask(self, place: int, answer: str, record: Record) -> Reply:
+        process = await self.start()
+        return await process.ask(place, answer, record, START_TIME + self._limits.time)
