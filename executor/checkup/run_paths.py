@@ -54,8 +54,8 @@ def _find_prompts(run: Run) -> Iterator[Finding]:
         return
     if not lacks:
         num_prompts = sum(len(source.records) for source in sources)
-        by = " and ".join(reward.label for reward in rewards)
-        text = f"workload.prompts: {num_prompts:,} prompts with what {by} wants"
+        by = ", ".join(reward.label for reward in rewards)
+        text = f"workload.prompts: {num_prompts:,} prompts, with all that scoring reads: {by}"
         yield _finding("ok", "prompts", text)
 
 
