@@ -35,6 +35,7 @@ from executor.carriers.wire import Call, decode, encode, encode_frame
 from executor.execute import token_directory
 from executor.prompts import PromptWorkload
 from executor.record import RunDirectory
+from executor.roles import Scoring
 from executor.rollout.replica import Replica
 from executor.samples import Completion, Loaded, Manifest, Request, Sample
 from executor.tokens import TokenBlock, TokenSegment, write_block
@@ -263,7 +264,7 @@ class Handover:
             case DrawPrompts(step, num_groups, oldest):
                 yield PromptsDrawn(step, oldest, self._buffer.draw(num_groups))
             case Verify(rollout):
-                self._buffer.rollouts[rollout].enter(rollout % 2, None)
+                self._buffer.rollouts[rollout].enter(Scoring(rollout % 2, None))
                 yield Verified(rollout, rollout % 2)
             case PushWeights(version):
                 yield WeightsPushed(version, 1)
@@ -358,7 +359,7 @@ async def measure_all(num_tokens: int) -> list[float]:
                 build_engine(run),
                 InstantLauncher(directory, num_tokens),  # type: ignore[arg-type]  # of other roles
                 RolloutBuffer(run, PromptWorkload(run, Tokenizer()), tokens),
-                Verifier("exact", run.verifier),
+                Verifier(run.verifier),
                 Transfer,
                 directory,
                 watch=watch,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count, islice
+from math import isfinite
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,14 @@ from msgspec.structs import replace
 from numpy.random import SeedSequence
 
 from executor.kept_tokens import KeptTokens
-from executor.prompts import PromptWorkload, Record
+from executor.prompts import PromptWorkload
+from executor.roles import Scoring
 from executor.samples import Completion, FinishReason, Request, Sample
 from executor.token_files import attempt_of, remove_ended, remove_files, take_over
 from executor.tokens import TokenBlock, TokenSegment, merge_segments, read_blocks
 from streamrl.engine.messages import DrawnGroup, Generate, Generated
 from streamrl.runfile.config import Run
+from streamrl.workload.prompt_records import Record
 
 
 @dataclass(slots=True)
@@ -39,6 +42,8 @@ class BufferedRollout:
     reward: float = 0.0
     fault: str | None = None
     """What became of it where it could not be scored; see `Scoring`."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """What each of several scorers gave."""
     paths: list[str] = field(default_factory=list)
     """Where its attempts were told to put tokens; the last one may have put none there yet, or not all."""
     finish: FinishReason | None = None
@@ -73,15 +78,16 @@ class BufferedRollout:
             completion.prefill_time,
         )
 
-    def enter(self, reward: float, fault: str | None) -> None:
+    def enter(self, scoring: Scoring) -> None:
         """Enter what the verifier said, which nobody needs the text after: a long one is larger than all else here.
 
         Raises:
             ValueError: the reward is none, such as NaN, which would spoil every weight.
         """
-        if not 0 <= reward <= 1:
-            raise ValueError(f"a reward must be from 0 to 1, got {reward}")
-        self.reward, self.fault, self.text = reward, fault, None
+        if not isfinite(scoring.reward):
+            raise ValueError(f"a reward must be a finite number, got {scoring.reward}")
+        self.reward, self.fault, self.scores = scoring
+        self.text = None
 
 
 class Hold:

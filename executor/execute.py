@@ -23,7 +23,6 @@ from executor.notices import tell
 from executor.rollout.engines import extra_of, modules_of
 from executor.trackers import MODULES
 from executor.verifier.records import check_prompts
-from executor.verifier.scorers import SCORERS
 from streamrl.engine.messages import Event
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_engine
@@ -72,12 +71,10 @@ def check_executable(run: Run) -> None:
         raise ValueError(
             f"sync.mode 'lora' merges adapters with weights, and {run.model.path} has no model*.safetensors"
         )
-    if run.workload.prompts is None or run.verifier.scorer is None:
+    if not run.workload.sources or not run.verifier.rewards:
         raise ValueError(
             "workload.prompts and verifier.scorer are missing: nothing to generate from"
         )
-    if run.verifier.scorer not in SCORERS:
-        raise ValueError(f"verifier.scorer {run.verifier.scorer!r} is none of {', '.join(SCORERS)}")
     check_prompts(run)
     check_back_ends(run)
     if run.execute.launcher != "ray":
@@ -164,9 +161,9 @@ async def _execute_in(
     from executor.verifier.verifier import Verifier
     from executor.world import RealWorld
 
-    assert run.model.path is not None and run.verifier.scorer is not None
+    assert run.model.path is not None, "check_executable wants weights"
     workload = PromptWorkload(run, load_tokenizer(run.model.path))
-    verifier = Verifier(run.verifier.scorer, run.verifier, directory.logs / "verifier.log")
+    verifier = Verifier(run.verifier, directory.logs / "verifier.log")
     prompts = [decode_ids(prompt) for prompt in workload.prompts]
     if resume:
         check_prompt_tokens(directory.path, prompts)

@@ -1,9 +1,9 @@
-"""The prompts of a real run: a JSONL file, tokenized, shuffled anew in every epoch."""
+"""The prompts of a real run: its records, tokenized, in the order of its epochs."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,50 +15,39 @@ from executor.tokens import count_ids, encode_ids
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
 from streamrl.engine.systems import choose_system
 from streamrl.runfile.config import Run
-from streamrl.runfile.errors import shown
-from streamrl.workload.epochs import EpochOrder
+from streamrl.workload.epochs import make_order
 from streamrl.workload.expectations import Expectations
+from streamrl.workload.prompt_records import EXPECTED, PromptSource, read_sources
 from streamrl.workload.tail_batching import TailBatches
 from streamrl.workload.workload import Draw
 
-Record = dict[str, Any]
-"""One line of the prompts file."""
-
-MOST_EXPECTED = 10**9
-EXPECTED = "expected_tokens"  # of a record: the output tokens that a ranker expects of its rollouts
-
 
 class PromptWorkload:
-    """Groups made from the lines of `workload.prompts`; group ids choose lines by the run's seed."""
+    """Groups made from the records of a run's data sets; group ids choose records by the run's seed."""
 
     def __init__(self, run: Run, tokenizer: Any) -> None:
-        assert run.workload.prompts is not None, "check_executable wants prompts"
-        path = Path(run.workload.prompts)
-        self.records = read_prompts(path)
+        sources = read_sources(run.workload)
+        assert sources, "check_executable wants prompts"
+        self.records = list(chain.from_iterable(source.records for source in sources))
+        """Those of all data sets, one after the other: a line is an index of them."""
         self.prompts = [
-            encode_ids(_tokenize(record, tokenizer, f"{path}:{number}"))
-            for number, record in enumerate(self.records, start=1)
+            encode_ids(ids) for source in sources for ids in _tokenize(source, tokenizer)
         ]
         """Token ids of each record's prompt; see `executor.tokens`."""
         self._tokenizer = tokenizer
         self._group_size = run.algorithm.group_size
         self._max_tokens = run.rollout.max_tokens
-        self._order = EpochOrder(run.seed, len(self.records))
+        self._order = make_order(run, [len(source.records) for source in sources])
         self._told = Expectations(run)
         self._expected = self._priors(run)
         """Output tokens that are expected of each line before anything is learnt."""
         self._tails: TailBatches | None = None
         if (policy := expecting_policy(run)) is not None:
-            self._check_expected(path, policy)
+            _check_expected(sources, policy)
         if run.policies.tail_batching == "defer":
             every = run.policies.tail_every
             self._tails = TailBatches(run.algorithm.prompts_per_step, every, self._expect)
-        for number, num_tokens in enumerate(map(count_ids, self.prompts), start=1):
-            if not 0 < num_tokens <= run.workload.max_prompt_tokens:
-                raise ValueError(
-                    f"{path}:{number}: {num_tokens} prompt tokens, but "
-                    f"workload.max_prompt_tokens is {run.workload.max_prompt_tokens}"
-                )
+        self._check_prompts(sources, run.workload.max_prompt_tokens)
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:
         """Return groups by id; their lengths are for generation to tell."""
@@ -121,12 +110,12 @@ class PromptWorkload:
         """Return what lines say alone: whatever was learnt, the same groups come of the same lines."""
         return [self._expected[self._order.prompt(source)] for source in range(first, first + num)]
 
-    def _check_expected(self, path: Path, policy: str) -> None:
-        for number, record in enumerate(self.records, start=1):
-            if EXPECTED not in record:
+    def _check_prompts(self, sources: Sequence[PromptSource], most: int) -> None:
+        lines = (source.line(at) for source in sources for at in range(len(source.records)))
+        for line, num_tokens in zip(lines, map(count_ids, self.prompts), strict=True):
+            if not 0 < num_tokens <= most:
                 raise ValueError(
-                    f"{policy} needs to know long prompts from short ones, but "
-                    f"{path}:{number} has no {EXPECTED!r}"
+                    f"{line}: {num_tokens} prompt tokens, but workload.max_prompt_tokens is {most}"
                 )
 
 
@@ -150,18 +139,6 @@ def expecting_policy(run: Run) -> str | None:
     return None
 
 
-def read_prompts(path: Path) -> list[Record]:
-    """Read a JSONL file of prompts; `ValueError` names the file and line that is wrong."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").rstrip().split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"workload.prompts: {path} cannot be read: {error}") from None
-    if lines == [""]:
-        raise ValueError(f"workload.prompts: {path} has no lines")
-    records = [_read_line(path, number, line) for number, line in enumerate(lines, start=1)]
-    return records
-
-
 def load_tokenizer(path: str) -> Any:
     """Read the tokenizer of a Hugging Face directory."""
     from transformers import AutoTokenizer
@@ -169,42 +146,36 @@ def load_tokenizer(path: str) -> Any:
     return AutoTokenizer.from_pretrained(path)
 
 
-def _read_line(path: Path, number: int, line: str) -> Record:
-    try:
-        record = json.loads(line)
-        json.dumps(record, ensure_ascii=False).encode()  # which half of a surrogate pair cannot be
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}:{number}: not JSON: {error}") from None
-    prompt = record.get("prompt") if isinstance(record, dict) else None
-    if not isinstance(prompt, str) and not _is_chat(prompt):
-        raise ValueError(f'{path}:{number}: needs a "prompt": a text, or a list of chat messages')
-    expected = record.get(EXPECTED, 1)
-    is_number = isinstance(expected, int | float) and not isinstance(expected, bool)
-    if not is_number or not 1 <= expected <= MOST_EXPECTED:
-        raise ValueError(
-            f"{path}:{number}: {EXPECTED} must be from 1 to {MOST_EXPECTED:.0e}, got {shown(expected)}"
-        )
-    return dict(record)
+def _check_expected(sources: Sequence[PromptSource], policy: str) -> None:
+    for source in sources:
+        for at, record in enumerate(source.records):
+            if EXPECTED not in record:
+                raise ValueError(
+                    f"{policy} needs to know long prompts from short ones, but "
+                    f"{source.line(at)} has no {EXPECTED!r}"
+                )
 
 
-def _is_chat(prompt: object) -> bool:
-    """Whether a prompt is a list of chat messages."""
-    return (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in prompt)
-    )
+def _tokenize(source: PromptSource, tokenizer: Any) -> Iterator[list[int]]:
+    """Yield the token ids of each prompt: of a text with the model's own special tokens, of a chat by its chat template.
 
-
-def _tokenize(record: Record, tokenizer: Any, line: str) -> list[int]:
-    """Encode a text with the model's own special tokens, chat messages through its chat template."""
-    prompt = record["prompt"]
-    if isinstance(prompt, str):
-        return list(tokenizer.encode(prompt))
-    try:
-        encoded = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, return_dict=True
-        )
-    except (TemplateError, TypeError, LookupError, ValueError) as error:
-        raise ValueError(f"{line}: the model's chat template does not take it: {error}") from None
-    return list(encoded["input_ids"])
+    Of a model without one a chat that the run file makes is its messages, with a line between; a chat that the data has
+    is refused.
+    """
+    is_text = source.is_templated and not getattr(tokenizer, "chat_template", None)
+    for at, record in enumerate(source.records):
+        prompt = record["prompt"]
+        if is_text:
+            prompt = "\n\n".join(message["content"] for message in prompt)
+        if isinstance(prompt, str):
+            yield list(tokenizer.encode(prompt))
+            continue
+        try:
+            encoded = tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=True, return_dict=True
+            )
+        except (TemplateError, TypeError, LookupError, ValueError) as error:
+            line = source.line(at)
+            text = f"{line}: the model's chat template does not take it: {error}"
+            raise ValueError(text) from None
+        yield list(encoded["input_ids"])

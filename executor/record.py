@@ -172,6 +172,7 @@ class RunDirectory:
             "num_tokens": buffered.num_tokens,
             "versions": buffered.versions,
             "reward": buffered.reward,
+            **({"rewards": buffered.scores} if buffered.scores else {}),
             **({} if buffered.fault is None else {"verifier": buffered.fault}),
             **facts,
         }

@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from executor.samples import Arrived, Completion, Loaded, Manifest, Parcel, Request, Sample
 from streamrl.engine.messages import PushWeights, WeightsPushed
 
 if TYPE_CHECKING:
-    from executor.prompts import Record
+    from streamrl.workload.prompt_records import Record
 
 Figures = dict[str, float]
 """What a call of the trainer measured, by name."""
@@ -99,9 +100,11 @@ class Scoring(NamedTuple):
     """What a completion gets."""
 
     reward: float
-    """0 to 1."""
+    """Of one scorer mostly 0 to 1; of several the weighted sum of their scores."""
     fault: str | None
-    """What became of a completion that could not be scored and has reward 0: "time limit"; else None."""
+    """What became of a completion that could not be scored and has the worst score: "time limit"; else None."""
+    scores: Mapping[str, float] = MappingProxyType({})
+    """Of several scorers, what each gave, by its name."""
 
 
 class VerifierRole(Protocol):
@@ -110,8 +113,8 @@ class VerifierRole(Protocol):
     async def start(self) -> object:
         """Begin to load what scores; `verify` does so where nobody else has."""
 
-    async def verify(self, completion: str, record: Record) -> Scoring:
-        """Return the reward of a completion's text.
+    async def verify(self, completion: str, num_tokens: int, record: Record) -> Scoring:
+        """Return the reward of a completion's text of `num_tokens` tokens.
 
         Raises:
             RuntimeError: no completion of this record can be scored.

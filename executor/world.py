@@ -258,7 +258,8 @@ class RealWorld(World[Trace]):
     async def _verify(self, command: Verify) -> Event:
         rollout = command.rollout
         buffered, text = self._buffer.rollouts[rollout], self._buffer.text(rollout)
-        buffered.enter(*await self._verifier.verify(text, self._buffer.record(rollout)))
+        record = self._buffer.record(rollout)
+        buffered.enter(await self._verifier.verify(text, buffered.num_tokens, record))
         self._directory.write_rollout(rollout, buffered, text, {"time": self.now})
         return Verified(rollout, buffered.reward)
 

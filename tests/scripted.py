@@ -10,7 +10,7 @@ from typing import Any
 from executor.buffer import RolloutBuffer
 from executor.carriers.handles import Handle, InProcess, LocalProcess
 from executor.execute import find_kept
-from executor.prompts import PromptWorkload, Record
+from executor.prompts import PromptWorkload
 from executor.record import RunDirectory
 from executor.roles import Scoring, TransferRole, VerifierRole, Write
 from executor.samples import Manifest
@@ -19,6 +19,7 @@ from streamrl.engine.messages import PushWeights, WeightsPushed
 from streamrl.engine.systems import build_policies, build_state
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
+from streamrl.workload.prompt_records import Record
 from tests.runs import CheckedEngine
 from tests.scripted_roles import VOCABULARY
 from tests.verifying import score
@@ -43,7 +44,7 @@ class ScriptedVerifier(VerifierRole):
     async def start(self) -> None:
         pass
 
-    async def verify(self, completion: str, record: Record) -> Scoring:
+    async def verify(self, completion: str, num_tokens: int, record: Record) -> Scoring:
         if "answer" not in record:
             raise RuntimeError("the record has no answer")
         return Scoring(score("exact", completion, record), None)

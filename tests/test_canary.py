@@ -13,8 +13,8 @@ import pytest
 from reasoning_gym import create_dataset
 from reasoning_gym.factory import DATASETS
 
-from executor.prompts import Record
 from executor.verifier.verifier import Scoring
+from streamrl.workload.prompt_records import Record
 from tests.verifying import score, verdicts
 
 NOT_MADE = {"composite": "a mixture of other families, whose own names its records carry"}

@@ -392,14 +392,16 @@ def test_a_verifier_gives_rewards_and_refuses_a_record_that_nothing_can_be_held_
     async def go() -> None:
         verifier: VerifierRole = scripted.ScriptedVerifier()
         if kind == "sandboxed":
-            verifier = Verifier("exact", verifier_config())
+            verifier = Verifier(verifier_config("exact"))
         try:
             await verifier.start()
             record = {"answer": "4"}
-            scorings = [verifier.verify(text, record) for text in ("2+2=\n4", "2+2=\n5", "")]
-            assert await asyncio.gather(*scorings) == [(1.0, None), (0.0, None), (0.0, None)]
+            scorings = [verifier.verify(text, 3, record) for text in ("2+2=\n4", "2+2=\n5", "")]
+            assert await asyncio.gather(*scorings) == [
+                (score, None, {}) for score in (1.0, 0.0, 0.0)
+            ]
             with pytest.raises(RuntimeError, match="answer"):
-                await verifier.verify("4", {})
+                await verifier.verify("4", 1, {})
         finally:
             verifier.close()
 

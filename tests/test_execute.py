@@ -14,7 +14,6 @@ from typing import Any, get_args
 import pytest
 
 from executor.carriers.handles import LocalProcess
-from executor.prompts import Record
 from executor.roles import Scoring
 from executor.world import RealWorld
 from streamrl.engine.messages import (
@@ -37,6 +36,7 @@ from streamrl.record.run_lines import read_metrics
 from streamrl.record.trace import Trace, read_trace, replay
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import WeightSyncName
+from streamrl.workload.prompt_records import Record
 from tests.runs import make_table
 from tests.scripted import ScriptedLauncher, ScriptedVerifier, make_world
 from tests.scripted_roles import tokens_of
@@ -285,7 +285,7 @@ class StumblingVerifier(ScriptedVerifier):
     def __init__(self) -> None:
         self._num_seen = 0
 
-    async def verify(self, completion: str, record: Record) -> Scoring:
+    async def verify(self, completion: str, num_tokens: int, record: Record) -> Scoring:
         self._num_seen += 1
         return Scoring(0.0, "time limit") if self._num_seen % 2 else Scoring(1.0, None)
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from executor.checkpoints import Checkpoints, Position
 from executor.checksums import CHECKSUMS, write_checksums
-from executor.prompts import PromptWorkload, read_prompts
+from executor.prompts import PromptWorkload
 from sim.costs.costs import Costs
 from sim.world import simulate
 from streamrl.hardware.config_json import read_config_json
@@ -35,6 +35,8 @@ from streamrl.record.run_lines import read_metrics, read_rollouts
 from streamrl.record.trace import read_trace, replay
 from streamrl.report.study_file import is_study, load_study
 from streamrl.runfile.reading import decode_recorded_run, encode_run, load_run, make_run
+from streamrl.runfile.workload_config import SourceConfig
+from streamrl.workload.prompt_records import read_source
 from streamrl.workload.ranker import read_scores
 from streamrl.workload.workload import SimulatedWorkload, load_source
 from tests.command_line import streamrl
@@ -153,7 +155,7 @@ RECORDS = [{"prompt": "a", "answer": "1"}, {"prompt": [{"role": "user", "content
 def test_prompts_are_read_or_refused(place: Path, records: list[Any]) -> None:
     path = fresh(place) / "prompts.jsonl"
     path.write_bytes(b"\n".join(map(as_json, records)))
-    refusing(lambda: read_prompts(path))
+    refusing(lambda: read_source(SourceConfig(prompts=str(path))))
 
 
 class ChatTokenizer(ScriptedTokenizer):

@@ -14,7 +14,6 @@ import pytest
 
 from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
 from executor.interruption import Interruption
-from executor.prompts import Record
 from executor.roles import Scoring
 from executor.watchdog import FACTOR, TICK, Watchdog
 from executor.world import RealWorld
@@ -42,6 +41,7 @@ from streamrl.engine.world import RunInterruptedError
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace, replay
 from streamrl.runfile.config import Run
+from streamrl.workload.prompt_records import Record
 from tests.scripted import REPLICA, ScriptedLauncher, ScriptedVerifier, make_world
 from tests.test_execute import real_run
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
@@ -207,7 +207,7 @@ class StuckVerifier(ScriptedVerifier):
         self._num_asked = 0
         self._closed = asyncio.Event()
 
-    async def verify(self, completion: str, record: Record) -> Scoring:
+    async def verify(self, completion: str, num_tokens: int, record: Record) -> Scoring:
         self._num_asked += 1
         if self._num_asked == 10:
             await self._closed.wait()

@@ -13,15 +13,18 @@ import msgspec
 import pytest
 
 from executor.buffer import BufferedRollout
-from executor.prompts import PromptWorkload, read_prompts
+from executor.prompts import PromptWorkload
 from executor.record import RunDirectory
+from executor.roles import Scoring
 from streamrl.runfile.bounds import _bounds_of
 from streamrl.runfile.config import Run
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.reading import load_run
 from streamrl.runfile.section import Section
 from streamrl.runfile.units import QUANTITIES
+from streamrl.runfile.workload_config import SourceConfig
 from streamrl.workload.csv_rows import read_csv
+from streamrl.workload.prompt_records import read_source
 from tests.command_line import streamrl
 from tests.scripted import ScriptedTokenizer, make_world
 from tests.test_execute import real_run
@@ -46,7 +49,9 @@ BOM = b"\xef\xbb\xbf"
 def test_prompts_are_read_as_editors_leave_them(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(text)
-    assert [record["prompt"] for record in read_prompts(path)] == ["a", "b"]
+    assert [
+        record["prompt"] for record in read_source(SourceConfig(prompts=str(path))).records
+    ] == ["a", "b"]
 
 
 @pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85", "\v", "\f", "\x1c"])
@@ -54,7 +59,9 @@ def test_what_ends_a_line_elsewhere_is_text_inside_json(tmp_path: Path, end: str
     path = tmp_path / "prompts.jsonl"
     line = json.dumps({"prompt": f"a{end}b"}, ensure_ascii=False)
     path.write_text(f"{line}\n{line}\n", encoding="utf-8")
-    assert [record["prompt"] for record in read_prompts(path)] == [f"a{end}b"] * 2
+    assert [
+        record["prompt"] for record in read_source(SourceConfig(prompts=str(path))).records
+    ] == [f"a{end}b"] * 2
 
 
 @pytest.mark.parametrize(
@@ -82,7 +89,7 @@ def test_a_prompt_that_is_none_is_refused_by_its_line(
     path = tmp_path / "prompts.jsonl"
     path.write_text(f'{{"prompt": "a"}}\n{line}\n{{"prompt": "b"}}\n')
     with pytest.raises(ValueError, match=f"{path}:2: .*{words}") as found:
-        read_prompts(path)
+        read_source(SourceConfig(prompts=str(path)))
     assert len(str(found.value)) < 400 and "\n" not in str(found.value)
 
 
@@ -148,7 +155,8 @@ def numbers_without_bounds() -> list[str]:
 
 def test_every_number_of_a_run_file_has_bounds() -> None:
     latencies = ["PoliciesConfig.latency", "ReplicasConfig.latency"]
-    of_checks = ["LengthsConfig.prompt_tokens", *latencies]
+    rewards = [f"RewardConfig.{name}" for name in ("beyond", "bounds", "until", "weight")]
+    of_checks = ["LengthsConfig.prompt_tokens", *latencies, *rewards]
     assert sorted(numbers_without_bounds()) == of_checks
 
 
@@ -166,10 +174,10 @@ def test_a_number_that_none_can_be_is_refused_by_its_key(key: str, value: str) -
     assert done.stderr.count("\n") == 1 and done.stdout == ""
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), -0.1, 1.5])
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), -float("inf")])
 def test_a_reward_that_is_none_enters_nowhere(reward: float) -> None:
-    with pytest.raises(ValueError, match="a reward must be from 0 to 1"):
-        BufferedRollout((0,), 0).enter(reward, None)
+    with pytest.raises(ValueError, match="a reward must be a finite number"):
+        BufferedRollout((0,), 0).enter(Scoring(reward, None))
 
 
 # Files --------------------------------------------------------------------------------------------

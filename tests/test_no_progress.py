@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from executor.execute import execute as execute_for_real
-from executor.prompts import Record
 from executor.roles import Scoring
 from streamrl.engine.messages import (
     Command,
@@ -26,6 +25,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.record.trace import read_trace, replay
 from streamrl.runfile.reading import make_run
+from streamrl.workload.prompt_records import Record
 from tests.patients import local_table
 from tests.random_runs import FaultyWorld
 from tests.runs import Script, generated, of, singles, small_run
@@ -126,7 +126,7 @@ def test_a_real_run_whose_verifier_always_raises_ends_with_the_reason(tmp_path: 
 class HelplessVerifier(ScriptedVerifier):
     """Cannot score anything."""
 
-    async def verify(self, completion: str, record: Record) -> Scoring:
+    async def verify(self, completion: str, num_tokens: int, record: Record) -> Scoring:
         raise ImportError("no sympy")
 
 

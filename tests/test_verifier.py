@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from executor.verifier.process import ENVIRONMENT
@@ -23,9 +25,9 @@ from tests.runs import small_run
 from tests.verifying import children, config, score, verdicts, wait_until_gone, work_time
 
 ROOT = Path(__file__).parent.parent
-TOWERS = ("$9^{9^{9^{9}}}$", {"answer": "0.5"})
+TOWERS = ("$9^{9^{9^{9}}}$", 10, {"answer": "0.5"})
 """What math-verify compares for five seconds."""
-EASY = ("0.5", {"answer": "0.5"})
+EASY = ("0.5", 3, {"answer": "0.5"})
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_an_answer_can_act_only_if_it_names_something_and_is_more_than_a_name(
     + [b"R" + data for data in (b"\0" * 6 + b"\xf8\x7f", b"\0" * 6 + b"\xf0\x7f", b"\xff" * 8)],
 )
 def test_what_is_no_reward_from_0_to_1_is_a_fault(data: bytes) -> None:
-    assert read_verdict(data)[:2] == (0.0, "no reward")
+    assert read_verdict(data, (0.0, 1.0))[:2] == (0.0, "no reward")
 
 
 @pytest.mark.parametrize("limit", ["time_limit=0 s", "memory_limit=0 MB", "time_limit=1e999 s"])
@@ -171,8 +173,8 @@ def test_a_number_too_large_for_its_scorer_is_a_wrong_answer_and_holds_up_nobody
     ]
 
     async def go() -> tuple[list[Scoring], int]:
-        verifier, num_turns = Verifier("reasoning-gym", config(time_limit=1.0)), 0
-        work = asyncio.gather(*(verifier.verify("9**9**9**9", record) for record in records))
+        verifier, num_turns = Verifier(config("reasoning-gym", time_limit=1.0)), 0
+        work = asyncio.gather(*(verifier.verify("9**9**9**9", 10, record) for record in records))
         while not work.done():
             await asyncio.sleep(0.01)
             num_turns += 1
@@ -202,10 +204,12 @@ def test_limits_under_which_no_answer_can_be_scored_are_an_error() -> None:
 
 
 def test_a_scorer_that_cannot_be_loaded_is_an_error_with_its_reason(
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    shutil.copytree(Path(msgspec.__file__).parent, tmp_path / "msgspec")
     paths = [path for path in sys.path if "site-packages" not in path]
-    monkeypatch.setattr(sys, "path", paths)
+    monkeypatch.setattr(sys, "path", [*paths, str(tmp_path)])
     (error,) = verdicts("math-verify", [("1", {"answer": "1"})])
     assert isinstance(error, RuntimeError) and "No module named 'math_verify'" in str(error)
 
@@ -217,7 +221,7 @@ def use(do: Use) -> None:
     """Let a test have a verifier, and end it afterwards."""
 
     async def go() -> None:
-        verifier = Verifier("math-verify", config(time_limit=600))
+        verifier = Verifier(config("math-verify", time_limit=600))
         try:
             await do(verifier)
         finally:
@@ -288,7 +292,7 @@ from tests.test_verifier import begin_to_hang
 from tests.verifying import config
 
 async def main():
-    task, *processes = await begin_to_hang(Verifier("math-verify", config(600)))
+    task, *processes = await begin_to_hang(Verifier(config("math-verify", time_limit=600)))
     print(*processes, os.readlink(f"/proc/{processes[0]}/cwd"), "math_verify" in sys.modules, flush=True)
     await task
 

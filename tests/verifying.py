@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from executor.prompts import Record
 from executor.roles import Scoring
-from executor.verifier.scorers import SCORERS, Grader
+from executor.verifier.rewards import make_scorer
+from executor.verifier.scorers import Grader
 from executor.verifier.verifier import Verifier
+from streamrl.runfile.reward_config import RewardConfig
 from streamrl.runfile.sides_config import VerifierConfig
 from streamrl.runfile.units import Duration, Size
+from streamrl.workload.prompt_records import Record
 
 EVALUATED: Record = {"task": "string_insertion", "entry": {"answer": "ABC", "metadata": {}}}
 """A record whose scorer evaluates answers: a Python list of the right letters has reward 0.1."""
@@ -31,31 +33,41 @@ def attempt(code: str) -> str:
 @cache
 def load(scorer: str) -> Grader:
     """Load a scorer into this process: for trusted answers."""
-    return SCORERS[scorer].load()
+    return make_scorer(RewardConfig(scorer=scorer)).load()
 
 
 def score(scorer: str, completion: str, record: Record) -> float:
-    return load(scorer)(record)(SCORERS[scorer].read(completion))
+    read = make_scorer(RewardConfig(scorer=scorer)).read
+    return load(scorer)(record)(read(completion, len(completion)))
 
 
-def config(time_limit: float = 1.0, memory_limit: float = 3e8, workers: int = 2) -> VerifierConfig:
-    return VerifierConfig(
-        workers=workers, time_limit=Duration(time_limit), memory_limit=Size(memory_limit)
-    )
+def config(
+    *rewards: str | RewardConfig,
+    time_limit: float = 1.0,
+    memory_limit: float = 3e8,
+    workers: int = 2,
+) -> VerifierConfig:
+    """Return what names one scorer, or lists rewards."""
+    limits = {"time_limit": Duration(time_limit), "memory_limit": Size(memory_limit)}
+    own: Any = {"reward": rewards}
+    if len(rewards) == 1 and isinstance(rewards[0], str):
+        own = {"scorer": rewards[0]}
+    return VerifierConfig(workers=workers, **limits, **own)
 
 
 def verdicts(
-    scorer: str,
+    scorer: str | Sequence[RewardConfig],
     completions: Iterable[tuple[str, Record]],
     log: Path = Path(os.devnull),
     **limits: Any,
 ) -> list[Scoring | BaseException]:
-    """Return what becomes of each completion, all of them given at once."""
+    """Return what becomes of each completion, of as many tokens as characters, all of them given at once."""
+    rewards = [scorer] if isinstance(scorer, str) else scorer
 
     async def go() -> list[Scoring | BaseException]:
-        verifier = Verifier(scorer, config(**limits), log)
+        verifier = Verifier(config(*rewards, **limits), log)
         try:
-            work = [verifier.verify(*completion) for completion in completions]
+            work = [verifier.verify(text, len(text), record) for text, record in completions]
             return await asyncio.gather(*work, return_exceptions=True)
         finally:
             verifier.close()

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from executor.back_ends import check_back_ends
 from executor.carriers.local_cores import roles_on_cores, threads_of, usable_cores
 from executor.carriers.local_gpus import find_gpus, gpus_needed, say_seen
+from executor.verifier.rewards import make_scorer
 from executor.verifier.sandbox import find_gaps
-from executor.verifier.scorers import SCORERS
 from streamrl.doctor.changes import changed, say, value_of
 from streamrl.doctor.finding import Changes, Finding, Level
 from streamrl.doctor.fix import passes
@@ -133,10 +133,10 @@ def _fewer_roles(run: Run, roles: int, cores: int) -> Changes:
 
 def _find_sandbox(run: Run) -> Iterator[Finding]:
     """Find that a scorer evaluates what the model writes, and that this machine keeps too little from it."""
-    scorer = run.verifier.scorer
-    if scorer not in SCORERS or not SCORERS[scorer].evaluates:
+    evaluating = [each.scorer for each in run.verifier.rewards if make_scorer(each).evaluates]
+    if not evaluating:
         return
-    what = f"verifier.scorer {scorer} may evaluate what the model writes"
+    what = f"verifier.scorer {evaluating[0]} may evaluate what the model writes"
     gaps = find_gaps()
     for gap in gaps:
         fix = (

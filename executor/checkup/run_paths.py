@@ -5,14 +5,16 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
-from executor.prompts import EXPECTED, expecting_policy, read_prompts
+from executor.prompts import expecting_policy
 from executor.record import RunDirectory
-from executor.verifier.records import find_lacks
-from executor.verifier.scorers import SCORERS
+from executor.verifier.records import check_prompts, find_lacks
 from streamrl.doctor.changes import say
 from streamrl.doctor.finding import Changes, Finding, Level
 from streamrl.runfile.config import Run
+from streamrl.runfile.reward_config import ScorerName
+from streamrl.workload.prompt_records import EXPECTED, read_sources
 
 
 def find(run: Run) -> Iterator[Finding]:
@@ -23,28 +25,37 @@ def find(run: Run) -> Iterator[Finding]:
 
 
 def _find_prompts(run: Run) -> Iterator[Finding]:
-    """Find prompts that cannot be read, or lack what their verifier scores by."""
-    path, scorer = run.workload.prompts, run.verifier.scorer
-    if path is None or scorer not in SCORERS:
-        text = f"workload.prompts={path} with verifier.scorer={scorer}: execute needs both"
-        fix = f"name a JSONL file, and a verifier.scorer: {', '.join(SCORERS)}"
+    """Find prompts that cannot be read, or cannot be scored by what their verifier scores with."""
+    rewards = run.verifier.rewards
+    if not run.workload.sources or not rewards:
+        text = f"workload.prompts={run.workload.prompts} with verifier.scorer={run.verifier.scorer}: execute needs both"
+        fix = f"name a data set, and a verifier.scorer: {', '.join(get_args(ScorerName))}"
         yield _finding("error", "prompts", text, fix)
         return
     try:
-        records = read_prompts(Path(path))
+        sources = read_sources(run.workload)
     except ValueError as error:
-        fix = 'write a line {"prompt": "...", "answer": "..."} for each prompt'
+        fix = 'write a line {"prompt": "...", "answer": "..."} for each prompt, or name its columns in workload.fields'
         yield _finding("error", "prompts", str(error), fix)
         return
-    wanted = [*SCORERS[scorer].fields, *([(EXPECTED,)] if expecting_policy(run) else [])]
-    lacks = list(find_lacks(records, wanted))
-    for lack in lacks:
-        fix = f"add it, or choose a verifier.scorer that needs none ({scorer} does)"
-        if lack.fields == (EXPECTED,):
-            fix = f"add it, or choose another policy ({expecting_policy(run)} goes by it)"
-        yield _finding("error", "prompts", lack.say(path), fix)
+    lacks = []
+    if (policy := expecting_policy(run)) is not None:
+        lacks = [
+            lack.say(source) for source in sources for lack in find_lacks(source, [(EXPECTED,)])
+        ]
+    for text in lacks:
+        fix = f"add it, or choose another policy ({policy} goes by it)"
+        yield _finding("error", "prompts", text, fix)
+    try:
+        check_prompts(run)
+    except ValueError as error:
+        fix = "add it, or name the column that has it in workload.fields, or choose another verifier.scorer"
+        yield _finding("error", "prompts", str(error), fix)
+        return
     if not lacks:
-        text = f"workload.prompts: {len(records):,} prompts with what {scorer} scores by"
+        num_prompts = sum(len(source.records) for source in sources)
+        by = ", ".join(reward.label for reward in rewards)
+        text = f"workload.prompts: {num_prompts:,} prompts, with all that scoring reads: {by}"
         yield _finding("ok", "prompts", text)
 
 

@@ -8,6 +8,7 @@ from itertools import groupby
 from operator import attrgetter
 
 from executor.buffer import BufferedRollout
+from streamrl.record.run_lines import OF_SCORER
 
 
 def step_figures(
@@ -17,7 +18,8 @@ def step_figures(
 
     | key             | of the rollouts that were trained on                                       |
     |-----------------|----------------------------------------------------------------------------|
-    | reward          | mean, 0 to 1                                                               |
+    | reward          | mean                                                                       |
+    | reward/NAME     | of several scorers, the mean of what each gave, weights left out           |
     | reward_std      | standard deviation over all of them                                        |
     | uniform_groups  | share of groups whose rewards are all the same, which teach nothing        |
     | output_tokens   | in all                                                                     |
@@ -26,7 +28,7 @@ def step_figures(
     | cut_off         | share as long as `max_tokens` lets them be                                 |
     | staleness_mean  | version trained, less the version that their first token was sampled under |
     | staleness_max   |                                                                            |
-    | unscored        | how many could not be scored and have reward 0                             |
+    | unscored        | how many could not be scored, and have the worst score for it              |
     """
     rewards = [buffered.reward for buffered in trained]
     lengths = [buffered.num_tokens for buffered in trained]
@@ -38,6 +40,7 @@ def step_figures(
     staleness = [version - 1 - buffered.versions[0][0] for buffered in trained]
     return {
         "reward": mean,
+        **_means_by_scorer(trained),
         "reward_std": math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards)),
         "uniform_groups": sum(len(found) == 1 for found in groups) / len(groups),
         "output_tokens": sum(lengths),
@@ -48,3 +51,12 @@ def step_figures(
         "staleness_max": max(staleness),
         "unscored": sum(buffered.fault is not None for buffered in trained),
     }
+
+
+def _means_by_scorer(trained: Sequence[BufferedRollout]) -> dict[str, float]:
+    """Return the mean of each scorer over the rollouts that it scored."""
+    found: dict[str, list[float]] = {}
+    for buffered in trained:
+        for name, score in buffered.scores.items():
+            found.setdefault(f"{OF_SCORER}{name}", []).append(score)
+    return {key: math.fsum(scores) / len(scores) for key, scores in sorted(found.items())}

@@ -1,7 +1,7 @@
-"""The process that holds the scorer, and forks a worker where an answer needs one of its own.
+"""The process that holds the scorers, and forks a worker where an answer needs one of its own.
 
-Started with an empty environment, it loads the scorer once. Of its controller it gets a line of JSON for each
-answer, `{"id", "answer", "record"}`, and gives one back, `{"id", "reward", "fault", "detail"}`. It never looks
+Started with an empty environment, it loads the scorers once. Of its controller it gets a line of JSON for each
+answer, `{"id", "scorer", "answer", "record"}`, and gives one back, `{"id", "reward", "fault", "detail"}`. It never looks
 at an answer itself. A worker that was given an answer which could run code is not used again: what that may have
 changed there would meet the next rollout.
 """
@@ -17,20 +17,24 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
+import msgspec
+
+from executor.verifier.rewards import make_scorer
 from executor.verifier.sandbox import Sandbox, SandboxLimits, find_gaps
-from executor.verifier.scorers import SCORERS, Grade, Grader, Scorer, can_act
+from executor.verifier.scorers import Grade, Grader, Scorer, can_act
 from executor.verifier.scoring_worker import MOST_BYTES, ScoringOutcome, read_verdict, work
+from streamrl.runfile.reward_config import RewardConfig
 
 if TYPE_CHECKING:
-    from executor.prompts import Record
+    from streamrl.workload.prompt_records import Record
 
 OWN = ("__main__", "executor", "streamrl")
 """Packages of which a worker needs no more files."""
@@ -48,7 +52,8 @@ class Options(TypedDict):
     """`sys.path` of its controller."""
     connection: int
     """File descriptor of the socket to it."""
-    scorer: str
+    rewards: list[dict[str, Any]]
+    """As `RewardConfig`."""
     limits: tuple[float, float]
     """Seconds and bytes; see `SandboxLimits`."""
 
@@ -58,15 +63,19 @@ def main(options: Options) -> None:
     os.umask(0o077)
     for gap in find_gaps():
         print(f"what the scorer evaluates is not kept from everything: {gap}", file=sys.stderr)
-    scorer = SCORERS[options["scorer"]]
-    grader = load(scorer)
+    rewards = msgspec.convert(options["rewards"], tuple[RewardConfig, ...])
+    scorers = [make_scorer(reward) for reward in rewards]
+    own = {place: load(scorer) for place, scorer in enumerate(scorers) if scorer.is_own}
+    ours = readable_roots()
+    graders = [own.get(place) or load(scorer) for place, scorer in enumerate(scorers)]
+    roots = [root for root in readable_roots() if root in ours or holds_libraries(root)]
     os.environ.clear()
     gc.collect()
     gc.freeze()  # or collecting in a worker would copy all of it
     limits = SandboxLimits(*options["limits"])
     connection = socket.socket(fileno=options["connection"])
-    sandbox = Sandbox(limits, readable_roots())
-    ForkServer(connection, grader, scorer.evaluates, limits, sandbox).serve()
+    sandbox = Sandbox(limits, roots)
+    ForkServer(connection, scorers, graders, limits, sandbox).serve()
     Path.cwd().rmdir()  # made for this process
 
 
@@ -74,8 +83,8 @@ def load(scorer: Scorer) -> Grader:
     """Import what a scorer needs; where that fails, return one that says so for every record."""
     try:
         return scorer.load()
-    except Exception as error:
-        failure = error
+    except (Exception, SystemExit) as error:
+        failure = Exception(str(error)) if isinstance(error, SystemExit) else error
 
     def refuse(record: Record) -> Grade:
         raise failure
@@ -83,12 +92,17 @@ def load(scorer: Scorer) -> Grader:
     return refuse
 
 
-def readable_roots() -> Iterable[Path]:
+def readable_roots() -> list[Path]:
     """Return the directories that the modules imported so far came from, and those of shared libraries."""
     tops = [module for name, module in sys.modules.items() if "." not in name and name not in OWN]
     files = [Path(file) for module in tops if (file := getattr(module, "__file__", None))]
     roots = {file.parent.parent if file.stem == "__init__" else file.parent for file in files}
     return sorted(root for root in {*roots, *map(Path, LIBRARIES)} if root.is_dir())
+
+
+def holds_libraries(root: Path) -> bool:
+    """Whether a directory is one of Python's: of what the user's own code imports, all else may be private."""
+    return "site-packages" in root.parts or "dist-packages" in root.parts
 
 
 @dataclass(slots=True)
@@ -100,6 +114,8 @@ class Worker:
     verdicts: int
     request: int | None = None
     """What it grades; None while it is idle."""
+    bounds: tuple[float, float] = (0.0, 1.0)
+    """Of the scores that may come of that."""
     began_at: float = 0.0
     work_time: float = 0.0
     """Seconds that it has been grading."""
@@ -117,14 +133,14 @@ class ForkServer:
     def __init__(
         self,
         connection: socket.socket,
-        grader: Grader,
-        evaluates: bool,
+        scorers: Sequence[Scorer],
+        graders: Sequence[Grader],
         limits: SandboxLimits,
         sandbox: Sandbox,
     ) -> None:
         self._connection = connection
-        self._grader = grader
-        self._evaluates = evaluates
+        self._scorers = scorers
+        self._graders = graders
         self._limits = limits
         self._sandbox = sandbox
         self._workers: dict[int, Worker] = {}
@@ -152,10 +168,9 @@ class ForkServer:
 
     def _begin(self, line: bytes) -> None:
         request = json.loads(line)
+        scorer, grader = self._scorers[request["scorer"]], self._graders[request["scorer"]]
         try:
-            self._grader(
-                request["record"]
-            )  # loads what the record's task needs, once for all workers
+            grader(request["record"])  # loads what the record's task needs, once for all workers
         except Exception as error:
             detail = f"{type(error).__name__}: {error}"[:MOST_DETAIL]
             self._answer(request["id"], ScoringOutcome(0.0, "record", detail))
@@ -166,7 +181,8 @@ class ForkServer:
             return
         worker = self._hand_over(line + b"\n")
         worker.request, worker.began_at = request["id"], time.monotonic()
-        worker.is_used_up = self._evaluates and can_act(request["answer"])
+        worker.bounds = scorer.bounds
+        worker.is_used_up = scorer.evaluates and can_act(request["answer"])
 
     def _hand_over(self, line: bytes) -> Worker:
         """Send a request to a worker that is idle, or to a new one."""
@@ -188,7 +204,7 @@ class ForkServer:
         verdicts, from_worker = os.pipe()
         pid = os.fork()
         if pid == 0:
-            work(requests, from_worker, self._grader, self._sandbox)
+            work(requests, from_worker, self._graders, self._sandbox)
         os.close(requests)
         os.close(from_worker)
         worker = Worker(pid, to_worker, verdicts)
@@ -201,7 +217,9 @@ class ForkServer:
         if self._workers.get(worker.pid) is not worker:
             return  # discarded since this was found to be readable
         data = os.read(worker.verdicts, MOST_BYTES)
-        outcome = read_verdict(data) if data else ScoringOutcome(0.0, "process ended")
+        outcome = (
+            read_verdict(data, worker.bounds) if data else ScoringOutcome(0.0, "process ended")
+        )
         worker.work_time += time.monotonic() - worker.began_at
         is_old = worker.work_time > self._limits.time  # and would meet its limit of CPU time
         self._settle(worker, outcome)

@@ -10,16 +10,18 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from executor.verifier.sandbox import SandboxLimits
+from streamrl.runfile.reward_config import RewardConfig, file_of, with_file
 
 if TYPE_CHECKING:
-    from executor.prompts import Record
+    from streamrl.workload.prompt_records import Record
 
 BOOT = """
 import json, sys
@@ -38,7 +40,7 @@ class Reply(msgspec.Struct, frozen=True):
     """What came of one answer; see `ScoringOutcome`."""
 
     id: int
-    reward: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    reward: float
     fault: str | None
     detail: str
 
@@ -64,14 +66,16 @@ class ForkServerProcess:
         self.is_lost = False
 
     @classmethod
-    async def start(cls, scorer: str, limits: SandboxLimits, log: Path) -> ForkServerProcess:
+    async def start(
+        cls, rewards: Sequence[RewardConfig], limits: SandboxLimits, log: Path
+    ) -> ForkServerProcess:
         """Start the process, in an empty directory; what it prints goes to `log`."""
         directory = tempfile.TemporaryDirectory(prefix="streamrl-verifier-")
         ours, theirs = socket.socketpair()
         options = {
             "path": [str(Path(entry).resolve()) for entry in sys.path],
             "connection": theirs.fileno(),
-            "scorer": scorer,
+            "rewards": [msgspec.to_builtins(_as_seen_from_anywhere(each)) for each in rewards],
             "limits": limits,
         }
         with theirs, log.open("ab") as output:
@@ -92,8 +96,14 @@ class ForkServerProcess:
         """The process id."""
         return self._process.pid
 
-    async def ask(self, answer: str, record: Record, patience: float) -> Reply:
+    async def ask(self, scorer: int, answer: str, record: Record, patience: float) -> Reply:
         """Return what came of grading `answer`, within `patience` seconds.
+
+        Args:
+            scorer: its place among the rewards that the process was started with.
+            answer: what of a completion it reads.
+            record: whose completion that is.
+            patience: seconds.
 
         Raises:
             RuntimeError: the process is gone, or has been killed as it did not answer in time.
@@ -104,7 +114,7 @@ class ForkServerProcess:
         number = self._num_requests
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._replies[number] = reply
-        request = {"id": number, "answer": answer, "record": record}
+        request = {"id": number, "scorer": scorer, "answer": answer, "record": record}
         self._writer.write(msgspec.json.encode(request) + b"\n")
         try:
             async with asyncio.timeout(patience):
@@ -147,3 +157,12 @@ class ForkServerProcess:
 
     def _loss(self) -> RuntimeError:
         return RuntimeError(f"the verifier's process ended with status {self._process.returncode}")
+
+
+def _as_seen_from_anywhere(reward: RewardConfig) -> RewardConfig:
+    """Return a reward whose file, if it has one, is found from any directory."""
+    file = file_of(reward.scorer)
+    if file is None:
+        return reward
+    scorer = with_file(reward.scorer, str(Path(file).resolve()))
+    return msgspec.structs.replace(reward, scorer=scorer)

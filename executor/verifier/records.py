@@ -1,14 +1,21 @@
-"""Do prompts have what they are scored by?"""
+"""Do prompts have what they are scored by, and can that score them?"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
-from executor.prompts import Record, read_prompts
-from executor.verifier.scorers import SCORERS
+from executor.verifier.rewards import is_scored, make_scorer
+from executor.verifier.scorers import Scorer
+from executor.verifier.verifier import Verifier
 from streamrl.runfile.config import Run
+from streamrl.runfile.errors import shown
+from streamrl.runfile.reward_config import RewardConfig
+from streamrl.workload.prompt_records import FAMILY, PromptSource, Record, read_sources
 
 SHOWN = 3
 """Lines of a prompts file that are named."""
@@ -21,33 +28,83 @@ class Lack(NamedTuple):
     lines: list[int]
     """Their numbers, from 1."""
 
-    def say(self, path: str) -> str:
-        """Say which lines of the file at `path` have no such field."""
+    def say(self, source: PromptSource) -> str:
+        """Say which lines of a data set have no such field."""
         names = " or ".join(map(repr, self.fields))
         more = ", ..." if len(self.lines) > SHOWN else ""
         shown = ", ".join(map(str, self.lines[:SHOWN])) + more
-        return (
-            f"workload.prompts: {len(self.lines)} lines of {path} have no {names} (lines {shown})"
-        )
+        return f"{source.key}: {len(self.lines)} lines of {source.name} have no {names} (lines {shown})"
 
 
-def find_lacks(records: list[Record], wanted: Iterable[tuple[str, ...]]) -> Iterator[Lack]:
-    """Yield what `records` lack, where each should have one field of every tuple."""
+def find_lacks(
+    source: PromptSource,
+    wanted: Iterable[tuple[str, ...]],
+    counts: Callable[[Record], bool] = lambda record: True,
+) -> Iterator[Lack]:
+    """Yield what records lack, where each that `counts` should have one field of every tuple."""
     for fields in wanted:
-        numbered = enumerate(records, start=1)
-        lines = [n for n, record in numbered if all(record.get(name) is None for name in fields)]
+        numbered = enumerate(source.records, start=1)
+        lines = [
+            number
+            for number, record in numbered
+            if counts(record) and all(record.get(name) is None for name in fields)
+        ]
         if lines:
             yield Lack(fields, lines)
 
 
 def check_prompts(run: Run) -> None:
-    """Raise `ValueError` where the run's scorer could not score every rollout of some prompts."""
-    path, scorer = run.workload.prompts, run.verifier.scorer
-    assert path is not None and scorer is not None, "check_executable wants both"
-    records, by = read_prompts(Path(path)), SCORERS[scorer]
-    for lack in find_lacks(records, by.fields):
-        raise ValueError(f"{lack.say(path)}: verifier.scorer {scorer!r} needs it")
-    check = by.make_check()
-    for number, record in enumerate(records[: by.most_checked], start=1):
-        if (complaint := check(record)) is not None:
-            raise ValueError(f"workload.prompts: {path}:{number}: {complaint}")
+    """Raise `ValueError` where the run's scorers could not score every rollout of some prompts."""
+    sources = read_sources(run.workload)
+    for source in sources:
+        _check_all_are_scored(source, run.verifier.rewards)
+    for place, reward in enumerate(run.verifier.rewards):
+        scorer, key = make_scorer(reward), run.verifier.key(place)
+        for source in sources:
+            for lack in find_lacks(source, scorer.fields, partial(is_scored, reward=reward)):
+                raise ValueError(f"{lack.say(source)}: {key} {reward.scorer!r} needs it")
+        _check_records(sources, reward, scorer)
+    _try_functions(run, sources)
+
+
+def _check_all_are_scored(source: PromptSource, rewards: Sequence[RewardConfig]) -> None:
+    """Refuse a prompt that no reward is of: its rollouts would all have reward 0."""
+    for at, record in enumerate(source.records):
+        if not any(is_scored(record, reward) for reward in rewards):
+            raise ValueError(
+                f"{source.key}: {source.line(at)}: no verifier.reward is of its family {shown(record.get(FAMILY))}"
+            )
+
+
+def _check_records(sources: Iterable[PromptSource], reward: RewardConfig, scorer: Scorer) -> None:
+    """Refuse records that have their fields, and cannot be scored by them all the same."""
+    check = scorer.make_check()
+    places = ((source, at) for source in sources for at in range(len(source.records)))
+    scored = (each for each in places if is_scored(each[0].records[each[1]], reward))
+    for source, at in islice(scored, scorer.most_checked):
+        if (complaint := check(source.records[at])) is not None:
+            raise ValueError(f"{source.key}: {source.line(at)}: {complaint}")
+
+
+def _try_functions(run: Run, sources: Iterable[PromptSource]) -> None:
+    """Let each function of the user's score once, where it will be called: it may not import, or want what the sandbox refuses."""
+    rewards = run.verifier.rewards
+    functions = [place for place, each in enumerate(rewards) if not make_scorer(each).is_own]
+    if functions:
+        asyncio.run(_try_out(run, functions, list(sources)))
+
+
+async def _try_out(run: Run, functions: Iterable[int], sources: Sequence[PromptSource]) -> None:
+    with closing(Verifier(run.verifier)) as verifier:
+        for place in functions:
+            reward, key = run.verifier.rewards[place], run.verifier.key(place)
+            for source in sources:
+                scored = (at for at, each in enumerate(source.records) if is_scored(each, reward))
+                if (at := next(scored, None)) is None:
+                    continue
+                try:
+                    await verifier.try_out(place, source.records[at])
+                except RuntimeError as error:
+                    raise ValueError(
+                        f"{key}: {reward.scorer} cannot score {source.line(at)}: {error}"
+                    ) from None

@@ -10,7 +10,7 @@ environment, open files       none but its two pipes                            
 wall-clock time               `verifier.time_limit`, then it is killed             the process that started it
 
 None of this needs rights: namespaces, which most containers refuse, would add nothing to it. What is left to an
-answer that is evaluated is its own reward, from 0 to 1, and no other rollout's. Where seccomp or Landlock is
+answer that is evaluated is its own score, within the bounds of its scorer, and no other rollout's. Where seccomp or Landlock is
 missing workers go on without, and `find_gaps` says what is open then.
 """
 

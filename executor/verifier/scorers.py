@@ -1,4 +1,4 @@
-"""Scorers by name: what each reads of a completion and of its record, and how it comes to a reward."""
+"""What a scorer is, and those that compare a completion with the answer of its record."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from executor.prompts import Record
+    from streamrl.workload.prompt_records import Record
 
 Grade: TypeAlias = Callable[[str], float]
-"""The reward of one answer, 0 to 1. It may evaluate the answer: call it in a sandbox only."""
+"""The score of one answer. It may evaluate the answer: call it in a sandbox only."""
 Check: TypeAlias = "Callable[[Record], str | None]"
 """Says what is wrong with a record, None where nothing is."""
 Grader: TypeAlias = "Callable[[Record], Grade]"
@@ -26,8 +26,8 @@ ANSWER_MARKERS = ("####", "#", "answer:", "Answer:")
 class Scorer(NamedTuple):
     """How completions are scored; only `load` imports what does it."""
 
-    read: Callable[[str], str]
-    """Return what of a completion is scored."""
+    read: Callable[[str, int], str]
+    """Return what of a completion is scored, from its text and its output tokens."""
     expected: Callable[[Record], str | None]
     """Return an answer to the record that is known to be right, None where the record knows none."""
     load: Callable[[], Grader]
@@ -41,6 +41,10 @@ class Scorer(NamedTuple):
     """Import what says whether a record that has its fields can be scored by."""
     most_checked: int | None = None
     """Records that are looked at before a run, where each takes a while."""
+    bounds: tuple[float, float] = (0.0, 1.0)
+    """The least and the most that it gives."""
+    is_own: bool = True
+    """Whether it is this package's, and no code of the user's."""
 
 
 _ARITHMETIC = re.compile(r"[0-9.,:;+\-*/%^=<>(){}\[\]$ \t\n]*")
@@ -67,8 +71,13 @@ def can_act(answer: str) -> bool:
     return not (_ARITHMETIC.fullmatch(answer) or answer.isalnum())
 
 
-def _whole(completion: str) -> str:
+def whole(completion: str, num_tokens: int) -> str:
+    """Return all of a completion."""
     return completion
+
+
+def _final(completion: str, num_tokens: int) -> str:
+    return final_answer(completion)
 
 
 def _answer_of(record: Record) -> str | None:
@@ -154,16 +163,14 @@ def _load_reasoning_gym() -> Grader:
     return grade
 
 
-SCORERS: dict[str, Scorer] = {
-    "exact": Scorer(final_answer, _answer_of, _load_exact, False, (("answer",),)),
-    "math-verify": Scorer(
-        *(_whole, _answer_of, _load_math_verify, True, (("answer",),)),
-        make_check=_check_math_verify,
-        most_checked=MOST_PARSED,
-    ),
-    "reasoning-gym": Scorer(
-        *(final_answer, _answer_of_entry, _load_reasoning_gym, True),
-        (("task",), ("entry", "answer")),
-        make_check=_check_reasoning_gym,
-    ),
-}
+EXACT = Scorer(_final, _answer_of, _load_exact, False, (("answer",),))
+MATH_VERIFY = Scorer(
+    *(whole, _answer_of, _load_math_verify, True, (("answer",),)),
+    make_check=_check_math_verify,
+    most_checked=MOST_PARSED,
+)
+REASONING_GYM = Scorer(
+    *(_final, _answer_of_entry, _load_reasoning_gym, True),
+    (("task",), ("entry", "answer")),
+    make_check=_check_reasoning_gym,
+)

@@ -10,6 +10,7 @@ import os
 import signal
 import struct
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 from math import isfinite
 from typing import NamedTuple, NoReturn
@@ -29,30 +30,30 @@ class ScoringOutcome(NamedTuple):
     """What came of grading one answer."""
 
     reward: float
-    """0 to 1; 0 where there is none."""
+    """Within the scorer's bounds; 0 where there is none."""
     fault: str | None = None
     """Why there is no reward, in a word or two of our own; None where there is one."""
     detail: str = ""
     """What the scorer said, to be believed only if the answer is trusted."""
 
 
-def work(requests: int, verdicts: int, grader: Grader, sandbox: Sandbox) -> NoReturn:
+def work(requests: int, verdicts: int, graders: Sequence[Grader], sandbox: Sandbox) -> NoReturn:
     """Grade what arrives at `requests` until it is closed; the process ends here."""
     try:
         refusal = _prepare(sandbox, {requests, verdicts})
         with os.fdopen(requests, "rb") as lines:
             for line in lines:
-                os.write(verdicts, refusal or _grade(line, grader))
+                os.write(verdicts, refusal or _grade(line, graders))
     finally:
         os._exit(0)
 
 
-def read_verdict(data: bytes) -> ScoringOutcome:
-    """Return what a worker answered; a fault where that is no verdict."""
+def read_verdict(data: bytes, bounds: tuple[float, float]) -> ScoringOutcome:
+    """Return what a worker answered; a fault where that is no verdict, or no score within `bounds`."""
     kind, text = data[:1], data[1:]
     if kind == REWARD and len(text) == 8:
         (reward,) = struct.unpack("=d", text)
-        if isfinite(reward) and 0 <= reward <= 1:
+        if isfinite(reward) and bounds[0] <= reward <= bounds[1]:
             return ScoringOutcome(reward)
     if data == MEMORY:
         return ScoringOutcome(0.0, "memory limit")
@@ -76,10 +77,11 @@ def _prepare(sandbox: Sandbox, pipes: set[int]) -> bytes:
     return b""
 
 
-def _grade(line: bytes, grader: Grader) -> bytes:
+def _grade(line: bytes, graders: Sequence[Grader]) -> bytes:
     """Return the verdict on a request; whatever an answer raises is part of it."""
     try:
         request = json.loads(line)
+        grader = graders[request["scorer"]]
         reward = float(grader(request["record"])(request["answer"]))
     except MemoryError:
         return MEMORY

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+from math import fsum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from executor.roles import Scoring, VerifierRole
 from executor.verifier.process import ForkServerProcess, Reply
+from executor.verifier.rewards import is_scored, make_scorer
 from executor.verifier.sandbox import SandboxLimits
-from executor.verifier.scorers import SCORERS
 from streamrl.runfile.sides_config import VerifierConfig
 
 if TYPE_CHECKING:
-    from executor.prompts import Record
+    from streamrl.workload.prompt_records import Record
 
 START_TIME = (
     120.0  # seconds for an answer beyond its time limit: a scorer loads slowly from a cold disk
@@ -27,14 +28,15 @@ MOST_CHARACTERS = 150_000
 class Verifier(VerifierRole):
     """Scores completions, `config.workers` at a time, in processes that are told nothing else.
 
-    A completion that its scorer cannot digest within its limits is wrong: it gets reward 0, once, so that it
-    holds nobody up and cannot rid its group of itself. But where the record's own answer fares no better, the
+    A completion that a scorer cannot digest within its limits is wrong: it gets the worst score there is, once, so
+    that it holds nobody up and cannot rid its group of itself. But where the record's own answer fares no better, the
     record, the limits or the scorer are at fault, and that is an error.
     """
 
-    def __init__(self, scorer: str, config: VerifierConfig, log: Path = Path(os.devnull)) -> None:
-        self._name = scorer
-        self._scorer = SCORERS[scorer]
+    def __init__(self, config: VerifierConfig, log: Path = Path(os.devnull)) -> None:
+        self._rewards = config.rewards
+        self._names_each = bool(config.reward)
+        self._scorers = [make_scorer(reward) for reward in self._rewards]
         self._limits = SandboxLimits(config.time_limit, config.memory_limit)
         self._log = log
         self._free = asyncio.Semaphore(config.workers)
@@ -42,46 +44,86 @@ class Verifier(VerifierRole):
         self._process: ForkServerProcess | None = None
 
     async def start(self) -> ForkServerProcess:
-        """Begin to load the scorer, unless it is loaded; return the process that does."""
+        """Begin to load the scorers, unless they are loaded; return the process that does."""
         async with self._starting:
             if self._process is None or self._process.is_lost:
-                self._process = await ForkServerProcess.start(self._name, self._limits, self._log)
+                self._process = await ForkServerProcess.start(
+                    self._rewards, self._limits, self._log
+                )
             return self._process
 
-    async def verify(self, completion: str, record: Record) -> Scoring:
-        """Return the reward of a completion's text.
+    async def verify(self, completion: str, num_tokens: int, record: Record) -> Scoring:
+        """Return the reward of a completion's text of `num_tokens` tokens.
 
         Raises:
             RuntimeError: no completion of this record can be scored, or the process was lost.
         """
-        answer = self._scorer.read(completion)
-        if len(answer) > MOST_CHARACTERS:
-            return Scoring(0.0, "too long")
-        async with self._free:
-            reply = await self._grade(answer, record)
-            if reply.fault is not None:
-                await self._check(record)
-            return Scoring(reply.reward, reply.fault)
+        scores: dict[str, float] = {}
+        faults: list[str] = []
+        total: list[float] = []
+        for place, reward in enumerate(self._rewards):
+            if not is_scored(record, reward):
+                continue
+            score, fault = await self._score(place, completion, num_tokens, record)
+            total.append(reward.weight * score)
+            scores[reward.label] = score
+            if fault is not None:
+                faults.append(f"{reward.label}: {fault}" if self._names_each else fault)
+        return Scoring(fsum(total), "; ".join(faults) or None, scores if self._names_each else {})
+
+    async def try_out(self, place: int, record: Record) -> None:
+        """Let one scorer score the answer that a record knows, or an empty completion where it knows none.
+
+        Raises:
+            RuntimeError: it could not.
+        """
+        answer = self._scorers[place].expected(record)
+        reply = await self._ask(place, "" if answer is None else answer, record)
+        if reply.fault is not None:
+            raise RuntimeError(reply.detail or reply.fault)
 
     def close(self) -> None:
         """End the processes at once, whatever they do."""
         if self._process is not None:
             self._process.close()
 
-    async def _check(self, record: Record) -> None:
+    async def _score(
+        self, place: int, completion: str, num_tokens: int, record: Record
+    ) -> tuple[float, str | None]:
+        """Return a score, the worst one where there is none, and why there is none."""
+        answer = self._scorers[place].read(completion, num_tokens)
+        if len(answer) > MOST_CHARACTERS:
+            return self._worst(place), "too long"
+        async with self._free:
+            reply = await self._grade(place, answer, record)
+            if reply.fault is None:
+                return reply.reward, None
+            await self._check(place, record)
+            return self._worst(place), reply.fault
+
+    def _worst(self, place: int) -> float:
+        least, most = self._scorers[place].bounds
+        return least if self._rewards[place].weight > 0 else most
+
+    async def _check(self, place: int, record: Record) -> None:
         """Raise `RuntimeError` where the answer that the record itself knows cannot be scored either."""
-        expected = self._scorer.expected(record)
+        expected = self._scorers[place].expected(record)
         if expected is None:
             return
-        reply = await self._grade(expected, record)
+        reply = await self._grade(place, expected, record)
         if reply.fault is not None:
             raise RuntimeError(
-                f"{self._name} cannot score the record's own answer: {reply.detail or reply.fault}"
+                f"{self._rewards[place].scorer} cannot score the record's own answer: {reply.detail or reply.fault}"
             )
 
-    async def _grade(self, answer: str, record: Record) -> Reply:
-        process = await self.start()
-        reply = await process.ask(answer, record, START_TIME + self._limits.time)
+    async def _grade(self, place: int, answer: str, record: Record) -> Reply:
+        reply = await self._ask(place, answer, record)
         if reply.fault == "record":
-            raise RuntimeError(f"{self._name} cannot score the record: {reply.detail}")
+            raise RuntimeError(
+                f"{self._rewards[place].scorer} cannot score the record: {reply.detail}"
+            )
         return reply
+
+    async def _ask(self, place: int, answer: str, record: Record) -> Reply:
+        process = await self.start()
+        return await process.ask(place, answer, record, START_TIME + self._limits.time)

@@ -86,7 +86,12 @@ def fit(
 
 @ranker.command("score")
 def score(
-    prompts: Annotated[Path, typer.Argument(help="JSONL file with a prompt on each line.")],
+    prompts: Annotated[
+        str,
+        typer.Argument(
+            help="Prompts: a JSONL or Parquet file, a data set's directory or hf://NAME, or a run file, whose data it is."
+        ),
+    ],
     by: Annotated[Path, typer.Option("--ranker", help="What `streamrl ranker fit` wrote.")],
     output: Annotated[
         Path, typer.Option("-o", "--output", help="JSONL file to write, with expected_tokens.")
@@ -94,16 +99,23 @@ def score(
 ) -> None:
     """Write prompts with the output tokens that a ranker expects of each.
 
+    Those of a run file are written as its fields and its template make them: a run that reads what is written needs
+    neither.
+
     Example: streamrl ranker score prompts.jsonl --ranker ranker.npz -o scored.jsonl
     """
     from executor.prompt_probe import read_probe
-    from streamrl.ranker.known_lengths import read_lines, text_of
+    from streamrl.ranker.known_lengths import text_of
     from streamrl.ranker.ranker_file import read_ranker
+    from streamrl.runfile.reading import load_run
+    from streamrl.runfile.workload_config import WorkloadConfig
+    from streamrl.workload.prompt_records import read_sources
 
-    records = list(read_lines(prompts))
-    for number, record in enumerate(records, start=1):
-        if "prompt" not in record:
-            raise ValueError(f"{prompts}:{number}: has no prompt")
+    is_run = prompts.endswith(".toml")
+    workload = load_run(prompts).workload if is_run else WorkloadConfig(prompts=prompts)
+    records = [record for source in read_sources(workload) for record in source.records]
+    if not records:
+        raise ValueError(f"{prompts}: workload.prompts is missing: there is nothing to score")
     texts = [text_of(record["prompt"]) for record in records]
     probe = read_probe(by)
     scores = read_ranker(by).score(texts) if probe is None else probe.score(texts)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from streamrl.ranker.score_files import PROMPT, TOKENS, read_table
 from streamrl.runfile.reading import decode_recorded_run
+from streamrl.workload.data_files import read_lines
+from streamrl.workload.prompt_records import family_of, read_sources
 
 TEXT = ("prompt", "text")  # columns that may hold a prompt's text, first one found
 
@@ -56,14 +57,19 @@ def read_known(source: Path, model: str | None = None) -> list[KnownPrompt]:
 
 
 def _of_run(directory: Path) -> Iterator[KnownPrompt]:
-    """Yield the prompts of a run that finished, in order of the prompts file."""
+    """Yield the prompts of a run that finished, in order of its data sets."""
     try:
         run = decode_recorded_run((directory / "run.json").read_bytes())
     except OSError as error:
         raise ValueError(f"{directory}: no executed run: {error}") from None
-    if run.workload.prompts is None:
+    if not run.workload.sources:
         raise ValueError(f"{directory}: was simulated: it has no prompts to read")
-    prompts = list(read_lines(Path(run.workload.prompts)))
+    sources = zip(run.workload.sources, read_sources(run.workload), strict=True)
+    prompts = [
+        (family_of(record, source), text_of(record["prompt"]))
+        for source, read in sources
+        for record in read.records
+    ]
     found: dict[int, KnownPrompt] = {}
     for number, row in enumerate(read_lines(directory / "rollouts.jsonl"), start=1):
         line, tokens = row.get("line"), row.get("num_tokens")
@@ -71,35 +77,11 @@ def _of_run(directory: Path) -> Iterator[KnownPrompt]:
             raise ValueError(
                 f"{directory / 'rollouts.jsonl'}:{number}: no line and num_tokens of a prompt"
             )
-        record = prompts[line]
-        family = str(record.get("task", record.get("family", Path(run.workload.prompts).stem)))
-        known = found.setdefault(
-            line, KnownPrompt(str(line), family, text_of(record.get("prompt")))
-        )
+        known = found.setdefault(line, KnownPrompt(str(line), *prompts[line]))
         known.lengths.append(tokens)
     if not found:
         raise ValueError(f"{directory}: no rollout has finished")
     yield from (found[line] for line in sorted(found))
-
-
-def read_lines(path: Path) -> Iterator[dict[str, object]]:
-    """Yield the objects of a JSONL file.
-
-    Raises:
-        ValueError: naming the file and line that is none.
-    """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    for number, line in enumerate(text.rstrip().split("\n"), start=1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}:{number}: not JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"{path}:{number}: not a JSON object")
-        yield record
 
 
 def text_of(prompt: object) -> str:

@@ -13,6 +13,8 @@ from streamrl.record.trace import Trace, blaming_damage, read_trace
 
 KEPT_BY_A_RESUME = (
     "seed",
+    "workload.order",
+    "workload.source_weights",
     "algorithm.prompts_per_step",
     "algorithm.group_size",
     "policies.tail_batching",

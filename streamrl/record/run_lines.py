@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 
 METRICS, ROLLOUTS, SAMPLES = "metrics.jsonl", "rollouts.jsonl", "samples.jsonl"
+OF_SCORER = "reward/"
+"""What the keys of metrics.jsonl begin with that say what one of several scorers gave."""
 ROLLED_BACK_TO = "rolled_back_to"
 """Key of a line that is no step and no rollout."""
 

@@ -33,6 +33,7 @@ from streamrl.runfile.workload_config import (
     TAIL_SHARE,
     LengthsConfig,
     RankerConfig,
+    SourceConfig,
     WorkloadConfig,
 )
 
@@ -79,6 +80,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     AlgorithmConfig: {"group_size": Bounds(1, MOST_PER_GROUP), **OF_LOSSES},
     AlgorithmChanges: {"prompts_per_step": Bounds(1), **OF_LOSSES},
     WorkloadConfig: {"informative_share": SHARE},
+    SourceConfig: {"weight": POSITIVE},
     RankerConfig: {"window": Bounds(8), "false_alarms": Bounds(0.001, 0.5)},
     LengthsConfig: {
         "scale": POSITIVE,

@@ -15,6 +15,8 @@ from streamrl.runfile.paths import paths_of
 from streamrl.runfile.plan_checks import check_plan
 from streamrl.runfile.policy_checks import POLICY_CHECKS
 from streamrl.runfile.pools import POOL_CHECKS
+from streamrl.runfile.prompt_checks import check_prompt_sources
+from streamrl.runfile.reward_checks import check_rewards
 from streamrl.runfile.sides import kind_key
 from streamrl.runfile.workload_config import FreeRanker
 
@@ -200,6 +202,8 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
         *POLICY_CHECKS,
         check_plan,
         check_faults,
+        check_rewards,
+        check_prompt_sources,
         _check_paths,
         _check_device,
     ),

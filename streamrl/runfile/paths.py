@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 
 from streamrl.runfile.config import Run
+from streamrl.runfile.reward_config import file_of, with_file
 from streamrl.runfile.section import Section
+from streamrl.runfile.workload_config import HUB
 
 PATH_KEYS = (
     "model.path",
@@ -22,11 +24,18 @@ PATH_KEYS = (
     "execute.output",
 )
 """Dotted keys; `workload.lengths.source` may be a name in profiles/lengths instead."""
+SCORER = ".scorer"
+"""What the keys end with whose values may have a path in them."""
 
 
 def paths_of(run: Run) -> dict[str, str]:
     """Return the paths that a run names, by dotted key."""
-    found = {key: _value(run, key) for key in PATH_KEYS}
+    keys = [
+        *PATH_KEYS,
+        *(f"workload.source.{place}.prompts" for place in range(len(run.workload.source))),
+        *map(run.verifier.key, range(len(run.verifier.rewards))),
+    ]
+    found = {key: _path_in(key, _value(run, key)) for key in keys}
     lengths = run.workload.lengths
     if lengths is not None and not lengths.names_a_file:
         del found["workload.lengths.source"]
@@ -34,24 +43,39 @@ def paths_of(run: Run) -> dict[str, str]:
 
 
 def with_paths(run: Run, paths: Mapping[str, str]) -> Run:
-    """Return the run with the values of dotted keys replaced."""
+    """Return the run with the paths in the values of dotted keys replaced."""
     for key, path in paths.items():
         run = _replaced(run, key.split("."), path)
     return run
 
 
+def _path_in(key: str, value: str | None) -> str | None:
+    """Return what of a key's value is a path: of a scorer its file, of a data set of the hub nothing."""
+    if value is None or (key.endswith(".prompts") and value.startswith(HUB)):
+        return None
+    return file_of(value) if key.endswith(SCORER) else value
+
+
 def _value(run: Run, key: str) -> str | None:
     place: Any = run
     for name in key.split("."):
-        place = getattr(place, name, None)  # a run may have no section `workload.lengths`
+        is_list = isinstance(place, tuple)  # a run may have no section `workload.lengths`
+        place = place[int(name)] if is_list else getattr(place, name, None)
     return place if place is None else str(place)
 
 
-def _replaced(section: Any, names: list[str], path: str) -> Any:
+def _replaced(place: Any, names: list[str], path: str) -> Any:
     name, *rest = names
-    assert isinstance(section, Section), f"no section has {name}"
-    value = _replaced(getattr(section, name), rest, path) if rest else path
-    return msgspec.structs.replace(section, **{name: value})
+    if isinstance(place, tuple):
+        at = int(name)
+        return (*place[:at], _replaced(place[at], rest, path), *place[at + 1 :])
+    assert isinstance(place, Section), f"no section has {name}"
+    old = getattr(place, name)
+    if rest:
+        value = _replaced(old, rest, path)
+    else:
+        value = with_file(old, path) if f".{name}" == SCORER else path
+    return msgspec.structs.replace(place, **{name: value})
 
 
 def check_writable(path: Path, key: str) -> None:

@@ -8,10 +8,10 @@ import msgspec
 
 from streamrl.runfile.algorithm_config import AlgorithmName, CorrectionName, LossMean
 from streamrl.runfile.policies_config import SyncMode
+from streamrl.runfile.reward_config import RewardConfig
 from streamrl.runfile.section import Section
 from streamrl.runfile.units import Duration, Size
 
-ScorerName = Literal["exact", "math-verify", "reasoning-gym"]
 RolloutBackend = Literal["transformers", "static", "vllm"]
 TrainerBackend = Literal["torch", "deepspeed"]
 AdmissionName = Literal["on-demand", "reserve"]
@@ -195,8 +195,10 @@ class FollowerConfig(TrainerConfig, frozen=True, kw_only=True):
 class VerifierConfig(Section, frozen=True, kw_only=True):
     """Who computes rewards."""
 
-    scorer: ScorerName | None = None
-    """Executed: what a completion is scored by."""
+    scorer: str | None = None
+    """Executed: what a completion is scored by, where that is one scorer: as `scorer` of a `[[verifier.reward]]`."""
+    reward: tuple[RewardConfig, ...] = ()
+    """Executed: what a completion is scored by, where these are several scorers, or one with parameters."""
     workers: int = 1
     pool: str | None = None
     """Simulated: the pool whose GPUs score, such as a reward model's; CPUs beside the run where absent."""
@@ -205,9 +207,18 @@ class VerifierConfig(Section, frozen=True, kw_only=True):
     time: Duration = Duration(0.0)
     """Simulated seconds of one worker for one rollout."""
     time_limit: Duration = Duration(10.0)
-    """Executed: seconds after which a completion that its scorer still works on gets reward 0."""
+    """Executed: seconds after which a completion that a scorer still works on gets the least of its scores."""
     memory_limit: Size = Size(1e9)
     """Executed: most memory that scoring one completion may take, beside the scorer itself."""
+
+    @property
+    def rewards(self) -> tuple[RewardConfig, ...]:
+        """What a completion is scored by, in order; nothing where the run file does not say."""
+        return self.reward if self.scorer is None else (RewardConfig(scorer=self.scorer),)
+
+    def key(self, place: int) -> str:
+        """Return the key of the scorer at a place of `rewards`."""
+        return f"verifier.reward.{place}.scorer" if self.reward else "verifier.scorer"
 
     @property
     def num_gpus(self) -> int:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from streamrl.runfile.section import Section
 
+HUB = "hf://"
+"""What `workload.prompts` begins with that is a data set of the hub, and no path."""
 LengthsKind = Literal["histogram", "empirical", "groups", "trace"]
 RankerName = Literal["none", "oracle", "recall", "scores", "history", "recorded"]
 FreeRanker = Literal["none", "oracle", "recall"]
@@ -78,14 +82,76 @@ class RankerConfig(Section, frozen=True, kw_only=True):
     """Chance that a window in which nothing has changed counts as drift, whereupon it is fitted anew."""
 
 
+class TemplateConfig(Section, frozen=True, kw_only=True):
+    """A chat that prompts are put into: at most one system message, and one of the user.
+
+    Both are Jinja templates whose variables are the fields of the record: "{{ prompt }} Think step by step."
+    """
+
+    user: str
+    system: str | None = None
+
+
+class SourceConfig(Section, frozen=True, kw_only=True):
+    """One data set of a mixture; its keys are those of `[workload]` where there is one data set."""
+
+    prompts: str
+    name: str | None = None
+    """The "family" of its records, by which `[[verifier.reward]]` chooses, and rankers' tables group what has no task."""
+    weight: float = 1.0
+    """Its share of the groups, beside the weights of the others."""
+    subset: str | None = None
+    split: str | None = None
+    fields: dict[str, str] = msgspec.field(default_factory=dict)
+    template: TemplateConfig | None = None
+
+
 class WorkloadConfig(Section, frozen=True, kw_only=True):
     """What is generated: prompts for a real run, lengths for a simulated one."""
 
     prompts: str | None = None
-    """A JSONL file with a "prompt" on each line, and what `verifier.scorer` needs."""
+    """Records with a "prompt" and what their scorers read: a JSONL or Parquet file, a directory that
+    `datasets.save_to_disk` wrote, or "hf://NAME", a data set of the Hugging Face hub."""
+    subset: str | None = None
+    """Of a data set of the hub that has several configurations: which."""
+    split: str | None = None
+    """Of a data set: which split; where absent the only one."""
+    fields: dict[str, str] = msgspec.field(default_factory=dict)
+    """By the name of a field that the run reads (prompt, answer, task, tests, ...) the column that has it; dots lead into
+    nested ones. Fields that are not named here are columns of their own names."""
+    template: TemplateConfig | None = None
+    """What prompts are made of, where the data has none as the model is to see it."""
+    source: tuple[SourceConfig, ...] = ()
+    """Data sets to be mixed, in place of `prompts`."""
+    order: Literal["shuffled", "file"] = "shuffled"
+    """Of prompts: shuffled anew in every epoch by the run's seed, or as they stand in their file, in every epoch alike:
+    from easy to hard, if they stand so there."""
     max_prompt_tokens: int = 2048
     informative_share: float = 1.0
     """Simulated share of rollouts with a non-zero advantage; without a KL term a trainer skips the others."""
     lengths: LengthsConfig | None = None
     ranker: RankerConfig | None = None
     """What expects longer outputs of some prompts than of others, learns, and is watched; none where absent."""
+
+    @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        """The data sets that prompts come from, in order; nothing where the run file names none."""
+        if self.prompts is None:
+            return self.source
+        only = SourceConfig(
+            prompts=self.prompts,
+            subset=self.subset,
+            split=self.split,
+            fields=self.fields,
+            template=self.template,
+        )
+        return (only,)
+
+    @property
+    def source_weights(self) -> tuple[float, ...]:
+        """The weight of each data set, in order."""
+        return tuple(source.weight for source in self.sources)
+
+    def key(self, place: int) -> str:
+        """Return the key of the data set at a place of `sources`."""
+        return f"workload.source.{place}.prompts" if self.source else "workload.prompts"

@@ -11,11 +11,12 @@ import msgspec
 import tomli_w
 
 from streamrl.runfile.config import ExecuteConfig, Run
-from streamrl.runfile.paths import paths_of
+from streamrl.runfile.paths import paths_of, with_paths
 from streamrl.runfile.section import Section
 from streamrl.runfile.trainers import join_trainers
 from streamrl.runfile.units import Bandwidth, Duration, Size
 
+OUTPUT = "execute.output"
 UNITS: dict[type, str] = {Bandwidth: "B/s", Duration: "s", Size: "B"}
 
 
@@ -39,11 +40,11 @@ def write_run(
     if run.execute.output == os.path.normpath(base / ExecuteConfig().output):
         execute = msgspec.structs.replace(run.execute, output=ExecuteConfig().output)
         run = msgspec.structs.replace(run, execute=execute)
+    stated = list(stated)
+    run = _turned(run, path.parent, stated)
     table = _table(run)
     for key in stated:
         _state(table, run, key)
-    for key in paths_of(run):
-        _turn(table, key, path.parent)
     table = join_trainers(table)
     head = "".join(f"# {note}\n" for note in notes)
     path.write_text(f"{head}\n{tomli_w.dumps(table)}", encoding="utf-8")
@@ -92,9 +93,9 @@ def _value(value: Any) -> Any:
             return value
 
 
-def _turn(table: dict[str, Any], key: str, base: Path) -> None:
-    *parents, last = key.split(".")
-    for parent in parents:
-        table = table.get(parent, {})
-    if last in table:
-        table[last] = os.path.relpath(table[last], base)
+def _turned(run: Run, base: Path, stated: Iterable[str]) -> Run:
+    """Return the run with its paths as seen from `base`; a default that is not written stays."""
+    paths = paths_of(run)
+    if run.execute.output == ExecuteConfig().output and OUTPUT not in stated:
+        del paths[OUTPUT]
+    return with_paths(run, {key: os.path.relpath(path, base) for key, path in paths.items()})

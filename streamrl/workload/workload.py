@@ -16,7 +16,7 @@ from streamrl.runfile.errors import RunError
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.csv_rows import read_csv
 from streamrl.workload.drift import Drift
-from streamrl.workload.epochs import EpochOrder
+from streamrl.workload.epochs import PromptOrder, make_order
 from streamrl.workload.expectations import Expectations
 from streamrl.workload.ranker import load_ranker
 from streamrl.workload.recorded import Recorded
@@ -81,9 +81,9 @@ class SimulatedWorkload:
         self._max_tokens = run.rollout.max_tokens
         self._source = load_source(config)
         self._drift = Drift(run)
-        self._order: EpochOrder | None = None
+        self._order: PromptOrder | None = None
         if config.epochs and isinstance(self._source, Groups):
-            self._order = EpochOrder(run.seed, self._source.num_prompts)
+            self._order = make_order(run, [self._source.num_prompts])
         past = self._past if config.kind == "groups" else None
         self._ranker = load_ranker(config, self._population, past, run.seed)
         self._blocks = {0: self._sample(0)}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from streamrl.record.completions import SampledGroup, shortened
-from streamrl.record.run_lines import Line
+from streamrl.record.run_lines import OF_SCORER, Line
 from streamrl.report.page.parts import PageCell, PageSection, PageTable
 from streamrl.report.page.sources import RecordedRun
 from streamrl.report.pictures.drawing import Picture
@@ -90,16 +91,24 @@ def _section(name: str, run: RecordedRun) -> PageSection:
     return section
 
 
+def _rewards_panel(run: RecordedRun) -> Iterator[Panel]:
+    """Yield the panel of what each of several scorers gave, as many of them as curves can be told apart."""
+    named = {key: None for line in run.steps for key in line if key.startswith(OF_SCORER)}
+    keys = tuple((key, key.removeprefix(OF_SCORER)) for key in named)
+    for first in range(0, len(keys), len(COLOURS)):
+        yield Panel("What scorers gave", keys[first : first + len(COLOURS)], figure)
+
+
 def _pictures(name: str, run: RecordedRun) -> Iterator[Picture]:
     numbers = [line["step"] for line in run.steps]
-    for panel in PANELS:
+    for panel in (*PANELS[:1], *_rewards_panel(run), *PANELS[1:]):
         keys = [(key, label) for key, label in panel.keys if any(key in line for line in run.steps)]
         curves = [
             Curve(label, [float(line.get(key, float("nan"))) for line in run.steps], colour)
             for (key, label), colour in zip(keys, COLOURS, strict=False)
         ]
         if curves:
-            slug = panel.keys[0][0].replace("_", "-")
+            slug = re.sub(r"[^A-Za-z0-9]", "-", panel.keys[0][0])
             yield curves_picture(f"{name}-{slug}", panel.title, numbers, curves, panel.show)
 
 

@@ -16,6 +16,7 @@ from streamrl.report.page.sources import PlanMade, RecordedRun, Sources
 from streamrl.report.plan import Choice
 from streamrl.report.words import Team, rent_text, team_of, what_text
 from streamrl.runfile.config import Run
+from streamrl.runfile.prompt_checks import OF_ONE
 from streamrl.runfile.reading import encode_run
 from streamrl.runfile.sides import kind_name
 from streamrl.runfile.units import SECONDS_PER_HOUR
@@ -229,8 +230,12 @@ def _place_of(options: list[Option], run: RecordedRun) -> int | None:
 def _is_same(option: Option, found: Mapping[str, object]) -> bool:
     """Whether a simulation does what an option does, in any seed and whatever its prompts would be."""
     keys = {key: None for key in (*option.config, *found) if not is_aside(key)}
-    keys.pop("workload.prompts", None)
-    return all(option.config.get(key) == found.get(key) for key in keys)
+    return all(option.config.get(key) == found.get(key) for key in keys if not _is_data(key))
+
+
+def _is_data(key: str) -> bool:
+    """Whether a key says which prompts are asked, which a simulation does not read."""
+    return key.startswith(tuple(f"workload.{name}" for name in (*OF_ONE, "source")))
 
 
 def is_aside(key: str) -> bool:

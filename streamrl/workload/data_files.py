@@ -1,0 +1,145 @@
+"""The rows of a data set: of a JSONL or Parquet file, of a directory of `datasets`, or of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from streamrl.runfile.workload_config import HUB
+
+if TYPE_CHECKING:
+    from streamrl.runfile.workload_config import SourceConfig
+
+Row = dict[str, Any]
+"""What stands in one line or row, as JSON has it: dates as text, bytes in base 64."""
+
+PARQUET = (".parquet", ".pq")
+MOST_SAID = 300
+"""Characters of what a library says is wrong."""
+EXTRA = "pip install 'streamrl[data]'"
+
+
+def read_rows(source: SourceConfig, key: str) -> list[Row]:
+    """Read all rows of a data set, in order.
+
+    Args:
+        source: which.
+        key: of the run file that names it.
+
+    Raises:
+        ValueError: naming key, data set and row that is wrong, or the package that is missing.
+    """
+    path = Path(source.prompts)
+    is_on_hub = source.prompts.startswith(HUB)
+    if not is_on_hub and not path.is_dir():
+        _check_has_one_split(source, key)
+        rows = _of_parquet(path, key) if path.suffix in PARQUET else list(read_lines(path, key))
+    else:
+        rows = _of_data_set(source, key)
+    if not rows:
+        raise ValueError(f"{key}: {source.prompts} has no rows")
+    return rows
+
+
+def read_lines(path: Path, key: str = "") -> Iterator[Row]:
+    """Yield the objects of a JSONL file.
+
+    Raises:
+        ValueError: naming the file and line that is none.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig").rstrip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{key and f'{key}: '}{path} cannot be read: {error}") from None
+    if not text:
+        raise ValueError(f"{key and f'{key}: '}{path} has no lines")
+    for number, line in enumerate(text.split("\n"), start=1):
+        try:
+            row = json.loads(line)
+            json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair cannot be
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}:{number}: not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}:{number}: not a JSON object")
+        yield row
+
+
+def _check_has_one_split(source: SourceConfig, key: str) -> None:
+    """Refuse to choose a part of a file, which has none."""
+    for name in ("subset", "split"):
+        if (value := getattr(source, name)) is not None:
+            of = f"{key.removesuffix('prompts')}{name}"
+            raise ValueError(
+                f"{of} is of data sets in a directory or on the hub, got {value!r} of the file {source.prompts}"
+            )
+
+
+def _of_parquet(path: Path, key: str) -> list[Row]:
+    _check_installed("pyarrow", f"{key}: {path} is read")
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{key}: {path} cannot be read: {_line(error)}") from None
+    return _as_json(rows, str(path))
+
+
+def _of_data_set(source: SourceConfig, key: str) -> list[Row]:
+    _check_installed("datasets", f"{key}: {source.prompts} is read")
+    import datasets
+
+    try:
+        if source.prompts.startswith(HUB):
+            name = source.prompts.removeprefix(HUB)
+            found = datasets.load_dataset(name, source.subset, split=source.split)
+        else:
+            if source.subset is not None:
+                of = f"{key.removesuffix('prompts')}subset"
+                raise ValueError(f"{of} is of data sets on the hub, got {source.subset!r}")
+            found = datasets.load_from_disk(source.prompts)
+    except Exception as error:  # of the hub's client, of the network, of the file system
+        raise ValueError(f"{key}: {source.prompts} cannot be loaded: {_line(error)}") from None
+    if isinstance(found, datasets.DatasetDict):
+        found = found[_split(source, key, list(found))]
+    elif source.split is not None and not source.prompts.startswith(HUB):
+        of = f"{key.removesuffix('prompts')}split"
+        raise ValueError(f"{of}: {source.prompts} has no splits, got {source.split!r}")
+    return _as_json(found.to_list(), source.prompts)
+
+
+def _split(source: SourceConfig, key: str, names: list[str]) -> str:
+    """Return the split that is asked for, or the only one."""
+    of = f"{key.removesuffix('prompts')}split"
+    if source.split is None and len(names) == 1:
+        return names[0]
+    if source.split not in names:
+        raise ValueError(
+            f"{of} must be one of {', '.join(names)} of {source.prompts}, got {source.split!r}"
+        )
+    return source.split
+
+
+def _as_json(rows: list[Row], name: str) -> list[Row]:
+    """Return rows as JSON has them, which is how records travel to verifiers."""
+    try:
+        found: list[Row] = msgspec.to_builtins(rows)
+    except TypeError as error:
+        raise ValueError(f"{name}: has a column that no text can stand for: {error}") from None
+    return found
+
+
+def _check_installed(module: str, what: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise ValueError(f"{what} with {module}, which is not installed: {EXTRA}")
+
+
+def _line(error: Exception) -> str:
+    """Return what an error says on one line, and not all of much."""
+    return " ".join(str(error).split())[:MOST_SAID] or type(error).__name__

@@ -1,0 +1,145 @@
+"""The records of a run's prompts, from whatever data sets: the one way in which they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import StrictUndefined, Template, TemplateError
+from jinja2.sandbox import SandboxedEnvironment
+
+from streamrl.runfile.errors import shown
+from streamrl.runfile.workload_config import HUB, SourceConfig, TemplateConfig, WorkloadConfig
+from streamrl.workload.data_files import read_rows
+
+Record = dict[str, Any]
+"""A prompt with what completions to it are scored by: a row, with the run file's names for its columns."""
+
+MOST_EXPECTED = 10**9
+EXPECTED = "expected_tokens"  # of a record: the output tokens that a ranker expects of its rollouts
+FAMILY = "family"
+
+
+class PromptSource(NamedTuple):
+    """The records of one data set."""
+
+    key: str
+    """Of the run file, that names it."""
+    name: str
+    """Its path, or its name on the hub."""
+    records: list[Record]
+    is_templated: bool
+    """Whether its prompts are chats that the run file makes."""
+
+    def line(self, index: int) -> str:
+        """Return what errors call a record: the file, and the line from 1."""
+        return f"{self.name}:{index + 1}"
+
+
+def read_sources(workload: WorkloadConfig) -> list[PromptSource]:
+    """Read all data sets of a run; `ValueError` names the file, the line and the field that is wrong."""
+    numbered = enumerate(workload.sources)
+    return [read_source(source, workload.key(place)) for place, source in numbered]
+
+
+def read_source(source: SourceConfig, key: str = "workload.prompts") -> PromptSource:
+    """Read one data set, which the run file names by `key`; see `read_sources` for the errors."""
+    rows = read_rows(source, key)
+    fill = None if source.template is None else _compiled(source.template, key)
+    records = []
+    for number, row in enumerate(rows, start=1):
+        line = f"{source.prompts}:{number}"
+        record = _renamed(row, source.fields, line)
+        if fill is not None:
+            record["prompt"] = fill(record, line)
+        _check(record, line)
+        if source.name is not None:
+            record[FAMILY] = source.name
+        records.append(record)
+    return PromptSource(key, source.prompts, records, fill is not None)
+
+
+def family_of(record: Mapping[str, object], source: SourceConfig) -> str:
+    """Return the family that tables of rankers count a prompt to: its task, its family, or its data set."""
+    name = source.prompts.removeprefix(HUB) if source.prompts.startswith(HUB) else None
+    return str(record.get("task", record.get(FAMILY, name or Path(source.prompts).stem)))
+
+
+def _renamed(row: Record, fields: Mapping[str, str], line: str) -> Record:
+    """Return a row with the fields that columns are named for; the columns stay."""
+    return {**row, **{name: _value(row, column, line, name) for name, column in fields.items()}}
+
+
+def _value(row: Record, column: str, line: str, name: str) -> object:
+    if column in row:
+        return row[column]
+    place: object = row
+    for part in column.split("."):
+        if not isinstance(place, dict) or part not in place:
+            raise ValueError(f"{line}: has no {column!r}, which fields.{name} names")
+        place = place[part]
+    return place
+
+
+def _check(record: Record, line: str) -> None:
+    prompt = record.get("prompt")
+    if not isinstance(prompt, str) and not _is_chat(prompt):
+        raise ValueError(f'{line}: needs a "prompt": a text, or a list of chat messages')
+    expected = record.get(EXPECTED, 1)
+    is_number = isinstance(expected, int | float) and not isinstance(expected, bool)
+    if not is_number or not 1 <= expected <= MOST_EXPECTED:
+        raise ValueError(
+            f"{line}: {EXPECTED} must be from 1 to {MOST_EXPECTED:.0e}, got {shown(expected)}"
+        )
+
+
+def _is_chat(prompt: object) -> bool:
+    """Whether a prompt is a list of chat messages."""
+    return (
+        isinstance(prompt, list)
+        and bool(prompt)
+        and all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in prompt)
+    )
+
+
+# Templates ----------------------------------------------------------------------------------------
+
+
+def _compiled(template: TemplateConfig, key: str) -> Callable[[Record, str], list[Record]]:
+    """Return what makes chat messages of a record, and takes the line for errors."""
+    environment = SandboxedEnvironment(undefined=StrictUndefined, finalize=_written)
+    messages: list[tuple[str, Template]] = []
+    for role, text in (("system", template.system), ("user", template.user)):
+        try:
+            if text is not None:
+                messages.append((role, environment.from_string(text)))
+        except TemplateError as error:
+            where = f"{key.removesuffix('prompts')}template.{role}"
+            raise ValueError(f"{where} is no Jinja template: {error}, got {shown(text)}") from None
+
+    def fill(record: Record, line: str) -> list[Record]:
+        return [
+            {"role": role, "content": _rendered(made, record, line, role)}
+            for role, made in messages
+        ]
+
+    return fill
+
+
+def _rendered(template: Template, record: Record, line: str, role: str) -> str:
+    try:
+        return template.render(record)
+    except Exception as error:  # whatever its expressions raise: TypeError, ZeroDivisionError, ...
+        raise ValueError(f"{line}: template.{role} cannot be filled in: {error}") from None
+
+
+def _written(value: object) -> object:
+    """Return a value that stands in a text as it is.
+
+    Raises:
+        TypeError: it is none, such as a list of messages.
+    """
+    if isinstance(value, str | int | float | StrictUndefined):
+        return value
+    raise TypeError(f"a text or a number is wanted, got {shown(value)}")
