@@ -328,7 +328,7 @@ class InstantLauncher:
         self._directory = directory
         self._config: Config = {"num_tokens": num_tokens}
 
-    async def replica(self, replica_id: int, model: str) -> Handle:
+    async def replica(self, replica_id: int, kind: int, model: str) -> Handle:
         """Start a replica."""
         return await self._start("InstantReplica", f"{replica_id}.log")
 
