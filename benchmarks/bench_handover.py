@@ -336,6 +336,9 @@ class InstantLauncher:
         """Start the trainer."""
         return await self._start("InstantTrainer", "trainer.log")
 
+    def free(self, replica_id: int) -> None:
+        """A replica had no GPU."""
+
     async def _start(self, name: str, log: str) -> Handle:
         role = f"benchmarks.bench_handover:{name}"
         return await LocalProcess.start(role, self._config, self._directory.logs / log, {})
