@@ -337,7 +337,11 @@ class InstantLauncher:
         return await self._start("InstantTrainer", "trainer.log")
 
     def free(self, replica_id: int) -> None:
-        """A replica had no GPU."""
+        """Do nothing: a replica had no GPU."""
+
+    def place_of(self, replica_id: int) -> str:
+        """Return where every replica loads weights."""
+        return "here"
 
     async def _start(self, name: str, log: str) -> Handle:
         role = f"benchmarks.bench_handover:{name}"
