@@ -11,10 +11,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from sim.costs.costs import Costs
 from streamrl.hardware.config_json import read_config_json
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.cluster_config import ModelConfig
+from streamrl.runfile.errors import RunError
+from tests.runs import small_run
 
 DENSE = {
     "hidden_size": 48,
@@ -106,6 +109,32 @@ def test_a_published_config_counts_as_the_one_that_transformers_saves(tmp_path: 
     AutoConfig.for_model("qwen3_moe", **QWEN3_MOE).save_pretrained(tmp_path)
     assert "num_local_experts" in (tmp_path / "config.json").read_text()
     assert read_config_json(tmp_path / "config.json") == published
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({"model_type": "mistral"}, 4096),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "mistral", "sliding_window": 512}, 512),
+        ({"model_type": "qwen2", "sliding_window": 512}, None),
+        ({"model_type": "qwen2", "sliding_window": 512, "use_sliding_window": True}, 512),
+        ({"model_type": "llama", "sliding_window": 512}, None),
+    ],
+)
+def test_a_sliding_window_is_read_where_the_type_has_one(
+    changes: dict[str, Any], window: int | None, tmp_path: Path
+) -> None:
+    assert read(tmp_path, {**DENSE, **changes}).sliding_window == window
+
+
+def test_rollouts_that_outgrow_a_sliding_window_have_no_costs(tmp_path: Path) -> None:
+    read(tmp_path, {**DENSE, "model_type": "mistral", "sliding_window": 2500})
+    model = {"path": str(tmp_path)}
+    fits = {"model": model, "rollout.max_tokens": 452}
+    Costs.load(small_run(fits))
+    with pytest.raises(RunError, match=r"sliding_window of 2500 tokens .* than the 2501 of"):
+        Costs.load(small_run({**fits, "rollout.max_tokens": 453}))
 
 
 # Closed form ---------------------------------------------------------------------------------------

@@ -79,6 +79,7 @@ class Costs(TrainerCosts):
             return _with_others(run)
         _check_backend(run)
         check_profiles(run)
+        _check_attention(run)
         check_memory(run)
         check_host_memory(run)
         check_sync_buffer(run)
@@ -191,6 +192,20 @@ def _check_backend(run: Run) -> None:
             )
         case _:
             assert_never(run.rollout.backend)
+
+
+def _check_attention(run: Run) -> None:
+    """Raise `RunError` where operators would be counted whose attention ends at a window that rollouts outgrow."""
+    window, longest = load_model(run.model).sliding_window, longest_sequence(run)
+    if run.costs.profile is None and window is not None and longest > window:
+        raise RunError(
+            "rollout.max_tokens",
+            run.rollout.max_tokens,
+            None,
+            f"the model's sliding_window of {window} tokens is shorter than the {longest} of rollout.max_tokens and "
+            "workload.max_prompt_tokens: no costs of such attention are known",
+            ("workload.max_prompt_tokens", "model.path"),
+        )
 
 
 def _with_machine(costs: Costs, machine: MachineCosts) -> Costs:

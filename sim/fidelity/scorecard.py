@@ -18,7 +18,7 @@ TITLES = {
     "steps": "Steps of RL: stages of published runs",
 }
 LIMITS = (
-    "sliding-window, linear and state-space attention, vision towers: no costs; a config.json of them is refused",
+    "linear and state-space attention, vision towers, rollouts that outgrow a sliding window: no costs; refused",
     "training in 8 bits, LoRA adapters' training, context parallelism, optimizers on the host: not modelled; published "
     "rows of them are left out",
     "FP8 rollouts: composed of 8-bit tables, and too fast by a third at small batches (the rows above)",

@@ -11,6 +11,9 @@ from streamrl.runfile.errors import RunError, shown
 MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe", "deepseek_v3")
 """The `model_type`s that are known; keys and defaults are those of their config classes in transformers."""
 
+WINDOW = 4096
+"""Of a sliding window whose size is not named."""
+
 
 def read_config_json(path: Path) -> ModelShape:
     """Read a model's shape from the config.json of a Hugging Face directory.
@@ -63,6 +66,19 @@ def _read_shape(table: dict[str, object], path: Path) -> ModelShape:
         has_qk_norm=kind in ("qwen3", "qwen3_moe"),
         experts=_read_experts(table),
         latent=latent,
+        sliding_window=_sliding_window(table),
+    )
+
+
+def _sliding_window(table: dict[str, object]) -> int | None:
+    """Mistral and Mixtral have the window that they name, and Mistral one by default; Qwen where it is switched on."""
+    default = WINDOW if table["model_type"] != "mixtral" else None
+    window = table.get("sliding_window", default)
+    has_window = table["model_type"] in ("mistral", "mixtral") or _flag(table, "use_sliding_window")
+    return (
+        None
+        if window is None or not has_window
+        else _count({"sliding_window": window}, "sliding_window")
     )
 
 

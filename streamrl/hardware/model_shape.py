@@ -84,6 +84,8 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
     """One RMS norm over the channels of a query head and one over those of a key head (Qwen3)."""
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    sliding_window: int | None = None
+    """Tokens that layers look back at most, some or all of them; None where all look back at everything."""
 
     def __post_init__(self) -> None:
         check_positive(self)
