@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sim.costs.costs import Costs
 from streamrl.hardware.config_json import read_config_json
 from streamrl.hardware.model_shape import ModelShape
+from streamrl.hardware.nearest_type import OPTIONAL, SHAPE_KEYS
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.errors import RunError
@@ -109,6 +110,33 @@ def test_a_published_config_counts_as_the_one_that_transformers_saves(tmp_path: 
     AutoConfig.for_model("qwen3_moe", **QWEN3_MOE).save_pretrained(tmp_path)
     assert "num_local_experts" in (tmp_path / "config.json").read_text()
     assert read_config_json(tmp_path / "config.json") == published
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("gpt_oss", "the nearest is mixtral, which would ignore layer_types"),
+        ("olmo2", "the nearest is qwen2"),
+        (
+            "glm4_moe",
+            "the nearest is deepseek_v3, which needs kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, "
+            "v_head_dim and would ignore num_nextn_predict_layers",
+        ),
+    ],
+)
+def test_of_an_unknown_type_the_nearest_is_named_and_what_it_would_leave_out(
+    kind: str, says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RunError) as error:
+        read(tmp_path, AutoConfig.for_model(kind).to_dict())
+    assert str(error.value).endswith(f"; {says}")
+
+
+def test_keys_of_shape_are_those_of_the_config_classes() -> None:
+    for kind, keys in SHAPE_KEYS.items():
+        saved = AutoConfig.for_model(kind)
+        missing = {key for key in keys if not hasattr(saved, key)}
+        assert missing <= OPTIONAL, kind
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 from streamrl.hardware.model_shape import Experts, LatentAttention, ModelShape
+from streamrl.hardware.nearest_type import SHAPE_KEYS, tell_nearest
 from streamrl.runfile.errors import RunError, shown
 
-MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen3_moe", "deepseek_v3")
+MODEL_TYPES = tuple(SHAPE_KEYS)
 """The `model_type`s that are known; keys and defaults are those of their config classes in transformers."""
 
 WINDOW = 4096
@@ -41,7 +42,8 @@ def _wrong(path: Path, text: str) -> RunError:
 def _read_shape(table: dict[str, object], path: Path) -> ModelShape:
     kind = table.get("model_type")
     if kind not in MODEL_TYPES:
-        raise ValueError(f"model_type {kind!r} is none of {', '.join(MODEL_TYPES)}")
+        known = ", ".join(MODEL_TYPES)
+        raise ValueError(f"model_type {kind!r} is none of {known}; {tell_nearest(table)}")
     for key in ("attention_bias", "mlp_bias"):
         if _flag(table, key):
             raise ValueError(f"{key} = true is not known for {kind}")
