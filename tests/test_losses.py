@@ -45,7 +45,7 @@ def test_token_logprobs_are_the_log_softmax_at_the_temperature() -> None:
 
 def test_on_policy_every_correction_has_the_policy_gradient() -> None:
     for correction in losses.CORRECTIONS:
-        tokens = make_tokens([0.0] * 6)
+        tokens = make_tokens([0.0] * 6, [1.0] * 3 + [-0.5] * 3)
         torch.testing.assert_close(gradient(tokens, correction), -tokens.advantages)
 
 
@@ -162,3 +162,87 @@ def test_equal_rewards_have_advantages_of_exactly_zero(reward: float, size: int,
 def test_an_algorithm_with_a_critic_has_no_advantages_of_rewards_alone() -> None:
     with pytest.raises(ValueError, match=r"algorithm.name 'ppo' needs a critic"):
         advantages("ppo", [1.0])
+
+
+# Later methods -------------------------------------------------------------------------------------
+
+
+def test_gspo_clips_the_geometric_mean_of_a_rollouts_ratios() -> None:
+    """Of the first rollout the mean ratio is (2 * 0.5 * 1.331)^(1/3) = 1.1, of the second (1.2 * 1.2 * 1.2)^(1/3)."""
+    ratios = [2.0, 0.5, 1.331, 1.2, 1.2, 1.2]
+    tokens = make_tokens([math.log(r) for r in ratios], [1.0] * 3 + [2.0] * 3)
+    loss = losses.policy_losses(tokens, "gspo", clip=0.1, clip_high=0.15, cap=CAP)
+    torch.testing.assert_close(loss, torch.tensor([-1.1, -1.1, -1.1, -2.3, -2.3, -2.3]))
+    (found,) = torch.autograd.grad(loss.sum(), tokens.logprobs)
+    torch.testing.assert_close(found, torch.tensor([-1.1, -1.1, -1.1, 0.0, 0.0, 0.0]))
+    sums = losses.diagnostic_sums(tokens, "gspo", clip=0.1, clip_high=0.15, cap=CAP)
+    assert losses.diagnostics(sums)["clip_fraction"] == 0.5
+
+
+def test_topr_tapers_what_is_bad_and_leaves_what_is_good() -> None:
+    """Products of ratios are 6 and 1/8 of the good rollout and the bad one; then 1/8 and 6."""
+    good_first = [1.0] * 3 + [-1.0] * 3
+    for ratios, weights, share in (
+        ([2.0, 3.0, 1.0, 0.5, 0.5, 0.5], [1.0, 1.0, 1.0, 0.125, 0.125, 0.125], 0.0),
+        ([0.5, 0.5, 0.5, 2.0, 3.0, 1.0], [1.0] * 6, 0.5),
+    ):
+        tokens = make_tokens([math.log(r) for r in ratios], good_first)
+        found = losses.correction_weights(tokens, "topr", CAP)
+        torch.testing.assert_close(found, torch.tensor(weights))
+        expected = -torch.tensor(weights) * tokens.advantages
+        torch.testing.assert_close(gradient(tokens, "topr"), expected)
+        sums = losses.diagnostic_sums(tokens, "topr", clip=CLIP, cap=CAP)
+        assert losses.diagnostics(sums)["truncated_fraction"] == share
+
+
+def test_clip_higher_lets_good_tokens_grow_further() -> None:
+    tokens = make_tokens([math.log(1.25), math.log(1.35), math.log(0.75), math.log(0.9)], [1.0] * 4)
+    narrow = losses.policy_losses(tokens, "none", clip=0.2, cap=CAP)
+    wide = losses.policy_losses(tokens, "none", clip=0.2, clip_high=0.3, cap=CAP)
+    torch.testing.assert_close(narrow, torch.tensor([-1.2, -1.2, -0.75, -0.9]))
+    torch.testing.assert_close(wide, torch.tensor([-1.25, -1.3, -0.75, -0.9]))
+
+
+def test_token_tis_with_a_cap_of_1_and_its_upper_clip_is_cispo() -> None:
+    """CISPO's loss is -sg(min(ratio, 1 + high)) * A * log-probability: its gradient at ratios 1.1 and 1.5, high 0.28."""
+    tokens = make_tokens([math.log(1.1), math.log(1.5)], [2.0, -1.0])
+    loss = losses.policy_losses(tokens, "token-tis", clip=CLIP, cap=1.28).sum()
+    (found,) = torch.autograd.grad(loss, tokens.logprobs)
+    torch.testing.assert_close(found, torch.tensor([-2.2, 1.28]))
+
+
+def test_estimates_of_the_kl_at_a_token() -> None:
+    """At log-ratios of 0.1 and -0.2: k1 is the log-ratio, k2 half its square, k3 exp(-it) - 1 + it."""
+    policy = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-1.1, -1.8], dtype=torch.float64)
+    expected = {
+        "k1": ([0.1, -0.2], [1.0, 1.0]),
+        "k2": ([0.005, 0.02], [0.1, -0.2]),
+        "k3": ([0.00483742, 0.02140276], [0.09516258, -0.22140276]),
+    }
+    for estimator, (values, slopes) in expected.items():
+        found = losses.kl_losses(policy, reference, estimator)
+        torch.testing.assert_close(
+            found, torch.tensor(values, dtype=torch.float64), atol=1e-8, rtol=0
+        )
+        (slope,) = torch.autograd.grad(found.sum(), policy)
+        torch.testing.assert_close(
+            slope, torch.tensor(slopes, dtype=torch.float64), atol=1e-8, rtol=0
+        )
+
+
+@pytest.mark.parametrize("correction", losses.CORRECTIONS)
+def test_rollouts_in_one_pass_or_in_two_have_the_same_gradient(correction: str) -> None:
+    ratios = [0.3, 1.7, 1.1, 0.8, 2.5, 1.0]
+    together = make_tokens([math.log(r) for r in ratios], [1.0] * 3 + [-0.5] * 3)
+    whole = gradient(together, correction)
+    for number in (0, 1):
+        own = together.rollouts == number
+        alone = losses.Tokens(
+            logprobs=together.logprobs.detach()[own].requires_grad_(),
+            behaviour=together.behaviour[own],
+            advantages=together.advantages[own],
+            rollouts=torch.zeros(3, dtype=torch.int64),
+            proximal=None if together.proximal is None else together.proximal[own],
+        )
+        torch.testing.assert_close(gradient(alone, correction), whole[own])

@@ -527,7 +527,7 @@ def test_a_step_waits_for_the_push_before_it_and_a_push_for_the_step(
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("correction", "vtrace"), ("loss_mean", "sum"), ("temperature", 0.0), ("tis_cap", 0.5)],
+    [("correction", "vtrace"), ("loss_mean", "sum"), ("temperature", 0.0), ("correction_cap", 0.5)],
 )
 def test_a_config_out_of_range_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{field} must be .*{value}"):

@@ -215,11 +215,13 @@ class Learner:
         proximal = torch.cat([s["proximal"] for s in scored]) if "proximal" in scored[0] else None
         logprobs = self._logprobs(self.backend.model, sequences)
         tokens = losses.flatten_sequences(sequences, logprobs, proximal)
-        bounds = {"clip": config.clip, "cap": config.tis_cap}
+        bounds = {"clip": config.clip, "clip_high": config.clip_high or config.clip}
+        bounds["cap"] = config.correction_cap
         per_token = losses.policy_losses(tokens, config.correction, **bounds)
         if "reference" in scored[0]:
             reference = torch.cat([s["reference"] for s in scored])
-            per_token = per_token + config.kl_coefficient * losses.k3(reference, logprobs)
+            penalty = losses.kl_losses(logprobs, reference, config.kl_estimator)
+            per_token = per_token + config.kl_coefficient * penalty
         shares = [1.0 if config.loss_mean == "token" else 1 / s.num_trained for s in sequences]
         loss = (per_token * torch.tensor(shares, device=config.device)[tokens.rollouts]).sum()
         self.backend.backward(loss)

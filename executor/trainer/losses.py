@@ -4,18 +4,21 @@ Tensors are flat, `[n]`: the output tokens of several rollouts one after the oth
 policy sampled are there; what others put between them, such as a tool's answer, is context of the forward pass.
 All corrections are one formula: PPO (arXiv 1707.06347) with the third policy of decoupled PPO.
 
-    loss = -w * min(r * A, clip(r, 1 - clip, 1 + clip) * A)     r = policy / proximal
+    loss = -w * min(r * A, clip(r, 1 - clip, 1 + clip_high) * A)     r = policy / proximal
 
-| correction | proximal policy        | w, from k = proximal / behaviour        | source           |
-|------------|------------------------|-----------------------------------------|------------------|
-| none       | the behaviour policy   | 1                                       | PPO              |
-| token-tis  | the policy itself      | min(k, cap)                             | Yao et al. 2025  |
-| seq-tis    | the policy itself      | min(product of k over the rollout, cap) | Yao et al. 2025  |
-| icepop     | the policy itself      | k where 1/cap <= k <= cap, else 0       | arXiv 2510.18855 |
-| decoupled  | that of the score pass | min(k, cap)                             | arXiv 2110.00641 |
+| correction | proximal policy        | w, from k = proximal / behaviour            | source           |
+|------------|------------------------|---------------------------------------------|------------------|
+| none       | the behaviour policy   | 1                                           | PPO              |
+| gspo       | the behaviour policy   | 1; r is the geometric mean over the rollout | arXiv 2507.18071 |
+| token-tis  | the policy itself      | min(k, cap)                                 | Yao et al. 2025  |
+| seq-tis    | the policy itself      | min(product of k over the rollout, cap)     | Yao et al. 2025  |
+| icepop     | the policy itself      | k where 1/cap <= k <= cap, else 0           | arXiv 2510.18855 |
+| topr       | the policy itself      | 1 where A >= 0, else min(product of k, 1)   | arXiv 2503.14286 |
+| decoupled  | that of the score pass | min(k, cap)                                 | arXiv 2110.00641 |
 
 Where the proximal policy is the policy itself, r is 1 and its gradient that of the log-probability:
-the importance-weighted policy gradient, exact as long as a batch is trained on in one step.
+the importance-weighted policy gradient, exact as long as a batch is trained on in one step. CISPO (arXiv 2506.13585)
+is token-tis with a cap of 1 + its upper clip; DAPO's clip-higher (arXiv 2503.14476) is a `clip_high` above `clip`.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import numpy as np
 import torch
 
 from executor.trainer.sequences import TokenSequence
-from streamrl.runfile.algorithm_config import CorrectionName
+from streamrl.runfile.algorithm_config import CorrectionName, KlEstimator
 
 CORRECTIONS: tuple[CorrectionName, ...] = get_args(CorrectionName)
 MAX_LOG_RATIO = 20.0
@@ -78,12 +81,17 @@ def flatten_sequences(
 
 
 def policy_losses(
-    tokens: Tokens, correction: CorrectionName, *, clip: float, cap: float
+    tokens: Tokens,
+    correction: CorrectionName,
+    *,
+    clip: float,
+    cap: float,
+    clip_high: float | None = None,
 ) -> torch.Tensor:
-    """Return the loss of every token, [n], by the formula and table of this module."""
+    """Return the loss of every token, [n], by the formula and table of this module; without `clip_high` it is `clip`."""
     weights = correction_weights(tokens, correction, cap)
-    ratios = _ratios(tokens.logprobs, proximal_logprobs(tokens, correction))
-    clipped = ratios.clamp(1 - clip, 1 + clip)
+    ratios = _policy_ratios(tokens, correction)
+    clipped = ratios.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
     return -weights * torch.minimum(ratios * tokens.advantages, clipped * tokens.advantages)
 
 
@@ -93,9 +101,9 @@ def proximal_logprobs(tokens: Tokens, correction: CorrectionName) -> torch.Tenso
     Raises ValueError where `decoupled` has no score pass.
     """
     match correction:
-        case "none":
+        case "none" | "gspo":
             return tokens.behaviour
-        case "token-tis" | "seq-tis" | "icepop":
+        case "token-tis" | "seq-tis" | "icepop" | "topr":
             return tokens.logprobs.detach()
         case "decoupled":
             if tokens.proximal is None:
@@ -109,8 +117,10 @@ def correction_weights(tokens: Tokens, correction: CorrectionName, cap: float) -
     """Return the importance weight w of every token, [n], without gradient."""
     ratios = _raw_weights(tokens, correction)
     match correction:
-        case "none":
+        case "none" | "gspo":
             return ratios
+        case "topr":
+            return torch.where(tokens.advantages >= 0, 1.0, ratios.clamp(max=1.0))
         case "icepop":
             return torch.where((ratios >= 1 / cap) & (ratios <= cap), ratios, 0.0)
         case "token-tis" | "seq-tis" | "decoupled":
@@ -137,6 +147,29 @@ def k3(logprobs: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
+def k2(logprobs: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+    """Return half the squared log-ratio at each token, in nats: the estimate whose gradient is that of the KL.
+
+    For a policy that is pulled towards another on its own samples (Schulman 2020; its gradient: arXiv 2506.09477).
+    """
+    return (logprobs - sampled).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).square() / 2
+
+
+def kl_losses(
+    logprobs: torch.Tensor, reference: torch.Tensor, estimator: KlEstimator
+) -> torch.Tensor:
+    """Return the KL term against a reference policy at each token, [n], with gradient."""
+    match estimator:
+        case "k1":
+            return k1(reference, logprobs)
+        case "k2":
+            return k2(logprobs, reference)
+        case "k3":
+            return k3(reference, logprobs)
+        case _:
+            assert_never(estimator)
+
+
 SUMS = (
     *("evaluated", "ratio", "ratio_squared", "clipped", "truncated"),
     *("entropy", "gap", "k1", "k3"),
@@ -145,7 +178,12 @@ SUMS = (
 
 
 def diagnostic_sums(
-    tokens: Tokens, correction: CorrectionName, *, clip: float, cap: float
+    tokens: Tokens,
+    correction: CorrectionName,
+    *,
+    clip: float,
+    cap: float,
+    clip_high: float | None = None,
 ) -> dict[str, float]:
     """Return sums that add up over micro-batches, for `diagnostics` to turn into means."""
     with torch.no_grad():
@@ -155,7 +193,9 @@ def diagnostic_sums(
         sums = {
             "ratio": ratios,
             "ratio_squared": ratios.square(),
-            "clipped": _clip_binds(tokens, correction, clip),
+            "clipped": _clip_binds(
+                tokens, correction, clip, clip if clip_high is None else clip_high
+            ),
             "truncated": raw != correction_weights(tokens, correction, cap),
             "entropy": -policy,
             "gap": (policy - behaviour).abs(),
@@ -215,18 +255,36 @@ def _ratios(logprobs: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     return (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
+def _policy_ratios(tokens: Tokens, correction: CorrectionName) -> torch.Tensor:
+    """Return r of every token, [n], with gradient."""
+    proximal = proximal_logprobs(tokens, correction)
+    if correction != "gspo":
+        return _ratios(tokens.logprobs, proximal)
+    log_ratio = tokens.logprobs - proximal
+    lengths = _of_rollouts(torch.ones_like(log_ratio), tokens.rollouts)
+    return _ratios(_of_rollouts(log_ratio, tokens.rollouts) / lengths, torch.zeros_like(log_ratio))
+
+
+def _of_rollouts(values: torch.Tensor, rollouts: torch.Tensor) -> torch.Tensor:
+    """Return at each token, [n], the sum over its rollout."""
+    num = int(rollouts.max()) + 1 if len(rollouts) else 0
+    return values.new_zeros(num).index_add(0, rollouts, values)[rollouts]
+
+
 def _raw_weights(tokens: Tokens, correction: CorrectionName) -> torch.Tensor:
     """Return the importance weights before any cap or mask."""
     log_ratio = (proximal_logprobs(tokens, correction) - tokens.behaviour).detach()
-    if correction == "seq-tis":
-        rollouts = int(tokens.rollouts.max()) + 1 if len(tokens.rollouts) else 0
-        sums = log_ratio.new_zeros(rollouts).index_add(0, tokens.rollouts, log_ratio)
-        log_ratio = sums[tokens.rollouts]
+    if correction in ("seq-tis", "topr"):
+        log_ratio = _of_rollouts(log_ratio, tokens.rollouts)
+    if correction == "topr":
+        log_ratio = torch.where(tokens.advantages >= 0, 0.0, log_ratio)
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _clip_binds(tokens: Tokens, correction: CorrectionName, clip: float) -> torch.Tensor:
-    ratios = _ratios(tokens.logprobs, proximal_logprobs(tokens, correction))
-    above = (ratios > 1 + clip) & (tokens.advantages > 0)
+def _clip_binds(
+    tokens: Tokens, correction: CorrectionName, clip: float, clip_high: float
+) -> torch.Tensor:
+    ratios = _policy_ratios(tokens, correction)
+    above = (ratios > 1 + clip_high) & (tokens.advantages > 0)
     below = (ratios < 1 - clip) & (tokens.advantages < 0)
     return above | below

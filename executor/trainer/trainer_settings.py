@@ -8,12 +8,13 @@ import msgspec
 import torch
 
 from executor.trainer import losses
-from streamrl.runfile.algorithm_config import CorrectionName, LossMean
+from streamrl.runfile.algorithm_config import CorrectionName, KlEstimator, LossMean
 from streamrl.runfile.sides_config import Packing, TrainerBackend
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CHOICES = {
     "correction": losses.CORRECTIONS,
+    "kl_estimator": get_args(KlEstimator),
     "loss_mean": get_args(LossMean),
     "packing": get_args(Packing),
     "dtype": tuple(DTYPES),
@@ -32,12 +33,14 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """That rollouts are sampled at; log-probabilities are taken at it."""
     correction: CorrectionName
     """See the table of `executor.trainer.losses`."""
+    correction_cap: float = 2.0
+    """Largest importance weight; icepop masks outside [1/correction_cap, correction_cap]."""
     clip: float = 0.2
-    """PPO clip range of the ratio, to both sides of 1."""
-    tis_cap: float = 2.0
-    """Largest importance weight; icepop masks outside [1/tis_cap, tis_cap]."""
+    """PPO clip range of the ratio, below 1, and above it where `clip_high` is absent."""
+    clip_high: float | None = None
     kl_coefficient: float = 0.0
-    """Weight of k3 against the initial weights; above 0 the trainer holds a second model."""
+    """Weight of the KL term against the initial weights; above 0 the trainer holds a second model."""
+    kl_estimator: KlEstimator = "k3"
     loss_mean: LossMean = "token"
     """token: mean over all output tokens that the policy sampled; rollout: mean over rollouts of their token means."""
     max_grad_norm: float = 1.0
@@ -74,5 +77,5 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{field} must be above 0, got {getattr(self, field)}")
         if not 0 <= self.rank < self.num_ranks:
             raise ValueError(f"rank must be below num_ranks={self.num_ranks}, got {self.rank}")
-        if not self.tis_cap >= 1:
-            raise ValueError(f"tis_cap must be at least 1, got {self.tis_cap}")
+        if not self.correction_cap >= 1:
+            raise ValueError(f"correction_cap must be at least 1, got {self.correction_cap}")

@@ -7,7 +7,8 @@ from typing import Literal, assert_never
 from streamrl.runfile.section import Section
 
 AlgorithmName = Literal["grpo", "dr-grpo", "rloo", "reinforce++", "ppo"]
-CorrectionName = Literal["none", "token-tis", "seq-tis", "icepop", "decoupled"]
+CorrectionName = Literal["none", "token-tis", "seq-tis", "icepop", "decoupled", "gspo", "topr"]
+KlEstimator = Literal["k1", "k2", "k3"]
 LossMean = Literal["token", "rollout"]
 
 
@@ -26,9 +27,16 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     old_log_probs: Literal["engine", "trainer"] = "engine"
     """Log-probabilities that the loss compares with: the inference engine's, or (simulated) those of a forward pass
     of the trainer before it changes the weights, as most frameworks make."""
+    correction_cap: float = 2.0
+    """Largest importance weight of token-tis, seq-tis and decoupled; icepop leaves out tokens beyond it or its inverse."""
     clip: float = 0.2
+    """How far below 1 the policy's ratio counts, and above 1 where `clip_high` is absent."""
+    clip_high: float | None = None
+    """How far above 1 it counts (DAPO's clip-higher; 0.28 there)."""
     kl_coefficient: float = 0.0
     """Weight of the KL term against the initial policy; above 0 a reference model runs."""
+    kl_estimator: KlEstimator = "k3"
+    """What the KL term is at each token: k1 (whose gradient is 0 on average, on fresh rollouts), k2 or k3 (GRPO's)."""
     loss_mean: LossMean = "token"
     max_grad_norm: float = 1.0
 

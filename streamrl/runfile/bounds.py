@@ -52,7 +52,9 @@ MOST_FAILURES = 10**7
 MOST_FAULTS = 1000
 OF_LOSSES = {
     "learning_rate": Bounds(0),
+    "correction_cap": Bounds(1),
     "clip": POSITIVE,
+    "clip_high": POSITIVE,
     "kl_coefficient": Bounds(0),
     "max_grad_norm": POSITIVE,
 }

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from streamrl.runfile.algorithm_config import AlgorithmName, CorrectionName, LossMean
+from streamrl.runfile.algorithm_config import AlgorithmName, CorrectionName, KlEstimator, LossMean
 from streamrl.runfile.policies_config import SyncMode
 from streamrl.runfile.reward_config import RewardConfig
 from streamrl.runfile.section import Section
@@ -172,8 +172,11 @@ class AlgorithmChanges(Section, frozen=True, kw_only=True):
     prompts_per_step: int | None = None
     learning_rate: float | None = None
     correction: CorrectionName | None = None
+    correction_cap: float | None = None
     clip: float | None = None
+    clip_high: float | None = None
     kl_coefficient: float | None = None
+    kl_estimator: KlEstimator | None = None
     loss_mean: LossMean | None = None
     max_grad_norm: float | None = None
 
