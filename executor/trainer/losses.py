@@ -120,7 +120,7 @@ def correction_weights(tokens: Tokens, correction: CorrectionName, cap: float) -
         case "none" | "gspo":
             return ratios
         case "topr":
-            return torch.where(tokens.advantages >= 0, 1.0, ratios.clamp(max=1.0))
+            return ratios.clamp(max=1.0)
         case "icepop":
             return torch.where((ratios >= 1 / cap) & (ratios <= cap), ratios, 0.0)
         case "token-tis" | "seq-tis" | "decoupled":
