@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from executor.carriers.remote import remote
 from executor.notices import tell
 from executor.roles import RelayRole, TransferRole, Write
 from executor.samples import Manifest, Parcel
+from executor.transfer.wanted_versions import WantedVersions
 from streamrl.engine.messages import PushWeights, WeightsPushed
 from streamrl.runfile.sides_config import SyncConfig
 
@@ -90,9 +90,7 @@ class RelayedTransfer(TransferRole):
         self._place_of: dict[int, str] = {}
         self._parcels: dict[tuple[str, str], asyncio.Future[Parcel]] = {}
         """By what comes out and its base."""
-        self._held: Counter[int] = Counter()
-        self._newest: int | None = None
-        self._pushed: set[int] = set()
+        self._wanted = WantedVersions()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._starting = asyncio.Lock()
 
@@ -124,8 +122,7 @@ class RelayedTransfer(TransferRole):
             tell(f"weights of step {version} did not reach every place: {error}")
         if errors and len(errors) == len(places):
             raise ConnectionError(f"weights of step {version} reached no place: {errors[0]}")
-        self._newest = version
-        self._pushed.add(version)
+        self._wanted.enter(version)
         self._remove_unwanted()
         return WeightsPushed(
             version,
@@ -139,7 +136,7 @@ class RelayedTransfer(TransferRole):
     async def fetch(self, version: int, replica: int) -> Manifest | None:
         """Return what a replica loads, brought to its place where that does not have it."""
         near = self._near
-        if version not in self._pushed:
+        if not self._wanted.was_pushed(version):
             return None
         name = self._place_of[replica]
         if near is None or version not in near.manifests:
@@ -161,11 +158,11 @@ class RelayedTransfer(TransferRole):
 
     def hold(self, version: int) -> None:
         """Keep a version for someone who will load it, also where a newer one is there."""
-        self._held[version] += 1
+        self._wanted.hold(version)
 
     def release(self, version: int) -> None:
         """Let go of a version that was held."""
-        self._held[version] -= 1
+        self._wanted.release(version)
         self._remove_unwanted()
 
     async def close(self) -> None:
@@ -318,12 +315,10 @@ class RelayedTransfer(TransferRole):
         near = self._near
         if near is None:
             return
-        wanted = {version for version, count in self._held.items() if count > 0}
-        wanted |= set() if self._newest is None else {self._newest}
-        for version in set(near.manifests) - wanted:
+        for version in [v for v in near.manifests if v not in self._wanted]:
             self._forget(near, near.manifests.pop(version))
         for place in self._places.values():
-            gone = set(place.manifests) - wanted
+            gone = [version for version in place.manifests if version not in self._wanted]
             for version in gone:
                 del place.manifests[version]
             if gone:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from executor.roles import TransferRole, Write
 from executor.samples import Manifest
 from executor.transfer.shared_directory import SharedDirectory
 from executor.transfer.version_directory import remove_version
+from executor.transfer.wanted_versions import WantedVersions
 from streamrl.engine.messages import PushWeights, WeightsPushed
 
 
@@ -19,10 +18,7 @@ class Transfer(TransferRole):
         self._directory = SharedDirectory("weights")
         self.manifests: dict[int, Manifest] = {}
         """What a replica loads, by version; the one that the run began with was never pushed."""
-        self._held: Counter[int] = Counter()
-        """How many replicas load a version, or are about to."""
-        self._newest: int | None = None
-        self._pushed: set[int] = set()
+        self._wanted = WantedVersions()
 
     def join(self, replica: int, place: str) -> None:
         """Every replica loads from the one directory."""
@@ -39,29 +35,28 @@ class Transfer(TransferRole):
                 remove_version(self._directory.path, command.version)
             raise
         self.manifests[command.version] = manifest
-        self._newest = command.version
-        self._pushed.add(command.version)
+        self._wanted.enter(command.version)
         self._remove_unwanted()
         return WeightsPushed(command.version, manifest.num_bytes, manifest.checksum)
 
     async def fetch(self, version: int, replica: int) -> Manifest | None:
         """Return what every replica loads."""
-        if version in self._pushed and version not in self.manifests:
+        if self._wanted.was_pushed(version) and version not in self.manifests:
             raise ConnectionError(f"weights of step {version} are gone")
         return self.manifests.get(version)
 
     def hold(self, version: int) -> None:
         """Keep a version for someone who will load it, also where a newer one is there."""
-        self._held[version] += 1
+        self._wanted.hold(version)
 
     def release(self, version: int) -> None:
         """Let go of a version that was held."""
-        self._held[version] -= 1
+        self._wanted.release(version)
         self._remove_unwanted()
 
     def _remove_unwanted(self) -> None:
         for version in list(self.manifests):
-            if version != self._newest and not self._held[version]:
+            if version not in self._wanted:
                 del self.manifests[version]
                 remove_version(self._directory.path, version)
 
