@@ -16,7 +16,7 @@
 # make bench-fidelity how the paper's figures take to other readings, dispatch and adjustment; ten minutes
 # make bench-handover what a rollout costs the controller, of a thousand tokens and of twenty thousand
 # make bench-profile  how well a profile of this machine predicts runs on it; quarter of an hour
-# make bench-reality  how near simulations come to executed runs, 12 run files; half an hour on a quiet machine
+# make bench-reality  how near simulations come to executed runs, 12 run files, and what asynchrony gains; an hour on a quiet machine
 # make bench-ranker   what a ranker that learns is worth here, executed and simulated; quarter of an hour on a quiet machine
 # make bench-drift    how soon a ranker's drift is noticed, how often imagined, and what it takes of the processor
 # make faults         what breaks on purpose, in every system, and what becomes of the run: docs/reliability.md; twenty minutes
@@ -134,6 +134,7 @@ bench-profile: $(READY)
 
 bench-reality: $(READY)
 	$(BIN)/python -m benchmarks.bench_reality --page docs/fidelity.md
+	$(BIN)/python -m benchmarks.bench_asynchrony --page docs/fidelity.md
 
 bench-ranker: $(READY)
 	$(BIN)/python -m benchmarks.bench_ranker

@@ -92,14 +92,14 @@ CELLS = (
     ),
 )
 
-PAIRS = {
-    replicas: tuple(
+
+def asynchrony_pair(replicas: int) -> tuple[Cell, Cell]:
+    """Return one run in which generation waits for training, and one in which it does not."""
+    sync, streams = (
         cell(f"{system}, {replicas}", "first", system, replicas, algorithm__prompts_per_step=32)
         for system in ("stream-sync", "stream-async")
     )
-    for replicas in (1, 2, 3)
-}
-"""By replicas: one run in which generation waits for training, and one in which it does not."""
+    return sync, streams
 
 
 def make_run(one: Cell, data: Path, output: Path) -> Run:

@@ -9,7 +9,6 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from rich.table import Table
 
-from benchmarks.reality_cells import CELLS, PAIRS
 from sim.fidelity.scorecard import stamp
 from streamrl.record.metrics import Metrics
 
@@ -32,8 +31,6 @@ class Repeat(NamedTuple):
     push_before: float
 
 
-GAINS = ("measured", "recorded")
-"""Steps by which a gain is told."""
 Repeats: TypeAlias = dict[str, list[Repeat]]
 """By run file."""
 Figure: TypeAlias = tuple[str, float, str]
@@ -70,10 +67,8 @@ def idle_error(repeats: Sequence[Repeat]) -> dict[str, float]:
 
 
 def figures(repeats: Repeats) -> list[Figure]:
-    """Return every figure: over the run files that were made to be unlike each other, then of the pairs."""
-    names = [one.name for one in CELLS if one.name in repeats]
-    unlike = {name: repeats[name] for name in names}
-    return [*(_errors(unlike) if unlike else ()), *_pushes(repeats), *_gains(repeats)]
+    """Return every figure, over all run files."""
+    return [*_errors(repeats), *_pushes(repeats)]
 
 
 def _pushes(repeats: Repeats) -> Iterator[Figure]:
@@ -86,22 +81,6 @@ def _pushes(repeats: Repeats) -> Iterator[Figure]:
     yield "push, median", median(one.push for one in every), "s"
     yield "push over simulated, median of run files", median(ratios), "times"
     yield "push over simulated, most", max(ratios), "times"
-
-
-def _gains(repeats: Repeats) -> Iterator[Figure]:
-    """Yield by how much steps are shorter where generation does not wait for training, at one pace of the machine."""
-    for replicas, pair in PAIRS.items():
-        sync, streams = (repeats.get(one.name) for one in pair)
-        if not sync or not streams:
-            continue
-        gains = {w: 1 - _at_one_pace(streams, w) / _at_one_pace(sync, w) for w in GAINS}
-        name = f"asynchrony gains, {replicas} replica{'s' * (replicas > 1)}"
-        yield f"{name}, measured", gains["measured"], "share"
-        yield f"{name}, simulated less measured", gains["recorded"] - gains["measured"], "share"
-
-
-def _at_one_pace(repeats: Sequence[Repeat], name: str) -> float:
-    return median(getattr(one, name).step_time / one.pace for one in repeats)
 
 
 def _errors(repeats: Repeats) -> list[Figure]:

@@ -23,6 +23,7 @@ from sim.fidelity.training_rows import training_rows
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import AsJson, claim_directory, print_json
 from streamrl.report.fidelity import (
+    ASYNCHRONY,
     EXECUTED,
     PaperFigure,
     fidelity_page,
@@ -170,7 +171,9 @@ def write_page(found: list[PaperFigure], output: Path, sets: dict[str, list[Row]
     first = list(sections(sets))
     page = fidelity_page(found, constants(), PICTURES, first, stamp())
     file = output / "fidelity.md"
-    kept = section_of(file.read_text(encoding="utf-8"), EXECUTED) if file.is_file() else []
-    file.write_text(with_section(page, EXECUTED, kept), encoding="utf-8")
+    before = file.read_text(encoding="utf-8") if file.is_file() else ""
+    for title in (EXECUTED, ASYNCHRONY):
+        page = with_section(page, title, section_of(before, title))
+    file.write_text(page, encoding="utf-8")
     if len(sets) == len(ROWS):
         write_history(sets, {slug(one.name): one.mape for one in found}, output / HISTORY)

@@ -9,7 +9,8 @@ import msgspec
 from rich.table import Table
 
 EXECUTED = "Executed runs beside their simulations"
-"""The section of docs/fidelity.md that `make bench-reality` writes; all others are `streamrl validate`'s."""
+ASYNCHRONY = "What asynchrony gains, executed and simulated"
+"""The sections of docs/fidelity.md that `make bench-reality` writes; all others are `streamrl validate`'s."""
 PAPER_HEADING = "## The paper\n"
 PAPER_COLOUR, OUR_COLOUR = "#999999", "#0072B2"
 

@@ -1,0 +1,159 @@
+"""Run files executed on this machine beside their simulations: models, profiles, runs, and what became of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+
+from benchmarks.pace import measure_pace
+from benchmarks.reality_cells import (
+    EXAMPLES,
+    LONG,
+    MAX_PROMPT,
+    SECOND_MODEL,
+    Cell,
+    make_run,
+    with_expectations,
+)
+from benchmarks.reality_figures import Repeat
+from executor.execute import execute
+from executor.profiling.measurements import Limits
+from executor.profiling.profile_file import make_setup, profile_model
+from sim.costs.costs import Costs
+from sim.costs.fill import fill_policies
+from sim.world import simulate
+from streamrl.engine.messages import Generate, PushWeights, WeightsPushed
+from streamrl.hardware.machine_profile import read_measured, write_measured
+from streamrl.record.informative import recorded_workload
+from streamrl.record.metrics import Metrics, measure
+from streamrl.record.trace import Trace
+from streamrl.runfile.config import CostsConfig, Run
+
+LIMITS = Limits(max_running=64, max_context=LONG + MAX_PROMPT, max_tokens_per_pass=2048)
+NUM_SAMPLED, NUM_SAMPLES = 64, 4
+"""Prompts, and outputs of each, that say before a run how long outputs are."""
+
+
+class Executed(NamedTuple):
+    """A run, and what was simulated of it before."""
+
+    trace: Trace
+    file: Path
+    before: Metrics
+    push_before: float
+    pace_before: float
+    """Of the machine: seconds over those of its profile."""
+
+
+def run_cell(one: Cell, data: Path, output: Path, profile: Path, pace: float) -> Executed:
+    """Simulate a run file at the machine's pace, then execute it."""
+    run = make_run(one, data, output)
+    predicted = _with_profile(run, profile, pace)
+    simulated = simulate(predicted)
+    trace = execute(fill_policies(run, Costs.load(predicted)))
+    shutil.rmtree(output / "checkpoints")
+    found = measure(trace)
+    print(f"{one.name}: {found.step_time:.3f} s a step, pace {pace:.2f}", file=sys.stderr)
+    return Executed(trace, output / "trace.jsonl", measure(simulated), push_time(simulated), pace)
+
+
+def judge(done: Executed, profile: Path, pace_after: float) -> Repeat:
+    """Simulate an executed run with the lengths and advantages that it had, at the pace around it."""
+    pace = (done.pace_before + pace_after) / 2
+    workload = recorded_workload(done.trace, done.file)
+    run = msgspec.structs.replace(done.trace.run, workload=workload)
+    simulated = simulate(_with_profile(run, profile, pace))
+    measured = measure(done.trace)
+    recorded = measure(simulated, measured.counted_steps)
+    return Repeat(
+        *(measured, done.before, recorded, pace, started_at(done.trace)),
+        *(push_time(done.trace), done.push_before),
+    )
+
+
+def pace_of(data: Path, profile: Path) -> float:
+    """Return how long the machine takes now over what it took in the first model's profile."""
+    return measure_pace(data / "first" / "model", read_measured(profile), LIMITS)
+
+
+def started_at(trace: Trace) -> float:
+    """Return the seconds until the first rollout was sent to a replica."""
+    return next(
+        time
+        for time, _, commands in trace.entries
+        if any(isinstance(c, Generate) for c in commands)
+    )
+
+
+def push_time(trace: Trace) -> float:
+    """Return the median seconds of a push of weights."""
+    began: dict[int, float] = {}
+    took = []
+    for time, event, commands in trace.entries:
+        if isinstance(event, WeightsPushed):
+            took.append(time - began.pop(event.version))
+        began.update({c.version: time for c in commands if isinstance(c, PushWeights)})
+    return median(took)
+
+
+def _with_profile(run: Run, path: Path, pace: float) -> Run:
+    """Return a run whose seconds are a profile's, so many times as long."""
+    costs = CostsConfig(profile=str(path), generation_factor=1 / pace, training_factor=1 / pace)
+    found: Run = msgspec.structs.replace(run, costs=costs)
+    return found
+
+
+def profile(data: Path, model: str, path: Path, *, is_quick: bool) -> Path:
+    """Profile a model within the limits of all cells."""
+    setup = make_setup(
+        data / model / "model",
+        gpu="cpu",
+        dtype="float32",
+        threads=1,
+        limits=LIMITS,
+        is_quick=is_quick,
+    )
+    write_measured(profile_model(setup, "cpu", lambda what: None), path)
+    return path
+
+
+def make_models(quickstart: Path, scratch: Path) -> Path:
+    """Put both models, their prompts and what is known of their lengths into a directory."""
+    if not (quickstart / "model" / "config.json").is_file():
+        make = [sys.executable, str(EXAMPLES / "make_quickstart.py"), "--out", str(quickstart)]
+        subprocess.run(make, check=True)
+    lines = (quickstart / "prompts.jsonl").read_text().splitlines()
+    (scratch / "prompts.jsonl").write_text("".join(with_expectations(lines)))
+    (scratch / "first").mkdir()
+    (scratch / "first" / "model").symlink_to((quickstart / "model").resolve())
+    shutil.copy(quickstart / "lengths.csv", scratch / "first" / "lengths.csv")
+    prompts = [json.loads(line)["prompt"] for line in lines[:NUM_SAMPLED]]
+    make_second(quickstart / "model", scratch / "second", prompts)
+    return scratch
+
+
+def make_second(first: Path, directory: Path, prompts: list[str]) -> None:
+    """Write an untaught model beside the quickstart's tokenizer, and the lengths of what it says."""
+    import torch
+    from transformers import AutoConfig, AutoTokenizer, Qwen2ForCausalLM
+
+    from examples.make_quickstart import sample, write_lengths
+
+    torch.set_num_threads(1)  # of so small a model more only wait for each other
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(first)
+    kinds = ["full_attention"] * SECOND_MODEL["num_hidden_layers"]
+    config.update({**SECOND_MODEL, "layer_types": kinds})
+    model, tokenizer = Qwen2ForCausalLM(config), AutoTokenizer.from_pretrained(first)
+    model.save_pretrained(directory / "model")
+    tokenizer.save_pretrained(directory / "model")
+    asked = [prompt for prompt in prompts for _ in range(NUM_SAMPLES)]
+    outputs = sample(model.eval(), tokenizer, asked, LONG)
+    write_lengths(directory / "lengths.csv", outputs, NUM_SAMPLES)
