@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from benchmarks.bench_reality import push_time
+from benchmarks.reality_runs import push_time
 from benchmarks.wan_link import ADDRESSES, FAR, NEAR, inside, wan_link
 from executor.profiling.measurements import Limits
 from executor.profiling.profile_file import make_setup, profile_model
