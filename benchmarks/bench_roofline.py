@@ -20,10 +20,10 @@ from sim.costs.kernels import peak_of, table_path
 from streamrl.hardware.operators import OPERATORS
 from streamrl.hardware.profiles import PROFILES, load_gpu
 from streamrl.hardware.tables import Floats, Table, read_table
-from streamrl.report.page.band import SECONDS_MAY_BE
+from streamrl.report.page.band import ROOFLINE
 
 DTYPES = ("bfloat16", "fp8")
-LEAST, MOST = SECONDS_MAY_BE["roofline"]
+LEAST, MOST = ROOFLINE
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ def measure_pace(model: Path, profile: MeasuredProfile, limits: Limits) -> float
     """
     plan = full_plan(limits)
     middle = sorted({context for _, context in plan.decode})[1]
-    batches = sorted({running for running, _ in plan.decode})
+    batches = sorted({row.running for row in profile.decode})
     decode = [(batches[place], middle) for place in (0, len(batches) // 2, -1)]
     passes = sorted(plan.passes, key=lambda one: one[0] * one[1])
     few = replace(
