@@ -332,8 +332,8 @@ class InstantLauncher:
         """Start a replica."""
         return await self._start("InstantReplica", f"{replica_id}.log")
 
-    async def trainer(self) -> Handle:
-        """Start the trainer."""
+    async def trainer(self, number: int) -> Handle:
+        """Start the one trainer."""
         return await self._start("InstantTrainer", "trainer.log")
 
     def free(self, replica_id: int) -> None:

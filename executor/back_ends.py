@@ -11,6 +11,7 @@ from streamrl.hardware.profiles import load_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import kind_key
 from streamrl.runfile.sides_config import RolloutBackend
+from streamrl.runfile.trainers import trainer_key
 
 
 class Limit(NamedTuple):
@@ -45,13 +46,7 @@ def check_back_ends(run: Run) -> None:
 
 def _limits(run: Run) -> Iterator[Limit]:
     """Yield what back ends demand."""
-    rollout, trainer, algorithm = run.rollout, run.trainer, run.algorithm
-    yield Limit(
-        "trainer",
-        run.num_trainers,
-        run.num_trainers == 1,
-        "one trainer to be executed: several on one stream of rollouts are simulated",
-    )
+    rollout = run.rollout
     yield Limit(
         "verifier.pool",
         run.verifier.pool,
@@ -95,41 +90,43 @@ def _limits(run: Run) -> Iterator[Limit]:
         rollout.migration_transfer == "recompute",
         f"'recompute' for backend {rollout.backend}, which cannot send a KV cache",
     )
-    yield from _limits_of_ranks(run)
-    yield Limit(
-        "algorithm.name",
-        algorithm.name,
-        not algorithm.has_critic,
-        f"one without a critic for backend {trainer.backend}",
-    )
-    yield Limit(
-        "algorithm.old_log_probs",
-        algorithm.old_log_probs,
-        algorithm.old_log_probs == "engine",
-        "'engine' to be executed: log-probabilities come with the tokens",
-    )
+    for number in range(run.num_trainers):
+        yield from _limits_of_trainer(run.as_seen_by(number), number)
     for key, times in (
         ("framework.optimizer_steps", run.framework.optimizer_steps),
         ("framework.epochs", run.framework.epochs),
     ):
-        yield Limit(key, times, times == 1, f"1 for backend {trainer.backend}")
+        yield Limit(key, times, times == 1, f"1 for backend {run.trainer.backend}")
     yield Limit(
         "model.dtype",
         run.model.dtype,
         run.model.dtype != "float16",
-        f"'bfloat16' or 'float32' for backend {trainer.backend}",
+        f"'bfloat16' or 'float32' for backend {run.trainer.backend}",
     )
     if run.execute.deterministic:
         yield from _limits_of_determinism(run)
 
 
-def _limits_of_ranks(run: Run) -> Iterator[Limit]:
-    """Yield how a trainer may be split."""
-    trainer, launcher = run.trainer, run.execute.launcher
-    of_backend = f"for backend {trainer.backend}"
+def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
+    """Yield what a trainer may compute, and how it may be split, of a run as it sees it."""
+    trainer, launcher, algorithm = run.trainer, run.execute.launcher, run.algorithm
+    key, of_backend = trainer_key(number), f"for backend {trainer.backend}"
+    its = f"{key}.algorithm" if number else "algorithm"
+    yield Limit(
+        f"{its}.name",
+        algorithm.name,
+        not algorithm.has_critic,
+        f"one without a critic {of_backend}",
+    )
+    yield Limit(
+        f"{its}.old_log_probs",
+        algorithm.old_log_probs,
+        algorithm.old_log_probs == "engine",
+        "'engine' to be executed: log-probabilities come with the tokens",
+    )
     for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel"):
         degree = getattr(trainer, name)
-        yield Limit(f"trainer.{name}", degree, degree == 1, f"1 {of_backend}")
+        yield Limit(f"{key}.{name}", degree, degree == 1, f"1 {of_backend}")
     has_group = trainer.data_parallel > 1 or trainer.backend == "deepspeed"
     yield Limit(
         "execute.launcher",
@@ -151,22 +148,22 @@ def _limits_of_ranks(run: Run) -> Iterator[Limit]:
     )
     if trainer.backend == "torch":
         yield Limit(
-            "trainer.zero",
+            f"{key}.zero",
             trainer.zero,
             trainer.zero == 0 or trainer.data_parallel == 1,
             "0 for backend torch, of which every rank has all weights and all of the optimizer",
-            "--set trainer.backend=deepspeed splits them",
+            f"--set {key}.backend=deepspeed splits them",
         )
         return
     yield Limit(
-        "trainer.zero",
+        f"{key}.zero",
         trainer.zero,
         trainer.zero > 0 or run.model.dtype == "float32",
         f"1, 2 or 3 {of_backend} in {run.model.dtype}",
     )
     on_cpu = device_of(run, trainer.pool) == "cpu"
     yield Limit(
-        "trainer.backend",
+        f"{key}.backend",
         trainer.backend,
         on_cpu or not run.shares_gpus,
         "'torch' where replicas and trainer share GPUs: deepspeed does not give its memory back",
@@ -211,8 +208,9 @@ def _limits_of_determinism(run: Run) -> Iterator[Limit]:
             f"1 {where}: what runs beside a rollout changes the last bits of its logits",
         )
         yield Limit("execute.device", run.execute.device, device == "cpu", f"'cpu' {where}")
-    trains_on = device_of(run, run.trainer.pool)
-    yield Limit("execute.device", run.execute.device, trains_on == "cpu", f"'cpu' {where}")
+    for trainer in run.trainers:
+        device = device_of(run, trainer.pool)
+        yield Limit("execute.device", run.execute.device, device == "cpu", f"'cpu' {where}")
     yield Limit(
         "execute.threads", run.execute.threads, run.execute.threads in (None, 1), f"1 {where}"
     )

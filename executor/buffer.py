@@ -18,6 +18,7 @@ from executor.roles import Scoring
 from executor.samples import Completion, FinishReason, Request, Sample
 from executor.token_files import attempt_of, remove_ended, remove_files, take_over
 from executor.tokens import TokenBlock, TokenSegment, merge_segments, read_blocks
+from streamrl.engine.done_with import DoneWith
 from streamrl.engine.messages import DrawnGroup, Generate, Generated
 from streamrl.runfile.config import Run
 from streamrl.workload.prompt_records import Record
@@ -140,6 +141,7 @@ class RolloutBuffer:
         self._kept = kept
         self._undrawn: Iterator[int] = count()
         self._keeps_files = False
+        self._done_with = DoneWith(run.num_trainers)
         self.rollouts: dict[int, BufferedRollout] = {}
 
     def begin_at(self, group: int, done_ahead: Collection[int] = ()) -> None:
@@ -231,8 +233,14 @@ class RolloutBuffer:
         """Return the rollouts of groups, in order."""
         return [self.rollouts[rollout] for group in groups for rollout in self._rollouts(group)]
 
+    def leave(self, group: int, trainer: int) -> None:
+        """Enter that a trainer is done with a group; forget its rollouts where all are."""
+        if self._done_with.leave(group, trainer):
+            self.close_group(group)
+
     def close_group(self, group: int) -> None:
         """Forget the rollouts of a group."""
+        self._done_with.drop(group)
         for rollout in self._rollouts(group):
             closed = self.rollouts.pop(rollout, None)
             if closed is not None:

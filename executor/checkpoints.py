@@ -13,6 +13,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from executor.checksums import find_damage
+from streamrl.engine.messages import SaveCheckpoint
 
 KEPT_CHECKPOINTS = 2  # the newest may be the one that a crash left useless
 POSITION = "position.json"
@@ -30,6 +31,10 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     """Later ones that are too."""
     baseline: float = 0.0
     """Mean reward of the batch that made `version`, which `reinforce++` goes by."""
+
+    def as_saved(self, trainer: int) -> SaveCheckpoint:
+        """Return the command that wrote it down for a trainer."""
+        return SaveCheckpoint(self.version, self.groups_done, trainer, self.done_ahead)
 
 
 class Checkpoint(NamedTuple):

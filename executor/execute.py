@@ -52,7 +52,7 @@ Take = Callable[[Mapping[str, object]], None]
 def check_executable(run: Run) -> None:
     """Raise `ValueError` where a run file can be simulated but not executed here."""
     check_installed(BACKENDS, "executor")
-    if run.trainer.backend == "deepspeed":
+    if any(trainer.backend == "deepspeed" for trainer in run.trainers):
         check_installed(("deepspeed",), "deepspeed")
     if run.execute.launcher == "ray":
         check_installed(("ray",), "ray")

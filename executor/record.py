@@ -10,6 +10,7 @@ samples.jsonl            a line for each step with some of what it was trained o
 chrome_trace.json        its last leg as a Chrome trace, while it goes on and after it; see `executor.live_trace`
 faults.jsonl             a line for each planned fault that struck; see `executor.faults`
 checkpoints/             see `executor.checkpoints`
+followers/               what trainers that follow leave; see `executor.trainer_record`
 tokens/                  what replicas have made of rollouts that are not trained on, as long as the run is not over
 logs/                    output of the worker processes
 lock                     the process that runs it, as long as it lives
@@ -21,7 +22,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from mmap import ACCESS_READ, mmap
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,11 @@ from executor.checkpoints import Checkpoint, Checkpoints, Position
 from executor.directory_lock import DirectoryLock
 from executor.notices import tell
 from executor.trackers import Trackers
+from executor.trainer_record import FollowerRecord, TrainerRecord, followers_of
 from streamrl.record.completions import SampledGroup
 from streamrl.record.inputs import keep_inputs
 from streamrl.record.legs import KEPT_BY_A_RESUME, trace_of_leg
-from streamrl.record.line_file import LineFile
+from streamrl.record.line_file import LineFile, open_at_end
 from streamrl.record.run_lines import METRICS, ROLLED_BACK_TO, ROLLOUTS, SAMPLES
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
@@ -46,8 +47,8 @@ from streamrl.runfile.reading import decode_recorded_run, encode_run
 TOKENS = "tokens"
 
 
-class RunDirectory:
-    """Owns the files of one run."""
+class RunDirectory(TrainerRecord):
+    """Owns the files of one run, those of its trainers among them."""
 
     def __init__(
         self, path: Path, take: Callable[[Mapping[str, object]], None] = lambda line: None
@@ -57,6 +58,8 @@ class RunDirectory:
         """Told each line of metrics.jsonl."""
         self.logs = path / "logs"
         self.checkpoints = Checkpoints(path / "checkpoints")
+        self.followers: list[FollowerRecord] = []
+        """Of the trainers that follow, in order."""
         self.leg = 1
         """How often the run was begun or resumed, this time included."""
         self.trace_file: LineFile
@@ -86,14 +89,17 @@ class RunDirectory:
         (self.path / "run.json").write_bytes(encode_run(run))
         keep_inputs(run, self.path)
         self.trace_file = LineFile((self.path / "trace.jsonl").open("wb", buffering=0))
-        self._metrics = _open_at_end(self.path / METRICS)
-        self._rollouts = _open_at_end(self.path / ROLLOUTS)
-        self._samples = _open_at_end(self.path / SAMPLES)
+        self._metrics = open_at_end(self.path / METRICS)
+        self._rollouts = open_at_end(self.path / ROLLOUTS)
+        self._samples = open_at_end(self.path / SAMPLES)
         self._files = [self.trace_file, self._metrics, self._rollouts, self._samples]
         self._trackers = Trackers(run.execute.trackers, self.path)
         if resume:
             self.damaged = self.checkpoints.resume_from(checkpoint)
             self._mark_resume(checkpoint)
+        for follower in self.followers:
+            damaged = follower.open(self.leg, is_resumed=resume)
+            self.damaged += [f"{follower.path.name}: {damage}" for damage in damaged]
         return checkpoint
 
     def find_checkpoint(self, run: Run, resume: bool) -> Checkpoint | None:
@@ -104,6 +110,7 @@ class RunDirectory:
                 its steps, that another process runs, that was begun with other settings, or whose every checkpoint is
                 damaged.
         """
+        self.followers = self.followers or followers_of(run, self.path)
         has_run = (self.path / "trace.jsonl").exists()
         if has_run and not resume:
             raise ValueError(
@@ -132,6 +139,8 @@ class RunDirectory:
                 f"{checkpoint.version}; --set algorithm.steps={2 * checkpoint.version} goes on with it"
             )
         self._check_settings(run)
+        for follower in self.followers:
+            follower.checkpoints.newest_whole()
         return self.checkpoints.newest_whole()
 
     def write_step(self, figures: Mapping[str, object]) -> None:
@@ -154,11 +163,6 @@ class RunDirectory:
             self._samples = None
             what = f"{self.path / SAMPLES} is no longer written: {type(error).__name__}: {error}"
             tell(what)
-
-    def roll_back(self, time: float) -> None:
-        """Add a line to metrics.jsonl: the steps after the newest checkpoint are taken back, and will be made again."""
-        saved = self.checkpoints.newest()
-        self.write_step({ROLLED_BACK_TO: saved.version if saved else 0, "time": time})
 
     def write_rollout(
         self, rollout: int, buffered: BufferedRollout, text: str, facts: dict[str, Any]
@@ -183,6 +187,8 @@ class RunDirectory:
         self._trackers.close()
         for file in self._files:
             file.close()
+        for follower in self.followers:
+            follower.close()
         self._lock.release()
 
     def _claim(self, who: str) -> None:
@@ -236,13 +242,3 @@ class RunDirectory:
             before = 1 + len(list(self.path.glob("trace.*.jsonl")))
             trace.rename(trace_of_leg(self.path, before))
             self.leg = before + 1
-
-
-def _open_at_end(path: Path) -> LineFile:
-    """Open a file of lines for more of them; a last one that a crash cut short is left out."""
-    file = path.open("a+b", buffering=0)
-    if path.stat().st_size:
-        with mmap(file.fileno(), 0, access=ACCESS_READ) as data:
-            end = data.rfind(b"\n") + 1
-        file.truncate(end)
-    return LineFile(file)

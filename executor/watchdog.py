@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from streamrl.engine.messages import (
     Command,
@@ -28,6 +28,15 @@ from streamrl.engine.messages import (
 FACTOR = 10
 """How many times as long as the slowest so far a command may take: lengths, batches and disks vary by less."""
 TICK = 1.0  # seconds between two looks
+
+
+Kind: TypeAlias = tuple[type[Command], int | None]
+"""Commands that take alike: those of each trainer apart, as each has a pace of its own."""
+
+
+def kind_of(command: Command) -> Kind:
+    """Return which commands take as long as one."""
+    return type(command), getattr(command, "trainer", None)
 
 
 class UnderWay(NamedTuple):
@@ -66,7 +75,7 @@ class Watchdog:
     _tick: int = 0
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _under_way: dict[int, UnderWay] = field(default_factory=dict)
-    _slowest: dict[type[Command], Slowest] = field(default_factory=dict)
+    _slowest: dict[Kind, Slowest] = field(default_factory=dict)
 
     def begin(self, command: Command, now: float) -> int:
         """Enter that a command was begun at `now` seconds; return the number that it ends by."""
@@ -79,7 +88,7 @@ class Watchdog:
         command, began_at, _ = self._under_way.pop(number)
         if event is None or isinstance(command, WakeAt):
             return
-        slowest = self._slowest.setdefault(type(command), Slowest())
+        slowest = self._slowest.setdefault(kind_of(command), Slowest())
         seconds = now - began_at
         if isinstance(event, Generated):
             decode_time = event.run_time - event.prefill_time
@@ -99,12 +108,13 @@ class Watchdog:
 
     def limit(self, command: Command) -> float | None:
         """Return the seconds that a command may take; None where none of its kind has ended."""
-        slowest = self._slowest.get(type(command))
+        slowest = self._slowest.get(kind_of(command))
         if slowest is None:
             return None
         expected = slowest.time(self._units(command))
-        if isinstance(command, LoadWeights) and command.drain and Generate in self._slowest:
-            expected += self._slowest[Generate].time(self.max_tokens)  # it waits for what runs
+        generate = self._slowest.get((Generate, None))
+        if isinstance(command, LoadWeights) and command.drain and generate is not None:
+            expected += generate.time(self.max_tokens)  # it waits for what runs
         return FACTOR * max(self.patience, expected)
 
     def _units(self, command: Command) -> int:

@@ -16,13 +16,12 @@ from typing import assert_never
 from executor.buffer import RolloutBuffer
 from executor.carriers.handles import WorkerLostError
 from executor.carriers.launch import Launcher
-from executor.checkpoints import Checkpoint
+from executor.checkpoints import Checkpoint, Position
 from executor.faults import TRAINER, RealFaults
 from executor.record import RunDirectory
 from executor.roles import TransferRole, VerifierRole, Write
 from executor.rollout.replica import Replica
-from executor.trainer.estimator import AdvantageEstimator
-from executor.trainer.trainer import Trainer
+from executor.trainer.all_trainers import Trainers
 from executor.turns import DeviceTurns, Member, Side
 from executor.watchdog import FACTOR, TICK, Watchdog
 from streamrl.engine.engine import Engine
@@ -59,7 +58,7 @@ from streamrl.engine.messages import (
     Woke,
 )
 from streamrl.engine.state import State
-from streamrl.engine.trainer_side import LEADER
+from streamrl.engine.trainer_side import LEADER, drawn_again
 from streamrl.engine.world import World
 from streamrl.record.trace import Trace
 
@@ -91,12 +90,17 @@ class RealWorld(World[Trace]):
         self._resume_from = resume_from
         self._watch = watch
         self._replicas: dict[int, Replica] = {}
-        estimator = AdvantageEstimator(trace.run.algorithm, buffer)
-        self._trainer = Trainer(trace.run, buffer, estimator, directory, lambda: self.now)
-        self._transfer = make_transfer(self._trainer.push)
         self._verifier = verifier
         self._faults = RealFaults(trace.run, directory.path, directory.leg, verifier)
-        self._has_trainer = False
+        self._trainers = Trainers(
+            trace.run,
+            buffer,
+            directory,
+            launcher,
+            partial(self._faults.expose, TRAINER),
+            lambda: self.now,
+        )
+        self._transfer = make_transfer(self._trainers.leader.push)
         self._tasks: set[asyncio.Task[None]] = set()
         self._began_at = 0.0
         self._over = asyncio.Event()
@@ -119,11 +123,7 @@ class RealWorld(World[Trace]):
         Raises:
             RuntimeError: the run stopped before its last step; the message says why.
         """
-        begun = RunStarted(0, 0)
-        if self._resume_from is not None:
-            at = self._resume_from.position
-            begun = RunStarted(at.version, at.groups_done)
-            self._buffer.begin_at(at.groups_done, at.done_ahead)
+        begun = self._begin()
         self._began_at = time.monotonic()
         watch = asyncio.create_task(self._watch_commands())
         watch.add_done_callback(self._end_task)
@@ -141,6 +141,20 @@ class RealWorld(World[Trace]):
             raise RuntimeError(reason or f"the run is stuck at {self.now:.1f} s: {self.engine}")
         return self.trace
 
+    def _begin(self) -> RunStarted:
+        """Return where every trainer begins, or goes on."""
+        at = Position(version=0, groups_done=0)
+        if self._resume_from is not None:
+            at = self._resume_from.position
+            self._buffer.begin_at(at.groups_done, at.done_ahead)
+        found = ((n, each.resumed_from) for n, each in enumerate(self._directory.followers, 1))
+        followers = (each.position.as_saved(number) for number, each in found if each is not None)
+        begun = RunStarted(at.version, at.groups_done, tuple(followers))
+        for saved in begun.followers:
+            for group in drawn_again(begun, saved):
+                self._buffer.leave(group, saved.trainer)
+        return begun
+
     def interrupt(self, reason: str) -> None:
         """Let the run end soon: what runs is aborted, what hangs is killed after `STOP_TIME`, or a second call."""
         if self._is_interrupted:
@@ -153,9 +167,10 @@ class RealWorld(World[Trace]):
 
     def abandon(self) -> None:
         """Leave no process and no shared memory behind, from any thread, where the event loop hangs."""
-        roles: list[Replica | Trainer] = [*self._replicas.values(), self._trainer]
-        for role in roles:
-            role.kill("was killed: the run hangs")
+        reason = "was killed: the run hangs"
+        for replica in self._replicas.values():
+            replica.kill(reason)
+        self._trainers.kill_all(reason)
         self._transfer.stop()
         self._verifier.close()
 
@@ -190,11 +205,12 @@ class RealWorld(World[Trace]):
 
     def _turn(self, command: Command) -> AbstractAsyncContextManager[None]:
         """Return what holds the devices for a command, where two sides share them."""
-        return nullcontext() if self._turns is None else self._turns.of(command)
+        is_followers = getattr(command, "trainer", LEADER) != LEADER
+        return nullcontext() if self._turns is None or is_followers else self._turns.of(command)
 
     def _members(self, side: Side) -> list[Member]:
         if side == "training":
-            return [Member(self._trainer, partial(self._lose_trainer, LEADER))]
+            return [Member(self._trainers.leader, partial(self._lose_trainer, LEADER))]
         return [
             Member(role, partial(self._lose_replica, number))
             for number, role in self._replicas.items()
@@ -218,7 +234,10 @@ class RealWorld(World[Trace]):
                 return await self._replicas[command.replica].generate(command)
             case Verify():
                 return await self._verify(command)
-            case Take() | Skip() | Resize():
+            case Take() | Resize():
+                return None
+            case Skip():
+                self._buffer.leave(command.group, command.trainer)
                 return None
             case Stop():
                 self._buffer.keep_files()
@@ -227,12 +246,8 @@ class RealWorld(World[Trace]):
                 self._buffer.close_group(command.group)
                 self._buffer.workload.forget(command.group)
                 return None
-            case Score():
-                return await self._trainer.score(command)
-            case Train():
-                return await self._trainer.train(command)
-            case Step():
-                return await self._trainer.step(command)
+            case Score() | Train() | Step():
+                return await self._trainers.carry_out(command)
             case PushWeights():
                 return await self._transfer.push(command)
             case LoadWeights():
@@ -246,10 +261,8 @@ class RealWorld(World[Trace]):
                 return await self._start_replica(command)
             case StopReplica():
                 return await self._stop_replica(command)
-            case StartTrainer():
-                return await self._start_trainer(command)
-            case SaveCheckpoint():
-                return await self._trainer.save(command)
+            case StartTrainer() | SaveCheckpoint():
+                return await self._trainers.carry_out(command)
             case WakeAt():
                 return await self._wake(command)
             case _:
@@ -290,12 +303,6 @@ class RealWorld(World[Trace]):
         del self._replicas[command.replica]
         return ReplicaStopped(command.replica)
 
-    async def _start_trainer(self, command: StartTrainer) -> Event:
-        checkpoint = self._directory.checkpoints.read(command.version) if command.version else None
-        handle = self._faults.expose(TRAINER, await self._launcher.trainer())
-        self._has_trainer = True
-        return await self._trainer.start(command, handle, checkpoint)
-
     async def _wake(self, command: WakeAt) -> Event:
         await asyncio.sleep(max(0.0, command.time - self.now))
         return Woke(command.time)
@@ -324,7 +331,7 @@ class RealWorld(World[Trace]):
                 if command.replica in self._replicas:
                     self._replicas[command.replica].kill(reason)
             case StartTrainer() | Score() | Train() | Step() | SaveCheckpoint() | PushWeights():
-                self._trainer.kill(reason)
+                self._trainers.kill(command.trainer, reason)
             case Verify():
                 self._verifier.close()
             case _:
@@ -365,10 +372,9 @@ class RealWorld(World[Trace]):
 
     def _lose_trainer(self, trainer_id: int, reason: str) -> None:
         """Report a trainer's loss with the first of its commands that fail of it."""
-        if self._has_trainer:
-            self._has_trainer = False
+        if self._trainers.lose(trainer_id):
             self.emit(TrainerLost(trainer_id, reason))
-            self._directory.roll_back(self.now)
+            self._trainers.roll_back(trainer_id)
 
     def _end_task(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -382,6 +388,6 @@ class RealWorld(World[Trace]):
         for task in list(self._tasks):
             task.cancel()
         replicas = (replica.stop() for replica in self._replicas.values())
-        await asyncio.gather(*replicas, self._trainer.stop(), return_exceptions=True)
+        await asyncio.gather(*replicas, self._trainers.stop(), return_exceptions=True)
         self._verifier.close()
         await self._transfer.close()

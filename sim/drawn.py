@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sim.surroundings import DrawnRollout, rollouts_of
+from streamrl.engine.done_with import DoneWith
 from streamrl.engine.trainer_side import LEADER
 from streamrl.workload.workload import Draw
 
@@ -19,10 +20,8 @@ class Drawn:
     def __init__(self, num_trainers: int) -> None:
         self.rollouts: dict[int, DrawnRollout] = {}
         """By id; looked up where a rollout is generated or trained on."""
-        self._num_trainers = num_trainers
         self._groups: dict[int, tuple[int, ...]] = {}
-        self._done_with: dict[int, set[int]] = {}
-        """By group: the trainers that are done with it, where others are not."""
+        self._done_with = DoneWith(num_trainers)
         self._leaving: dict[int, int] = {}
         """By group: the leader's version when the last trainer was done with it."""
         self._version = 0
@@ -44,14 +43,12 @@ class Drawn:
 
     def leave(self, group: int, trainer: int) -> None:
         """Take note that a trainer is done with a group."""
-        done = self._done_with.setdefault(group, set())
-        done.add(trainer)
-        if len(done) == self._num_trainers:
+        if self._done_with.leave(group, trainer):
             self.drop(group)
 
     def drop(self, group: int) -> None:
         """Take note that nobody trains on a group any more."""
-        self._done_with.pop(group, None)
+        self._done_with.drop(group)
         if group in self._groups:
             self._leaving[group] = self._version
 

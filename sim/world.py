@@ -193,9 +193,12 @@ class SimWorld(World[Trace]):
                 self.replicas[command.replica].generate(command)
             case Verify():
                 self._verifier.verify(command)
-            case Take() | Skip() | Resize() | Stop():
-                if isinstance(command, Skip):
-                    self._drawn.leave(command.group, command.trainer)
+            case Take() | Resize():
+                pass
+            case Skip():
+                self._drawn.leave(command.group, command.trainer)
+            case Stop():
+                pass
             case Drop():
                 self._drawn.drop(command.group)
                 self._workload.forget(command.group)

@@ -117,8 +117,8 @@ class ScriptedLauncher:
         self.replicas[replica_id] = handle = await self._start(REPLICA, replica_id)
         return handle
 
-    async def trainer(self) -> Handle:
-        self.trainers.append(await self._start(TRAINER, -1))
+    async def trainer(self, number: int) -> Handle:
+        self.trainers.append(await self._start(TRAINER, -1 - number))
         return self.trainers[-1]
 
     def free(self, replica_id: int) -> None:

@@ -151,7 +151,15 @@ LAYERS = {
     "executor": (
         *("notices", "checksums", "tokens", "samples", "token_files", "kept_tokens"),
         *("prompt_probe", "prompts", "roles", "pretrained", "buffer"),
-        *("checkpoints", "directory_lock", "trackers", "live_trace", "record", "carriers"),
+        *(
+            "checkpoints",
+            "directory_lock",
+            "trackers",
+            "live_trace",
+            "trainer_record",
+            "record",
+            "carriers",
+        ),
         *("transfer", "rollout", "trainer", "verifier", "watchdog", "faults", "turns", "world"),
         *("back_ends", "interruption", "execute"),
         *("checkup", "profiling"),

@@ -90,14 +90,35 @@ def test_what_siblings_tell_needs_no_expected_lengths(tmp_path: Path) -> None:
     assert len(PromptWorkload(run, ScriptedTokenizer()).draw(0, 2)) == 2
 
 
-def test_several_trainers_and_verifiers_on_gpus_are_simulated_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"algorithm": {"name": "ppo"}}, r"algorithm\.name must be one without a critic .*'ppo'"),
+        ({"tensor_parallel": 2}, r"tensor_parallel must be 1 for backend torch, got 2"),
+        (
+            {"zero": 1, "data_parallel": 2},
+            r"zero must be 0 .*: --set trainer\.2\.backend=deepspeed",
+        ),
+    ],
+)
+def test_what_a_trainer_that_follows_cannot_do_is_refused_by_its_own_key(
+    tmp_path: Path, changes: dict[str, Any], text: str
+) -> None:
+    table = local_table(tmp_path, {})
+    pool = table["trainer"]["pool"]
+    table["cluster"]["pools"][pool]["gpus_per_node"] = 8
+    table["model"]["dtype"] = "bfloat16"
+    second, third = {"name": "second", "pool": pool}, {"name": "third", "pool": pool, **changes}
+    check_back_ends(make_run({**table, "trainer": [table["trainer"], second]}, NOWHERE.parent))
+    several = {**table, "trainer": [table["trainer"], second, third]}
+    with pytest.raises(ValueError, match=rf"^trainer\.2\.{text}"):
+        check_back_ends(make_run(several, NOWHERE.parent))
+
+
+def test_verifiers_on_gpus_are_simulated_only(tmp_path: Path) -> None:
     table = local_table(tmp_path, {})
     table["cluster"]["pools"][table["trainer"]["pool"]]["gpus_per_node"] = 8
-    second = {"name": "second", "pool": table["trainer"]["pool"]}
-    several = {**table, "trainer": [table["trainer"], second, {**second, "name": "third"}]}
-    with pytest.raises(ValueError, match=r"^trainer must be one trainer to be executed.*, got 3$"):
-        check_back_ends(make_run(several, NOWHERE.parent))
-    on_gpus = {**table, "verifier": {"pool": second["pool"], "gpus_per_worker": 1}}
+    on_gpus = {**table, "verifier": {"pool": table["trainer"]["pool"], "gpus_per_worker": 1}}
     with pytest.raises(ValueError, match=r"^verifier.pool must be left out to be executed"):
         check_back_ends(make_run(on_gpus, NOWHERE.parent))
 

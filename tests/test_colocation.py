@@ -255,7 +255,7 @@ def test_a_colocated_trainer_is_launched_on_the_gpu_of_the_first_replica(
         run = small_run({**sides, **degrees})
         launcher = NotingLauncher(run, RunDirectory(tmp_path))
         await launcher.replica(0, 0, "model")
-        await launcher.trainer()
+        await launcher.trainer(0)
 
     asyncio.run(launch())
     assert started == gpus

@@ -18,6 +18,7 @@ from streamrl.engine.systems import build_policies, build_state
 from streamrl.report.run_tables import format_duration
 from streamrl.runfile.failure_rates import expected_losses
 from tests.patients import bad, doctor, full_run
+from tests.runs import small_run
 
 
 class NeverTakes(TakeInLine):
@@ -167,3 +168,21 @@ def test_a_rehearsal_gives_no_step_time_beside_that_of_a_simulation() -> None:
         ]
         assert any("of a rehearsed step" in text for text in texts)
         assert not any(seconds in text for text in texts)
+
+
+@pytest.mark.parametrize("system", ["stream-async", "colocated"])
+def test_the_stand_in_has_every_trainer_and_no_pool_that_is_not_there(system: str) -> None:
+    follower = {"name": "second", "pool": "aside", "algorithm": {"prompts_per_step": 500}}
+    run = small_run(
+        {
+            "policies.system": system,
+            "cluster.pools.aside": {"gpu": "h20"},
+            "followers": [follower, {**follower, "name": "third", "algorithm": {}}],
+            "verifier": {"pool": "aside", "gpus_per_worker": 1},
+        }
+    )
+    went = rehearsal.perform(
+        rehearsal.make_world(rehearsal.stand_in(rehearsal.shortened(run))), is_stand_in=True
+    )
+    assert went.version == went.steps and not went.problem
+    assert went.trace.run.num_trainers == 3

@@ -247,7 +247,7 @@ def test_each_kind_is_placed_in_its_own_pool() -> None:
     placement = Placement(run_of())
     assert placement.replica(1, 0).pool == "far"
     assert [len(placement.replica(n, 1).gpus) for n in (2, 3)] == [2, 2]
-    assert {place.pool for place in placement.trainer} == {"near"}
+    assert {place.pool for place in placement.trainers[0]} == {"near"}
 
 
 def test_a_run_needs_the_gpus_of_all_kinds_and_back_ends_refuse_degrees_of_each() -> None:

@@ -65,9 +65,9 @@ def test_each_role_sees_only_the_inherited_gpu_of_its_place(tmp_path: Path) -> N
     run = local_run(tmp_path, execute__device="cuda")
     launcher, placement = LocalLauncher(run, RunDirectory(tmp_path), ["7", GPU]), Placement(run)
     assert launcher.environment(placement.replica(0))[local_gpus.VARIABLE] == "7"
-    assert launcher.environment(placement.trainer[0])[local_gpus.VARIABLE] == GPU
+    assert launcher.environment(placement.trainers[0][0])[local_gpus.VARIABLE] == GPU
     on_cpu = LocalLauncher(local_run(tmp_path), RunDirectory(tmp_path))
-    assert local_gpus.VARIABLE not in on_cpu.environment(placement.trainer[0])
+    assert local_gpus.VARIABLE not in on_cpu.environment(placement.trainers[0][0])
 
 
 def test_replicas_come_first_then_the_trainer_then_replicas_that_are_added(tmp_path: Path) -> None:
@@ -91,10 +91,10 @@ def test_a_place_of_several_gpus_shows_them_all(tmp_path: Path) -> None:
     assert gpus_needed(run) == 6
     placement = Placement(run)
     replicas = [placement.replica(n) for n in range(2)]
-    assert seen(run, "abcdef", *replicas, *placement.trainer) == ["a,b", "c,d", "e", "f"]
+    assert seen(run, "abcdef", *replicas, *placement.trainers[0]) == ["a,b", "c,d", "e", "f"]
     shared = local_run(tmp_path, **changes, policies__system="colocated", trainer__data_parallel=4)
     assert gpus_needed(shared) == 4
-    both = [Placement(shared).replica(0), *Placement(shared).trainer]
+    both = [Placement(shared).replica(0), *Placement(shared).trainers[0]]
     assert seen(shared, "abcd", *both) == ["a,b", "a", "b", "c", "d"]
 
 

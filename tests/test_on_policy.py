@@ -24,7 +24,7 @@ from tests.tiny_model import tiny_model
 class RealTrainerLauncher(ScriptedLauncher):
     """Scripted replicas, whose tokens depend on the rollout alone, and a trainer that really trains."""
 
-    async def trainer(self) -> Handle:
+    async def trainer(self, number: int) -> Handle:
         return InProcess(
             TRAINER,
             {

@@ -30,7 +30,7 @@ def where(place: Place) -> tuple[int, Gpus]:
 
 
 def ranks(placement: Placement) -> list[tuple[int, Gpus]]:
-    return [where(place) for place in placement.trainer]
+    return [where(place) for place in placement.trainers[0]]
 
 
 def test_a_replica_has_gpus_of_one_node_the_lowest_first() -> None:
@@ -97,7 +97,7 @@ def test_sides_that_take_turns_have_the_same_gpus() -> None:
 def test_each_side_has_the_lowest_gpus_of_its_own_pool() -> None:
     placement = Placement(small_run({"rollout.replicas": 1}))
     assert placement.replica(0) == Place("far", 0, (0,))
-    assert placement.trainer == tuple(Place("near", 0, (gpu,)) for gpu in range(4))
+    assert placement.trainers[0] == tuple(Place("near", 0, (gpu,)) for gpu in range(4))
 
 
 @given(
@@ -130,7 +130,7 @@ def test_whatever_comes_and_goes_no_gpu_is_taken_twice_and_all_that_fit_find_a_p
             placement.free(gone)
         else:
             living[number] = placement.replica(number)
-        places = [*living.values(), *placement.trainer]
+        places = [*living.values(), *placement.trainers[0]]
         taken = [(place.node, gpu) for place in places for gpu in place.gpus]
         assert len(taken) == len(set(taken)) == degree * len(living) + trainer_degree
         assert all(node < nodes and gpu < gpus_per_node for node, gpu in taken)

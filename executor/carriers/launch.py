@@ -53,9 +53,9 @@ class Launcher(ABC):
         }
         return await self._start_replica(replica_id, kind, config)
 
-    async def trainer(self) -> Handle:
-        """Start the role of the trainer, on each of its ranks."""
-        run = self._run
+    async def trainer(self, number: int) -> Handle:
+        """Start the role of a trainer, on each of its ranks."""
+        run = self._run.as_seen_by(number)
         algorithm = run.algorithm
         config: Config = {
             "model": run.model.path,
@@ -78,9 +78,10 @@ class Launcher(ABC):
         }
         num_ranks = run.trainer.num_gpus
         if num_ranks == 1 and run.trainer.backend == "torch":
-            return await self._start_trainer(config)
+            return await self._start_trainer(number, config)
         config |= {"zero": run.trainer.zero, "num_ranks": num_ranks}
-        return await self._start_ranks([{**config, "rank": rank} for rank in range(num_ranks)])
+        ranks = [{**config, "rank": rank} for rank in range(num_ranks)]
+        return await self._start_ranks(number, ranks)
 
     async def relay(self, place: str | None) -> Handle:
         """Start the relay of a place, or the one beside the trainer."""
@@ -99,16 +100,16 @@ class Launcher(ABC):
 
     @abstractmethod
     def trainer_place(self) -> str:
-        """Return the place of the trainer's first rank."""
+        """Return the place of the leading trainer's first rank."""
 
     @abstractmethod
     async def _start_replica(self, replica_id: int, kind: int, config: Config) -> Handle: ...
 
     @abstractmethod
-    async def _start_trainer(self, config: Config) -> Handle: ...
+    async def _start_trainer(self, number: int, config: Config) -> Handle: ...
 
     @abstractmethod
-    async def _start_ranks(self, configs: list[Config]) -> Handle: ...
+    async def _start_ranks(self, number: int, configs: list[Config]) -> Handle: ...
 
     @abstractmethod
     async def _start_relay(self, place: str | None, config: Config, name: str) -> Handle: ...
@@ -120,6 +121,11 @@ class Launcher(ABC):
             "num_threads": self.num_threads,
             "deterministic": self._run.execute.deterministic,
         }
+
+
+def name_of(trainer: int) -> str:
+    """Return what the log of a trainer is called."""
+    return f"follower-{trainer}" if trainer else "trainer"
 
 
 def worker_environment(threads: int) -> dict[str, str]:

@@ -21,9 +21,10 @@ def usable_cores() -> int:
 
 
 def roles_on_cores(run: Run) -> int:
-    """Return how many processes of a run compute on the CPU: replicas at the start, and the trainer's ranks."""
+    """Return how many processes of a run compute on the CPU: replicas at the start, and trainers' ranks."""
     kinds = [own.replicas for own in run.rollout.kinds if device_of(run, own.pool) == "cpu"]
-    return sum(kinds) + run.trainer.num_gpus * (device_of(run, run.trainer.pool) == "cpu")
+    ranks = [own.num_gpus for own in run.trainers if device_of(run, own.pool) == "cpu"]
+    return sum(kinds) + sum(ranks)
 
 
 def threads_of(run: Run) -> int:

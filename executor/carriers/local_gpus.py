@@ -1,7 +1,7 @@
 """Which GPUs of this machine the places of a run stand for.
 
 All pools are on this one machine, whatever their nodes: GPUs are numbered as the run takes them. Those of the first
-replicas come first, then the trainer's, then those of replicas that are added. Roles on the CPU have none.
+replicas come first, then the trainers', then those of replicas that are added. Roles on the CPU have none.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ def device_of(run: Run, pool: str) -> str:
 
 def gpus_needed(run: Run) -> int:
     """Return the GPUs of this machine that a run needs, for as many replicas as there may be."""
-    kinds, trainer = run.rollout.kinds, device_of(run, run.trainer.pool)
+    kinds = run.rollout.kinds
     on_gpus = [own for own in kinds if device_of(run, own.pool) != "cpu"]
-    if trainer == "cpu" and not on_gpus:
+    trainers = [
+        0 if device_of(run, trainer.pool) == "cpu" else trainer.num_gpus for trainer in run.trainers
+    ]
+    if not on_gpus and not any(trainers):
         return 0
     match = DEVICE.fullmatch(run.execute.device)
     if match is not None and match["index"] is not None:
@@ -41,10 +44,9 @@ def gpus_needed(run: Run) -> int:
         return 1
     added = (_most_replicas(run) - run.rollout.num_replicas) * run.rollout.tensor_parallel
     for_replicas = sum(own.num_gpus for own in on_gpus) + (added if kinds[0] in on_gpus else 0)
-    for_trainer = run.trainer.num_gpus if trainer == "cuda" else 0
-    if run.shares_gpus:
-        return max(for_replicas, for_trainer)
-    return for_replicas + for_trainer
+    leader, *followers = trainers
+    for_both = max(for_replicas, leader) if run.shares_gpus else for_replicas + leader
+    return for_both + sum(followers)
 
 
 class LocalGpus:
@@ -128,10 +130,11 @@ def say_seen(num_gpus: int) -> str:
 
 
 def _places_in_order(run: Run) -> Iterator[Place]:
-    """Yield every place that a run may take: of its first replicas, its trainer, and replicas that are added."""
+    """Yield every place that a run may take: of its first replicas, its trainers, and replicas that are added."""
     placement, first = Placement(run), run.rollout.kind_of_each
     yield from (placement.replica(replica, kind) for replica, kind in enumerate(first))
-    yield from placement.trainer
+    for places in placement.trainers:
+        yield from places
     yield from map(placement.replica, range(len(first), _most_replicas(run)))
 
 

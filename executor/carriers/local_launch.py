@@ -8,12 +8,13 @@ import sys
 from collections.abc import Sequence
 
 from executor.carriers.handles import Config, Handle, InProcess, LocalProcess
-from executor.carriers.launch import RELAY, REPLICA, TRAINER, Launcher, worker_environment
+from executor.carriers.launch import RELAY, REPLICA, TRAINER, Launcher, name_of, worker_environment
 from executor.carriers.local_cores import threads_of
 from executor.carriers.local_gpus import LocalGpus
 from executor.carriers.placement import Place, Placement
 from executor.carriers.rank_handles import RankHandles
 from executor.record import RunDirectory
+from streamrl.engine.trainer_side import LEADER
 from streamrl.runfile.config import Run
 
 THIS_MACHINE = "this machine"
@@ -52,26 +53,31 @@ class LocalLauncher(Launcher):
         place = self._placement.replica(replica_id, kind)
         return await self._start(REPLICA, config, f"replica-{replica_id}", place)
 
-    async def _start_trainer(self, config: Config) -> Handle:
-        return await self._start(TRAINER, config, "trainer", self._placement.trainer[0])
+    async def _start_trainer(self, number: int, config: Config) -> Handle:
+        return await self._start(
+            TRAINER, config, name_of(number), self._placement.trainers[number][0]
+        )
 
-    async def _start_ranks(self, configs: list[Config]) -> Handle:
+    async def _start_ranks(self, number: int, configs: list[Config]) -> Handle:
         self._num_trainers += 1
         name = f".rendezvous-{os.getpid()}-{self._num_trainers}"
         rendezvous = self._directory.logs.resolve() / name
         rendezvous.unlink(missing_ok=True)
         ranks = [
             self._start(
-                TRAINER, {**config, "rendezvous": f"file://{rendezvous}"}, f"trainer-{rank}", place
+                TRAINER,
+                {**config, "rendezvous": f"file://{rendezvous}"},
+                f"{name_of(number)}-{rank}",
+                place,
             )
             for rank, (config, place) in enumerate(
-                zip(configs, self._placement.trainer, strict=True)
+                zip(configs, self._placement.trainers[number], strict=True)
             )
         ]
         return RankHandles(await asyncio.gather(*ranks), lambda: rendezvous.unlink(missing_ok=True))
 
     async def _start_relay(self, place: str | None, config: Config, name: str) -> Handle:
-        return await self._start(RELAY, config, name, self._placement.trainer[0])
+        return await self._start(RELAY, config, name, self._placement.trainers[LEADER][0])
 
     async def _start(self, role: str, config: Config, name: str, place: Place) -> Handle:
         if self._run.execute.launcher == "in-process":

@@ -1,6 +1,6 @@
 """Which GPUs of which node each role of a run has; what a launcher makes of them is its own business.
 
-Replicas have the lowest GPUs of their pool, then the trainer, then replicas that are added. The GPUs of one replica,
+Replicas have the lowest GPUs of their pool, then the trainers, then replicas that are added. The GPUs of one replica,
 and of one tensor-parallel group of the trainer, are on one node, where they talk over NVLink.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from streamrl.runfile.config import Run
+from streamrl.runfile.sides import trainer_names
 
 
 class Place(NamedTuple):
@@ -35,9 +36,10 @@ class Placement:
         if not run.shares_gpus:
             for replica, kind in enumerate(first):
                 self.replica(replica, kind)
-        self.trainer = self._take_trainer()
-        """The place of each rank, one GPU each, since a rank is a process of its own. Ranks of one tensor-parallel
-        group follow each other, then those of data parallelism, then stages: rank = (stage x data + d) x tensor + t."""
+        self.trainers = [self._take_trainer(number) for number in range(run.num_trainers)]
+        """The place of each rank of each trainer, one GPU each, since a rank is a process of its own. Ranks of one
+        tensor-parallel group follow each other, then those of data parallelism, then stages:
+        rank = (stage x data + d) x tensor + t."""
         for replica in range(len(first)):
             self.free(replica)
 
@@ -58,14 +60,14 @@ class Placement:
         if place is not None:
             self._free[place.pool][place.node].update(place.gpus)
 
-    def _take_trainer(self) -> tuple[Place, ...]:
-        trainer = self._run.trainer
+    def _take_trainer(self, number: int) -> tuple[Place, ...]:
+        run = self._run.as_seen_by(number)
+        trainer, role = run.trainer, trainer_names(self._run)[number]
         num_groups = trainer.data_parallel * trainer.pipeline_parallel
         groups = [
-            self._take(trainer.pool, trainer.tensor_parallel, "the trainer")
-            for _ in range(num_groups)
+            self._take(trainer.pool, trainer.tensor_parallel, role) for _ in range(num_groups)
         ]
-        if self._run.shares_gpus:  # replicas have the same ones while it rests
+        if run.shares_gpus:  # replicas have the same ones while it rests
             for place in groups:
                 self._free[place.pool][place.node].update(place.gpus)
         return tuple(

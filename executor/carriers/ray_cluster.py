@@ -72,7 +72,8 @@ def check_cluster(run: Run, nodes: list[dict[str, Any]]) -> None:
     for own in run.rollout.kinds:
         wanted[own.pool] += own.replicas * own.tensor_parallel
         largest[own.pool] = max(largest[own.pool], own.tensor_parallel)
-    wanted[run.trainer.pool] += run.trainer.num_gpus
+    for trainer in run.trainers:
+        wanted[trainer.pool] += trainer.num_gpus
     for pool, count in wanted.items():
         resource = pool_resource(pool)
         members = [node for node in nodes if node.get(resource)]

@@ -3,8 +3,8 @@
 | role              | lives                                                                                   |
 |-------------------|-----------------------------------------------------------------------------------------|
 | a replica         | on one node of its pool, in a placement group of its own, so that replicas come and go    |
-| the trainer       | in one placement group, a bundle a rank, on as few nodes of its pool as can be            |
-| a relay           | on the node whose replicas it serves, and one on the node of the trainer's first rank     |
+| a trainer         | in one placement group, a bundle a rank, on as few nodes of its pool as can be            |
+| a relay           | on the node whose replicas it serves, and one on the node of the leader's first rank      |
 
 A node says which pool it is of by a resource, `ray start --resources='{"pool-NAME": 1}'`, so that a pool is a datacenter.
 """
@@ -23,13 +23,14 @@ from ray.util.scheduling_strategies import (
 
 from executor.carriers.handles import Config, Handle
 from executor.carriers.heartbeat import FACTOR
-from executor.carriers.launch import RELAY, REPLICA, TRAINER, Launcher, worker_environment
+from executor.carriers.launch import RELAY, REPLICA, TRAINER, Launcher, name_of, worker_environment
 from executor.carriers.local_gpus import device_of
 from executor.carriers.rank_handles import RankHandles
 from executor.carriers.ray_actor import RayActor
 from executor.carriers.ray_cluster import CALLS_AT_ONCE, LEAST, pool_resource
 from executor.carriers.ray_role import RayRole
 from executor.record import RunDirectory
+from streamrl.engine.trainer_side import LEADER
 from streamrl.runfile.config import Run
 
 Bundle = dict[str, float]
@@ -58,7 +59,7 @@ class RayLauncher(Launcher):
         return self._node_of[replica_id]
 
     def trainer_place(self) -> str:
-        """Return the trainer's node."""
+        """Return the leading trainer's node."""
         return self._trainer_node or ""
 
     async def _start_replica(self, replica_id: int, kind: int, config: Config) -> Handle:
@@ -70,22 +71,24 @@ class RayLauncher(Launcher):
         self._node_of[replica_id] = actor.whereabouts.node
         return actor
 
-    async def _start_trainer(self, config: Config) -> Handle:
-        bundle = self._bundle(self._run.trainer.pool, 1)
-        (actor,) = await self._reserve(["trainer"], [bundle])
-        await self._begin(actor, TRAINER, config, "trainer")
+    async def _start_trainer(self, number: int, config: Config) -> Handle:
+        name, bundle = name_of(number), self._bundle(self._run.trainers[number].pool, 1)
+        (actor,) = await self._reserve([name], [bundle])
+        await self._begin(actor, TRAINER, config, name)
         assert actor.whereabouts is not None
-        self._trainer_node = actor.whereabouts.node
+        if number == LEADER:
+            self._trainer_node = actor.whereabouts.node
         return actor
 
-    async def _start_ranks(self, configs: list[Config]) -> Handle:
-        names = [f"trainer-{rank}" for rank in range(len(configs))]
-        bundle = self._bundle(self._run.trainer.pool, 1)
+    async def _start_ranks(self, number: int, configs: list[Config]) -> Handle:
+        names = [f"{name_of(number)}-{rank}" for rank in range(len(configs))]
+        bundle = self._bundle(self._run.trainers[number].pool, 1)
         actors = await self._reserve(names, [bundle] * len(configs))
         first = actors[0].whereabouts
         assert first is not None
         rendezvous = f"tcp://{first.address}:{first.free_port}"
-        self._trainer_node = first.node
+        if number == LEADER:
+            self._trainer_node = first.node
         await asyncio.gather(
             *(
                 self._begin(actor, TRAINER, {**config, "rendezvous": rendezvous}, name)

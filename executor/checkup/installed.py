@@ -35,7 +35,8 @@ def requirements(run: Run) -> list[Requirement]:
     Raises:
         PackageNotFoundError: this package is not installed.
     """
-    asked = (run.trainer.backend, run.execute.launcher, run.sync.mode)
+    trainers = [trainer.backend for trainer in run.trainers]
+    asked = (*trainers, run.execute.launcher, run.sync.mode)
     engines = {extra_of(own.backend, device_of(run, own.pool)) for own in run.rollout.kinds}
     extras = engines | {EXTRA_OF[name] for name in asked}
     found = map(Requirement, importlib.metadata.requires(PACKAGE) or [])

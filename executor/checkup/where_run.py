@@ -49,9 +49,11 @@ def choices_of(run: Run) -> Iterator[tuple[str, str]]:
         yield f"rollout.backend = {own.backend}", device
         if own.tensor_parallel > 1:
             yield "rollout.tensor_parallel > 1", device
-    yield f"trainer.backend = {run.trainer.backend}", trains_on
-    if run.trainer.data_parallel > 1:
-        yield "trainer.data_parallel > 1", trains_on
+    for trainer in run.trainers:
+        device = device_of(run, trainer.pool)
+        yield f"trainer.backend = {trainer.backend}", device
+        if trainer.data_parallel > 1:
+            yield "trainer.data_parallel > 1", device
     yield f"execute.launcher = {run.execute.launcher}", trains_on
     yield f"sync.mode = {run.sync.mode}", trains_on
 

@@ -39,10 +39,8 @@ class AdvantageEstimator:
         return self._of_groups[rollout]
 
     def end_step(self, groups: Sequence[int]) -> None:
-        """Take the baseline of the next step from the groups that this one was made of, and forget them."""
+        """Take the baseline of the next step from the groups that this one was made of."""
         self.baseline = batch_baseline(
             [buffered.reward for buffered in self._buffer.rollouts_of(groups)]
         )
         self._of_groups.clear()
-        for group in groups:
-            self._buffer.close_group(group)

@@ -11,13 +11,13 @@ from executor.buffer import RolloutBuffer
 from executor.carriers.handles import Handle
 from executor.carriers.remote import remote
 from executor.checkpoints import Checkpoint, Position
-from executor.record import RunDirectory
 from executor.roles import TrainerRole
 from executor.samples import Manifest
 from executor.trainer.advantages import NO_BASELINE
 from executor.trainer.estimator import AdvantageEstimator
 from executor.trainer.step_figures import step_figures
 from executor.trainer.step_samples import step_samples
+from executor.trainer_record import TrainerRecord
 from streamrl.engine.messages import (
     CheckpointSaved,
     SaveCheckpoint,
@@ -41,13 +41,13 @@ class Trainer:
         run: Run,
         buffer: RolloutBuffer,
         estimator: AdvantageEstimator,
-        directory: RunDirectory,
+        record: TrainerRecord,
         now: Callable[[], float],
     ) -> None:
         self._run = run
         self._buffer = buffer
         self._estimator = estimator
-        self._directory = directory
+        self.record = record
         self._now = now
         self._seconds: defaultdict[str, float] = defaultdict(float)
         """Of the step under way, by what the worker was asked for."""
@@ -86,7 +86,7 @@ class Trainer:
         with self._timed("optimizer_time"):
             figures = await self._worker.step(command.version)
         trained, now = self._buffer.rollouts_of(command.groups), self._now()
-        self._directory.write_step(
+        self.record.write_step(
             {
                 "step": command.version,
                 "time": now,
@@ -101,6 +101,8 @@ class Trainer:
         self._seconds.clear()
         self._sample(command)
         self._estimator.end_step(command.groups)
+        for group in command.groups:
+            self._buffer.leave(group, command.trainer)
         self._stepped_at = now
         return Stepped(command.version, command.trainer)
 
@@ -108,7 +110,7 @@ class Trainer:
         """Write down some of what the step was trained on, for people to read."""
         count = self._run.execute.samples_per_step
         if count:
-            self._directory.write_samples(
+            self.record.write_samples(
                 lambda: step_samples(
                     self._buffer,
                     command.groups,
@@ -121,9 +123,9 @@ class Trainer:
 
     async def save(self, command: SaveCheckpoint) -> CheckpointSaved:
         """Write a checkpoint, which is complete or not there."""
-        path = self._directory.checkpoints.path_of(command.version)
+        path = self.record.checkpoints.path_of(command.version)
         await self._worker.save(str(path))
-        self._directory.checkpoints.finish(
+        self.record.checkpoints.finish(
             Position(
                 version=command.version,
                 groups_done=command.groups_done,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -13,9 +13,11 @@ from streamrl.doctor.replica_batch import rollouts_under_way
 from streamrl.engine.messages import Event
 from streamrl.engine.systems import choose_system
 from streamrl.record.trace import Trace
+from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.cluster_config import ClusterConfig, LinkConfig, ModelConfig, PoolConfig
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.pools import most_replicas, replicas_per_node
+from streamrl.runfile.sides_config import AlgorithmChanges
 from streamrl.runfile.units import Bandwidth
 from streamrl.runfile.workload_config import LengthsConfig, RankerName
 from streamrl.workload.workload import SimulatedWorkload, Workload
@@ -34,6 +36,8 @@ more for each push that aborts it."""
 FEWEST_EVENTS = 5_000
 STAND_IN_MODEL = "qwen2.5-0.5b"
 STAND_IN_GPU = "h200"
+
+AnyAlgorithm = TypeVar("AnyAlgorithm", AlgorithmConfig, AlgorithmChanges)
 
 
 class Rehearsal(NamedTuple):
@@ -151,9 +155,8 @@ def shortened(run: Run) -> Run:
 
 def stand_in(run: Run) -> Run:
     """Return a run of the same policies and counts with a small model, tiny outputs and GPUs that hold them."""
-    trainer = replace(
-        run.trainer, pool="trainer", tensor_parallel=1, pipeline_parallel=1, expert_parallel=1
-    )
+    apart = {"tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1, "zero": 1}
+    trainer = replace(run.trainer, pool="rollout" if run.shares_gpus else "trainer", **apart)
     alone = {"pool": "rollout", "tensor_parallel": 1, "expert_parallel": 1}
     rollout = replace(
         run.rollout,
@@ -166,8 +169,6 @@ def stand_in(run: Run) -> Run:
     policies = run.policies
     if policies.resize == "adjust" and policies.resize_unit is None:
         policies = replace(policies, resize_unit=replicas_per_node(run))
-    if run.shares_gpus:
-        trainer = replace(trainer, pool="rollout")
     lengths = LengthsConfig(
         kind="histogram", source="streamrl-codemath-20k", scale=0.01, prompt_tokens=16
     )
@@ -176,21 +177,31 @@ def stand_in(run: Run) -> Run:
     return replace(
         run,
         model=ModelConfig(name=STAND_IN_MODEL, dtype=run.model.dtype),
-        algorithm=replace(run.algorithm, prompts_per_step=_stand_in_prompts(run)),
+        algorithm=_with_few_prompts(run, 0, run.algorithm),
         cluster=_stand_in_cluster(run),
         rollout=rollout,
-        trainer=replace(trainer, zero=1),
+        trainer=trainer,
+        followers=tuple(
+            replace(
+                own, pool="trainer", algorithm=_with_few_prompts(run, n, own.algorithm), **apart
+            )
+            for n, own in enumerate(run.followers, start=1)
+        ),
+        verifier=replace(run.verifier, pool=None, gpus_per_worker=0),
         workload=replace(run.workload, lengths=lengths, max_prompt_tokens=64),
         costs=CostsConfig(),
         policies=policies,
     )
 
 
-def _stand_in_prompts(run: Run) -> int:
-    """Return as many prompts as make a quick rehearsal, so many that every data-parallel rank has a rollout."""
-    size = run.algorithm.group_size
-    least = -(-run.trainer.data_parallel // size)
-    return min(run.algorithm.prompts_per_step, max(least, MANY_ROLLOUTS // size, 1))
+def _with_few_prompts(run: Run, trainer: int, algorithm: AnyAlgorithm) -> AnyAlgorithm:
+    """Return a trainer's algorithm with as many prompts as make a quick rehearsal: one rollout for every rank at least."""
+    seen = run.as_seen_by(trainer)
+    size = seen.algorithm.group_size
+    least = -(-seen.trainer.data_parallel // size)
+    few = min(seen.algorithm.prompts_per_step, max(least, MANY_ROLLOUTS // size, 1))
+    found: AnyAlgorithm = replace(algorithm, prompts_per_step=few)
+    return found
 
 
 def _stand_in_ranker(lengths: LengthsConfig) -> RankerName:
@@ -198,7 +209,8 @@ def _stand_in_ranker(lengths: LengthsConfig) -> RankerName:
 
 
 def _stand_in_cluster(run: Run) -> ClusterConfig:
-    most = max(most_replicas(run), run.rollout.num_replicas, run.trainer.data_parallel)
+    ranks = sum(trainer.data_parallel for trainer in run.trainers)
+    most = max(most_replicas(run), run.rollout.num_replicas, ranks)
     pool = PoolConfig(gpu=STAND_IN_GPU, gpus_per_node=1, nodes=most)
     link = LinkConfig(between=("rollout", "trainer"), bandwidth=Bandwidth.parse("80 Gbps"))
     return ClusterConfig(pools={"rollout": pool, "trainer": pool}, links=[link])

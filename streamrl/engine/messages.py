@@ -1,9 +1,8 @@
 """What the engine and a world say to each other: commands go out, events come back.
 
-Every command ends in exactly one event. `Abort`, `Take`, `Skip`, `Drop`, `Resize` and `Stop` have none of their own:
-an abort makes the running `Generate` end now, the others only change what the engine plans. A command says all that
-a world needs to carry it out. Trainer 0 leads: its versions are what replicas load; the others follow on the same
-rollouts.
+Every command ends in exactly one event. `Abort`, `Take`, `Skip`, `Drop`, `Resize` and `Stop` have none of their own: an
+abort makes the running `Generate` end now, the others only change what the engine plans. A command says all that a world
+needs to carry it out. Trainer 0 leads: its versions are what replicas load; the others follow on the same rollouts.
 
     command         ends in             resource
     StartReplica    ReplicaStarted      replica
@@ -20,8 +19,7 @@ rollouts.
     SaveCheckpoint  CheckpointSaved     trainer
     WakeAt          Woke                clock
 
-Any of them may end in `Failed` instead. `RunStarted`, `ReplicaLost`, `TrainerLost`, `ExpectationsChanged` and
-`Interrupted` come unasked.
+Any may end in `Failed`. `RunStarted`, `ReplicaLost`, `TrainerLost`, `ExpectationsChanged`, `Interrupted` come unasked.
 """
 
 from __future__ import annotations
@@ -212,11 +210,13 @@ Command: TypeAlias = (
 Finish: TypeAlias = Literal["stop", "length", "aborted"]
 
 
-class RunStarted(Message, frozen=True):
+class RunStarted(Message, frozen=True, omit_defaults=True):
     """The run begins at policy version `version`; groups before `groups_done` are behind it."""
 
     version: int
     groups_done: int
+    followers: tuple[SaveCheckpoint, ...] = ()
+    """Checkpoints that trainers which follow go on from, in their order; those without begin at version 0."""
 
 
 class ReplicaStarted(Message, frozen=True, omit_defaults=True):

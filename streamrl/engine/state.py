@@ -1,6 +1,6 @@
 """Everything the engine knows, changed in two places: `observe` an event, `commit` a command.
 
-Policies read it and never scan history, so each question they ask has an index here:
+Policies read it and never scan history: each question has an index here.
 
     trainers     each trainer with its batch and what lies ahead    see `streamrl.engine.trainer_side`
     fleet        replicas by version and by load                    see `streamrl.engine.fleet`
@@ -64,7 +64,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.recent import RecentLengths
 from streamrl.engine.setbacks import Setbacks
-from streamrl.engine.trainer_side import TrainerSide
+from streamrl.engine.trainer_side import TrainerSide, drawn_again
 
 
 @dataclass(slots=True)
@@ -142,8 +142,8 @@ class State:
                 self._end_generate(event)
             case Verified():
                 self._end_verify(event)
-            case Scored(_, trainer) | Trained(_, trainer):
-                self.trainers[trainer].end_work(event, now)
+            case Scored() | Trained():
+                self.trainers[event.trainer].end_work(event, now)
             case Stepped(version, trainer):
                 self._end_step(self.trainers[trainer], version)
             case PromptsDrawn():
@@ -159,8 +159,8 @@ class State:
             case TrainerStarted(trainer, version):
                 self.trainers[trainer].come_up(version)
                 self._look_at_trainers()
-            case RunStarted(version, groups_done):
-                self._begin(version, groups_done)
+            case RunStarted():
+                self._begin(event)
             case ReplicaLost(replica_id, _) | ReplicaStopped(replica_id):
                 self.fleet.lose(replica_id)
             case TrainerLost(trainer, _):
@@ -216,13 +216,13 @@ class State:
             case _:
                 assert_never(command)
 
-    def _begin(self, version: int, groups_done: int) -> None:
+    def _begin(self, event: RunStarted) -> None:
         self.has_started = True
-        self.next_group = groups_done
-        self.pushed_version = version
-        self.num_admitted = version * self.leader.prompts_per_step
-        for trainer in self.trainers:
-            trainer.begin_at(version if trainer.leads else 0)
+        self.next_group, self.pushed_version = event.groups_done, event.version
+        self.num_admitted = event.version * self.leader.prompts_per_step
+        self.leader.begin_at(event.version)
+        for saved in event.followers:
+            self.trainers[saved.trainer].begin_at(saved.version, drawn_again(event, saved))
         self._look_at_trainers()
 
     def _end_generate(self, event: Generated) -> None:

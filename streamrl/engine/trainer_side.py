@@ -14,6 +14,7 @@ from streamrl.engine.batch import Batch
 from streamrl.engine.entities import Group, Rollout
 from streamrl.engine.lines import GroupLine
 from streamrl.engine.messages import (
+    RunStarted,
     SaveCheckpoint,
     Score,
     Scored,
@@ -30,8 +31,18 @@ LEADER = 0
 
 ROLLED_BACK = "rolled back"
 """Why rollouts of steps after the last checkpoint are lost with a trainer."""
+DONE_BEFORE = "done before"
+"""Why a trainer that follows passes over what a resume draws again: its own checkpoint has it."""
 
 TrainerCommand = Score | Train | Step | StartTrainer | SaveCheckpoint
+
+
+def drawn_again(begun: RunStarted, saved: SaveCheckpoint) -> frozenset[int]:
+    """Return the groups that a run which goes on draws again though a trainer's checkpoint has them."""
+    first = begun.groups_done
+    return frozenset(range(first, saved.groups_done)).union(
+        g for g in saved.done_ahead if g >= first
+    )
 
 
 @dataclass(slots=True)
@@ -65,6 +76,8 @@ class TrainerSide:
     """Rollouts that its steps were made of, those of steps that were rolled back left out."""
     lost: dict[str, int] = field(default_factory=dict)
     """Rollouts that it will never train on, by reason, those of steps that were rolled back among them."""
+    done_before: frozenset[int] = frozenset()
+    """Groups that it was done with before a resume, which draws them again for others."""
     _trained_until: dict[int, int] = field(default_factory=lambda: {0: 0})
     """Rollouts trained on by version, from the last checkpoint on: what a loss takes back."""
 
@@ -80,7 +93,12 @@ class TrainerSide:
 
     def wants(self, group: Group) -> bool:
         """Return whether it may still train on `group`."""
-        return group.num_missing > 0 or group.id in self.batch.groups or group in self.line
+        is_coming = group.num_missing > 0 and group.id not in self.done_before
+        return is_coming or group.id in self.batch.groups or group in self.line
+
+    def is_stepping_on(self, group: Group) -> bool:
+        """Return whether the step that it makes right now is made of `group`."""
+        return isinstance(self.command, Step) and group.id in self.batch.groups
 
     def open_groups(self) -> Iterator[Group]:
         """Yield every group that it has taken or could take now."""
@@ -89,21 +107,24 @@ class TrainerSide:
 
     # Changes --------------------------------------------------------------------------------------
 
-    def begin_at(self, version: int) -> None:
-        """Enter the version that the run begins with."""
+    def begin_at(self, version: int, done_before: frozenset[int] = frozenset()) -> None:
+        """Enter the version that it begins with, and what it is done with of the groups that are to be drawn."""
         self.version = self.checkpoint_version = version
+        self.done_before = done_before
         self._trained_until = {version: 0}
 
     def see_drawn(self, group: Group) -> None:
         """Enter that a group was drawn."""
-        if self.takes_unfinished:
+        if group.id in self.done_before:
+            self._lose(len(group.rollouts), DONE_BEFORE)
+        elif self.takes_unfinished:
             self.line.add(group)
 
     def see_ready(self, rollout: Rollout) -> None:
         """Enter that a rollout has its reward, and with it perhaps its group all of them."""
         if self.takes_unfinished:
             self.batch.add_ready(rollout)
-        elif not rollout.group.num_missing:
+        elif not rollout.group.num_missing and rollout.group.id not in self.done_before:
             self.line.add(rollout.group)
 
     def take(self, command: Take, group: Group) -> None:
@@ -153,7 +174,11 @@ class TrainerSide:
 
     def leave_out(self, group: Group, reason: str) -> bool:
         """Enter that it will not train on `group`; return whether it would have."""
-        is_left = self.batch.leave_out(group) or self.line.remove(group) or group.num_missing > 0
+        if self.is_stepping_on(group):
+            raise ValueError(f"trainer {self.id} makes a step of group {group.id}")
+        is_left = self.wants(group)
+        self.batch.leave_out(group)
+        self.line.remove(group)
         if is_left:
             self._lose(len(group.rollouts), reason)
         return is_left

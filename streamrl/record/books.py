@@ -43,7 +43,7 @@ from streamrl.engine.messages import (
     TrainerStarted,
 )
 from streamrl.engine.systems import choose_system
-from streamrl.engine.trainer_side import LEADER
+from streamrl.engine.trainer_side import LEADER, drawn_again
 from streamrl.record.balance import Balance, Faults, TrainerBalance
 from streamrl.record.saved_books import SavedBook, SavedBooks
 from streamrl.record.served import ServedVersions
@@ -51,6 +51,8 @@ from streamrl.record.trace import Trace
 from streamrl.record.trainer_book import TrainerBook
 from streamrl.runfile.sides import trainer_names
 
+MISSED = "missed with a resume"
+"""Why a trainer that follows has not trained on what the leader's checkpoint has, and its own has not."""
 NO_TOKEN = sys.maxsize
 """Version of a rollout that has no token yet: later than any."""
 
@@ -104,7 +106,7 @@ class Books:
         self._staleness = 0
         self._has_ended = False
         """Whether the run has wound down, so that nothing may be open."""
-        self._saved = SavedBooks()
+        self._saved = [SavedBooks() for _ in self._trainers]
         self._taken_back = 0
         self._has_begun = False
         self._first_leg = trace.leg
@@ -184,13 +186,14 @@ class Books:
         """Whether the leader takes groups in the order of their draw, which alone bounds staleness."""
         self._max_staleness = system.max_staleness if self._is_in_line else None
         self._bound = sys.maxsize if self._max_staleness is None else self._max_staleness
+        self._group_size = trace.run.algorithm.group_size
         self._num_steps = sys.maxsize if trace.is_endless else trace.run.algorithm.steps
 
     def _begin(self, event: RunStarted) -> None:
         """Enter that the run begins, or goes on: with a later leg all is as it was at its checkpoint."""
         if self._has_begun:
             self._check_end()
-        saved = self._saved.resume(event.version)
+        saved = self._saved[LEADER].resume(event.version)
         self._draws, self._resumed_at = Draws(event.groups_done), event.version
         if saved is not None:
             self._draws.done_ahead = saved.done_ahead
@@ -204,25 +207,37 @@ class Books:
         if self._served is not None:
             self._served.begin(event.version)
         ended = self._leader.num_ended
-        for book in self._trainers:
-            book.fall_back_to(event.version if book is self._leader else 0)
-        if saved is not None:
-            self._leader.num_trained, self._leader.dropped = saved.trained, saved.dropped.copy()
+        self._leader.fall_back_to(event.version, saved)
         self._taken_back += ended - self._leader.num_ended
+        for book in self._trainers[LEADER + 1 :]:
+            book.fall_back_to(0, None)
+        for begun in event.followers:
+            self._begin_follower(event, begun)
+        for book in self._trainers[LEADER + 1 :]:
+            own = len(book.done_before - self._draws.done_ahead) * self._group_size
+            if missed := self._leader.num_ended - (book.num_ended - own):
+                book.dropped[MISSED] += missed
         self._oldest.clear()
         self._aborted_at.clear()
         self._has_begun, self._has_ended = True, False
 
+    def _begin_follower(self, event: RunStarted, begun: SaveCheckpoint) -> None:
+        """Enter that a trainer which follows goes on from a checkpoint of its own."""
+        book = self._trainers[begun.trainer]
+        saved = self._saved[begun.trainer].resume(begun.version)
+        if saved is None and self._first_leg == 1:
+            book.complain(f"goes on from step {begun.version}, which was never saved")
+        book.fall_back_to(begun.version, saved)
+        book.done_before = drawn_again(event, begun)
+
     def _keep(self, command: SaveCheckpoint) -> None:
         """Keep what a resume goes back to, once the checkpoint is there; that may be the last thing a run did."""
-        if command.trainer != LEADER:
-            return
-        ahead, book = frozenset(command.done_ahead), self._leader
+        ahead, book = frozenset(command.done_ahead), self._trainers[command.trainer]
         for group in book.open:
             if group < command.groups_done or group in ahead:
-                self._faults.add(f"group {group} is done by a checkpoint, though it is open")
+                book.complain(f"group {group} is done by a checkpoint, though it is open")
         kept = SavedBook(command.groups_done, ahead, book.num_trained, book.dropped.copy())
-        self._saved.ask(command.version, kept)
+        self._saved[command.trainer].ask(command.version, kept)
 
     def _see_end(self, _: Stop | Interrupted) -> None:
         self._has_ended = True
@@ -240,7 +255,7 @@ class Books:
             if fault := self._draws.pass_to(drawn.group):
                 self._faults.add(fault)
             for book in self._trainers:
-                book.open[drawn.group] = drawn.rollouts
+                book.draw(drawn)
             self._oldest.update(dict.fromkeys(drawn.rollouts, NO_TOKEN))
             if drawn.kept:
                 self._see_kept(drawn)
@@ -318,8 +333,7 @@ class Books:
 
     def _see_saved(self, event: CheckpointSaved) -> None:
         self._trainers[event.trainer].save(event.version)
-        if event.trainer == LEADER:
-            self._saved.complete(event.version)
+        self._saved[event.trainer].complete(event.version)
 
     def _see_lost(self, event: TrainerLost) -> None:
         self._trainers[event.trainer].lose()

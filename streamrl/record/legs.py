@@ -19,8 +19,10 @@ KEPT_BY_A_RESUME = (
     "algorithm.group_size",
     "policies.tail_batching",
     "policies.tail_every",
+    "follower_names",
 )
-"""What says which rollouts a group has and which prompt it is of: with another value a checkpoint means other prompts."""
+"""What says which rollouts a group has, which prompt it is of and who trains on it: with another value a checkpoint means
+other ones."""
 
 
 def trace_of_leg(directory: Path, leg: int) -> Path:

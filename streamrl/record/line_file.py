@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from errno import ENOSPC
+from mmap import ACCESS_READ, mmap
 from os import SEEK_END, strerror
+from pathlib import Path
 from typing import IO
 
 
@@ -35,3 +37,13 @@ class LineFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def open_at_end(path: Path) -> LineFile:
+    """Open a file of lines for more of them; a last one that a crash cut short is left out."""
+    file = path.open("a+b", buffering=0)
+    if path.stat().st_size:
+        with mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+            end = data.rfind(b"\n") + 1
+        file.truncate(end)
+    return LineFile(file)

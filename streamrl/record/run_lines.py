@@ -7,6 +7,7 @@ what stands before it and came after that version counts no more.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ OF_SCORER = "reward/"
 """What the keys of metrics.jsonl begin with that say what one of several scorers gave."""
 ROLLED_BACK_TO = "rolled_back_to"
 """Key of a line that is no step and no rollout."""
+
+OTHER = re.compile(r"[^\w.-]+")
+"""What names of directories are spared."""
 
 Line = dict[str, Any]
 
@@ -36,6 +40,11 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     group: int | None = None
     """None in rollouts of earlier versions, which nothing takes back."""
+
+
+def follower_directory(directory: Path, number: int, name: str) -> Path:
+    """Return where a trainer that follows leaves its files in a run's directory; the first is number 1."""
+    return directory / "followers" / f"{number}-{OTHER.sub('-', name)}"
 
 
 def read_metrics(directory: Path) -> list[Line]:

@@ -1,4 +1,4 @@
-"""What the leader's book held at each checkpoint that a resume may still go back to."""
+"""What a trainer's book held at each checkpoint that a resume may still go back to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KEPT_BOOKS = 4
 
 
 class SavedBook(NamedTuple):
-    """What the leader's book held when a checkpoint was asked for."""
+    """What a trainer's book held when a checkpoint was asked for."""
 
     groups_done: int
     done_ahead: frozenset[int]

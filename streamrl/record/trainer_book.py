@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from streamrl.engine.messages import DrawnGroup
 from streamrl.engine.trainer_side import ROLLED_BACK
+from streamrl.record.saved_books import SavedBook
 
 
 @dataclass(slots=True)
@@ -26,6 +28,8 @@ class TrainerBook:
     """Rollouts that it gave up, by reason."""
     open: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Rollouts of the groups that it is to train on, in the order of their draw."""
+    done_before: frozenset[int] = frozenset()
+    """Groups that are drawn again by a resume though its checkpoint has them."""
     groups: tuple[int, ...] = ()
     """Groups of the step under way, or of the last one."""
 
@@ -42,6 +46,11 @@ class TrainerBook:
     def num_ended(self) -> int:
         """Rollouts that it trained on or gave up."""
         return self.num_trained + sum(self.dropped.values())
+
+    def draw(self, drawn: DrawnGroup) -> None:
+        """Enter that a group was drawn, which it is to train on unless it has."""
+        if drawn.group not in self.done_before:
+            self.open[drawn.group] = drawn.rollouts
 
     def train(self, rollouts: tuple[int, ...]) -> None:
         """Enter that the gradient of rollouts is accumulated."""
@@ -90,9 +99,10 @@ class TrainerBook:
             self._in_gradient.difference_update(rollouts)
         return rollouts
 
-    def fall_back_to(self, version: int) -> None:
-        """Enter that the run begins, or goes on, at a version, with nothing under way and nothing in the book."""
-        self.version = version
-        self.num_trained, self.dropped, self.open = 0, Counter(), {}
-        self.groups, self._in_gradient = (), set()
+    def fall_back_to(self, version: int, saved: SavedBook | None) -> None:
+        """Enter that the run begins, or goes on, at a version, with nothing under way and what was saved in the book."""
+        self.version, self.open = version, {}
+        self.num_trained = 0 if saved is None else saved.trained
+        self.dropped = Counter() if saved is None else saved.dropped.copy()
+        self.groups, self._in_gradient, self.done_before = (), set(), frozenset()
         del self._unsaved[:]

@@ -140,6 +140,11 @@ class Run(Section, frozen=True, kw_only=True):
         return 1 + len(self.followers)
 
     @property
+    def follower_names(self) -> tuple[str, ...]:
+        """The names of its trainers that follow."""
+        return tuple(follower.name for follower in self.followers)
+
+    @property
     def trainers(self) -> tuple[TrainerConfig, ...]:
         """Every trainer, the one that leads first."""
         return (self.trainer, *self.followers)

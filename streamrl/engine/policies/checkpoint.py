@@ -20,9 +20,11 @@ class CheckpointEvery:
         self.max_attempts = max_attempts
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Yield a save where one is due and the trainer is between two steps."""
+        """Yield a save where one is due and the trainer is between two steps, or in one that the end of the run leaves open."""
         trainer = state.trainers[self.trainer]
-        if trainer.batch.in_gradient or not trainer.is_ready or trainer.command is not None:
+        if not trainer.is_ready or trainer.command is not None:
+            return ()
+        if trainer.batch.in_gradient and not state.has_all_steps:
             return ()
         num_unsaved = trainer.version - trainer.checkpoint_version
         if not num_unsaved or (num_unsaved < self.num_steps and not state.has_all_steps):
@@ -31,6 +33,7 @@ class CheckpointEvery:
             return ()
         open_groups = {group.id for group in state.groups.values() if trainer.wants(group)}
         groups_done = min(open_groups, default=state.next_group)
-        drawn_later = range(groups_done, state.next_group)
-        done_ahead = tuple(group for group in drawn_later if group not in open_groups)
-        return (SaveCheckpoint(trainer.version, groups_done, self.trainer, done_ahead),)
+        done_ahead = {g for g in range(groups_done, state.next_group) if g not in open_groups}
+        done_ahead.update(group for group in trainer.done_before if group >= groups_done)
+        ahead = tuple(sorted(done_ahead))
+        return (SaveCheckpoint(trainer.version, groups_done, self.trainer, ahead),)

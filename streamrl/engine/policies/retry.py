@@ -69,7 +69,10 @@ class StartOver:
 
 
 class WindDown:
-    """Once the run stops or has all its steps, abort what runs and drop what is left, with the reason."""
+    """Once the run stops or has all its steps, abort what runs and drop what is left, with the reason.
+
+    A step that is under way ends: what it is made of is left to it.
+    """
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield aborts and drops until no group is left."""
@@ -78,11 +81,12 @@ class WindDown:
     def _clear(self, state: State) -> Iterator[Command]:
         reason = state.stop_reason or "the run had all its steps"
         for group in list(state.groups.values()):
-            if state.leader.wants(group):
+            stepping = [trainer.id for trainer in state.trainers if trainer.is_stepping_on(group)]
+            if state.leader.wants(group) and not stepping:
                 yield from drop(group, reason)
                 continue
             for trainer in state.trainers:
-                if trainer.wants(group):
+                if trainer.wants(group) and trainer.id not in stepping:
                     yield Skip(group.id, trainer.id, reason)
 
 

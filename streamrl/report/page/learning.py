@@ -9,7 +9,7 @@ from typing import NamedTuple
 from streamrl.record.completions import SampledGroup, shortened
 from streamrl.record.run_lines import OF_SCORER, Line
 from streamrl.report.page.parts import PageCell, PageSection, PageTable
-from streamrl.report.page.sources import RecordedRun
+from streamrl.report.page.sources import Learned, RecordedRun
 from streamrl.report.pictures.drawing import Picture
 from streamrl.report.pictures.step_curves import Curve, curves_picture
 from streamrl.report.words import ENDS, percent, seconds
@@ -66,45 +66,53 @@ PANELS = (
 
 
 def learning_sections(runs: Sequence[RecordedRun]) -> Iterator[PageSection]:
-    """Yield a section for each run that left figures of its steps."""
+    """Yield a section for each trainer that left figures of its steps."""
     for number, run in enumerate(runs, start=1):
-        if run.steps:
-            yield _section(f"learning-{number}", run)
+        for place, learned in enumerate(run.learned):
+            steps = (
+                f" of {run.run.algorithm.steps:,} steps"
+                if not place
+                else " steps, in its own time,"
+            )
+            name = f"learning-{number}" + (f"-{place}" if place else "")
+            yield _section(name, learned, steps)
 
 
-def _section(name: str, run: RecordedRun) -> PageSection:
-    first, last = run.steps[0], run.steps[-1]
-    section = PageSection(name, f"What {run.name} learned", is_pair=True)
+def _section(name: str, learned: Learned, of_steps: str) -> PageSection:
+    first, last = learned.steps[0], learned.steps[-1]
+    section = PageSection(name, f"What {learned.who} learned", is_pair=True)
     section.text.append(
-        f"{last['step']:,} of {run.run.algorithm.steps:,} steps are made. From step {first['step']} to step {last['step']} the mean reward went from {figure(first['reward'])} to {figure(last['reward'])}."
+        f"{last['step']:,}{of_steps} are made. From step {first['step']} to step {last['step']} the mean reward went from {figure(first['reward'])} to {figure(last['reward'])}."
     )
-    section.pictures += _pictures(name, run)
-    section.tables.append(_steps_table(run.steps))
-    section.tables += [_samples_table(group) for group in run.samples]
+    section.pictures += _pictures(name, learned)
+    section.tables.append(_steps_table(learned.steps))
+    section.tables += [_samples_table(group) for group in learned.samples]
     section.notes.append(
         "Steps that were rolled back are left out. The first step that is made after a start, or a resume, took that too. Entropy is estimated from the tokens that were sampled; groups of one reward teach nothing."
     )
-    if run.samples:
+    if learned.samples:
         section.notes.append(
             "Of each step that is shown, the group whose rewards differ most, from its best rollout to its worst; samples.jsonl has the same of every step, rollouts.jsonl all rollouts."
         )
     return section
 
 
-def _rewards_panel(run: RecordedRun) -> Iterator[Panel]:
+def _rewards_panel(learned: Learned) -> Iterator[Panel]:
     """Yield the panel of what each of several scorers gave, as many of them as curves can be told apart."""
-    named = {key: None for line in run.steps for key in line if key.startswith(OF_SCORER)}
+    named = {key: None for line in learned.steps for key in line if key.startswith(OF_SCORER)}
     keys = tuple((key, key.removeprefix(OF_SCORER)) for key in named)
     for first in range(0, len(keys), len(COLOURS)):
         yield Panel("What scorers gave", keys[first : first + len(COLOURS)], figure)
 
 
-def _pictures(name: str, run: RecordedRun) -> Iterator[Picture]:
-    numbers = [line["step"] for line in run.steps]
-    for panel in (*PANELS[:1], *_rewards_panel(run), *PANELS[1:]):
-        keys = [(key, label) for key, label in panel.keys if any(key in line for line in run.steps)]
+def _pictures(name: str, learned: Learned) -> Iterator[Picture]:
+    numbers = [line["step"] for line in learned.steps]
+    for panel in (*PANELS[:1], *_rewards_panel(learned), *PANELS[1:]):
+        keys = [
+            (key, label) for key, label in panel.keys if any(key in line for line in learned.steps)
+        ]
         curves = [
-            Curve(label, [float(line.get(key, float("nan"))) for line in run.steps], colour)
+            Curve(label, [float(line.get(key, float("nan"))) for line in learned.steps], colour)
             for (key, label), colour in zip(keys, COLOURS, strict=False)
         ]
         if curves:
@@ -167,5 +175,12 @@ def _samples_table(group: SampledGroup) -> PageTable:
 def learning_json(runs: Sequence[RecordedRun]) -> list[dict[str, object]]:
     """Return the same as data: every line of the steps that stayed, and the samples."""
     return [
-        {"name": run.name, "steps": run.steps, "samples": run.samples} for run in runs if run.steps
+        {
+            "name": run.name,
+            "trainer": None if learned.who == run.name else learned.who,
+            "steps": learned.steps,
+            "samples": learned.samples,
+        }
+        for run in runs
+        for learned in run.learned
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from streamrl.hardware.profiles import load_model
 from streamrl.record.completions import SampledGroup, read_completions
 from streamrl.record.inputs import CONFIG, kept_names, with_kept_inputs
 from streamrl.record.metrics import Metrics, measure
-from streamrl.record.run_lines import METRICS, SAMPLES, Line, read_metrics
+from streamrl.record.run_lines import METRICS, SAMPLES, Line, follower_directory, read_metrics
 from streamrl.record.trace import Trace, read_trace
 from streamrl.report.against_file import AGAINST_JSON, AgainstFile, read_comparison
 from streamrl.report.page.study_json import STUDY_CSV, RecordedStudy, read_study
@@ -24,6 +24,17 @@ from streamrl.runfile.reading import load_run
 
 TRACE_FILE = "trace.jsonl"
 REPORTED = (TRACE_FILE, PLAN_JSON, STUDY_CSV, AGAINST_JSON)
+
+
+class Learned(NamedTuple):
+    """What a trainer of an executed run left of its steps."""
+
+    who: str
+    """The run's name of the trainer that leads, its own of one that follows."""
+    steps: Sequence[Line]
+    """The figures of each step that stayed; see `executor.trainer.step_figures`."""
+    samples: Sequence[SampledGroup]
+    """What was generated for the first, a middle and the last step of the one that leads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +48,8 @@ class RecordedRun:
     model: ModelShape
     inputs: Mapping[str, str]
     """Names of the files that it was read from, by key of the run file; see `streamrl.record.inputs`."""
-    steps: Sequence[Line] = ()
-    """Of an executed run: the figures of each step that stayed; see `executor.trainer.step_figures`."""
-    samples: Sequence[SampledGroup] = ()
-    """What it wrote in its first, a middle and its last step."""
+    learned: Sequence[Learned] = ()
+    """Of an executed run: by trainer that has made a step, the one that leads first."""
 
     @property
     def run(self) -> Run:
@@ -56,7 +65,7 @@ class RecordedRun:
     @property
     def newest_step(self) -> int:
         """The last step that was executed; 0 of a simulated run."""
-        return int(self.steps[-1]["step"]) if self.steps else 0
+        return int(self.learned[0].steps[-1]["step"]) if self.learned else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +156,6 @@ def _read_plan(path: Path, name: str) -> PlanMade:
 def _read_run(path: Path, name: str) -> RecordedRun:
     trace = read_trace(path)
     metrics = measure(trace)
-    steps, samples = _read_learning(trace, path.parent)
     return RecordedRun(
         name=name,
         path=path,
@@ -155,21 +163,30 @@ def _read_run(path: Path, name: str) -> RecordedRun:
         metrics=metrics,
         model=_model_of(trace.run, path.parent),
         inputs=kept_names(trace.run, path.parent),
-        steps=steps,
-        samples=samples,
+        learned=list(_read_learned(trace, path.parent, name)),
     )
 
 
-def _read_learning(trace: Trace, directory: Path) -> tuple[Sequence[Line], Sequence[SampledGroup]]:
-    """Read what an executed run left beside its trace."""
+def _read_learned(trace: Trace, directory: Path, name: str) -> Iterator[Learned]:
+    """Yield what the trainers of an executed run left beside its trace, where the one that leads has made a step."""
     if trace.world != "real" or not (directory / METRICS).exists():
-        return (), ()
+        return
     steps = read_metrics(directory)
+    if not steps:
+        return
+    yield Learned(name, steps, _read_samples(directory))
+    for number, follower in enumerate(trace.run.follower_names, start=1):
+        own = follower_directory(directory, number, follower)
+        if (own / METRICS).exists() and (steps := read_metrics(own)):
+            yield Learned(follower, steps, ())
+
+
+def _read_samples(directory: Path) -> Sequence[SampledGroup]:
     if not (directory / SAMPLES).exists():
-        return steps, ()
+        return ()
     groups = read_completions(directory)
     shown = sorted({0, len(groups) // 2, len(groups) - 1}) if groups else []
-    return steps, [groups[place] for place in shown]
+    return [groups[place] for place in shown]
 
 
 def _model_of(run: Run, directory: Path) -> ModelShape:

@@ -1,0 +1,100 @@
+"""The trainers of a run: each carries out its own commands, at its own pace."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import assert_never
+
+from executor.buffer import RolloutBuffer
+from executor.carriers.handles import Handle
+from executor.carriers.launch import Launcher
+from executor.record import RunDirectory
+from executor.trainer.estimator import AdvantageEstimator
+from executor.trainer.trainer import Trainer
+from executor.trainer_record import TrainerRecord
+from streamrl.engine.messages import Event, SaveCheckpoint, Score, StartTrainer, Step, Train
+from streamrl.engine.trainer_side import LEADER, TrainerCommand
+from streamrl.runfile.config import Run
+
+
+class Trainers:
+    """Knows every trainer of a run by its number, and which of them are up."""
+
+    def __init__(
+        self,
+        run: Run,
+        buffer: RolloutBuffer,
+        directory: RunDirectory,
+        launcher: Launcher,
+        expose: Callable[[Handle], Handle],
+        now: Callable[[], float],
+    ) -> None:
+        """Begin with none that is up; `expose` lets faults reach the one that leads."""
+        self._launcher = launcher
+        self._expose = expose
+        self._now = now
+        self._all = [
+            _trainer_of(run.as_seen_by(number), buffer, record, now)
+            for number, record in enumerate((directory, *directory.followers))
+        ]
+        self._up: set[int] = set()
+
+    @property
+    def leader(self) -> Trainer:
+        """The one whose weights replicas load."""
+        return self._all[LEADER]
+
+    async def carry_out(self, command: TrainerCommand) -> Event:
+        """Let the trainer that a command names do what it says; return the event that it ends in."""
+        trainer = self._all[command.trainer]
+        match command:
+            case StartTrainer():
+                return await self._start(command, trainer)
+            case Score():
+                return await trainer.score(command)
+            case Train():
+                return await trainer.train(command)
+            case Step():
+                return await trainer.step(command)
+            case SaveCheckpoint():
+                return await trainer.save(command)
+            case _:
+                assert_never(command)
+
+    async def _start(self, command: StartTrainer, trainer: Trainer) -> Event:
+        checkpoint = trainer.record.checkpoints.read(command.version) if command.version else None
+        handle = await self._launcher.trainer(command.trainer)
+        if command.trainer == LEADER:
+            handle = self._expose(handle)
+        self._up.add(command.trainer)
+        return await trainer.start(command, handle, checkpoint)
+
+    def lose(self, number: int) -> bool:
+        """Enter that a trainer is gone; return whether nobody knew."""
+        is_new = number in self._up
+        self._up.discard(number)
+        return is_new
+
+    def roll_back(self, number: int) -> None:
+        """Write down that what a trainer has made since its last checkpoint is taken back."""
+        self._all[number].record.roll_back(self._now())
+
+    def kill(self, number: int, reason: str) -> None:
+        """Let a trainer be lost, where its worker has come up."""
+        self._all[number].kill(reason)
+
+    def kill_all(self, reason: str) -> None:
+        """Let every trainer be lost."""
+        for trainer in self._all:
+            trainer.kill(reason)
+
+    async def stop(self) -> None:
+        """End every worker."""
+        await asyncio.gather(*(trainer.stop() for trainer in self._all), return_exceptions=True)
+
+
+def _trainer_of(
+    run: Run, buffer: RolloutBuffer, record: TrainerRecord, now: Callable[[], float]
+) -> Trainer:
+    return Trainer(run, buffer, AdvantageEstimator(run.algorithm, buffer), record, now)
