@@ -1,4 +1,4 @@
-"""The simulated verifier pool: rewards cost time; only their being known matters here."""
+"""The simulated verifier pool: rewards cost time."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 
 import simpy
 
+from sim.rewards import SimRewards
 from sim.surroundings import Surroundings
 from streamrl.engine.messages import Verified, Verify
-
-REWARD = 0.0  # a simulated rollout has no text to reward
 
 
 class Verifier:
@@ -18,6 +17,7 @@ class Verifier:
 
     def __init__(self, around: Surroundings) -> None:
         self._around = around
+        self._rewards = SimRewards(around.run_file)
         self._handling_time = around.costs.handling_time
         self._core = around.cores.time_of("handling")
         self._unhandled = simpy.Store(around.env)
@@ -49,7 +49,7 @@ class Verifier:
         elif stall_time := self._stall_time:
             self._around.env.process(self._grade(command, stall_time))
         else:
-            self._around.emit(Verified(command.rollout, REWARD))
+            self._tell(command)
 
     def _run(self) -> Generator[simpy.Event, Any, None]:
         while True:
@@ -58,7 +58,10 @@ class Verifier:
 
     def _grade(self, command: Verify, seconds: float) -> Generator[simpy.Event, Any, None]:
         yield self._around.env.timeout(seconds)
-        self._around.emit(Verified(command.rollout, REWARD))
+        self._tell(command)
+
+    def _tell(self, command: Verify) -> None:
+        self._around.emit(Verified(command.rollout, self._rewards.of(command.rollout)))
 
     @property
     def _stall_time(self) -> float:

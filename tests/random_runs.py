@@ -80,9 +80,18 @@ WORKLOADS = st.fixed_dictionaries(
         "algorithm.name": st.sampled_from(["grpo", "ppo", "reinforce++"]),
         "algorithm.group_size": st.integers(2, 4),
         "algorithm.prompts_per_step": st.integers(1, 6),
+        "algorithm.dynamic_sampling": st.booleans(),
+        "algorithm.max_gen_batches": st.integers(1, 3),
+        "workload.informative_share": st.sampled_from([0.0, 0.4, 1.0]),
         "workload.max_prompt_tokens": st.just(64),
         "workload.lengths.ranker": st.sampled_from(["oracle", "recall", "none"]),
     }
+).map(
+    lambda changes: (
+        changes
+        if changes["algorithm.name"] == "grpo"
+        else changes | {"algorithm.dynamic_sampling": False}
+    )
 )
 HARDWARE = st.fixed_dictionaries(
     {

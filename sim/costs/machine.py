@@ -267,7 +267,7 @@ def _training(profile: MeasuredProfile, run: Run) -> MeasuredTraining:
         call=call,
         optimizer_time=call[0] + profile.optimizer.seconds[MEDIAN],
         num_scored=algorithm.has_reference + algorithm.recomputes_log_probs,
-        informative_share=1.0 if algorithm.has_reference else run.workload.informative_share,
+        informative_share=run.computed_share,
         max_tokens_per_pass=run.trainer.max_tokens_per_pass,
         packing=run.trainer.packing,
         overhead_time=run.framework.step_time or 0.0,

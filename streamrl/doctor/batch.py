@@ -27,6 +27,8 @@ def find(run: Run) -> Iterator[Finding]:
     yield _finding("ok", "batch", _sum_up(run))
     yield from find_trainer(run)
     yield from _find_replicas(run)
+    if run.algorithm.leaves_out_uniform:
+        yield _find_left_out(run)
 
 
 def find_trainer(run: Run) -> Iterator[Finding]:
@@ -112,6 +114,26 @@ def _find_replicas(run: Run) -> Iterator[Finding]:
         yield _finding("warning", "idle-replicas", text)
 
 
+def _find_left_out(run: Run) -> Finding:
+    """Say what groups that teach nothing cost, or that nobody has said how many there are."""
+    share, most = run.workload.informative_share, run.algorithm.max_gen_batches
+    key = f"workload.informative_share={share:.3g}"
+    if share == 1:
+        text = f"algorithm.dynamic_sampling leaves nothing out of a simulation with {key}, so it costs nothing there"
+        return _finding("warning", "nothing-left-out", text)
+    if share * most < 1:
+        text = (
+            f"{key} leaves a step of {run.algorithm.prompts_per_step} groups short of them after "
+            f"algorithm.max_gen_batches={most}: it trains on groups of one reward too"
+        )
+        return _finding("warning", "too-few-batches", text)
+    return _finding(
+        "ok",
+        "left-out",
+        f"{key}: {1 / share:,.3g} groups are generated for each that is trained on",
+    )
+
+
 def _num_fills(run: Run) -> int:
     return -(-run.algorithm.rollouts_per_step // rollouts_that_fill(run))
 
@@ -157,6 +179,16 @@ def _even_fills(run: Run) -> Iterator[Changes]:
     yield from _micro_batches(run)
 
 
+def _nothing(run: Run) -> Iterator[Changes]:
+    """Yield nothing: only who knows the model and its prompts can say."""
+    yield from ()
+
+
+def _more_batches(run: Run) -> Iterator[Changes]:
+    if run.workload.informative_share:
+        yield {"algorithm.max_gen_batches": ceil(2 / run.workload.informative_share)}
+
+
 def _fewer_replicas(run: Run) -> Iterator[Changes]:
     yield {"rollout.replicas": rollouts_under_way(run)}
 
@@ -165,5 +197,10 @@ FIXES = {
     "uneven-ranks": Fix(_even_ranks, "choose rollouts a step that divide by trainer.data_parallel"),
     "partial-fill": Fix(_even_fills, "choose rollouts a step that divide by a fill"),
     "pipeline-bubble": Fix(_micro_batches, "train on more rollouts a step, or in fewer stages"),
+    "nothing-left-out": Fix(
+        _nothing,
+        "set workload.informative_share to the share of groups whose rewards differ: 1 - uniform_groups of metrics.jsonl",
+    ),
+    "too-few-batches": Fix(_more_batches, "choose prompts that the model solves now and then"),
     "idle-replicas": Fix(_fewer_replicas, "generate on fewer replicas"),
 }

@@ -51,6 +51,11 @@ class Group:
     is_told: bool = False
     """Whether other lengths are expected of its rollouts than when it was drawn."""
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all its rewards are known, and equal."""
+        return not self.num_missing and len({rollout.reward for rollout in self.rollouts}) == 1
+
     @classmethod
     def draw(cls, drawn: DrawnGroup, step: int, oldest_version: int) -> Group:
         """Make a group, with its rollouts, as it was drawn for `step`."""

@@ -41,6 +41,7 @@ from streamrl.engine.policies.skew import SkewnessAware
 from streamrl.engine.policies.staleness import BoundedAdmission, BoundedBacklog, TakeInLine
 from streamrl.engine.policies.standstill import GiveUp
 from streamrl.engine.policies.streaming import Stream, WholeBatch
+from streamrl.engine.policies.uniform import LeaveOutUniform
 from streamrl.engine.policies.verification import VerifyOnArrival
 from streamrl.engine.policies.weight_sync import (
     AbortAndResume,
@@ -142,6 +143,7 @@ def build_policies(run: Run) -> list[Policy]:
         StartOver(),
         WindDown(),
         CheckpointEvery(LEADER, run.execute.checkpoint_every, run.policies.max_attempts),
+        *_leave_out(run, LEADER),
         TakeInLine(LEADER),
         BoundedAdmission(system.max_staleness, system.waits_for_whole_batches),
         _streaming(run, LEADER, system.streaming),
@@ -160,9 +162,17 @@ def _follow(run: Run, trainer: int) -> Iterator[Policy]:
     seen = run.as_seen_by(trainer)
     backlog = run.followers[trainer - 1].backlog
     yield CheckpointEvery(trainer, run.execute.checkpoint_every, run.policies.max_attempts)
+    yield from _leave_out(run, trainer)
     yield TakeInLine(trainer)
     yield BoundedBacklog(trainer, backlog * run.algorithm.prompts_per_step)
     yield _streaming(seen, trainer, "stream")
+
+
+def _leave_out(run: Run, trainer: int) -> Iterator[Policy]:
+    """Yield what passes over groups that teach a trainer nothing, where it asks for that."""
+    algorithm = run.as_seen_by(trainer).algorithm
+    if algorithm.leaves_out_uniform:
+        yield LeaveOutUniform(trainer, (algorithm.max_gen_batches - 1) * algorithm.prompts_per_step)
 
 
 def build_dispatch(run: Run) -> list[Policy]:
@@ -364,4 +374,5 @@ def _build_side(run: Run, trainer: int) -> TrainerSide:
         batch=Batch(algorithm.trains_whole_groups, algorithm.needs_score),
         takes_unfinished=trainer == LEADER
         and choose_system(run.policies).consumption == "strict-fifo",
+        leaves_out_uniform=algorithm.leaves_out_uniform,
     )

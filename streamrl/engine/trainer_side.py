@@ -34,6 +34,9 @@ ROLLED_BACK = "rolled back"
 DONE_BEFORE = "done before"
 """Why a trainer that follows passes over what a resume draws again: its own checkpoint has it."""
 
+UNIFORM = "all its rewards are equal"
+"""Why a group is left out that teaches nothing."""
+
 TrainerCommand = Score | Train | Step | StartTrainer | SaveCheckpoint
 
 
@@ -78,6 +81,12 @@ class TrainerSide:
     """Rollouts that it will never train on, by reason, those of steps that were rolled back among them."""
     done_before: frozenset[int] = frozenset()
     """Groups that it was done with before a resume, which draws them again for others."""
+    leaves_out_uniform: bool = False
+    """Whether it passes over groups whose rewards are all equal."""
+    uniform: dict[int, Group] = field(default_factory=dict)
+    """Those of them that it has not passed over, by id, where it does."""
+    num_uniform: int = 0
+    """How many it has passed over since its last step."""
     _trained_until: dict[int, int] = field(default_factory=lambda: {0: 0})
     """Rollouts trained on by version, from the last checkpoint on: what a loss takes back."""
 
@@ -122,10 +131,13 @@ class TrainerSide:
 
     def see_ready(self, rollout: Rollout) -> None:
         """Enter that a rollout has its reward, and with it perhaps its group all of them."""
+        group = rollout.group
         if self.takes_unfinished:
             self.batch.add_ready(rollout)
-        elif not rollout.group.num_missing and rollout.group.id not in self.done_before:
-            self.line.add(rollout.group)
+        elif not group.num_missing and group.id not in self.done_before:
+            self.line.add(group)
+        if self.leaves_out_uniform and group.is_uniform and self.wants(group):
+            self.uniform[group.id] = group
 
     def take(self, command: Take, group: Group) -> None:
         """Enter that its coming step will be made of `group` too."""
@@ -163,7 +175,11 @@ class TrainerSide:
         self.version = version
         self.num_trained += len(self.batch.in_gradient)
         self._trained_until[version] = self.num_trained
-        return self.batch.clear()
+        self.num_uniform = 0
+        groups = self.batch.clear()
+        for group in groups:
+            self.uniform.pop(group.id, None)
+        return groups
 
     def save(self, version: int) -> None:
         """Enter that its checkpoint of `version` is on disk."""
@@ -179,6 +195,8 @@ class TrainerSide:
         is_left = self.wants(group)
         self.batch.leave_out(group)
         self.line.remove(group)
+        self.uniform.pop(group.id, None)
+        self.num_uniform += is_left and reason == UNIFORM
         if is_left:
             self._lose(len(group.rollouts), reason)
         return is_left

@@ -18,7 +18,7 @@ from streamrl.engine.messages import (
     TrainerLost,
     Verified,
 )
-from streamrl.engine.trainer_side import LEADER
+from streamrl.engine.trainer_side import LEADER, UNIFORM
 from streamrl.record.trace import Trace
 from streamrl.runfile.workload_config import LengthsConfig, WorkloadConfig
 
@@ -41,9 +41,9 @@ def recorded_workload(trace: Trace, file: Path) -> WorkloadConfig:
 
 
 def informative_share(trace: Trace) -> float:
-    """Return the share of rollouts trained on by the leader with a non-zero advantage, 1 where there are none.
+    """Return the share of the leader's rollouts with a non-zero advantage, 1 where there are none.
 
-    An advantage under a group's baseline is zero where all rewards of the group are equal, and one under the
+    Counted are those that it trained on, or left out because the rewards of their group were all equal. An advantage under a group's baseline is zero where all rewards of the group are equal, and one under the
     baseline of the batch before where the reward is just that: 0 in the first step of a run. Rewards of a
     simulation say nothing, and its share stands in its run file.
     """
@@ -72,6 +72,11 @@ def _in_group(trace: Trace) -> Iterator[bool]:
             if isinstance(command, Train) and command.trainer == LEADER:
                 for rollout in command.rollouts:
                     yield len({rewards[other] for other in siblings[rollout]}) > 1
+            elif isinstance(command, Skip) and (command.trainer, command.reason) == (
+                LEADER,
+                UNIFORM,
+            ):
+                yield from [False] * trace.run.algorithm.group_size
 
 
 def _beside_last_batch(trace: Trace) -> Iterator[bool]:

@@ -21,6 +21,11 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     prompts_per_step: int
     group_size: int = 1
     """Rollouts of each prompt."""
+    dynamic_sampling: bool = False
+    """Groups whose rewards are all equal are left out, and others drawn for them, so that a step has `prompts_per_step`
+    groups that teach something (DAPO's dynamic sampling). Simulated: `workload.informative_share` of the groups do."""
+    max_gen_batches: int = 10
+    """Batches that are generated at most for a step with `dynamic_sampling`; past them it trains on what there is."""
     learning_rate: float = 1e-6
     correction: CorrectionName = "token-tis"
     """How sampling from an older policy is corrected for."""
@@ -50,6 +55,11 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
                 return False
             case _:
                 assert_never(self.name)
+
+    @property
+    def leaves_out_uniform(self) -> bool:
+        """Whether a trainer passes over groups whose rewards are all equal."""
+        return self.dynamic_sampling and self.trains_whole_groups
 
     @property
     def has_critic(self) -> bool:

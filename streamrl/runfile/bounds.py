@@ -80,7 +80,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     TrainerConfig: {"efficiency": POSITIVE_SHARE, "start_time": SECONDS},
     FollowerConfig: {"efficiency": POSITIVE_SHARE, "start_time": SECONDS},
     AlgorithmConfig: {"group_size": Bounds(1, MOST_PER_GROUP), **OF_LOSSES},
-    AlgorithmChanges: {"prompts_per_step": Bounds(1), **OF_LOSSES},
+    AlgorithmChanges: {"prompts_per_step": Bounds(1), "max_gen_batches": Bounds(1), **OF_LOSSES},
     WorkloadConfig: {"informative_share": SHARE},
     SourceConfig: {"weight": POSITIVE},
     RankerConfig: {"window": Bounds(8), "false_alarms": Bounds(0.001, 0.5)},

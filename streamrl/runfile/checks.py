@@ -43,6 +43,14 @@ def _check_model(run: Run) -> None:
 
 def _check_group(run: Run) -> None:
     algorithm = run.algorithm
+    if algorithm.dynamic_sampling and not algorithm.trains_whole_groups:
+        raise RunError(
+            "algorithm.dynamic_sampling",
+            algorithm.dynamic_sampling,
+            OneOf([False]),
+            f"algorithm.dynamic_sampling leaves out groups of one reward, which {algorithm.name} learns from",
+            ("algorithm.name",),
+        )
     if algorithm.trains_whole_groups and algorithm.group_size < 2:
         raise RunError(
             "algorithm.group_size",

@@ -169,6 +169,18 @@ class Run(Section, frozen=True, kw_only=True):
         return seen
 
     @property
+    def leaves_out_uniform(self) -> bool:
+        """Whether any trainer passes over groups whose rewards are all equal."""
+        seen = (self.as_seen_by(trainer).algorithm for trainer in range(self.num_trainers))
+        return any(algorithm.leaves_out_uniform for algorithm in seen)
+
+    @property
+    def computed_share(self) -> float:
+        """Simulated share of the rollouts in a step of the trainer that leads whose gradient is computed."""
+        is_full = self.algorithm.has_reference or self.algorithm.leaves_out_uniform
+        return 1.0 if is_full else self.workload.informative_share
+
+    @property
     def shares_gpus(self) -> bool:
         """Whether generation and training take turns on the same GPUs."""
         return self.policies.system == "colocated"

@@ -170,6 +170,9 @@ class AlgorithmChanges(Section, frozen=True, kw_only=True):
 
     name: AlgorithmName | None = None
     prompts_per_step: int | None = None
+    dynamic_sampling: bool | None = None
+    """It passes over groups of one reward; others come for them only where the trainer that leads passes over them too."""
+    max_gen_batches: int | None = None
     learning_rate: float | None = None
     correction: CorrectionName | None = None
     correction_cap: float | None = None

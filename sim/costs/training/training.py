@@ -100,7 +100,7 @@ class TrainingCosts:
             stages=stages,
             num_scored=algorithm.num_scored,
             num_trained=num_trained,
-            informative_share=1.0 if algorithm.has_reference else run.workload.informative_share,
+            informative_share=run.computed_share,
             switches=switches,
             optimizer_time=num_trained * updated + step_time,
             overhead_time=_overhead_time(run),
