@@ -31,4 +31,5 @@ class SimRewards:
     def _draw(self, group: int) -> float:
         """Return a number from 0 on, below 1."""
         digest = blake2b(f"{self._seed} {group}".encode(), digest_size=BYTES).digest()
-        return int.from_bytes(digest, "little") / 256**BYTES
+        number: float = int.from_bytes(digest, "little") / 2.0 ** (8 * BYTES)
+        return number
