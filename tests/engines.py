@@ -10,6 +10,8 @@ import pytest
 from streamrl.runfile.sides_config import RolloutBackend
 
 NAMES: tuple[str, ...] = get_args(RolloutBackend)
+HANG = 300.0
+"""Seconds after which a scenario hangs: on a busy machine an engine takes more than one minute to come up."""
 APART = {"vllm": pytest.mark.vllm, "ray": pytest.mark.ray}
 """What comes in packages that fit no environment of others: what is tested with it is selected by its mark."""
 

@@ -27,7 +27,7 @@ from executor.verifier.verifier import Verifier
 from streamrl.engine.messages import PushWeights, WeightsPushed
 from streamrl.runfile.sides_config import SyncConfig
 from tests import scripted
-from tests.engines import NAMES, params
+from tests.engines import HANG, NAMES, params
 from tests.ray_actors import start_actor
 from tests.scripted_roles import tokens_of
 from tests.tiny_model import WIDE_HEADS, tiny_model
@@ -90,7 +90,7 @@ class Served:
     version: int = 0
 
     def run(self, scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self.runner.run(asyncio.wait_for(scenario(), timeout=60))
+        self.runner.run(asyncio.wait_for(scenario(), timeout=HANG))
 
     def next_manifest(self) -> Manifest:
         self.version += 1
@@ -297,7 +297,7 @@ def lose(kind: str, carrier: str, model: Path, log: Path, end: Callable[[Any], A
         finally:
             await handle.close()
 
-    return asyncio.run(asyncio.wait_for(go(), timeout=60))
+    return asyncio.run(asyncio.wait_for(go(), timeout=HANG))
 
 
 @pytest.mark.parametrize("kind", params(REPLICAS))
@@ -405,7 +405,7 @@ def test_a_verifier_gives_rewards_and_refuses_a_record_that_nothing_can_be_held_
         finally:
             verifier.close()
 
-    asyncio.run(asyncio.wait_for(go(), timeout=60))
+    asyncio.run(asyncio.wait_for(go(), timeout=HANG))
 
 
 def relayed(write: Write) -> RelayedTransfer:

@@ -31,7 +31,7 @@ from executor.tokens import (
     write_block,
 )
 from executor.transfer.shared_memory import write_buckets
-from tests.engines import params
+from tests.engines import HANG, params
 from tests.tiny_model import WIDE_HEADS, Weights, changed_weights, reference, tiny_model
 
 VOCABULARY = 120
@@ -83,7 +83,7 @@ def serve(
         replica = ReplicaWorker(ReplicaSettings(model=str(path), **limits))
         await replica.start(manifest, version=manifest.version if manifest else 3)
         try:
-            await asyncio.wait_for(scenario(replica), timeout=60)
+            await asyncio.wait_for(scenario(replica), timeout=HANG)
         finally:
             await replica.stop()
 
