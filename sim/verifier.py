@@ -7,7 +7,7 @@ from typing import Any
 
 import simpy
 
-from sim.rewards import SimRewards
+from sim.simulated_rewards import SimRewards
 from sim.surroundings import Surroundings
 from streamrl.engine.messages import Verified, Verify
 

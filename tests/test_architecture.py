@@ -143,7 +143,7 @@ LAYERS = {
         *("api", "cli"),
     ),
     "sim": (
-        *("costs", "cores", "surroundings", "attempt", "admission"),
+        *("costs", "cores", "surroundings", "simulated_rewards", "attempt", "admission"),
         *("replica", "trainer", "transfer", "verifier", "failures", "faults", "drawn"),
         *("step_trace", "world", "steady_state"),
         *("batch_time", "parallel", "studies", "planner", "checkup", "fidelity"),

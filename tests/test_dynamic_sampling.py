@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sim.rewards import BEST, REWARD, SimRewards
+from sim.simulated_rewards import BEST, REWARD, SimRewards
 from streamrl.doctor.changes import changed
 from streamrl.doctor.diagnosis import examine
 from streamrl.engine.messages import PromptsDrawn, Skip, Step, Verified

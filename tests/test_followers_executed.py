@@ -23,7 +23,7 @@ from streamrl.engine.systems import SYSTEMS
 from streamrl.engine.trainer_side import DONE_BEFORE, LEADER, ROLLED_BACK
 from streamrl.record.books import MISSED
 from streamrl.record.legs import balance_books
-from streamrl.record.run_lines import read_metrics
+from streamrl.record.run_lines import follower_directory, read_metrics
 from streamrl.record.trace import Trace, read_trace, replay
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
@@ -230,6 +230,13 @@ def test_a_follower_whose_every_checkpoint_is_damaged_is_for_a_person_to_decide_
     with pytest.raises(ValueError, match=r"1-quick-one/checkpoints: every checkpoint is damaged"):
         RunDirectory(tmp_path / "run").find_checkpoint(run, resume=True)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_whatever_a_follower_is_called_its_directory_can_be_made(tmp_path: Path) -> None:
+    for name in ("../../etc", "..", "a/b", "\N{SNOWMAN}" * 300, "x" * 5000):
+        directory = follower_directory(tmp_path, 1, name)
+        directory.mkdir(parents=True)
+        assert directory.parent == tmp_path / "followers" and directory.name.startswith("1-")
 
 
 # For real -----------------------------------------------------------------------------------------

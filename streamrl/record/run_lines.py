@@ -22,6 +22,8 @@ ROLLED_BACK_TO = "rolled_back_to"
 
 OTHER = re.compile(r"[^\w.-]+")
 """What names of directories are spared."""
+MOST_NAME = 60
+"""Characters of a name in that of a directory: file systems take some 255 bytes."""
 
 Line = dict[str, Any]
 
@@ -44,7 +46,7 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True):
 
 def follower_directory(directory: Path, number: int, name: str) -> Path:
     """Return where a trainer that follows leaves its files in a run's directory; the first is number 1."""
-    return directory / "followers" / f"{number}-{OTHER.sub('-', name)}"
+    return directory / "followers" / f"{number}-{OTHER.sub('-', name)[:MOST_NAME]}"
 
 
 def read_metrics(directory: Path) -> list[Line]:
