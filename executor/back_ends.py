@@ -113,12 +113,6 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
     key, of_backend = trainer_key(number), f"for backend {trainer.backend}"
     its = f"{key}.algorithm" if number else "algorithm"
     yield Limit(
-        f"{its}.name",
-        algorithm.name,
-        not algorithm.has_critic,
-        f"one without a critic {of_backend}",
-    )
-    yield Limit(
         f"{its}.old_log_probs",
         algorithm.old_log_probs,
         algorithm.old_log_probs == "engine",

@@ -210,8 +210,8 @@ class RolloutBuffer:
         """Return the output of an open rollout as text, special tokens left out, decoded again from its tokens."""
         return self._text_of(self.rollouts[rollout])
 
-    def sample(self, rollout: int, advantage: float) -> Sample:
-        """Return a rollout as the trainer consumes it."""
+    def sample(self, rollout: int, advantage: float, partner: int | None = None) -> Sample:
+        """Return a rollout as the trainer consumes it, beside the other one of its pair where it has one."""
         buffered = self.rollouts[rollout]
         return Sample(
             rollout=rollout,
@@ -219,6 +219,7 @@ class RolloutBuffer:
             output=buffered.output,
             segments=buffered.segments,
             advantage=advantage,
+            partner=partner,
         )
 
     def hold(self, rollouts: Iterable[int]) -> Hold:

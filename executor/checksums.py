@@ -34,9 +34,12 @@ def combine(checksums: Iterable[str]) -> str:
 
 
 def write_checksums(directory: Path) -> None:
-    """Write into a directory what its files are."""
-    files = sorted(file for file in directory.iterdir() if file.is_file())
-    written = {file.name: Written(file.stat().st_size, file_checksum(file)) for file in files}
+    """Write into a directory what its files are, those of directories in it included."""
+    files = sorted(file for file in directory.rglob("*") if file.is_file())
+    written = {
+        file.relative_to(directory).as_posix(): Written(file.stat().st_size, file_checksum(file))
+        for file in files
+    }
     (directory / CHECKSUMS).write_bytes(msgspec.json.encode(written))
 
 

@@ -5,23 +5,28 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 _LOADING = threading.Lock()
 """While it loads, transformers takes `tie_weights` out of its base class: two loads that overlap in threads put
 back what the other took out, and no model of the process has tied weights any more (seen in 5.23)."""
 
 
-def load_pretrained(directory: str, *, is_aligned: bool = False, **options: Any) -> Any:
+def load_pretrained(
+    directory: str, *, has_values: bool = False, is_aligned: bool = False, **options: Any
+) -> Any:
     """Load a model on the CPU.
 
     Args:
         directory: where it lies.
+        has_values: whether its last layer has one output, drawn at random where the directory has none, in place of one
+            for each token of the vocabulary.
         is_aligned: whether its weights are copied to where torch puts its own. As they are loaded they lie as in their
             file, and the last bits of a product depend on how its factors are aligned.
         options: those of `from_pretrained`.
     """
-    load: Any = AutoModelForCausalLM.from_pretrained
+    kind = AutoModelForTokenClassification if has_values else AutoModelForCausalLM
+    load: Any = kind.from_pretrained
     with _LOADING:
         model = load(directory, **options)
     if is_aligned:

@@ -60,6 +60,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     output: tuple[TokenBlock, ...]
     segments: tuple[TokenSegment, ...]
     advantage: float
+    """By the algorithm; ppo: its reward; dpo: 1 of the better rollout of a pair, -1 of the worse one."""
+    partner: int | None = None
+    """dpo: the other rollout of the pair."""
 
 
 class Bucket(msgspec.Struct, frozen=True):

@@ -22,7 +22,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"algorithm.old_log_probs": "trainer"}, "algorithm.old_log_probs=engine"),
     ({"framework.optimizer_steps": 4}, "framework.optimizer_steps=1"),
     ({"framework.epochs": 2}, "framework.epochs=1"),
-    ({"algorithm.name": "ppo"}, "algorithm.name=grpo algorithm.group_size=8"),
 ]
 
 
@@ -93,7 +92,6 @@ def test_what_siblings_tell_needs_no_expected_lengths(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"algorithm": {"name": "ppo"}}, r"algorithm\.name must be one without a critic .*'ppo'"),
         ({"tensor_parallel": 2}, r"tensor_parallel must be 1 for backend torch, got 2"),
         (
             {"zero": 1, "data_parallel": 2},

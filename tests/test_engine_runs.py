@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 
 from streamrl.engine.messages import ReplicaLost, TrainerLost, WeightsLoaded, WeightsPushed
+from streamrl.record.run_lines import read_metrics
 from streamrl.record.trace import Trace, read_trace, replay
 from streamrl.runfile.policies_config import SystemName
 from tests.command_line import streamrl
@@ -25,13 +26,16 @@ EASY = {"prompt": "1+1=", "answer": ""}
 """Nothing but the end is right, so that every few completions are and weights change from step to step."""
 
 
+BATCH = ("rollout.replicas=1", "algorithm.prompts_per_step=8", "algorithm.group_size=8")
+OPTIONS = [part for setting in BATCH for part in ("--set", setting)]
+
+
 def execute(directory: Path, backend: str, *settings: str, faults: str = "") -> Trace:
     """Execute a run on an engine, and look at its books."""
     save_tiny_model(directory / "model", SYMBOLS)
     (directory / "prompts.jsonl").write_text(json.dumps(EASY) + "\n")
     (directory / "run.toml").write_text(RUN_FILE + faults)
-    batch = ("algorithm.prompts_per_step=8", "algorithm.group_size=8")
-    own = (f"rollout.backend={backend}", "rollout.replicas=1", *batch, *settings)
+    own = (f"rollout.backend={backend}", *BATCH, *settings)
     options = [part for setting in own for part in ("--set", setting)]
     done = streamrl("execute", directory / "run.toml", "--json", *options)
     assert done.returncode == 0, done.stderr
@@ -74,6 +78,34 @@ def test_every_trainer_trains(
     loaded = [e.event.checksum for e in trace.entries if isinstance(e.event, WeightsLoaded)]
     assert len({*loaded}) >= 2
 
+
+@pytest.mark.parametrize(
+    ("backend", "num_ranks", "zero"), [pytest.param("torch", 1, 0, id="torch-1"), TRAINERS[2]]
+)
+@pytest.mark.parametrize("name", ["raft", "dpo", "ppo"])
+def test_every_algorithm_trains(
+    name: str, backend: str, num_ranks: int, zero: int, tmp_path: Path
+) -> None:
+    """What is chosen of a group, compared with another, or valued by a critic; streamed, and gone on with."""
+    own = ("policies.system=stream-async", f"algorithm.name={name}", "execute.checkpoint_every=1")
+    settings = (*own, *of_trainer(backend, num_ranks, zero))
+    trace = execute(tmp_path, "transformers", *settings)
+    loaded = [e.event.checksum for e in trace.entries if isinstance(e.event, WeightsLoaded)]
+    assert len({*loaded}) >= 2
+    steps = [line for line in read_metrics(tmp_path / "run") if "step" in line]
+    assert all(OWN_FIGURES[name] <= line.keys() for line in steps)
+    more = ("--resume", "--set", f"algorithm.steps={len(steps) + 2}", "--json")
+    options = [part for setting in settings for part in ("--set", setting)]
+    done = streamrl("execute", tmp_path / "run.toml", *OPTIONS, *options, *more)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ledger"]["is_balanced"]
+
+
+OWN_FIGURES = {
+    "raft": {"loss"},
+    "dpo": {"preference_accuracy", "preference_margin"},
+    "ppo": {"critic_grad_norm", "explained_variance", "value_loss", "value_mean"},
+}
 
 MODES = {
     "delta": ("sync.mode=delta", "model.dtype=bfloat16", "sync.anchor_every=3"),

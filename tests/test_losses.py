@@ -159,9 +159,8 @@ def test_equal_rewards_have_advantages_of_exactly_zero(reward: float, size: int,
     assert advantages(name, [reward] * size) == [0.0] * size
 
 
-def test_an_algorithm_with_a_critic_has_no_advantages_of_rewards_alone() -> None:
-    with pytest.raises(ValueError, match=r"algorithm.name 'ppo' needs a critic"):
-        advantages("ppo", [1.0])
+def test_a_critic_is_given_the_rewards_themselves() -> None:
+    assert advantages("ppo", [1.0, 0.5], baseline=0.7) == [1.0, 0.5]
 
 
 # Later methods -------------------------------------------------------------------------------------

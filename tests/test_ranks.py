@@ -116,6 +116,28 @@ def batches() -> list[list[Sample]]:
     ]
 
 
+def in_pairs(calls: list[list[Sample]]) -> list[list[Sample]]:
+    """The same batches, with every two rollouts of an advantage compared, in whatever calls they come."""
+    waiting: Sample | None = None
+    partners: dict[int, tuple[float, int]] = {}
+    for sample in (sample for call in calls for sample in call if sample.advantage):
+        if waiting is None:
+            waiting = sample
+        else:
+            partners[waiting.rollout] = (1.0, sample.rollout)
+            partners[sample.rollout] = (-1.0, waiting.rollout)
+            waiting = None
+    none = (0.0, None)
+    return [
+        [
+            msgspec.structs.replace(sample, advantage=advantage, partner=partner)
+            for sample in call
+            for advantage, partner in [partners.get(sample.rollout, none)]
+        ]
+        for call in calls
+    ]
+
+
 async def train(role: TrainerRole, calls: Sequence[Sequence[Sample]]) -> tuple[int, list[Any]]:
     """Train on batches of calls, each ended by an empty one; return the version, and what steps said."""
     version, figures = 0, []
@@ -146,12 +168,15 @@ def gap(first: Weights, second: Weights) -> float:
     [
         {"loss_mean": "token", "max_grad_norm": 0.05},
         {"correction": "decoupled", "kl_coefficient": 0.1, "loss_mean": "rollout"},
+        {"algorithm": "ppo", "critic_learning_rate": 10 * RATE, "gae_lambda": 0.9},
+        {"algorithm": "dpo", "correction": None, "beta": 0.5},
     ],
-    ids=["clipped", "scored"],
+    ids=["clipped", "scored", "ppo", "dpo"],
 )
 def test_the_gradient_is_that_of_one_rank(
     model_path: str, tmp_path: Path, shape: Shape, changes: dict[str, Any]
 ) -> None:
+    calls = in_pairs(batches()) if changes.get("algorithm") == "dpo" else batches()
     changes = {**changes, "max_tokens_per_pass": 64}
 
     async def go(split: Shape) -> tuple[Weights, list[Any]]:
@@ -160,7 +185,7 @@ def test_the_gradient_is_that_of_one_rank(
         async with trainer(model_path, place, split, **changes) as (role, _):
             assert await role.start(None) == 0
             before = await weights_of(role, 0, place)
-            version, figures = await train(role, batches())
+            version, figures = await train(role, calls)
             after = await weights_of(role, version, place)
             assert gap(before, after) > 20 * GAP
             return after, figures

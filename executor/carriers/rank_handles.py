@@ -33,7 +33,7 @@ class RankHandles(Handle):
         self.ranks = list(ranks)
         self._forget_rendezvous = forget
         self._rank_of: dict[int, int] = {}
-        """By rollout that was scored."""
+        """By rollout that was scored; the other one of its pair goes there too."""
 
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
         """Call every rank, and return what the first one does."""
@@ -73,7 +73,8 @@ class RankHandles(Handle):
         filled = [0] * len(self.ranks)
         for sample in sorted(samples, key=lambda sample: (-_tokens_of(sample), sample.rollout)):
             least = min(range(len(filled)), key=filled.__getitem__)
-            rank = self._rank_of.pop(sample.rollout, least)
+            partner = -1 if sample.partner is None else sample.partner
+            rank = self._rank_of.pop(sample.rollout, self._rank_of.get(partner, least))
             if method == "score":
                 self._rank_of[sample.rollout] = rank
             shares[rank].append(sample)

@@ -25,8 +25,6 @@ LIMITS: tuple[Changes, ...] = (
         "trainer.virtual_stages": 1,
         "trainer.expert_parallel": 1,
     },
-    {"algorithm.name": "grpo", "algorithm.group_size": 8},
-    {"algorithm.name": "reinforce++"},
     {"algorithm.old_log_probs": "engine"},
     {"framework.optimizer_steps": 1},
     {"framework.epochs": 1},

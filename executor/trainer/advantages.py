@@ -3,6 +3,7 @@
 | estimator                | baseline of a reward                       | known once                     |
 |--------------------------|--------------------------------------------|--------------------------------|
 | grpo, dr-grpo, rloo      | mean of its group (rloo: of the others)    | the group is whole             |
+| raft, dpo                | none: 1 is the best, -1 (dpo) the worst    | the group is whole             |
 | reinforce++              | mean of the batch that the last step had   | that step is made              |
 
 REINFORCE++ (arXiv 2501.03262) takes the mean and the standard deviation of the batch itself, which is whole only
@@ -35,12 +36,13 @@ def advantages(
     """Return one advantage per reward, by the estimator `name`.
 
     Args:
-        name: grpo, dr-grpo or rloo, for the rewards of a whole group; or reinforce++, for any rewards of a step.
+        name: grpo, dr-grpo, rloo, raft or dpo, for the rewards of a whole group; or reinforce++ or ppo, for any rewards
+            of a step.
         rewards: of verified rollouts.
         baseline: what `batch_baseline` gave for the batch of the last step; only reinforce++ reads it.
 
     Equal rewards of a group give exact zeros under a group's baseline, as does a reward that is the baseline: the
-    trainer then skips the gradient. Raises ValueError for ppo, whose advantages need a critic.
+    trainer then skips the gradient. For ppo these are the rewards themselves: a critic makes advantages of them.
     """
     match name:
         case "grpo":
@@ -51,12 +53,20 @@ def advantages(
             return _rloo(rewards)
         case "reinforce++":
             return [reward - baseline for reward in rewards]
+        case "raft":
+            return _raft(rewards)
+        case "dpo":
+            return _dpo(rewards)
         case "ppo":
-            raise ValueError(
-                "algorithm.name 'ppo' needs a critic: rewards alone give no advantages"
-            )
+            return list(rewards)
         case _:
             assert_never(name)
+
+
+def pair_of(rewards: Sequence[float]) -> tuple[int, int]:
+    """Return the places of the best and of the worst reward of a group, of equal ones the first."""
+    places = range(len(rewards))
+    return max(places, key=rewards.__getitem__), min(places, key=rewards.__getitem__)
 
 
 def batch_baseline(rewards: Sequence[float]) -> float:
@@ -83,3 +93,15 @@ def _rloo(rewards: list[float]) -> list[float]:
     """`r - mean of the others`, which is `n/(n-1) * (r - mean)` (RLOO, arXiv 2402.14740)."""
     scale = len(rewards) / max(1, len(rewards) - 1)
     return [scale * value for value in _dr_grpo(rewards)]
+
+
+def _raft(rewards: list[float]) -> list[float]:
+    """1 of the best, where any is better than another (RAFT, arXiv 2304.06767; rejection sampling)."""
+    best, worst = pair_of(rewards)
+    return [float(place == best != worst) for place in range(len(rewards))]
+
+
+def _dpo(rewards: list[float]) -> list[float]:
+    """1 of the best and -1 of the worst, where they differ (online DPO, arXiv 2402.04792)."""
+    best, worst = pair_of(rewards)
+    return [float((place == best) - (place == worst)) for place in range(len(rewards))]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from executor.buffer import RolloutBuffer
 from executor.samples import Sample
-from executor.trainer.advantages import NO_BASELINE, advantages, batch_baseline
+from executor.trainer.advantages import NO_BASELINE, advantages, batch_baseline, pair_of
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 
 
@@ -25,7 +25,18 @@ class AdvantageEstimator:
 
     def samples(self, rollouts: Iterable[int]) -> list[Sample]:
         """Return rollouts as the trainer consumes them, with their advantages."""
-        return [self._buffer.sample(rollout, self.advantage(rollout)) for rollout in rollouts]
+        return [
+            self._buffer.sample(rollout, self.advantage(rollout), self._partner(rollout))
+            for rollout in rollouts
+        ]
+
+    def _partner(self, rollout: int) -> int | None:
+        """Return the other rollout of the pair that is compared."""
+        if self._algorithm.name != "dpo" or not self.advantage(rollout):
+            return None
+        group = self._buffer.rollouts[rollout].group
+        pair = pair_of([self._buffer.rollouts[sibling].reward for sibling in group])
+        return next(group[place] for place in pair if group[place] != rollout)
 
     def advantage(self, rollout: int) -> float:
         """Return a rollout's advantage, by the baseline of this step."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from executor.tokens import ID, LOGPROB
 from executor.trainer import losses
 from executor.trainer.adapters import adapters_of, add_adapters, load_adapters
 from executor.trainer.backends import make_backend
+from executor.trainer.critic import Critic
+from executor.trainer.objectives import objective_of
 from executor.trainer.passes import attend_apart, output_logprobs, passes
 from executor.trainer.rank_group import RankGroup
 from executor.trainer.sequences import TokenSequence, read_samples
@@ -35,7 +39,6 @@ from executor.transfer.shared_memory import (
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 """Files that a checkpoint does not copy from the model directory, as it does the tokenizer's."""
-SUMS = ("loss", *losses.SUMS)
 NOTHING = TokenSequence(
     rollout=-1,
     prompt=np.zeros(1, ID),
@@ -54,11 +57,15 @@ class Accumulated:
     num_tokens: float = 0
     """Of all ranks, as everything here that is counted."""
     num_rollouts: float = 0
+    count: float = 0
+    """What its gradient is divided by at the step."""
     num_passes: int = 0
     """Backward passes of this rank."""
     sums: Counter[str] = dataclasses.field(default_factory=Counter)
     waiting: list[TokenSequence] = dataclasses.field(default_factory=list)
     """What is computed as one at the step, where that is deterministic."""
+    unpaired: dict[int, TokenSequence] = dataclasses.field(default_factory=dict)
+    """Rollouts that are compared with others, which have not come yet."""
     whole: bool = True
     """False while a call of `train` is under way, and for good once one has failed."""
 
@@ -76,26 +83,31 @@ class Learner:
     ranks: RankGroup
     backend: TrainingBackend
     reference: PreTrainedModel | None
+    critic: Critic | None
     version: int
     batch: Accumulated = dataclasses.field(default_factory=Accumulated)
     scores: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
-    """By rollout: `proximal` and `reference` log-probabilities of the tokens that the policy sampled."""
+    """By rollout: `proximal` and `reference` log-probabilities of the tokens that the policy sampled, and the critic's
+    `values`."""
+
+    def __post_init__(self) -> None:
+        self.objective = objective_of(self.config)
+        self._sums = ("loss", *losses.SUMS, *self.objective.sums)
 
     def score(self, samples: list[Sample]) -> dict[str, float]:
         """Keep what `train` needs of these samples; a deterministic step does that itself."""
         sequences = self.ranks.agree(lambda: read_samples(samples))
         if not self.config.deterministic:
             self._score(sequences)
-        computed = sum(s.num_trained for s in sequences) if self._models_to_score() else 0
+        computed = sum(s.num_trained for s in self._to_score(sequences))
         return {"scored_tokens": self.ranks.sum([computed])[0]}
 
     def _score(self, sequences: list[TokenSequence]) -> None:
-        models = self._models_to_score()
-        for some in self._passes_in_step(sequences) if models else ():
+        for some in self._passes_in_step(self._to_score(sequences)) if self._scorers else ():
             lengths = [sequence.num_trained for sequence in some]
-            for name, model in models.items():
+            for name, score in self._scorers.items():
                 with torch.no_grad():
-                    parts = torch.split(self._logprobs(model, some), lengths)
+                    parts = torch.split(score(some), lengths)
                 for sequence, part in zip(some, parts, strict=True):
                     if sequence is not NOTHING:
                         self.scores.setdefault(sequence.rollout, {})[name] = part.clone()
@@ -116,25 +128,41 @@ class Learner:
         return sequences
 
     def _accumulate(self, sequences: list[TokenSequence]) -> dict[str, float]:
-        computed = [s for s in sequences if s.advantage != 0 or self.reference is not None]
+        computed = self._with_partners([s for s in sequences if self.objective.computes(s)])
         whole, self.batch.whole = self.batch.whole, False
         sums: Counter[str] = Counter()
         for some in self._passes_in_step(computed):
             sums.update(self._backward(some))
             self.batch.num_passes += 1
-        for sequence in sequences:
-            self.scores.pop(sequence.rollout, None)
-        counts = [sum(s.num_trained for s in sequences), len(sequences)]
-        num_tokens, num_rollouts, *summed = self.ranks.sum(
-            [*counts, *(sums[name] for name in SUMS)]
+        for sequence in (*sequences, *computed):
+            if sequence.rollout not in self.batch.unpaired:
+                self.scores.pop(sequence.rollout, None)
+        counts: list[float] = [sum(s.num_trained for s in sequences), len(sequences)]
+        counts.append(math.fsum(self.objective.count(s) for s in sequences))
+        num_tokens, num_rollouts, count, *summed = self.ranks.sum(
+            [*counts, *(sums[name] for name in self._sums)]
         )
-        sums = Counter({name: value for name, value in zip(SUMS, summed, strict=True) if summed})
+        sums = Counter(dict(zip(self._sums, summed, strict=True)))
         added = Accumulated(num_tokens=num_tokens, num_rollouts=num_rollouts, sums=sums)
+        self.batch.count += count
         self.batch.num_tokens += added.num_tokens
         self.batch.num_rollouts += added.num_rollouts
         self.batch.sums.update(sums)
         self.batch.whole = whole
         return added.summary()
+
+    def _with_partners(self, sequences: list[TokenSequence]) -> list[TokenSequence]:
+        """Return those of no pair, and pairs of which both have come."""
+        found = [sequence for sequence in sequences if sequence.partner is None]
+        for sequence in sequences:
+            if sequence.partner is None:
+                continue
+            other = self.batch.unpaired.pop(sequence.partner, None)
+            if other is None:
+                self.batch.unpaired[sequence.rollout] = sequence
+            else:
+                found += [other, sequence]
+        return found
 
     def step(self, version: int) -> dict[str, float]:
         """Turn the summed gradient into the batch's mean, clip it and update the weights."""
@@ -150,10 +178,12 @@ class Learner:
             raise ValueError(f"step to version {version} without a gradient: {reason}")
         if self.backend.in_step and not batch.num_passes:
             self._backward([NOTHING])  # all advantages are 0
-        count = batch.num_tokens if self.config.loss_mean == "token" else batch.num_rollouts
-        grad_norm = self.backend.step(count)
+        count = batch.count or 1.0  # nothing was chosen
+        figures = {"grad_norm": self.backend.step(count), "loss": batch.sums["loss"] / count}
+        if self.critic is not None:
+            figures["critic_grad_norm"] = self.critic.backend.step(batch.num_tokens)
         self.version, self.batch = version, Accumulated()
-        return {"grad_norm": grad_norm, "loss": batch.sums["loss"] / count, **batch.summary()}
+        return {**figures, **self.objective.figures(batch.sums), **batch.summary()}
 
     def push(self, version: int, directory: Path) -> Manifest:
         """Write the weights in the dtype that rollouts compute in; the first rank does, with the help of all."""
@@ -172,7 +202,7 @@ class Learner:
         """Write weights, optimizer and version, the model's other files beside them, and checksums of all."""
         if not self.ranks.is_first:
             self.ranks.wait()
-            self.backend.save(partial_of(path), self.version)
+            self._save_models(partial_of(path))
             self.ranks.wait()
             return
         with replaced_directory(path) as partial:
@@ -180,13 +210,20 @@ class Learner:
                 if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
                     shutil.copy(file, partial)
             self.ranks.wait()
-            self.backend.save(partial, self.version)
+            self._save_models(partial)
             self.ranks.wait()
             write_checksums(partial)
+
+    def _save_models(self, path: Path) -> None:
+        self.backend.save(path, self.version)
+        if self.critic is not None:
+            self.critic.save(path, self.version, is_first=self.ranks.is_first)
 
     def move(self, device: str) -> None:
         """Take everything that lies on a device to another one, and give the memory back that it leaves."""
         self.backend.move(device)
+        if self.critic is not None:
+            self.critic.backend.move(device)
         if self.reference is not None:
             reference: Any = self.reference
             reference.to(device)
@@ -194,38 +231,60 @@ class Learner:
             held.update({name: tensor.to(device) for name, tensor in held.items()})
         torch.cuda.empty_cache()  # nothing where there is no GPU
 
-    def _models_to_score(self) -> dict[str, Any]:
-        models = {"proximal": self.backend.model} if self.config.correction == "decoupled" else {}
-        return models if self.reference is None else {**models, "reference": self.reference}
+    @property
+    def _scorers(self) -> dict[str, Callable[[list[TokenSequence]], torch.Tensor]]:
+        """What a score pass asks, [n] of each token that the policy sampled, by name."""
+        config = self.config
+        found: dict[str, Callable[[list[TokenSequence]], torch.Tensor]] = {}
+        if config.correction == "decoupled" or config.algorithm == "dpo":
+            found["proximal"] = functools.partial(self._logprobs, self.backend.model)
+        if self.reference is not None:
+            found["reference"] = functools.partial(self._logprobs, self.reference)
+        if self.critic is not None:
+            found["values"] = self.critic.values
+        return found
+
+    def _to_score(self, sequences: list[TokenSequence]) -> list[TokenSequence]:
+        """Return those of which a score pass is made."""
+        return [s for s in sequences if self._scorers and self.objective.computes(s)]
 
     def _check_scored(self, sequences: list[TokenSequence]) -> None:
-        names = self._models_to_score()
-        for sequence in sequences:
+        names = self._scorers
+        for sequence in self._to_score(sequences):
             scores = self.scores.get(sequence.rollout, {})
             if any(len(scores.get(name, ())) != sequence.num_trained for name in names):
                 raise ValueError(f"rollout {sequence.rollout}: score it before training on it")
 
     def _backward(self, sequences: list[TokenSequence]) -> dict[str, float]:
         """Add the gradient of the summed loss of one pass, and return the sums."""
-        config = self.config
+        config, objective = self.config, self.objective
         if sequences[0] is NOTHING:
             self.backend.backward(0 * self._logprobs(self.backend.model, sequences).sum())
+            if self.critic is not None:
+                self.critic.take_part(sequences)
             return {}
         scored = [self.scores.get(sequence.rollout, {}) for sequence in sequences]
         proximal = torch.cat([s["proximal"] for s in scored]) if "proximal" in scored[0] else None
         logprobs = self._logprobs(self.backend.model, sequences)
-        tokens = losses.flatten_sequences(sequences, logprobs, proximal)
+        advantages = [objective.advantages(s, self.scores) for s in sequences]
+        tokens = losses.flatten_sequences(sequences, advantages, logprobs, proximal)
         bounds = {"clip": config.clip, "clip_high": config.clip_high or config.clip}
         bounds["cap"] = config.correction_cap
         per_token = losses.policy_losses(tokens, config.correction, **bounds)
-        if "reference" in scored[0]:
+        if config.kl_coefficient > 0:
             reference = torch.cat([s["reference"] for s in scored])
             penalty = losses.kl_losses(logprobs, reference, config.kl_estimator)
             per_token = per_token + config.kl_coefficient * penalty
-        shares = [1.0 if config.loss_mean == "token" else 1 / s.num_trained for s in sequences]
+        shares = [objective.share(sequence) for sequence in sequences]
         loss = (per_token * torch.tensor(shares, device=config.device)[tokens.rollouts]).sum()
         self.backend.backward(loss)
-        return {"loss": loss.item(), **losses.diagnostic_sums(tokens, config.correction, **bounds)}
+        if self.critic is not None:
+            values = torch.cat([each["values"] for each in scored])
+            self.critic.backward(sequences, tokens.advantages + values)
+        sums = Counter(losses.diagnostic_sums(tokens, config.correction, **bounds))
+        for sequence in sequences:
+            sums.update(objective.summed(sequence, self.scores))
+        return {"loss": loss.item(), **sums}
 
     def _passes(self, sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
         return passes(sequences, self.config.max_tokens_per_pass, self.config.packing)
@@ -250,10 +309,13 @@ def load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:
         add_adapters(model, config.adapter_rank)
         if checkpoint is not None:
             load_adapters(model, Path(checkpoint), config.adapter_rank)
-    reference = _load_model(config.model, config) if config.kl_coefficient > 0 else None
+    needs_reference = config.kl_coefficient > 0 or config.algorithm == "dpo"
+    reference = _load_model(config.model, config) if needs_reference else None
+    has_critic = config.critic_learning_rate is not None
+    critic = Critic(config, ranks, checkpoint) if has_critic else None
     backend = make_backend(config, model, ranks)
     version = 0 if checkpoint is None else backend.load(Path(checkpoint))
-    return Learner(config, ranks, backend, reference, version)
+    return Learner(config, ranks, backend, reference, critic, version)
 
 
 def _load_model(directory: str, config: TrainerSettings) -> Any:

@@ -16,6 +16,7 @@ All corrections are one formula: PPO (arXiv 1707.06347) with the third policy of
 | topr       | the policy itself      | 1 where A >= 0, else min(product of k, 1)   | arXiv 2503.14286 |
 | decoupled  | that of the score pass | min(k, cap)                                 | arXiv 2110.00641 |
 
+Without a correction the loss is -A * log-probability: that of chosen rollouts, whoever made them.
 Where the proximal policy is the policy itself, r is 1 and its gradient that of the log-probability:
 the importance-weighted policy gradient, exact as long as a batch is trained on in one step. CISPO (arXiv 2506.13585)
 is token-tis with a cap of 1 + its upper clip; DAPO's clip-higher (arXiv 2503.14476) is a `clip_high` above `clip`.
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import assert_never, get_args
 
 import numpy as np
@@ -48,7 +49,7 @@ class Tokens:
     behaviour: torch.Tensor
     """[n] log-probabilities under the policy that sampled."""
     advantages: torch.Tensor
-    """[n]"""
+    """[n]; absent a critic, all tokens of a rollout have that rollout's."""
     rollouts: torch.Tensor
     """[n] int64, which rollout of these each token belongs to, from 0."""
     proximal: torch.Tensor | None = None
@@ -63,18 +64,25 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: floa
 
 
 def flatten_sequences(
-    sequences: list[TokenSequence], logprobs: torch.Tensor, proximal: torch.Tensor | None
+    sequences: list[TokenSequence],
+    advantages: Sequence[torch.Tensor],
+    logprobs: torch.Tensor,
+    proximal: torch.Tensor | None,
 ) -> Tokens:
-    """Put behaviour and advantages beside log-probabilities [n] of the sequences, in their order."""
+    """Put behaviour and advantages beside log-probabilities [n] of the sequences, in their order.
+
+    `advantages` has of each sequence one for all of its tokens, or one for each.
+    """
     device = logprobs.device
     lengths = torch.tensor([sequence.num_trained for sequence in sequences])
     rollouts = torch.arange(len(sequences)).repeat_interleave(lengths).to(device)
     behaviour = np.concatenate([sequence.logprobs[sequence.is_policy] for sequence in sequences])
-    advantages = torch.tensor([sequence.advantage for sequence in sequences], device=device)
     return Tokens(
         logprobs=logprobs,
         behaviour=torch.from_numpy(behaviour).to(device),
-        advantages=advantages[rollouts],
+        advantages=torch.cat(
+            [each.expand(s.num_trained) for each, s in zip(advantages, sequences, strict=True)]
+        ).to(device),
         rollouts=rollouts,
         proximal=proximal,
     )
@@ -82,20 +90,22 @@ def flatten_sequences(
 
 def policy_losses(
     tokens: Tokens,
-    correction: CorrectionName,
+    correction: CorrectionName | None,
     *,
     clip: float,
     cap: float,
     clip_high: float | None = None,
 ) -> torch.Tensor:
     """Return the loss of every token, [n], by the formula and table of this module; without `clip_high` it is `clip`."""
+    if correction is None:
+        return -tokens.advantages * tokens.logprobs
     weights = correction_weights(tokens, correction, cap)
     ratios = _policy_ratios(tokens, correction)
     clipped = ratios.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
     return -weights * torch.minimum(ratios * tokens.advantages, clipped * tokens.advantages)
 
 
-def proximal_logprobs(tokens: Tokens, correction: CorrectionName) -> torch.Tensor:
+def proximal_logprobs(tokens: Tokens, correction: CorrectionName | None) -> torch.Tensor:
     """Return the log-probabilities, [n], of the policy that the PPO clip keeps near.
 
     Raises ValueError where `decoupled` has no score pass.
@@ -103,7 +113,7 @@ def proximal_logprobs(tokens: Tokens, correction: CorrectionName) -> torch.Tenso
     match correction:
         case "none" | "gspo":
             return tokens.behaviour
-        case "token-tis" | "seq-tis" | "icepop" | "topr":
+        case "token-tis" | "seq-tis" | "icepop" | "topr" | None:
             return tokens.logprobs.detach()
         case "decoupled":
             if tokens.proximal is None:
@@ -113,11 +123,13 @@ def proximal_logprobs(tokens: Tokens, correction: CorrectionName) -> torch.Tenso
             assert_never(correction)
 
 
-def correction_weights(tokens: Tokens, correction: CorrectionName, cap: float) -> torch.Tensor:
+def correction_weights(
+    tokens: Tokens, correction: CorrectionName | None, cap: float
+) -> torch.Tensor:
     """Return the importance weight w of every token, [n], without gradient."""
     ratios = _raw_weights(tokens, correction)
     match correction:
-        case "none" | "gspo":
+        case "none" | "gspo" | None:
             return ratios
         case "topr":
             return ratios.clamp(max=1.0)
@@ -179,7 +191,7 @@ SUMS = (
 
 def diagnostic_sums(
     tokens: Tokens,
-    correction: CorrectionName,
+    correction: CorrectionName | None,
     *,
     clip: float,
     cap: float,
@@ -255,7 +267,7 @@ def _ratios(logprobs: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     return (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _policy_ratios(tokens: Tokens, correction: CorrectionName) -> torch.Tensor:
+def _policy_ratios(tokens: Tokens, correction: CorrectionName | None) -> torch.Tensor:
     """Return r of every token, [n], with gradient."""
     proximal = proximal_logprobs(tokens, correction)
     if correction != "gspo":
@@ -271,8 +283,10 @@ def _of_rollouts(values: torch.Tensor, rollouts: torch.Tensor) -> torch.Tensor:
     return values.new_zeros(num).index_add(0, rollouts, values)[rollouts]
 
 
-def _raw_weights(tokens: Tokens, correction: CorrectionName) -> torch.Tensor:
+def _raw_weights(tokens: Tokens, correction: CorrectionName | None) -> torch.Tensor:
     """Return the importance weights before any cap or mask."""
+    if correction is None:
+        return torch.ones_like(tokens.behaviour)
     log_ratio = (proximal_logprobs(tokens, correction) - tokens.behaviour).detach()
     if correction in ("seq-tis", "topr"):
         log_ratio = _of_rollouts(log_ratio, tokens.rollouts)
@@ -282,7 +296,7 @@ def _raw_weights(tokens: Tokens, correction: CorrectionName) -> torch.Tensor:
 
 
 def _clip_binds(
-    tokens: Tokens, correction: CorrectionName, clip: float, clip_high: float
+    tokens: Tokens, correction: CorrectionName | None, clip: float, clip_high: float
 ) -> torch.Tensor:
     ratios = _policy_ratios(tokens, correction)
     above = (ratios > 1 + clip_high) & (tokens.advantages > 0)

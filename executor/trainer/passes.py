@@ -59,8 +59,23 @@ def output_logprobs(
 ) -> torch.Tensor:
     """Return the log-probability of every token that the policy sampled, [n] flat in the order of `sequences`.
 
-    `model` is a causal transformers model, computed in `dtype`; for packed passes `attend_apart` has prepared it. Only
-    the positions before those tokens reach the output layer, so that no logits exist for prompts, padding and tools.
+    `model` is a causal transformers model, computed in `dtype`; for packed passes `attend_apart` has prepared it.
+    """
+    logits = output_logits(model, model.get_output_embeddings(), sequences, packing, dtype)
+    outputs = _tensor([sequence.tokens[sequence.is_policy] for sequence in sequences])
+    return token_logprobs(logits, outputs.long().to(logits.device), temperature)
+
+
+def output_logits(
+    model: Any,
+    head: torch.nn.Module,
+    sequences: list[TokenSequence],
+    packing: Packing,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return what the output layer `head` says before every token that the policy sampled, [n, its outputs].
+
+    Only those positions reach it, so that no logits exist for prompts, padding and tools.
     """
     device = model.device
     computed = [np.concatenate([s.prompt, s.tokens[:-1]]) for s in sequences]
@@ -70,10 +85,9 @@ def output_logprobs(
         for start, sequence in zip(starts, sequences, strict=True)
     ]
     half = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
-    with half, _only_positions(model.get_output_embeddings(), _tensor(positions).to(device)):
-        logits = model(**inputs, use_cache=False).logits
-    outputs = _tensor([sequence.tokens[sequence.is_policy] for sequence in sequences])
-    return token_logprobs(logits[0], outputs.long().to(device), temperature)
+    with half, _only_positions(head, _tensor(positions).to(device)):
+        logits: torch.Tensor = model(**inputs, use_cache=False).logits
+    return logits[0]
 
 
 def attend_apart(model: Any) -> None:

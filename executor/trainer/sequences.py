@@ -25,6 +25,8 @@ class TokenSequence:
     is_policy: npt.NDArray[np.bool_]
     """[n], true where the policy sampled; the others are context, which no loss and no count looks at."""
     advantage: float
+    partner: int | None = None
+    """The rollout that it is compared with, where it is one of a pair."""
 
     @property
     def length(self) -> int:
@@ -67,4 +69,5 @@ def _read(sample: Sample) -> TokenSequence:
         logprobs=logprobs,
         is_policy=is_policy,
         advantage=sample.advantage,
+        partner=sample.partner,
     )

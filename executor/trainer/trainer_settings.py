@@ -8,12 +8,13 @@ import msgspec
 import torch
 
 from executor.trainer import losses
-from streamrl.runfile.algorithm_config import CorrectionName, KlEstimator, LossMean
+from streamrl.runfile.algorithm_config import AlgorithmName, CorrectionName, KlEstimator, LossMean
 from streamrl.runfile.sides_config import Packing, TrainerBackend
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CHOICES = {
-    "correction": losses.CORRECTIONS,
+    "algorithm": get_args(AlgorithmName),
+    "correction": (*losses.CORRECTIONS, None),
     "kl_estimator": get_args(KlEstimator),
     "loss_mean": get_args(LossMean),
     "packing": get_args(Packing),
@@ -31,7 +32,9 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: float
     temperature: float
     """That rollouts are sampled at; log-probabilities are taken at it."""
-    correction: CorrectionName
+    algorithm: AlgorithmName = "grpo"
+    """See the table of `executor.trainer.objectives`."""
+    correction: CorrectionName | None
     """See the table of `executor.trainer.losses`."""
     correction_cap: float = 2.0
     """Largest importance weight; icepop masks outside [1/correction_cap, correction_cap]."""
@@ -44,6 +47,11 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     loss_mean: LossMean = "token"
     """token: mean over all output tokens that the policy sampled; rollout: mean over rollouts of their token means."""
     max_grad_norm: float = 1.0
+    beta: float = 0.1
+    """dpo: what the log-ratios of a pair count."""
+    critic_learning_rate: float | None = None
+    """ppo: the critic's; nobody else has one."""
+    gae_lambda: float = 1.0
     max_tokens_per_pass: int = 16384
     """Tokens in one forward and backward, padding included; a longer rollout has a pass of its own."""
     packing: Packing = "packed"

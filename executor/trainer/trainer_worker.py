@@ -53,16 +53,16 @@ class TrainerWorker(TrainerRole):
     async def score(self, samples: list[Sample]) -> dict[str, float]:
         """Take the log-probabilities that training on these samples needs, at the current weights.
 
-        They are kept by rollout until `train` takes them. Where the config needs none (neither
-        `decoupled` nor a KL penalty) this costs nothing and returns `scored_tokens` 0.
+        They are kept by rollout until `train` takes them, those of a critic's values too. Where the config needs none
+        (neither `decoupled` nor a KL penalty, dpo or ppo) this costs nothing and returns `scored_tokens` 0.
         """
         return await self._run(lambda learner: learner.score(samples))
 
     async def train(self, samples: list[Sample]) -> dict[str, float]:
         """Add the gradient of these samples to the batch, and return `losses.diagnostics` of them.
 
-        Without a KL penalty, rollouts of advantage 0 are counted but not computed, since their
-        gradient is zero. ValueError on a malformed or unscored sample leaves the batch as it was.
+        Without a KL penalty or a critic, rollouts of advantage 0 are counted but not computed, since their
+        gradient is zero; of a pair that is compared, both are computed once both have come. ValueError on a malformed or unscored sample leaves the batch as it was.
         After any other failure inside, `step` refuses the batch: start again from a checkpoint.
         """
         return await self._run(lambda learner: learner.train(samples))

@@ -23,7 +23,7 @@ from streamrl.hardware.machine_fit import (
     fit_prefill,
 )
 from streamrl.hardware.machine_profile import MeasuredProfile, Once, read_measured
-from streamrl.hardware.memory import most_running
+from streamrl.hardware.memory import most_running, num_trained_models
 from streamrl.hardware.profile_match import check_fits
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.tiers import Provenance
@@ -62,6 +62,8 @@ class MeasuredTraining:
     optimizer_time: float
     num_scored: int
     """Models that score rollouts before training."""
+    num_trained: int
+    """Models that a step updates: a critic takes what the actor does, though its last layer has one output."""
     informative_share: float
     """Share of rollouts that the passes compute; the others are sent and skipped."""
     max_tokens_per_pass: int
@@ -76,20 +78,20 @@ class MeasuredTraining:
 
     def train_time(self, lengths: Sequence[int]) -> float:
         """Return the seconds of forward and backward passes over rollouts (prompt + output tokens)."""
-        computed = self.informative_share * self._passes_time(self.train, lengths)
-        return self._call_time(lengths) + computed
+        return self._call_time(lengths) + self.num_trained * self._computed(self.train, lengths)
 
     def score_time(self, lengths: Sequence[int]) -> float:
         """Return the seconds of the forward passes that rollouts (prompt + output tokens) need first."""
-        return self._call_time(lengths) + self.num_scored * self._passes_time(self.score, lengths)
+        return self._call_time(lengths) + self.num_scored * self._computed(self.score, lengths)
 
     def _call_time(self, lengths: Sequence[int]) -> float:
         fixed, per_token = self.call
         return fixed + per_token * sum(lengths)
 
-    def _passes_time(self, one: PassFit, lengths: Sequence[int]) -> float:
+    def _computed(self, one: PassFit, lengths: Sequence[int]) -> float:
+        """Return the seconds of passes over those rollouts that are computed."""
         each = passes(lengths, self.max_tokens_per_pass, self.packing)
-        return sum(one.time(*size) for size in each)
+        return self.informative_share * sum(one.time(*size) for size in each)
 
 
 def passes(
@@ -265,8 +267,9 @@ def _training(profile: MeasuredProfile, run: Run) -> MeasuredTraining:
         train=fit_passes(profile.train),
         score=fit_passes(profile.score),
         call=call,
-        optimizer_time=call[0] + profile.optimizer.seconds[MEDIAN],
-        num_scored=algorithm.has_reference + algorithm.recomputes_log_probs,
+        optimizer_time=call[0] + num_trained_models(run) * profile.optimizer.seconds[MEDIAN],
+        num_scored=algorithm.num_scored,
+        num_trained=num_trained_models(run),
         informative_share=run.computed_share,
         max_tokens_per_pass=run.trainer.max_tokens_per_pass,
         packing=run.trainer.packing,

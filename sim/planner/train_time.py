@@ -145,7 +145,11 @@ def _least(run: Run, costs: TrainingCosts, batch: FallingLengths) -> float:
         for seconds in _of_stages(run, _bare(costs.stages.forward, tokens, pairs))
         + _of_stages(run, _bare(costs.stages.backward, tokens, pairs))
     ]
-    scored = costs.num_scored * _of_stages(run, _bare(costs.stages.scored, tokens, pairs))
+    scored = (
+        costs.num_scored
+        * costs.informative_share
+        * _of_stages(run, _bare(costs.stages.scored, tokens, pairs))
+    )
     return float(np.max(np.array(work) + scored)) / run.trainer.data_parallel
 
 
@@ -194,8 +198,8 @@ def _commands(
     if switches.train_time:
         fills *= costs.num_trained
     switched = costs.num_scored * switches.score_time + trained * switches.train_time
-    computed = costs.informative_share * (trained * train.turns + fills * train.fill)
-    return commands * switched + costs.num_scored * score_turns + computed
+    turns = costs.num_scored * score_turns + trained * train.turns
+    return commands * switched + costs.informative_share * (turns + fills * train.fill)
 
 
 def _bare(passes: Sequence[Pass], tokens: float, pairs: float) -> Floats:

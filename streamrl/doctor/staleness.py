@@ -25,7 +25,7 @@ def find(run: Run) -> Iterator[Finding]:
         yield _finding("warning", "unbounded-staleness", text)
     else:
         yield _finding("ok", "staleness-bound", _bounded(run, system))
-    if bound and run.algorithm.correction == "none":
+    if bound and run.algorithm.corrected_by == "none":
         text = (
             f"rollouts are up to {bound} versions stale, and algorithm.correction 'none' weighs them as if "
             f"the newest policy had sampled them"

@@ -6,10 +6,13 @@ from typing import Literal, assert_never
 
 from streamrl.runfile.section import Section
 
-AlgorithmName = Literal["grpo", "dr-grpo", "rloo", "reinforce++", "ppo"]
+AlgorithmName = Literal["grpo", "dr-grpo", "rloo", "reinforce++", "raft", "dpo", "ppo"]
 CorrectionName = Literal["none", "token-tis", "seq-tis", "icepop", "decoupled", "gspo", "topr"]
 KlEstimator = Literal["k1", "k2", "k3"]
 LossMean = Literal["token", "rollout"]
+DEFAULT_CORRECTION: CorrectionName = "token-tis"
+CRITIC_RATE = 10.0
+"""Learning rate of a critic for that of its actor: verl and OpenRLHF have 10 and 18 as they come."""
 
 
 class AlgorithmConfig(Section, frozen=True, kw_only=True):
@@ -27,8 +30,8 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     max_gen_batches: int = 10
     """Batches that are generated at most for a step with `dynamic_sampling`; past them it trains on what there is."""
     learning_rate: float = 1e-6
-    correction: CorrectionName = "token-tis"
-    """How sampling from an older policy is corrected for."""
+    correction: CorrectionName | None = None
+    """How sampling from an older policy is corrected for; token-tis where absent. raft and dpo take none."""
     old_log_probs: Literal["engine", "trainer"] = "engine"
     """Log-probabilities that the loss compares with: the inference engine's, or (simulated) those of a forward pass
     of the trainer before it changes the weights, as most frameworks make."""
@@ -44,12 +47,52 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     """What the KL term is at each token: k1 (whose gradient is 0 on average, on fresh rollouts), k2 or k3 (GRPO's)."""
     loss_mean: LossMean = "token"
     max_grad_norm: float = 1.0
+    beta: float = 0.1
+    """dpo: how dear it is to leave the initial policy."""
+    critic_learning_rate: float | None = None
+    """ppo: the critic's; ten times `learning_rate` where absent."""
+    gae_lambda: float = 1.0
+    """ppo: what a later token's error of the critic counts for an advantage, of 1 for each token in between."""
+
+    @property
+    def corrected_by(self) -> CorrectionName | None:
+        """How sampling from an older policy is corrected for; None where what is learnt does not depend on it."""
+        return None if self.imitates else self.correction or DEFAULT_CORRECTION
+
+    @property
+    def critic_rate(self) -> float:
+        """Learning rate of the critic."""
+        return self.critic_learning_rate or CRITIC_RATE * self.learning_rate
+
+    @property
+    def imitates(self) -> bool:
+        """Whether likelihoods of chosen rollouts are raised, whoever made them."""
+        match self.name:
+            case "raft" | "dpo":
+                return True
+            case "grpo" | "dr-grpo" | "rloo" | "reinforce++" | "ppo":
+                return False
+            case _:
+                assert_never(self.name)
+
+    @property
+    def computed_of_group(self) -> float:
+        """Share of the rollouts of a group that has something to teach that are computed."""
+        match self.name:
+            case "raft":
+                return 1 / self.group_size
+            case "dpo":
+                return min(1.0, 2 / self.group_size)
+            case "grpo" | "dr-grpo" | "rloo" | "reinforce++" | "ppo":
+                return 1.0
+            case _:
+                assert_never(self.name)
 
     @property
     def trains_whole_groups(self) -> bool:
         """Whether an advantage needs every rollout of its group."""
         match self.name:
-            case "grpo" | "dr-grpo" | "rloo":
+            case "grpo" | "dr-grpo" | "rloo" | "raft" | "dpo":
                 return True
             case "reinforce++" | "ppo":
                 return False
@@ -67,7 +110,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
         match self.name:
             case "ppo":
                 return True
-            case "grpo" | "dr-grpo" | "rloo" | "reinforce++":
+            case "grpo" | "dr-grpo" | "rloo" | "reinforce++" | "raft" | "dpo":
                 return False
             case _:
                 assert_never(self.name)
@@ -75,7 +118,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     @property
     def has_reference(self) -> bool:
         """Whether the initial policy runs beside the actor."""
-        return self.kl_coefficient > 0
+        return self.kl_coefficient > 0 or self.name == "dpo"
 
     @property
     def needs_score(self) -> bool:
@@ -85,7 +128,8 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     @property
     def recomputes_log_probs(self) -> bool:
         """Whether the actor scores rollouts before their gradient."""
-        return self.correction == "decoupled" or self.old_log_probs == "trainer"
+        stated = self.corrected_by == "decoupled" or self.old_log_probs == "trainer"
+        return stated or self.name == "dpo"
 
     @property
     def num_scored(self) -> int:

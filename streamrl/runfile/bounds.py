@@ -55,6 +55,9 @@ OF_LOSSES = {
     "correction_cap": Bounds(1),
     "clip": POSITIVE,
     "clip_high": POSITIVE,
+    "beta": POSITIVE,
+    "critic_learning_rate": POSITIVE,
+    "gae_lambda": Bounds(0, 1),
     "kl_coefficient": Bounds(0),
     "max_grad_norm": POSITIVE,
 }

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from math import ceil
 from typing import get_args
 
+from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.bounds import POSITIVE, check_bounds
 from streamrl.runfile.config import DEVICE, Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
@@ -18,6 +19,7 @@ from streamrl.runfile.pools import POOL_CHECKS
 from streamrl.runfile.prompt_checks import check_prompt_sources
 from streamrl.runfile.reward_checks import check_rewards
 from streamrl.runfile.sides import kind_key
+from streamrl.runfile.trainers import trainer_key
 from streamrl.runfile.workload_config import FreeRanker
 
 MOST_ROLLOUTS = 10**7
@@ -41,15 +43,29 @@ def _check_model(run: Run) -> None:
         raise RunError("model.name", model.name, text=text, others=("model.path",))
 
 
-def _check_group(run: Run) -> None:
-    algorithm = run.algorithm
+def _check_algorithms(run: Run) -> None:
+    for number in range(run.num_trainers):
+        key = f"{trainer_key(number)}.algorithm" if number else "algorithm"
+        _check_algorithm(run.as_seen_by(number).algorithm, key)
+
+
+def _check_algorithm(algorithm: AlgorithmConfig, key: str) -> None:
     if algorithm.dynamic_sampling and not algorithm.trains_whole_groups:
         raise RunError(
-            "algorithm.dynamic_sampling",
+            f"{key}.dynamic_sampling",
             algorithm.dynamic_sampling,
             OneOf([False]),
-            f"algorithm.dynamic_sampling leaves out groups of one reward, which {algorithm.name} learns from",
-            ("algorithm.name",),
+            f"{key}.dynamic_sampling leaves out groups of one reward, which {algorithm.name} learns from",
+            (f"{key}.name",),
+        )
+    if algorithm.imitates and algorithm.correction is not None:
+        raise RunError(
+            f"{key}.correction",
+            algorithm.correction,
+            OneOf([None]),
+            f"{key}.correction must be absent for {algorithm.name}, which learns from chosen rollouts whoever made "
+            f"them, got {algorithm.correction!r}",
+            (f"{key}.name",),
         )
     if algorithm.trains_whole_groups and algorithm.group_size < 2:
         raise RunError(
@@ -58,7 +74,7 @@ def _check_group(run: Run) -> None:
             Bounds(2),
             f"algorithm.group_size must be at least 2 for {algorithm.name}, "
             f"got {algorithm.group_size}",
-            ("algorithm.name",),
+            (f"{key}.name",),
         )
 
 
@@ -197,7 +213,7 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
         _check_model,
         check_bounds,
         *POOL_CHECKS,
-        _check_group,
+        _check_algorithms,
         _check_batch,
         _check_step,
         _check_optimizer_steps,

@@ -156,13 +156,16 @@ class Run(Section, frozen=True, kw_only=True):
         own = self.followers[trainer - 1]
         changes = msgspec.structs.asdict(own.algorithm)
         changes = {key: value for key, value in changes.items() if value is not None}
+        algorithm = msgspec.structs.replace(self.algorithm, **changes)
+        if algorithm.imitates:  # what corrects the leader is none of its business
+            algorithm = msgspec.structs.replace(algorithm, correction=own.algorithm.correction)
         policies = self.policies
         if self.shares_gpus:  # with the leader alone
             policies = msgspec.structs.replace(policies, system="stream-sync")
         seen: Run = msgspec.structs.replace(
             self,
             trainer=own,
-            algorithm=msgspec.structs.replace(self.algorithm, **changes),
+            algorithm=algorithm,
             policies=policies,
             followers=(),
         )
@@ -177,8 +180,11 @@ class Run(Section, frozen=True, kw_only=True):
     @property
     def computed_share(self) -> float:
         """Simulated share of the rollouts in a step of the trainer that leads whose gradient is computed."""
-        is_full = self.algorithm.has_reference or self.algorithm.leaves_out_uniform
-        return 1.0 if is_full else self.workload.informative_share
+        algorithm = self.algorithm
+        if algorithm.has_critic or (algorithm.kl_coefficient > 0 and not algorithm.imitates):
+            return 1.0
+        taught = 1.0 if algorithm.leaves_out_uniform else self.workload.informative_share
+        return taught * algorithm.computed_of_group
 
     @property
     def shares_gpus(self) -> bool:

@@ -182,6 +182,9 @@ class AlgorithmChanges(Section, frozen=True, kw_only=True):
     kl_estimator: KlEstimator | None = None
     loss_mean: LossMean | None = None
     max_grad_norm: float | None = None
+    beta: float | None = None
+    critic_learning_rate: float | None = None
+    gae_lambda: float | None = None
 
 
 class FollowerConfig(TrainerConfig, frozen=True, kw_only=True):

@@ -84,7 +84,7 @@ class PipelinedLine:
             trainer: how ranks share the work.
             scores: for every model that scores rollouts, the seconds in which it comes from host memory.
             trains: the same for every model that is trained.
-            share: of the seconds of training that are spent; rollouts of advantage 0 are skipped.
+            share: of the seconds of passes that are spent; rollouts of advantage 0 are skipped.
             epochs: times that rollouts are trained on.
             mini_batch: rollouts between two optimizer steps; the last of a step is the trainer's own command.
             update_time: seconds of an optimizer step before that.
@@ -103,7 +103,8 @@ class PipelinedLine:
     def score(self, lengths: Sequence[int], now: float) -> float:
         """See `Line`."""
         dealt = self._dealt(lengths, now)
-        times, sends = self._by_clock(dealt, self._stages.scored_times), self._sends(dealt)
+        times = self._by_clock(dealt, self._stages.scored_times, self._share)
+        sends = self._sends(dealt)
         for switch_time in self._scores:
             self._wait(switch_time, now)
             for rank, rows, between in zip(self._ranks, times, sends, strict=True):
@@ -185,7 +186,7 @@ class PipelinedLine:
         self,
         dealt: Sequence[Sequence[MicroBatch]],
         times_of: Callable[[Sequence[MicroBatch]], Floats],
-        share: float = 1.0,
+        share: float,
     ) -> list[list[list[float]]]:
         """Return, for each clock, the seconds of each micro-batch in every slice.
 

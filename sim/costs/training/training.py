@@ -67,7 +67,7 @@ class TrainingCosts:
     num_trained: int
     """Models that a step updates."""
     informative_share: float
-    """Share of rollouts that have a gradient; the trainer skips the others."""
+    """Share of rollouts that have a gradient; the trainer skips the others, and scores none of them."""
     switches: Switches
     optimizer_time: float
     """Seconds of gradient reduction and one optimizer step, of all trained models."""

@@ -1,0 +1,73 @@
+"""The critic of PPO: a copy of the model whose last layer says what reward is to be expected at each token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+
+from executor.pretrained import load_pretrained
+from executor.trainer.backends import make_backend
+from executor.trainer.passes import attend_apart, output_logits
+from executor.trainer.rank_group import RankGroup
+from executor.trainer.sequences import TokenSequence
+from executor.trainer.trainer_settings import DTYPES, TrainerSettings
+
+DIRECTORY = "critic"
+"""Of a checkpoint: where the critic lies in it."""
+
+
+class Critic:
+    """Values of tokens, and what makes them better; every rank calls the same methods in the same order."""
+
+    def __init__(self, settings: TrainerSettings, ranks: RankGroup, checkpoint: str | None) -> None:
+        """Begin with the model that the run began with, whose values are all 0, or with a checkpoint's."""
+        assert settings.critic_learning_rate is not None, "only an actor with a critic has one"
+        self._settings = replace(settings, learning_rate=settings.critic_learning_rate)
+        self.backend = make_backend(self._settings, self._load_model(checkpoint), ranks)
+        if checkpoint is not None:
+            self.backend.load(Path(checkpoint, DIRECTORY))
+
+    def _load_model(self, checkpoint: str | None) -> Any:
+        settings = self._settings
+        directory = settings.model if checkpoint is None else str(Path(checkpoint, DIRECTORY))
+        model = load_pretrained(
+            directory,
+            has_values=True,
+            is_aligned=settings.deterministic,
+            dtype=torch.float32,
+            local_files_only=True,
+            num_labels=1,
+        )
+        model = model.to(settings.device).eval()
+        if settings.packing == "packed":
+            attend_apart(model)
+        if checkpoint is None:
+            for parameter in model.score.parameters():
+                torch.nn.init.zeros_(parameter)
+        return model
+
+    def values(self, sequences: list[TokenSequence]) -> torch.Tensor:
+        """Return the reward that is expected before each token that the policy sampled, [n] float32."""
+        model, settings = self.backend.model, self._settings
+        found = output_logits(
+            model, model.score, sequences, settings.packing, DTYPES[settings.dtype]
+        )
+        return found[:, 0].float()
+
+    def backward(self, sequences: list[TokenSequence], returns: torch.Tensor) -> None:
+        """Add the gradient of half the squared errors, summed over tokens."""
+        self.backend.backward((self.values(sequences) - returns).square().sum() / 2)
+
+    def take_part(self, sequences: list[TokenSequence]) -> None:
+        """Make a pass without a gradient, which other ranks wait for."""
+        self.backend.backward(0 * self.values(sequences).sum())
+
+    def save(self, path: Path, version: int, *, is_first: bool) -> None:
+        """Write it into a checkpoint."""
+        directory = path / DIRECTORY
+        if is_first:
+            directory.mkdir(exist_ok=True)
+        self.backend.save(directory, version)
