@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sim.surroundings import DrawnRollout
+from streamrl.engine.messages import Generate
+
 
 @dataclass(slots=True, eq=False)
 class Attempt:
@@ -29,6 +32,20 @@ class Attempt:
     prefill_time: float = 0.0
     computed: int = 0
     """Tokens of its prefix that passes have computed while it waits for the rest."""
+
+    @classmethod
+    def of(cls, command: Generate, drawn: DrawnRollout, *, shares_prefixes: bool) -> Attempt:
+        """Return the attempt that a command asks for."""
+        return cls(
+            rollout=command.rollout,
+            prefix=drawn.group if shares_prefixes else command.rollout,
+            priority=command.priority,
+            prompt_tokens=drawn.prompt_tokens,
+            begun_with=command.prefix,
+            done=command.prefix,
+            length=drawn.length,
+            brings_cache=command.brings_cache,
+        )
 
     @property
     def ahead(self) -> int:

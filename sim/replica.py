@@ -8,10 +8,10 @@ steps has a closed form and a rollout costs a few events, however long it is:
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from heapq import heappop, heappush
 from math import ceil, sqrt
-from typing import Any
+from typing import Any, TypeAlias
 
 import simpy
 
@@ -20,6 +20,7 @@ from sim.attempt import Attempt
 from sim.surroundings import Surroundings
 from streamrl.engine.messages import (
     Command,
+    Event,
     Finish,
     Generate,
     Generated,
@@ -27,21 +28,28 @@ from streamrl.engine.messages import (
     WeightsLoaded,
 )
 
-ROUNDING = (
-    1e-9  # share of a decode step by which an instant may miss a step's end in floating point
-)
+ROUNDING = 1e-9
+"""Share of a decode step by which an instant may miss a step's end in floating point."""
+Emit: TypeAlias = Callable[[Event], None]
 
 
 class Replica:
     """One process: load, admit and prefill, decode to the next change of the batch, and again."""
 
-    def __init__(self, around: Surroundings, replica_id: int, version: int, kind: int = 0) -> None:
-        """Begin to serve `version`, as a replica of a kind."""
+    def __init__(
+        self,
+        around: Surroundings,
+        replica_id: int,
+        version: int,
+        kind: int = 0,
+        emit: Emit | None = None,
+    ) -> None:
+        """Begin to serve `version`, as a replica of a kind; `emit` brings to its world what happens, at once where absent."""
         self._env = around.env
         self._time = around.cores.time_of("generating")
         self._costs = around.costs.of_kind(kind)
         self._rollouts = around.rollouts
-        self._emit = around.emit
+        self._emit = emit or around.emit
         rollout = around.run_file.rollout.kinds[kind]
         self._max_running = rollout.max_running
         self._max_tokens = rollout.max_tokens
@@ -79,18 +87,7 @@ class Replica:
     def generate(self, command: Generate) -> None:
         """Queue a rollout."""
         drawn = self._rollouts[command.rollout]
-        prefix = drawn.group if self._shares_prefixes else command.rollout
-        attempt = Attempt(
-            command.rollout,
-            prefix,
-            command.priority,
-            drawn.prompt_tokens,
-            command.prefix,
-            command.prefix,
-            drawn.length,
-            command.brings_cache,
-        )
-        self._enqueue(attempt)
+        self._enqueue(Attempt.of(command, drawn, shares_prefixes=self._shares_prefixes))
         if len(self._running) < self._max_running and not self._is_full:
             self._notice()
 

@@ -22,6 +22,7 @@ from sim.surroundings import DrawnRollout, Hindrances
 from sim.trainer import Trainer
 from sim.transfer import Transfer
 from sim.verifier import Verifier
+from sim.way import Way
 from streamrl.engine.messages import (
     Abort,
     Command,
@@ -115,6 +116,8 @@ class SimWorld(World[Trace]):
         """Groups of the step that each trainer makes: a lost one makes it again of them."""
         self.rollouts: dict[int, DrawnRollout] = self._drawn.rollouts
         self.replicas: dict[int, Replica] = {}
+        self._ways: dict[int, Way] = {}
+        """To the replicas behind a link."""
         self._workload = workload
         self._next_group = 0
         self.trainers: dict[int, Trainer] = {}
@@ -190,7 +193,7 @@ class SimWorld(World[Trace]):
             self.faults.strike(command, self.engine.version)
         match command:
             case Generate():
-                self.replicas[command.replica].generate(command)
+                self._generate(command)
             case Verify():
                 self._verifier.verify(command)
             case Take() | Resize():
@@ -212,7 +215,7 @@ class SimWorld(World[Trace]):
             case PushWeights():
                 self._transfer.push(command)
             case LoadWeights():
-                self.replicas[command.replica].load(command)
+                self._load(command)
             case Abort():
                 self._abort(command)
             case DrawPrompts():
@@ -232,7 +235,7 @@ class SimWorld(World[Trace]):
 
     def lose(self, replica_id: int, reason: str) -> None:
         """Let a replica die, as a failure would."""
-        ends = self.replicas.pop(replica_id).stop()
+        ends = self._take_away(replica_id)
         self.emit(ReplicaLost(replica_id, reason))
         self._fail(ends, reason)
 
@@ -249,9 +252,38 @@ class SimWorld(World[Trace]):
         for end in ends:
             self.emit(end if isinstance(end, Generated) else Failed(end, reason))
 
+    def _take_away(self, replica_id: int) -> list[Command | Generated]:
+        """Let all arrive that a replica has sent, and stop it; return how all ends that it was asked for."""
+        way = self._ways.get(replica_id)
+        if way is not None:
+            way.bring_back()
+        ends = list(self.replicas.pop(replica_id).stop())
+        if way is not None:
+            ends += self._ways.pop(replica_id).cut()
+        return ends
+
+    def _generate(self, command: Generate) -> None:
+        replica, way = self.replicas[command.replica], self._ways.get(command.replica)
+        if way is None:
+            replica.generate(command)
+        else:
+            way.send(command, replica.generate)
+
+    def _load(self, command: LoadWeights) -> None:
+        replica, way = self.replicas[command.replica], self._ways.get(command.replica)
+        if way is None:
+            replica.load(command)
+        else:
+            way.send(command, replica.load)
+
     def _abort(self, command: Abort) -> None:
-        if command.replica in self.replicas:  # of a lost one the `Failed` is on its way
-            self.replicas[command.replica].abort(command.rollout)
+        replica, way = self.replicas.get(command.replica), self._ways.get(command.replica)
+        if replica is None:
+            return  # of a lost one the `Failed` is on its way
+        if way is None:
+            replica.abort(command.rollout)
+        else:
+            way.send(command, lambda sent: replica.abort(sent.rollout))
 
     def _draw(self, command: DrawPrompts) -> None:
         draws = self._workload.draw(self._next_group, command.num_groups)
@@ -261,15 +293,19 @@ class SimWorld(World[Trace]):
         self.emit(PromptsDrawn(command.step, command.oldest_version, groups))
 
     def _start_replica(self, command: StartReplica) -> Generator[simpy.Event, Any, None]:
-        yield self.env.timeout(self.run_file.rollout.start_time)
-        replica = Replica(self, command.replica, command.version, command.kind)
+        seconds, emit = self.costs.of_kind(command.kind).message_time, self.emit
+        yield self.env.timeout(seconds + self.run_file.rollout.start_time)
+        if seconds:
+            way = self._ways[command.replica] = Way(self.env, seconds, self.emit)
+            emit = way.emit
+        replica = Replica(self, command.replica, command.version, command.kind, emit)
         self.replicas[command.replica] = replica
         self._failures.watch(replica)
-        self.emit(ReplicaStarted(command.replica, command.version))
+        emit(ReplicaStarted(command.replica, command.version))
 
     def _stop_replica(self, command: StopReplica) -> Generator[simpy.Event, Any, None]:
         yield self.env.timeout(0)  # what emitted the event that led here comes to rest first
-        self.replicas.pop(command.replica).stop()
+        self._take_away(command.replica)
         self.emit(ReplicaStopped(command.replica))
 
     def _start_trainer(self, command: StartTrainer) -> None:

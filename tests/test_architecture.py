@@ -145,7 +145,7 @@ LAYERS = {
     "sim": (
         *("costs", "cores", "surroundings", "simulated_rewards", "attempt", "admission"),
         *("replica", "trainer", "transfer", "verifier", "failures", "faults", "drawn"),
-        *("step_trace", "world", "steady_state"),
+        *("step_trace", "way", "world", "steady_state"),
         *("batch_time", "parallel", "studies", "planner", "checkup", "fidelity"),
     ),
     "executor": (

@@ -142,7 +142,9 @@ def test_what_a_replica_has_made_when_it_dies_is_not_made_again(
 ) -> None:
     calm, _ = simulate(faulty(policies__system=system))
     longest = max((e for e in events(calm, Generated)[:4]), key=lambda event: event.run_time)
-    dies_at = longest.run_time / 2
+    link = calm.run.cluster.links[0]
+    asked_at = 3 * link.latency  # started, told of, then asked for the first rollouts
+    dies_at = asked_at + longest.run_time / 2
     world = checked_world(faulty(policies__system=system))
 
     def die() -> Iterator[simpy.Event]:

@@ -29,6 +29,7 @@ from streamrl.hardware.tiers import Provenance
 from streamrl.record.decode_yield import DecodeYield
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.errors import OneOf, RunError
+from streamrl.runfile.pools import find_link
 from streamrl.runfile.sides import of_kind
 
 CHECKED_BYTES = 2
@@ -56,6 +57,8 @@ class Costs(TrainerCosts):
     """Passes from the end of a rollout to the one that the next in the queue joins."""
     sharing: CoreSharing | None = None
     """What roles lose that compute on one host; None where nobody takes anything from another."""
+    message_time: float = 0.0
+    """Seconds that a command takes to a replica, and an event back, over a link: its latency."""
     handling_time: float = 0.0
     """CPU seconds that a rollout takes of those who decide and reward, on a host whose cores they share."""
     generation_factor: float = 1.0
@@ -95,6 +98,7 @@ class Costs(TrainerCosts):
             sync=sync,
             training=training,
             cache_transfer=moved,
+            message_time=_message_time(run),
             followers=tuple(FollowerCosts.load(run, n) for n in range(1, run.num_trainers)),
             provenance={
                 "prefill": _checked(prefill.provenance, run),
@@ -155,6 +159,11 @@ class Costs(TrainerCosts):
         everything = (*self.provenance.values(), *(costs.provenance for costs in self.followers))
         sources = dict.fromkeys(source for found in everything for source in found.sources)
         return {**shares, "errors": errors, "p90": p90, "sources": list(sources)}
+
+
+def _message_time(run: Run) -> float:
+    index = find_link(run)
+    return 0.0 if index is None else run.cluster.links[index].latency
 
 
 def _with_others(run: Run) -> Costs:
