@@ -18,7 +18,7 @@
 # make bench-profile  how well a profile of this machine predicts runs on it; quarter of an hour
 # make bench-reality  how near simulations come to executed runs, 12 run files, and what asynchrony gains; an hour on a quiet machine
 # make bench-ranker   what a ranker that learns is worth here, executed and simulated; quarter of an hour on a quiet machine
-# make bench-drift    how soon a ranker's drift is noticed, how often imagined, and what it takes of the processor
+# make bench-drift    how soon a ranker's drift is noticed, how often imagined, and how often to fit one anew; five minutes
 # make faults         what breaks on purpose, in every system, and what becomes of the run: docs/reliability.md; twenty minutes
 # make soak           does a long run grow? 10,000 simulated steps, half an hour executed under random faults
 # make bench-offers   is a chosen plan the best of its offer? other searches of seventeen offers; hours
@@ -141,6 +141,7 @@ bench-ranker: $(READY)
 
 bench-drift: $(READY)
 	$(BIN)/python -m benchmarks.bench_drift
+	$(BIN)/python -m benchmarks.bench_retune
 
 bench-offers: $(READY)
 	$(BIN)/python benchmarks/bench_offers.py

@@ -5,21 +5,23 @@
     lengths grow    from 10,000 tokens to 20,000 over a training: the same, and how often the ranker is fitted anew
     speed           scoring 1,024 prompts by text, one update of the posterior, one window judged
 
-How often to retune is a trade: each refit of the text ranker takes seconds, and until it the recall is what is printed.
+How often to fit a text ranker anew, benchmarks/bench_retune.py says.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import exp, log, sqrt
 from statistics import mean, median
 
 import numpy as np
+from msgspec.structs import replace
 
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
 from streamrl.ranker.text_ranker import fit_text
+from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
 from streamrl.workload.length_ranker import LengthRanker
 from streamrl.workload.posterior import KnownGroup, Posterior
@@ -29,6 +31,8 @@ RATE = 0.01
 GROUPS, SIZE = 32, 8
 PROMPTS = 512
 SEEDS = 20
+LENGTH = 10_000
+"""Mean tokens at the start."""
 SPREAD, NOISE = 0.7, 0.5
 """Standard deviations of log lengths between prompts and within one: about those of R1-Distill-1.5B on AIME."""
 TABLE = {
@@ -84,7 +88,7 @@ def shift() -> Iterator[tuple[str, float, str]]:
     """Yield what happens where prompts change places: in the third epoch those that were long are short."""
     at = 2 * PROMPTS // GROUPS
     runs = [
-        _train(seed, 6 * PROMPTS, lambda group, own: own if group < 2 * PROMPTS else -own)
+        train(seed, 6 * PROMPTS, lambda group, own: own if group < 2 * PROMPTS else -own)
         for seed in range(SEEDS)
     ]
     yield from _told("prompts shift", runs, at)
@@ -94,7 +98,7 @@ def growth() -> Iterator[tuple[str, float, str]]:
     """Yield what happens where lengths double over twelve epochs."""
     last = 12 * PROMPTS
     runs = [
-        _train(seed, last, lambda group, own: own + log(2) * group / last) for seed in range(SEEDS)
+        train(seed, last, lambda group, own: own + log(2) * group / last) for seed in range(SEEDS)
     ]
     yield (
         "lengths grow: alarms of a training",
@@ -131,27 +135,58 @@ def _first(run: list[tuple[float, str]], at: int) -> int:
     )
 
 
-def _train(
+def train(
     seed: int, num_groups: int, own_of: Callable[[int, float], float]
 ) -> list[tuple[float, str]]:
-    """Let a ranker learn from a training; return the recall of each window, and what it said."""
-    rng = np.random.default_rng([1, seed])
-    ranker = LengthRanker(make_run({**TABLE, "seed": seed}))
-    own = rng.normal(0, SPREAD, PROMPTS)
-    said: list[tuple[float, str]] = []
+    """Let a ranker that knows nothing learn from a training; return the recall of each window, and what it said."""
+    own = np.random.default_rng([1, seed]).normal(0, SPREAD, PROMPTS)
+    groups = (
+        (prompt, own_of(group, float(own[prompt])), LENGTH)
+        for group, prompt in enumerate(order_of(seed, num_groups))
+    )
+    return learn(seed, groups)
+
+
+def order_of(seed: int, num_groups: int) -> Iterator[int]:
+    """Yield prompts, all of them once an epoch."""
+    rng = np.random.default_rng([3, seed])
     for group in range(num_groups):
         if not group % PROMPTS:
             order = rng.permutation(PROMPTS)
-        prompt = int(order[group % PROMPTS])
+        yield int(order[group % PROMPTS])
+
+
+def learn(
+    seed: int, groups: Iterable[tuple[int, float, int]], *, has_history: bool = True
+) -> list[tuple[float, str]]:
+    """Let a ranker learn from groups; return the recall of each window, and what it said.
+
+    Args:
+        seed: of the lengths.
+        groups: prompt, what its log length has of its own, and tokens that are expected of it.
+        has_history: whether what prompts took before counts.
+    """
+    rng = np.random.default_rng([4, seed])
+    run = make_run({**TABLE, "seed": seed})
+    ranker = LengthRanker(with_history(run, has_history=has_history))
+    said: list[tuple[float, str]] = []
+    for group, (prompt, own, expected) in enumerate(groups):
         rollouts = tuple(range(SIZE * group, SIZE * group + SIZE))
-        ranker.draw(DrawnGroup(group, rollouts, 200, (10_000,) * SIZE), prompt)
-        mean_log = log(10_000) - (SPREAD**2 + NOISE**2) / 2 + own_of(group, float(own[prompt]))
+        ranker.draw(DrawnGroup(group, rollouts, 200, (expected,) * SIZE), prompt)
+        mean_log = log(LENGTH) - (SPREAD**2 + NOISE**2) / 2 + own
         for rollout in rollouts:
             tokens = round(exp(mean_log + rng.normal(0, NOISE)))
             news = ranker.learn(Generated(rollout, tokens, "stop", 0, 1.0, 0.1))
             if isinstance(news, ExpectationsChanged) and news.recall is not None:
                 said.append((news.recall, news.reason))
     return said
+
+
+def with_history(run: Run, *, has_history: bool) -> Run:
+    """Return a run whose ranker remembers prompts, or does not."""
+    assert run.workload.ranker is not None
+    ranker = replace(run.workload.ranker, history=has_history)
+    return replace(run, workload=replace(run.workload, ranker=ranker))
 
 
 def speed() -> Iterator[tuple[str, float, str]]:
