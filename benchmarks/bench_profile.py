@@ -178,7 +178,7 @@ def write_profile(data: Path, run: Run, path: Path) -> None:
         is_quick=False,
     )
     with make_progress() as progress:
-        task = progress.add_task("profile", total=num_points(setup.plan), facts="")
+        task = progress.add_task("profile", total=num_points(setup), facts="")
         found = profile_model(setup, "cpu", lambda what: progress.update(task, advance=1))
     write_measured(found, path)
 

@@ -29,11 +29,9 @@ import msgspec
 
 from benchmarks.reality_runs import push_time
 from benchmarks.wan_link import ADDRESSES, FAR, NEAR, inside, wan_link
-from executor.profiling.measurements import Limits
-from executor.profiling.profile_file import make_setup, profile_model
 from sim.world import simulate
 from streamrl.engine.messages import WeightsPushed
-from streamrl.hardware.machine_profile import read_measured, write_measured
+from streamrl.hardware.machine_profile import read_measured
 from streamrl.hardware.profiles import load_model
 from streamrl.record.informative import recorded_workload
 from streamrl.record.metrics import Metrics, measure
@@ -76,9 +74,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-wan-") as name:
         path = options.profile or Path(name) / "profile.toml"
-        if not path.is_file():
-            profile(path)
         with wan_link(options.rate, options.delay), cluster():
+            if not path.is_file():
+                profile(path)
             figures = [
                 compare(Path(name), path, mode, system, options)
                 for system in options.systems
@@ -90,22 +88,39 @@ def main() -> None:
 
 
 def profile(path: Path, *, is_quick: bool = False) -> None:
-    """Measure this machine with the model and within the limits of the run file."""
+    """Measure this machine with the model and within the limits of the run file, and what Ray takes on the trainer's side."""
     run = load_run(RUN_FILE, [])
-    limits = Limits(
-        max_running=run.rollout.max_running,
-        max_context=run.rollout.max_tokens + run.workload.max_prompt_tokens,
-        max_tokens_per_pass=run.trainer.max_tokens_per_pass,
+    limits = {
+        "max-running": run.rollout.max_running,
+        "max-context": run.rollout.max_tokens + run.workload.max_prompt_tokens,
+        "max-tokens-per-pass": run.trainer.max_tokens_per_pass,
+        "dtype": run.model.dtype,
+        "threads": 1,
+        "ray": run.trainer.pool,
+        "ray-address": f"{ADDRESSES[NEAR]}:{PORT}",
+        "output": path,
+    }
+    settings = [part for key, value in limits.items() for part in (f"--{key}", str(value))]
+    streamrl("profile", str(run.model.path), *settings, *(["--quick"] if is_quick else []))
+
+
+def streamrl(*arguments: str) -> None:
+    """Run a command on the trainer's side.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    command = [str(PYTHON), "-c", "from streamrl.cli import main; main()"]
+    done = subprocess.run(
+        [*inside(NEAR), *command, *arguments],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | TOKEN,
     )
-    setup = make_setup(
-        Path(str(run.model.path)),
-        gpu="cpu",
-        dtype=run.model.dtype,
-        threads=1,
-        limits=limits,
-        is_quick=is_quick,
-    )
-    write_measured(profile_model(setup, "cpu", lambda what: None), path)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
 
 
 @contextmanager
@@ -188,17 +203,7 @@ def compare(
         "cluster.links.0.latency": f"{1000 * options.delay:g} ms",
     }
     settings = [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
-    command = [str(PYTHON), "-c", "from streamrl.cli import main; main()"]
-    done = subprocess.run(
-        [*inside(NEAR), *command, "execute", str(RUN_FILE), *settings],
-        cwd=HERE,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | TOKEN,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
+    streamrl("execute", str(RUN_FILE), *settings)
     trace = read_trace(output / "trace.jsonl")
     pushes = [e.event for e in trace.entries if isinstance(e.event, WeightsPushed)]
     simulated = simulate(simulation_of(trace, output / "trace.jsonl", path, pushes))

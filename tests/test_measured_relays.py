@@ -12,6 +12,7 @@ from sim.costs.payload import Payload
 from sim.costs.slow_start import INITIAL_WINDOW, sending_time
 from streamrl.hardware.machine_profile import (
     MeasuredProfile,
+    Once,
     RelayRow,
     read_measured,
     write_measured,
@@ -122,3 +123,21 @@ def test_in_one_pool_whole_weights_need_no_relay(profile: MeasuredProfile, tmp_p
     run = measured_run(tmp_path / "model", tmp_path / "profile.toml", model__dtype="bfloat16")
     sync = Costs.load(run).sync
     assert sync.push_time == pytest.approx(PUSH)
+
+
+def test_rollouts_over_ray_take_of_the_cores_what_was_measured_over_ray(
+    profile: MeasuredProfile, tmp_path: Path
+) -> None:
+    def found(launcher: str, own: MeasuredProfile) -> Costs:
+        run = far(own, tmp_path, "full")
+        return Costs.load(replace(run, execute=replace(run.execute, launcher=launcher)))
+
+    local = replace(profile, handling=Once(seconds=around(1e-3)))
+    both = replace(local, handling_over_ray=Once(seconds=around(3e-3)))
+    unknown = "as if Ray itself took no core, which was not measured"
+    assert found("ray", both).handling_time == 3e-3
+    assert found("local", both).handling_time == 1e-3
+    assert found("ray", local).handling_time == 1e-3
+    assert unknown in "; ".join(found("ray", local).provenance["decode"].sources)
+    assert unknown not in "; ".join(found("ray", both).provenance["decode"].sources)
+    assert unknown not in "; ".join(found("local", local).provenance["decode"].sources)

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import bench_wan
 from benchmarks.wan_link import missing, wan_link
+from streamrl.hardware.machine_profile import read_measured
 
 pytestmark = [
     pytest.mark.ray,
@@ -24,8 +25,9 @@ def test_deltas_cross_a_slow_link(tmp_path: Path) -> None:
         subprocess.run([sys.executable, *make], check=True)
     options = argparse.Namespace(rate=200e6, delay=0.02, steps=4)
     profile = tmp_path / "profile.toml"
-    bench_wan.profile(profile, is_quick=True)
     with wan_link(options.rate, options.delay), bench_wan.cluster():
+        bench_wan.profile(profile, is_quick=True)
+        assert read_measured(profile).handling_over_ray is not None
         figure = bench_wan.compare(tmp_path, profile, "delta", "stream-async", options)
     first, *others = figure.pushes
     assert others and all(push.num_bytes < first.num_bytes / 2 for push in others)

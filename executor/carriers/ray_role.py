@@ -23,7 +23,8 @@ from executor.carriers.worker import make_role, typed_arguments
 from executor.roles import RoleLostError
 
 GATHER_TIME = 0.01
-"""Seconds that an answer waits for others: Ray takes a millisecond of two processes for each thing that it brings."""
+"""Seconds from one sending of answers to the next: Ray takes a millisecond of two processes for each thing that it
+brings. Who answers alone, as at a barrier, waits for nobody."""
 
 
 class Whereabouts(msgspec.Struct, frozen=True, array_like=True):
@@ -87,10 +88,13 @@ class RayRole:
             waiting.set_result(None)
 
     async def answers(self) -> AsyncIterator[bytes]:
-        """Yield answers as they come, those of a moment together."""
+        """Yield answers as they come, those that come soon after others together."""
+        clock = asyncio.get_running_loop().time
+        sent_at = clock() - GATHER_TIME
         while True:
             await self._is_answered.wait()
-            await asyncio.sleep(GATHER_TIME)
+            await asyncio.sleep(max(0.0, sent_at + GATHER_TIME - clock()))
+            sent_at = clock()
             answers, self._answers = self._answers, []
             self._is_answered.clear()
             yield msgspec.msgpack.encode(answers)

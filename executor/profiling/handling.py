@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from executor.execute import execute
+from executor.profiling.measurements import RayPlace
 from executor.prompts import load_tokenizer
 from streamrl.engine.messages import Event, Stepped
 from streamrl.engine.state import State
@@ -20,6 +21,8 @@ STEPS = 8
 PROMPTS, GROUP_SIZE = 12, 8
 WORKER = "executor.carriers.worker"
 """What the command of a replica or a trainer has in it: they are timed by what they compute."""
+RAY_PROCESSES = ("raylet", "gcs_server")
+"""What brings calls and answers of actors, and knows where they are."""
 SCORER = "reasoning-gym"
 """Grades what may be code in a process of its own, as most scorers do."""
 RECORD = {
@@ -37,7 +40,9 @@ def has_tokenizer(model: Path) -> bool:
         return False
 
 
-def time_handling(model: Path, tokens: int, dtype: str, threads: int, scratch: Path) -> list[float]:
+def time_handling(
+    model: Path, tokens: int, dtype: str, threads: int, scratch: Path, ray: RayPlace | None = None
+) -> list[float]:
     """Execute a short run and return the CPU seconds of a rollout, a mean for each step.
 
     Args:
@@ -46,22 +51,24 @@ def time_handling(model: Path, tokens: int, dtype: str, threads: int, scratch: P
         dtype: of the model.
         threads: of the replica, and of the trainer.
         scratch: a directory that this makes.
+        ray: a cluster whose actors the roles are, and whose own processes count; processes of this one where absent.
     """
+    pool = "local" if ray is None else ray.pool
     scratch.mkdir()
     prompts = scratch / "prompts.jsonl"
     prompts.write_text(f"{json.dumps(RECORD)}\n" * PROMPTS, encoding="utf-8")
-    clock = _Clock()
+    clock = _Clock(counts_ray=ray is not None)
     run = make_run(
         {
             "model": {"path": str(model), "dtype": dtype},
-            "cluster": {"pools": {"local": {"gpu": "cpu", "gpus_per_node": 2}}},
+            "cluster": {"pools": {pool: {"gpu": "cpu", "gpus_per_node": 2}}},
             "rollout": {
-                "pool": "local",
+                "pool": pool,
                 "replicas": 1,
                 "max_running": PROMPTS * GROUP_SIZE,
                 "max_tokens": tokens,
             },
-            "trainer": {"pool": "local"},
+            "trainer": {"pool": pool},
             "algorithm": {
                 "name": "grpo",
                 "steps": STEPS,
@@ -75,6 +82,7 @@ def time_handling(model: Path, tokens: int, dtype: str, threads: int, scratch: P
                 "output": str(scratch / "run"),
                 "checkpoint_every": STEPS + 1,
                 "threads": threads,
+                **({} if ray is None else {"launcher": "ray", "ray_address": ray.address}),
             },
         }
     )
@@ -83,23 +91,28 @@ def time_handling(model: Path, tokens: int, dtype: str, threads: int, scratch: P
 
 
 class _Clock:
-    """Reads the CPU time of this process and of those below it that are no role, once a step."""
+    """Reads the CPU time of this process, of those below it that are no role, and of Ray's own where they work for it, once a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_ray: bool) -> None:
+        self._counts_ray = counts_ray
         self.seconds: list[float] = []
         """Of a rollout, in each step."""
         self._last = 0.0
 
     def __call__(self, event: Event, state: State, now: float) -> None:
         if isinstance(event, Stepped):
-            so_far = sum(_cpu_times())
+            so_far = sum(_cpu_times(counts_ray=self._counts_ray))
             self.seconds.append((so_far - self._last) / (PROMPTS * GROUP_SIZE))
             self._last = so_far
 
 
-def _cpu_times() -> Iterator[float]:
+def _cpu_times(*, counts_ray: bool) -> Iterator[float]:
     yield time.process_time()
-    for process in psutil.Process().children(recursive=True):
+    below = {process.pid: process for process in psutil.Process().children(recursive=True)}
+    if counts_ray:
+        rays = (p for p in psutil.process_iter(["name"]) if p.info["name"] in RAY_PROCESSES)
+        below |= {process.pid: process for process in rays}
+    for process in below.values():
         try:
             if WORKER not in process.cmdline():
                 used = process.cpu_times()

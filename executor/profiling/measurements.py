@@ -65,6 +65,14 @@ class Measurements:
     """(replicas that decode, trainers that train), at the same time on the cores of one host"""
 
 
+class RayPlace(msgspec.Struct, frozen=True):
+    """A Ray cluster on this machine, some of whose nodes are of a pool."""
+
+    pool: str
+    address: str = "auto"
+    """As `execute.ray_address`."""
+
+
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """What is measured, and how its processes run."""
 
@@ -77,6 +85,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     plan: Measurements
     packing: Packing
     """Of the trainer's passes."""
+    ray: RayPlace | None = None
+    """Where to measure what Ray takes; nowhere where absent."""
 
 
 def full_plan(limits: Limits) -> Measurements:

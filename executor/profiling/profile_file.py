@@ -13,7 +13,7 @@ import numpy as np
 
 from executor.carriers.local_cores import usable_cores
 from executor.execute import facts
-from executor.profiling.measurements import Limits, Setup, full_plan, quick_plan
+from executor.profiling.measurements import Limits, RayPlace, Setup, full_plan, quick_plan
 from executor.profiling.profiler import Watch, measure
 from executor.profiling.readings import Readings, RefillStream
 from executor.rollout.transformers_engine import PREFILL_TOKENS
@@ -56,6 +56,7 @@ def make_setup(
     limits: Limits,
     is_quick: bool,
     packing: Packing = "packed",
+    ray: RayPlace | None = None,
 ) -> Setup:
     """Say what to measure; without `threads` a replica and a trainer on the CPU share its cores.
 
@@ -77,6 +78,7 @@ def make_setup(
         limits=limits,
         plan=plan,
         packing=packing,
+        ray=ray,
     )
 
 
@@ -89,9 +91,7 @@ def to_profile(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
     """Put readings into rows of quartiles."""
     tables = _tables(setup, gpu, readings)
     turnover = list(turnover_times(tables, readings.streams))
-    return msgspec.structs.replace(
-        tables, turnover=Once(seconds=quartiles(turnover)) if turnover else None
-    )
+    return msgspec.structs.replace(tables, turnover=_once(turnover))
 
 
 def turnover_times(profile: MeasuredProfile, streams: Sequence[RefillStream]) -> Iterator[float]:
@@ -179,8 +179,13 @@ def _tables(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
             )
             for key, shares in sorted(readings.generation.items())
         ),
-        handling=Once(seconds=quartiles(readings.handling)) if readings.handling else None,
+        handling=_once(readings.handling),
+        handling_over_ray=_once(readings.handling_over_ray),
     )
+
+
+def _once(seconds: Sequence[float]) -> Once | None:
+    return Once(seconds=quartiles(seconds)) if seconds else None
 
 
 def quartiles(seconds: Sequence[float]) -> Seconds:

@@ -23,7 +23,7 @@ from executor.profiling.company import side_by_side
 from executor.profiling.endless_model import vocabulary_of, without_end
 from executor.profiling.handling import has_tokenizer, time_handling
 from executor.profiling.made_up import MadeUp
-from executor.profiling.measurements import JOIN_STEPS, SHORT, WINDOW, Measurements, Setup
+from executor.profiling.measurements import JOIN_STEPS, SHORT, WINDOW, RayPlace, Setup
 from executor.profiling.readings import Readings, RefillStream
 from executor.profiling.relaying import RelayBench
 from executor.profiling.timed_roles import TimedReplicaRole, TimedTrainerRole
@@ -53,24 +53,28 @@ def measure(setup: Setup, watch: Watch) -> Readings:
     if setup.plan.companies:
         readings.handling += _measure_handling(setup)
         watch("handling")
+    if setup.ray is not None:
+        readings.handling_over_ray += _measure_handling(setup, setup.ray)
+        watch("handling over Ray")
     return readings
 
 
-def _measure_handling(setup: Setup) -> list[float]:
+def _measure_handling(setup: Setup, ray: RayPlace | None = None) -> list[float]:
     """Return what rollouts take of those who decide and reward; nothing where the model's runs cannot be executed."""
     model, tokens = Path(setup.model), min(2 * SHORT, setup.limits.max_context // 2)
     if not has_tokenizer(model):
         return []
     with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
-        return time_handling(model, tokens, setup.dtype, setup.threads, Path(scratch, "run"))
+        return time_handling(model, tokens, setup.dtype, setup.threads, Path(scratch, "run"), ray)
 
 
-def num_points(plan: Measurements) -> int:
+def num_points(setup: Setup) -> int:
     """Return how often `watch` will be called."""
+    plan = setup.plan
     replica = len(plan.decode) + len(plan.mixed) + len(plan.prefill) + len(plan.join) + 1
     trainer = len(plan.passes) + len(plan.calls) + 1
     points = plan.repeats * (replica + trainer + len(plan.passes) + len(plan.companies))
-    return points + bool(plan.companies)
+    return points + bool(plan.companies) + (setup.ray is not None)
 
 
 async def _measure(setup: Setup, watch: Watch) -> Readings:

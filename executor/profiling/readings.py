@@ -53,6 +53,7 @@ class Readings:
     refill_passes: list[float] = field(default_factory=list)
     streams: list[RefillStream] = field(default_factory=list)
     handling: list[float] = field(default_factory=list)
+    handling_over_ray: list[float] = field(default_factory=list)
     generation: dict[tuple[int, int], list[float]] = field(
         default_factory=lambda: defaultdict(list)
     )

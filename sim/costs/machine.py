@@ -158,13 +158,19 @@ class MachineCosts:
             tokens_per_pass=profile.prefill_tokens + run.rollout.max_running,
             refill_passes=profile.refill_passes,
             sharing=CoreSharing.of(profile.sharing, profile.host),
-            handling_time=_once(profile.handling),
+            handling_time=_handling_time(profile, run),
             provenance=measured,
         )
 
 
 def _once(measured: Once | None) -> float:
     return 0.0 if measured is None else measured.seconds[MEDIAN]
+
+
+def _handling_time(profile: MeasuredProfile, run: Run) -> float:
+    if run.execute.launcher == "ray" and profile.handling_over_ray is not None:
+        return _once(profile.handling_over_ray)
+    return _once(profile.handling)
 
 
 def _padded_share(profile: MeasuredProfile) -> float:
@@ -199,6 +205,9 @@ def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
         notes.append(f"{roles} roles as if none slowed another down, which was not measured")
     if profile.gpu == "cpu" and profile.handling is None:
         notes.append("as if those who decide and reward took no core, which was not measured")
+    is_over_ray = profile.gpu == "cpu" and run.execute.launcher == "ray"
+    if is_over_ray and profile.handling_over_ray is None:
+        notes.append("as if Ray itself took no core, which was not measured")
     return notes
 
 

@@ -44,6 +44,14 @@ def measure(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file to write.")
     ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="POOL",
+            help="Measure also what Ray takes of a rollout: on the cluster that this machine is part of, on nodes of this pool.",
+        ),
+    ] = None,
+    ray_address: Annotated[str, typer.Option(help="Of that cluster's head.")] = "auto",
     quick: Annotated[
         bool, typer.Option("--quick", help="Few points, to see that it runs.")
     ] = False,
@@ -60,7 +68,7 @@ def measure(
     path = output or DIRECTORY / f"{model.resolve().name}.{gpu}.toml"
     claim_file(path)
     _need_executor()
-    from executor.profiling.measurements import Limits
+    from executor.profiling.measurements import Limits, RayPlace
     from executor.profiling.profile_file import make_setup, profile_model
     from executor.profiling.profiler import num_points
 
@@ -76,9 +84,10 @@ def measure(
         ),
         is_quick=quick,
         packing=packing,
+        ray=None if ray is None else RayPlace(ray, ray_address),
     )
     with make_progress() as progress:
-        task = progress.add_task("measure", total=num_points(setup.plan), facts="starting")
+        task = progress.add_task("measure", total=num_points(setup), facts="starting")
         found = profile_model(setup, gpu, lambda what: progress.update(task, advance=1, facts=what))
     write_measured(found, path)
     if as_json:

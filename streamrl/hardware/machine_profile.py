@@ -15,6 +15,7 @@ Every `seconds` is [lower quartile, median, upper quartile] of the repeats. Tabl
 | sharing  | speeds of roles that compute at the same time on one host's cores, as shares of those alone |
 | turnover | what a rollout's coming and going adds to a replica's passes, beyond what the tables say of them |
 | handling | CPU seconds that a rollout takes of the process that decides and of the verifier, on those cores |
+| handling_over_ray | the same where roles are actors, and Ray's own processes bring what they say |
 """
 
 from __future__ import annotations
@@ -207,6 +208,8 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     """Empty where an earlier version measured."""
     handling: Once | None = None
     """None in the same cases."""
+    handling_over_ray: Once | None = None
+    """The same where roles are actors of a Ray cluster; None where that was not measured."""
     turnover: Once | None = None
     """None where an earlier version measured."""
 
@@ -256,7 +259,7 @@ def find_problems(profile: MeasuredProfile) -> Iterator[str]:
             yield f"{name} has no rows"
         for number, row in enumerate(rows, start=1):
             yield from _row_problems(f"{name} row {number}", row)
-    for name in ("optimizer", "push", "load", "handling", "turnover"):
+    for name in ("optimizer", "push", "load", "handling", "handling_over_ray", "turnover"):
         if (once := getattr(profile, name)) is not None:
             yield from _row_problems(name, once)
     for number, mixed in enumerate(profile.mixed, start=1):

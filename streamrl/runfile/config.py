@@ -159,7 +159,9 @@ class Run(Section, frozen=True, kw_only=True):
         algorithm = msgspec.structs.replace(self.algorithm, **changes)
         if algorithm.imitates:  # what corrects the leader is none of its business
             algorithm = msgspec.structs.replace(algorithm, correction=own.algorithm.correction)
-        if not algorithm.trains_whole_groups:  # what the leader leaves out has something to teach here
+        if (
+            not algorithm.trains_whole_groups
+        ):  # what the leader leaves out has something to teach here
             asked = bool(own.algorithm.dynamic_sampling)
             algorithm = msgspec.structs.replace(algorithm, dynamic_sampling=asked)
         policies = self.policies
