@@ -92,6 +92,12 @@ def _limits(run: Run) -> Iterator[Limit]:
     )
     for number in range(run.num_trainers):
         yield from _limits_of_trainer(run.as_seen_by(number), number)
+    yield Limit(
+        "sync.wire",
+        run.sync.wire,
+        run.sync.wire == "chunks" or uses_relays(run),
+        "'chunks' where weights lie in shared memory: sync.mode 'full' without launcher 'ray' has no relays",
+    )
     for key, times in (
         ("framework.optimizer_steps", run.framework.optimizer_steps),
         ("framework.epochs", run.framework.epochs),
@@ -105,6 +111,11 @@ def _limits(run: Run) -> Iterator[Limit]:
     )
     if run.execute.deterministic:
         yield from _limits_of_determinism(run)
+
+
+def uses_relays(run: Run) -> bool:
+    """Return whether weights lie where not all who read them see them, or in another form than they read."""
+    return run.sync.mode != "full" or run.execute.launcher == "ray"
 
 
 def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:

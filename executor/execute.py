@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from executor.back_ends import check_back_ends
+from executor.back_ends import check_back_ends, uses_relays
 from executor.carriers.local_gpus import claim_gpus, device_of
 from executor.interruption import Ending, Interruption
 from executor.live_trace import LiveTrace
@@ -235,7 +235,7 @@ def make_transfer(run: Run, launcher: Launcher, write: Write) -> TransferRole:
     from executor.transfer.relayed_transfer import RelayedTransfer
     from executor.transfer.transfer import Transfer
 
-    if run.sync.mode == "full" and run.execute.launcher != "ray":
+    if not uses_relays(run):
         return Transfer(write)
     return RelayedTransfer(write, run.sync, launcher.relay, launcher.trainer_place)
 

@@ -10,7 +10,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from executor.samples import Arrived, Completion, Loaded, Manifest, Parcel, Request, Sample
+from executor.samples import (
+    Arrived,
+    Completion,
+    Loaded,
+    Manifest,
+    Parcel,
+    Request,
+    Sample,
+    Seat,
+)
 from streamrl.engine.messages import PushWeights, WeightsPushed
 
 if TYPE_CHECKING:
@@ -145,6 +154,18 @@ class RelayRole(Protocol):
 
     async def receive(self, version: int, piece: int, offset: int, data: bytes) -> None:
         """Take bytes of a piece of a parcel."""
+
+    async def listen(self) -> str:
+        """Open a meeting for a circle that this one will tell, in place of one before, and return its address."""
+
+    async def sit_down(self, hears: Seat | None, tells: Seat | None) -> None:
+        """Take seats in the circle that this one hears, and in the one that it tells, once all others take theirs."""
+
+    async def broadcast(self, parcel: Parcel) -> None:
+        """Hear a parcel, or read it where this one hears nobody, and tell it to those who hear this one.
+
+        An error where a member of a circle is gone; what was received until then is no parcel.
+        """
 
     async def unpack(self, parcel: Parcel, is_here: bool) -> Arrived:
         """Make a version of a parcel that was received, or whose pieces can be read here.

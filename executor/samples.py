@@ -123,6 +123,15 @@ class Parcel(msgspec.Struct, frozen=True, kw_only=True):
         return sum(piece.num_bytes for piece in self.pieces)
 
 
+class Seat(msgspec.Struct, frozen=True, kw_only=True):
+    """A place in a circle of relays, in which the first tells and the others hear."""
+
+    address: str
+    """Host and port where its members find each other."""
+    rank: int
+    size: int
+
+
 class Arrived(msgspec.Struct, frozen=True, kw_only=True):
     """A version that lies where replicas can load it."""
 

@@ -22,7 +22,8 @@ import msgspec
 
 from executor.checksums import file_checksum
 from executor.roles import RelayRole
-from executor.samples import Arrived, Bucket, Manifest, Parcel, ParcelKind
+from executor.samples import Arrived, Bucket, Manifest, Parcel, ParcelKind, Seat
+from executor.transfer.circle import Circle, Meeting, new_blocks, passed_on, read_blocks
 from executor.transfer.delta import decode_delta, encode_delta
 from executor.transfer.shared_directory import SharedDirectory
 from executor.transfer.version_directory import remove_version, version_directory
@@ -57,6 +58,9 @@ class RelayWorker(RelayRole):
         self._directory: SharedDirectory | None = None
         self._versions: dict[str, Manifest] = {}
         """Versions that came from elsewhere, by checksum."""
+        self._meeting: Meeting | None = None
+        self._hears: Circle | None = None
+        self._tells: Circle | None = None
 
     async def start(self) -> str:
         """Make the directory, and return its path."""
@@ -84,6 +88,28 @@ class RelayWorker(RelayRole):
     async def receive(self, version: int, piece: int, offset: int, data: bytes) -> None:
         """Take bytes of a piece of a parcel."""
         await asyncio.to_thread(_write, self._inbox(version) / str(piece), offset, data)
+
+    async def listen(self) -> str:
+        """Open a meeting for the circle that this one will tell, and return its address."""
+        self._meeting = Meeting()
+        return self._meeting.address
+
+    async def sit_down(self, hears: Seat | None, tells: Seat | None) -> None:
+        """Take the seats of this one; the first in the circle that it tells is the one that listens."""
+        self._hears = self._tells = None
+        if hears is not None:
+            self._hears = await asyncio.to_thread(Circle, hears)
+        if tells is not None:
+            meeting, self._meeting = self._meeting, None
+            self._tells = await asyncio.to_thread(Circle, tells, meeting)
+
+    async def broadcast(self, parcel: Parcel) -> None:
+        """Hear or read the pieces of a parcel, and tell them on.
+
+        Raises:
+            ConnectionError: a member of a circle is gone.
+        """
+        await asyncio.to_thread(self._broadcast, parcel)
 
     async def unpack(self, parcel: Parcel, is_here: bool) -> Arrived:
         """Make a version out of a parcel whose pieces were received, or lie on this machine, and return it.
@@ -116,6 +142,16 @@ class RelayWorker(RelayRole):
 
     def _inbox(self, version: int) -> Path:
         return self._path / f"{INBOX}-v{version:06d}"
+
+    def _broadcast(self, parcel: Parcel) -> None:
+        inbox, is_first = self._inbox(parcel.result.version), self._hears is None
+        for number, piece in enumerate(parcel.pieces):
+            blocks = read_blocks(Path(piece.path)) if is_first else new_blocks(piece.num_bytes)
+            offset = 0
+            for block in passed_on(blocks, self._hears, self._tells):
+                if not is_first:
+                    _write(inbox / str(number), offset, block.numpy().data)
+                offset += block.numel()
 
     def _encode(self, manifest: Manifest, base: Manifest) -> Parcel:
         """Write what changed since `base`."""
@@ -238,7 +274,7 @@ def _read(path: Path, offset: int, size: int) -> bytes:
         return file.read(size)
 
 
-def _write(path: Path, offset: int, data: bytes) -> None:
+def _write(path: Path, offset: int, data: bytes | memoryview) -> None:
     path.parent.mkdir(exist_ok=True)
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY)
     try:

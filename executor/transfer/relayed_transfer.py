@@ -10,6 +10,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from executor.carriers.remote import remote
 from executor.notices import tell
 from executor.roles import RelayRole, TransferRole, Write
 from executor.samples import Manifest, Parcel
+from executor.transfer.fan_out import FanOut, Member
 from executor.transfer.wanted_versions import WantedVersions
 from streamrl.engine.messages import PushWeights, WeightsPushed
 from streamrl.runfile.sides_config import SyncConfig
@@ -49,6 +51,8 @@ class Site:
     manifests: dict[int, Manifest] = field(default_factory=dict)
     num_deltas: int = 0
     """Since the last version that was sent whole."""
+    heard: tuple[Parcel, float] | None = None
+    """A parcel whose pieces a broadcast has brought, and the seconds that it took."""
     bringing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -93,6 +97,7 @@ class RelayedTransfer(TransferRole):
         self._wanted = WantedVersions()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._starting = asyncio.Lock()
+        self._fan_out = FanOut()
 
     def join(self, replica: int, place: str) -> None:
         """Enter where a replica loads weights."""
@@ -112,6 +117,8 @@ class RelayedTransfer(TransferRole):
         near.manifests[version] = manifest
         sent = Transit()
         places = sorted({*self._place_of.values()})
+        if self._sync.wire == "gloo":
+            await self._broadcast(places, manifest)
         results = await asyncio.gather(
             *(self._bring(place, manifest, sent) for place in places), return_exceptions=True
         )
@@ -149,6 +156,28 @@ class RelayedTransfer(TransferRole):
         except WorkerLostError:  # another one is started
             await self._bring_again(name, near.manifests[version])
         return self._places[name].manifests[version]
+
+    async def _broadcast(self, names: list[str], manifest: Manifest) -> None:
+        """Let places that need the same parcel hear it together; who hears nothing is sent it alone."""
+        hearers: dict[str, list[Site]] = {}
+        parcels: dict[str, Parcel] = {}
+        for name in names:
+            with suppress(ConnectionError):  # told where it is sent to alone
+                place = await self._place(name)
+                if place.where != self._trainer_place():
+                    parcel = await self._parcel(manifest, self._base(place, manifest.version))
+                    parcels[parcel.base] = parcel
+                    hearers.setdefault(parcel.base, []).append(place)
+        for base, places in hearers.items():
+            near, began_at = await self._near_place(), time.monotonic()
+            members = [Member(id(place), place.relay) for place in (near, *places)]
+            try:
+                await self._fan_out.send(parcels[base], members[0], members[1:])
+            except (RuntimeError, ValueError, OSError) as error:
+                tell(f"weights of step {manifest.version} are sent to each place alone: {error}")
+                continue
+            for place in places:
+                place.heard = parcels[base], time.monotonic() - began_at
 
     async def _bring_again(self, name: str, manifest: Manifest) -> None:
         try:
@@ -278,9 +307,11 @@ class RelayedTransfer(TransferRole):
     async def _send(self, place: Site, version: int, parcel: Parcel, sent: Transit) -> None:
         """Send a parcel, which is of another version where a step changed nothing."""
         began_at, is_here = time.monotonic(), place.where == self._trainer_place()
-        if not is_here:
+        heard, wire_time = place.heard or (None, 0.0)
+        place.heard = None
+        if not is_here and heard is not parcel:
             await self._send_chunks(place, parcel)
-        wire_time = time.monotonic() - began_at
+            wire_time = time.monotonic() - began_at
         arrived = await place.relay.unpack(parcel, is_here)
         place.manifests[version] = replace(arrived.manifest, version=version)
         place.num_deltas = place.num_deltas + 1 if parcel.kind == "delta" else 0

@@ -251,5 +251,8 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     changed_share: float = 0.02
     """Simulated: share of the values that one step changes in 16 bits: about 1 % at learning rates up to 3e-6 (PULSE,
     arXiv 2602.03839), 2.1 to 2.6 % for a dense 72B (github.com/verl-project/verl issue 7060)."""
+    wire: Literal["chunks", "gloo"] = "chunks"
+    """Executed, where weights go over relays. chunks: pieces go from relay to relay by way of the process that decides;
+    gloo: the trainer's relay broadcasts to one far relay, and that one to all others, over torch's gloo."""
     anchor_every: int = 20
     """Executed, mode delta: every so many synchronisations a place is sent all weights; 1: always."""
