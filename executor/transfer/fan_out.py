@@ -14,7 +14,7 @@ from executor.roles import RelayRole
 from executor.samples import Parcel, Seat
 
 
-class Member(NamedTuple):
+class Hearer(NamedTuple):
     """A relay, and who it is: another one at the same place is somebody else."""
 
     identity: int
@@ -27,7 +27,7 @@ class FanOut:
     def __init__(self) -> None:
         self._seated: tuple[int, ...] = ()
 
-    async def send(self, parcel: Parcel, first: Member, others: Sequence[Member]) -> None:
+    async def send(self, parcel: Parcel, first: Hearer, others: Sequence[Hearer]) -> None:
         """Bring the pieces of a parcel from the first to all others.
 
         Raises:

@@ -22,7 +22,7 @@ from executor.carriers.remote import remote
 from executor.notices import tell
 from executor.roles import RelayRole, TransferRole, Write
 from executor.samples import Manifest, Parcel
-from executor.transfer.fan_out import FanOut, Member
+from executor.transfer.fan_out import FanOut, Hearer
 from executor.transfer.wanted_versions import WantedVersions
 from streamrl.engine.messages import PushWeights, WeightsPushed
 from streamrl.runfile.sides_config import SyncConfig
@@ -170,7 +170,7 @@ class RelayedTransfer(TransferRole):
                     hearers.setdefault(parcel.base, []).append(place)
         for base, places in hearers.items():
             near, began_at = await self._near_place(), time.monotonic()
-            members = [Member(id(place), place.relay) for place in (near, *places)]
+            members = [Hearer(id(place), place.relay) for place in (near, *places)]
             try:
                 await self._fan_out.send(parcels[base], members[0], members[1:])
             except (RuntimeError, ValueError, OSError) as error:
