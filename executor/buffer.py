@@ -261,7 +261,7 @@ class RolloutBuffer:
         if self._directory is None:
             return None
         attempt = 1 + attempt_of(buffered.paths[-1]) if buffered.paths else 0
-        path = str(self._directory / f"{rollout}.{attempt}")
+        path = f"{self._directory}/{rollout}.{attempt}"  # a Path would intern each name
         buffered.paths.append(path)
         return path
 
