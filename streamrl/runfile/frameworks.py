@@ -12,7 +12,7 @@ import functools
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -31,9 +31,7 @@ PARAMETERS = 1e9
 
 Value = str | int | float | bool
 Split = Literal["tensor_parallel", "pipeline_parallel", "expert_parallel", "virtual_stages"]
-SPLITS: tuple[Split, ...] = (
-    *("tensor_parallel", "pipeline_parallel", "expert_parallel", "virtual_stages"),
-)
+SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -180,6 +178,20 @@ def framework_of(run: Run) -> Framework | None:
     """Return the framework that a run names."""
     name = run.framework.name
     return None if name is None else load_framework(name)
+
+
+def layout_of(run: Run) -> Layout | None:
+    """Return the training back end of a run's framework that splits its trainer as it is; None where none does so."""
+    framework, trainer = framework_of(run), run.trainer
+    if framework is None:
+        return None
+    degrees: dict[Split, int] = {split: getattr(trainer, split) for split in SPLITS}
+    return framework.layout_of(trainer.zero, degrees)
+
+
+def has_layout(run: Run) -> bool:
+    """Whether the framework that a run names, if any, splits a trainer so."""
+    return run.framework.name is None or layout_of(run) is not None
 
 
 def fill_in(table: dict[str, Any]) -> dict[str, Any]:
