@@ -22,6 +22,7 @@ from streamrl.hardware.operators import OPERATORS
 from streamrl.hardware.profiles import PROFILES, Gpu, load_gpu, read_profile
 from streamrl.hardware.table_checks import check_table
 from streamrl.hardware.tables import read_table
+from streamrl.report.export.option_table import OptionTable
 from streamrl.runfile.frameworks import USUAL, Framework, UsualSeconds
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.workload import load_source
@@ -132,6 +133,10 @@ def _check_framework(path: Path) -> list[str]:
     return [framework.head]
 
 
+def _check_options(path: Path) -> list[str]:
+    return [f"{len(read_profile(path, OptionTable).options)} options"]
+
+
 def _check_training(path: Path) -> list[str]:
     load_training_profile(path)
     return []
@@ -160,6 +165,7 @@ _READERS: list[tuple[str, Callable[[Path], list[str]]]] = [
     ("sync/*.toml", _check_sync),
     ("engines/*.toml", _check_engine),
     ("frameworks/*.toml", _check_framework),
+    ("frameworks/options/*.toml", _check_options),
     ("measured/training.toml", _check_training),
     ("measured/*/*.csv", _check_table),
     ("hosts/*.toml", _check_host),

@@ -13,7 +13,6 @@ from streamrl.runfile.frameworks import (
     Framework,
     Seconds,
     framework_of,
-    layout_of,
     settings_of,
 )
 
@@ -83,7 +82,7 @@ def _limits(run: Run, framework: Framework) -> Iterator[Finding]:
                 f"{', '.join(choice.able)}"
             )
             yield _finding("warning", choice.name, text)
-    if layout_of(run) is None:
+    if framework.layout_for(run) is None:
         trainer = run.trainer
         degrees = ", ".join(f"{split}={getattr(trainer, split)}" for split in SPLITS)
         known = ", ".join(layout.name for layout in framework.layouts)

@@ -145,9 +145,12 @@ class Framework(_Table, frozen=True, kw_only=True):
         """Return what a sync may send to an inference engine of profiles/engines."""
         return [way.mode for way in self.sync if engine.startswith(way.engine)]
 
-    def layout_of(self, zero: int, degrees: dict[Split, int]) -> Layout | None:
-        """Return the first back end that splits a trainer so; None where none does."""
-        return next((layout for layout in self.layouts if layout.holds(zero, degrees)), None)
+    def layout_for(self, run: Run) -> Layout | None:
+        """Return the first back end that splits a trainer as a run does; None where none does so."""
+        trainer = run.trainer
+        degrees: dict[Split, int] = {split: getattr(trainer, split) for split in SPLITS}
+        able = (layout for layout in self.layouts if layout.holds(trainer.zero, degrees))
+        return next(able, None)
 
 
 _Read = TypeVar("_Read")
@@ -180,18 +183,10 @@ def framework_of(run: Run) -> Framework | None:
     return None if name is None else load_framework(name)
 
 
-def layout_of(run: Run) -> Layout | None:
-    """Return the training back end of a run's framework that splits its trainer as it is; None where none does so."""
-    framework, trainer = framework_of(run), run.trainer
-    if framework is None:
-        return None
-    degrees: dict[Split, int] = {split: getattr(trainer, split) for split in SPLITS}
-    return framework.layout_of(trainer.zero, degrees)
-
-
 def has_layout(run: Run) -> bool:
     """Whether the framework that a run names, if any, splits a trainer so."""
-    return run.framework.name is None or layout_of(run) is not None
+    framework = framework_of(run)
+    return framework is None or framework.layout_for(run) is not None
 
 
 def fill_in(table: dict[str, Any]) -> dict[str, Any]:
