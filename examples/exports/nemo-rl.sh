@@ -10,7 +10,7 @@ args=(
   "ppo.max_num_steps=6"  # algorithm.steps; examples/configs/ppo_math_1B.yaml (0352cb7)
   "ppo.num_prompts_per_step=1024"  # algorithm.prompts_per_step; examples/configs/ppo_math_1B.yaml (0352cb7)
   "ppo.num_generations_per_prompt=1"  # algorithm.group_size; examples/configs/ppo_math_1B.yaml (0352cb7)
-  "policy.train_global_batch_size=1024"  # algorithm.prompts_per_step / framework.optimizer_steps=1 x algorithm.group_size; examples/configs/grpo_math_1B.yaml
+  "policy.train_global_batch_size=1024"  # algorithm.prompts_per_step=1024 / framework.optimizer_steps=1 x algorithm.group_size=1; examples/configs/grpo_math_1B.yaml
   "ppo.ppo_epochs=1"  # framework.epochs; examples/configs/ppo_math_1B.yaml (0352cb7)
   "policy.train_micro_batch_size=4"  # trainer.micro_batch; examples/configs/grpo_math_1B.yaml
   "policy.max_total_sequence_length=22048"  # rollout.max_tokens + workload.max_prompt_tokens; examples/configs/grpo_math_1B.yaml
@@ -19,7 +19,7 @@ args=(
   "policy.sequence_packing.train_mb_tokens=22048"  # trainer.max_tokens_per_pass=16384, and the longest rollout must fit; examples/configs/grpo_math_1B.yaml
   "policy.sequence_packing.logprob_mb_tokens=22048"  # trainer.max_tokens_per_pass=16384, and the longest rollout must fit; examples/configs/grpo_math_1B.yaml
   "cluster.num_nodes=6"  # nodes of both sides; examples/configs/grpo_math_1B.yaml
-  "cluster.gpus_per_node=8"  # GPUs on each node, of both sides alike; examples/configs/grpo_math_1B.yaml
+  "cluster.gpus_per_node=8"  # the number of GPUs on each node, alike on both sides,; examples/configs/grpo_math_1B.yaml
   "policy.generation.colocated.enabled=false"  # policies.system; examples/configs/grpo_math_1B.yaml
   "policy.generation.colocated.resources.num_nodes=4"  # nodes of the replicas; examples/configs/grpo_math_1B.yaml
   "policy.generation.colocated.resources.gpus_per_node=8"  # their GPUs on each; examples/configs/grpo_math_1B.yaml

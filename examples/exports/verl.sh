@@ -14,7 +14,7 @@ args=(
   "trainer.total_training_steps=6"  # algorithm.steps; verl/trainer/config/ppo_trainer.yaml (05a1edd)
   "data.train_batch_size=1024"  # algorithm.prompts_per_step; verl/trainer/config/data/legacy_data.yaml
   "actor_rollout_ref.rollout.n=1"  # algorithm.group_size; verl/trainer/config/rollout/rollout.yaml
-  "actor_rollout_ref.actor.ppo_mini_batch_size=1024"  # algorithm.prompts_per_step / framework.optimizer_steps=1; verl/trainer/config/actor/actor.yaml
+  "actor_rollout_ref.actor.ppo_mini_batch_size=1024"  # algorithm.prompts_per_step=1024 / framework.optimizer_steps=1; verl/trainer/config/actor/actor.yaml
   "actor_rollout_ref.actor.ppo_epochs=1"  # framework.epochs; verl/trainer/config/actor/actor.yaml
   "data.max_prompt_length=2048"  # workload.max_prompt_tokens; verl/trainer/config/data/legacy_data.yaml
   "data.max_response_length=20000"  # rollout.max_tokens; verl/trainer/config/data/legacy_data.yaml

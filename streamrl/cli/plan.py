@@ -13,7 +13,7 @@ from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import AsJson, Overrides, RunFile, claim_directory, print_json
 from streamrl.record.inputs import keep_inputs
 from streamrl.report.export.launch_file import export as launch_script
-from streamrl.report.export.option_table import export_name
+from streamrl.report.export.option_table import ExportName, export_name
 from streamrl.report.plan import PLAN_JSON, PLAN_TOML, write_plan
 from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.runfile.config import Run
@@ -52,7 +52,6 @@ def plan(
             raise ValueError(f"{output / name} is there already: --force replaces it")
     claim_directory(output)
     planned = _plan(run)
-    script = None if other is None else launch_script(planned.run, other)
     if as_json:
         print_json(planned.plan)
     else:
@@ -63,15 +62,25 @@ def plan(
     notes = [f"Chosen by `streamrl plan {run_file.name}`:", *head_lines(planned.plan)]
     settings = planned.plan.allocation.settings
     write_run(planned.run, output / PLAN_TOML, notes, settings, run_file.parent)
-    if script is not None:
-        (output / f"{other}.sh").write_text(script, encoding="utf-8")
     if not as_json:
         console = Console(highlight=False)
         console.print(f"\nwritten to {output / PLAN_TOML}")
-        if script is not None:
-            console.print(f"written to {output / f'{other}.sh'}")
         if limit := _limit_of_execute(planned.run):
             console.print(f"execute does not carry it out as it is: {limit}", markup=False)
+    if other is not None:
+        _export(planned.run, other, output, as_json=as_json)
+
+
+def _export(run: Run, other: ExportName, output: Path, *, as_json: bool) -> None:
+    """Write the launch arguments of a framework beside the plan, which is there whatever becomes of them."""
+    path = output / f"{other}.sh"
+    try:
+        script = launch_script(run, other)
+    except ValueError as error:
+        raise RuntimeError(f"the plan is written, {path} is not: {error}") from None
+    path.write_text(script, encoding="utf-8")
+    if not as_json:
+        Console(highlight=False).print(f"written to {path}")
 
 
 def _limit_of_execute(run: Run) -> str:

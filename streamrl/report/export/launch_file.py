@@ -109,7 +109,7 @@ def _arguments(
                 yield Argument(option, named, planned.key)
             continue
         if planned.value is None:
-            text = f"{planned.key} gives no whole number for {option.name} of {table.framework}"
+            text = f"{option.name} of {table.framework} takes a whole number, and {planned.key} is none"
             raise RunError(planned.key, None, text=text)
         yield Argument(option, planned.value, planned.key)
 

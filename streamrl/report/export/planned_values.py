@@ -14,6 +14,8 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.frameworks import Framework, Value
 
 MEGABYTE = 1e6
+IN_FLIGHT = ("load-in-flight", "abort-and-resume")
+"""Ways of loading weights that leave rollouts under way."""
 ALWAYS: tuple[Value | None, ...] = ()
 """Of a value that has to be told whatever it is, where no option takes it."""
 
@@ -39,13 +41,30 @@ def planned_values(run: Run) -> dict[str, PlannedValue]:
 
 def planned_facts(run: Run, framework: Framework) -> set[str]:
     """Return what holds of a plan, its trainer as a back end of the framework has it."""
-    algorithm, system = run.algorithm, choose_system(run.policies)
     layout = framework.layout_for(run)
-    holds = {
+    named = {
+        run.trainer.packing,
+        f"algorithm:{run.algorithm.name}",
+        f"correction:{run.algorithm.corrected_by}",
+        f"dtype:{run.model.dtype}",
+        f"layout:{'none' if layout is None else layout.name}",
+        f"recompute:{run.trainer.recompute}",
+        f"serves:{run.costs.engine.partition('-')[0]}",
+        f"sync:{run.sync.mode}",
+        f"system:{run.policies.system}",
+        f"zero:{run.trainer.zero}",
+    }
+    return named | {fact for fact, holds in conditions(run).items() if holds}
+
+
+def conditions(run: Run) -> dict[str, bool]:
+    """Return the facts that hold of a plan or not, whatever the framework."""
+    algorithm, system = run.algorithm, choose_system(run.policies)
+    return {
         "colocated": run.shares_gpus,
         "async": system.max_staleness > 0,
         "streams": system.streaming == "stream",
-        "in-flight": system.weight_sync in ("load-in-flight", "abort-and-resume"),
+        "in-flight": system.weight_sync in IN_FLIGHT,
         "critic": algorithm.has_critic,
         "reference": algorithm.has_reference,
         "engine-log-probs": not algorithm.recomputes_log_probs,
@@ -58,24 +77,11 @@ def planned_facts(run: Run, framework: Framework) -> set[str]:
         "deals-experts": run.rollout.expert_parallel > 1,
         "two-pools": run.rollout.pool != run.trainer.pool,
     }
-    named = {
-        run.trainer.packing,
-        f"algorithm:{algorithm.name}",
-        f"correction:{algorithm.corrected_by}",
-        f"dtype:{run.model.dtype}",
-        f"layout:{'none' if layout is None else layout.name}",
-        f"recompute:{run.trainer.recompute}",
-        f"serves:{run.costs.engine.partition('-')[0]}",
-        f"sync:{run.sync.mode}",
-        f"system:{run.policies.system}",
-        f"zero:{run.trainer.zero}",
-    }
-    return named | {fact for fact, is_so in holds.items() if is_so}
 
 
 def _batch(run: Run) -> Iterator[PlannedValue]:
     algorithm, steps = run.algorithm, run.framework.optimizer_steps
-    split = f"algorithm.prompts_per_step / framework.optimizer_steps={steps}"
+    split = f"algorithm.prompts_per_step={algorithm.prompts_per_step} / framework.optimizer_steps={steps}"
     yield PlannedValue("model", "model", run.model.name or run.model.path, ALWAYS)
     yield PlannedValue("steps", "algorithm.steps", algorithm.steps, ALWAYS)
     yield PlannedValue("prompts_per_step", "algorithm.prompts_per_step", algorithm.prompts_per_step)
@@ -84,7 +90,9 @@ def _batch(run: Run) -> Iterator[PlannedValue]:
     yield PlannedValue("epochs", "framework.epochs", run.framework.epochs, (1,))
     yield PlannedValue("mini_batch_prompts", split, _whole(algorithm.prompts_per_step, steps))
     rollouts = _whole(algorithm.rollouts_per_step, steps)
-    yield PlannedValue("mini_batch_rollouts", f"{split} x algorithm.group_size", rollouts)
+    yield PlannedValue(
+        "mini_batch_rollouts", f"{split} x algorithm.group_size={algorithm.group_size}", rollouts
+    )
     most = run.workload.max_prompt_tokens
     yield PlannedValue("max_prompt_tokens", "workload.max_prompt_tokens", most, ALWAYS)
     yield PlannedValue("max_tokens", "rollout.max_tokens", run.rollout.max_tokens)
@@ -144,7 +152,9 @@ def _machines(run: Run) -> Iterator[PlannedValue]:
     both = max(nodes) if run.shares_gpus else sum(nodes)
     yield PlannedValue("all_nodes", "nodes of both sides", both)
     alike = rollout.per_node if rollout.per_node == trainer.per_node else None
-    yield PlannedValue("gpus_per_node", "GPUs on each node, of both sides alike", alike)
+    yield PlannedValue(
+        "gpus_per_node", "the number of GPUs on each node, alike on both sides,", alike
+    )
     yield PlannedValue("is_colocated", "policies.system", run.shares_gpus)
 
 
@@ -183,7 +193,7 @@ def _policies(run: Run) -> Iterator[PlannedValue]:
     yield PlannedValue("max_staleness", "policies.max_staleness", ahead, (0,))
     yield PlannedValue("batches_ahead", "policies.max_staleness, at least 1", max(1, ahead))
     yield PlannedValue("weight_sync", "policies.weight_sync", system.weight_sync)
-    flies = system.weight_sync in ("load-in-flight", "abort-and-resume")
+    flies = system.weight_sync in IN_FLIGHT
     yield PlannedValue("loads_in_flight", "policies.weight_sync", flies)
     yield PlannedValue("dispatch", "policies.dispatch", system.dispatch, ("least-loaded",))
     yield PlannedValue("order", "policies.order", system.order, ("fifo",))
