@@ -32,7 +32,7 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace a script that is there.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write the launch arguments of a framework for a run file, such as the plan.toml that `plan` wrote.
+    """Write what was planned as the launch arguments of verl, NeMo-RL, slime or OpenRLHF.
 
     Each option says which key it comes from and which file of the framework has it; what the framework has no option
     for stands in comments at the end.

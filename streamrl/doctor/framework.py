@@ -21,7 +21,7 @@ CHOICES = ("system", "sync", "dispatch", "order")
 """Kinds of findings of what a framework has several of, each `framework-KIND`."""
 
 
-class Choice(NamedTuple):
+class Chosen(NamedTuple):
     """A key, what it has, and what the framework has for it."""
 
     name: str
@@ -96,7 +96,7 @@ def _limits(run: Run, framework: Framework) -> Iterator[Finding]:
         yield _finding("warning", "framework-kinds", text)
 
 
-def _choices(run: Run, framework: Framework) -> Iterator[Choice]:
+def _choices(run: Run, framework: Framework) -> Iterator[Chosen]:
     policies = run.policies
     of_each: tuple[tuple[str, str, Sequence[str]], ...] = (
         ("policies.system", policies.system, [way.name for way in framework.systems]),
@@ -105,7 +105,7 @@ def _choices(run: Run, framework: Framework) -> Iterator[Choice]:
         ("policies.order", policies.order or "fifo", framework.order),
     )
     for what, (key, value, able) in zip(CHOICES, of_each, strict=True):
-        yield Choice(f"framework-{what}", key, value, list(able))
+        yield Chosen(f"framework-{what}", key, value, list(able))
 
 
 def _finding(level: Level, name: str, text: str) -> Finding:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from streamrl.report.export.option_table import (
     ExportName,
-    Option,
+    LaunchOption,
     OptionTable,
     Relation,
     load_options,
@@ -26,7 +26,7 @@ from streamrl.runfile.frameworks import Framework, Value, load_framework
 class Argument(NamedTuple):
     """An option with its value."""
 
-    option: Option
+    option: LaunchOption
     value: Value
     key: str
     """Of the run file; empty where the value never changes."""

@@ -25,7 +25,7 @@ class Launch(ProfileTable, frozen=True, kw_only=True):
     source: str
 
 
-class Option(ProfileTable, frozen=True, kw_only=True):
+class LaunchOption(ProfileTable, frozen=True, kw_only=True):
     """One option, and what it is given: a value of the plan, or one that never changes."""
 
     name: str
@@ -70,7 +70,7 @@ class OptionTable(ProfileTable, frozen=True, kw_only=True):
     variables: dict[str, str]
     """Of the environment, that whoever starts it must set, and what each is."""
     launch: tuple[Launch, ...]
-    options: tuple[Option, ...]
+    options: tuple[LaunchOption, ...]
     relations: tuple[Relation, ...] = ()
     notes: tuple[Note, ...] = ()
 
