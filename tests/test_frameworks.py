@@ -63,6 +63,30 @@ def test_what_is_not_known_of_a_framework_is_said_to_be_unknown(name: FrameworkN
         assert (getattr(found, key) is None) == (f"framework.{key}" in found.unknown)
 
 
+def test_the_page_of_frameworks_has_what_their_files_say() -> None:
+    rows = [
+        [cell.strip() for cell in line.strip("| ").split("|")]
+        for line in Path("docs/frameworks.md").read_text().splitlines()
+        if line.startswith("| ")
+    ]
+    head = next(row for row in rows if row[0] == "verl")
+    assert {*head} == {*NAMES}
+    (steps,) = (row for row in rows if row[0] == "`framework.optimizer_steps`")
+    (seconds,) = (row for row in rows if row[0].startswith("seconds of a step"))
+    (switch,) = (row for row in rows if row[0].startswith("seconds of a switch"))
+    for place, name in enumerate(head, start=1):
+        found = load_framework(name)  # type: ignore[arg-type]
+        (filled,) = [
+            each.value for each in found.settings if each.key == "framework.optimizer_steps"
+        ] or ["unknown: 1"]
+        step = found.step_time or load_usual().step_time
+        turn = found.switch_time or load_usual().switch_time
+        stands_in = ["" if each else "unknown: " for each in (found.step_time, found.switch_time)]
+        assert steps[place] == str(filled)
+        assert seconds[place] == f"{stands_in[0]}{step.base:g}"
+        assert switch[place] == f"{stands_in[1]}{turn.base:g}, {turn.per_billion:g}"
+
+
 def test_seconds_of_a_switch_are_the_least_squares_of_what_was_published() -> None:
     published = {
         "verl": {7.0: 3.25, 13.0: 3.1, 34.0: 5.3, 70.0: 9.7},
