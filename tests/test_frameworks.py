@@ -18,6 +18,7 @@ from sim.planner.modes import find_modes
 from sim.planner.space import find_trainers
 from streamrl.doctor.diagnosis import examine
 from streamrl.hardware.profiles import load_model
+from streamrl.report.page.assumptions import assumptions_of
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.framework_config import FrameworkName
@@ -180,6 +181,15 @@ def test_a_simulation_names_the_framework_among_its_sources_and_without_one_says
     assert "run file: algorithm.old_log_probs = engine, where framework verl has trainer" in text
     assert "framework.optimizer_steps = 4" in text
     assert not list(framework_sources(small_run()))
+
+
+def test_a_report_takes_for_granted_what_a_framework_fills_in() -> None:
+    run = of_framework("verl", {"algorithm.old_log_probs": "engine"})
+    found = {each.what: each for each in assumptions_of(run, load_model(run.model), None, None)}
+    assert found["framework"].value == "verl, 0.10.0.dev"
+    assert found["framework.optimizer_steps"].value == "4"
+    assert "ppo_mini_batch_size" in found["framework.optimizer_steps"].source
+    assert found["algorithm.old_log_probs"].source == "run file: algorithm.old_log_probs"
 
 
 def test_published_seconds_say_nothing_of_cpus() -> None:
