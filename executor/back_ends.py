@@ -48,6 +48,13 @@ def _limits(run: Run) -> Iterator[Limit]:
     """Yield what back ends demand."""
     rollout = run.rollout
     yield Limit(
+        "framework.name",
+        run.framework.name,
+        run.framework.name in (None, "streamrl"),
+        "'streamrl', or left out, to be executed",
+        "what starts another framework is written by `streamrl export`",
+    )
+    yield Limit(
         "verifier.pool",
         run.verifier.pool,
         not run.verifier.num_gpus,

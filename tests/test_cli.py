@@ -150,6 +150,7 @@ def test_a_corrupt_trace_is_refused_by_file_and_line(simulated: Path, tmp_path: 
     "command",
     [
         *("simulate", "plan", "execute", "replay", "compare", "report", "samples", "validate"),
+        "export",
         *("doctor", "profile", "profile show", "profile check", "profile measure", "ranker"),
         "ranker eval",
     ],
@@ -170,6 +171,7 @@ def test_help_has_an_example(command: str) -> None:
         (["report", "{executed}", "-o", "{out}.html"], "written to"),
         (["validate", "--figure", "fig6"], "Figure 6"),
         (["doctor", EXAMPLE], "no errors"),
+        (["export", EXAMPLE, "--framework", "verl"], "data.train_batch_size="),
         (["profile", "show", "qwen2.5-7b"], "tokens"),
         (["ranker", "eval", "{scores}"], "recall@20%"),
     ],

@@ -22,6 +22,7 @@ from sim.planner.sensitivity import SHARE, judge, shifts
 from sim.planner.trial import Trial, metrics_of, short_speed_of, shortened, whole
 from sim.steady_state import simulate_steady
 from streamrl.record.metrics import measure
+from streamrl.report.export.launch_file import export
 from streamrl.report.plan import read_plan, write_plan
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
@@ -345,6 +346,23 @@ def test_plan_prints_what_scripts_rely_on_and_never_replaces_a_plan_unasked(
     assert figures["cost_per_million_tokens"] == found["objective"]["value"]
     forced = streamrl("plan", written, "-o", tmp_path, "--force", "--set", "plan.finalists=1")
     assert forced.returncode == 0 and "runner-up" in forced.stdout
+
+
+def test_a_plan_of_a_framework_says_what_it_left_out_and_is_exported_beside_it(
+    written: Path, tmp_path: Path
+) -> None:
+    setting = ("--set", "framework.name=verl")
+    done = streamrl("plan", written, *setting, "--export", "verl", "-o", tmp_path)
+    assert done.returncode == 0 and f"written to {tmp_path / 'verl.sh'}" in done.stdout
+    planned, run = read_plan(tmp_path / "plan.json"), load_run(tmp_path / "plan.toml")
+    assert planned.framework is not None and planned.framework.name == "verl"
+    assert any("none of megatron" in each for each in planned.framework.left_out)
+    assert any("old_log_probs = trainer" in each for each in planned.framework.facts)
+    assert planned.allocation.settings["policies.system"] in ("colocated", "fully-async")
+    assert run.framework.optimizer_steps == 4 and run.algorithm.old_log_probs == "trainer"
+    assert (tmp_path / "verl.sh").read_text() == export(run, "verl")
+    again = streamrl("plan", written, *setting, "--export", "verl", "-o", tmp_path)
+    assert again.returncode == 2 and "--force" in again.stderr
 
 
 @pytest.mark.parametrize(

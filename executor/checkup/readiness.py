@@ -26,6 +26,7 @@ LIMITS: tuple[Changes, ...] = (
         "trainer.expert_parallel": 1,
     },
     {"algorithm.old_log_probs": "engine"},
+    {"framework.name": "streamrl"},
     {"framework.optimizer_steps": 1},
     {"framework.epochs": 1},
     {"model.dtype": "bfloat16"},

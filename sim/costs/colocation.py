@@ -11,13 +11,14 @@ wake      what arrived is copied into the replica's weights; the KV cache is emp
 
 What fits beside the generator, in (1 - rollout.memory_utilization) of a GPU, stays there and does not move.
 Bytes cross at the datasheet's bandwidths. What takes longest are a framework's own calls, for every tensor and
-memory map: `framework.switch_time`, by default from published switches.
+memory map: `framework.switch_time`, by default that of the framework or of published switches (profiles/frameworks).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sim.costs.framework_time import own_switch_time
 from sim.costs.sync import COPY_TRAFFIC, SyncCosts, SyncSide
 from streamrl.hardware.memory import model_state, num_models, num_trained_models, shard_parameters
 from streamrl.hardware.model_shape import BYTES, ModelShape
@@ -26,9 +27,6 @@ from streamrl.hardware.tiers import Tier
 from streamrl.runfile.config import Run
 
 TIER: Tier = "roofline"
-SWITCH_TIME, SWITCH_TIME_PER_PARAMETER = 4.0, 0.11e-9
-"""Seconds of a switch, and of each parameter, where a run file does not say: between HybridFlow's 2.7 to 9.7 s for 7B
-to 70B on A100 (arXiv 2409.19256, Figure 14) and NeMo-RL's 5 to 14 s for 8B to 70B on H100 (issue 959)."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class PhaseChange:
             onload_time=moved.onloaded / side.gpu.host_link,
             offload_time=moved.offloaded / side.gpu.host_link,
             reshard_time=moved.resharded / wire,
-            switch_time=switch_time(run),
+            switch_time=own_switch_time(run).seconds,
             wake_time=COPY_TRAFFIC * moved.woken / memory_bandwidth,
             sent_bytes=round(moved.resharded * run.rollout.num_gpus),
             sources=sources,
@@ -99,14 +97,6 @@ class PhaseChange:
             tier=TIER,
             sources=self.sources,
         )
-
-
-def switch_time(run: Run) -> float:
-    """Return the seconds of a framework's calls when GPUs turn from training to generating and back."""
-    stated = run.framework.switch_time
-    if stated is not None:
-        return stated
-    return SWITCH_TIME + SWITCH_TIME_PER_PARAMETER * load_model(run.model).num_parameters
 
 
 def count_moved(run: Run) -> PhaseBytes:

@@ -12,6 +12,7 @@ import msgspec
 from sim.costs.cache_transfer import CacheTransfer
 from sim.costs.colocation import PhaseChange
 from sim.costs.curves import DecodeCurve, PrefillCurve, compose_decode
+from sim.costs.framework_time import framework_sources
 from sim.costs.inference import Shard
 from sim.costs.kernels import Kernels
 from sim.costs.machine import MachineCosts, MeasuredPrefill
@@ -111,7 +112,7 @@ class Costs(TrainerCosts):
         )
         if run.costs.profile is not None:
             costs = _with_machine(costs, MachineCosts.load(run, Path(run.costs.profile)))
-        return _with_factors(costs, run.costs)
+        return _with_framework(_with_factors(costs, run.costs), run)
 
     def prefill_time(
         self, num_tokens: int, context_pairs: float, num_running: int, num_rollouts: int = 1
@@ -260,6 +261,13 @@ def _with_factors(costs: Costs, config: CostsConfig) -> Costs:
         training_factor=config.training_factor,
         provenance=provenance,
     )
+
+
+def _with_framework(costs: Costs, run: Run) -> Costs:
+    """Say among the sources of training what the framework that a run names has to do with it."""
+    train = costs.provenance["train"]
+    said = msgspec.structs.replace(train, sources=(*train.sources, *framework_sources(run)))
+    return replace(costs, provenance={**costs.provenance, "train": said})
 
 
 def _checked(provenance: Provenance, run: Run) -> Provenance:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sim.costs.curves import DecodeCurve
+from sim.costs.framework_time import own_step_time
 from sim.costs.payload import Payload
 from sim.costs.sharing import CoreSharing
 from sim.costs.slow_start import sending_time
@@ -282,5 +283,5 @@ def _training(profile: MeasuredProfile, run: Run) -> MeasuredTraining:
         informative_share=run.computed_share,
         max_tokens_per_pass=run.trainer.max_tokens_per_pass,
         packing=run.trainer.packing,
-        overhead_time=run.framework.step_time or 0.0,
+        overhead_time=own_step_time(run).seconds,
     )

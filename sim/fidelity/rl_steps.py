@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sim.batch_time import generate_batch
-from sim.costs.colocation import switch_time
 from sim.costs.costs import Costs
+from sim.costs.framework_time import own_switch_time
 from sim.fidelity.phases import PhaseSeconds, phase_seconds
 from sim.fidelity.published import Row
 from sim.world import simulate
@@ -315,7 +315,7 @@ def _switch_rows() -> Iterator[Row]:
     """Yield the framework's part of a switch: bytes over the wire come on top."""
     for model, (least, most) in SWITCHED.items():
         run = _run({**EIGHT, "model": {"name": model}}, {})
-        seconds = switch_time(run)
+        seconds = own_switch_time(run).seconds
         yield Row(
             name=f"HybridFlow: {model}, from training to generation",
             group="switch of colocated systems",

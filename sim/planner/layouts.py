@@ -24,6 +24,7 @@ from streamrl.hardware.memory import (
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.frameworks import has_layout
 from streamrl.runfile.pools import powers_of_two
 from streamrl.runfile.sides_config import Logits, Recompute, ReplicasConfig
 
@@ -36,6 +37,7 @@ DIVISIBILITY = "degrees do not divide the GPUs"
 HEADS = "tensor parallelism does not divide the attention heads"
 LAYERS = "trainer: more pipeline stages than layers, or experts than there are"
 RANKS = "trainer: more data-parallel ranks than rollouts in a step"
+OF_FRAMEWORK = "trainer: framework {} splits none so"
 
 
 FINE = 16
@@ -197,6 +199,9 @@ def _fit(run: Run, degrees: Degrees, among: TrainerRange, cut: Counter[str]) -> 
 
     It takes logits in chunks and offloads only where it must.
     """
+    if not has_layout(degrees.apply(run)):
+        cut[OF_FRAMEWORK.format(run.framework.name)] += 1
+        return None
     if degrees.data_parallel > run.algorithm.rollouts_per_step:
         cut[RANKS] += 1
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -43,17 +44,36 @@ class Mode(NamedTuple):
         return replace(run, policies=policies, sync=replace(run.sync, mode=self.sync_mode))
 
 
+class Choices(NamedTuple):
+    """What modes are made of; None is a system's own."""
+
+    systems: Sequence[SystemName]
+    dispatch: Sequence[DispatchName | None]
+    order: Sequence[OrderName | None]
+    sync_modes: Sequence[SyncMode]
+
+
+def find_choices(run: Run) -> Choices:
+    """Return what `[plan]` names, and where it names nothing what is sensible."""
+    plan, own = run.plan, run.policies
+    return Choices(
+        systems=plan.systems or list(dict.fromkeys((own.system, *USUAL_SYSTEMS))),
+        dispatch=plan.dispatch or _usual_dispatch(run),
+        order=plan.order or _usual_order(run),
+        sync_modes=plan.sync_modes or _usual_sync(run),
+    )
+
+
 def find_modes(run: Run) -> list[Mode]:
     """Return every mode, those of one system beside each other."""
-    plan, own = run.plan, run.policies
-    systems = plan.systems or list(dict.fromkeys((own.system, *USUAL_SYSTEMS)))
+    choices = find_choices(run)
     return [
         Mode(system, staleness, dispatch, order, sync)
-        for system in systems
+        for system in choices.systems
         for staleness in _bounds(run, system)
-        for dispatch in plan.dispatch or _usual_dispatch(run)
-        for order in plan.order or _usual_order(run)
-        for sync in plan.sync_modes or _usual_sync(run)
+        for dispatch in choices.dispatch
+        for order in choices.order
+        for sync in choices.sync_modes
         if system != "colocated" or _is_colocatable(run, sync)
     ]
 

@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from sim.costs.framework_time import framework_sources
 from sim.planner.binding import find_binding
 from sim.planner.found import Found, describe
+from sim.planner.framework_scope import Scope, keep_to_framework
 from sim.planner.objective import UNITS
 from sim.planner.race import Race
 from sim.planner.search import Search
@@ -19,7 +21,7 @@ from sim.planner.sensitivity import Verdict, judge
 from sim.planner.tighter import find_tighter
 from sim.planner.trial import open_trial
 from streamrl.hardware.profiles import price_of
-from streamrl.report.plan import Change, Figure, Plan
+from streamrl.report.plan import Change, Figure, Plan, PlannedFramework
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, RunError
@@ -53,10 +55,10 @@ def make_plan(run: Run, watch: Callable[[int, str], None] = lambda *_: None) -> 
     _check_trainers(run)
     _check_prices(run)
     started_at = time.perf_counter()
-    run = replace(run, faults=())
-    search = Search.open(run, started_at + run.plan.time_limit)
+    scope = keep_to_framework(replace(run, faults=()))
+    search = Search.open(scope.run, started_at + run.plan.time_limit)
     with ProcessPoolExecutor() as pool:
-        return _plan(run, search, pool, _Progress(watch), started_at)
+        return _plan(scope, search, pool, _Progress(watch), started_at)
 
 
 def _check_trainers(run: Run) -> None:
@@ -78,8 +80,9 @@ def _check_prices(run: Run) -> None:
 
 
 def _plan(
-    run: Run, search: Search, pool: Executor, progress: _Progress, started_at: float
+    scope: Scope, search: Search, pool: Executor, progress: _Progress, started_at: float
 ) -> Planned:
+    run = scope.run
     search.run(pool, progress.on("simulating"))
     race = Race(search)
     chosen, verdicts = _choose(search, race, pool, progress)
@@ -121,8 +124,17 @@ def _plan(
         tiers=metrics.tiers,
         uncertainty=metrics.uncertainty,
         steps=open_trial(search.base)[0].simulate.max_steps,
+        framework=_of_framework(planned, scope),
     )
     return Planned(planned, plan)
+
+
+def _of_framework(planned: Run, scope: Scope) -> PlannedFramework | None:
+    name = planned.framework.name
+    if name is None:
+        return None
+    facts = list(framework_sources(planned))
+    return PlannedFramework(name=name, facts=facts, left_out=scope.left_out)
 
 
 def with_restarts(run: Run, step_time: float) -> Run:

@@ -29,6 +29,10 @@ class Commands(LazyGroup):
             "streamrl.cli.plan:plan",
             "Choose GPUs, parallelism and mode for a run: its pools are the offer, `nodes` the most that may be rented.",
         ),
+        "export": (
+            "streamrl.cli.export:export",
+            "Write what was planned as the launch arguments of verl, NeMo-RL, slime or OpenRLHF.",
+        ),
         "execute": (
             "streamrl.cli.execute:execute",
             "Run a run file on real processes, and leave trace, metrics, rollouts and checkpoints.",

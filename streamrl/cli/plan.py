@@ -12,6 +12,8 @@ from sim.planner.planner import Planned, make_plan
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import AsJson, Overrides, RunFile, claim_directory, print_json
 from streamrl.record.inputs import keep_inputs
+from streamrl.report.export.launch_file import export as launch_script
+from streamrl.report.export.option_table import ExportName, export_name
 from streamrl.report.plan import PLAN_JSON, PLAN_TOML, write_plan
 from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.runfile.config import Run
@@ -25,6 +27,14 @@ def plan(
     output: Annotated[
         Path, typer.Option("--output", "-o", help=f"Write {PLAN_TOML} and {PLAN_JSON} there.")
     ] = Path(),
+    export: Annotated[
+        str | None,
+        typer.Option(
+            "--export",
+            metavar="NAME",
+            help="Write the launch arguments of verl, nemo-rl, slime or openrlhf there too, as NAME.sh.",
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a plan that is there.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -36,7 +46,8 @@ def plan(
     Example: streamrl plan examples/plan-7b.toml --set plan.objective=step-time -o plans/7b
     """
     run = load_run(run_file, overrides or ())
-    for name in (PLAN_TOML, PLAN_JSON):
+    other = None if export is None else export_name(export, "--export")
+    for name in (PLAN_TOML, PLAN_JSON, *(() if other is None else (f"{other}.sh",))):
         if (output / name).exists() and not force:
             raise ValueError(f"{output / name} is there already: --force replaces it")
     claim_directory(output)
@@ -56,6 +67,20 @@ def plan(
         console.print(f"\nwritten to {output / PLAN_TOML}")
         if limit := _limit_of_execute(planned.run):
             console.print(f"execute does not carry it out as it is: {limit}", markup=False)
+    if other is not None:
+        _export(planned.run, other, output, as_json=as_json)
+
+
+def _export(run: Run, other: ExportName, output: Path, *, as_json: bool) -> None:
+    """Write the launch arguments of a framework beside the plan, which is there whatever becomes of them."""
+    path = output / f"{other}.sh"
+    try:
+        script = launch_script(run, other)
+    except ValueError as error:
+        raise RuntimeError(f"the plan is written, {path} is not: {error}") from None
+    path.write_text(script, encoding="utf-8")
+    if not as_json:
+        Console(highlight=False).print(f"written to {path}")
 
 
 def _limit_of_execute(run: Run) -> str:

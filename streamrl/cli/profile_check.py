@@ -22,6 +22,8 @@ from streamrl.hardware.operators import OPERATORS
 from streamrl.hardware.profiles import PROFILES, Gpu, load_gpu, read_profile
 from streamrl.hardware.table_checks import check_table
 from streamrl.hardware.tables import read_table
+from streamrl.report.export.option_table import OptionTable
+from streamrl.runfile.frameworks import USUAL, Framework, UsualSeconds
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.workload import load_source
 
@@ -121,6 +123,20 @@ def _check_engine(path: Path) -> list[str]:
     return [read_profile(path, ServingEngine).fitted_on]
 
 
+def _check_framework(path: Path) -> list[str]:
+    if path.stem == USUAL:
+        read_profile(path, UsualSeconds)
+        return ["stands in where a framework's own seconds are unknown"]
+    framework = read_profile(path, Framework)
+    if framework.name != path.stem:
+        raise ValueError(f"{path}: its name is {framework.name!r}")
+    return [framework.head]
+
+
+def _check_options(path: Path) -> list[str]:
+    return [f"{len(read_profile(path, OptionTable).options)} options"]
+
+
 def _check_training(path: Path) -> list[str]:
     load_training_profile(path)
     return []
@@ -148,6 +164,8 @@ _READERS: list[tuple[str, Callable[[Path], list[str]]]] = [
     ("transports/*.toml", _check_transport),
     ("sync/*.toml", _check_sync),
     ("engines/*.toml", _check_engine),
+    ("frameworks/*.toml", _check_framework),
+    ("frameworks/options/*.toml", _check_options),
     ("measured/training.toml", _check_training),
     ("measured/*/*.csv", _check_table),
     ("hosts/*.toml", _check_host),

@@ -9,6 +9,7 @@ import typer
 from msgspec.structs import asdict
 from rich.console import Console
 
+from sim.costs.framework_time import framework_sources
 from sim.steady_state import UnfinishedError, measure_steady, simulate_steady
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import (
@@ -132,11 +133,15 @@ def simulate(
         run_study(study, output, skips=skip_infeasible, as_json=as_json)
         return
     _refuse_options_of_studies(of_studies)
-    metrics = _simulate(load_run(run_file, overrides or ()), output)
+    run = load_run(run_file, overrides or ())
+    metrics = _simulate(run, output)
+    facts = list(framework_sources(run))
     if as_json:
-        print_json({"whole_run": metrics.whole_run, **asdict(metrics)})
+        print_json({"whole_run": metrics.whole_run, **asdict(metrics), "framework": facts})
     else:
         Console().print(metrics_table(metrics))
+        for fact in facts:
+            typer.echo(fact)
         typer.echo(ledger_line(metrics.ledger))
     check_ledger(metrics.ledger)
     if metrics.unfinished:

@@ -8,6 +8,7 @@ from streamrl.doctor import (
     batch,
     divisibility,
     followers,
+    framework,
     idle,
     kinds,
     memory,
@@ -28,6 +29,7 @@ PARTS: tuple[tuple[Topic, Callable[[Run], Iterator[Finding]]], ...] = (
     ("memory", kinds.find),
     ("staleness", staleness.find),
     ("run file", planned_faults.find),
+    ("run file", framework.find),
 )
 FIXES = {
     **room.FIXES,
@@ -35,6 +37,7 @@ FIXES = {
     **batch.FIXES,
     **staleness.FIXES,
     **planned_faults.FIXES,
+    **framework.FIXES,
 }
 
 

@@ -8,6 +8,7 @@ import msgspec
 
 from streamrl.record.uncertainty import Uncertainty
 from streamrl.record.whole_run import WholeRun
+from streamrl.runfile.framework_config import FrameworkName
 from streamrl.runfile.plan_config import ObjectiveName
 
 PLAN_JSON = "plan.json"
@@ -147,6 +148,16 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the chosen plan, or the other, uses what changes: a pool that it rents, a link that it crosses."""
 
 
+class PlannedFramework(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose training was planned, where the run file names a framework."""
+
+    name: FrameworkName
+    facts: list[str]
+    """The version that was read, the keys that it fills in, and the seconds that it takes of its own, with sources."""
+    left_out: list[str]
+    """What was not looked at, as it has none of it."""
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that `streamrl plan` found out."""
 
@@ -194,6 +205,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the busy seconds of the chosen plan by where they come from."""
     uncertainty: Uncertainty | None = None
     """How far its simulated seconds may be off."""
+    framework: PlannedFramework | None = None
     steps: int
     """Steps by which a search compares plans; a finalist has as many as its interval needs."""
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.record.uncertainty import unshared_error
-from streamrl.report.plan import Choice, Plan, Runner
+from streamrl.report.plan import Choice, Plan, PlannedFramework, Runner
 from streamrl.report.run_tables import format_dollars, format_duration, format_step_time
 from streamrl.report.whole_text import fact_lines, headline
 from streamrl.runfile.plan_config import ObjectiveName
@@ -70,6 +70,15 @@ def head_lines(plan: Plan) -> Iterator[str]:
         )
     tiers = ", ".join(f"{share:.0%} {tier}" for tier, share in plan.tiers.items() if share > 0)
     yield f"  seconds are {tiers}; planned in {plan.seconds:.1f} s"
+    if plan.framework is not None:
+        yield from _framework_lines(plan.framework)
+
+
+def _framework_lines(framework: PlannedFramework) -> Iterator[str]:
+    """Say what a framework fills in and takes, and what plans have not for its sake."""
+    yield from (f"  {fact}" for fact in framework.facts)
+    left_out = "; ".join(framework.left_out) or "nothing"
+    yield f"  left out, as framework {framework.name} has none: {left_out}"
 
 
 def search_text(plan: Plan) -> str:

@@ -12,6 +12,7 @@ import msgspec
 
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
+from streamrl.runfile.frameworks import fill_in
 from streamrl.runfile.overrides import override
 from streamrl.runfile.paths import paths_of, with_paths
 from streamrl.runfile.renamed import upgrade_run
@@ -62,10 +63,10 @@ def make_run(table: dict[str, Any], base: Path = Path()) -> Run:
 
 
 def convert_run(table: dict[str, Any], base: Path = Path()) -> Run:
-    """Make a run of which only keys and types are checked."""
+    """Make a run of which only keys and types are checked, with what its framework fills in."""
     for error in find_errors(table):
         raise error
-    run = msgspec.convert(split_trainers(table), Run, dec_hook=read_quantity)
+    run = msgspec.convert(split_trainers(fill_in(table)), Run, dec_hook=read_quantity)
     return _resolve_paths(run, base)
 
 

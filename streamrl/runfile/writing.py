@@ -1,4 +1,7 @@
-"""Write a run file: what `load_run` reads, with every key that is not at its default."""
+"""Write a run file: what `load_run` reads, with every key that is not at its default.
+
+What the framework that a run names fills in is its default there.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ import msgspec
 import tomli_w
 
 from streamrl.runfile.config import ExecuteConfig, Run
+from streamrl.runfile.frameworks import settings_of
+from streamrl.runfile.keys import place_of
 from streamrl.runfile.paths import paths_of, with_paths
 from streamrl.runfile.section import Section
 from streamrl.runfile.trainers import join_trainers
@@ -42,7 +47,7 @@ def write_run(
         run = msgspec.structs.replace(run, execute=execute)
     stated = list(stated)
     run = _turned(run, path.parent, stated)
-    table = _table(run)
+    table = _run_table(run)
     for key in stated:
         _state(table, run, key)
     table = join_trainers(table)
@@ -52,7 +57,19 @@ def write_run(
 
 def run_table(run: Run) -> dict[str, Any]:
     """Return a run as TOML gives its file."""
-    return join_trainers(_table(run))
+    return join_trainers(_run_table(run))
+
+
+def _run_table(run: Run) -> dict[str, Any]:
+    """Return a run's table without what its framework fills in again, and with what it would fill in otherwise."""
+    table = _table(run)
+    for setting, own in settings_of(run):
+        place, last = place_of(table, setting.key)
+        if own == setting.value:
+            place.pop(last, None)
+        else:
+            place[last] = _value(own)
+    return table
 
 
 def _table(section: Section) -> dict[str, Any]:

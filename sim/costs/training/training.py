@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
 
+from sim.costs.framework_time import own_step_time
 from sim.costs.training.layer import Layer
 from sim.costs.training.line import Line, PipelinedLine
 from sim.costs.training.profile import TrainingProfile, load_training_profile
@@ -24,8 +25,6 @@ from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides_config import TrainerConfig
 
-STEP_TIME = 2.5
-"""Seconds of a step for data, rewards and logging where a run file does not say; its docstring has the source."""
 MEASURED_BYTES = 2
 """Bytes of a value in the training that was measured."""
 
@@ -103,7 +102,7 @@ class TrainingCosts:
             informative_share=run.computed_share,
             switches=switches,
             optimizer_time=num_trained * updated + step_time,
-            overhead_time=_overhead_time(run),
+            overhead_time=own_step_time(run).seconds,
             mini_batch=_mini_batch(run),
             epochs=framework.epochs,
             provenance=provenance,
@@ -134,13 +133,6 @@ class TrainingCosts:
         line = self.line()
         line.score(lengths, 0.0)
         return line.finish(0.0)
-
-
-def _overhead_time(run: Run) -> float:
-    """Return a framework's own seconds of a step; published ones are of clusters, and say nothing of CPUs."""
-    if run.framework.step_time is not None:
-        return run.framework.step_time
-    return 0.0 if run.cluster.pools[run.trainer.pool].gpu == "cpu" else STEP_TIME
 
 
 def _mini_batch(run: Run) -> float:

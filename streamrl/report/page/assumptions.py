@@ -12,6 +12,7 @@ from streamrl.record.trace import Trace
 from streamrl.report.plan import Plan
 from streamrl.report.words import dollars, listing, percent, tiers_text
 from streamrl.runfile.config import Run
+from streamrl.runfile.frameworks import framework_of, settings_of
 from streamrl.runfile.trainers import trainer_key
 from streamrl.runfile.units import Bandwidth
 from streamrl.runfile.workload_config import LengthsConfig, LengthsKind
@@ -46,6 +47,7 @@ def assumptions_of(
 ) -> Iterator[Assumption]:
     """Yield the assumptions behind a run file, and behind its trace and its plan where there are."""
     yield from _of_work(run, model)
+    yield from _of_framework(run)
     for name, pool in run.cluster.pools.items():
         yield from _of_pool(run, name)
         yield Assumption(f"GPUs of pool {name}", load_gpu(pool.gpu).name, load_gpu(pool.gpu).source)
@@ -109,6 +111,19 @@ def _lengths_source(lengths: LengthsConfig) -> str:
     return " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
 
 
+def _of_framework(run: Run) -> Iterator[Assumption]:
+    """Yield whose training it is, and what of a step that says."""
+    framework = framework_of(run)
+    if framework is None:
+        return
+    place = f"profiles/frameworks/{framework.name}.toml"
+    yield Assumption("framework", f"{framework.name}, {framework.version}", place)
+    for setting, own in settings_of(run):
+        is_its = own == setting.value
+        source = setting.source if is_its else f"{RUN_FILE}: {setting.key}"
+        yield Assumption(setting.key, str(own), source)
+
+
 def _of_pool(run: Run, name: str) -> Iterator[Assumption]:
     pool = run.cluster.pools[name]
     gpu = load_gpu(pool.gpu)
@@ -167,3 +182,7 @@ def _of_plan(run: Run, plan: Plan) -> Iterator[Assumption]:
     steps += f"until the mean step is known within {run.simulate.interval:.2g} of itself"
     source = f"{RUN_FILE}: simulate.interval, plan.seeds"
     yield Assumption("simulation of the chosen plan", steps, source)
+    if plan.framework is not None:
+        left_out = "; ".join(plan.framework.left_out)
+        source = f"what framework {plan.framework.name} has none of"
+        yield Assumption("left out of all plans", left_out, source)

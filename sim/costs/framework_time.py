@@ -1,0 +1,74 @@
+"""Seconds that a framework takes of its own, each with where it comes from: of a step, and of a switch of shared GPUs.
+
+A figure is, in this order: the run file's, that of the framework it names, and what published frameworks usually take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from streamrl.hardware.profiles import load_model
+from streamrl.runfile.config import Run
+from streamrl.runfile.frameworks import USUAL, framework_of, load_usual, settings_of
+
+Figure = Literal["step_time", "switch_time"]
+FOLDER = "profiles/frameworks"
+
+
+class StatedTime(NamedTuple):
+    """Seconds of a framework."""
+
+    seconds: float
+    source: str
+
+
+def own_step_time(run: Run) -> StatedTime:
+    """Return a framework's own seconds of a step; published ones are of clusters, and say nothing of CPUs."""
+    if run.framework.step_time is None:
+        if run.costs.profile is not None:
+            return StatedTime(0.0, "framework.step_time is none beside what costs.profile measured")
+        if run.cluster.pools[run.trainer.pool].gpu == "cpu":
+            return StatedTime(0.0, "framework.step_time is none on CPUs")
+    return _own_time(run, "step_time")
+
+
+def own_switch_time(run: Run) -> StatedTime:
+    """Return the seconds of a framework's calls when GPUs turn from training to generating and back."""
+    return _own_time(run, "switch_time")
+
+
+def framework_sources(run: Run) -> Iterator[str]:
+    """Yield what a framework that is named makes of a run: its keys, and the seconds that it takes of its own."""
+    framework = framework_of(run)
+    if framework is None:
+        return
+    yield f"{framework.head}: {FOLDER}/{framework.name}.toml"
+    for setting, own in settings_of(run):
+        if own == setting.value:
+            yield f"framework {framework.name} has {setting.key} = {own}: {setting.source}"
+        else:
+            yield f"run file: {setting.key} = {own}, where framework {framework.name} has {setting.value}"
+    times = [own_step_time(run), *([own_switch_time(run)] if run.shares_gpus else [])]
+    yield from (time.source for time in times)
+
+
+def _own_time(run: Run, name: Figure) -> StatedTime:
+    key, stated = f"framework.{name}", getattr(run.framework, name)
+    if stated is not None:
+        return StatedTime(stated, f"run file: {key} = {stated:.3g} s")
+    framework, size = framework_of(run), load_model(run.model).num_parameters
+    usual = getattr(load_usual(), name)
+    known = None if framework is None else getattr(framework, name)
+    seconds = (known or usual).of(size)
+    if framework is None:
+        return StatedTime(seconds, f"{key} {seconds:.3g} s, {FOLDER}/{USUAL}.toml: {usual.source}")
+    if known is None:
+        why = framework.unknown.get(key, "nobody published it")
+        return StatedTime(
+            seconds,
+            f"{key} of framework {framework.name} is unknown ({why}): {seconds:.3g} s of {FOLDER}/{USUAL}.toml stand in",
+        )
+    return StatedTime(
+        seconds, f"{key} {seconds:.3g} s, {FOLDER}/{framework.name}.toml: {known.source}"
+    )

@@ -1,0 +1,71 @@
+"""`streamrl export`: what was planned, as another framework is started with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from streamrl.cli.shared import AsJson, Overrides, RunFile, claim_file, print_json
+from streamrl.report.export.launch_file import export as launch_script
+from streamrl.report.export.option_table import export_name
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import load_run
+
+
+def export(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    framework: Annotated[
+        str | None,
+        typer.Option(
+            "--framework",
+            metavar="NAME",
+            help="verl, nemo-rl, slime or openrlhf; the run file's framework.name where absent.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the script there, instead of printing it."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a script that is there.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write what was planned as the launch arguments of verl, NeMo-RL, slime or OpenRLHF.
+
+    Each option says which key it comes from and which file of the framework has it; what the framework has no option
+    for stands in comments at the end.
+
+    Example: streamrl export plans/7b/plan.toml --framework verl
+    """
+    run = load_run(run_file, overrides or ())
+    name = _name(run, framework)
+    if output is not None:
+        claim_script(output, force=force)
+    script = launch_script(run, export_name(*name))
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(script, encoding="utf-8")
+    if as_json:
+        print_json({"framework": name[0], "script": script, "file": output and str(output)})
+    elif output is None:
+        typer.echo(script, nl=False)
+    else:
+        typer.echo(f"written to {output}")
+
+
+def claim_script(path: Path, *, force: bool) -> None:
+    """Raise `ValueError` where a script could not be written, or one is there already, before any work."""
+    if path.exists() and not force:
+        raise ValueError(f"{path} is there already: --force replaces it")
+    claim_file(path)
+
+
+def _name(run: Run, framework: str | None) -> tuple[str, str]:
+    """Return whose launch arguments are written, and the key or option that says so."""
+    if framework is not None:
+        return framework, "--framework"
+    if run.framework.name is None:
+        raise ValueError("--framework is missing, and the run file has no framework.name")
+    return run.framework.name, "framework.name"

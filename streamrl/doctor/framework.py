@@ -1,0 +1,149 @@
+"""What the framework that a run file names fills in and takes, and what the run file asks for that it has not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from streamrl.doctor.finding import Changes, Finding, Level
+from streamrl.doctor.fix import Fix
+from streamrl.runfile.config import Run
+from streamrl.runfile.frameworks import (
+    SPLITS,
+    Framework,
+    Seconds,
+    framework_of,
+    settings_of,
+)
+
+SECONDS = ("step_time", "switch_time")
+CHOICES = ("system", "sync", "dispatch", "order")
+"""Kinds of findings of what a framework has several of, each `framework-KIND`."""
+
+
+class Chosen(NamedTuple):
+    """A key, what it has, and what the framework has for it."""
+
+    name: str
+    key: str
+    value: str
+    able: list[str]
+
+
+def find(run: Run) -> Iterator[Finding]:
+    """Find what a framework makes of a run, and what it cannot do; nothing where none is named."""
+    framework = framework_of(run)
+    if framework is None:
+        return
+    yield _finding("ok", "framework", f"{framework.head}: {_filled_in(run)}")
+    yield _finding("ok", "framework-seconds", _seconds(run, framework))
+    if framework.unknown:
+        gaps = "; ".join(f"{what} ({why})" for what, why in framework.unknown.items())
+        yield _finding("ok", "framework-unknown", f"unknown of framework {framework.name}: {gaps}")
+    yield from _limits(run, framework)
+
+
+def _filled_in(run: Run) -> str:
+    parts = [
+        f"{setting.key}={own}"
+        + ("" if own == setting.value else f" of the run file, where it has {setting.value}")
+        for setting, own in settings_of(run)
+    ]
+    return ", ".join(parts) or "fills in nothing"
+
+
+def _seconds(run: Run, framework: Framework) -> str:
+    parts = []
+    for name in SECONDS:
+        stated, known = getattr(run.framework, name), getattr(framework, name)
+        if stated is not None:
+            parts.append(f"{name} {stated:g} s of the run file")
+        elif known is None:
+            parts.append(f"{name} unknown, those of profiles/frameworks/usual.toml stand in")
+        else:
+            parts.append(f"{name} {_formula(known)}")
+    return f"seconds of framework {framework.name}: {', '.join(parts)}"
+
+
+def _formula(seconds: Seconds) -> str:
+    if not seconds.per_billion:
+        return f"{seconds.base:g} s"
+    return f"{seconds.base:g} s and {seconds.per_billion:g} s a billion parameters"
+
+
+# What it cannot do --------------------------------------------------------------------------------
+
+
+def _limits(run: Run, framework: Framework) -> Iterator[Finding]:
+    for choice in _choices(run, framework):
+        if choice.value not in choice.able:
+            text = (
+                f"{choice.key} {choice.value!r} is none of what framework {framework.name} has: "
+                f"{', '.join(choice.able)}"
+            )
+            yield _finding("warning", choice.name, text)
+    if framework.layout_for(run) is None:
+        trainer = run.trainer
+        degrees = ", ".join(f"{split}={getattr(trainer, split)}" for split in SPLITS)
+        known = ", ".join(layout.name for layout in framework.layouts)
+        yield _finding(
+            "warning",
+            "framework-layout",
+            f"trainer with {degrees} and zero={trainer.zero}: framework {framework.name} splits none so ({known})",
+        )
+    if run.rollout.others and not framework.mixes_replicas:
+        text = f"rollout.others: framework {framework.name} has replicas of one kind"
+        yield _finding("warning", "framework-kinds", text)
+
+
+def _choices(run: Run, framework: Framework) -> Iterator[Chosen]:
+    policies = run.policies
+    of_each: tuple[tuple[str, str, Sequence[str]], ...] = (
+        ("policies.system", policies.system, [way.name for way in framework.systems]),
+        ("sync.mode", run.sync.mode, framework.sync_modes(run.costs.engine)),
+        ("policies.dispatch", policies.dispatch or "least-loaded", framework.dispatch),
+        ("policies.order", policies.order or "fifo", framework.order),
+    )
+    for what, (key, value, able) in zip(CHOICES, of_each, strict=True):
+        yield Chosen(f"framework-{what}", key, value, list(able))
+
+
+def _finding(level: Level, name: str, text: str) -> Finding:
+    return Finding(level=level, topic="run file", name=name, text=text)
+
+
+# What mends it ------------------------------------------------------------------------------------
+
+
+def _another(name: str) -> Fix:
+    def candidates(run: Run) -> Iterator[Changes]:
+        framework = framework_of(run)
+        for choice in () if framework is None else _choices(run, framework):
+            if choice.name == name:
+                yield from ({choice.key: value} for value in choice.able)
+
+    return Fix(candidates, "let `streamrl plan` choose, or name another framework")
+
+
+def _other_layouts(run: Run) -> Iterator[Changes]:
+    """Yield another ZeRO stage, then what turns every degree that is not there into data parallelism."""
+    framework, trainer = framework_of(run), run.trainer
+    for layout in () if framework is None else framework.layouts:
+        yield from ({"trainer.zero": zero} for zero in layout.zero)
+    for layout in () if framework is None else framework.layouts:
+        missing = [split for split in SPLITS if split not in layout.splits]
+        ranks = trainer.data_parallel
+        for split in ("tensor_parallel", "pipeline_parallel"):
+            ranks *= getattr(trainer, split) if split in missing else 1
+        degrees = {f"trainer.{split}": 1 for split in missing}
+        for zero in reversed(layout.zero):
+            yield {**degrees, "trainer.data_parallel": ranks, "trainer.zero": zero}
+
+
+FIXES = {
+    **{f"framework-{what}": _another(f"framework-{what}") for what in CHOICES},
+    "framework-layout": Fix(
+        _other_layouts, "let `streamrl plan` choose, or name another framework"
+    ),
+    "framework-kinds": Fix(lambda run: iter(()), "leave rollout.others out"),
+}

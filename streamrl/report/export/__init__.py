@@ -1,0 +1,1 @@
+"""What was planned as the launch arguments of other frameworks, whose option names are data."""

@@ -1,0 +1,184 @@
+"""A shell script that starts a framework with what was planned: an option a line, each with its key and source.
+
+What the framework has no option for stands in comments at its end; a script whose options contradict each other by the
+framework's own rules is not written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import prod
+from typing import NamedTuple
+
+from streamrl.report.export.option_table import (
+    ExportName,
+    LaunchOption,
+    OptionTable,
+    Relation,
+    load_options,
+)
+from streamrl.report.export.planned_values import PlannedValue, planned_facts, planned_values
+from streamrl.runfile.config import Run
+from streamrl.runfile.errors import RunError
+from streamrl.runfile.frameworks import Framework, Value, load_framework
+
+
+class Argument(NamedTuple):
+    """An option with its value."""
+
+    option: LaunchOption
+    value: Value
+    key: str
+    """Of the run file; empty where the value never changes."""
+
+
+class Launchable(NamedTuple):
+    """What a framework is started with, and what of the plan it has nothing for."""
+
+    framework: Framework
+    table: OptionTable
+    command: str
+    arguments: list[Argument]
+    untold: list[PlannedValue]
+    notes: list[str]
+
+
+def export(run: Run, name: ExportName) -> str:
+    """Return the script that starts a framework with what was planned.
+
+    Raises:
+        RunError: an option needs a whole number that the plan has not, or the framework's own rules forbid what is
+            planned.
+    """
+    found = find_arguments(run, name)
+    check_relations(found.table.relations, {arg.option.name: arg.value for arg in found.arguments})
+    return "\n".join(_lines(found)) + "\n"
+
+
+def find_arguments(run: Run, name: ExportName) -> Launchable:
+    """Return the options that a plan sets, in the order of the framework's table."""
+    framework, table = load_framework(name), load_options(name)
+    values, facts = planned_values(run), planned_facts(run, framework)
+    arguments = list(_arguments(table, values, facts))
+    known = {arg.option.of for arg in arguments}
+    known |= {name for arg in arguments for name in arg.option.covers}
+    notes = [note.text for note in table.notes if _holds(note.when, facts)]
+    if framework.layout_for(run) is None:
+        notes.insert(0, "no training back end splits a trainer as the plan does")
+    return Launchable(
+        framework,
+        table,
+        next(launch.command for launch in table.launch if _holds(launch.when, facts)),
+        arguments,
+        [each for each in values.values() if _has_to_be_told(each) and each.name not in known],
+        notes,
+    )
+
+
+def check_relations(relations: Iterable[Relation], values: dict[str, Value]) -> None:
+    """Raise `RunError` where options contradict each other by the framework's own rules."""
+    for relation in relations:
+        right = relation.equals or relation.divides
+        names = [*relation.product, *right, *([relation.beside] if relation.beside else [])]
+        if not all(name in values for name in names):
+            continue
+        left = prod(int(values[name]) for name in relation.product)
+        whole = prod(int(values[name]) for name in right)
+        if left != whole if relation.equals else whole % left:
+            verb = "be" if relation.equals else "divide"
+            text = (
+                f"{' x '.join(relation.product)} = {left} must {verb} {' x '.join(right)} = {whole} "
+                f"({relation.source})"
+            )
+            raise RunError(relation.product[0], left, text=text)
+
+
+def _arguments(
+    table: OptionTable, values: dict[str, PlannedValue], facts: set[str]
+) -> Iterator[Argument]:
+    for option in table.options:
+        if not _holds(option.when, facts):
+            continue
+        if not option.of:
+            yield Argument(option, option.value, "")
+            continue
+        planned = values[option.of]
+        if option.map:
+            named = option.map.get(str(planned.value))
+            if named is not None:
+                yield Argument(option, named, planned.key)
+            continue
+        if planned.value is None:
+            text = f"{option.name} of {table.framework} takes a whole number, and {planned.key} is none"
+            raise RunError(planned.key, None, text=text)
+        yield Argument(option, planned.value, planned.key)
+
+
+def _holds(when: Iterable[str], facts: set[str]) -> bool:
+    return all((fact.removeprefix("!") in facts) != fact.startswith("!") for fact in when)
+
+
+def _has_to_be_told(planned: PlannedValue) -> bool:
+    return planned.plain is not None and planned.value not in planned.plain
+
+
+# Text ---------------------------------------------------------------------------------------------
+
+
+def _lines(found: Launchable) -> Iterator[str]:
+    framework, table = found.framework, found.table
+    yield "#!/usr/bin/env bash"
+    yield f"# What was planned, as {framework.name} {framework.version} is started with it. Its options were read at"
+    yield f"# github.com/{framework.source} {framework.commit} ({framework.date}), or at the commit"
+    yield "# that stands beside a file. After each option: the key of the run file it comes from; the file that has it."
+    yield "set -euo pipefail"
+    for name, what in table.variables.items():
+        if any(f"${{{name}}}" in str(arg.value) for arg in found.arguments):
+            yield f': "${{{name}:?{what}}}"'
+    yield ""
+    yield "args=("
+    for argument in found.arguments:
+        for text in _words(argument, table):
+            yield f"  {text}  # {_origin(argument)}"
+    yield ")"
+    yield f'{found.command} "${{args[@]}}" "$@"'
+    yield from _gaps(found)
+
+
+def _words(argument: Argument, table: OptionTable) -> Iterator[str]:
+    """Yield an option as a shell takes it; a flag that is off is left out."""
+    name, value = argument.option.name, argument.value
+    if table.style == "assign":
+        prefix = "++" if argument.option.adds else ""
+        yield f'"{prefix}{name}={_text(value)}"'
+    elif value is True:
+        yield name
+    elif value is not False:
+        yield f'{name} "{_text(value)}"'
+
+
+def _text(value: Value) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _told(value: Value | None) -> str:
+    return "absent" if value is None else _text(value)
+
+
+def _origin(argument: Argument) -> str:
+    return "; ".join(part for part in (argument.key, argument.option.source) if part)
+
+
+def _gaps(found: Launchable) -> Iterator[str]:
+    name = found.framework.name
+    yield ""
+    yield f"# What the plan has and no option of {name} says here:"
+    for planned in found.untold:
+        yield f"#   {planned.key} = {_told(planned.value)}"
+    if not found.untold:
+        yield "#   nothing"
+    if found.notes:
+        yield f"# What {name} does otherwise, or wants besides:"
+        yield from (f"#   {note}" for note in found.notes)

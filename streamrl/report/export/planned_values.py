@@ -1,0 +1,229 @@
+"""What a plan says, in names that the options of frameworks refer to: values, and facts that hold or do not.
+
+A value is None where the plan has no whole number of it, such as rollouts of a mini-batch that do not come out even.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from streamrl.engine.systems import choose_system
+from streamrl.hardware.memory import longest_sequence
+from streamrl.runfile.config import Run
+from streamrl.runfile.frameworks import Framework, Value
+
+MEGABYTE = 1e6
+IN_FLIGHT = ("load-in-flight", "abort-and-resume")
+"""Ways of loading weights that leave rollouts under way."""
+ALWAYS: tuple[Value | None, ...] = ()
+"""Of a value that has to be told whatever it is, where no option takes it."""
+
+
+class PlannedValue(NamedTuple):
+    """One value of a plan."""
+
+    name: str
+    key: str
+    """Of the run file, or what it is computed from."""
+    value: Value | None
+    plain: tuple[Value | None, ...] | None = None
+    """Values that need no mention where no option takes them; None: it never needs one."""
+
+
+def planned_values(run: Run) -> dict[str, PlannedValue]:
+    """Return all values of a plan by name."""
+    parts = (_batch(run), _generation(run), _training(run), _machines(run))
+    found = [value for part in parts for value in part]
+    found += [*_algorithm(run), *_policies(run), *_sync(run)]
+    return {value.name: value for value in found}
+
+
+def planned_facts(run: Run, framework: Framework) -> set[str]:
+    """Return what holds of a plan, its trainer as a back end of the framework has it."""
+    layout = framework.layout_for(run)
+    named = {
+        run.trainer.packing,
+        f"algorithm:{run.algorithm.name}",
+        f"correction:{run.algorithm.corrected_by}",
+        f"dtype:{run.model.dtype}",
+        f"layout:{'none' if layout is None else layout.name}",
+        f"recompute:{run.trainer.recompute}",
+        f"serves:{run.costs.engine.partition('-')[0]}",
+        f"sync:{run.sync.mode}",
+        f"system:{run.policies.system}",
+        f"zero:{run.trainer.zero}",
+    }
+    return named | {fact for fact, holds in conditions(run).items() if holds}
+
+
+def conditions(run: Run) -> dict[str, bool]:
+    """Return the facts that hold of a plan or not, whatever the framework."""
+    algorithm, system = run.algorithm, choose_system(run.policies)
+    return {
+        "colocated": run.shares_gpus,
+        "async": system.max_staleness > 0,
+        "streams": system.streaming == "stream",
+        "in-flight": system.weight_sync in IN_FLIGHT,
+        "critic": algorithm.has_critic,
+        "reference": algorithm.has_reference,
+        "engine-log-probs": not algorithm.recomputes_log_probs,
+        "corrected": algorithm.corrected_by in ("token-tis", "seq-tis", "icepop"),
+        "dynamic-sampling": algorithm.dynamic_sampling,
+        "group": algorithm.group_size > 1,
+        "offload": run.trainer.offload,
+        "tensor": run.trainer.tensor_parallel > 1,
+        "virtual": run.trainer.virtual_stages > 1,
+        "deals-experts": run.rollout.expert_parallel > 1,
+        "two-pools": run.rollout.pool != run.trainer.pool,
+    }
+
+
+def _batch(run: Run) -> Iterator[PlannedValue]:
+    algorithm, steps = run.algorithm, run.framework.optimizer_steps
+    split = f"algorithm.prompts_per_step={algorithm.prompts_per_step} / framework.optimizer_steps={steps}"
+    yield PlannedValue("model", "model", run.model.name or run.model.path, ALWAYS)
+    yield PlannedValue("steps", "algorithm.steps", algorithm.steps, ALWAYS)
+    yield PlannedValue("prompts_per_step", "algorithm.prompts_per_step", algorithm.prompts_per_step)
+    yield PlannedValue("group_size", "algorithm.group_size", algorithm.group_size)
+    yield PlannedValue("optimizer_steps", "framework.optimizer_steps", steps, (1,))
+    yield PlannedValue("epochs", "framework.epochs", run.framework.epochs, (1,))
+    yield PlannedValue("mini_batch_prompts", split, _whole(algorithm.prompts_per_step, steps))
+    rollouts = _whole(algorithm.rollouts_per_step, steps)
+    yield PlannedValue(
+        "mini_batch_rollouts", f"{split} x algorithm.group_size={algorithm.group_size}", rollouts
+    )
+    most = run.workload.max_prompt_tokens
+    yield PlannedValue("max_prompt_tokens", "workload.max_prompt_tokens", most, ALWAYS)
+    yield PlannedValue("max_tokens", "rollout.max_tokens", run.rollout.max_tokens)
+    total = "rollout.max_tokens + workload.max_prompt_tokens"
+    yield PlannedValue("total_tokens", total, longest_sequence(run))
+
+
+def _generation(run: Run) -> Iterator[PlannedValue]:
+    rollout = run.rollout
+    engine = run.costs.engine.partition("-")[0]
+    yield PlannedValue("serving_engine", "costs.engine", engine)
+    yield PlannedValue("replicas", "rollout.replicas", rollout.replicas, ALWAYS)
+    yield PlannedValue(
+        "rollout_tensor_parallel", "rollout.tensor_parallel", rollout.tensor_parallel
+    )
+    experts = rollout.expert_parallel
+    yield PlannedValue("rollout_expert_parallel", "rollout.expert_parallel", experts, (1,))
+    yield PlannedValue("max_running", "rollout.max_running", rollout.max_running, ALWAYS)
+    share = rollout.memory_utilization
+    yield PlannedValue("memory_utilization", "rollout.memory_utilization", share, ALWAYS)
+    yield PlannedValue("temperature", "rollout.temperature", rollout.temperature, (1.0,))
+    for place, other in enumerate(rollout.others):
+        shown = f"{other.replicas} x TP{other.tensor_parallel} in pool {other.pool}"
+        yield PlannedValue(f"others_{place}", f"rollout.others.{place}", shown, ALWAYS)
+
+
+def _training(run: Run) -> Iterator[PlannedValue]:
+    trainer = run.trainer
+    for name, plain in (
+        *(("tensor_parallel", (1,)), ("pipeline_parallel", (1,)), ("expert_parallel", (1,))),
+        *(("virtual_stages", (1,)), ("data_parallel", (1,)), ("zero", ALWAYS)),
+        *(("micro_batch", ALWAYS), ("recompute", ("none",)), ("offload", (False,))),
+        *(("packing", ALWAYS), ("logits", (None, "fused"))),
+    ):
+        yield PlannedValue(name, f"trainer.{name}", getattr(trainer, name), plain)
+    tokens, longest = trainer.max_tokens_per_pass, longest_sequence(run)
+    yield PlannedValue("tokens_per_pass", "trainer.max_tokens_per_pass", tokens, ALWAYS)
+    yield PlannedValue(
+        "tokens_per_pass_and_longest",
+        f"trainer.max_tokens_per_pass={tokens}, and the longest rollout must fit",
+        max(tokens, longest),
+    )
+    yield PlannedValue("is_packed", "trainer.packing", trainer.packing == "packed")
+    yield PlannedValue("recomputes", "trainer.recompute", trainer.recompute != "none")
+
+
+def _machines(run: Run) -> Iterator[PlannedValue]:
+    rollout, trainer = (
+        _Nodes.of(run, side.pool, side.num_gpus) for side in (run.rollout, run.trainer)
+    )
+    yield PlannedValue("rollout_gpus", "GPUs of all replicas", run.rollout.num_gpus)
+    yield PlannedValue("rollout_nodes", "nodes of the replicas", rollout.nodes)
+    yield PlannedValue("rollout_gpus_per_node", "their GPUs on each", rollout.per_node)
+    yield PlannedValue("trainer_nodes", "nodes of the trainer", trainer.nodes)
+    yield PlannedValue("trainer_gpus_per_node", "its GPUs on each", trainer.per_node)
+    nodes = [side.nodes for side in (rollout, trainer)]
+    both = max(nodes) if run.shares_gpus else sum(nodes)
+    yield PlannedValue("all_nodes", "nodes of both sides", both)
+    alike = rollout.per_node if rollout.per_node == trainer.per_node else None
+    yield PlannedValue(
+        "gpus_per_node", "the number of GPUs on each node, alike on both sides,", alike
+    )
+    yield PlannedValue("is_colocated", "policies.system", run.shares_gpus)
+
+
+def _algorithm(run: Run) -> Iterator[PlannedValue]:
+    algorithm = run.algorithm
+    yield PlannedValue("algorithm", "algorithm.name", algorithm.name, ALWAYS)
+    for name, plain in (
+        *(("learning_rate", ALWAYS), ("gae_lambda", (1.0,)), ("clip", ALWAYS)),
+        *(("clip_high", (None,)), ("max_grad_norm", (1.0,)), ("dynamic_sampling", (False,))),
+        *(("old_log_probs", ("trainer",)), ("loss_mean", ("token",))),
+    ):
+        yield PlannedValue(name, f"algorithm.{name}", getattr(algorithm, name), plain)
+    above = algorithm.clip if algorithm.clip_high is None else algorithm.clip_high
+    yield PlannedValue("clip_above", "algorithm.clip_high, or clip", above)
+    most = algorithm.max_gen_batches
+    yield PlannedValue("max_gen_batches", "algorithm.max_gen_batches", most)
+    by = algorithm.corrected_by
+    yield PlannedValue("correction", "algorithm.correction", by, (None, "none"))
+    yield PlannedValue("correction_cap", "algorithm.correction_cap", algorithm.correction_cap)
+    weight = algorithm.kl_coefficient
+    yield PlannedValue("kl_coefficient", "algorithm.kl_coefficient", weight, (0.0,))
+    kind = algorithm.kl_estimator if algorithm.has_reference else None
+    yield PlannedValue("kl_estimator", "algorithm.kl_estimator", kind, (None,))
+    rate = algorithm.critic_rate if algorithm.has_critic else None
+    yield PlannedValue("critic_rate", "algorithm.critic_learning_rate", rate, (None,))
+    yield PlannedValue("has_reference", "algorithm.kl_coefficient", algorithm.has_reference)
+    yield PlannedValue("is_token_mean", "algorithm.loss_mean", algorithm.loss_mean == "token")
+    takes = not algorithm.recomputes_log_probs
+    yield PlannedValue("takes_engine_log_probs", "algorithm.old_log_probs", takes)
+
+
+def _policies(run: Run) -> Iterator[PlannedValue]:
+    policies, system = run.policies, choose_system(run.policies)
+    yield PlannedValue("system", "policies.system", policies.system, ALWAYS)
+    ahead = system.max_staleness
+    yield PlannedValue("max_staleness", "policies.max_staleness", ahead, (0,))
+    yield PlannedValue("batches_ahead", "policies.max_staleness, at least 1", max(1, ahead))
+    yield PlannedValue("weight_sync", "policies.weight_sync", system.weight_sync)
+    flies = system.weight_sync in IN_FLIGHT
+    yield PlannedValue("loads_in_flight", "policies.weight_sync", flies)
+    yield PlannedValue("dispatch", "policies.dispatch", system.dispatch, ("least-loaded",))
+    yield PlannedValue("order", "policies.order", system.order, ("fifo",))
+    yield PlannedValue("consumption", "policies.consumption", system.consumption, ("strict-fifo",))
+    for name, plain in (
+        *(("tail_batching", "none"), ("migration", "none"), ("group_placement", "split")),
+        *(("learns_from_siblings", False), ("resize", "keep")),
+    ):
+        yield PlannedValue(name, f"policies.{name}", getattr(policies, name), (plain,))
+
+
+def _sync(run: Run) -> Iterator[PlannedValue]:
+    sync = run.sync
+    yield PlannedValue("sync_mode", "sync.mode", sync.mode, ("full",))
+    yield PlannedValue("sync_backend", "sync.backend", sync.backend, ("broadcast-tree",))
+    yield PlannedValue("bucket_bytes", "sync.bucket_size", round(sync.bucket_size))
+    yield PlannedValue("bucket_megabytes", "sync.bucket_size", round(sync.bucket_size / MEGABYTE))
+    yield PlannedValue("lora_rank", "sync.lora_rank", sync.lora_rank)
+
+
+class _Nodes(NamedTuple):
+    nodes: int
+    per_node: int | None
+
+    @classmethod
+    def of(cls, run: Run, pool: str, num_gpus: int) -> _Nodes:
+        """Spread GPUs over as few nodes as hold them, as many on each."""
+        nodes = -(-num_gpus // run.cluster.pools[pool].gpus_per_node)
+        return cls(nodes, _whole(num_gpus, nodes))
+
+
+def _whole(number: int, parts: int) -> int | None:
+    return None if number % parts else number // parts

@@ -1,0 +1,235 @@
+"""What is known of the frameworks that `framework.name` may name, and the keys that a name fills in.
+
+Each is a file of profiles/frameworks: a figure stands there with its source, and what nobody published is absent and
+stands in `unknown` with the reason. A key that the run file states itself is never touched.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import functools
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
+
+import msgspec
+
+from streamrl.runfile.config import Run
+from streamrl.runfile.framework_config import FrameworkName
+from streamrl.runfile.keys import place_of
+from streamrl.runfile.policies_config import DispatchName, OrderName, SyncMode, SystemName
+from streamrl.runfile.trainers import full_key
+from streamrl.runfile.units import Duration, read_quantity
+
+FRAMEWORKS = Path(__file__).resolve().parents[2] / "profiles" / "frameworks"
+USUAL = "usual"
+"""The file whose seconds stand in for those that a framework's own file has not."""
+PARAMETERS = 1e9
+"""Of a model, to which `per_billion` belongs."""
+
+Value = str | int | float | bool
+Split = Literal["tensor_parallel", "pipeline_parallel", "expert_parallel", "virtual_stages"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+
+
+class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    source: str
+    """Repository, commit and file, or who measured it on what."""
+
+
+class Setting(_Table, frozen=True, kw_only=True):
+    """A key of the run file that a framework fills in."""
+
+    key: str
+    value: Value
+    where: dict[str, list[Value]] = {}
+    """Keys that must have one of these values for it."""
+    unless: dict[str, list[Value]] = {}
+    """Keys that must have none of these."""
+
+    def holds(self, value_at: Callable[[str], object]) -> bool:
+        """Whether it applies to a run file whose keys have these values."""
+        return all(value_at(key) in values for key, values in self.where.items()) and not any(
+            value_at(key) in values for key, values in self.unless.items()
+        )
+
+
+class ExtraPass(_Table, frozen=True, kw_only=True):
+    """A forward pass beside those of training, and when the framework runs it."""
+
+    name: Literal["old log-probs", "reference"]
+    runs: str
+
+
+class WayToRun(_Table, frozen=True, kw_only=True):
+    """A system that the framework has, and what turns it on there."""
+
+    name: SystemName
+    how: str
+
+
+class WayToSync(_Table, frozen=True, kw_only=True):
+    """What a weight sync of the framework may send, and what turns it on there."""
+
+    mode: SyncMode
+    how: str
+    engine: str = ""
+    """How `costs.engine` begins, where only that inference engine takes it."""
+
+
+class Layout(_Table, frozen=True, kw_only=True):
+    """A training back end of the framework: degrees above 1 that it has, and its ZeRO stages."""
+
+    name: str
+    splits: list[Split] = []
+    zero: list[int]
+
+    def holds(self, zero: int, degrees: dict[Split, int]) -> bool:
+        """Whether a trainer may be split so."""
+        return zero in self.zero and all(
+            degree == 1 or name in self.splits for name, degree in degrees.items()
+        )
+
+
+class Seconds(_Table, frozen=True, kw_only=True):
+    """Seconds of something, and how they grow with a model."""
+
+    base: Duration
+    per_billion: Duration = Duration(0.0)
+    """For each billion parameters."""
+
+    def of(self, num_parameters: float) -> float:
+        """Return the seconds with a model."""
+        return self.base + self.per_billion * num_parameters / PARAMETERS
+
+
+class UsualSeconds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds that stand in where those of a framework are not known, or none is named."""
+
+    step_time: Seconds
+    switch_time: Seconds
+
+
+class Framework(_Table, frozen=True, kw_only=True):
+    """One framework, as its source and those who measured it have it."""
+
+    name: FrameworkName
+    commit: str = ""
+    """Of its repository, at which everything was read that names no other."""
+    date: datetime.date
+    version: str
+    licence: str
+    settings: list[Setting] = []
+    passes: list[ExtraPass] = []
+    systems: list[WayToRun]
+    sync: list[WayToSync]
+    layouts: list[Layout]
+    dispatch: list[DispatchName]
+    order: list[OrderName]
+    mixes_replicas: bool
+    """Whether replicas of several kinds may generate beside each other."""
+    step_time: Seconds | None = None
+    switch_time: Seconds | None = None
+    unknown: dict[str, str] = {}
+    """What nobody published, and what there is instead."""
+
+    @property
+    def head(self) -> str:
+        """Return whose source was read, at which commit."""
+        place = f"{self.source} {self.commit[:7]}".strip()
+        return f"framework {self.name}, {self.version} ({place})"
+
+    def sync_modes(self, engine: str) -> list[SyncMode]:
+        """Return what a sync may send to an inference engine of profiles/engines."""
+        return [way.mode for way in self.sync if engine.startswith(way.engine)]
+
+    def layout_for(self, run: Run) -> Layout | None:
+        """Return the first back end that splits a trainer as a run does; None where none does so."""
+        trainer = run.trainer
+        degrees: dict[Split, int] = {split: getattr(trainer, split) for split in SPLITS}
+        able = (layout for layout in self.layouts if layout.holds(trainer.zero, degrees))
+        return next(able, None)
+
+
+_Read = TypeVar("_Read")
+
+
+@functools.cache
+def load_framework(name: FrameworkName) -> Framework:
+    """Read profiles/frameworks/NAME.toml."""
+    return read_framework_file(FRAMEWORKS / f"{name}.toml", Framework)
+
+
+@functools.cache
+def load_usual() -> UsualSeconds:
+    """Read profiles/frameworks/usual.toml."""
+    return read_framework_file(FRAMEWORKS / f"{USUAL}.toml", UsualSeconds)
+
+
+def read_framework_file(path: Path, kind: type[_Read]) -> _Read:
+    """Read a file of profiles/frameworks; `ValueError` by file and key where it is not one."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        return msgspec.convert(table, kind, dec_hook=read_quantity)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def framework_of(run: Run) -> Framework | None:
+    """Return the framework that a run names."""
+    name = run.framework.name
+    return None if name is None else load_framework(name)
+
+
+def has_layout(run: Run) -> bool:
+    """Whether the framework that a run names, if any, splits a trainer so."""
+    framework = framework_of(run)
+    return framework is None or framework.layout_for(run) is not None
+
+
+def fill_in(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a run file's table, in which no error was found, with the keys that the framework it names fills in."""
+    name = table.get("framework", {}).get("name")
+    if name is None:
+        return table
+    filled = copy.deepcopy(table)
+    for setting in load_framework(name).settings:
+        if setting.holds(lambda key: _value_in(filled, key)):
+            place, last = _place_in(filled, setting.key)
+            place.setdefault(last, setting.value)
+    return filled
+
+
+def settings_of(run: Run) -> Iterator[tuple[Setting, object]]:
+    """Yield each key that the framework of a run fills in where it is absent, with the value that the run has."""
+    framework = framework_of(run)
+    for setting in () if framework is None else framework.settings:
+        if setting.holds(lambda key: value_at(run, key)):
+            yield setting, value_at(run, setting.key)
+
+
+def value_at(run: Run, key: str) -> object:
+    """Return the value of a key of a section; of `[[trainer]]` that of the first."""
+    section, name = key.split(".")
+    return getattr(getattr(run, section), name)
+
+
+def _value_in(table: dict[str, Any], key: str) -> object:
+    """Return what a table has at a key, or the key's default."""
+    place, last = _place_in(table, key)
+    section, name = key.split(".")
+    defaults = {
+        field.name: field.default for field in msgspec.structs.fields(get_type_hints(Run)[section])
+    }
+    return place.get(last, defaults[name])
+
+
+def _place_in(table: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """Return the section that a key stands in, and its name there; of `[[trainer]]` the first."""
+    section, *rest = full_key(table, key.split("."))
+    if len(rest) > 1:
+        first: dict[str, Any] = table[section][int(rest[0])]
+        return first, rest[1]
+    return place_of(table, key)

@@ -1,0 +1,220 @@
+"""What was planned as the launch arguments of other frameworks: names and rules are those that are kept as data."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from streamrl.report.export.launch_file import check_relations, export, find_arguments
+from streamrl.report.export.option_table import ExportName, Relation, load_options
+from streamrl.report.export.planned_values import conditions, planned_values
+from streamrl.runfile.errors import RunError
+from streamrl.runfile.frameworks import load_framework
+from streamrl.runfile.reading import load_run
+from tests.command_line import streamrl
+
+NAMES: tuple[ExportName, ...] = get_args(ExportName)
+MAIN = Path("examples/h20-h800.toml")
+EXPORTS = Path("examples/exports")
+RUNS = [
+    (MAIN, []),
+    (Path("examples/colocated.toml"), []),
+    (MAIN, ["policies.system=disaggregated", "sync.mode=delta", "costs.engine=sglang-0.5"]),
+    (MAIN, ["algorithm.name=grpo", "algorithm.group_size=8", "framework.optimizer_steps=4"]),
+    (MAIN, ["trainer.zero=3", "trainer.tensor_parallel=1", "trainer.data_parallel=16"]),
+]
+
+
+def read_script(text: str) -> tuple[dict[str, str], str, list[str]]:
+    """Return the options of a script with their values, its command, and the comments after it."""
+    before, _, after = text.partition("\nargs=(\n")
+    lines, _, rest = after.partition("\n)\n")
+    command, _, comments = rest.partition("\n")
+    found = {}
+    for line in lines.splitlines():
+        words = shlex.split(line, comments=True)
+        if words[0].startswith("--"):
+            found[words[0]] = words[1] if len(words) > 1 else "true"
+        else:
+            name, _, value = words[0].partition("=")
+            found[name.lstrip("+")] = value
+    assert before.startswith("#!/usr/bin/env bash")
+    return found, command, [line.removeprefix("#").strip() for line in comments.splitlines()]
+
+
+# The exported files -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["verl", "nemo-rl"])
+def test_the_exported_examples_are_what_export_writes(name: ExportName) -> None:
+    assert (EXPORTS / f"{name}.sh").read_text() == export(load_run(MAIN), name)
+
+
+@pytest.mark.parametrize("name", ["verl", "nemo-rl"])
+def test_every_option_of_the_exported_examples_is_kept_as_data_and_has_its_source_beside_it(
+    name: ExportName,
+) -> None:
+    table = load_options(name)
+    sources = {(option.name, option.source) for option in table.options}
+    lines = (EXPORTS / f"{name}.sh").read_text().partition("args=(\n")[2].partition("\n)")[0]
+    for line in lines.splitlines():
+        text, _, origin = line.strip().partition("  # ")
+        option = text.strip('"').partition("=")[0].lstrip("+")
+        assert any(origin.endswith(source) for known, source in sources if known == option), line
+
+
+def test_the_exported_verl_file_keeps_to_what_verl_asserts_at_its_start() -> None:
+    found, command, _ = read_script((EXPORTS / "verl.sh").read_text())
+    run = load_run(MAIN)
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    assert command.startswith("python3 -m verl.trainer.main_ppo")
+    assert found["trainer.v1.trainer_mode"] == "separate_async"
+    batch, mini = int(found["data.train_batch_size"]), int(found[f"{actor}.ppo_mini_batch_size"])
+    assert batch == int(found["trainer.v1.separate_async.parameter_sync_step"]) * mini
+    generate = int(found[f"{rollout}.nnodes"]) * int(found[f"{rollout}.n_gpus_per_node"])
+    assert generate == run.rollout.num_gpus > 0
+    assert found[f"{rollout}.checkpoint_engine.backend"] != "naive"
+    train = int(found["trainer.nnodes"]) * int(found["trainer.n_gpus_per_node"])
+    assert train == run.trainer.num_gpus
+    assert train % int(found[f"{actor}.megatron.tensor_model_parallel_size"]) == 0
+    longest = int(found["data.max_prompt_length"]) + int(found["data.max_response_length"])
+    assert int(found[f"{actor}.ppo_max_token_len_per_gpu"]) >= longest
+
+
+def test_the_exported_nemo_rl_file_takes_the_nodes_that_generate_out_of_the_cluster() -> None:
+    found, command, _ = read_script((EXPORTS / "nemo-rl.sh").read_text())
+    run = load_run(MAIN)
+    assert "examples/run_ppo.py" in command
+    nodes, per_node = int(found["cluster.num_nodes"]), int(found["cluster.gpus_per_node"])
+    generate = int(found["policy.generation.colocated.resources.num_nodes"])
+    assert (nodes - generate) * per_node == run.trainer.num_gpus
+    assert generate * per_node == run.rollout.num_gpus
+    rollouts = int(found["ppo.num_prompts_per_step"]) * int(found["ppo.num_generations_per_prompt"])
+    assert rollouts % int(found["policy.train_global_batch_size"]) == 0
+    assert found["policy.generation.colocated.enabled"] == "false"
+    for needed in ("vllm_cfg.async_engine", "colocated.enabled"):
+        assert f"policy.generation.{needed}" in found
+    assert found["policy.generation.vllm_cfg.async_engine"] == "true"
+    assert found["loss_fn.use_importance_sampling_correction"] == "true"
+
+
+# Every framework ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_options_refer_to_values_and_facts_that_plans_have(name: ExportName) -> None:
+    run, table, framework = load_run(MAIN), load_options(name), load_framework(name)
+    values, facts = planned_values(run), conditions(run)
+    kinds = ("algorithm", "correction", "dtype", "layout", "recompute", "serves", "sync", "system")
+    layouts = {layout.name for layout in framework.layouts}
+    for option in table.options:
+        assert option.of == "" or option.of in values, option.name
+        assert {*option.covers} <= {*values}, option.name
+    for entry in (*table.launch, *table.options, *table.notes):
+        for fact in (each.removeprefix("!") for each in entry.when):
+            kind, _, which = fact.partition(":")
+            assert kind in (*kinds, "zero") if which else fact in {*facts, "packed", "padded"}, fact
+            assert kind != "layout" or which in layouts, fact
+    names = {option.name for option in table.options}
+    for relation in table.relations:
+        assert {*relation.product, *relation.equals, *relation.divides} <= names
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("path", "settings"), RUNS)
+def test_a_script_is_one_that_a_shell_reads_and_names_no_option_twice(
+    name: ExportName, path: Path, settings: list[str]
+) -> None:
+    run = load_run(path, settings)
+    arguments = find_arguments(run, name).arguments
+    names = [argument.option.name for argument in arguments]
+    assert len(names) == len({*names})
+    script = export(run, name)
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    found, _, _ = read_script(script)
+    off = {arg.option.name for arg in arguments if arg.value is False}
+    style = load_options(name).style
+    assert {*found} == {*names} - (off if style == "flag" else set())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_framework_has_no_option_for_stands_in_a_comment(name: ExportName) -> None:
+    settings = ["policies.dispatch=round-robin", "policies.group_placement=together"]
+    _, _, comments = read_script(export(load_run(MAIN, settings), name))
+    assert "policies.order = longest-first" in comments
+    assert "policies.dispatch = round-robin" in comments
+    assert "policies.group_placement = together" in comments
+
+
+def test_a_trainer_that_no_back_end_splits_so_is_said_first() -> None:
+    comments = read_script(export(load_run(MAIN, ["trainer.zero=2"]), "verl"))[2]
+    assert "no training back end splits a trainer as the plan does" in comments
+    assert "trainer.tensor_parallel = 4" in comments
+
+
+def test_slime_keeps_its_relation_of_batch_and_steps() -> None:
+    settings = ["algorithm.name=grpo", "algorithm.group_size=8", "framework.optimizer_steps=4"]
+    found, command, _ = read_script(export(load_run(MAIN, settings), "slime"))
+    rollouts = int(found["--rollout-batch-size"]) * int(found["--n-samples-per-prompt"])
+    assert rollouts == int(found["--global-batch-size"]) * int(found["--num-steps-per-rollout"])
+    assert command.startswith("python3 train_async.py") and "--colocate" not in found
+
+
+# What cannot be -----------------------------------------------------------------------------------
+
+
+def test_a_mini_batch_that_does_not_come_out_even_is_one_line() -> None:
+    run = load_run(MAIN, ["framework.optimizer_steps=3"])
+    line = r"ppo_mini_batch_size of verl takes a whole number, and .*optimizer_steps=3 is none"
+    with pytest.raises(RunError, match=line):
+        export(run, "verl")
+
+
+def test_options_that_contradict_each_other_are_refused() -> None:
+    rules = [
+        Relation(product=("a", "b"), equals=("c",), source="x.py"),
+        Relation(product=("a",), divides=("c",), source="y.py"),
+        Relation(product=("b",), equals=("c",), beside="d", source="z.py"),
+    ]
+    check_relations(rules, {"a": 2, "b": 3, "c": 6})
+    with pytest.raises(RunError, match=r"a x b = 6 must be c = 8 \(x\.py\)"):
+        check_relations(rules, {"a": 2, "b": 3, "c": 8})
+    with pytest.raises(RunError, match=r"a = 4 must divide c = 6 \(y\.py\)"):
+        check_relations(rules, {"a": 4, "c": 6})
+    with pytest.raises(RunError, match=r"b = 3 must be c = 6"):
+        check_relations(rules, {"b": 3, "c": 6, "d": True})
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+def test_export_writes_a_script_and_never_replaces_one_unasked(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "verl.sh"
+    done = streamrl("export", MAIN, "--framework", "verl", "-o", path, "--json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["script"] == path.read_text()
+    again = streamrl("export", MAIN, "--framework", "verl", "-o", path)
+    assert again.returncode == 2 and "--force" in again.stderr
+    named = streamrl("export", MAIN, "--set", "framework.name=verl")
+    assert "ppo_mini_batch_size=256" in named.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--framework", "trl"], "--framework must be one of verl, nemo-rl, slime, openrlhf"),
+        (["--set", "framework.name=trl"], "framework.name must be one of verl, nemo-rl"),
+        ([], "--framework is missing"),
+    ],
+)
+def test_a_framework_that_nothing_is_written_for_is_one_line_and_status_two(
+    arguments: list[str], part: str, tmp_path: Path
+) -> None:
+    done = streamrl("export", MAIN, *arguments, "-o", tmp_path / "script.sh")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and part in done.stderr
+    assert not list(tmp_path.iterdir())

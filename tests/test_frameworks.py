@@ -1,0 +1,267 @@
+"""What a framework's name fills in, what it takes of its own, and what it lets a plan choose among."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from sim.costs.costs import Costs
+from sim.costs.framework_time import framework_sources, own_step_time, own_switch_time
+from sim.costs.training.training import TrainingCosts
+from sim.planner.framework_scope import keep_to_framework
+from sim.planner.layouts import OF_FRAMEWORK
+from sim.planner.modes import find_modes
+from sim.planner.space import find_trainers
+from streamrl.doctor.diagnosis import examine
+from streamrl.hardware.profiles import load_model
+from streamrl.report.page.assumptions import assumptions_of
+from streamrl.runfile.config import Run
+from streamrl.runfile.errors import RunError
+from streamrl.runfile.framework_config import FrameworkName
+from streamrl.runfile.frameworks import load_framework, load_usual, value_at
+from streamrl.runfile.reading import change_run, load_run, make_run
+from streamrl.runfile.writing import write_run
+from tests.command_line import streamrl
+from tests.runs import make_table, small_run
+
+NAMES: tuple[FrameworkName, ...] = get_args(FrameworkName)
+OTHERS = [name for name in NAMES if name != "streamrl"]
+EXAMPLE = Path("examples/h20-h800.toml")
+OFFER = Path("examples/plan-7b.toml")
+
+
+def of_framework(name: str, changes: dict[str, Any] | None = None) -> Run:
+    """Return a small run of 16 rollouts a step whose framework takes what it takes."""
+    table = make_table({"algorithm.prompts_per_step": 8, **(changes or {})})
+    for key in ("step_time", "switch_time"):
+        if f"framework.{key}" not in (changes or {}):
+            del table["framework"][key]
+    table["framework"]["name"] = name
+    return make_run(table)
+
+
+# The files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_framework_says_where_all_that_is_known_of_it_comes_from(name: FrameworkName) -> None:
+    found = load_framework(name)
+    assert found.name == name and (len(found.commit) == 40 or name == "streamrl")
+    parts = [*found.settings, *found.passes, *found.systems, *found.sync, *found.layouts]
+    figures = [each for each in (found.step_time, found.switch_time) if each is not None]
+    assert all(part.source for part in [*parts, *figures])
+    assert {each.name for each in found.passes} == {"old log-probs", "reference"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_not_known_of_a_framework_is_said_to_be_unknown(name: FrameworkName) -> None:
+    found = load_framework(name)
+    for key in ("step_time", "switch_time"):
+        assert (getattr(found, key) is None) == (f"framework.{key}" in found.unknown)
+
+
+def test_the_page_of_frameworks_has_what_their_files_say() -> None:
+    rows = [
+        [cell.strip() for cell in line.strip("| ").split("|")]
+        for line in Path("docs/frameworks.md").read_text().splitlines()
+        if line.startswith("| ")
+    ]
+    head = next(row for row in rows if row[0] == "verl")
+    assert {*head} == {*NAMES}
+    (steps,) = (row for row in rows if row[0] == "`framework.optimizer_steps`")
+    (seconds,) = (row for row in rows if row[0].startswith("seconds of a step"))
+    (switch,) = (row for row in rows if row[0].startswith("seconds of a switch"))
+    for place, name in enumerate(head, start=1):
+        found = load_framework(name)  # type: ignore[arg-type]
+        (filled,) = [
+            each.value for each in found.settings if each.key == "framework.optimizer_steps"
+        ] or ["unknown: 1"]
+        step = found.step_time or load_usual().step_time
+        turn = found.switch_time or load_usual().switch_time
+        stands_in = ["" if each else "unknown: " for each in (found.step_time, found.switch_time)]
+        assert steps[place] == str(filled)
+        assert seconds[place] == f"{stands_in[0]}{step.base:g}"
+        assert switch[place] == f"{stands_in[1]}{turn.base:g}, {turn.per_billion:g}"
+
+
+def test_seconds_of_a_switch_are_the_least_squares_of_what_was_published() -> None:
+    published = {
+        "verl": {7.0: 3.25, 13.0: 3.1, 34.0: 5.3, 70.0: 9.7},
+        "nemo-rl": {8.03: 6.5, 70.55: 14.0},  # 5 and 8 s with the smaller model
+    }
+    for name in ("verl", "nemo-rl"):
+        found = load_framework(name).switch_time  # type: ignore[arg-type]
+        slope, base = np.polyfit([*published[name]], [*published[name].values()], 1)
+        assert found is not None
+        assert (found.per_billion, found.base) == pytest.approx((slope, base), rel=0.02)
+
+
+# What a name fills in -----------------------------------------------------------------------------
+
+
+def test_a_name_fills_in_the_passes_the_steps_and_the_packing_of_its_framework() -> None:
+    run = of_framework("openrlhf")
+    assert run.algorithm.old_log_probs == "trainer"
+    assert run.framework.optimizer_steps == 8
+    assert run.trainer.packing == "padded"
+    assert small_run().framework.optimizer_steps == 1
+
+
+def test_a_key_that_the_run_file_states_wins_over_the_framework() -> None:
+    stated = {"algorithm.old_log_probs": "engine", "framework.optimizer_steps": 1}
+    run = of_framework("verl", stated)
+    assert (run.algorithm.old_log_probs, run.framework.optimizer_steps) == ("engine", 1)
+
+
+def test_slime_scores_again_only_what_it_cannot_reuse() -> None:
+    several = {"framework.optimizer_steps": 2}
+    assert of_framework("slime").algorithm.old_log_probs == "engine"
+    assert of_framework("slime", several).algorithm.old_log_probs == "trainer"
+    assert of_framework("slime", {"algorithm.name": "ppo"}).algorithm.old_log_probs == "trainer"
+
+
+def test_of_several_trainers_the_first_is_filled_in() -> None:
+    follower = {"name": "second", "pool": "near"}
+    run = of_framework("openrlhf", {"followers": [follower]})
+    assert [trainer.packing for trainer in run.trainers] == ["padded", "packed"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "stated", [[], ["algorithm.old_log_probs=engine", "trainer.packing=padded"]]
+)
+def test_a_run_file_is_read_back_as_it_was_whatever_its_framework_fills_in(
+    name: FrameworkName, stated: list[str], tmp_path: Path
+) -> None:
+    run = load_run(EXAMPLE, [f"framework.name={name}", *stated])
+    write_run(run, tmp_path / "run.toml", base=EXAMPLE.parent)
+    again = load_run(tmp_path / "run.toml")
+    for setting in load_framework(name).settings:
+        assert value_at(again, setting.key) == value_at(run, setting.key)
+
+
+def test_another_name_takes_away_what_the_first_one_filled_in() -> None:
+    run = change_run(of_framework("verl"), ["framework.name=streamrl"])
+    assert (run.algorithm.old_log_probs, run.framework.optimizer_steps) == ("engine", 1)
+
+
+# Seconds of its own -------------------------------------------------------------------------------
+
+
+def test_a_frameworks_own_seconds_are_its_files_and_those_of_the_run_file_win() -> None:
+    assert own_step_time(of_framework("verl")).seconds == 0.82
+    assert TrainingCosts.load(of_framework("nemo-rl")).overhead_time == 3.0
+    stated = of_framework("verl", {"framework.step_time": "7 s"})
+    assert own_step_time(stated).seconds == 7.0
+    run = of_framework("verl")
+    billions = load_model(run.model).num_parameters / 1e9
+    assert own_switch_time(run).seconds == pytest.approx(2.02 + 0.107 * billions)
+
+
+@pytest.mark.parametrize("name", ["slime", "trl"])
+def test_where_a_frameworks_seconds_are_unknown_the_usual_ones_stand_in_and_it_is_said(
+    name: str,
+) -> None:
+    run = of_framework(name)
+    found = own_step_time(run)
+    assert found.seconds == load_usual().step_time.base == 2.5
+    assert f"of framework {name} is unknown" in found.source and "stand in" in found.source
+
+
+def test_a_simulation_names_the_framework_among_its_sources_and_without_one_says_nothing() -> None:
+    run = of_framework("verl", {"algorithm.old_log_probs": "engine"})
+    sources = Costs.load(run).facts["sources"]
+    assert {*framework_sources(run)} <= {*sources}
+    text = "\n".join(sources)
+    assert "framework verl, 0.10.0.dev (verl-project/verl 1dda039)" in text
+    assert "run file: algorithm.old_log_probs = engine, where framework verl has trainer" in text
+    assert "framework.optimizer_steps = 4" in text
+    assert not list(framework_sources(small_run()))
+
+
+def test_a_report_takes_for_granted_what_a_framework_fills_in() -> None:
+    run = of_framework("verl", {"algorithm.old_log_probs": "engine"})
+    found = {each.what: each for each in assumptions_of(run, load_model(run.model), None, None)}
+    assert found["framework"].value == "verl, 0.10.0.dev"
+    assert found["framework.optimizer_steps"].value == "4"
+    assert "ppo_mini_batch_size" in found["framework.optimizer_steps"].source
+    assert found["algorithm.old_log_probs"].source == "run file: algorithm.old_log_probs"
+
+
+def test_published_seconds_say_nothing_of_cpus() -> None:
+    cpus = {"cluster.pools": {"far": {"gpu": "cpu"}, "near": {"gpu": "cpu"}}}
+    assert own_step_time(of_framework("verl", cpus)).seconds == 0.0
+
+
+# What a plan may choose among ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_plan_has_only_modes_of_its_framework_and_says_what_it_left_out(
+    name: FrameworkName,
+) -> None:
+    run, left_out = keep_to_framework(load_run(OFFER, [f"framework.name={name}"]))
+    found, modes = load_framework(name), find_modes(run)
+    assert {mode.system for mode in modes} == {way.name for way in found.systems}
+    assert {mode.sync_mode for mode in modes} <= {*found.sync_modes(run.costs.engine)}
+    assert {mode.order for mode in modes} == {"fifo"}
+    assert not run.plan.mixes_replicas
+    text = "; ".join(left_out)
+    assert "stream-async" in text and "order longest-first" in text and "two kinds" in text
+
+
+def test_without_a_framework_nothing_is_left_out() -> None:
+    offer = load_run(OFFER)
+    assert keep_to_framework(offer) == (offer, [])
+
+
+def test_a_sync_mode_of_one_engine_alone_is_left_out_with_another() -> None:
+    modes = load_framework("verl").sync_modes
+    assert modes("sglang-0.5") == ["full", "delta"] and modes("vllm-0.11") == ["full"]
+
+
+@pytest.mark.parametrize(("name", "degrees"), [("trl", {1}), ("openrlhf", {1, 2, 4})])
+def test_a_plan_has_only_trainers_that_its_framework_splits_so(
+    name: str, degrees: set[int]
+) -> None:
+    settings = [f"framework.name={name}", "plan.trainer_gpus=[16]", "plan.micro_batch=[4]"]
+    cut: Counter[str] = Counter()
+    trainers = find_trainers(load_run(OFFER, settings), cut)
+    assert {each.tensor_parallel for each in trainers} <= degrees
+    assert {each.pipeline_parallel for each in trainers} == {1}
+    assert cut[OF_FRAMEWORK.format(name)] > 0
+
+
+def test_what_a_plan_asks_for_and_its_framework_has_not_is_one_line() -> None:
+    offer = load_run(OFFER, ["framework.name=trl", 'plan.systems=["stream-async"]'])
+    with pytest.raises(RunError, match=r"plan\.systems \['stream-async'\]: framework trl has none"):
+        keep_to_framework(offer)
+
+
+# Doctor -------------------------------------------------------------------------------------------
+
+
+def test_doctor_says_what_a_framework_fills_in_and_what_nobody_knows_of_it() -> None:
+    texts = {each.name: each.text for each in examine(of_framework("slime"))}
+    assert "framework slime, 0.3.x (THUDM/slime 624b824)" in texts["framework"]
+    assert "step_time unknown" in texts["framework-seconds"]
+    assert "--global-batch-size" in texts["framework-unknown"]
+
+
+def test_doctor_finds_what_a_framework_has_not_with_a_change_that_was_tried() -> None:
+    run = of_framework("trl", {"policies.order": "longest-first"})
+    found = {each.name: each for each in examine(run) if each.level == "warning"}
+    assert found["framework-system"].changes == {"policies.system": "disaggregated"}
+    assert found["framework-order"].changes == {"policies.order": "fifo"}
+    assert found["framework-layout"].changes["trainer.tensor_parallel"] == 1
+    assert not [each for each in examine(small_run()) if each.name.startswith("framework")]
+
+
+def test_a_framework_that_is_none_is_one_line_and_status_two() -> None:
+    done = streamrl("simulate", EXAMPLE, "--set", "framework.name=megatron")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "framework.name must be one of streamrl, verl" in done.stderr
