@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from executor.carriers.local_gpus import device_of
 from streamrl.engine.systems import choose_system
+from streamrl.hardware.config_json import read_positions
+from streamrl.hardware.memory import longest_sequence
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import kind_key
@@ -34,6 +37,11 @@ ADMITS: dict[RolloutBackend, str] = {
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of attention heads that vLLM's kernels for CPUs compute (0.32.0, v1/attention/backends/cpu_attn.py); with
 others its core dies of the first request."""
+
+
+VLLM_TEMPERATURES = (0.01, 2.0)
+"""What vLLM samples at (0.32.0, vllm/sampling_params.py): it raises lower ones to the least without a word, and takes
+no higher ones."""
 
 
 def check_back_ends(run: Run) -> None:
@@ -84,6 +92,8 @@ def _limits(run: Run) -> Iterator[Limit]:
                 f"a model whose attention heads have {', '.join(map(str, CPU_HEADS))} values for backend vllm on CPUs",
                 "--set rollout.backend=transformers executes it",
             )
+    if rollout.backend == "vllm":
+        yield from _limits_of_vllm(run)
     yield Limit(
         "rollout.admission",
         rollout.admission,
@@ -118,6 +128,25 @@ def _limits(run: Run) -> Iterator[Limit]:
     )
     if run.execute.deterministic:
         yield from _limits_of_determinism(run)
+
+
+def _limits_of_vllm(run: Run) -> Iterator[Limit]:
+    """Yield what vLLM would sample otherwise than the run file says, or not start with."""
+    temperature, (least, most) = run.rollout.temperature, VLLM_TEMPERATURES
+    yield Limit(
+        "rollout.temperature",
+        temperature,
+        least <= temperature <= most,
+        f"from {least} to {most:g} for backend vllm, which samples at no other",
+    )
+    positions = None if run.model.path is None else read_positions(Path(run.model.path))
+    longest = longest_sequence(run)
+    yield Limit(
+        "workload.max_prompt_tokens + rollout.max_tokens",
+        longest,
+        positions is None or longest <= positions,
+        f"at most the model's {positions} positions (max_position_embeddings) for backend vllm",
+    )
 
 
 def uses_relays(run: Run) -> bool:

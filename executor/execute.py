@@ -27,6 +27,7 @@ from streamrl.engine.messages import Event
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_engine
 from streamrl.hardware.profiles import load_model
+from streamrl.hardware.weight_files import weight_problems
 from streamrl.record.measured_yield import measured_yield
 from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_tokens
 from streamrl.record.run_lines import read_rollouts
@@ -71,6 +72,8 @@ def check_executable(run: Run) -> None:
         raise ValueError(
             f"sync.mode 'lora' merges adapters with weights, and {run.model.path} has no model*.safetensors"
         )
+    for problem in weight_problems(Path(run.model.path)):
+        raise ValueError(f"model.path: {run.model.path} {problem}")
     if not run.workload.sources or not run.verifier.rewards:
         raise ValueError(
             "workload.prompts and verifier.scorer are missing: nothing to generate from"

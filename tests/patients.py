@@ -58,7 +58,7 @@ def local_table(directory: Path, changes: dict[str, Any] | None = None) -> dict[
     }
     (model / "config.json").write_text(json.dumps(config))
     (model / "tokenizer.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"\0" * 64)
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     prompts = directory / "prompts.jsonl"
     prompts.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
     return make_table(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from executor.back_ends import check_back_ends
 from executor.checkup import readiness, run_paths
@@ -130,6 +131,39 @@ def test_vllm_on_cpus_refuses_heads_that_its_kernels_do_not_compute(tmp_path: Pa
     wide = {"num_attention_heads": 2, "num_key_value_heads": 2}
     config.write_text(json.dumps({**json.loads(config.read_text()), **wide}))
     check_back_ends(run)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "rollout.temperature",
+            0.005,
+            r"^rollout\.temperature must be from 0\.01 to 2 .* got 0\.005",
+        ),
+        ("rollout.temperature", 2.5, r"^rollout\.temperature must be from 0\.01 to 2 .* got 2\.5"),
+        (
+            "rollout.max_tokens",
+            5000,
+            r"max_tokens must be at most the model's \d+ positions .* got 7048",
+        ),
+    ],
+)
+def test_what_vllm_would_do_otherwise_or_not_start_with_is_refused_before(
+    key: str, value: float, message: str, tmp_path: Path
+) -> None:
+    changes = {
+        "cluster": {"pools": {"here": {"gpu": "h100", "gpus_per_node": 8}}},
+        "rollout.backend": "vllm",
+        key: value,
+    }
+    run = make_run(local_table(tmp_path, changes), NOWHERE.parent)
+    config = tmp_path / "model" / "config.json"
+    known = {**json.loads(config.read_text()), "max_position_embeddings": 4096}
+    config.write_text(json.dumps(known))
+    with pytest.raises(ValueError, match=message):
+        check_back_ends(run)
+    check_back_ends(replace(run, rollout=replace(run.rollout, backend="transformers")))
 
 
 def test_several_gpus_a_replica_are_executed_by_vllm_alone(tmp_path: Path) -> None:

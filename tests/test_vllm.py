@@ -86,6 +86,36 @@ def test_a_prompt_is_computed_once_under_one_version_and_again_under_the_next(
     asyncio.run(go())
 
 
+def test_weights_that_replace_others_of_their_version_share_no_prompt_with_them(
+    model: Path, tmp_path: Path
+) -> None:
+    """A trainer that was lost makes other weights of a version that was served before."""
+    lost, new = changed_weights(model, 1), changed_weights(model, 2)
+    outside = Request(rollout=9, prompt=encode_ids([VOCABULARY]), priority=0, max_tokens=4)
+
+    async def go() -> None:
+        replica = ReplicaWorker(ReplicaSettings(**settings(model)))
+        await replica.start(None, 0)
+        try:
+            await replica.load(write_buckets(lost.items(), tmp_path / "lost", 1), drain=True)
+            await replica.generate(ask(0, 20))
+            running = asyncio.ensure_future(replica.generate(ask(1, 400)))
+            await asyncio.sleep(0.2)
+            await replica.load(write_buckets(new.items(), tmp_path / "new", 1), drain=False)
+            after = await replica.generate(ask(2, 20))
+            await running  # whose spans are of both
+            with pytest.raises(ValueError, match="token 64 is none of the model's 64"):
+                await replica.generate(outside)
+            await replica.generate(ask(3, 2))
+        finally:
+            await replica.stop()
+        assert gap(reference(model, new), after) < 1e-4 < gap(reference(model, lost), after)
+
+    for name in ("lost", "new"):
+        (tmp_path / name).mkdir()
+    asyncio.run(go())
+
+
 def family(pid: int) -> list[psutil.Process]:
     """Return a process and all that it has started, also what those did."""
     process = psutil.Process(pid)

@@ -53,8 +53,8 @@ def reference(path: Path, weights: Weights | None = None) -> Any:
     return model.eval()
 
 
-def changed_weights(path: Path) -> Weights:
-    """Make weights that a saved model takes, each a tenth or so from its own, the same every time."""
-    torch.manual_seed(1)
+def changed_weights(path: Path, seed: int = 1) -> Weights:
+    """Make weights that a saved model takes, each a tenth or so from its own, the same every time by seed."""
+    torch.manual_seed(seed)
     old = reference(path).state_dict()
     return {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in old.items()}

@@ -245,6 +245,8 @@ class ReplicaWorker(ReplicaRole):
             self._running.add(attempt)
         except RuntimeError as error:
             attempt.ended.set_exception(error if self._is_stopped else RoleLostError(str(error)))
+        except Exception as error:  # of this request alone
+            attempt.ended.set_exception(error)
 
     def _end(
         self, attempt: _Attempt, result: RunningSequence | Exception, aborted: bool = False
@@ -264,6 +266,12 @@ class ReplicaWorker(ReplicaRole):
     def _completion(self, attempt: _Attempt, run: RunningSequence) -> Completion:
         """Put the tokens of an attempt that has ended where they were asked for."""
         request, num_tokens = attempt.request, len(run.tokens)
+        if not np.isfinite(
+            run.logprobs
+        ).all():  # what computed them lies in the cache, and poisons others
+            raise RoleLostError(
+                f"rollout {request.rollout}: log-probabilities under version {self._version} are no numbers"
+            )
         finish: FinishReason = (
             "stop" if run.tokens and run.tokens[-1] in self._engine.end_tokens else "length"
         )

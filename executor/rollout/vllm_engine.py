@@ -103,21 +103,26 @@ class VllmEngine:
         self._pausing = asyncio.Lock()
         self._num_tokens = 0
         self._weights = "initial"
-        """Of the weights that generate now, as vLLM is told."""
+        """Of the weights that generate now, as vLLM is told: no two loads have one name, as a trainer that was lost makes
+        other weights of a version, and keys that older ones computed must not pass for theirs."""
+        self._num_loads = 0
         self._is_stopped = False
         self._guard: ChildGuard | None = None
         self._llm: Any = None
         self._model: Any = None
         """The model as Hugging Face has it, without weights."""
+        self._num_embeddings = 0
 
     async def start(self, manifest: Manifest | None) -> None:
         """Start vLLM's processes, which load the model and allocate the cache."""
         self._model = await asyncio.to_thread(empty_model, self._settings.model)
+        self._num_embeddings = self._model.get_input_embeddings().num_embeddings
         self._guard = ChildGuard()
         try:
             self._llm = await asyncio.to_thread(self._start)
-        except RuntimeError as error:
-            raise RuntimeError(f"{FAILED}: {error}") from error
+        except Exception as error:
+            reason = " ".join(str(error).split())  # some go over several lines
+            raise RuntimeError(f"{FAILED}: {reason}") from error
         self._guard.tell()
         await self._name_weights()
         await self._warm_up()
@@ -150,6 +155,8 @@ class VllmEngine:
     ) -> str:
         """Generate after `tokens` from the next pass that has room on."""
         self._check_alive()
+        if max(tokens) >= self._num_embeddings:  # vLLM's core would die of it, with all that runs
+            raise ValueError(f"token {max(tokens)} is none of the model's {self._num_embeddings}")
         self._num_runs += 1
         name = str(self._num_runs)
         run = self._runs[name] = _Run(on_end, starts=[(self._weights, 0)])
@@ -193,7 +200,8 @@ class VllmEngine:
             except Exception as error:  # some of them are new, some old
                 await self._end(RuntimeError(f"vLLM failed to take weights: {error}"))
                 raise
-            self._weights = f"v{manifest.version}"
+            self._num_loads += 1
+            self._weights = f"v{manifest.version}.{self._num_loads}"
             await self._name_weights()
             for run in self._runs.values():
                 run.starts.append((self._weights, len(run.tokens)))

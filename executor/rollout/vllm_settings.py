@@ -28,6 +28,7 @@ def environment(settings: ReplicaSettings) -> dict[str, str]:
     if settings.device == "cpu":
         found["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # replicas would share the first cores
         found["OMP_NUM_THREADS"] = str(settings.num_threads)
+        found["CUDA_VISIBLE_DEVICES"] = ""  # a build for GPUs would take one
     return found
 
 

@@ -64,7 +64,7 @@ def plan(
     write_run(planned.run, output / PLAN_TOML, notes, settings, run_file.parent)
     if not as_json:
         console = Console(highlight=False)
-        console.print(f"\nwritten to {output / PLAN_TOML}")
+        console.print(f"\nwritten to {output / PLAN_TOML}", markup=False, soft_wrap=True)
         if limit := _limit_of_execute(planned.run):
             console.print(f"execute does not carry it out as it is: {limit}", markup=False)
     if other is not None:
@@ -80,7 +80,7 @@ def _export(run: Run, other: ExportName, output: Path, *, as_json: bool) -> None
         raise RuntimeError(f"the plan is written, {path} is not: {error}") from None
     path.write_text(script, encoding="utf-8")
     if not as_json:
-        Console(highlight=False).print(f"written to {path}")
+        Console(highlight=False).print(f"written to {path}", markup=False, soft_wrap=True)
 
 
 def _limit_of_execute(run: Run) -> str:

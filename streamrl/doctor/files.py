@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.doctor.finding import Finding, Level
+from streamrl.hardware.config_json import read_positions
 from streamrl.hardware.memory import longest_sequence
+from streamrl.hardware.weight_files import weight_problems
 from streamrl.runfile.config import Run
 from streamrl.workload.workload import load_source
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 """Any of these is a tokenizer's vocabulary, as transformers saves and reads it."""
-INDEX = "model.safetensors.index.json"
-"""Names the file of each tensor where weights are in several (huggingface.co/docs/safetensors)."""
 
 
 def find(run: Run) -> Iterator[Finding]:
@@ -43,36 +43,27 @@ def _find_model(run: Run) -> Iterator[Finding]:
     config = _read_json(path / "config.json")
     if config is None:
         return  # without it there is no model at all, which `mend_profiles` finds
-    missing = []
+    problems = list(weight_problems(path))
     if not any((path / name).is_file() for name in TOKENIZERS):
-        missing.append("a tokenizer (tokenizer.json)")
-    missing += _missing_weights(path)
-    if missing:
+        problems.insert(0, "lacks a tokenizer (tokenizer.json)")
+    if problems:
         yield _finding(
             "error",
             "model",
-            f"model.path: {path} lacks {', '.join(missing)}",
+            f"model.path: {path} {', '.join(problems)}",
             "save model and tokenizer there with save_pretrained, weights as safetensors",
         )
     else:
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         text = f"model.path: {path} has config.json, a tokenizer and {size / 1e9:.3g} GB of safetensors"
         yield _finding("ok", "model", text)
-    yield from _find_positions(run, config)
+    yield from _find_positions(run, path)
 
 
-def _missing_weights(path: Path) -> list[str]:
-    index = _read_json(path / INDEX)
-    if index is not None:
-        files = sorted(set(index.get("weight_map", {}).values()))
-        return [name for name in files if not (path / name).is_file()]
-    return [] if any(path.glob("*.safetensors")) else ["weights (*.safetensors)"]
-
-
-def _find_positions(run: Run, config: dict[str, Any]) -> Iterator[Finding]:
+def _find_positions(run: Run, path: Path) -> Iterator[Finding]:
     """Find sequences longer than what the model was trained on."""
-    most, longest = config.get("max_position_embeddings"), longest_sequence(run)
-    if not isinstance(most, int) or longest <= most:
+    most, longest = read_positions(path), longest_sequence(run)
+    if most is None or longest <= most:
         return
     room = most - run.workload.max_prompt_tokens
     fix = f"set rollout.max_tokens={room}" if room > 0 else "lower workload.max_prompt_tokens"

@@ -35,6 +35,16 @@ def read_config_json(path: Path) -> ModelShape:
         raise _wrong(path, f"{path}: {error}") from None
 
 
+def read_positions(directory: Path) -> int | None:
+    """Return the tokens of the longest sequence that a Hugging Face directory says its model takes; None where it does not."""
+    try:
+        table = json.loads((directory / "config.json").read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    found = table.get("max_position_embeddings") if isinstance(table, dict) else None
+    return found if isinstance(found, int) else None
+
+
 def _wrong(path: Path, text: str) -> RunError:
     return RunError("model.path", str(path.parent), text=f"model.path: {text}")
 
