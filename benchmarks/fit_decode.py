@@ -42,6 +42,9 @@ REQUEST = load_engine("streamrl").constants.request
 """Seconds of a rollout where sampling sorts nothing: the paper's decode curve. Published steps do not tell it from
 `logit`, as the vocabularies of their models are too alike: either alone meets them as well."""
 
+GAPS = load_engine("vllm-0.11").constants.layer
+"""Seconds between the kernels of a layer under CUDA graphs, for engines whose rows do not tell."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
@@ -59,12 +62,12 @@ FITS = {
     "vllm-0.11": Fit(
         name="vLLM 0.11.1, async scheduling, CUDA graphs",
         terms=("step", "layer", "logit"),
-        start=Overheads(request=REQUEST, quantises_apart=True, has_wide_experts=True),
+        start=Overheads(request=REQUEST, quantises_apart=True, pads_experts=True),
         is_fitted=lambda row: (
             row.kind == "step" and row.dtype == "bfloat16" and row.version == "0.11.1"
         ),
         note="decode steps in 16 bits on H100 (rows in fp8 and busy steps are predicted only: inputs are quantised in "
-        "kernels of their own, and Triton's experts go in tiles of 64 rows, as its fused_moe.py says)",
+        "kernels of their own, and experts go in padded blocks of 128 rows, as its deep_gemm_utils.py says)",
     ),
     "vllm-0.6": Fit(
         name="vLLM 0.6.3, CUDA graphs",
@@ -91,9 +94,10 @@ FITS = {
     ),
     "sglang-0.5": Fit(
         name="SGLang 0.5.6 and 0.5.7, CUDA graphs",
-        terms=("layer",),
-        start=Overheads(request=REQUEST),
-        note="three shapes on as many GPUs; `request` is the paper's",
+        terms=(),
+        start=Overheads(request=REQUEST, layer=GAPS, fuses_shared_experts=True),
+        note="nothing is fitted, as three shapes on as many GPUs do not tell a constant from an error of a GPU's tables: "
+        "`request` is the paper's, `layer` that of vLLM 0.11, another engine with CUDA graphs",
     ),
     "tensorrt-llm-1.0": Fit(
         name="TensorRT-LLM 1.0 and 1.2, PyTorch back end",
@@ -275,7 +279,8 @@ def _lines(constants: Overheads) -> list[str]:
         "reads_cache_per_head": "true",
         "all_reduce": f'"{constants.all_reduce}"',
         "quantises_apart": "true",
-        "has_wide_experts": "true",
+        "pads_experts": "true",
+        "fuses_shared_experts": "true",
     }
     lines = [f"{term} = {text}" for term, text in written.items() if getattr(constants, term)]
     return lines + [f"slowdown = {constants.slowdown:.4g}"] * (constants.slowdown != 1)

@@ -114,6 +114,8 @@ class Shard:
     def _experts(self, tokens: Floats) -> Estimate:
         experts = self.model.experts
         assert experts is not None
+        constants = self.engine.constants
+        is_fused = constants.fuses_shared_experts and self.expert_parallel == 1
         routed = experts_time(
             self.kernels,
             tokens,
@@ -121,10 +123,11 @@ class Shard:
             self.model.hidden_size,
             self.tensor_parallel,
             self.expert_parallel,
-            has_wide_tiles=self.engine.constants.has_wide_experts,
+            is_padded=constants.pads_experts,
+            num_fused=experts.num_shared_experts if is_fused else 0,
         )
         router = self.kernels.time("gemm", tokens, n=experts.num_experts, k=self.model.hidden_size)
-        if not experts.num_shared_experts:
+        if is_fused or not experts.num_shared_experts:
             return routed + router
         shared = experts.num_shared_experts * experts.intermediate_size
         return total([routed, router, self._mlp(tokens, shared)])

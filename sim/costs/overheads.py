@@ -11,7 +11,7 @@
 
 They are fitted to published steps by `benchmarks/fit_decode.py`, one file of `profiles/engines/` each. Which kernels an
 engine uses is no fit: its code says so, or its release. Its fp8 has no constant of its own: rows in fp8 of vLLM 0.11 are
-predicted from measured kernels alone.
+predicted from measured kernels and from what its code computes beside what is asked for.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ class Overheads(ProfileTable, frozen=True, kw_only=True):
 
     quantises_apart: bool = False
     """Whether kernels of their own bring inputs of fp8 products to fp8, each row by its own scale, not those before them."""
-    has_wide_experts: bool = False
-    """Whether grouped fp8 experts go in tiles of 64 rows at any batch, as those of the tables do past 64 tokens."""
+    pads_experts: bool = False
+    """Whether grouped fp8 experts go in padded blocks of 128 rows (`sim.costs.padded_experts`)."""
+    fuses_shared_experts: bool = False
+    """Whether shared experts are computed as one more routed expert, as SGLang's deepseek_v2.py does where GPUs slice them."""
 
     def __post_init__(self) -> None:
         check_positive(self, TERMS)
