@@ -97,6 +97,18 @@ def _limits(run: Run) -> Iterator[Limit]:
         ("framework.epochs", run.framework.epochs),
     ):
         yield Limit(key, times, times == 1, f"1 for backend {run.trainer.backend}")
+    for key, dtype, backend in (
+        ("rollout.dtype", rollout.dtype, rollout.backend),
+        ("rollout.kv_dtype", rollout.kv_dtype, rollout.backend),
+        ("trainer.dtype", run.trainer.dtype, run.trainer.backend),
+    ):
+        yield Limit(
+            key,
+            dtype,
+            dtype in (None, run.model.dtype),
+            f"left out or model.dtype {run.model.dtype!r} for backend {backend}, which has one format",
+            f"simulate and plan know what {key} would do",
+        )
     yield Limit(
         "model.dtype",
         run.model.dtype,

@@ -23,7 +23,7 @@ from sim.costs.training.training import TrainingCosts
 from streamrl.engine.systems import moves_caches
 from streamrl.hardware.host_memory import check_host_memory, check_sync_buffer
 from streamrl.hardware.memory import check_memory, kv_capacity, longest_sequence, most_running
-from streamrl.hardware.model_shape import BYTES
+from streamrl.hardware.precision import Precision, check_precision, rollout_precision
 from streamrl.hardware.profiles import check_profiles, load_model
 from streamrl.hardware.tiers import Provenance
 from streamrl.record.decode_yield import DecodeYield
@@ -31,8 +31,8 @@ from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.errors import OneOf, RunError
 from streamrl.runfile.sides import of_kind
 
-CHECKED_BYTES = 2
-"""Bytes of a weight in the decode steps that engines' overheads were checked on."""
+CHECKED = {"bfloat16", "float16"}
+"""Formats of weights and caches in the decode steps that errors of engines are stated of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +79,7 @@ class Costs(TrainerCosts):
             return _with_others(run)
         _check_backend(run)
         check_profiles(run)
+        check_precision(run)
         _check_attention(run)
         check_memory(run)
         check_host_memory(run)
@@ -255,7 +256,8 @@ def _with_factors(costs: Costs, config: CostsConfig) -> Costs:
 
 def _checked(provenance: Provenance, run: Run) -> Provenance:
     """Return where seconds of a replica come from with the error of its engine's fit, in 16 bits as that was."""
-    if provenance.tier != "composed" or BYTES[run.model.dtype] != CHECKED_BYTES:
+    own = rollout_precision(run)
+    if provenance.tier != "composed" or {own.weights, own.cache} - CHECKED:
         return provenance
     found = decode_errors(run.costs.engine, run.cluster.pools[run.rollout.pool].gpu)
     if found is None:
@@ -263,12 +265,17 @@ def _checked(provenance: Provenance, run: Run) -> Provenance:
     return msgspec.structs.replace(provenance, error=found.median, p90=found.p90)
 
 
+def kernels_of(gpu: str, own: Precision, backend: str | None = None) -> Kernels:
+    """Return a GPU's kernels for a replica's formats."""
+    return Kernels(gpu, own.compute, backend, own.cache, kept=own.weights)
+
+
 def _compose_replica(run: Run) -> tuple[DecodeCurve, PrefillCurve]:
     """Compose a replica's decode step and prefill from operators."""
     rollout = run.rollout
     shard = Shard(
         load_model(run.model),
-        Kernels(run.cluster.pools[rollout.pool].gpu, run.model.dtype, run.costs.backend),
+        kernels_of(run.cluster.pools[rollout.pool].gpu, rollout_precision(run), run.costs.backend),
         rollout.tensor_parallel,
         rollout.expert_parallel,
         load_engine(run.costs.engine),

@@ -14,6 +14,7 @@ import numpy as np
 from sim.costs.experts import experts_time
 from sim.costs.kernels import Estimate, Kernels, total, unmeasured
 from sim.costs.overheads import ServingEngine, load_engine
+from streamrl.hardware.formats import is_narrow, width_of
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.operators import HEAD_DIM
 from streamrl.hardware.tables import Floats
@@ -54,12 +55,12 @@ class Shard:
     def head(self, rollouts: Floats) -> Estimate:
         """Seconds of logits and sampling for the last token of each rollout."""
         vocab = self.model.vocab_size / self.tensor_parallel
-        product = self.kernels.time("gemm", rollouts, n=vocab, k=self.model.hidden_size)
+        product = self.kernels.wide_time("gemm", rollouts, n=vocab, k=self.model.hidden_size)
         return product + self.kernels.traffic(SAMPLE_BYTES * vocab * rollouts)
 
     @property
     def _width(self) -> int:
-        return max(2, BYTES[self.kernels.dtype])
+        return BYTES[self.kernels.wire_dtype]
 
     def _projections(self, tokens: Floats) -> Estimate:
         if self.model.latent is not None:
@@ -81,9 +82,9 @@ class Shard:
         return kernels.time("all_reduce", num_bytes, gpus=self.tensor_parallel)
 
     def _linear(self, tokens: Floats, n: float, k: float) -> Estimate:
-        """A product with weights: in fp8 some engines bring its inputs to fp8 in a kernel of its own."""
+        """A product with weights: some engines bring its inputs to a narrow format in a kernel of its own."""
         product = self.kernels.time("gemm", tokens, n=n, k=k)
-        if self.kernels.dtype != "fp8" or not self.engine.constants.quantises_apart:
+        if not is_narrow(self.kernels.dtype) or not self.engine.constants.quantises_apart:
             return product
         return product + self.kernels.time("quantise", tokens, k=k)
 
@@ -126,7 +127,8 @@ class Shard:
             is_padded=constants.pads_experts,
             num_fused=experts.num_shared_experts if is_fused else 0,
         )
-        router = self.kernels.time("gemm", tokens, n=experts.num_experts, k=self.model.hidden_size)
+        num_experts, hidden = experts.num_experts, self.model.hidden_size
+        router = self.kernels.wide_time("gemm", tokens, n=num_experts, k=hidden)
         if is_fused or not experts.num_shared_experts:
             return routed + router
         shared = experts.num_shared_experts * experts.intermediate_size
@@ -135,15 +137,11 @@ class Shard:
     # Attention ----------------------------------------------------------------------------------------
 
     def decode_attention(self, rollouts: int, contexts: Floats) -> Estimate:
-        """Seconds of attention in all layers, each rollout reading `contexts` cached tokens.
-
-        A narrower cache is read as fast as one of fewer tokens: decode attention is bound by its reads.
-        """
+        """Seconds of attention in all layers, each rollout reading `contexts` cached tokens."""
         model, degree = self.model, self.tensor_parallel
-        contexts = contexts * (BYTES[self.kernels.cache_dtype] / BYTES[self.kernels.wire_dtype])
         if model.latent is not None:
             return (
-                self.kernels.time(
+                self.kernels.cached_time(
                     "latent_decode_attention",
                     contexts,
                     heads=model.num_heads / degree,
@@ -155,7 +153,7 @@ class Shard:
         if self.engine.constants.reads_cache_per_head:
             kv_heads = heads
         return (
-            self.kernels.time(
+            self.kernels.cached_time(
                 "decode_attention", contexts, heads=heads, kv_heads=kv_heads, batch=rollouts
             )
             * model.num_layers
@@ -181,7 +179,7 @@ class Shard:
 
     def step_work(self, num_running: int, context: int) -> tuple[float, float]:
         """FLOPs and bytes of memory traffic of one decode step on this GPU, at `context` tokens a rollout."""
-        model, degree, dtype = self.model, self.tensor_parallel, self.kernels.dtype
+        model, degree = self.model, self.tensor_parallel
         cache = model.shard_kv_bytes_per_token(self.kernels.cache_dtype, degree)
         tables = model.num_embedding_parameters / degree
         weights = model.shard_parameters(degree, self.expert_parallel)
@@ -192,7 +190,8 @@ class Shard:
             routed = experts.num_experts * model.expert_parameters / degree
             weights -= model.num_expert_layers * routed * miss
         flops = model.forward_flops(num_running, num_running * context) / degree
-        return flops, weights * BYTES[dtype] + cache * num_running * context
+        width = width_of(self.kernels.kept, model.hidden_size)
+        return flops, weights * width + cache * num_running * context
 
     # Overheads ----------------------------------------------------------------------------------------
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from streamrl.hardware.formats import FORMATS, width_of
 from streamrl.hardware.model_shape import BYTES
-from streamrl.hardware.operators import OPERATORS, Operator, Peak
+from streamrl.hardware.operators import OPERATORS, Operator, Peak, weights_read
 from streamrl.hardware.profiles import PROFILES, Gpu, load_gpu
 from streamrl.hardware.surface import Surface
 from streamrl.hardware.tables import Floats, read_table
@@ -19,12 +20,17 @@ from streamrl.hardware.tiers import Provenance
 MEASURED = PROFILES / "measured"
 DTYPE_OF_ATTENTION = "bfloat16"
 """Keys and values stay in 16 bits where weights are in 8."""
+OF_KEPT = ("gemm", "moe")
+"""Operators that read weights."""
+LEAST = {"n": 64.0, "k": 64.0}
+"""Shape of a product that is next to nothing: its seconds are those of a launch."""
 OF_WEIGHTS = ("gemm", "quantise", "moe")
 """Operators that run in the dtype of the weights."""
 ALIKE = {
     "bfloat16": ("bfloat16", "float16"),
     "float16": ("float16", "bfloat16"),
     "fp8": ("fp8",),
+    **{dtype: (dtype,) for dtype in FORMATS if dtype != "fp8"},
     "float32": ("float32",),
 }
 """Dtypes whose tables stand for each other: the two 16-bit ones run at one rate."""
@@ -84,10 +90,12 @@ class Kernels:
         backend: str | None = None,
         cache_dtype: str | None = None,
         tables: Mapping[str, str] | None = None,
+        kept: str | None = None,
     ) -> None:
         """Take the GPU's own choice of tables, or `tables` in its place, or those of one backend on it.
 
-        Keys and values are never narrower than 16 bits, unless `cache_dtype` says so.
+        Keys and values are never narrower than 16 bits, unless `cache_dtype` says so. Weights are `kept` in a narrower
+        format than the one that computes where that says so.
 
         Raises:
             ValueError: nothing of that backend was measured on this GPU.
@@ -95,7 +103,9 @@ class Kernels:
         self._gpu_name = gpu_name
         self.gpu = load_gpu(gpu_name)
         self.dtype = dtype
-        wide = DTYPE_OF_ATTENTION if BYTES[dtype] <= BYTES[DTYPE_OF_ATTENTION] else dtype
+        self.kept = kept or dtype
+        """Format of weights."""
+        wide = DTYPE_OF_ATTENTION if width_of(dtype) <= BYTES[DTYPE_OF_ATTENTION] else dtype
         self.wire_dtype = wide
         """Dtype of what GPUs send each other, and in which attention computes."""
         self.cache_dtype = cache_dtype or wide
@@ -108,7 +118,13 @@ class Kernels:
         """Return these kernels but for one operator, which is another backend's."""
         measured_on = self._tables.get(operator, self._gpu_name).partition("/")[0]
         tables = self._tables | {operator: f"{measured_on}/{backend}"}
-        return Kernels(self._gpu_name, self.dtype, cache_dtype=self.cache_dtype, tables=tables)
+        return Kernels(
+            self._gpu_name,
+            self.dtype,
+            cache_dtype=self.cache_dtype,
+            tables=tables,
+            kept=self.kept,
+        )
 
     @property
     def is_measured(self) -> bool:
@@ -134,6 +150,33 @@ class Kernels:
             shape: value of every other axis.
         """
         dtype = self.dtype if operator in OF_WEIGHTS else self.wire_dtype
+        if operator in OF_KEPT and self.kept != self.dtype:
+            return self._widened(operator, columns, shape)
+        return self._timed(operator, dtype, columns, shape)
+
+    def wide_time(self, operator: str, columns: Floats, **shape: float) -> Estimate:
+        """Return the seconds of an operator whose weights are never narrow: routers and heads."""
+        return self._timed(operator, self.wire_dtype, columns, shape)
+
+    def cached_time(self, operator: str, contexts: Floats, **shape: float) -> Estimate:
+        """Return the seconds of decode attention over contexts that are kept in `cache_dtype`.
+
+        Where a narrower cache was not measured, it is read as fast as one of fewer tokens: decode attention is bound by
+        its reads.
+        """
+        share = BYTES[self.cache_dtype] / BYTES[self.wire_dtype]
+        if share == 1:
+            return self.time(operator, contexts, **shape)
+        surface = _surface(self._place(operator, self.cache_dtype), operator, self.cache_dtype)
+        if surface is not None and self.cache_dtype in self.gpu.flops:
+            return self._timed(operator, self.cache_dtype, contexts, shape)
+        found = self.time(operator, contexts * share, **shape)
+        source = f"{operator} with a cache in {self.cache_dtype}, as of fewer tokens"
+        return Estimate(found.seconds, found.seconds, (*found.sources, source))
+
+    def _timed(
+        self, operator: str, dtype: str, columns: Floats, shape: dict[str, float]
+    ) -> Estimate:
         surface = _surface(self._place(operator, dtype), operator, dtype)
         if surface is None:
             return self._roofline(OPERATORS[operator], operator, dtype, columns, shape)
@@ -148,6 +191,24 @@ class Kernels:
         """Return the seconds in which the GPU's memory moves bytes, by its roofline."""
         bandwidth = self.gpu.memory_bandwidth * self.gpu.roofline.bandwidth_efficiency
         return unmeasured(num_bytes / bandwidth, f"roofline of {self.gpu.name}: memory traffic")
+
+    def _widened(self, operator: str, columns: Floats, shape: dict[str, float]) -> Estimate:
+        """Seconds of a product whose weights are read narrow and widened before they are multiplied.
+
+        By the roofline, but no less than a wide product of the same rows that is next to nothing.
+        """
+        source = OPERATORS[operator]
+        axes: dict[str, Floats] = {key: np.array([value]) for key, value in shape.items()}
+        axes[_COLUMN[operator]] = columns
+        wide, efficiency = BYTES[self.dtype], self.gpu.roofline
+        saved = (wide - width_of(self.kept)) * weights_read(operator, axes)
+        work, peak = source.count(axes, wide), peak_of(self.gpu, self.dtype)
+        compute = work.flops / (peak.flops * efficiency.compute_efficiency)
+        memory = (work.memory - saved) / (peak.memory * efficiency.bandwidth_efficiency)
+        least = self._timed("gemm", self.dtype, columns, LEAST).seconds
+        seconds = np.maximum(np.maximum(compute, memory), least)
+        text = f"roofline of {self.gpu.name}: {operator} of {self.kept} weights in {self.dtype}"
+        return unmeasured(seconds, text)
 
     def _roofline(
         self, operator: Operator, name: str, dtype: str, columns: Floats, shape: dict[str, float]
@@ -186,7 +247,8 @@ def peak_of(gpu: Gpu, dtype: str) -> Peak:
         raise ValueError(
             f"{gpu.name} does not compute in {dtype}; it does in {', '.join(gpu.flops)}"
         )
-    return Peak(gpu.flops[dtype], gpu.memory_bandwidth, gpu.nvlink, BYTES[dtype])
+    width = BYTES[dtype] if dtype in BYTES else width_of(dtype)
+    return Peak(gpu.flops[dtype], gpu.memory_bandwidth, gpu.nvlink, width)
 
 
 def table_path(place: str, operator: str, dtype: str) -> Path | None:

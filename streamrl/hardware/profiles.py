@@ -21,6 +21,8 @@ from streamrl.runfile.errors import OneOf, RunError, shown
 from streamrl.runfile.keys import pool_key
 from streamrl.runfile.units import Bandwidth, Duration, Size, read_quantity
 
+FORMATS_COMPUTED = (*BYTES, "mxfp8", "int8", "nvfp4")
+"""What products may be computed in; `streamrl.hardware.formats` says how the narrow ones are kept."""
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 
 _Profile = TypeVar("_Profile")
@@ -113,8 +115,10 @@ class Gpu(ProfileTable, frozen=True, kw_only=True):
                 f"reserve must be less than memory {self.memory:g}, got {self.reserve:g}"
             )
         for dtype, peak in self.flops.items():
-            if dtype not in BYTES:
-                raise ValueError(f"flops.{dtype} is no dtype; there is {', '.join(BYTES)}")
+            if dtype not in FORMATS_COMPUTED:
+                raise ValueError(
+                    f"flops.{dtype} is no dtype; there is {', '.join(FORMATS_COMPUTED)}"
+                )
             if not (math.isfinite(peak) and peak > 0):
                 raise ValueError(f"flops.{dtype} must be positive and finite, got {peak}")
 

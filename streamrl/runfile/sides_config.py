@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from streamrl.runfile.algorithm_config import AlgorithmName, CorrectionName, KlEstimator, LossMean
+from streamrl.runfile.dtypes import CacheDtype, TrainingDtype, WeightDtype
 from streamrl.runfile.policies_config import SyncMode
 from streamrl.runfile.reward_config import RewardConfig
 from streamrl.runfile.section import Section
@@ -53,6 +54,13 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Most rollouts that a replica decodes at once; KV memory may allow fewer."""
     max_tokens: int
     """Most output tokens of a rollout."""
+    dtype: WeightDtype | None = None
+    """Simulated: what replicas keep the weights of linear layers in, and multiply them in; `model.dtype` where absent."""
+    weight_only: bool = False
+    """Simulated: weights of a narrow `dtype` are widened before each product, as int4 always is: fewer bytes are read and
+    kept, and products take as long as those of `model.dtype`."""
+    kv_dtype: CacheDtype | None = None
+    """Simulated: what keys and values are kept in; `model.dtype` where absent."""
     admission: AdmissionName = "on-demand"
     """Simulated: what a replica lets a rollout in by. on-demand: what it has now fits KV memory, and what outgrows
     that later is preempted, as engines do; reserve: `max_tokens` of all that run fit, so none is ever preempted."""
@@ -106,6 +114,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """The training side."""
 
     pool: str
+    dtype: TrainingDtype | None = None
+    """Simulated: what products of linear layers are computed in; weights, activations and the optimizer stay as with
+    `model.dtype`, which it is where absent."""
     data_parallel: int = 1
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -251,5 +262,8 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     changed_share: float = 0.02
     """Simulated: share of the values that one step changes in 16 bits: about 1 % at learning rates up to 3e-6 (PULSE,
     arXiv 2602.03839), 2.1 to 2.6 % for a dense 72B (github.com/verl-project/verl issue 7060)."""
+    quantise_at: Literal["trainer", "replica"] = "trainer"
+    """Simulated: who brings weights to a narrow `rollout.dtype`: the trainer before each push, so that fewer bytes are
+    sent, or each replica while it loads them."""
     anchor_every: int = 20
     """Executed, mode delta: every so many synchronisations a place is sent all weights; 1: always."""
