@@ -102,12 +102,13 @@ FITS = {
     "tensorrt-llm-1.0": Fit(
         name="TensorRT-LLM 1.0 and 1.2, PyTorch back end",
         terms=("step", "layer", "request"),
+        start=Overheads(narrow_attention="trtllm"),
         note="throughput at full load in fp8 on H100 and H200",
     ),
     "tensorrt-llm-0.5": Fit(
         name="TensorRT-LLM 0.5.0 and 0.6.1",
         terms=("step", "layer"),
-        start=Overheads(reads_cache_per_head=True),
+        start=Overheads(reads_cache_per_head=True, narrow_attention="trtllm"),
         note="each query head reads keys and values (issue 407), which the L2 cache of A100 softens; one read a group was "
         "tried and met these rows worse",
     ),
@@ -278,6 +279,7 @@ def _lines(constants: Overheads) -> list[str]:
         "logit": f'"{constants.logit * 1e9:.4g} ns"',
         "reads_cache_per_head": "true",
         "all_reduce": f'"{constants.all_reduce}"',
+        "narrow_attention": f'"{constants.narrow_attention}"',
         "quantises_apart": "true",
         "pads_experts": "true",
         "fuses_shared_experts": "true",

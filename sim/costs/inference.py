@@ -138,10 +138,10 @@ class Shard:
 
     def decode_attention(self, rollouts: int, contexts: Floats) -> Estimate:
         """Seconds of attention in all layers, each rollout reading `contexts` cached tokens."""
-        model, degree = self.model, self.tensor_parallel
+        model, degree, kernels = self.model, self.tensor_parallel, self.kernels
         if model.latent is not None:
             return (
-                self.kernels.cached_time(
+                kernels.cached_time(
                     "latent_decode_attention",
                     contexts,
                     heads=model.num_heads / degree,
@@ -152,8 +152,12 @@ class Shard:
         heads, kv_heads = self._heads()
         if self.engine.constants.reads_cache_per_head:
             kv_heads = heads
+        backend = self.engine.constants.narrow_attention
+        if backend is not None and kernels.has_narrow_cache:
+            if kernels.was_measured_with("decode_attention", backend):
+                kernels = kernels.with_backend("decode_attention", backend)
         return (
-            self.kernels.cached_time(
+            kernels.cached_time(
                 "decode_attention", contexts, heads=heads, kv_heads=kv_heads, batch=rollouts
             )
             * model.num_layers

@@ -127,6 +127,16 @@ class Kernels:
         )
 
     @property
+    def has_narrow_cache(self) -> bool:
+        """Whether keys and values are narrower than what attention computes in."""
+        return BYTES[self.cache_dtype] < BYTES[self.wire_dtype]
+
+    def was_measured_with(self, operator: str, backend: str) -> bool:
+        """Whether there is a table of an operator over this cache with a backend, on the GPU that its own table is of."""
+        place = f"{self._tables.get(operator, self._gpu_name).partition('/')[0]}/{backend}"
+        return table_path(place, operator, self.cache_dtype) is not None
+
+    @property
     def is_measured(self) -> bool:
         """Whether any operator has a table."""
         return bool(self._tables)
@@ -164,12 +174,12 @@ class Kernels:
         Where a narrower cache was not measured, it is read as fast as one of fewer tokens: decode attention is bound by
         its reads.
         """
-        share = BYTES[self.cache_dtype] / BYTES[self.wire_dtype]
-        if share == 1:
+        if not self.has_narrow_cache:
             return self.time(operator, contexts, **shape)
         surface = _surface(self._place(operator, self.cache_dtype), operator, self.cache_dtype)
         if surface is not None and self.cache_dtype in self.gpu.flops:
             return self._timed(operator, self.cache_dtype, contexts, shape)
+        share = BYTES[self.cache_dtype] / BYTES[self.wire_dtype]
         found = self.time(operator, contexts * share, **shape)
         source = f"{operator} with a cache in {self.cache_dtype}, as of fewer tokens"
         return Estimate(found.seconds, found.seconds, (*found.sources, source))

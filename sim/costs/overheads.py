@@ -46,6 +46,8 @@ class Overheads(ProfileTable, frozen=True, kw_only=True):
     all_reduce: str | None = None
     """Backend of its all-reduces; the GPU's choice where absent. vLLM had but NCCL's until 2024 (pull 2192)."""
 
+    narrow_attention: str | None = None
+    """Backend of its decode attention over a narrow cache, on GPUs where that was measured; the GPU's choice where absent."""
     quantises_apart: bool = False
     """Whether kernels of their own bring inputs of fp8 products to fp8, each row by its own scale, not those before them."""
     pads_experts: bool = False
