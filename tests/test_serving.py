@@ -214,11 +214,13 @@ def test_fp8_is_slower_than_bf16_for_a_large_mixture_at_few_rollouts_and_faster_
 
 
 def test_rows_in_fp8_are_met_without_a_constant_of_theirs() -> None:
-    rows = [
-        row for row, own in zip(serving_rows(), read_serving(), strict=True) if own.dtype == "fp8"
-    ]
-    errors = [row.error for row in rows]
-    assert len(errors) > 100
+    errors = []
+    for row in read_serving():
+        if row.dtype == "fp8":
+            engine = load_engine(row.engine)
+            constants = engine.left_out.get(row.model, engine.constants)
+            errors.append(predict(row, constants) / row.value - 1)
+    assert len(errors) == 124
     assert np.median(np.abs(errors)) < 0.12 and abs(np.median(errors)) < 0.05
 
 
@@ -230,6 +232,11 @@ def test_a_shared_expert_that_is_fused_takes_no_products_of_its_own() -> None:
             with_choice(bare, fuses_shared_experts=flag).products(tokens).seconds[0]
             for flag in (False, True)
         )
+        alone = msgspec.structs.replace(
+            shape, experts=msgspec.structs.replace(shape.experts, num_shared_experts=0)
+        )
+        routed = with_choice(Shard(alone, bare.kernels, 8, experts, bare.engine))
+        assert fused > routed.products(tokens).seconds[0]  # one more expert is read
         assert (fused < apart) == is_cheaper  # where GPUs hold whole experts, it stays apart
 
 

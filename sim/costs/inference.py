@@ -153,9 +153,12 @@ class Shard:
         if self.engine.constants.reads_cache_per_head:
             kv_heads = heads
         backend = self.engine.constants.narrow_attention
-        if backend is not None and kernels.has_narrow_cache:
-            if kernels.was_measured_with("decode_attention", backend):
-                kernels = kernels.with_backend("decode_attention", backend)
+        if (
+            backend is not None
+            and kernels.has_narrow_cache
+            and kernels.was_measured_with("decode_attention", backend)
+        ):
+            kernels = kernels.with_backend("decode_attention", backend)
         return (
             kernels.cached_time(
                 "decode_attention", contexts, heads=heads, kv_heads=kv_heads, batch=rollouts
