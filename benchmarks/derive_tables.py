@@ -4,7 +4,9 @@
 
 DATA holds `infersim/` (bench_data of alibaba/InferSim) and `aiconfigurator/` (tables of NVIDIA's
 aiconfigurator, one folder a GPU). Kept are 16-bit and fp8 rows of the shapes that decoder-only models
-use, four digits a figure; of batch sizes the regular ones (inference servers pad to them).
+use, four digits a figure; of batch sizes the regular ones (inference servers pad to them). Where a folder has them, rows of
+the same wheel that such an export may lack are kept too: quantisation, fp8 experts, and decode attention over an fp8 cache
+(`quantize_*`, `moe_fp8_*`, `generation_attention_fp8_*`: columns as in the wheel's parquet files, 128-wide heads, no window).
 """
 
 from __future__ import annotations

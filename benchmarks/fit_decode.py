@@ -242,6 +242,7 @@ def engine_profile(engine: str) -> str:
         f'fitted_on = "{plan.note}: {", ".join(sorted({row.model for row in rows}))}"',
         f"gpus = {json.dumps(_answered(rows))}",
         f"rows = {len(rows)}",
+        *_narrow_gpus(engine, rows),
         "",
         "[constants]",
         *_lines(fit(engine, rows)),
@@ -256,13 +257,44 @@ def engine_profile(engine: str) -> str:
         lines += [
             "",
             "[held_out]                     # of rows predicted without their shape",
-            f"median = {np.median(np.abs(errors)):.4f}",
-            f"p90 = {np.quantile(np.abs(errors), 0.9):.4f}",
-            f"bias = {np.median(errors):.4f}",
+            *_summary(errors),
         ]
+    lines += _errors_in_fp8(engine, rows)
     for shape, constants in found.items():
         lines += ["", f'[left_out."{shape}"]', *_lines(constants)]
     return "\n".join([*lines, ""])
+
+
+def _narrow_rows(engine: str, fitted: Sequence[ServingRow]) -> list[ServingRow]:
+    """Return the steps in fp8 of an engine whose constants are fitted to others."""
+    found = [row for row in read_serving() if row.engine == engine and row.dtype == "fp8"]
+    return [row for row in found if row.kind == "step" and row not in fitted]
+
+
+def _narrow_gpus(engine: str, fitted: Sequence[ServingRow]) -> list[str]:
+    gpus = _answered(_narrow_rows(engine, fitted))
+    return [f"fp8_gpus = {json.dumps(gpus)}"] if gpus else []
+
+
+def _errors_in_fp8(engine: str, fitted: Sequence[ServingRow]) -> list[str]:
+    rows = _narrow_rows(engine, fitted)
+    if not _answered(rows):
+        return []
+    without, every = left_out(engine), fit(engine, fitted)
+    errors = [predict(row, without.get(row.model, every)) / row.value - 1 for row in rows]
+    return [
+        "",
+        "[held_out_fp8]                 # of rows in fp8, to which nothing is fitted, predicted without their shape",
+        *_summary(np.array(errors)),
+    ]
+
+
+def _summary(errors: Floats) -> list[str]:
+    return [
+        f"median = {np.median(np.abs(errors)):.4f}",
+        f"p90 = {np.quantile(np.abs(errors), 0.9):.4f}",
+        f"bias = {np.median(errors):.4f}",
+    ]
 
 
 def _answered(rows: Sequence[ServingRow]) -> list[str]:

@@ -20,7 +20,7 @@ from sim.costs.curves import compose_decode
 from sim.costs.experts import num_experts_read
 from sim.costs.inference import Shard
 from sim.costs.kernels import Kernels
-from sim.costs.overheads import TERMS, Overheads, load_engine
+from sim.costs.overheads import TERMS, Overheads, decode_errors, load_engine
 from sim.fidelity.published import Row, summarise
 from sim.fidelity.serving import serving_rows
 from sim.fidelity.serving_prediction import predict
@@ -87,6 +87,21 @@ def test_the_errors_that_a_profile_states_are_those_of_its_rows_predicted_withou
     assert profile.held_out.median < 0.08
     assert profile.held_out.p90 < 0.20
     assert abs(profile.held_out.bias) < 0.03
+
+
+def test_steps_in_fp8_have_an_error_of_their_own_where_they_were_published() -> None:
+    profile = load_engine(NEWEST)
+    found = [row for row in read_serving() if row.engine == NEWEST and row.dtype == "fp8"]
+    errors = [
+        predict(row, profile.left_out.get(row.model, profile.constants)) / row.value - 1
+        for row in found
+        if row.kind == "step"
+    ]
+    stated = decode_errors(NEWEST, "h800", in_fp8=True)
+    assert stated is profile.held_out_fp8 and stated is not None
+    assert np.median(np.abs(errors)) == pytest.approx(stated.median, abs=5e-4)
+    assert np.median(errors) == pytest.approx(stated.bias, abs=5e-4)
+    assert decode_errors(NEWEST, "h20", in_fp8=True) is None
 
 
 def test_all_published_models_of_one_config_are_left_out_together() -> None:

@@ -32,7 +32,7 @@ from streamrl.runfile.errors import OneOf, RunError
 from streamrl.runfile.sides import of_kind
 
 CHECKED = {"bfloat16", "float16"}
-"""Formats of weights and caches in the decode steps that errors of engines are stated of."""
+"""Formats of caches in the decode steps that errors of engines are stated of, and of weights beside fp8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,11 +255,13 @@ def _with_factors(costs: Costs, config: CostsConfig) -> Costs:
 
 
 def _checked(provenance: Provenance, run: Run) -> Provenance:
-    """Return where seconds of a replica come from with the error of its engine's fit, in 16 bits as that was."""
-    own = rollout_precision(run)
-    if provenance.tier != "composed" or {own.weights, own.cache} - CHECKED:
+    """Return where seconds of a replica come from with the error of its engine, in formats that were checked."""
+    own, gpu = rollout_precision(run), run.cluster.pools[run.rollout.pool].gpu
+    in_fp8 = own.compute == "fp8"
+    is_checked = own.cache in CHECKED and (in_fp8 or own.weights in CHECKED)
+    if provenance.tier != "composed" or not is_checked:
         return provenance
-    found = decode_errors(run.costs.engine, run.cluster.pools[run.rollout.pool].gpu)
+    found = decode_errors(run.costs.engine, gpu, in_fp8=in_fp8)
     if found is None:
         return provenance
     return msgspec.structs.replace(provenance, error=found.median, p90=found.p90)

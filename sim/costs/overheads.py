@@ -86,19 +86,27 @@ class ServingEngine(ProfileTable, frozen=True, kw_only=True):
     """Least and greatest value of each constant, over the fits that leave one shape out: seconds, or a factor."""
     held_out: HeldOut | None = None
     """Absent where one shape is all there is."""
+    fp8_gpus: list[str] = msgspec.field(default_factory=list)
+    """On which rows in fp8 were measured, six or more, where constants are fitted to others."""
+    held_out_fp8: HeldOut | None = None
+    """Errors of those rows."""
     left_out: dict[str, Overheads] = msgspec.field(default_factory=dict)
     """Constants fitted without the rows of a shape, by its name in profiles/models."""
 
 
 @cache
-def decode_errors(engine: str, gpu: str) -> HeldOut | None:
+def decode_errors(engine: str, gpu: str, *, in_fp8: bool = False) -> HeldOut | None:
     """Return the errors of decode steps on a GPU, on shapes left out: None where nobody checked.
+
+    In fp8 of the engine itself alone, as what it computes beside what it is asked for is its own.
 
     Of the engine itself where it was measured on such GPUs, otherwise the largest of those that were: overheads are
     an engine's own, but what kernel tables miss is the GPU's.
     """
     alike = {gpu, load_gpu(gpu).tables.get("gemm", gpu).partition("/")[0]}
     own = load_engine(engine)
+    if in_fp8:
+        return own.held_out_fp8 if alike & set(own.fp8_gpus) else None
     others = (load_engine(name) for name in known_engines())
     checked = [own] if alike & set(own.gpus) else [one for one in others if alike & set(one.gpus)]
     found = [one.held_out for one in checked if one.held_out]
