@@ -6,7 +6,7 @@ DATA holds `infersim/` (bench_data of alibaba/InferSim) and `aiconfigurator/` (t
 aiconfigurator, one folder a GPU). Kept are 16-bit and fp8 rows of the shapes that decoder-only models
 use, four digits a figure; of batch sizes the regular ones (inference servers pad to them). Where a folder has them, rows of
 the same wheel that such an export may lack are kept too: quantisation, fp8 experts, and decode attention over an fp8 cache
-(`quantize_*`, `moe_fp8_*`, `generation_attention_fp8_*`: columns as in the wheel's parquet files, 128-wide heads, no window).
+(`quantize_*`, `moe_fp8_*`, `moe_int4_*`, `generation_attention_fp8_*`: columns as in the wheel's parquet files, 128-wide heads, no window).
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ H20_3E = {
 }
 VLLM = {"h100": "0.24.0", "h200": "0.24.0", "a100": "0.14.0"}
 TRTLLM = "1.3.0rc20"
+MARLIN = "0.5.10"
+"""Version of SGLang whose experts with weights in int4 were measured: Marlin's kernels, which vLLM has too."""
 TRITON_EXPERTS = "0.19.0"
 """Version of vLLM whose grouped fp8 experts, with a scale for each block of 128 by 128, were measured as Triton's at
 every degree of expert parallelism, on H200 alone; later ones are FlashInfer's, which 0.11 does not use."""
@@ -87,6 +89,10 @@ def _vllm(folder: Path, gpu: str) -> None:
     narrow = folder / f"moe_fp8_vllm_{TRITON_EXPERTS}.csv"
     if narrow.exists():
         _moe(pd.read_csv(narrow), gpu, "fp8", {**facts, "version": TRITON_EXPERTS})
+    marlin = folder / f"moe_int4_sglang_{MARLIN}.csv"
+    if marlin.exists():
+        own = {**CORE, "backend": "sglang", "version": MARLIN}
+        _moe(pd.read_csv(marlin), gpu, "int4", own)
     _collectives(pd.read_csv(folder / f"nccl_{NCCL[gpu]}.csv"), gpu, {**CORE, "version": NCCL[gpu]})
     custom = pd.read_csv(folder / f"custom_allreduce_vllm_{VLLM[gpu]}.csv")
     custom = custom[custom.backend == "vllm_graph"]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
-from streamrl.hardware.formats import FORMATS, width_of
+from streamrl.hardware.formats import FORMATS, WEIGHT_ONLY, width_of
 from streamrl.hardware.model_shape import BYTES
 from streamrl.hardware.operators import OPERATORS, Operator, Peak, weights_read
 from streamrl.hardware.profiles import PROFILES, Gpu, load_gpu
@@ -190,6 +190,11 @@ class Kernels:
         surface = _surface(self._place(operator, dtype), operator, dtype)
         if surface is None:
             return self._roofline(OPERATORS[operator], operator, dtype, columns, shape)
+        return self._of_surface(surface, dtype, columns, shape)
+
+    def _of_surface(
+        self, surface: Surface, dtype: str, columns: Floats, shape: dict[str, float]
+    ) -> Estimate:
         seconds, is_inside = surface.seconds(shape, columns, peak_of(self.gpu, dtype))
         return Estimate(seconds, np.where(is_inside, 0.0, seconds), (surface.table.origin,))
 
@@ -205,8 +210,13 @@ class Kernels:
     def _widened(self, operator: str, columns: Floats, shape: dict[str, float]) -> Estimate:
         """Seconds of a product whose weights are read narrow and widened before they are multiplied.
 
-        By the roofline, but no less than a wide product of the same rows that is next to nothing.
+        Where it was not measured by the roofline, but no less than a wide product of the same rows that is next to nothing.
         """
+        surface = None
+        if self.kept in WEIGHT_ONLY:
+            surface = _surface(self._place(operator, self.kept), operator, self.kept)
+        if surface is not None:
+            return self._of_surface(surface, self.kept, columns, shape)
         source = OPERATORS[operator]
         axes: dict[str, Floats] = {key: np.array([value]) for key, value in shape.items()}
         axes[_COLUMN[operator]] = columns
@@ -250,9 +260,14 @@ _COLUMN = {
 def peak_of(gpu: Gpu, dtype: str) -> Peak:
     """Return a GPU's datasheet for one dtype.
 
+    Weights of a format that nothing multiplies are multiplied in 16 bits.
+
     Raises:
         ValueError: the hardware has no units for that dtype.
     """
+    if dtype in WEIGHT_ONLY:
+        wide = peak_of(gpu, DTYPE_OF_ATTENTION)
+        return replace(wide, width=width_of(dtype))
     if dtype not in gpu.flops:
         raise ValueError(
             f"{gpu.name} does not compute in {dtype}; it does in {', '.join(gpu.flops)}"

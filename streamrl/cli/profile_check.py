@@ -25,7 +25,7 @@ from streamrl.hardware.tables import read_table
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.workload import load_source
 
-DTYPES = ("bfloat16", "fp8")
+DTYPES = ("bfloat16", "fp8", "int4")
 """Dtypes of which a place has one at least."""
 
 
