@@ -4,7 +4,9 @@
 
 DATA holds `infersim/` (bench_data of alibaba/InferSim) and `aiconfigurator/` (tables of NVIDIA's
 aiconfigurator, one folder a GPU). Kept are 16-bit and fp8 rows of the shapes that decoder-only models
-use, four digits a figure; of batch sizes the regular ones (inference servers pad to them).
+use, four digits a figure; of batch sizes the regular ones (inference servers pad to them). Where a folder has them, rows of
+the same wheel that such an export may lack are kept too: quantisation, fp8 experts, and decode attention over an fp8 cache
+(`quantize_*`, `moe_fp8_*`, `moe_int4_*`, `generation_attention_fp8_*`: columns as in the wheel's parquet files, 128-wide heads, no window).
 """
 
 from __future__ import annotations
@@ -35,6 +37,9 @@ H20_3E = {
     "licence": "Apache-2.0",
 }
 VLLM = {"h100": "0.24.0", "h200": "0.24.0", "a100": "0.14.0"}
+TRTLLM = "1.3.0rc20"
+MARLIN = "0.5.10"
+"""Version of SGLang whose experts with weights in int4 were measured: Marlin's kernels, which vLLM has too."""
 TRITON_EXPERTS = "0.19.0"
 """Version of vLLM whose grouped fp8 experts, with a scale for each block of 128 by 128, were measured as Triton's at
 every degree of expert parallelism, on H200 alone; later ones are FlashInfer's, which 0.11 does not use."""
@@ -73,10 +78,21 @@ def _vllm(folder: Path, gpu: str) -> None:
     for operator, name in (("decode", "generation"), ("prefill", "context")):
         table = pd.read_csv(folder / f"{name}_attention_vllm_{VLLM[gpu]}.csv")
         _attention(table, gpu, operator, "bfloat16", facts)
+    cached = folder / f"generation_attention_fp8_vllm_{VLLM[gpu]}.csv"
+    if cached.exists():
+        _attention(pd.read_csv(cached), gpu, "decode", "fp8", facts)
+    cached = folder / f"generation_attention_fp8_trtllm_{TRTLLM}.csv"
+    if cached.exists():
+        own = {**CORE, "backend": "trtllm", "version": TRTLLM}
+        _attention(pd.read_csv(cached), gpu, "decode", "fp8", own)
     _moe(pd.read_csv(folder / f"moe_vllm_{VLLM[gpu]}.csv"), gpu, "bfloat16", facts)
     narrow = folder / f"moe_fp8_vllm_{TRITON_EXPERTS}.csv"
     if narrow.exists():
         _moe(pd.read_csv(narrow), gpu, "fp8", {**facts, "version": TRITON_EXPERTS})
+    marlin = folder / f"moe_int4_sglang_{MARLIN}.csv"
+    if marlin.exists():
+        own = {**CORE, "backend": "sglang", "version": MARLIN}
+        _moe(pd.read_csv(marlin), gpu, "int4", own)
     _collectives(pd.read_csv(folder / f"nccl_{NCCL[gpu]}.csv"), gpu, {**CORE, "version": NCCL[gpu]})
     custom = pd.read_csv(folder / f"custom_allreduce_vllm_{VLLM[gpu]}.csv")
     custom = custom[custom.backend == "vllm_graph"]
@@ -115,16 +131,16 @@ def _infersim(folder: Path, gpu: str) -> None:
     gemm["latency"] = gemm.latency_us / 1e3
     _gemm(gemm, gpu, "fp8", {**INFERSIM, "backend": "deepgemm"})
     flash = {**INFERSIM, "backend": "flashinfer"}
-    decode = pd.concat(_mha(folder / "mha" / "decode" / gpu))
-    _write(
-        decode,
-        gpu,
-        "decode_attention",
-        "bfloat16",
-        ("heads", "kv_heads", "batch_size"),
-        "kv_len",
-        flash,
-    )
+    for kept, dtype in (("bf16", "bfloat16"), ("fp8", "fp8")):
+        _write(
+            pd.concat(_mha(folder / "mha" / "decode" / gpu, kept)),
+            gpu,
+            "decode_attention",
+            dtype,
+            ("heads", "kv_heads", "batch_size"),
+            "kv_len",
+            flash,
+        )
     if (folder / "mha" / "prefill" / gpu).exists():
         prefill = pd.concat(_mha(folder / "mha" / "prefill" / gpu)).assign(batch_size=1)
         _write(
@@ -167,13 +183,13 @@ def _infersim(folder: Path, gpu: str) -> None:
 MOE_KEYS = ("hidden", "intermediate", "topk", "experts", "tensor_parallel", "expert_parallel")
 
 
-def _mha(folder: Path) -> Iterable[pd.DataFrame]:
-    """Read each file `heads-kv_heads-head_dim.csv` with 16-bit keys, values and 128-wide heads."""
+def _mha(folder: Path, kept: str = "bf16") -> Iterable[pd.DataFrame]:
+    """Read each file `heads-kv_heads-head_dim.csv` with 128-wide heads, keys and values being kept in `kept`."""
     for path in sorted(folder.glob("*-128.csv")):
         heads, kv_heads, _ = map(int, path.stem.split("-"))
         table = _read_mha(path)
-        is_half = (table.dtype == "bf16") if "kv_dtype" not in table else (table.kv_dtype == "bf16")
-        yield table[is_half].assign(heads=heads, kv_heads=kv_heads)
+        dtype = table.kv_dtype if "kv_dtype" in table else table.dtype
+        yield table[dtype == kept].assign(heads=heads, kv_heads=kv_heads)
 
 
 def _read_mha(path: Path) -> pd.DataFrame:

@@ -3,14 +3,15 @@
     python benchmarks/derive_training.py DATA
 
 DATA is the folder of published tables: `training/mpt_train_mfu.csv` and `parallel_training/*.csv`. Kept are
-steps in 16 bits on A100, H100 and H200 of models that the simulator has costs for, whose layout is published:
+steps on A100, H100 and H200 of models that the simulator has costs for, whose layout is published, those of dense models
+in fp8 among them (nothing is fitted to these):
 
 | kept                                           | left out, and why                                             |
 |------------------------------------------------|---------------------------------------------------------------|
 | dense models with grouped-query attention      | sliding windows, linear attention, state space: no costs      |
 | mixtures with plain attention                  | expert layers of hybrids, vision towers: no costs             |
 | mixtures with latent attention, a group apart  | adapters (LoRA): another amount of work                       |
-| pipelines, tensor, expert and data parallelism | context parallelism, FP8, optimizer on the host: no costs yet |
+| pipelines, tensor, expert and data parallelism | context parallelism, FP8 mixtures, optimizer on the host: no costs yet |
 | ZeRO 1 and 3                                   | rows whose batch, layout or GPU is not published              |
 """
 
@@ -20,7 +21,7 @@ import csv
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sim.fidelity.published_training import PATH, PublishedStep, Recompute, shape_of
 from streamrl.hardware.profiles import load_gpu
@@ -57,6 +58,7 @@ def derived(data: Path) -> list[PublishedStep]:
     return [
         *mosaic(data / "training" / "mpt_train_mfu.csv"),
         *bridge(data / "parallel_training" / "mbridge_cards_h100.csv"),
+        *bridge_fp8(data / "parallel_training" / "megatron_bridge_h100.csv"),
         *ablations(data / "parallel_training" / "training_ablations.csv"),
         *others(data / "parallel_training" / "training_other.csv"),
         *prime(data / "parallel_training" / "prime_rl_bench.csv"),
@@ -78,8 +80,6 @@ def _lines(path: Path) -> Iterator[dict[str, str]]:
 def mosaic(path: Path) -> Iterator[PublishedStep]:
     """Yield MPT steps; the published MFU counts (6 N + 12 layers hidden sequence) FLOPs a token."""
     for line in _lines(path):
-        if line["Precision"] == "amp_fp8":
-            continue
         model, gpu = f"mpt-{line['Model']}", MPT_DEVICES[line["GPU"]]
         shape = shape_of(model)
         gpus, sequence = int(line["# GPUs"]), int(line["SeqLen (T)"])
@@ -87,7 +87,8 @@ def mosaic(path: Path) -> Iterator[PublishedStep]:
         per_token = (
             6 * int(line["NumParams"]) + 12 * shape.num_layers * shape.hidden_size * sequence
         )
-        peak = load_gpu(gpu.removesuffix("-40")).flops["bfloat16"]
+        dtype: Literal["fp8", "bfloat16"] = "fp8" if line["Precision"] == "amp_fp8" else "bfloat16"
+        peak = load_gpu(gpu.removesuffix("-40")).flops[dtype]
         tokens = micro * accumulation * sequence
         yield PublishedStep(
             framework="llm-foundry",
@@ -100,6 +101,7 @@ def mosaic(path: Path) -> Iterator[PublishedStep]:
             data_parallel=gpus,
             zero=3,
             recompute="full" if line["Activation Checkpointing"] == "True" else "none",
+            dtype=dtype,
             seconds=per_token * tokens / peak / (float(line["MFU"]) / 100),
             source="mosaicml/llm-foundry 8c8dd48",
         )
@@ -160,6 +162,36 @@ def bridge(path: Path) -> Iterator[PublishedStep]:
             seconds=float(line["step_time_s"]),
             source=f"{BRIDGE} {line['item']}",
             **known,
+        )
+
+
+DENSE_FP8 = {"LLAMA3_8B": "llama-3.1-8b", "LLAMA3_70B": "llama-3.1-70b"}
+
+
+def bridge_fp8(path: Path) -> Iterator[PublishedStep]:
+    """Yield pretraining of dense models in fp8, of the page's tables; their recipes recompute nothing."""
+    for line in _lines(path):
+        model = DENSE_FP8.get(line["model"])
+        if model is None or line["phase"] != "pretrain" or not line["precision"].startswith("FP8"):
+            continue
+        gpus, tensor, pipeline = (int(line[key]) for key in ("num_gpus", "tp", "pp"))
+        sequences, tokens = int(line["gbs"]), int(line["seq_len"])
+        yield PublishedStep(
+            framework="Megatron-Bridge",
+            release=line["release"],
+            gpu="h100",
+            model=model,
+            sequences=sequences,
+            tokens=tokens,
+            micro_batch=int(line["mbs"]),
+            data_parallel=gpus // tensor // pipeline,
+            tensor_parallel=tensor,
+            pipeline_parallel=pipeline,
+            virtual_stages=int(float(line["vp"] or 1)),
+            zero=3 if int(float(line["fsdp"] or 0)) else 1,
+            dtype="fp8",
+            seconds=sequences * tokens / gpus / float(line["tokens_per_s_per_gpu"]),
+            source=f"{BRIDGE} performance-summary",
         )
 
 

@@ -42,6 +42,9 @@ REQUEST = load_engine("streamrl").constants.request
 """Seconds of a rollout where sampling sorts nothing: the paper's decode curve. Published steps do not tell it from
 `logit`, as the vocabularies of their models are too alike: either alone meets them as well."""
 
+GAPS = load_engine("vllm-0.11").constants.layer
+"""Seconds between the kernels of a layer under CUDA graphs, for engines whose rows do not tell."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
@@ -59,12 +62,12 @@ FITS = {
     "vllm-0.11": Fit(
         name="vLLM 0.11.1, async scheduling, CUDA graphs",
         terms=("step", "layer", "logit"),
-        start=Overheads(request=REQUEST, quantises_apart=True, has_wide_experts=True),
+        start=Overheads(request=REQUEST, quantises_apart=True, pads_experts=True),
         is_fitted=lambda row: (
             row.kind == "step" and row.dtype == "bfloat16" and row.version == "0.11.1"
         ),
         note="decode steps in 16 bits on H100 (rows in fp8 and busy steps are predicted only: inputs are quantised in "
-        "kernels of their own, and Triton's experts go in tiles of 64 rows, as its fused_moe.py says)",
+        "kernels of their own, and experts go in padded blocks of 128 rows, as its deep_gemm_utils.py says)",
     ),
     "vllm-0.6": Fit(
         name="vLLM 0.6.3, CUDA graphs",
@@ -91,19 +94,21 @@ FITS = {
     ),
     "sglang-0.5": Fit(
         name="SGLang 0.5.6 and 0.5.7, CUDA graphs",
-        terms=("layer",),
-        start=Overheads(request=REQUEST),
-        note="three shapes on as many GPUs; `request` is the paper's",
+        terms=(),
+        start=Overheads(request=REQUEST, layer=GAPS, fuses_shared_experts=True),
+        note="nothing is fitted, as three shapes on as many GPUs do not tell a constant from an error of a GPU's tables: "
+        "`request` is the paper's, `layer` that of vLLM 0.11, another engine with CUDA graphs",
     ),
     "tensorrt-llm-1.0": Fit(
         name="TensorRT-LLM 1.0 and 1.2, PyTorch back end",
         terms=("step", "layer", "request"),
+        start=Overheads(narrow_attention="trtllm"),
         note="throughput at full load in fp8 on H100 and H200",
     ),
     "tensorrt-llm-0.5": Fit(
         name="TensorRT-LLM 0.5.0 and 0.6.1",
         terms=("step", "layer"),
-        start=Overheads(reads_cache_per_head=True),
+        start=Overheads(reads_cache_per_head=True, narrow_attention="trtllm"),
         note="each query head reads keys and values (issue 407), which the L2 cache of A100 softens; one read a group was "
         "tried and met these rows worse",
     ),
@@ -237,6 +242,7 @@ def engine_profile(engine: str) -> str:
         f'fitted_on = "{plan.note}: {", ".join(sorted({row.model for row in rows}))}"',
         f"gpus = {json.dumps(_answered(rows))}",
         f"rows = {len(rows)}",
+        *_narrow_gpus(engine, rows),
         "",
         "[constants]",
         *_lines(fit(engine, rows)),
@@ -251,13 +257,44 @@ def engine_profile(engine: str) -> str:
         lines += [
             "",
             "[held_out]                     # of rows predicted without their shape",
-            f"median = {np.median(np.abs(errors)):.4f}",
-            f"p90 = {np.quantile(np.abs(errors), 0.9):.4f}",
-            f"bias = {np.median(errors):.4f}",
+            *_summary(errors),
         ]
+    lines += _errors_in_fp8(engine, rows)
     for shape, constants in found.items():
         lines += ["", f'[left_out."{shape}"]', *_lines(constants)]
     return "\n".join([*lines, ""])
+
+
+def _narrow_rows(engine: str, fitted: Sequence[ServingRow]) -> list[ServingRow]:
+    """Return the steps in fp8 of an engine whose constants are fitted to others."""
+    found = [row for row in read_serving() if row.engine == engine and row.dtype == "fp8"]
+    return [row for row in found if row.kind == "step" and row not in fitted]
+
+
+def _narrow_gpus(engine: str, fitted: Sequence[ServingRow]) -> list[str]:
+    gpus = _answered(_narrow_rows(engine, fitted))
+    return [f"fp8_gpus = {json.dumps(gpus)}"] if gpus else []
+
+
+def _errors_in_fp8(engine: str, fitted: Sequence[ServingRow]) -> list[str]:
+    rows = _narrow_rows(engine, fitted)
+    if not _answered(rows):
+        return []
+    without, every = left_out(engine), fit(engine, fitted)
+    errors = [predict(row, without.get(row.model, every)) / row.value - 1 for row in rows]
+    return [
+        "",
+        "[held_out_fp8]                 # of rows in fp8, to which nothing is fitted, predicted without their shape",
+        *_summary(np.array(errors)),
+    ]
+
+
+def _summary(errors: Floats) -> list[str]:
+    return [
+        f"median = {np.median(np.abs(errors)):.4f}",
+        f"p90 = {np.quantile(np.abs(errors), 0.9):.4f}",
+        f"bias = {np.median(errors):.4f}",
+    ]
 
 
 def _answered(rows: Sequence[ServingRow]) -> list[str]:
@@ -274,8 +311,10 @@ def _lines(constants: Overheads) -> list[str]:
         "logit": f'"{constants.logit * 1e9:.4g} ns"',
         "reads_cache_per_head": "true",
         "all_reduce": f'"{constants.all_reduce}"',
+        "narrow_attention": f'"{constants.narrow_attention}"',
         "quantises_apart": "true",
-        "has_wide_experts": "true",
+        "pads_experts": "true",
+        "fuses_shared_experts": "true",
     }
     lines = [f"{term} = {text}" for term, text in written.items() if getattr(constants, term)]
     return lines + [f"slowdown = {constants.slowdown:.4g}"] * (constants.slowdown != 1)

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import exp, log
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.costs.padded_experts import BLOCK
 from sim.costs.training.profile import PATH, Constants, ExpertRate, GemmRate
+from sim.costs.training.training import Rates
 from sim.fidelity.published_training import PublishedStep, is_plain, read_steps, shape_of
-from sim.fidelity.training_rows import Rates, even_step_time
+from sim.fidelity.training_rows import even_step_time
 from streamrl.hardware.profiles import PROFILES
 from streamrl.hardware.tables import read_table
 
@@ -85,6 +87,22 @@ EXPERTS = {
     "h20": (None, "roofline", "no table of grouped products in 16 bits on H20"),
     "h20-3e": (None, "roofline", "no table of grouped products in 16 bits on H20-3e"),
 }
+GEMM_FP8 = {
+    "h100": ("h100", "gemm.vllm.fp8", "composed", "H100"),
+    "h800": ("h100", "gemm.vllm.fp8", "composed", "H100, whose compute units the H800 has"),
+    "h200": ("h200", "gemm.vllm.fp8", "composed", "H200"),
+    "h20": ("h20", "gemm.deepgemm.fp8", "roofline", "H20; no training was measured on it"),
+    "h20-3e": ("h20-3e", "gemm.sglang.fp8", "roofline", "H20-3e; no training was measured on it"),
+}
+"""As `GEMM`, in fp8."""
+EXPERTS_FP8 = {
+    "h100": ("h800", "H800, whose compute units the H100 has"),
+    "h800": ("h800", "H800"),
+    "h200": ("h800", "H800, whose compute units the H200 has"),
+    "h20": ("h20", "H20"),
+    "h20-3e": ("h20", "H20, whose compute units the H20-3e has"),
+}
+"""GPU: whose table of grouped products in fp8, and what it was measured on."""
 EXPERT_TOKENS = 64
 """Tokens of each expert that rates of experts are fitted to, at least."""
 
@@ -99,9 +117,9 @@ def main() -> None:
 # Rates from kernel tables -------------------------------------------------------------------------
 
 
-def gemm_rate(gpu: str) -> GemmRate:
+def gemm_rate(gpu: str, tables: dict[str, tuple[str, str, str, str]] = GEMM) -> GemmRate:
     """Fit 1 / FLOP/s to a straight line in 1 / m, 1 / n and 1 / k, least squares of relative errors."""
-    place, file, tier, device = GEMM[gpu]
+    place, file, tier, device = tables[gpu]
     table = read_table(PROFILES / "measured" / place / f"{file}.csv")
     n, k = (table.rows[:, [table.keys.index(key)]] for key in ("n", "k"))
     m = np.array(list(table.columns), dtype=float)
@@ -154,6 +172,28 @@ def expert_rate(gpu: str) -> ExpertRate:
         width=narrow,
         tier=tier,  # type: ignore[arg-type]  # a literal of the table above
         source=f"whole experts in profiles/measured/{place}/moe.vllm.bfloat16.csv, measured on {device}",
+    )
+
+
+def fp8_expert_rate(gpu: str) -> ExpertRate:
+    """Fit the same to grouped products of DeepGEMM's contiguous layout, each expert's tokens filling whole blocks."""
+    place, device = EXPERTS_FP8[gpu]
+    table = read_table(PROFILES / "measured" / place / "moe.deepgemm.fp8.csv")
+    of = {key: table.rows[:, [i]] for i, key in enumerate(table.keys)}
+    tokens = np.array(list(table.columns), dtype=float)
+    each = tokens * of["topk"] / of["experts"]
+    work = 2 * each * of["experts"] / of["expert_parallel"] * 3 * of["hidden"] * of["intermediate"]
+    kept = np.isfinite(table.seconds) & (each >= BLOCK)
+    sizes = np.broadcast_arrays(each, of["intermediate"])
+    flops, slower, narrow = _inverse_line(
+        (table.seconds / work)[kept], [size[kept] for size in sizes]
+    )
+    return ExpertRate(
+        flops=flops,
+        tokens=slower,
+        width=narrow,
+        tier="roofline",
+        source=f"experts of profiles/measured/{place}/moe.deepgemm.fp8.csv, measured on {device}, in inference alone",
     )
 
 
@@ -279,26 +319,59 @@ def profile_text(steps: Sequence[PublishedStep]) -> str:
         *(f"{name} = {_spread([getattr(one, name) for one in folds.values()])}" for name in names),
     ]
     for kind, found in kinds.items():
-        flat = np.concatenate(found)
-        lines += [
-            "",
-            f"[held_out.{kind}]",
-            f"rows = {len(flat)}",
-            f"median = {np.median(np.abs(flat)):.4f}",
-            f"p90 = {np.quantile(np.abs(flat), 0.9):.4f}",
-            f"bias = {np.median(flat):.4f}",
-        ]
+        lines += _errors(kind, np.concatenate(found))
     for model, one in folds.items():
         lines += ["", f'[without."{model}"]']
         lines += [f"{name} = {getattr(one, name):.4g}" for name in names]
     for model, one in triton_folds.items():
         lines += ["", f'[triton_without."{model}"]']
         lines += [f"{gpu} = {times:.4g}" for gpu, times in one.items()]
-    for section, table in (("gemm", gemm), ("experts", experts)):
-        for gpu, rate in table.items():
-            lines += ["", f"[{section}.{gpu}]"]
-            lines += [f"{name} = {_value(getattr(rate, name))}" for name in rate.__struct_fields__]
+    lines += _rates("gemm", gemm) + _rates("experts", experts)
+    lines += narrow_text(gemm, lambda model: fit.constants(places.get(model, place)))
     return "\n".join([*lines, ""])
+
+
+def _rates(section: str, table: Mapping[str, GemmRate | ExpertRate]) -> list[str]:
+    lines = []
+    for gpu, rate in table.items():
+        lines += ["", f"[{section}.{gpu}]"]
+        lines += [f"{name} = {_value(getattr(rate, name))}" for name in rate.__struct_fields__]
+    return lines
+
+
+def narrow_text(
+    wide: Mapping[str, GemmRate], constants_of: Callable[[str], tuple[Constants, dict[str, float]]]
+) -> list[str]:
+    """Return rates in fp8, and the errors of published steps so, to which nothing is fitted.
+
+    Args:
+        wide: rates of products that stay in 16 bits.
+        constants_of: gives the constants of a fit that has not seen a model.
+    """
+    gemm = {gpu: gemm_rate(gpu, GEMM_FP8) for gpu in GEMM_FP8}
+    experts = {gpu: fp8_expert_rate(gpu) for gpu in EXPERTS_FP8}
+    rates = Rates(gemm, experts, wide=wide)
+    errors = [
+        even_step_time(step, rates, *constants_of(step.model)) / step.seconds - 1
+        for step in read_steps()
+        if step.dtype == "fp8"
+    ]
+    return [
+        *_rates("gemm_fp8", gemm),
+        *_rates("experts_fp8", experts),
+        *_errors("fp8", np.array(errors)),
+    ]
+
+
+def _errors(kind: str, errors: Floats) -> list[str]:
+    return [
+        "",
+        f"[held_out.{kind}]",
+        f"rows = {len(errors)}",
+        f"median = {np.median(np.abs(errors)):.4f}",
+        f"p90 = {np.quantile(np.abs(errors), 0.9):.4f}",
+        f"bias = {np.median(errors):.4f}",
+    ]
 
 
 def _value(value: object) -> str:

@@ -120,6 +120,8 @@ def _limits(run: Run) -> Iterator[Limit]:
         ("framework.epochs", run.framework.epochs),
     ):
         yield Limit(key, times, times == 1, f"1 for backend {run.trainer.backend}")
+    for key, dtype in (("dtype", rollout.dtype), ("kv_dtype", rollout.kv_dtype)):
+        yield _one_format(run, f"rollout.{key}", dtype, rollout.backend)
     yield Limit(
         "model.dtype",
         run.model.dtype,
@@ -165,6 +167,7 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
         algorithm.old_log_probs == "engine",
         "'engine' to be executed: log-probabilities come with the tokens",
     )
+    yield _one_format(run, f"{key}.dtype", trainer.dtype, trainer.backend)
     for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel"):
         degree = getattr(trainer, name)
         yield Limit(f"{key}.{name}", degree, degree == 1, f"1 {of_backend}")
@@ -208,6 +211,17 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
         trainer.backend,
         on_cpu or not run.shares_gpus,
         "'torch' where replicas and trainer share GPUs: deepspeed does not give its memory back",
+    )
+
+
+def _one_format(run: Run, key: str, dtype: str | None, backend: str) -> Limit:
+    """Return that a side has the format of `model.dtype`."""
+    return Limit(
+        key,
+        dtype,
+        dtype in (None, run.model.dtype),
+        f"left out or model.dtype {run.model.dtype!r} for backend {backend}, which has one format",
+        f"simulate and plan know what {key} would do",
     )
 
 

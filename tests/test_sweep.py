@@ -320,7 +320,7 @@ def test_a_wrong_study_file_is_named_with_its_key(line: str, words: str, tmp_pat
 def test_there_is_a_study_for_each_question() -> None:
     assert {path.stem for path in STUDIES} == {
         *("gpu-split", "generation-gpu", "systems", "bandwidth", "prices", "output-length"),
-        *("ranker-recall", "ranker-value", "rollouts-per-step", "failures"),
+        *("ranker-recall", "ranker-value", "rollouts-per-step", "failures", "precision"),
     }
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from sim.costs.training.profile import Constants, load_training_profile
+from sim.costs.training.training import Rates
 from sim.fidelity.published import Row
 from sim.fidelity.published_training import (
     PublishedStep,
@@ -19,7 +20,7 @@ from sim.fidelity.published_training import (
     read_steps,
     shape_of,
 )
-from sim.fidelity.training_rows import Rates, even_step_time, step_time, training_rows
+from sim.fidelity.training_rows import even_step_time, step_time, training_rows
 from streamrl.hardware.profiles import load_gpu
 
 ROOT = Path(__file__).parent.parent

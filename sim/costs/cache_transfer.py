@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sim.costs.sync import SyncSide
-from streamrl.hardware.profiles import load_model
+from streamrl.hardware.precision import replica_token_bytes
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
 
@@ -30,9 +30,7 @@ class CacheTransfer:
     def load(cls, run: Run) -> CacheTransfer:
         """Return what the pool of the replicas allows."""
         side = SyncSide.load(run, run.rollout.pool, run.rollout.num_gpus)
-        num_bytes = load_model(run.model).shard_kv_bytes_per_token(
-            run.model.dtype, run.rollout.tensor_parallel
-        )
+        num_bytes = replica_token_bytes(run)
         return cls(num_bytes / _bandwidth(side), Provenance.of("roofline", _sources(side)))
 
     def time(self, context: int) -> float:

@@ -7,7 +7,7 @@ onload    host memory to GPU: weights of actor, critic and reference, and the op
 reshard   every GPU is sent what its replica's shard has beyond the shard that it trains
 offload   GPU to host memory: what the step changed, weights and optimizers; gradients are dropped, and
           host memory still has the reference
-wake      what arrived is copied into the replica's weights; the KV cache is empty
+wake      what arrived is copied into the replica's weights, and quantised where these are narrow; the cache is empty
 
 What fits beside the generator, in (1 - rollout.memory_utilization) of a GPU, stays there and does not move.
 Bytes cross at the datasheet's bandwidths. What takes longest are a framework's own calls, for every tensor and
@@ -20,8 +20,15 @@ from dataclasses import dataclass
 
 from sim.costs.framework_time import own_switch_time
 from sim.costs.sync import COPY_TRAFFIC, SyncCosts, SyncSide
+from streamrl.hardware.formats import is_narrow
 from streamrl.hardware.memory import model_state, num_models, num_trained_models, shard_parameters
-from streamrl.hardware.model_shape import BYTES, ModelShape
+from streamrl.hardware.model_shape import BYTES
+from streamrl.hardware.precision import (
+    quantised_bytes,
+    replica_weight_bytes,
+    rollout_precision,
+    trained_dtype,
+)
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.tiers import Tier
 from streamrl.runfile.config import Run
@@ -66,12 +73,13 @@ class PhaseChange:
         side = SyncSide.load(run, run.rollout.pool, max(run.rollout.num_gpus, run.trainer.num_gpus))
         memory_bandwidth = side.gpu.memory_bandwidth * side.gpu.roofline.bandwidth_efficiency
         wire, sources = _wire(run, side)
+        quantised = quantised_bytes(run) / run.rollout.tensor_parallel
         return cls(
             onload_time=moved.onloaded / side.gpu.host_link,
             offload_time=moved.offloaded / side.gpu.host_link,
             reshard_time=moved.resharded / wire,
             switch_time=own_switch_time(run).seconds,
-            wake_time=COPY_TRAFFIC * moved.woken / memory_bandwidth,
+            wake_time=(COPY_TRAFFIC * moved.woken + quantised) / memory_bandwidth,
             sent_bytes=round(moved.resharded * run.rollout.num_gpus),
             sources=sources,
         )
@@ -106,16 +114,16 @@ def count_moved(run: Run) -> PhaseBytes:
     actor steps last, so that its weights are there to be sent.
     """
     model, trained = load_model(run.model), _trained_shard(run)
-    needed = _replica_shard(run, model)
+    needed, is_kept = replica_weight_bytes(run), not is_narrow(rollout_precision(run).weights)
     onloaded = offloaded = 0.0
     if not (run.trainer.offload and num_models(run) > 1):
-        optimizer = model_state(model, run.trainer, run.model.dtype).optimizer
+        optimizer = model_state(model, run.trainer, trained_dtype(run)).optimizer
         changed = num_trained_models(run) * (trained + optimizer)
         unchanged = (num_models(run) - num_trained_models(run)) * trained
         room = _room_beside_generator(run)
         offloaded = max(0.0, changed - room)
         onloaded = max(0.0, changed + unchanged - room)
-    held = trained if run.rollout.num_gpus <= run.trainer.num_gpus else 0.0
+    held = trained if is_kept and run.rollout.num_gpus <= run.trainer.num_gpus else 0.0
     return PhaseBytes(onloaded, offloaded, max(0.0, needed - held), needed)
 
 
@@ -124,14 +132,7 @@ def _trained_shard(run: Run) -> float:
     trainer = run.trainer
     parameters = shard_parameters(load_model(run.model), trainer)
     ways = trainer.data_parallel if trainer.zero == 3 else 1
-    return parameters * BYTES[run.model.dtype] / ways
-
-
-def _replica_shard(run: Run, model: ModelShape) -> float:
-    """Bytes of weights that a GPU of a replica generates with."""
-    rollout = run.rollout
-    parameters = model.shard_parameters(rollout.tensor_parallel, rollout.expert_parallel)
-    return parameters * BYTES[run.model.dtype]
+    return parameters * BYTES[trained_dtype(run)] / ways
 
 
 def _room_beside_generator(run: Run) -> float:

@@ -24,7 +24,7 @@ from sim.costs.training.training import TrainingCosts
 from streamrl.engine.systems import moves_caches
 from streamrl.hardware.host_memory import check_host_memory, check_sync_buffer
 from streamrl.hardware.memory import check_memory, kv_capacity, longest_sequence, most_running
-from streamrl.hardware.model_shape import BYTES
+from streamrl.hardware.precision import Precision, check_precision, rollout_precision
 from streamrl.hardware.profiles import check_profiles, load_model
 from streamrl.hardware.tiers import Provenance
 from streamrl.record.decode_yield import DecodeYield
@@ -33,8 +33,8 @@ from streamrl.runfile.errors import OneOf, RunError
 from streamrl.runfile.pools import find_link
 from streamrl.runfile.sides import of_kind
 
-CHECKED_BYTES = 2
-"""Bytes of a weight in the decode steps that engines' overheads were checked on."""
+CHECKED = {"bfloat16", "float16"}
+"""Formats of caches in the decode steps that errors of engines are stated of, and of weights beside fp8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +83,7 @@ class Costs(TrainerCosts):
             return _with_others(run)
         _check_backend(run)
         check_profiles(run)
+        check_precision(run)
         _check_attention(run)
         check_memory(run)
         check_host_memory(run)
@@ -271,13 +272,21 @@ def _with_framework(costs: Costs, run: Run) -> Costs:
 
 
 def _checked(provenance: Provenance, run: Run) -> Provenance:
-    """Return where seconds of a replica come from with the error of its engine's fit, in 16 bits as that was."""
-    if provenance.tier != "composed" or BYTES[run.model.dtype] != CHECKED_BYTES:
+    """Return where seconds of a replica come from with the error of its engine, in formats that were checked."""
+    own, gpu = rollout_precision(run), run.cluster.pools[run.rollout.pool].gpu
+    in_fp8 = own.compute == "fp8"
+    is_checked = own.cache in CHECKED and (in_fp8 or own.weights in CHECKED)
+    if provenance.tier != "composed" or not is_checked:
         return provenance
-    found = decode_errors(run.costs.engine, run.cluster.pools[run.rollout.pool].gpu)
+    found = decode_errors(run.costs.engine, gpu, in_fp8=in_fp8)
     if found is None:
         return provenance
     return msgspec.structs.replace(provenance, error=found.median, p90=found.p90)
+
+
+def kernels_of(gpu: str, own: Precision, backend: str | None = None) -> Kernels:
+    """Return a GPU's kernels for a replica's formats."""
+    return Kernels(gpu, own.compute, backend, own.cache, kept=own.weights)
 
 
 def _compose_replica(run: Run) -> tuple[DecodeCurve, PrefillCurve]:
@@ -285,7 +294,7 @@ def _compose_replica(run: Run) -> tuple[DecodeCurve, PrefillCurve]:
     rollout = run.rollout
     shard = Shard(
         load_model(run.model),
-        Kernels(run.cluster.pools[rollout.pool].gpu, run.model.dtype, run.costs.backend),
+        kernels_of(run.cluster.pools[rollout.pool].gpu, rollout_precision(run), run.costs.backend),
         rollout.tensor_parallel,
         rollout.expert_parallel,
         load_engine(run.costs.engine),

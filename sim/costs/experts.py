@@ -12,15 +12,12 @@ from math import sqrt
 import numpy as np
 
 from sim.costs.kernels import Estimate, Kernels
+from sim.costs.padded_experts import padded_time
 from streamrl.hardware.model_shape import Experts
 from streamrl.hardware.tables import Floats
 
 EVEN = "even"
 """Distribution of a table whose tokens were dealt out evenly."""
-WIDE_TILES = (64.0, 80.0)
-"""Tokens up to which Triton's grouped fp8 experts are dealt to tiles of 16 rows, and the next that were measured,
-with tiles of 64: vLLM 0.19, whose experts the table has. vLLM 0.11 has tiles of 64 throughout (both in
-get_default_config of their fused_moe.py); an expert's few rows fill neither, so the wider ones cost the same share more."""
 FURTHEST = {1: 0.0, 2: 0.564, 4: 1.029, 8: 1.424, 16: 1.766, 32: 2.070, 64: 2.344}
 """Standard deviations by which the largest of n normal values exceeds their mean, on average."""
 
@@ -33,13 +30,28 @@ def experts_time(
     tensor_parallel: int,
     expert_parallel: int,
     *,
-    has_wide_tiles: bool = False,
+    is_padded: bool = False,
+    num_fused: int = 0,
 ) -> Estimate:
     """Return the seconds of one layer's routed experts for `tokens` tokens of all GPUs that share the layer.
 
     A table of even shares is asked where it reads as many experts as the fullest GPU does, and grows from
-    there as it does with tokens. `has_wide_tiles`: see `WIDE_TILES`.
+    there as it does with tokens.
+
+    Args:
+        kernels: of the GPUs.
+        tokens: (n,) of a pass.
+        experts: of a layer.
+        hidden_size: of the model.
+        tensor_parallel: GPUs that share a layer.
+        expert_parallel: GPUs that share its experts out, whole ones each.
+        is_padded: whether those in fp8 go in padded blocks (`sim.costs.padded_experts`).
+        num_fused: shared experts that are computed with the routed ones.
     """
+    num_read = num_experts_read(tokens, experts, expert_parallel) + num_fused
+    if is_padded and kernels.dtype == "fp8":
+        degrees = (hidden_size, tensor_parallel, expert_parallel)
+        return padded_time(kernels, tokens, experts, num_read, *degrees)
     shape = {
         "hidden": float(hidden_size),
         "intermediate": float(experts.intermediate_size),
@@ -51,14 +63,11 @@ def experts_time(
     if not kernels.distribution("moe").startswith(EVEN):
         return kernels.time("moe", tokens, **shape)
     all_read = experts.num_experts / experts.experts_per_token
-    alike = num_experts_read(tokens, experts, expert_parallel) / experts.experts_per_token
+    alike = num_read / experts.experts_per_token
     read = kernels.time("moe", alike * expert_parallel, **shape)
     grown = kernels.time("moe", np.maximum(tokens, all_read), **shape)
     whole = kernels.time("moe", np.full(1, all_read), **shape)
     growth = np.maximum(1.0, grown.seconds / whole.seconds)
-    if has_wide_tiles and (kernels.dtype, kernels.backend("moe")) == ("fp8", "vllm"):
-        narrow, wide = kernels.time("moe", np.array(WIDE_TILES), **shape).seconds
-        growth = growth * np.where(tokens <= WIDE_TILES[0], max(1.0, wide / narrow), 1.0)
     return Estimate(read.seconds * growth, read.unmeasured * growth, read.sources)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from sim.costs.experts import experts_time
 from sim.costs.kernels import Estimate, Kernels, total, unmeasured
 from sim.costs.overheads import ServingEngine, load_engine
+from streamrl.hardware.formats import is_narrow, width_of
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.operators import HEAD_DIM
 from streamrl.hardware.tables import Floats
@@ -54,12 +55,12 @@ class Shard:
     def head(self, rollouts: Floats) -> Estimate:
         """Seconds of logits and sampling for the last token of each rollout."""
         vocab = self.model.vocab_size / self.tensor_parallel
-        product = self.kernels.time("gemm", rollouts, n=vocab, k=self.model.hidden_size)
+        product = self.kernels.wide_time("gemm", rollouts, n=vocab, k=self.model.hidden_size)
         return product + self.kernels.traffic(SAMPLE_BYTES * vocab * rollouts)
 
     @property
     def _width(self) -> int:
-        return max(2, BYTES[self.kernels.dtype])
+        return BYTES[self.kernels.wire_dtype]
 
     def _projections(self, tokens: Floats) -> Estimate:
         if self.model.latent is not None:
@@ -81,9 +82,9 @@ class Shard:
         return kernels.time("all_reduce", num_bytes, gpus=self.tensor_parallel)
 
     def _linear(self, tokens: Floats, n: float, k: float) -> Estimate:
-        """A product with weights: in fp8 some engines bring its inputs to fp8 in a kernel of its own."""
+        """A product with weights: some engines bring its inputs to a narrow format in a kernel of its own."""
         product = self.kernels.time("gemm", tokens, n=n, k=k)
-        if self.kernels.dtype != "fp8" or not self.engine.constants.quantises_apart:
+        if not is_narrow(self.kernels.dtype) or not self.engine.constants.quantises_apart:
             return product
         return product + self.kernels.time("quantise", tokens, k=k)
 
@@ -114,6 +115,8 @@ class Shard:
     def _experts(self, tokens: Floats) -> Estimate:
         experts = self.model.experts
         assert experts is not None
+        constants = self.engine.constants
+        is_fused = constants.fuses_shared_experts and self.expert_parallel == 1
         routed = experts_time(
             self.kernels,
             tokens,
@@ -121,10 +124,12 @@ class Shard:
             self.model.hidden_size,
             self.tensor_parallel,
             self.expert_parallel,
-            has_wide_tiles=self.engine.constants.has_wide_experts,
+            is_padded=constants.pads_experts,
+            num_fused=experts.num_shared_experts if is_fused else 0,
         )
-        router = self.kernels.time("gemm", tokens, n=experts.num_experts, k=self.model.hidden_size)
-        if not experts.num_shared_experts:
+        num_experts, hidden = experts.num_experts, self.model.hidden_size
+        router = self.kernels.wide_time("gemm", tokens, n=num_experts, k=hidden)
+        if is_fused or not experts.num_shared_experts:
             return routed + router
         shared = experts.num_shared_experts * experts.intermediate_size
         return total([routed, router, self._mlp(tokens, shared)])
@@ -132,15 +137,11 @@ class Shard:
     # Attention ----------------------------------------------------------------------------------------
 
     def decode_attention(self, rollouts: int, contexts: Floats) -> Estimate:
-        """Seconds of attention in all layers, each rollout reading `contexts` cached tokens.
-
-        A narrower cache is read as fast as one of fewer tokens: decode attention is bound by its reads.
-        """
-        model, degree = self.model, self.tensor_parallel
-        contexts = contexts * (BYTES[self.kernels.cache_dtype] / BYTES[self.kernels.wire_dtype])
+        """Seconds of attention in all layers, each rollout reading `contexts` cached tokens."""
+        model, degree, kernels = self.model, self.tensor_parallel, self.kernels
         if model.latent is not None:
             return (
-                self.kernels.time(
+                kernels.cached_time(
                     "latent_decode_attention",
                     contexts,
                     heads=model.num_heads / degree,
@@ -151,8 +152,15 @@ class Shard:
         heads, kv_heads = self._heads()
         if self.engine.constants.reads_cache_per_head:
             kv_heads = heads
+        backend = self.engine.constants.narrow_attention
+        if (
+            backend is not None
+            and kernels.has_narrow_cache
+            and kernels.was_measured_with("decode_attention", backend)
+        ):
+            kernels = kernels.with_backend("decode_attention", backend)
         return (
-            self.kernels.time(
+            kernels.cached_time(
                 "decode_attention", contexts, heads=heads, kv_heads=kv_heads, batch=rollouts
             )
             * model.num_layers
@@ -178,7 +186,7 @@ class Shard:
 
     def step_work(self, num_running: int, context: int) -> tuple[float, float]:
         """FLOPs and bytes of memory traffic of one decode step on this GPU, at `context` tokens a rollout."""
-        model, degree, dtype = self.model, self.tensor_parallel, self.kernels.dtype
+        model, degree = self.model, self.tensor_parallel
         cache = model.shard_kv_bytes_per_token(self.kernels.cache_dtype, degree)
         tables = model.num_embedding_parameters / degree
         weights = model.shard_parameters(degree, self.expert_parallel)
@@ -189,7 +197,8 @@ class Shard:
             routed = experts.num_experts * model.expert_parameters / degree
             weights -= model.num_expert_layers * routed * miss
         flops = model.forward_flops(num_running, num_running * context) / degree
-        return flops, weights * BYTES[dtype] + cache * num_running * context
+        width = width_of(self.kernels.kept, model.hidden_size)
+        return flops, weights * width + cache * num_running * context
 
     # Overheads ----------------------------------------------------------------------------------------
 

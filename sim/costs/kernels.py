@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
+from streamrl.hardware.formats import FORMATS, WEIGHT_ONLY, width_of
 from streamrl.hardware.model_shape import BYTES
-from streamrl.hardware.operators import OPERATORS, Operator, Peak
+from streamrl.hardware.operators import OPERATORS, Operator, Peak, weights_read
 from streamrl.hardware.profiles import PROFILES, Gpu, load_gpu
 from streamrl.hardware.surface import Surface
 from streamrl.hardware.tables import Floats, read_table
@@ -19,12 +20,17 @@ from streamrl.hardware.tiers import Provenance
 MEASURED = PROFILES / "measured"
 DTYPE_OF_ATTENTION = "bfloat16"
 """Keys and values stay in 16 bits where weights are in 8."""
+OF_KEPT = ("gemm", "moe")
+"""Operators that read weights."""
+LEAST = {"n": 64.0, "k": 64.0}
+"""Shape of a product that is next to nothing: its seconds are those of a launch."""
 OF_WEIGHTS = ("gemm", "quantise", "moe")
 """Operators that run in the dtype of the weights."""
 ALIKE = {
     "bfloat16": ("bfloat16", "float16"),
     "float16": ("float16", "bfloat16"),
     "fp8": ("fp8",),
+    **{dtype: (dtype,) for dtype in FORMATS if dtype != "fp8"},
     "float32": ("float32",),
 }
 """Dtypes whose tables stand for each other: the two 16-bit ones run at one rate."""
@@ -84,10 +90,12 @@ class Kernels:
         backend: str | None = None,
         cache_dtype: str | None = None,
         tables: Mapping[str, str] | None = None,
+        kept: str | None = None,
     ) -> None:
         """Take the GPU's own choice of tables, or `tables` in its place, or those of one backend on it.
 
-        Keys and values are never narrower than 16 bits, unless `cache_dtype` says so.
+        Keys and values are never narrower than 16 bits, unless `cache_dtype` says so. Weights are `kept` in a narrower
+        format than the one that computes where that says so.
 
         Raises:
             ValueError: nothing of that backend was measured on this GPU.
@@ -95,7 +103,9 @@ class Kernels:
         self._gpu_name = gpu_name
         self.gpu = load_gpu(gpu_name)
         self.dtype = dtype
-        wide = DTYPE_OF_ATTENTION if BYTES[dtype] <= BYTES[DTYPE_OF_ATTENTION] else dtype
+        self.kept = kept or dtype
+        """Format of weights."""
+        wide = DTYPE_OF_ATTENTION if width_of(dtype) <= BYTES[DTYPE_OF_ATTENTION] else dtype
         self.wire_dtype = wide
         """Dtype of what GPUs send each other, and in which attention computes."""
         self.cache_dtype = cache_dtype or wide
@@ -108,7 +118,23 @@ class Kernels:
         """Return these kernels but for one operator, which is another backend's."""
         measured_on = self._tables.get(operator, self._gpu_name).partition("/")[0]
         tables = self._tables | {operator: f"{measured_on}/{backend}"}
-        return Kernels(self._gpu_name, self.dtype, cache_dtype=self.cache_dtype, tables=tables)
+        return Kernels(
+            self._gpu_name,
+            self.dtype,
+            cache_dtype=self.cache_dtype,
+            tables=tables,
+            kept=self.kept,
+        )
+
+    @property
+    def has_narrow_cache(self) -> bool:
+        """Whether keys and values are narrower than what attention computes in."""
+        return BYTES[self.cache_dtype] < BYTES[self.wire_dtype]
+
+    def was_measured_with(self, operator: str, backend: str) -> bool:
+        """Whether there is a table of an operator over this cache with a backend, on the GPU that its own table is of."""
+        place = f"{self._tables.get(operator, self._gpu_name).partition('/')[0]}/{backend}"
+        return table_path(place, operator, self.cache_dtype) is not None
 
     @property
     def is_measured(self) -> bool:
@@ -134,9 +160,41 @@ class Kernels:
             shape: value of every other axis.
         """
         dtype = self.dtype if operator in OF_WEIGHTS else self.wire_dtype
+        if operator in OF_KEPT and self.kept != self.dtype:
+            return self._widened(operator, columns, shape)
+        return self._timed(operator, dtype, columns, shape)
+
+    def wide_time(self, operator: str, columns: Floats, **shape: float) -> Estimate:
+        """Return the seconds of an operator whose weights are never narrow: routers and heads."""
+        return self._timed(operator, self.wire_dtype, columns, shape)
+
+    def cached_time(self, operator: str, contexts: Floats, **shape: float) -> Estimate:
+        """Return the seconds of decode attention over contexts that are kept in `cache_dtype`.
+
+        Where a narrower cache was not measured, it is read as fast as one of fewer tokens: decode attention is bound by
+        its reads.
+        """
+        if not self.has_narrow_cache:
+            return self.time(operator, contexts, **shape)
+        surface = _surface(self._place(operator, self.cache_dtype), operator, self.cache_dtype)
+        if surface is not None and self.cache_dtype in self.gpu.flops:
+            return self._timed(operator, self.cache_dtype, contexts, shape)
+        share = BYTES[self.cache_dtype] / BYTES[self.wire_dtype]
+        found = self.time(operator, contexts * share, **shape)
+        source = f"{operator} with a cache in {self.cache_dtype}, as of fewer tokens"
+        return Estimate(found.seconds, found.seconds, (*found.sources, source))
+
+    def _timed(
+        self, operator: str, dtype: str, columns: Floats, shape: dict[str, float]
+    ) -> Estimate:
         surface = _surface(self._place(operator, dtype), operator, dtype)
         if surface is None:
             return self._roofline(OPERATORS[operator], operator, dtype, columns, shape)
+        return self._of_surface(surface, dtype, columns, shape)
+
+    def _of_surface(
+        self, surface: Surface, dtype: str, columns: Floats, shape: dict[str, float]
+    ) -> Estimate:
         seconds, is_inside = surface.seconds(shape, columns, peak_of(self.gpu, dtype))
         return Estimate(seconds, np.where(is_inside, 0.0, seconds), (surface.table.origin,))
 
@@ -148,6 +206,29 @@ class Kernels:
         """Return the seconds in which the GPU's memory moves bytes, by its roofline."""
         bandwidth = self.gpu.memory_bandwidth * self.gpu.roofline.bandwidth_efficiency
         return unmeasured(num_bytes / bandwidth, f"roofline of {self.gpu.name}: memory traffic")
+
+    def _widened(self, operator: str, columns: Floats, shape: dict[str, float]) -> Estimate:
+        """Seconds of a product whose weights are read narrow and widened before they are multiplied.
+
+        Where it was not measured by the roofline, but no less than a wide product of the same rows that is next to nothing.
+        """
+        surface = None
+        if self.kept in WEIGHT_ONLY:
+            surface = _surface(self._place(operator, self.kept), operator, self.kept)
+        if surface is not None:
+            return self._of_surface(surface, self.kept, columns, shape)
+        source = OPERATORS[operator]
+        axes: dict[str, Floats] = {key: np.array([value]) for key, value in shape.items()}
+        axes[_COLUMN[operator]] = columns
+        wide, efficiency = BYTES[self.dtype], self.gpu.roofline
+        saved = (wide - width_of(self.kept)) * weights_read(operator, axes)
+        work, peak = source.count(axes, wide), peak_of(self.gpu, self.dtype)
+        compute = work.flops / (peak.flops * efficiency.compute_efficiency)
+        memory = (work.memory - saved) / (peak.memory * efficiency.bandwidth_efficiency)
+        least = self._timed("gemm", self.dtype, columns, LEAST).seconds
+        seconds = np.maximum(np.maximum(compute, memory), least)
+        text = f"roofline of {self.gpu.name}: {operator} of {self.kept} weights in {self.dtype}"
+        return unmeasured(seconds, text)
 
     def _roofline(
         self, operator: Operator, name: str, dtype: str, columns: Floats, shape: dict[str, float]
@@ -179,14 +260,20 @@ _COLUMN = {
 def peak_of(gpu: Gpu, dtype: str) -> Peak:
     """Return a GPU's datasheet for one dtype.
 
+    Weights of a format that nothing multiplies are multiplied in 16 bits.
+
     Raises:
         ValueError: the hardware has no units for that dtype.
     """
+    if dtype in WEIGHT_ONLY:
+        wide = peak_of(gpu, DTYPE_OF_ATTENTION)
+        return replace(wide, width=width_of(dtype))
     if dtype not in gpu.flops:
         raise ValueError(
             f"{gpu.name} does not compute in {dtype}; it does in {', '.join(gpu.flops)}"
         )
-    return Peak(gpu.flops[dtype], gpu.memory_bandwidth, gpu.nvlink, BYTES[dtype])
+    width = BYTES[dtype] if dtype in BYTES else width_of(dtype)
+    return Peak(gpu.flops[dtype], gpu.memory_bandwidth, gpu.nvlink, width)
 
 
 def table_path(place: str, operator: str, dtype: str) -> Path | None:

@@ -11,7 +11,7 @@
 
 They are fitted to published steps by `benchmarks/fit_decode.py`, one file of `profiles/engines/` each. Which kernels an
 engine uses is no fit: its code says so, or its release. Its fp8 has no constant of its own: rows in fp8 of vLLM 0.11 are
-predicted from measured kernels alone.
+predicted from measured kernels and from what its code computes beside what is asked for.
 """
 
 from __future__ import annotations
@@ -46,10 +46,14 @@ class Overheads(ProfileTable, frozen=True, kw_only=True):
     all_reduce: str | None = None
     """Backend of its all-reduces; the GPU's choice where absent. vLLM had but NCCL's until 2024 (pull 2192)."""
 
+    narrow_attention: str | None = None
+    """Backend of its decode attention over a narrow cache, on GPUs where that was measured; the GPU's choice where absent."""
     quantises_apart: bool = False
     """Whether kernels of their own bring inputs of fp8 products to fp8, each row by its own scale, not those before them."""
-    has_wide_experts: bool = False
-    """Whether grouped fp8 experts go in tiles of 64 rows at any batch, as those of the tables do past 64 tokens."""
+    pads_experts: bool = False
+    """Whether grouped fp8 experts go in padded blocks of 128 rows (`sim.costs.padded_experts`)."""
+    fuses_shared_experts: bool = False
+    """Whether shared experts are computed as one more routed expert, as SGLang's deepseek_v2.py does where GPUs slice them."""
 
     def __post_init__(self) -> None:
         check_positive(self, TERMS)
@@ -82,19 +86,27 @@ class ServingEngine(ProfileTable, frozen=True, kw_only=True):
     """Least and greatest value of each constant, over the fits that leave one shape out: seconds, or a factor."""
     held_out: HeldOut | None = None
     """Absent where one shape is all there is."""
+    fp8_gpus: list[str] = msgspec.field(default_factory=list)
+    """On which rows in fp8 were measured, six or more, where constants are fitted to others."""
+    held_out_fp8: HeldOut | None = None
+    """Errors of those rows."""
     left_out: dict[str, Overheads] = msgspec.field(default_factory=dict)
     """Constants fitted without the rows of a shape, by its name in profiles/models."""
 
 
 @cache
-def decode_errors(engine: str, gpu: str) -> HeldOut | None:
+def decode_errors(engine: str, gpu: str, *, in_fp8: bool = False) -> HeldOut | None:
     """Return the errors of decode steps on a GPU, on shapes left out: None where nobody checked.
+
+    In fp8 of the engine itself alone, as what it computes beside what it is asked for is its own.
 
     Of the engine itself where it was measured on such GPUs, otherwise the largest of those that were: overheads are
     an engine's own, but what kernel tables miss is the GPU's.
     """
     alike = {gpu, load_gpu(gpu).tables.get("gemm", gpu).partition("/")[0]}
     own = load_engine(engine)
+    if in_fp8:
+        return own.held_out_fp8 if alike & set(own.fp8_gpus) else None
     others = (load_engine(name) for name in known_engines())
     checked = [own] if alike & set(own.gpus) else [one for one in others if alike & set(one.gpus)]
     found = [one.held_out for one in checked if one.held_out]

@@ -9,6 +9,7 @@ from typing import assert_never
 from sim.costs.sync_profiles import load_delta
 from streamrl.hardware.memory import weight_bytes
 from streamrl.hardware.model_shape import BYTES, ModelShape
+from streamrl.hardware.precision import rollout_precision
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.config import Run
 
@@ -26,7 +27,7 @@ class Payload:
         model, sync = load_model(run.model), run.sync
         match sync.mode:
             case "full":
-                return cls(weight_bytes(run), num_tensors(model))
+                return cls(_sent_bytes(run), num_tensors(model))
             case "lora":
                 parameters = lora_parameters(model, sync.lora_rank)
                 num_adapted = sum(count for _, _, count in linear_layers(model))
@@ -36,6 +37,13 @@ class Payload:
                 return cls(round(changed * load_delta().bytes_per_value), num_tensors(model))
             case _:
                 assert_never(sync.mode)
+
+
+def _sent_bytes(run: Run) -> int:
+    """Bytes of all weights: as replicas keep them, or as they are trained where each replica quantises its own."""
+    if run.sync.quantise_at == "trainer":
+        return weight_bytes(run)
+    return load_model(run.model).num_parameters * BYTES[rollout_precision(run).wide]
 
 
 def lora_parameters(model: ModelShape, rank: int) -> int:

@@ -20,6 +20,7 @@ from math import ceil
 from sim.costs.payload import Payload
 from sim.costs.sync_profiles import SyncBackend, Transport, load_backend, load_delta, load_transport
 from streamrl.hardware.memory import weight_bytes
+from streamrl.hardware.precision import quantised_bytes
 from streamrl.hardware.profiles import Gpu, load_gpu
 from streamrl.hardware.tiers import TIERS, Tier
 from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
@@ -182,7 +183,18 @@ class _Route:
         fixed = self.backend.fixed_time(self.payload.num_bytes, self.payload.num_tensors)
         if self._is_delta:
             fixed += weight_bytes(self.run) / load_delta().compare_bandwidth
-        return fixed
+        return fixed + self._quantise_time("trainer")
+
+    def _quantise_time(self, where: str) -> float:
+        """Seconds in which that side brings all weights to the format that replicas keep, each GPU its share of a copy."""
+        if self.run.sync.mode != "full" or self.run.sync.quantise_at != where:
+            return 0.0
+        config, gpu = self.run.trainer, self.trainer.gpu
+        ways = config.tensor_parallel * config.pipeline_parallel
+        if where == "replica":
+            ways, gpu = self.run.rollout.tensor_parallel, self.rollout.gpu
+        achieved = gpu.memory_bandwidth * gpu.roofline.bandwidth_efficiency
+        return quantised_bytes(self.run) / ways / achieved
 
     def _legs(self) -> list[Leg]:
         """Everything that a broadcast bucket passes, in order."""
@@ -246,7 +258,7 @@ class _Route:
         load_time = COPY_TRAFFIC * copied / ways / memory_bandwidth
         if self._is_through_host and not self.backend.fitted_to:
             load_time += self.payload.num_bytes / ways / gpu.host_link
-        return load_time
+        return load_time + self._quantise_time("replica")
 
     @property
     def _is_through_host(self) -> bool:

@@ -57,6 +57,8 @@ class PublishedStep(msgspec.Struct, frozen=True, kw_only=True):
     """Whether expert dispatch hides behind other micro-batches."""
     kernels: Literal["fused", "uncompiled", "eager"] = "fused"
     logits: Literal["eager", "fused", "chunked"] | None = None
+    dtype: Literal["bfloat16", "fp8"] = "bfloat16"
+    """What products of linear layers are computed in."""
     seconds: float
     peak_memory: float | None = None
     """Bytes that the fullest GPU held at most, where they are published."""
@@ -87,8 +89,8 @@ def _typed(line: dict[str, str]) -> dict[str, object]:
 
 
 def is_plain(step: PublishedStep) -> bool:
-    """Whether a step is of a model with plain attention: latent attention is a group of its own, never fitted."""
-    return shape_of(step.model).latent is None
+    """Whether a step is of a model with plain attention, in 16 bits: the others are groups of their own, never fitted."""
+    return shape_of(step.model).latent is None and step.dtype == "bfloat16"
 
 
 @functools.cache

@@ -19,9 +19,9 @@ TITLES = {
 }
 LIMITS = (
     "linear and state-space attention, vision towers, rollouts that outgrow a sliding window: no costs; refused",
-    "training in 8 bits, LoRA adapters' training, context parallelism, optimizers on the host: not modelled; published "
+    "LoRA adapters' training, context parallelism, optimizers on the host: not modelled; published "
     "rows of them are left out",
-    "FP8 rollouts: composed of 8-bit tables, and too fast by a third at small batches (the rows above)",
+    "narrow formats that nobody measured (int8, int4, nvfp4, mxfp8): rooflines; FP8 training of mixtures too",
     "critics or reward models of another size than the actor, and rollout engines of mixed degrees: not expressible",
     "steps whose output lengths are not published: lengths decide generation, and nothing can stand in for them",
     "speculative decoding, prefix caches between steps, disaggregated prefill: not modelled",

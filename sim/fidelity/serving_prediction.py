@@ -13,7 +13,7 @@ from sim.costs.inference import Shard
 from sim.costs.kernels import Kernels
 from sim.costs.overheads import Overheads, load_engine
 from sim.fidelity.serving_table import ServingRow
-from streamrl.hardware.model_shape import BYTES
+from streamrl.hardware.formats import shard_weight_bytes
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.workspace import workspace_bytes
 from streamrl.runfile.cluster_config import ModelConfig
@@ -93,7 +93,8 @@ def full_load(row: ServingRow, constants: Overheads) -> float:
     """
     shard = _shard(replica_of(row), constants)
     model = shard.model
-    weights = model.shard_parameters(row.tensor_parallel, row.expert_parallel) * BYTES[row.dtype]
+    degrees = row.tensor_parallel, row.expert_parallel
+    weights = shard_weight_bytes(model, row.dtype, "bfloat16", *degrees)
     per_token = model.shard_kv_bytes_per_token(shard.kernels.cache_dtype, row.tensor_parallel)
     workspace = workspace_bytes(model, row.dtype, MOST_RUNNING, row.tensor_parallel)
     free = shard.kernels.gpu.usable_memory - weights - workspace

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import msgspec
 import numpy as np
 
 from sim.costs.training.layer import Layer
 from sim.costs.training.line import PipelinedLine
-from sim.costs.training.profile import Constants, ExpertRate, GemmRate, load_training_profile
+from sim.costs.training.profile import Constants, load_training_profile
 from sim.costs.training.ranks import Ranks
 from sim.costs.training.stage_times import StageTimes
+from sim.costs.training.training import Rates, rates_of
 from sim.fidelity.published import Row
 from sim.fidelity.published_training import PublishedStep, is_plain, read_steps, shape_of
 from streamrl.hardware.activations import activation_bytes, logit_bytes
@@ -28,24 +27,18 @@ MESH = 4
 """GPUs of a node whose NVLinks go to each other directly."""
 
 
-class Rates(NamedTuple):
-    """Of matrix products and of experts, by GPU."""
-
-    gemm: dict[str, GemmRate]
-    experts: dict[str, ExpertRate]
-
-
 def training_rows() -> list[Row]:
     """Return every published step with its prediction, and that of the constants fitted without its model."""
     profile = load_training_profile()
-    rates = Rates(profile.gemm, profile.experts)
     rows = []
     for step in read_steps():
+        rates = rates_of(profile, step.dtype)
         seconds = step_time(step, rates, profile.constants, profile.triton_attention)
-        without = profile.without.get(step.model)
-        left_out = None
+        without, left_out = profile.without.get(step.model), None
         if without is not None:
             left_out = step_time(step, rates, without, profile.triton_without[step.model])
+        if not is_plain(step):  # nothing was fitted to it, but perhaps to its model in 16 bits
+            seconds, left_out = left_out or seconds, None
         rows.append(
             Row(
                 name=_name(step),
@@ -113,10 +106,15 @@ def _composed(
         trainer=_trainer(step),
         gpus_per_node=step.gpus_per_node,
         dtype="bfloat16",
+        computes_in=step.dtype,
         collective=constants.collective,
     )
     layer = Layer(
-        ranks=ranks, gemm=rates.gemm[name], experts=rates.experts[name], constants=constants
+        ranks=ranks,
+        gemm=(rates.wide or rates.gemm)[name],
+        experts=rates.experts[name],
+        constants=constants,
+        narrow=rates.gemm[name] if rates.wide else None,
     )
     return ranks, StageTimes.compose(ranks, layer)
 
@@ -167,5 +165,6 @@ def _name(step: PublishedStep) -> str:
 
 def _group(step: PublishedStep) -> str:
     kind = "" if shape_of(step.model).experts is None else f", {step.routing} routing"
-    latent = "" if is_plain(step) else ", latent attention"
-    return f"{step.framework}{kind}{latent}"
+    latent = "" if shape_of(step.model).latent is None else ", latent attention"
+    dtype = "" if step.dtype == "bfloat16" else f", {step.dtype}"
+    return f"{step.framework}{kind}{latent}{dtype}"

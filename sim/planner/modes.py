@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from streamrl.engine.systems import SYSTEMS
 from streamrl.runfile.config import Run
+from streamrl.runfile.dtypes import NARROW
 from streamrl.runfile.policies_config import DispatchName, OrderName, SyncMode, SystemName
 from streamrl.runfile.sides_config import SyncConfig
 
@@ -105,7 +106,11 @@ def _usual_order(run: Run) -> list[OrderName | None]:
 
 def _usual_sync(run: Run) -> list[SyncMode]:
     own = run.sync.mode
-    is_tight = run.model.dtype != "float32" and run.sync.backend != "nccl-reshard"
+    is_tight = (
+        run.model.dtype != "float32"
+        and run.rollout.dtype not in NARROW
+        and run.sync.backend != "nccl-reshard"
+    )
     return ["full", "delta"] if own == "full" and is_tight else [own]
 
 

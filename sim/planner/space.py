@@ -31,6 +31,7 @@ from sim.planner.stages import refuse_profile
 from sim.planner.train_time import FallingLengths, TrainTimes, train_times
 from streamrl.engine.systems import System, choose_system
 from streamrl.hardware.memory import ROOMY, kv_capacity
+from streamrl.hardware.precision import check_precision
 from streamrl.hardware.profiles import check_profiles, load_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.pools import powers_of_two
@@ -131,6 +132,7 @@ class Space:
             ValueError: there are none; the constraint that rules out the last is named.
         """
         check_profiles(run)
+        check_precision(run)
         refuse_profile(run)
         if run.policies.resize != "keep":
             raise ValueError(

@@ -9,6 +9,7 @@ import numpy as np
 from sim.costs.kernels import DTYPE_OF_ATTENTION, Kernels, peak_of
 from sim.costs.training.training import TrainingCosts
 from streamrl.hardware.operators import OPERATORS
+from streamrl.hardware.precision import training_dtype
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.report.profile_figures import Series
 from streamrl.runfile.config import Run
@@ -58,7 +59,7 @@ def training_mfu(run: Run, lengths: Sequence[int], rollouts: int = 256) -> Serie
     """
     costs, model = TrainingCosts.load(run), load_model(run.model)
     gpu = load_gpu(run.cluster.pools[run.trainer.pool].gpu)
-    peak = gpu.flops[run.model.dtype] * run.trainer.num_gpus
+    peak = gpu.flops[training_dtype(run)] * run.trainer.num_gpus
     needed = [3 * costs.num_trained * rollouts * model.forward_flops(n, n * n / 2) for n in lengths]
     seconds = [costs.train_time([n] * rollouts) for n in lengths]
     trainer = run.trainer

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from sim.costs.costs import kernels_of
 from sim.costs.curves import compose_decode
 from sim.costs.inference import Shard
-from sim.costs.kernels import Kernels
-from streamrl.hardware.model_shape import BYTES, ModelShape
+from streamrl.hardware.formats import is_narrow, shard_weight_bytes
+from streamrl.hardware.model_shape import ModelShape
+from streamrl.hardware.precision import check_units, precision_of
 from streamrl.hardware.workspace import workspace_bytes
 from streamrl.report.generation import GenerationCurve, GenerationPoint
 from streamrl.runfile.units import SECONDS_PER_HOUR
@@ -20,6 +22,8 @@ def study_generation(
     tensor_parallel: int = 1,
     expert_parallel: int = 1,
     dtype: str = "bfloat16",
+    kv_dtype: str | None = None,
+    weight_only: bool = False,
     context: int = 4000,
     max_running: int = 512,
     backend: str | None = None,
@@ -30,11 +34,17 @@ def study_generation(
     Raises:
         ValueError: the GPU is unknown, does not compute in this dtype, or cannot hold one rollout.
     """
-    shard = Shard(model, Kernels(gpu, dtype, backend), tensor_parallel, expert_parallel)
+    wide = "bfloat16" if is_narrow(dtype) else dtype
+    own, degrees = (
+        precision_of(dtype, kv_dtype, wide, weight_only=weight_only),
+        (tensor_parallel, expert_parallel),
+    )
+    shard = Shard(model, kernels_of(gpu, own, backend), *degrees)
     hardware = shard.kernels.gpu
-    weights = model.shard_parameters(tensor_parallel, expert_parallel) * BYTES[dtype]
-    per_token = model.shard_kv_bytes_per_token(shard.kernels.cache_dtype, tensor_parallel)
-    workspace = workspace_bytes(model, dtype, max_running, tensor_parallel, expert_parallel)
+    check_units(own, hardware.name, hardware.flops)
+    weights = shard_weight_bytes(model, own.weights, own.wide, *degrees)
+    per_token = model.shard_kv_bytes_per_token(own.cache, tensor_parallel)
+    workspace = workspace_bytes(model, own.wide, max_running, tensor_parallel, expert_parallel)
     capacity = (hardware.usable_memory * memory_utilization - weights - workspace) / per_token
     most_running = int(capacity // context)
     if most_running < 1:
@@ -53,7 +63,7 @@ def study_generation(
         gpu=gpu,
         tensor_parallel=tensor_parallel,
         expert_parallel=expert_parallel,
-        dtype=dtype,
+        dtype=str(own),
         context=context,
         most_running=most_running,
         price=hardware.price,

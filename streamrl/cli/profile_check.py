@@ -27,7 +27,7 @@ from streamrl.runfile.frameworks import USUAL, Framework, UsualSeconds
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.workload import load_source
 
-DTYPES = ("bfloat16", "fp8")
+DTYPES = ("bfloat16", "fp8", "int4")
 """Dtypes of which a place has one at least."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import msgspec
 import typer
@@ -11,6 +11,7 @@ from rich.console import Console
 
 from sim.studies.replica_speed import study_generation
 from streamrl.cli.shared import AsJson, claim_file, print_json
+from streamrl.hardware.formats import is_narrow
 from streamrl.hardware.profiles import load_model
 from streamrl.report.generation import (
     comparison_table,
@@ -19,6 +20,9 @@ from streamrl.report.generation import (
     generation_table,
 )
 from streamrl.runfile.cluster_config import ModelConfig
+from streamrl.runfile.dtypes import CacheDtype, WeightDtype
+
+WEIGHTS, CACHES = get_args(WeightDtype), get_args(CacheDtype)
 
 
 def show(
@@ -32,7 +36,15 @@ def show(
     expert_parallel: Annotated[
         int, typer.Option("--expert-parallel", "--ep", min=1, help="1, or as many as --tp.")
     ] = 1,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16, fp8 or float32.")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help=f"What weights are kept and multiplied in: {', '.join(WEIGHTS)}.")
+    ] = "bfloat16",
+    kv_dtype: Annotated[
+        str | None, typer.Option(help=f"What keys and values are kept in: {', '.join(CACHES)}.")
+    ] = None,
+    weight_only: Annotated[
+        bool, typer.Option("--weight-only", help="Multiply narrow weights in bfloat16.")
+    ] = False,
     context: Annotated[int, typer.Option(min=1, help="Tokens of context a rollout.")] = 4000,
     max_running: Annotated[int, typer.Option(min=1, help="Largest batch.")] = 512,
     backend: Annotated[
@@ -53,6 +65,7 @@ def show(
         claim_file(output)
     config = ModelConfig(path=model) if Path(model).is_dir() else ModelConfig(name=model)
     check_degrees(tensor_parallel, expert_parallel)
+    check_formats(dtype, kv_dtype, weight_only=weight_only)
     shape = load_model(config)
     curves = [
         study_generation(
@@ -61,6 +74,8 @@ def show(
             tensor_parallel=tensor_parallel,
             expert_parallel=expert_parallel,
             dtype=dtype,
+            kv_dtype=kv_dtype,
+            weight_only=weight_only,
             context=context,
             max_running=max_running,
             backend=backend,
@@ -90,6 +105,16 @@ def check_degrees(tensor_parallel: int, expert_parallel: int) -> None:
         raise ValueError(
             f"--expert-parallel must be 1 or --tensor-parallel {tensor_parallel}, got {expert_parallel}"
         )
+
+
+def check_formats(dtype: str, kv_dtype: str | None, *, weight_only: bool) -> None:
+    """Raise `ValueError` where there is no such format, or weights of it are not narrow."""
+    if dtype not in WEIGHTS:
+        raise ValueError(f"--dtype must be one of {', '.join(WEIGHTS)}, got {dtype!r}")
+    if kv_dtype is not None and kv_dtype not in CACHES:
+        raise ValueError(f"--kv-dtype must be one of {', '.join(CACHES)}, got {kv_dtype!r}")
+    if weight_only and not is_narrow(dtype):
+        raise ValueError(f"--weight-only is for narrow weights, got --dtype {dtype}")
 
 
 def describe(curve: msgspec.Struct) -> dict[str, object]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from streamrl.doctor.candidates import candidates_for
 from streamrl.doctor.changes import changed, say
 from streamrl.doctor.finding import Changes, Finding
+from streamrl.hardware.precision import check_precision
 from streamrl.hardware.profiles import check_profiles, load_model
 from streamrl.runfile.checks import CHECKS
 from streamrl.runfile.config import Run
@@ -37,7 +38,7 @@ def mend_contradictions(run: Run) -> Consistency:
 
 def mend_profiles(run: Run) -> Consistency:
     """Find GPUs, a model or lengths that there is no profile of, with the closest names; files are not made up."""
-    mended, findings = _mend(run, (*CHECKS, check_profiles))
+    mended, findings = _mend(run, (*CHECKS, check_profiles, check_precision))
     error = _error_of(_check_directory, run)
     if error is not None:
         findings.append(_finding(error, _NO_MODEL))

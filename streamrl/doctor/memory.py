@@ -17,8 +17,8 @@ from streamrl.hardware.memory import (
     replica_workspace,
     trainer_memory,
 )
-from streamrl.hardware.model_shape import BYTES
-from streamrl.hardware.profiles import Gpu, load_gpu, load_model
+from streamrl.hardware.precision import replica_token_bytes, replica_weight_bytes
+from streamrl.hardware.profiles import Gpu, load_gpu
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import kind_name, trainer_names
 
@@ -76,13 +76,11 @@ def _gpu(run: Run, pool: str) -> Gpu:
 
 def replica_side(run: Run) -> SideMemory:
     """Return the memory of a GPU that generates: weights, and the cache that fills what is left."""
-    rollout, dtype = run.rollout, run.model.dtype
-    model, gpu = load_model(run.model), _gpu(run, rollout.pool)
-    weights = model.shard_parameters(rollout.tensor_parallel, rollout.expert_parallel)
-    per_token = model.shard_kv_bytes_per_token(dtype, rollout.tensor_parallel)
+    rollout, gpu = run.rollout, _gpu(run, run.rollout.pool)
+    weights, per_token = replica_weight_bytes(run), replica_token_bytes(run)
     usable = gpu.usable_memory * rollout.memory_utilization
     workspace = replica_workspace(run)
-    room = usable - weights * BYTES[dtype] - workspace
+    room = usable - weights - workspace
     num_tokens = max(int(max(0.0, room) // per_token), longest_sequence(run))
     return SideMemory(
         side="rollout",
@@ -91,7 +89,7 @@ def replica_side(run: Run) -> SideMemory:
         capacity=gpu.usable_memory,
         usable=usable,
         parts={
-            "weights": weights * BYTES[dtype],
+            "weights": weights,
             "workspace": workspace,
             "kv_cache": num_tokens * per_token,
         },

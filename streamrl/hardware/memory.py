@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from streamrl.hardware.activations import activation_bytes, logit_bytes, tokens_in_pass
+from streamrl.hardware.formats import shard_weight_bytes
 from streamrl.hardware.model_shape import BYTES, ModelShape
+from streamrl.hardware.precision import (
+    replica_token_bytes,
+    replica_weight_bytes,
+    rollout_precision,
+    trained_dtype,
+)
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.hardware.slices import stage_layers
 from streamrl.hardware.workspace import workspace_bytes
@@ -39,8 +46,9 @@ GATHERED_LAYERS = 2
 
 
 def weight_bytes(run: Run) -> int:
-    """Bytes of the weights as they are sent: every parameter once."""
-    return load_model(run.model).num_parameters * BYTES[run.model.dtype]
+    """Bytes of the weights as replicas keep them: every parameter once."""
+    own = rollout_precision(run)
+    return round(shard_weight_bytes(load_model(run.model), own.weights, own.wide))
 
 
 def kv_capacity(run: Run) -> int:
@@ -50,12 +58,11 @@ def kv_capacity(run: Run) -> int:
         RunError: the weights alone, or one rollout of the longest kind, do not fit.
     """
     model, gpu = load_model(run.model), load_gpu(run.cluster.pools[run.rollout.pool].gpu)
-    gpus, dtype = run.rollout.tensor_parallel, run.model.dtype
+    gpus, weights = run.rollout.tensor_parallel, replica_weight_bytes(run)
     usable = gpu.usable_memory * run.rollout.memory_utilization
-    weights = model.shard_parameters(gpus, run.rollout.expert_parallel) * BYTES[dtype]
     workspace = replica_workspace(run)
     room = max(0.0, usable - weights - workspace)
-    capacity = int(room // model.shard_kv_bytes_per_token(dtype, gpus))
+    capacity = int(room // replica_token_bytes(run))
     longest = longest_sequence(run)
     if capacity < longest:
         raise RunError(
@@ -76,7 +83,7 @@ def replica_workspace(run: Run) -> float:
     rollout = run.rollout
     return workspace_bytes(
         load_model(run.model),
-        run.model.dtype,
+        rollout_precision(run).wide,
         rollout.max_running,
         rollout.tensor_parallel,
         rollout.expert_parallel,
@@ -117,11 +124,9 @@ def replica_memory(run: Run) -> dict[str, float]:
     Raises:
         ValueError: as `kv_capacity`.
     """
-    model, gpu = load_model(run.model), load_gpu(run.cluster.pools[run.rollout.pool].gpu)
-    gpus, dtype = run.rollout.tensor_parallel, run.model.dtype
-    weights = model.shard_parameters(gpus, run.rollout.expert_parallel) * BYTES[dtype]
-    workspace = replica_workspace(run)
-    cache = kv_capacity(run) * model.shard_kv_bytes_per_token(dtype, gpus)
+    gpu = load_gpu(run.cluster.pools[run.rollout.pool].gpu)
+    weights, workspace = replica_weight_bytes(run), replica_workspace(run)
+    cache = kv_capacity(run) * replica_token_bytes(run)
     unused = gpu.usable_memory - weights - workspace - cache
     return {
         "weights": weights,
@@ -271,7 +276,7 @@ def trainer_memory(run: Run) -> dict[str, float]:
     Raises:
         RunError: the model cannot be split as the run file says.
     """
-    model, trainer, dtype = load_model(run.model), run.trainer, run.model.dtype
+    model, trainer, dtype = load_model(run.model), run.trainer, trained_dtype(run)
     states = model_states(model, trainer, dtype)
     num_tokens = tokens_in_pass(trainer, longest_sequence(run))
     activations = activation_bytes(model, trainer, dtype, num_tokens)

@@ -204,6 +204,17 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
             + self.num_expert_layers * self.mixture_parameters(tensor_parallel, expert_parallel)
         )
 
+    def linear_parameters(self, tensor_parallel: int = 1, expert_parallel: int = 1) -> float:
+        """Parameters on one GPU of attention, MLPs and experts: all but tables, norms of layers and routers."""
+        mixture = self.mixture_parameters(tensor_parallel, expert_parallel)
+        if self.experts is not None:
+            mixture -= self.experts.num_experts * (self.hidden_size + self.experts.has_router_bias)
+        return (
+            self.num_layers * self.attention_parameters(tensor_parallel)
+            + self.num_dense_layers * self.mlp_parameters / tensor_parallel
+            + self.num_expert_layers * mixture
+        )
+
     @property
     def num_parameters(self) -> int:
         """All parameters, a tied embedding counted once, modules for multi-token prediction left out."""

@@ -113,6 +113,25 @@ def _moe(axes: Axes, width: float) -> Work:
     return Work(2 * chosen * one_expert, width * num_read * one_expert, NOTHING)
 
 
+def weights_read(operator: str, axes: Axes) -> Floats:
+    """Return how many values of weights a product reads: all of a matrix, or those of the experts that tokens go to.
+
+    Raises:
+        KeyError: the operator reads none.
+    """
+    return {"gemm": _weights_of_gemm, "moe": _weights_of_experts}[operator](axes)
+
+
+def _weights_of_gemm(axes: Axes) -> Floats:
+    return axes["n"] * axes["k"]
+
+
+def _weights_of_experts(axes: Axes) -> Floats:
+    split = axes["tensor_parallel"] * axes["expert_parallel"]
+    one_expert = 3 * axes["hidden"] * axes["intermediate"] / split
+    return np.minimum(axes["experts"], axes["tokens"] * axes["topk"]) * one_expert
+
+
 def _ring(factor: float) -> Callable[[Axes, float], Work]:
     """A ring collective: each of g GPUs sends `factor` (g-1)/g of the whole message."""
 

@@ -26,7 +26,7 @@ def workspace_bytes(
     A pass holds the residual stream, its norm and the widest of its blocks: gate, up and their product. Logits
     of every rollout are whole on each GPU.
     """
-    width = max(2, BYTES[dtype])
+    width = max(2, BYTES.get(dtype, 2))
     mlp = 3.0 * model.intermediate_size / tensor_parallel if model.num_dense_layers else 0.0
     routed = 0.0
     if model.experts is not None:

@@ -10,6 +10,7 @@ from typing import get_args
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.bounds import POSITIVE, check_bounds
 from streamrl.runfile.config import DEVICE, Run
+from streamrl.runfile.dtypes import NARROW
 from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
 from streamrl.runfile.fault_checks import check_faults
 from streamrl.runfile.paths import paths_of
@@ -163,6 +164,15 @@ def _check_sync(run: Run) -> None:
             "in which a step changes nearly every value",
             ("model.dtype",),
         )
+    if sync.mode == "delta" and run.rollout.dtype in NARROW:
+        raise RunError(
+            "sync.mode",
+            sync.mode,
+            OneOf(["full", "lora"]),
+            f"sync.mode 'delta' sends what changes in 16 bits, so rollout.dtype must be no narrower, got "
+            f"{run.rollout.dtype!r}",
+            ("rollout.dtype",),
+        )
     if sync.backend == "nccl-reshard" and sync.mode != "full":
         raise RunError(
             "sync.mode",
@@ -171,6 +181,18 @@ def _check_sync(run: Run) -> None:
             f"sync.backend 'nccl-reshard' moves shards of all weights, so sync.mode must be 'full', "
             f"got {sync.mode!r}",
             ("sync.backend",),
+        )
+
+
+def _check_precision(run: Run) -> None:
+    rollout = run.rollout
+    if rollout.weight_only and rollout.dtype not in NARROW:
+        raise RunError(
+            "rollout.weight_only",
+            rollout.weight_only,
+            OneOf([False]),
+            f"rollout.weight_only is for weights of {', '.join(NARROW)}, got rollout.dtype {rollout.dtype!r}",
+            ("rollout.dtype",),
         )
 
 
@@ -222,6 +244,7 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
     *(
         _check_ranker,
         _check_sync,
+        _check_precision,
         _check_latencies,
         *POLICY_CHECKS,
         check_plan,

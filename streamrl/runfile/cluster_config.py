@@ -18,7 +18,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     path: str | None = None
     """A Hugging Face directory with config.json, tokenizer and weights."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Type of the weights that generate, of activations and of the KV cache."""
+    """Type of weights, activations and KV cache, of which `rollout` and `trainer` may depart, each by a `dtype` of its own."""
 
 
 class PoolConfig(Section, frozen=True, kw_only=True):

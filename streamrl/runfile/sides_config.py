@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from streamrl.runfile.algorithm_config import AlgorithmName, CorrectionName, KlEstimator, LossMean
+from streamrl.runfile.dtypes import CacheDtype, TrainingDtype, WeightDtype
 from streamrl.runfile.policies_config import SyncMode
 from streamrl.runfile.reward_config import RewardConfig
 from streamrl.runfile.section import Section
@@ -53,6 +54,13 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Most rollouts that a replica decodes at once; KV memory may allow fewer."""
     max_tokens: int
     """Most output tokens of a rollout."""
+    dtype: WeightDtype | None = None
+    """Simulated: what replicas keep the weights of linear layers in, and multiply them in; `model.dtype` where absent."""
+    weight_only: bool = False
+    """Simulated: weights of a narrow `dtype` are widened before each product, as int4 always is: fewer bytes are read and
+    kept, and products take as long as those of `model.dtype`."""
+    kv_dtype: CacheDtype | None = None
+    """Simulated: what keys and values are kept in; `model.dtype` where absent."""
     admission: AdmissionName = "on-demand"
     """Simulated: what a replica lets a rollout in by. on-demand: what it has now fits KV memory, and what outgrows
     that later is preempted, as engines do; reserve: `max_tokens` of all that run fit, so none is ever preempted."""
@@ -106,6 +114,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """The training side."""
 
     pool: str
+    dtype: TrainingDtype | None = None
+    """Simulated: what products of linear layers are computed in; weights, activations and the optimizer stay as with
+    `model.dtype`, which it is where absent."""
     data_parallel: int = 1
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -254,5 +265,8 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     wire: Literal["chunks", "gloo"] = "chunks"
     """Executed, where weights go over relays. chunks: pieces go from relay to relay by way of the process that decides;
     gloo: the trainer's relay broadcasts to one far relay, and that one to all others, over torch's gloo."""
+    quantise_at: Literal["trainer", "replica"] = "trainer"
+    """Simulated: who brings weights to a narrow `rollout.dtype`: the trainer before each push, so that fewer bytes are
+    sent, or each replica while it loads them."""
     anchor_every: int = 20
     """Executed, mode delta: every so many synchronisations a place is sent all weights; 1: always."""

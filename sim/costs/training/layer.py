@@ -46,6 +46,9 @@ MLP_REDUCES = 0.5
 """Share of those that are the MLP's."""
 SELECTIVE = 0.3
 """Share of a forward pass's activation traffic that making norms and activations again takes."""
+QUANTISE_BYTES = 6
+"""Bytes through memory of a value in 16 bits that becomes fp8: it is read for its scale and read again, and written by rows
+and by columns, as both passes multiply it (Transformer Engine's current scaling)."""
 PASS_TOKENS = 16384
 """Tokens of a pass that attention is measured in, or one sequence if that is longer."""
 LENGTHS = np.geomspace(512, 65536, 8)
@@ -90,6 +93,8 @@ class Layer:
     gemm: GemmRate
     experts: ExpertRate
     constants: Constants
+    narrow: GemmRate | None = None
+    """Of products of linear layers in fp8, whose inputs are quantised first; those of `gemm` where None."""
 
     # Passes ---------------------------------------------------------------------------------------
 
@@ -124,7 +129,7 @@ class Layer:
         logits = ranks.model.vocab_size / ranks.trainer.tensor_parallel
         moved = self._unfused() * self.constants.logit_traffic * logits
         softmax = Pass(per_token=moved / ranks.gpu.memory_bandwidth)
-        return self._product(logits, ranks.model.hidden_size) + softmax
+        return _product(self.gemm, logits, ranks.model.hidden_size) + softmax
 
     # Terms ----------------------------------------------------------------------------------------
 
@@ -142,11 +147,16 @@ class Layer:
         return found
 
     def _product(self, columns: float, rows: float) -> Pass:
-        """(tokens, rows) times (rows, columns)."""
-        rate = self.gemm
-        seconds = 2 * columns * rows / rate.flops
-        slower = 1 + rate.columns / columns + rate.rows / rows
-        return Pass(fixed=seconds * rate.tokens, per_token=seconds * slower)
+        """(tokens, rows) times (rows, columns), of a linear layer."""
+        if self.narrow is None:
+            return _product(self.gemm, columns, rows)
+        return _product(self.narrow, columns, rows) + self._quantised(rows)
+
+    def _quantised(self, values: float) -> Pass:
+        """Bring a token's inputs to fp8; fused kernels write them so, in two layouts, instead of in 16 bits."""
+        if self.narrow is None or self.ranks.trainer.kernels == "fused":
+            return Pass()
+        return Pass(per_token=QUANTISE_BYTES * values / self.ranks.gpu.memory_bandwidth)
 
     def _projections(self) -> Pass:
         model, degree = self.ranks.model, self.ranks.trainer.tensor_parallel
@@ -247,6 +257,7 @@ class Layer:
             fixed=seconds * rate.tokens / share,
             per_token=seconds * (1 + rate.width / width) + moved,
         )
+        found += self._quantised(copies * (hidden + width))
         found *= self._imbalance()
         if not experts.num_shared_experts:
             return found
@@ -284,6 +295,12 @@ class Layer:
             case _:
                 assert_never(trainer.dispatch)
         return num_bytes * (outside / ranks.gpu.network + inside / ranks.gpu.nvlink)
+
+
+def _product(rate: GemmRate, columns: float, rows: float) -> Pass:
+    seconds = 2 * columns * rows / rate.flops
+    slower = 1 + rate.columns / columns + rate.rows / rows
+    return Pass(fixed=seconds * rate.tokens, per_token=seconds * slower)
 
 
 @lru_cache(maxsize=1024)

@@ -126,6 +126,9 @@ class TrainingProfile(ProfileTable, frozen=True, kw_only=True):
     """By name of a GPU in profiles/gpus."""
     experts: dict[str, ExpertRate]
     """By name of a GPU in profiles/gpus."""
+    gemm_fp8: dict[str, GemmRate]
+    """As `gemm`, in fp8, of GPUs whose products were measured so."""
+    experts_fp8: dict[str, ExpertRate]
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from streamrl.hardware.memory import (
     stage_parameters,
 )
 from streamrl.hardware.model_shape import BYTES, ModelShape
+from streamrl.hardware.precision import trained_dtype, training_dtype
 from streamrl.hardware.profiles import Gpu, load_gpu, load_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides_config import TrainerConfig
@@ -27,6 +28,9 @@ class Ranks:
     trainer: TrainerConfig
     gpus_per_node: int
     dtype: str
+    """Of weights, activations and what GPUs send each other."""
+    computes_in: str
+    """Format of the products of linear layers."""
     collective: float = 1.0
     """Seconds of a collective for each second that its bytes take at the datasheet's bandwidth."""
 
@@ -40,7 +44,8 @@ class Ranks:
             gpu_name=pool.gpu,
             trainer=run.trainer,
             gpus_per_node=pool.gpus_per_node,
-            dtype=run.model.dtype,
+            dtype=trained_dtype(run),
+            computes_in=training_dtype(run),
         )
 
     @property

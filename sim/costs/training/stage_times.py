@@ -57,10 +57,13 @@ class StageTimes:
     def assumed(cls, ranks: Ranks, efficiency: float) -> StageTimes:
         """Return the stages at a share of peak FLOP/s; recomputation and collectives are part of it."""
         model, trainer = ranks.model, ranks.trainer
-        achieved = ranks.gpu.flops[ranks.dtype] * efficiency * trainer.tensor_parallel
+        narrow, achieved = (
+            ranks.gpu.flops[dtype] * efficiency * trainer.tensor_parallel
+            for dtype in (ranks.computes_in, ranks.dtype)
+        )
         head = 2.0 * model.num_embedding_parameters
         layer = Pass(
-            per_token=(model.forward_flops(1, 0) - head) / achieved / model.num_layers,
+            per_token=(model.forward_flops(1, 0) - head) / narrow / model.num_layers,
             per_pair=model.forward_flops(0, 1) / achieved / model.num_layers,
         )
         layers = stage_layers(model.num_layers, trainer.num_slices)

@@ -9,14 +9,21 @@ A stage takes seconds for a micro-batch by its tokens and its pairs of tokens. H
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
+from types import MappingProxyType
+from typing import NamedTuple
 
 from sim.costs.framework_time import own_step_time
 from sim.costs.training.layer import Layer
 from sim.costs.training.line import Line, PipelinedLine
-from sim.costs.training.profile import TrainingProfile, load_training_profile
+from sim.costs.training.profile import (
+    ExpertRate,
+    GemmRate,
+    TrainingProfile,
+    load_training_profile,
+)
 from sim.costs.training.ranks import Ranks
 from sim.costs.training.stage_times import StageTimes
 from streamrl.hardware.memory import ModelState, model_state, num_models, num_trained_models
@@ -90,7 +97,7 @@ class TrainingCosts:
         ranks, stages, step_time, provenance = _choose_stages(run, ranks)
         switches = Switches()
         if run.trainer.offload:
-            state = model_state(ranks.model, run.trainer, run.model.dtype)
+            state = model_state(ranks.model, run.trainer, ranks.dtype)
             switches = Switches.of(state, ranks.gpu.host_link, is_alone=num_models(run) == 1)
         num_trained = num_trained_models(run)
         framework = run.framework
@@ -152,31 +159,64 @@ def _choose_stages(run: Run, ranks: Ranks) -> tuple[Ranks, StageTimes, float, Pr
             Provenance.of("roofline", [source]),
         )
     profile = load_training_profile()
-    rate = profile.gemm.get(name)
-    if rate is None or BYTES[run.model.dtype] != MEASURED_BYTES:
+    rate, rates = profile.gemm.get(name), rates_of(profile, ranks.computes_in)
+    if rate is None or name not in rates.gemm or BYTES[ranks.dtype] != MEASURED_BYTES:
         assumed = ranks.gpu.roofline.training_efficiency
         source = f"profiles/gpus/{name}.toml: assumed training_efficiency={assumed}, unmeasured"
         return ranks, StageTimes.assumed(ranks, assumed), 0.0, Provenance.of("roofline", [source])
     constants = profile.constants
     ranks = replace(ranks, collective=constants.collective)
-    layer = Layer(ranks=ranks, gemm=rate, experts=profile.experts[name], constants=constants)
+    layer = Layer(
+        ranks=ranks,
+        gemm=rate,
+        experts=rates.experts[name],
+        constants=constants,
+        narrow=rates.gemm[name] if rates.wide else None,
+    )
     is_mixture = ranks.model.experts is not None
-    tier = profile.experts[name].tier if is_mixture and rate.tier == "composed" else rate.tier
-    provenance = Provenance.of(tier, *_checked(profile, name, is_mixture=is_mixture))
+    own = rates.gemm[name].tier
+    tier = rates.experts[name].tier if is_mixture and own == "composed" else own
+    provenance = Provenance.of(tier, *_checked(profile, rates, name, is_mixture=is_mixture))
     return ranks, StageTimes.compose(ranks, layer), constants.step_time, provenance
 
 
+class Rates(NamedTuple):
+    """Of products and of experts in one format, by GPU."""
+
+    gemm: dict[str, GemmRate]
+    experts: dict[str, ExpertRate]
+    kinds: Mapping[bool, str] = MappingProxyType({})
+    """Of errors in `TrainingProfile.held_out`, by whether the model is a mixture; none where nobody checked."""
+    wide: Mapping[str, GemmRate] | None = None
+    """Of products that stay in 16 bits, where those of linear layers do not."""
+
+
+def rates_of(profile: TrainingProfile, dtype: str) -> Rates:
+    """Return the rates of linear layers that compute in a format; none where nothing was measured in it."""
+    match dtype:
+        case "bfloat16" | "float16":
+            return Rates(profile.gemm, profile.experts, {False: "dense", True: "mixture"})
+        case "fp8":
+            return Rates(profile.gemm_fp8, profile.experts_fp8, {False: "fp8"}, profile.gemm)
+        case _:
+            return Rates({}, {})
+
+
 def _checked(
-    profile: TrainingProfile, gpu: str, *, is_mixture: bool
+    profile: TrainingProfile, rates: Rates, gpu: str, *, is_mixture: bool
 ) -> tuple[list[str], float | None, float | None]:
     """Return the sources, and the errors on shapes left out where training was measured on this GPU."""
-    kind = "mixture" if is_mixture else "dense"
+    kind = rates.kinds.get(is_mixture)
+    if kind is None:
+        text = f"training fitted on steps in 16 bits ({profile.source}); mixtures in fp8 unmeasured"
+        sources = (text, rates.gemm[gpu].source, rates.experts[gpu].source)
+        return ["; ".join(sources)], None, None
     found = profile.held_out[kind]
     fitted = (
         f"training fitted on {profile.rows} published steps ({profile.source}, {profile.licence}); "
         f"{kind} models left out: {found.median:.1%} in median, {found.p90:.1%} at p90"
     )
-    rates = [profile.gemm[gpu].source, *([profile.experts[gpu].source] if is_mixture else [])]
-    is_known = profile.gemm[gpu].tier == "composed"
+    own = [rates.gemm[gpu].source, *([rates.experts[gpu].source] if is_mixture else [])]
+    is_known = rates.gemm[gpu].tier == "composed"
     errors = (found.median, found.p90) if is_known else (None, None)
-    return [f"{fitted}; {'; '.join(rates)}"], *errors
+    return [f"{fitted}; {'; '.join(own)}"], *errors

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from streamrl.hardware.model_shape import ModelShape
+from streamrl.hardware.precision import rollout_precision
 from streamrl.hardware.profiles import PROFILES, load_gpu, price_of
 from streamrl.record.trace import Trace
 from streamrl.report.plan import Plan
@@ -70,9 +71,18 @@ def assumptions_of(
         yield from _of_plan(run, plan)
 
 
+def _of_formats(run: Run) -> Iterator[Assumption]:
+    rollout = run.rollout
+    if rollout.dtype is not None or rollout.kv_dtype is not None:
+        yield Assumption("formats of replicas", str(rollout_precision(run)), f"{RUN_FILE}: rollout")
+    if run.trainer.dtype is not None:
+        yield Assumption("products of training", run.trainer.dtype, f"{RUN_FILE}: trainer.dtype")
+
+
 def _of_work(run: Run, model: ModelShape) -> Iterator[Assumption]:
     algorithm = run.algorithm
     yield Assumption("model", f"{model.name} in {run.model.dtype}", model.source)
+    yield from _of_formats(run)
     batch = f"{algorithm.prompts_per_step:,} prompts"
     if algorithm.group_size > 1:
         batch += f" with {algorithm.group_size} rollouts each"

@@ -1,0 +1,145 @@
+"""What a run's replicas and trainers keep and compute in, apart: `rollout.dtype`, `rollout.kv_dtype`, `trainer.dtype`.
+
+All are those of `model.dtype` where a run file does not say. A replica multiplies what it keeps (w8a8: inputs are
+quantised too), or widens its weights before each product (weight-only); a GPU needs units for the former.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from streamrl.hardware.formats import (
+    FORMATS,
+    WEIGHT_ONLY,
+    is_narrow,
+    shard_weight_bytes,
+    width_of,
+)
+from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.runfile.config import Run
+from streamrl.runfile.errors import OneOf, RunError
+from streamrl.runfile.trainers import trainer_key
+
+
+class Precision(NamedTuple):
+    """Formats of a replica."""
+
+    weights: str
+    """Of linear layers."""
+    wide: str
+    """Of all other weights, of activations, and of products where weights are widened."""
+    cache: str
+    is_weight_only: bool
+
+    @property
+    def compute(self) -> str:
+        """What products of linear layers are computed in."""
+        return self.wide if self.is_weight_only else self.weights
+
+    def __str__(self) -> str:
+        """Say it in a few words: "fp8", "int4 weights, products in bfloat16", "bfloat16, KV cache in fp8"."""
+        text = self.weights
+        if self.is_weight_only:
+            text += f" weights, products in {self.wide}"
+        return text if self.cache == self.wide else f"{text}, KV cache in {self.cache}"
+
+
+def precision_of(
+    weights: str | None, cache: str | None, wide: str, *, weight_only: bool = False
+) -> Precision:
+    """Return formats, those that are None being the wide one."""
+    kept = weights or wide
+    if not is_narrow(kept):
+        wide = kept
+    only = is_narrow(kept) and (weight_only or kept in WEIGHT_ONLY)
+    return Precision(kept, wide, cache or wide, only)
+
+
+def rollout_precision(run: Run) -> Precision:
+    """Return the formats of a run's replicas."""
+    rollout = run.rollout
+    return precision_of(
+        rollout.dtype, rollout.kv_dtype, run.model.dtype, weight_only=rollout.weight_only
+    )
+
+
+def replica_weight_bytes(run: Run) -> float:
+    """Bytes of weights on one GPU of a replica."""
+    rollout, own = run.rollout, rollout_precision(run)
+    degrees = rollout.tensor_parallel, rollout.expert_parallel
+    return shard_weight_bytes(load_model(run.model), own.weights, own.wide, *degrees)
+
+
+def replica_token_bytes(run: Run) -> float:
+    """Bytes of the keys and values of a token on one GPU of a replica."""
+    cache = rollout_precision(run).cache
+    return load_model(run.model).shard_kv_bytes_per_token(cache, run.rollout.tensor_parallel)
+
+
+def training_dtype(run: Run) -> str:
+    """Return what the trainer multiplies in."""
+    return run.trainer.dtype or run.model.dtype
+
+
+def trained_dtype(run: Run) -> str:
+    """Return what the trainer keeps weights and activations in: the wide format where it multiplies in a narrow one."""
+    own = training_dtype(run)
+    return run.model.dtype if own in FORMATS else own
+
+
+def quantised_bytes(run: Run) -> float:
+    """Bytes of memory traffic in which the weights of one push are brought to a narrow format; 0 where they stay wide.
+
+    They are read twice, for their scales and for their values, and written once.
+    """
+    own = rollout_precision(run)
+    if not is_narrow(own.weights):
+        return 0.0
+    model = load_model(run.model)
+    read = 2 * width_of(trained_dtype(run))
+    return model.linear_parameters() * (read + width_of(own.weights, model.hidden_size))
+
+
+# What a GPU cannot do -----------------------------------------------------------------------------
+
+
+def check_precision(run: Run) -> None:
+    """Raise `RunError` where a GPU has no units for what it should multiply."""
+    for kind in range(run.num_kinds):
+        own = run.of_kind(kind)
+        gpu = load_gpu(own.cluster.pools[own.rollout.pool].gpu)
+        check_units(
+            rollout_precision(own),
+            gpu.name,
+            gpu.flops,
+            "rollout.",
+            "rollout.weight_only = true",
+        )
+    for number in range(run.num_trainers):
+        _check_trainer(run.as_seen_by(number), trainer_key(number))
+
+
+def check_units(
+    own: Precision,
+    gpu: str,
+    flops: dict[str, float],
+    section: str = "--",
+    remedy: str = "--weight-only",
+) -> None:
+    """Raise `RunError` where a GPU cannot multiply weights as a replica keeps them."""
+    if is_narrow(own.compute) and own.compute not in flops:
+        text = (
+            f"{section}dtype {own.weights!r}: {gpu} does not compute in {own.weights}; "
+            f"{remedy} keeps weights so and multiplies in {own.wide}"
+        )
+        raise RunError("rollout.weight_only", False, OneOf([True]), text, ("rollout.dtype",))
+
+
+def _check_trainer(run: Run, section: str) -> None:
+    own, gpu = training_dtype(run), load_gpu(run.cluster.pools[run.trainer.pool].gpu)
+    if is_narrow(own) and own not in gpu.flops:
+        text = (
+            f"{section}.dtype {own!r}: {gpu.name} does not compute in {own}; "
+            f"it does in {', '.join(gpu.flops)}"
+        )
+        raise RunError(f"{section}.dtype", own, OneOf([None, *gpu.flops]), text)
