@@ -101,6 +101,17 @@ class PhaseChange:
         )
 
 
+def sync_costs(run: Run) -> SyncCosts:
+    """Return what a run's weights take on their way, or where its sides share their GPUs its change of phase.
+
+    Raises:
+        ValueError: a profile is missing or wrong.
+    """
+    if run.shares_gpus:
+        return PhaseChange.load(run).sync_costs().calibrated(run)
+    return SyncCosts.load(run)
+
+
 def switch_time(run: Run) -> float:
     """Return the seconds of a framework's calls when GPUs turn from training to generating and back."""
     stated = run.framework.switch_time

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
 
+from sim.costs.calibrated import stated_overhead, training_factors
 from sim.costs.training.layer import Layer
 from sim.costs.training.line import Line, PipelinedLine
 from sim.costs.training.profile import TrainingProfile, load_training_profile
@@ -89,6 +90,8 @@ class TrainingCosts:
         """
         algorithm, ranks = run.algorithm, Ranks.of(run)
         ranks, stages, step_time, provenance = _choose_stages(run, ranks)
+        score, train = training_factors(run)
+        stages = stages.at(score, train)
         switches = Switches()
         if run.trainer.offload:
             state = model_state(ranks.model, run.trainer, run.model.dtype)
@@ -96,13 +99,14 @@ class TrainingCosts:
         num_trained = num_trained_models(run)
         framework = run.framework
         updated = ranks.reduce_time() + ranks.update_time() + switches.step_time
+        optimizer_time = (num_trained * updated + step_time) / train
         return cls(
             stages=stages,
             num_scored=algorithm.num_scored,
             num_trained=num_trained,
             informative_share=run.computed_share,
             switches=switches,
-            optimizer_time=num_trained * updated + step_time,
+            optimizer_time=optimizer_time,
             overhead_time=_overhead_time(run),
             mini_batch=_mini_batch(run),
             epochs=framework.epochs,
@@ -138,8 +142,9 @@ class TrainingCosts:
 
 def _overhead_time(run: Run) -> float:
     """Return a framework's own seconds of a step; published ones are of clusters, and say nothing of CPUs."""
-    if run.framework.step_time is not None:
-        return run.framework.step_time
+    stated = stated_overhead(run)
+    if stated is not None:
+        return stated
     return 0.0 if run.cluster.pools[run.trainer.pool].gpu == "cpu" else STEP_TIME
 
 
