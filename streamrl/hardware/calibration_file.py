@@ -10,7 +10,10 @@ import datetime
 from functools import cache
 from math import isfinite
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+import msgspec
+import tomli_w
 
 from streamrl.hardware.profile_table import ProfileTable
 from streamrl.hardware.profiles import read_profile
@@ -120,6 +123,21 @@ def load_calibration(costs: CostsConfig) -> Calibration | None:
     except ValueError as error:
         text = f"{SECTION}: {error}"
     raise RunError(SECTION, costs.calibration, None, text)
+
+
+def write_calibration(calibration: Calibration) -> str:
+    """Return a calibration as TOML, with what is not known left out."""
+    table = _known(msgspec.to_builtins(calibration, builtin_types=(datetime.date,)))
+    return tomli_w.dumps(table)
+
+
+def _known(table: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        known = _known(value) if isinstance(value, dict) else value
+        if known is not None and known != {}:
+            found[key] = float(f"{known:.6g}") if isinstance(known, float) else known
+    return found
 
 
 @cache

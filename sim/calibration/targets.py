@@ -1,0 +1,178 @@
+"""Which measured seconds tell of which stages, and what a factor is by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import sqrt
+from statistics import fmean, median, stdev
+from typing import NamedTuple
+
+from sim.calibration.disagreement import takes_turns
+from streamrl.engine.systems import choose_system
+from streamrl.hardware.calibration_file import StageName
+from streamrl.logs.measured_steps import MeasuredStep, MeasuredSteps
+from streamrl.record.batch_means import student
+from streamrl.report.words import listing
+from streamrl.runfile.config import Run
+
+BOUND_BY_GENERATION = 0.05
+"""Share of a step that a trainer must wait for rollouts for its steps to tell how fast these are."""
+FOR_AN_INTERVAL = 5
+"""Steps from which on their scatter says how sure a factor is."""
+
+Reader = Callable[[MeasuredStep], float | None]
+
+
+class Target(NamedTuple):
+    """Seconds that both worlds have, and the stages whose factor brings them together."""
+
+    stages: tuple[StageName, ...]
+    read: Reader
+    fixed: Reader
+    """What is no part of those stages: seconds of it count on neither side."""
+    has_overhead: bool = False
+    """Whether they hold the seconds of a step that are of no stage too, which count on neither side."""
+
+
+def find_targets(run: Run, measured: MeasuredSteps, notes: list[str]) -> list[Target]:
+    """Return what factors can be fitted to; what cannot be known is told in `notes`."""
+    columns = _own_columns(run, measured)
+    found = [Target((stage,), _column(name), no_seconds) for stage, name in columns.items()]
+    passes: tuple[StageName, ...] = ("score",) if run.algorithm.needs_score else ()
+    wanted: tuple[StageName, ...] = ("generation", *passes, "train")
+    missing = tuple(stage for stage in wanted if stage not in columns)
+    if not missing:
+        return found
+    if not measured.has("step_time"):
+        notes.append(
+            f"{listing(list(missing))}: not known, as neither these seconds nor whole steps were measured"
+        )
+        return found
+    return found + _of_whole_steps(run, measured, missing, columns, notes)
+
+
+def _own_columns(run: Run, measured: MeasuredSteps) -> dict[StageName, str]:
+    """Return by stage the column of its own seconds, where they were measured."""
+    columns: dict[StageName, str] = {"sync": "sync", "score": "score", "train": "train"}
+    columns["generation"] = "generation" if measured.has("generation") else "rollout_time"
+    if not run.algorithm.needs_score:
+        del columns["score"]
+    return {stage: column for stage, column in columns.items() if measured.has(column)}
+
+
+def _of_whole_steps(
+    run: Run,
+    measured: MeasuredSteps,
+    missing: tuple[StageName, ...],
+    columns: dict[StageName, str],
+    notes: list[str],
+) -> list[Target]:
+    """Return what whole steps tell of the stages that were not measured by themselves."""
+    what = listing(list(missing))
+    is_all = set(missing) >= {"generation", "train"}
+    if is_all or missing == ("generation",):
+        if not is_all and not takes_turns(run) and not _waits(measured):
+            notes.append(
+                f"generation: not known, as the trainer waits for it under {BOUND_BY_GENERATION:.0%} of a step"
+            )
+            return []
+    elif overlaps(run):
+        notes.append(f"{what}: not known, as it goes on beside generation")
+        return []
+    one = "one factor for all, " if len(missing) > 1 else ""
+    if overlaps(run):
+        notes.append(
+            f"{what}: {one}by whole steps, which wait for it; waiting itself is not decoding"
+        )
+        return [Target(missing, step_seconds, no_seconds)]
+    notes.append(f"{what}: {one}by what steps have beside the stages that were measured")
+    return [Target(missing, step_seconds, _sum_of(*columns.values()), has_overhead=True)]
+
+
+def overlaps(run: Run) -> bool:
+    """Return whether training goes on while anything is generated."""
+    return not takes_turns(run) or choose_system(run.policies).streaming == "stream"
+
+
+def _waits(measured: MeasuredSteps) -> bool:
+    wait, step = measured.mean("wait"), measured.mean("step_time")
+    return bool(wait and step and wait / step >= BOUND_BY_GENERATION)
+
+
+def _column(name: str) -> Reader:
+    def read(step: MeasuredStep) -> float | None:
+        value: float | None = getattr(step, name)
+        return value
+
+    return read
+
+
+def _sum_of(*names: str) -> Reader:
+    def read(step: MeasuredStep) -> float | None:
+        return sum(getattr(step, name) or 0.0 for name in names)
+
+    return read
+
+
+def no_seconds(step: MeasuredStep) -> float | None:
+    """Return none of a step's seconds."""
+    return 0.0
+
+
+def step_seconds(step: MeasuredStep) -> float | None:
+    """Return the seconds of a whole step."""
+    return step.step_time
+
+
+class Pairs(NamedTuple):
+    """Predicted and measured seconds of the same steps."""
+
+    predicted: list[float]
+    measured: list[float]
+
+    @property
+    def ratio(self) -> float:
+        """How many times as long it is predicted to take as it took: what a factor has to grow by."""
+        return sum(self.predicted) / sum(self.measured)
+
+    @property
+    def error(self) -> float:
+        """Median of the absolute relative errors."""
+        pairs = zip(self.predicted, self.measured, strict=True)
+        return median(abs(ours / theirs - 1) for ours, theirs in pairs)
+
+    def interval(self, factor: float) -> tuple[float, float] | None:
+        """Return the 95 % interval of a factor by the scatter of its steps; None of too few."""
+        num = len(self.measured)
+        if num < FOR_AN_INTERVAL:
+            return None
+        rest = [p / self.ratio - m for p, m in zip(self.predicted, self.measured, strict=True)]
+        half = half_width(rest) / fmean(self.measured)
+        return factor * max(0.0, 1 - half), factor * (1 + half)
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Return half of the 95 % interval of a mean of five values or more."""
+    return student(len(values) - 1) * stdev(values) / sqrt(len(values))
+
+
+def pair(
+    read: Reader,
+    predicted: Sequence[MeasuredStep],
+    measured: Sequence[MeasuredStep],
+    fixed: Reader = no_seconds,
+    overheads: tuple[float, float] = (0.0, 0.0),
+) -> Pairs | None:
+    """Return what both have of each step, less what is fixed and each side's overhead; None where no step has both."""
+    found = Pairs([], [])
+    for ours, theirs in zip(predicted, measured, strict=True):
+        values = _less(read, fixed, ours, overheads[0]), _less(read, fixed, theirs, overheads[1])
+        if values[0] is not None and values[1] is not None and min(values[0], values[1]) > 0:
+            found.predicted.append(values[0])
+            found.measured.append(values[1])
+    return found if found.measured else None
+
+
+def _less(read: Reader, fixed: Reader, step: MeasuredStep, overhead: float) -> float | None:
+    value = read(step)
+    return None if value is None else value - (fixed(step) or 0.0) - overhead
