@@ -20,7 +20,7 @@ from streamrl.logs.run_steps import read_run_steps
 from streamrl.runfile.config import Run
 from streamrl.workload.workload import Draw, SimulatedWorkload
 
-LEAST_STEPS = 16
+LEAST_STEPS = 8
 """That are simulated, so that the mean of a stage does not hang on the longest rollout of one draw."""
 WARM_UP = 2
 """Steps before those that count: nothing was generated before the first, nor loaded."""

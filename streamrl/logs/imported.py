@@ -102,7 +102,7 @@ def replay_steps(measured: MeasuredSteps, shape: str = SHAPE) -> Fragment:
         )
     mean, longest = fmean(outputs), max(measured.values("longest_output"), default=None)
     kind = _kind_of(shape)
-    scale = _scale(LengthsConfig(kind=kind, source=shape), mean, longest)
+    scale = scale_to_mean(LengthsConfig(kind=kind, source=shape), mean, longest)
     table: dict[str, object] = {"kind": kind, "source": shape, "scale": float(f"{scale:.5g}")}
     prompt = measured.mean("prompt_tokens")
     if prompt is not None:
@@ -140,7 +140,7 @@ def _kind_of(shape: str) -> LengthsKind:
     return "histogram" if "density" in header else "empirical"
 
 
-def _scale(config: LengthsConfig, mean: float, longest: float | None) -> float:
+def scale_to_mean(config: LengthsConfig, mean: float, longest: float | None) -> float:
     """Return what scales a shape to a mean, outputs capped at the longest."""
     source = load_source(config)
     assert not isinstance(source, Recorded), "a shape is no trace"

@@ -13,7 +13,7 @@ import msgspec
 SECONDS = {
     "step_time": "from the end of one step to the end of the next",
     "generation": "from the first prompt of the step's batch to its last rollout, where nothing trains meanwhile",
-    "rollout_time": "mean over rollouts, each from being sent to its end",
+    "rollout_time": "mean over rollouts, each from leaving the queue of its engine to its end",
     "wait": "in which the trainer waits for rollouts",
     "score": "of all forward passes before training: old log-probabilities, reference, values",
     "reference": "those of `score` that are the reference's",
@@ -112,7 +112,7 @@ def write_steps(steps: Iterable[MeasuredStep], source: str) -> str:
     steps = list(steps)
     columns = [name for name in COLUMNS if any(getattr(each, name) is not None for each in steps)]
     text = io.StringIO()
-    text.write(f"# Measured steps of {source}; seconds and tokens.\n")
+    text.write(f"# Measured steps of {' '.join(source.split())}; seconds and tokens.\n")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
     for step in steps:

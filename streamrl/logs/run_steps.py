@@ -57,7 +57,8 @@ class _Reader:
         """When the trainer ended what it did last."""
         self._ended_at = 0.0
         """The step before."""
-        self._sent: dict[int, float] = {}
+        self._ran: dict[int, float] = {}
+        """Seconds that each rollout ran in attempts that were broken off."""
         self._first_sent: float | None = None
         """When the first rollout of the step was sent."""
         self._last_done: float | None = None
@@ -79,8 +80,7 @@ class _Reader:
                     self._issued.append(entry.time)
                     if isinstance(command, Train):
                         self._trained += command.rollouts
-                case Generate(rollout):
-                    self._sent[rollout] = entry.time
+                case Generate():
                     if self._first_sent is None:
                         self._first_sent = entry.time
                 case PushWeights():
@@ -118,10 +118,11 @@ class _Reader:
                 pass
 
     def _take_rollout(self, event: Generated, now: float) -> None:
-        sent_at = self._sent.pop(event.rollout, now)
+        ran = self._ran.pop(event.rollout, 0.0) + event.run_time
         if event.finish == "aborted":
+            self._ran[event.rollout] = ran
             return
-        self._latencies.append(now - sent_at)
+        self._latencies.append(ran)
         self._lengths[event.rollout] = event.tokens
         self._last_done = now
 
