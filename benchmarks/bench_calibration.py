@@ -108,31 +108,28 @@ def compare(base: PublishedStep, other: PublishedStep, calibration: Path) -> dic
 
 
 def read_families() -> dict[str, list[PublishedStep]]:
-    """Return rows by source, neighbours beside each other."""
+    """Return rows by what neighbours differ in, neighbours beside each other."""
     with DATA.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    found: dict[str, list[PublishedStep]] = {
-        "NeMo-Aligner, other batch or cluster": [],
-        "NeMo-RL, another run, then another model and cluster": [],
-        "1.5B, another framework": [],
+    aligner = [_aligner(row) for row in rows if row["source"].startswith("NeMo-Aligner")]
+    nemo = [_nemo(row) for row in rows if "issue 959" in row["source"]]
+    small = [_small(row) for row in rows if row["source"].startswith("RLinf")]
+    return {
+        "NeMo-Aligner, other batch or cluster": aligner,
+        "NeMo-RL 8B, another run": nemo[:2],
+        "NeMo-RL, another model, cluster and degrees": nemo[1:],
+        "1.5B, another framework": small,
     }
-    for row in rows:
-        if row["source"].startswith("NeMo-Aligner"):
-            found["NeMo-Aligner, other batch or cluster"].append(_aligner(row))
-        elif "issue 959" in row["source"]:
-            big = row["model"].endswith("70b")
-            table = changed(SEVENTY if big else EIGHT, EIGHT_CHOICE)
-            name = f"{row['model']} on {row['num_gpus']}, {row['mean_response_tokens']}"
-            step = _measured(row)
-            found["NeMo-RL, another run, then another model and cluster"].append(
-                PublishedStep(name, _scaled(table, step), step)
-            )
-        else:
-            step = _measured(row)
-            found["1.5B, another framework"].append(
-                PublishedStep(row["framework"], _scaled(SMALL, step), step)
-            )
-    return found
+
+
+def _nemo(row: dict[str, str]) -> PublishedStep:
+    table = changed(SEVENTY if row["model"].endswith("70b") else EIGHT, EIGHT_CHOICE)
+    name = f"{row['model']} on {row['num_gpus']}, {row['mean_response_tokens']}"
+    return PublishedStep(name, _scaled(table, _measured(row)), _measured(row))
+
+
+def _small(row: dict[str, str]) -> PublishedStep:
+    return PublishedStep(row["framework"], _scaled(SMALL, _measured(row)), _measured(row))
 
 
 def _measured(row: dict[str, str]) -> MeasuredStep:
