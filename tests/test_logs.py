@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given, settings
@@ -140,6 +141,27 @@ def test_literals_are_read_with_the_names_that_numbers_print_under() -> None:
     for bad in ("[1]", "{'a': open('x')}", "{**{}}", "{'a': 1", "", "{'a': (lambda: 1)()}"):
         with pytest.raises(ValueError, match="not a"):
             read_dict(bad)
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(sorted(MADE)), st.data())
+def test_a_damaged_log_is_read_or_refused_in_one_line(name: str, data: st.DataObject) -> None:
+    file, text, _ = MADE[name]
+    first = data.draw(st.integers(0, len(text)))
+    last = data.draw(st.integers(first, len(text)))
+    filler = data.draw(
+        st.sampled_from(["", "1e999", "nan", "-", "{", "}", "'", "9" * 400, "\n", "\x00"])
+    )
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / file
+        path.write_text(text[:first] + filler + text[last:])
+        for log_format in (None, name):
+            try:
+                found = read_measured_file(path, log_format)
+            except ValueError as error:
+                assert "\n" not in str(error) and str(path) in str(error)
+            else:
+                assert all(0 <= value < 1e7 for value in found.values("step_time"))
 
 
 @settings(max_examples=40)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 
 from streamrl.logs.literals import read_dict, read_number
@@ -77,11 +78,14 @@ def _of_rows(rows: Sequence[Mapping[str, object]], log: LogFormat) -> Records:
 
 
 def _figures(row: Mapping[str, object]) -> Figures:
-    """Return what of a row are numbers, under keys without the run's name that wandb puts before them."""
+    """Return what of a row are numbers, under keys without the run's name that wandb puts before them.
+
+    What is not finite nobody measured.
+    """
     found: Figures = {}
     for key, value in row.items():
         number = read_number(value)
-        if number is not None:
+        if number is not None and isfinite(number):
             found[key.rpartition(WANDB_SEPARATOR)[2]] = number
     return found
 
