@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from math import inf, nan
 
 Literal = dict[str, object]
@@ -17,10 +18,7 @@ def read_dict(text: str) -> Literal:
     Raises:
         ValueError: it is none, or has anything in it but literals.
     """
-    try:
-        found = _value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
-        raise ValueError(f"not a literal: {getattr(error, 'msg', error)}") from None
+    found = _parse(text)
     if not isinstance(found, dict):
         raise ValueError("not a dict")
     return {str(key): value for key, value in found.items()}
@@ -28,21 +26,29 @@ def read_dict(text: str) -> Literal:
 
 def read_number(value: object) -> float | None:
     """Return a number, or the one that a text or a literal says; None where it is none."""
-    if isinstance(value, bool) or value is None:
-        return None
-    if isinstance(value, int | float):
-        return float(value)
-    if not isinstance(value, str):
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+        try:
+            value = _parse(value)
+        except ValueError:
+            return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         return float(value)
-    except ValueError:
-        pass
+    except OverflowError:  # of a whole number with hundreds of digits
+        return inf
+
+
+def _parse(text: str) -> object:
     try:
-        found = _value(ast.parse(value.strip(), mode="eval").body)
-    except (SyntaxError, RecursionError, MemoryError, ValueError):
-        return None
-    return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
+        with warnings.catch_warnings(action="ignore"):  # of literals that Python finds odd
+            return _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
+        raise ValueError(f"not a literal: {getattr(error, 'msg', error)}") from None
 
 
 def _value(node: ast.expr) -> object:

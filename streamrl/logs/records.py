@@ -99,15 +99,15 @@ def _of_lines(path: Path, text: str, log: LogFormat) -> Records:
             match = expression.search(line)
             if match is None:
                 continue
-            if pattern.reads == "step":
-                current = int(match["step"])
-            else:
-                try:
+            try:
+                if pattern.reads == "step":
+                    current = int(match["step"])
+                else:
                     figures = dict(_read_line(pattern, match))
-                except ValueError as error:
-                    raise ValueError(f"{path}:{number}: {error}") from None
-                step = _step_of(match, log, figures, current, found)
-                found.setdefault(step, {}).update(figures)
+                    step = _step_of(match, log, figures, current, found)
+                    found.setdefault(step, {}).update(figures)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
             break
     return found
 
