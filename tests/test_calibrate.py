@@ -246,7 +246,15 @@ def test_a_stated_step_time_that_was_not_measured_is_refused() -> None:
 
 def test_a_recorded_run_differs_in_what_its_seconds_depend_on_and_in_nothing_else() -> None:
     run = small_run()
-    assert find_differences(run, small_run({"algorithm.steps": 9, "execute.output": "b"})) == []
+    assert (
+        find_differences(
+            run,
+            small_run(
+                {"algorithm.steps": 9, "execute.output": "b", "cluster.pools.far.price": 0.0}
+            ),
+        )
+        == []
+    )
     other = small_run({"rollout.replicas": 4, "policies.system": "fully-async"})
     found = {each.key: each.text for each in find_differences(run, other)}
     assert set(found) == {"rollout.replicas", "policies.system"}

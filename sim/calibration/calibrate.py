@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
@@ -24,11 +24,10 @@ from sim.calibration.disagreement import (
 )
 from sim.calibration.stepwise import SimulatedSteps, simulate_steps
 from sim.calibration.targets import (
-    FOR_AN_INTERVAL,
     Pairs,
     Target,
     find_targets,
-    half_width,
+    interval_of_median,
     no_seconds,
     overlaps,
     pair,
@@ -166,11 +165,9 @@ def _overhead(run: Run, used: _Used) -> StepOverhead | None:
     ]
     if not rest:
         return None
-    seconds, half = max(0.0, fmean(rest)), None
-    if len(rest) >= FOR_AN_INTERVAL:
-        half = half_width(rest)
-    interval = None if half is None else (max(0.0, seconds - half), seconds + half)
-    return StepOverhead(seconds=seconds, interval=interval)
+    found = interval_of_median(rest)
+    interval = None if found is None else (max(0.0, found[0]), max(0.0, found[1]))
+    return StepOverhead(seconds=max(0.0, median(rest)), interval=interval)
 
 
 class _Fit:

@@ -31,6 +31,10 @@ NOT_OF_SPEED = (
 )
 
 
+PRICES = (".price", ".price_per_gb")
+"""What keys end with that are dollars; an executed run's own machine costs none."""
+
+
 class Disagreement(NamedTuple):
     """One key of a run file that says something else than what was measured."""
 
@@ -55,7 +59,7 @@ def find_differences(run: Run, recorded: Run) -> list[Disagreement]:
     ours, theirs = _flat(run_table(run)), _flat(run_table(recorded))
     found = []
     for key in sorted({*ours, *theirs}):
-        if key.startswith(NOT_OF_SPEED) or ours.get(key) == theirs.get(key):
+        if key.startswith(NOT_OF_SPEED) or key.endswith(PRICES) or ours.get(key) == theirs.get(key):
             continue
         text = f"{_told(ours, key)} in the run file, {_told(theirs, key)} in the recorded run"
         found.append(Disagreement(key, text))

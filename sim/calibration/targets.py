@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import sqrt
-from statistics import fmean, median, stdev
+from math import comb
+from statistics import median
 from typing import NamedTuple
 
 from sim.calibration.disagreement import takes_turns
 from streamrl.engine.systems import choose_system
 from streamrl.hardware.calibration_file import StageName
 from streamrl.logs.measured_steps import MeasuredStep, MeasuredSteps
-from streamrl.record.batch_means import student
 from streamrl.report.words import listing
 from streamrl.runfile.config import Run
 
 BOUND_BY_GENERATION = 0.05
 """Share of a step that a trainer must wait for rollouts for its steps to tell how fast these are."""
-FOR_AN_INTERVAL = 5
-"""Steps from which on their scatter says how sure a factor is."""
+OUTSIDE = 0.05
+"""Chance that a factor is not in its interval."""
 
 Reader = Callable[[MeasuredStep], float | None]
 
@@ -76,8 +75,8 @@ def _of_whole_steps(
                 f"generation: not known, as the trainer waits for it under {BOUND_BY_GENERATION:.0%} of a step"
             )
             return []
-    elif overlaps(run):
-        notes.append(f"{what}: not known, as it goes on beside generation")
+    elif overlaps(run) or columns.get("generation") == "rollout_time":
+        notes.append(f"{what}: not known, as it is not told apart from generation")
         return []
     one = "one factor for all, " if len(missing) > 1 else ""
     if overlaps(run):
@@ -131,29 +130,39 @@ class Pairs(NamedTuple):
     measured: list[float]
 
     @property
+    def ratios(self) -> list[float]:
+        """How many times as long each step is predicted to take as it took."""
+        return [p / m for p, m in zip(self.predicted, self.measured, strict=True)]
+
+    @property
     def ratio(self) -> float:
-        """How many times as long it is predicted to take as it took: what a factor has to grow by."""
-        return sum(self.predicted) / sum(self.measured)
+        """What a factor has to grow by: the median, as a step that stalls says nothing of a stage's speed."""
+        return median(self.ratios)
 
     @property
     def error(self) -> float:
         """Median of the absolute relative errors."""
-        pairs = zip(self.predicted, self.measured, strict=True)
-        return median(abs(ours / theirs - 1) for ours, theirs in pairs)
+        return median(abs(ratio - 1) for ratio in self.ratios)
 
     def interval(self, factor: float) -> tuple[float, float] | None:
         """Return the 95 % interval of a factor by the scatter of its steps; None of too few."""
-        num = len(self.measured)
-        if num < FOR_AN_INTERVAL:
-            return None
-        rest = [p / self.ratio - m for p, m in zip(self.predicted, self.measured, strict=True)]
-        half = half_width(rest) / fmean(self.measured)
-        return factor * max(0.0, 1 - half), factor * (1 + half)
+        found = interval_of_median(self.ratios)
+        return None if found is None else (factor * found[0], factor * found[1])
 
 
-def half_width(values: Sequence[float]) -> float:
-    """Return half of the 95 % interval of a mean of five values or more."""
-    return student(len(values) - 1) * stdev(values) / sqrt(len(values))
+def interval_of_median(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return the values between which the median lies with 95 % or more, whatever their distribution; None of under six.
+
+    Values k from either end have it between them unless k - 1 or fewer of them lie on one side of it (binomially).
+    """
+    num, rank, outside = len(values), 0, 0.0
+    while rank < num // 2 and outside + 2 * comb(num, rank) / 2**num <= OUTSIDE:
+        outside += 2 * comb(num, rank) / 2**num
+        rank += 1
+    if not rank:
+        return None
+    ordered = sorted(values)
+    return ordered[rank - 1], ordered[-rank]
 
 
 def pair(

@@ -44,7 +44,7 @@ class StageFactor(ProfileTable, frozen=True, kw_only=True):
     """Of the pool that it was measured on; for another GPU it says nothing."""
     factor: float
     interval: tuple[float, float] | None = None
-    """95 % interval of the factor, from the scatter of the steps; absent where they are too few to tell."""
+    """95 % interval of the factor, the median over steps, from their scatter; absent where they are too few to tell."""
     errors: StageErrors = StageErrors()
 
     def __post_init__(self) -> None:
