@@ -127,8 +127,9 @@ def test_what_is_no_log_is_said_in_one_line(
 
 def test_a_dict_that_is_no_literal_is_named_by_its_line_and_nothing_is_run(tmp_path: Path) -> None:
     text = "Global step 1: {'timing/generation': __import__('os').mkdir('here')}"
-    with pytest.raises(ValueError, match=r"log:1: not a literal: .*is no literal"):
-        read(tmp_path, "o.log", text, "openrlhf")
+    for named in ("openrlhf", None):
+        with pytest.raises(ValueError, match=r"log:1: not a literal: .*is no literal"):
+            read(tmp_path, "o.log", text, named)
     assert not Path("here").exists()
 
 

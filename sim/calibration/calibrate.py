@@ -24,7 +24,7 @@ from sim.calibration.disagreement import (
 )
 from sim.calibration.stepwise import SimulatedSteps, simulate_steps
 from sim.calibration.targets import (
-    Pairs,
+    StepPairs,
     Target,
     find_targets,
     interval_of_median,
@@ -231,10 +231,10 @@ class _Fit:
                 del self._factors[stage]
                 self.notes.append(f"{stage}: no factor brings its seconds to what was measured")
 
-    def _fitted(self, target: Target, made: SimulatedSteps) -> Pairs | None:
+    def _fitted(self, target: Target, made: SimulatedSteps) -> StepPairs | None:
         return self._pairs(target, made, slice(None, self._used.fitted))
 
-    def _pairs(self, target: Target, made: SimulatedSteps, which: slice) -> Pairs | None:
+    def _pairs(self, target: Target, made: SimulatedSteps, which: slice) -> StepPairs | None:
         beside = made.overhead if self._overhead is None else self._overhead.seconds
         overheads = (made.overhead, beside) if target.has_overhead else (0.0, 0.0)
         ours, theirs = made.steps[which], self._used.steps[which]

@@ -123,7 +123,7 @@ def step_seconds(step: MeasuredStep) -> float | None:
     return step.step_time
 
 
-class Pairs(NamedTuple):
+class StepPairs(NamedTuple):
     """Predicted and measured seconds of the same steps."""
 
     predicted: list[float]
@@ -171,15 +171,16 @@ def pair(
     measured: Sequence[MeasuredStep],
     fixed: Reader = no_seconds,
     overheads: tuple[float, float] = (0.0, 0.0),
-) -> Pairs | None:
+) -> StepPairs | None:
     """Return what both have of each step, less what is fixed and each side's overhead; None where no step has both."""
-    found = Pairs([], [])
-    for ours, theirs in zip(predicted, measured, strict=True):
-        values = _less(read, fixed, ours, overheads[0]), _less(read, fixed, theirs, overheads[1])
-        if values[0] is not None and values[1] is not None and min(values[0], values[1]) > 0:
-            found.predicted.append(values[0])
-            found.measured.append(values[1])
-    return found if found.measured else None
+    both = [
+        (_less(read, fixed, ours, overheads[0]), _less(read, fixed, theirs, overheads[1]))
+        for ours, theirs in zip(predicted, measured, strict=True)
+    ]
+    known = [(p, m) for p, m in both if p is not None and m is not None and min(p, m) > 0]
+    if not known:
+        return None
+    return StepPairs([p for p, _ in known], [m for _, m in known])
 
 
 def _less(read: Reader, fixed: Reader, step: MeasuredStep, overhead: float) -> float | None:

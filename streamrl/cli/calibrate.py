@@ -12,7 +12,7 @@ from rich.console import Console
 
 from sim.calibration.calibrate import HELD_OUT, Calibrated, calibrate_steps
 from sim.calibration.disagreement import takes_turns
-from sim.calibration.recorded import calibrate_recorded
+from sim.calibration.recorded_steps import calibrate_recorded
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import (
     AsJson,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from sim.calibration.recorded import measured_steps
+from sim.calibration.recorded_steps import measured_steps
 from streamrl.cli.shared import (
     AsJson,
     claim_directory,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from streamrl.logs.log_format import Keys, LogFormat, known_formats, load_format, pick
+from streamrl.logs.log_records import Records, read_records
 from streamrl.logs.measured_steps import (
     COLUMNS,
     SECONDS,
@@ -12,7 +13,6 @@ from streamrl.logs.measured_steps import (
     MeasuredSteps,
     parse_steps,
 )
-from streamrl.logs.records import Records, read_records
 from streamrl.workload.csv_rows import read_csv
 
 CSV = "csv"
@@ -52,15 +52,19 @@ def _has_our_columns(path: Path) -> bool:
 def _find_format(path: Path) -> LogFormat:
     """Return the format that knows most columns of a file; none where two know as many."""
     scores: dict[str, int] = {}
+    damaged: list[str] = []
     for name in known_formats():
         log = load_format(name)
         try:
             records = read_records(path, log)
-        except ValueError:
-            continue  # not its lines
+        except ValueError as error:
+            damaged.append(str(error))
+            continue  # or not its lines
         scores[name] = len({c for known in (False, True) for c in _columns(records, log, known)})
     most = max(scores.values(), default=0)
     best = [name for name, score in scores.items() if score == most]
+    if not most and damaged:
+        raise ValueError(damaged[0])
     if not most:
         formats = ", ".join([CSV, *known_formats()])
         raise ValueError(
