@@ -172,7 +172,7 @@ def test_help_has_an_example(command: str) -> None:
         (["doctor", EXAMPLE], "no errors"),
         (["profile", "show", "qwen2.5-7b"], "tokens"),
         (["ranker", "eval", "{scores}"], "recall@20%"),
-        (["calibrate", EXAMPLE, "{steps}"], "whole step"),
+        (["calibrate", EXAMPLE, "{steps}", *SMALL], "whole step"),
         (["import", "{scores}", "-o", "{out}"], "lengths.csv"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -75,6 +75,15 @@ def test_lengths_of_no_prompt_are_drawn_independently(tmp_path: Path) -> None:
     assert lengths == {7, 8, 9}
 
 
+def test_a_table_of_rollouts_with_scores_is_none_of_steps(tmp_path: Path) -> None:
+    (tmp_path / "scores.csv").write_text("score,output_tokens\n1,10\n0,20\n")
+    done = streamrl("import", tmp_path / "scores.csv", "-o", tmp_path / "out", "--json")
+    assert json.loads(done.stdout)["format"] == "rollouts"
+    (tmp_path / "steps.csv").write_text("step,score,output_tokens\n1,2.5,10\n")
+    done = streamrl("import", tmp_path / "steps.csv", "-o", tmp_path / "out", "--json")
+    assert json.loads(done.stdout)["format"] == "csv"
+
+
 def test_parquet_is_read_as_lines_are(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -39,6 +39,7 @@ from streamrl.logs.rollout_set import (
     write_prompts,
 )
 from streamrl.runfile.workload_config import HUB
+from streamrl.workload.csv_rows import read_csv
 
 ROLLOUTS = "rollouts"
 """The format of data sets."""
@@ -125,16 +126,12 @@ def import_log(
 
 
 def _is_data_set(recorded: str) -> bool:
-    """Return whether it is rollouts; a CSV with seconds of steps has lengths too, and is none."""
+    """Return whether it is rollouts; a CSV of steps, which has lengths too, numbers them or has their seconds."""
     if not looks_like_rollouts(recorded):
         return False
     if not recorded.endswith((".csv", ".csv.gz")):
         return True
-    try:
-        read_measured_file(Path(recorded))
-    except ValueError:
-        return True
-    return False
+    return not {"step", "step_time"} & set(read_csv(Path(recorded))[0])
 
 
 def _of_run(recorded: Path, output: Path) -> tuple[Fragment, str]:
