@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from streamrl.logs.measured_steps import MeasuredStep, MeasuredSteps, write_step
 from streamrl.runfile.config import Run
 from streamrl.runfile.writing import write_run
 from tests.command_line import streamrl
+from tests.made_logs import MADE
 from tests.runs import small_run
 
 TRUTH = """
@@ -259,6 +261,35 @@ def test_a_recorded_run_differs_in_what_its_seconds_depend_on_and_in_nothing_els
     found = {each.key: each.text for each in find_differences(run, other)}
     assert set(found) == {"rollout.replicas", "policies.system"}
     assert found["rollout.replicas"] == "2 in the run file, 4 in the recorded run"
+
+
+# Logs ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(MADE))
+def test_a_log_of_each_framework_calibrates_a_run_file_of_its_work(
+    name: str, tmp_path: Path
+) -> None:
+    file, text, steps = MADE[name]
+    (tmp_path / file).write_text(text)
+    assert streamrl("import", tmp_path / file, "-o", tmp_path / "out").returncode == 0
+    keys = {
+        **KEYS,
+        "workload": tomllib.loads((tmp_path / "out" / "workload.toml").read_text())["workload"],
+        "rollout.max_tokens": round(max(step.longest_output or 2048 for step in steps)),
+        "rollout.max_running": 256,
+        "algorithm.prompts_per_step": 32,
+        "algorithm.kl_coefficient": 0.1 if steps[0].reference else 0.0,
+    }
+    if name == "verl":  # whose tokens a second and GPU say how many there are
+        keys["rollout.replicas"] = 4
+    write_run(small_run(keys), tmp_path / "run.toml")
+    done = streamrl("calibrate", tmp_path / "run.toml", tmp_path / file, "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    for stage in ("generation", "train"):
+        assert told[stage]["errors"]["after"] < told[stage]["errors"]["before"]
+    assert (told.get("sync") is None) == (steps[0].sync is None)
 
 
 # The command --------------------------------------------------------------------------------------

@@ -103,6 +103,7 @@ def simulate_steps(run: Run, measured: Sequence[MeasuredStep]) -> SimulatedSteps
         ValueError: the run file asks for what its profiles or memory do not allow.
         RuntimeError: nothing is left that could happen.
     """
+    run = replace(run, faults=())
     repeats = ceil(LEAST_STEPS / len(measured))
     wanted = [*[measured[0]] * WARM_UP, *list(measured) * repeats]
     costs = Costs.load(run)
