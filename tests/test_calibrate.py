@@ -116,13 +116,13 @@ def test_few_steps_have_no_interval_and_none_is_held_out() -> None:
 @pytest.mark.parametrize("system", ["stream-async", "one-step-async"])
 def test_rollouts_tell_how_fast_generation_is_beside_training(system: str) -> None:
     changes = {"policies.system": system}
-    found = calibrate_steps(*measured(changes, without=["generation"]))
+    found = calibrate_steps(*measured(changes, without=["generation", "busy"]))
     assert factors(found)["generation"] == pytest.approx(0.5, rel=0.1)
 
 
 def test_waiting_is_no_generation_but_steps_that_wait_tell_of_it() -> None:
     changes = {"policies.system": "stream-async"}
-    without = ["generation", "rollout_time"]
+    without = ["generation", "busy", "rollout_time"]
     run, steps = measured(changes, without, truth=BOUND)
     waits = tuple(replace(step, wait=(step.step_time or 0.0) / 2) for step in steps.steps)
     slow = replace(steps, steps=waits, is_asynchronous=True)
@@ -137,7 +137,7 @@ def test_waiting_is_no_generation_but_steps_that_wait_tell_of_it() -> None:
 
 def test_what_has_no_seconds_of_its_own_is_what_whole_steps_have_beside_the_others() -> None:
     changes = {"framework": {"step_time": "4 s"}}
-    run, steps = measured(changes, without=["train", "rollout_time"])
+    run, steps = measured(changes, without=["train", "busy", "rollout_time"])
     found = calibrate_steps(run, steps)
     assert factors(found)["train"] == pytest.approx(0.7, rel=0.05)
     alone = dict.fromkeys(("generation", "score", "train", "sync", "rollout_time"))

@@ -19,6 +19,7 @@ from streamrl.logs.log_file import read_measured_file
 from streamrl.logs.log_format import known_formats, load_format
 from streamrl.logs.measured_steps import MeasuredStep, parse_steps, write_steps
 from streamrl.logs.run_steps import read_run_steps
+from streamrl.record.timeline import read_timeline
 from streamrl.record.trace import read_trace
 from tests.made_logs import MADE, VERL_LINE
 from tests.runs import small_run
@@ -218,6 +219,18 @@ def test_the_overhead_of_a_simulated_step_is_no_training() -> None:
     for one, other in zip(plain, less, strict=True):
         assert one.train is not None and other.train is not None
         assert one.train - other.train == pytest.approx(5.0)
+
+
+def test_busy_seconds_of_steps_are_those_in_which_replicas_generate() -> None:
+    trace = simulate(small_run({"policies.system": "fully-async", "algorithm.steps": 4}))
+    steps, timeline = read_run_steps(trace), read_timeline(trace)
+    end = sum(step.step_time or 0.0 for step in steps)
+    spans = [span for of_one in timeline.replicas.values() for span in of_one]
+    generated = [
+        min(s.end, end) - s.start for s in spans if s.activity == "generate" and s.start < end
+    ]
+    assert sum(step.busy or 0.0 for step in steps) == pytest.approx(sum(generated) / 2)
+    assert all(0 < (step.busy or 0.0) <= (step.step_time or 0.0) + 1e-9 for step in steps)
 
 
 def test_an_executed_run_of_an_older_version_has_measured_steps() -> None:

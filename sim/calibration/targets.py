@@ -19,6 +19,9 @@ BOUND_BY_GENERATION = 0.05
 OUTSIDE = 0.05
 """Chance that a factor is not in its interval."""
 
+OF_GENERATION = ("generation", "busy", "rollout_time")
+"""Columns that tell how fast generation is, the best first: how long rollouts run does not say how many run at once."""
+
 Reader = Callable[[MeasuredStep], float | None]
 
 
@@ -53,7 +56,8 @@ def find_targets(run: Run, measured: MeasuredSteps, notes: list[str]) -> list[Ta
 def _own_columns(run: Run, measured: MeasuredSteps) -> dict[StageName, str]:
     """Return by stage the column of its own seconds, where they were measured."""
     columns: dict[StageName, str] = {"sync": "sync", "score": "score", "train": "train"}
-    columns["generation"] = "generation" if measured.has("generation") else "rollout_time"
+    known = (name for name in OF_GENERATION if measured.has(name))
+    columns["generation"] = next(known, OF_GENERATION[-1])
     if not run.algorithm.needs_score:
         del columns["score"]
     return {stage: column for stage, column in columns.items() if measured.has(column)}
@@ -75,7 +79,7 @@ def _of_whole_steps(
                 f"generation: not known, as the trainer waits for it under {BOUND_BY_GENERATION:.0%} of a step"
             )
             return []
-    elif overlaps(run) or columns.get("generation") == "rollout_time":
+    elif overlaps(run) or columns.get("generation", "generation") != "generation":
         notes.append(f"{what}: not known, as it is not told apart from generation")
         return []
     one = "one factor for all, " if len(missing) > 1 else ""

@@ -14,6 +14,7 @@ SECONDS = {
     "step_time": "from the end of one step to the end of the next",
     "generation": "from the first prompt of the step's batch to its last rollout, where nothing trains meanwhile",
     "rollout_time": "mean over rollouts, each from leaving the queue of its engine to its end",
+    "busy": "in which a replica generates anything, the mean over replicas",
     "wait": "in which the trainer waits for rollouts",
     "score": "of all forward passes before training: old log-probabilities, reference, values",
     "reference": "those of `score` that are the reference's",
@@ -42,6 +43,7 @@ class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True):
     step_time: float | None = None
     generation: float | None = None
     rollout_time: float | None = None
+    busy: float | None = None
     wait: float | None = None
     score: float | None = None
     reference: float | None = None

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
+from itertools import accumulate
 from statistics import fmean
+
+from msgspec.structs import replace
 
 from streamrl.engine.messages import (
     Failed,
@@ -24,6 +28,7 @@ from streamrl.engine.messages import (
 from streamrl.engine.trainer_side import LEADER
 from streamrl.logs.measured_steps import MeasuredStep
 from streamrl.record.entries import Entry
+from streamrl.record.timeline import Span, Timeline, read_timeline
 from streamrl.record.trace import Trace
 
 WORK = (Score, Train, Step)
@@ -42,7 +47,31 @@ def read_run_steps(
     reader = _Reader(overhead, takes_turns)
     for entry in trace.entries:
         reader.read(entry)
-    return reader.steps
+    return _with_busy(reader.steps, read_timeline(trace))
+
+
+def _with_busy(steps: list[MeasuredStep], timeline: Timeline) -> list[MeasuredStep]:
+    """Add how long replicas generated in each step."""
+    if not timeline.replicas:
+        return steps
+    ends = list(accumulate(step.step_time or 0.0 for step in steps))
+    busy = [0.0] * len(steps)
+    for spans in timeline.replicas.values():
+        for span in spans:
+            if span.activity == "generate":
+                _deal(span, ends, busy)
+    num = len(timeline.replicas)
+    return [replace(step, busy=each / num) for step, each in zip(steps, busy, strict=True)]
+
+
+def _deal(span: Span, ends: list[float], busy: list[float]) -> None:
+    """Add the seconds of a span to the steps that it lies in."""
+    start = span.start
+    for place in range(bisect_right(ends, start), len(ends)):
+        busy[place] += min(span.end, ends[place]) - start
+        start = ends[place]
+        if span.end <= start:
+            return
 
 
 class _Reader:
