@@ -25,7 +25,8 @@ from streamrl.cli.shared import (
     trace_file,
 )
 from streamrl.hardware.calibration_file import write_calibration
-from streamrl.logs.log_file import read_measured_file
+from streamrl.logs.log_file import CSV, read_measured_file
+from streamrl.logs.measured_steps import MeasuredSteps
 from streamrl.record.inputs import with_kept_inputs
 from streamrl.report.calibration_table import calibration_table
 from streamrl.runfile.config import Run
@@ -103,6 +104,13 @@ def _fit(run: Run, measured: Path, log_format: str | None, held_out: float) -> C
             return calibrate_recorded(run, trace, file, held_out, watch)
         steps = read_measured_file(measured, log_format)
         if steps.is_asynchronous is None and not takes_turns(run):
-            steps = read_measured_file(measured, log_format, is_asynchronous=True)
-            steps = replace(steps, is_asynchronous=None)  # as the run file says
+            steps = _read_as_asynchronous(run, measured, log_format)
         return calibrate_steps(run, steps, held_out, watch)
+
+
+def _read_as_asynchronous(run: Run, measured: Path, log_format: str | None) -> MeasuredSteps:
+    """Read a log that does not tell its mode as one of the run file's, which is asynchronous."""
+    steps = read_measured_file(measured, log_format, is_asynchronous=True)
+    system = run.policies.system
+    told = f"{measured.name}: read as of an asynchronous mode, as policies.system {system!r} is one"
+    return replace(steps, is_asynchronous=None, notes=() if steps.framework == CSV else (told,))
