@@ -12,6 +12,7 @@
 # make bench-start    CPU seconds of a command from the shell; AGAINST=DIR beside another checkout
 # make bench-workers  tokens of a CPU second that replica and trainer make; AGAINST=DIR beside another checkout
 # make bench-trl      execute beside TRL's GRPOTrainer, in an environment of its own; quarter of an hour on a quiet machine
+# make bench-calibration  published RL steps predicted from a neighbour that was calibrated on
 # make bench-costs    how far costs can be trusted: tables, decode curve, training, weight sync
 # make bench-fidelity how the paper's figures take to other readings, dispatch and adjustment; ten minutes
 # make bench-handover what a rollout costs the controller, of a thousand tokens and of twenty thousand
@@ -37,7 +38,7 @@ DEMO := build/demo
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test test-oldest test-vllm test-deepspeed test-ray lock fuzz mutants faults lint format bench bench-start bench-costs bench-drift bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-ranker bench-reality bench-trl bench-workers soak clean
+.PHONY: demo test test-oldest test-vllm test-deepspeed test-ray lock fuzz mutants faults lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-ranker bench-reality bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -114,6 +115,9 @@ bench-workers: $(READY)
 
 bench-trl: $(TRL)/.ready
 	$(TRL)/bin/python -m benchmarks.bench_trl
+
+bench-calibration: $(READY)
+	$(BIN)/python benchmarks/bench_calibration.py
 
 bench-costs: $(READY)
 	$(BIN)/python benchmarks/bench_costs.py

@@ -139,14 +139,25 @@ def test_a_simulation_runs_where_no_heavy_library_is_installed() -> None:
 
 LAYERS = {
     "streamrl": (
-        *("runfile", "hardware", "engine", "record", "workload", "ranker", "report", "doctor"),
+        *(
+            "runfile",
+            "hardware",
+            "engine",
+            "record",
+            "workload",
+            "ranker",
+            "logs",
+            "report",
+            "doctor",
+        ),
         *("api", "cli"),
     ),
     "sim": (
         *("costs", "cores", "surroundings", "simulated_rewards", "attempt", "admission"),
         *("replica", "trainer", "transfer", "verifier", "failures", "faults", "drawn"),
         *("step_trace", "way", "world", "steady_state"),
-        *("batch_time", "parallel", "studies", "planner", "checkup", "fidelity"),
+        *("batch_time", "parallel", "studies", "planner", "calibration"),
+        *("checkup", "fidelity"),
     ),
     "executor": (
         *("notices", "checksums", "tokens", "samples", "token_files", "kept_tokens"),

@@ -152,7 +152,7 @@ def test_a_corrupt_trace_is_refused_by_file_and_line(simulated: Path, tmp_path: 
         *("simulate", "plan", "execute", "replay", "compare", "report", "samples", "validate"),
         "export",
         *("doctor", "profile", "profile show", "profile check", "profile measure", "ranker"),
-        "ranker eval",
+        *("ranker eval", "calibrate", "import"),
     ],
 )
 def test_help_has_an_example(command: str) -> None:
@@ -174,6 +174,8 @@ def test_help_has_an_example(command: str) -> None:
         (["export", EXAMPLE, "--framework", "verl"], "data.train_batch_size="),
         (["profile", "show", "qwen2.5-7b"], "tokens"),
         (["ranker", "eval", "{scores}"], "recall@20%"),
+        (["calibrate", EXAMPLE, "{steps}", *SMALL], "whole step"),
+        (["import", "{scores}", "-o", "{out}"], "lengths.csv"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -184,7 +186,10 @@ def test_a_command_works_in_a_process_of_its_own(
     offer, scores = tmp_path / "offer.toml", tmp_path / "scores.csv"
     write_run(few(), offer)
     scores.write_text("score,output_tokens\n1,10\n2,20\n")
-    names = {"executed": executed, "offer": offer, "scores": scores, "out": tmp_path / "out"}
+    steps = tmp_path / "steps.csv"
+    steps.write_text("step,sync\n1,9\n")
+    names = {"executed": executed, "offer": offer, "scores": scores, "steps": steps}
+    names |= {"out": tmp_path / "out"}
     given = [str(argument).format(**names) for argument in arguments]
     command = [sys.executable, "-c", "from streamrl.cli import main; main()", *given]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

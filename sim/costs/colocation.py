@@ -107,6 +107,17 @@ class PhaseChange:
         )
 
 
+def sync_costs(run: Run) -> SyncCosts:
+    """Return what a run's weights take on their way, or where its sides share their GPUs its change of phase.
+
+    Raises:
+        ValueError: a profile is missing or wrong.
+    """
+    if run.shares_gpus:
+        return PhaseChange.load(run).sync_costs().calibrated(run)
+    return SyncCosts.load(run)
+
+
 def count_moved(run: Run) -> PhaseBytes:
     """Count the bytes that a change of phase moves on the GPU that moves most.
 

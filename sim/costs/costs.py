@@ -10,7 +10,8 @@ from typing import assert_never
 import msgspec
 
 from sim.costs.cache_transfer import CacheTransfer
-from sim.costs.colocation import PhaseChange
+from sim.costs.calibrated import calibrated_sources, generation_factor
+from sim.costs.colocation import sync_costs
 from sim.costs.curves import DecodeCurve, PrefillCurve, compose_decode
 from sim.costs.framework_time import framework_sources
 from sim.costs.inference import Shard
@@ -28,7 +29,7 @@ from streamrl.hardware.precision import Precision, check_precision, rollout_prec
 from streamrl.hardware.profiles import check_profiles, load_model
 from streamrl.hardware.tiers import Provenance
 from streamrl.record.decode_yield import DecodeYield
-from streamrl.runfile.config import CostsConfig, Run
+from streamrl.runfile.config import Run
 from streamrl.runfile.errors import OneOf, RunError
 from streamrl.runfile.pools import find_link
 from streamrl.runfile.sides import of_kind
@@ -90,7 +91,7 @@ class Costs(TrainerCosts):
         check_sync_buffer(run)
         decode, prefill = _compose_replica(run)
         training = TrainingCosts.load(run)
-        sync = PhaseChange.load(run).sync_costs() if run.shares_gpus else SyncCosts.load(run)
+        sync = sync_costs(run)
         trained = training.provenance
         moved = CacheTransfer.load(run)
         costs = cls(
@@ -113,7 +114,7 @@ class Costs(TrainerCosts):
         )
         if run.costs.profile is not None:
             costs = _with_machine(costs, MachineCosts.load(run, Path(run.costs.profile)))
-        return _with_framework(_with_factors(costs, run.costs), run)
+        return _with_framework(_with_factors(costs, run), run)
 
     def prefill_time(
         self, num_tokens: int, context_pairs: float, num_running: int, num_rollouts: int = 1
@@ -240,9 +241,16 @@ def _with_machine(costs: Costs, machine: MachineCosts) -> Costs:
     )
 
 
-def _with_factors(costs: Costs, config: CostsConfig) -> Costs:
-    """Divide the seconds of both sides by the run file's factors, and say so among the sources."""
+def _with_factors(costs: Costs, run: Run) -> Costs:
+    """Divide the seconds of both sides by the factors of calibration and run file, and say so among the sources.
+
+    Those of a calibration that are of the trainer's stages are in their seconds already.
+    """
+    config = run.costs
     decode, provenance = costs.decode, dict(costs.provenance)
+    for name, source in calibrated_sources(run).items():
+        provenance[name] = provenance[name].adjusted(source)
+    factor_of_generation = config.generation_factor * generation_factor(run)
     for key, factor, operations in (
         ("generation_factor", config.generation_factor, ("prefill", "decode")),
         ("training_factor", config.training_factor, ("score", "train")),
@@ -254,11 +262,11 @@ def _with_factors(costs: Costs, config: CostsConfig) -> Costs:
         costs,
         decode=replace(
             decode,
-            base=[seconds / config.generation_factor for seconds in decode.base],
-            per_context_token=[s / config.generation_factor for s in decode.per_context_token],
+            base=[seconds / factor_of_generation for seconds in decode.base],
+            per_context_token=[s / factor_of_generation for s in decode.per_context_token],
             provenance=provenance["decode"],
         ),
-        generation_factor=config.generation_factor,
+        generation_factor=factor_of_generation,
         training_factor=config.training_factor,
         provenance=provenance,
     )

@@ -1,6 +1,7 @@
 """Seconds that a framework takes of its own, each with where it comes from: of a step, and of a switch of shared GPUs.
 
-A figure is, in this order: the run file's, that of the framework it names, and what published frameworks usually take.
+A figure is, in this order: the run file's, its calibration's, that of the framework it names, and what published frameworks
+usually take.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+from sim.costs.calibrated import stated_overhead
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.frameworks import USUAL, framework_of, load_usual, settings_of
@@ -26,6 +28,12 @@ class StatedTime(NamedTuple):
 def own_step_time(run: Run) -> StatedTime:
     """Return a framework's own seconds of a step; published ones are of clusters, and say nothing of CPUs."""
     if run.framework.step_time is None:
+        calibrated = stated_overhead(run)
+        if calibrated is not None:
+            text = (
+                f"framework.step_time {calibrated:.3g} s beside its stages, {run.costs.calibration}"
+            )
+            return StatedTime(calibrated, text)
         if run.costs.profile is not None:
             return StatedTime(0.0, "framework.step_time is none beside what costs.profile measured")
         if run.cluster.pools[run.trainer.pool].gpu == "cpu":

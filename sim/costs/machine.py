@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sim.costs.calibrated import training_factors
 from sim.costs.curves import DecodeCurve
 from sim.costs.framework_time import own_step_time
 from sim.costs.payload import Payload
@@ -153,7 +154,7 @@ class MachineCosts:
             prefill=MeasuredPrefill(
                 fit_prefill(profile.prefill, profile.join), _once(profile.turnover), measured
             ),
-            sync=_sync(profile, run, path, measured),
+            sync=_sync(profile, run, path, measured).calibrated(run),
             training=_training(profile, run),
             padded_share=_padded_share(profile),
             tokens_per_pass=profile.prefill_tokens + run.rollout.max_running,
@@ -273,11 +274,13 @@ def _training(profile: MeasuredProfile, run: Run) -> MeasuredTraining:
     call = fit_line(
         [row.tokens for row in profile.call], [row.seconds[MEDIAN] for row in profile.call]
     )
+    score, train = training_factors(run)
     return MeasuredTraining(
-        train=fit_passes(profile.train),
-        score=fit_passes(profile.score),
+        train=fit_passes(profile.train).at(train),
+        score=fit_passes(profile.score).at(score),
         call=call,
-        optimizer_time=call[0] + num_trained_models(run) * profile.optimizer.seconds[MEDIAN],
+        optimizer_time=call[0]
+        + num_trained_models(run) * profile.optimizer.seconds[MEDIAN] / train,
         num_scored=algorithm.num_scored,
         num_trained=num_trained_models(run),
         informative_share=run.computed_share,

@@ -19,6 +19,7 @@ from math import ceil
 
 from sim.costs.payload import Payload
 from sim.costs.sync_profiles import SyncBackend, Transport, load_backend, load_delta, load_transport
+from streamrl.hardware.calibration_file import load_calibration
 from streamrl.hardware.memory import weight_bytes
 from streamrl.hardware.precision import quantised_bytes
 from streamrl.hardware.profiles import Gpu, load_gpu
@@ -119,6 +120,21 @@ class SyncCosts:
         """Seconds of a push that finds the wire free."""
         return self.fill_time + self.wire_time + self.drain_time
 
+    def calibrated(self, run: Run) -> SyncCosts:
+        """Return what it takes by the calibration that a run names, where that knows the GPUs of its replicas."""
+        calibration, gpu = load_calibration(run.costs), run.cluster.pools[run.rollout.pool].gpu
+        if calibration is None or calibration.sync is None:
+            return self
+        factor = calibration.factor("sync", gpu)
+        return replace(
+            self,
+            fill_time=self.fill_time / factor,
+            wire_time=self.wire_time / factor,
+            drain_time=self.drain_time / factor,
+            load_time=self.load_time / factor,
+            sources=(*self.sources, calibration.tell("sync", gpu, str(run.costs.calibration))),
+        )
+
     @classmethod
     def load(cls, run: Run) -> SyncCosts:
         """Put the costs of a run's synchronisation together; loads are those of the kind of replica named first.
@@ -126,7 +142,8 @@ class SyncCosts:
         Raises:
             ValueError: a profile is missing or wrong.
         """
-        alone = [_Route.load(run.of_kind(kind)).costs() for kind in range(run.num_kinds)]
+        kinds = [run.of_kind(kind) for kind in range(run.num_kinds)]
+        alone = [_Route.load(each).costs().calibrated(each) for each in kinds]
         return _side_by_side(run, alone) if len(alone) > 1 else alone[0]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sim.costs.calibrated import calibrated_sources
 from sim.costs.machine import MachineCosts, MeasuredTraining
 from sim.costs.training.line import Line
 from sim.costs.training.training import TrainingCosts
@@ -77,6 +78,8 @@ class FollowerCosts(TrainerCosts):
         else:
             training = TrainingCosts.load(seen)
             provenance = training.provenance
+        if (told := calibrated_sources(seen).get("train")) is not None:
+            provenance = provenance.adjusted(told)
         if config.training_factor != 1.0:
             source = f"run file: costs.training_factor={config.training_factor:g}"
             provenance = provenance.adjusted(source)

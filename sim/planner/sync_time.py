@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.costs.colocation import PhaseChange
-from sim.costs.sync import SyncCosts
+from sim.costs.colocation import sync_costs
 from sim.planner.layouts import Degrees
 from sim.planner.space import Candidate, Space
 from streamrl.record.rent import egress_dollars
@@ -62,5 +61,5 @@ def _classes(trainers: list[Degrees], key: Callable[[Degrees], Hashable]) -> Ind
 
 def _sync(run: Run, candidate: Candidate) -> tuple[float, float, float]:
     run = candidate.apply(run)
-    costs = PhaseChange.load(run).sync_costs() if run.shares_gpus else SyncCosts.load(run)
+    costs = sync_costs(run)
     return costs.push_time, costs.load_time, egress_dollars(run, costs.wire_bytes)

@@ -45,6 +45,14 @@ class Commands(LazyGroup):
             "streamrl.cli.compare:compare",
             "Compare a run with its simulation: step time, throughput, and idle time by cause.",
         ),
+        "calibrate": (
+            "streamrl.cli.calibrate:calibrate",
+            "Fit factors by stage to the seconds of your own steps: a framework's log, a CSV, or an executed run.",
+        ),
+        "import": (
+            "streamrl.cli.import_log:import_log",
+            "Make a workload of a framework's log, or of a data set of rollouts, with the steps that calibrate reads.",
+        ),
         "report": (
             "streamrl.cli.report:report",
             "Write one self-contained HTML page: the answer, alternatives, idle time, sensitivity, and how sure it is.",

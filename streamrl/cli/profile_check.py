@@ -22,6 +22,8 @@ from streamrl.hardware.operators import OPERATORS
 from streamrl.hardware.profiles import PROFILES, Gpu, load_gpu, read_profile
 from streamrl.hardware.table_checks import check_table
 from streamrl.hardware.tables import read_table
+from streamrl.logs.log_format import LogFormat
+from streamrl.logs.rollout_set import RolloutColumns
 from streamrl.report.export.option_table import OptionTable
 from streamrl.runfile.frameworks import USUAL, Framework, UsualSeconds
 from streamrl.runfile.workload_config import LengthsConfig
@@ -142,6 +144,15 @@ def _check_training(path: Path) -> list[str]:
     return []
 
 
+def _check_log(path: Path) -> list[str]:
+    return [read_profile(path, LogFormat).commit[:9]]
+
+
+def _check_rollouts(path: Path) -> list[str]:
+    read_profile(path, RolloutColumns)
+    return []
+
+
 def _check_host(path: Path) -> list[str]:
     profile = read_measured(path)
     return [f"{profile.model.name} on {profile.host.device}, {profile.date}"]
@@ -167,6 +178,8 @@ _READERS: list[tuple[str, Callable[[Path], list[str]]]] = [
     ("frameworks/*.toml", _check_framework),
     ("frameworks/options/*.toml", _check_options),
     ("measured/training.toml", _check_training),
+    ("logs/*.toml", _check_log),
+    ("rollouts/*.toml", _check_rollouts),
     ("measured/*/*.csv", _check_table),
     ("hosts/*.toml", _check_host),
 ]

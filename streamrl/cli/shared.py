@@ -23,6 +23,8 @@ Overrides = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 TRACE_FILE = "trace.jsonl"
+HEADER = b'{"format":'
+"""What a trace begins with."""
 
 
 def print_json(value: object) -> None:
@@ -52,6 +54,17 @@ def claim_file(path: Path) -> None:
 def trace_file(path: Path) -> Path:
     """Return a trace file, or the one in a run directory."""
     return path / TRACE_FILE if path.is_dir() else path
+
+
+def holds_run(path: Path) -> bool:
+    """Return whether a path is a run directory, or a trace file."""
+    if path.is_dir():
+        return (path / TRACE_FILE).is_file()
+    try:
+        with path.open("rb") as file:
+            return file.read(len(HEADER)) == HEADER
+    except OSError:
+        return False
 
 
 def open_trace(path: Path) -> Trace:

@@ -28,6 +28,12 @@ def find(run: Run) -> Iterator[Finding]:
             Path(run.costs.profile),
             "streamrl profile MODEL -o PROFILE.toml writes one",
         )
+    if run.costs.calibration is not None:
+        yield _there(
+            "costs.calibration",
+            Path(run.costs.calibration),
+            "streamrl calibrate RUN.toml MEASURED -o CALIBRATION.toml writes one",
+        )
 
 
 def _find_model(run: Run) -> Iterator[Finding]:

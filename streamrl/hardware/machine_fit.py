@@ -54,6 +54,15 @@ class PassFit:
         """Return the seconds of a pass."""
         return self.alone + self.beside(num_rollouts, num_tokens, num_pairs)
 
+    def at(self, factor: float) -> PassFit:
+        """Return the fit of passes that are so many times as fast."""
+        return PassFit(
+            self.alone / factor,
+            self.per_rollout / factor,
+            self.per_token / factor,
+            self.per_pair / factor,
+        )
+
     def beside(self, num_rollouts: float, num_tokens: float, num_pairs: float) -> float:
         """Return the seconds that it adds to a pass that is made anyway."""
         return (

@@ -21,6 +21,7 @@ INPUTS = "inputs"
 KEPT = (
     "model.path",
     "costs.profile",
+    "costs.calibration",
     "workload.lengths.source",
     "workload.lengths.ranker_scores",
 )

@@ -45,6 +45,9 @@ class CostsConfig(Section, frozen=True, kw_only=True):
     engine: str = "vllm-0.11"
     """Whose overheads a decode step has beside its operators: an inference engine and version of
     `profiles/engines`."""
+    calibration: str | None = None
+    """What `streamrl calibrate` made of steps that were measured: factors by stage and seconds of each step, a TOML
+    file. The two factors below come on top."""
     generation_factor: float = 1.0
     """Simulated: how fast prefill and decode are, relative to what the profiles say: seconds are divided by
     it. For a framework slower than the engines that were measured: 0.5 takes twice as long."""

@@ -21,6 +21,7 @@ PATH_KEYS = (
     "workload.lengths.ranker_scores",
     "workload.ranker.path",
     "costs.profile",
+    "costs.calibration",
     "execute.output",
 )
 """Dotted keys; `workload.lengths.source` may be a name in profiles/lengths instead."""

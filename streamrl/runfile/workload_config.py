@@ -23,8 +23,8 @@ class LengthsConfig(Section, frozen=True, kw_only=True):
     """Where simulated output lengths come from."""
 
     kind: LengthsKind
-    """histogram: bins of `start,end,density`; empirical: one length a row (column output_tokens); groups: lengths by prompt,
-    resampled whole; trace: what a recorded run generated, rollout by rollout."""
+    """histogram: bins of `start,end,density`; empirical: one length a row (column output_tokens); groups: lengths by prompt
+    (columns prompt_id and output_tokens, and prompt_tokens where known), resampled whole; trace: what a recorded run generated, rollout by rollout."""
     source: str
     """A name in profiles/lengths, or the path of a CSV file (a trace: its JSONL file)."""
     scale: float = 1.0

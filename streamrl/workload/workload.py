@@ -212,11 +212,16 @@ class Histogram:
 
 
 class Groups:
-    """Recorded groups, resampled whole: siblings stay together as they were."""
+    """Recorded groups, resampled whole: siblings stay together as they were.
 
-    def __init__(self, groups: list[list[int]], prompt_tokens: int) -> None:
+    Args:
+        groups: output tokens of the rollouts of each prompt.
+        prompt_tokens: of each prompt, or of every one.
+    """
+
+    def __init__(self, groups: list[list[int]], prompt_tokens: list[int] | int) -> None:
         self._groups = [np.array(group, dtype=np.int64) for group in groups]
-        self._prompt_tokens = prompt_tokens
+        self._prompt_tokens = np.broadcast_to(np.array(prompt_tokens), len(groups))
 
     @property
     def num_prompts(self) -> int:
@@ -242,7 +247,7 @@ class Groups:
             rng.choice(self._groups[pick], group_size, replace=len(self._groups[pick]) < group_size)
             for pick in picks
         ]
-        return np.array(lengths), np.full(len(picks), self._prompt_tokens)
+        return np.array(lengths), self._prompt_tokens[picks]
 
     def past(
         self, picks: list[int], rng: np.random.Generator, lengths: Lengths, num_samples: int
@@ -295,7 +300,8 @@ def _read_source(config: LengthsConfig) -> Source | Recorded:
         case "empirical":
             return Groups([_output_tokens(path, rows)], config.prompt_tokens)
         case "groups":
-            return Groups(_by_prompt(path, rows), config.prompt_tokens)
+            groups = _by_prompt(path, rows)
+            return Groups(groups, _prompts_of(path, rows) or config.prompt_tokens)
         case _:
             assert_never(config.kind)
 
@@ -313,6 +319,18 @@ def _by_prompt(path: Path, rows: list[dict[str, str]]) -> list[list[int]]:
             )
         groups.setdefault(row["prompt_id"], []).append(length)
     return list(groups.values())
+
+
+def _prompts_of(path: Path, rows: list[dict[str, str]]) -> list[int]:
+    """Return the tokens of each prompt as its first row has them; nothing where there is no such column."""
+    if "prompt_tokens" not in rows[0]:
+        return []
+    found: dict[str, int] = {}
+    for row in rows:
+        if row["prompt_id"] not in found:
+            tokens = _numbers(path, row, ("prompt_tokens",))["prompt_tokens"]
+            found[row["prompt_id"]] = max(1, int(tokens))
+    return list(found.values())
 
 
 def _read_bins(path: Path, rows: list[dict[str, str]]) -> list[dict[str, float]]:

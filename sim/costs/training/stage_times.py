@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -70,6 +70,20 @@ class StageTimes:
         forward = _with_head(layer, layers, Pass(per_token=head / achieved))
         backward = tuple(one * BACKWARD for one in forward)
         return cls(forward=forward, backward=backward, scored=forward)
+
+    def at(self, score: float, train: float) -> StageTimes:
+        """Return the stages where passes that score, and those that train, are so many times as fast."""
+        if score == train == 1.0:
+            return self
+        return replace(
+            self,
+            forward=tuple(one * (1 / train) for one in self.forward),
+            backward=tuple(one * (1 / train) for one in self.backward),
+            scored=tuple(one * (1 / score) for one in self.scored),
+            gather_time=self.gather_time / train,
+            scatter_time=self.scatter_time / train,
+            send=self.send / train,
+        )
 
     # Micro-batches --------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from math import ceil, inf
 from types import MappingProxyType
 from typing import NamedTuple
 
+from sim.costs.calibrated import training_factors
 from sim.costs.framework_time import own_step_time
 from sim.costs.training.layer import Layer
 from sim.costs.training.line import Line, PipelinedLine
@@ -95,6 +96,8 @@ class TrainingCosts:
         """
         algorithm, ranks = run.algorithm, Ranks.of(run)
         ranks, stages, step_time, provenance = _choose_stages(run, ranks)
+        score, train = training_factors(run)
+        stages = stages.at(score, train)
         switches = Switches()
         if run.trainer.offload:
             state = model_state(ranks.model, run.trainer, ranks.dtype)
@@ -102,13 +105,14 @@ class TrainingCosts:
         num_trained = num_trained_models(run)
         framework = run.framework
         updated = ranks.reduce_time() + ranks.update_time() + switches.step_time
+        optimizer_time = (num_trained * updated + step_time) / train
         return cls(
             stages=stages,
             num_scored=algorithm.num_scored,
             num_trained=num_trained,
             informative_share=run.computed_share,
             switches=switches,
-            optimizer_time=num_trained * updated + step_time,
+            optimizer_time=optimizer_time,
             overhead_time=own_step_time(run).seconds,
             mini_batch=_mini_batch(run),
             epochs=framework.epochs,

@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from streamrl.hardware.calibration_file import load_calibration
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.precision import rollout_precision
 from streamrl.hardware.profiles import PROFILES, load_gpu, price_of
@@ -60,6 +61,10 @@ def assumptions_of(
             value += f", ${link.price_per_gb:g} per GB"
         between = f"network between {' and '.join(link.between)}"
         yield Assumption(between, value, f"{RUN_FILE}: cluster.links")
+    if run.costs.calibration is not None:
+        made = load_calibration(run.costs)
+        value = "none" if made is None else f"factors by stage, from {made.source}"
+        yield Assumption("calibration", value, f"{RUN_FILE}: costs.calibration")
     for side, config in (("generation_factor", "generation"), ("training_factor", "training")):
         factor = getattr(run.costs, side)
         if factor != 1.0:

@@ -1,0 +1,142 @@
+"""Simulated steps beside measured ones: the same number, each with lengths of the mean that was measured of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from statistics import fmean
+
+from msgspec.structs import replace
+
+from sim.batch_time import generate_batch
+from sim.calibration.disagreement import takes_turns
+from sim.costs.costs import Costs
+from sim.costs.fill import fill_policies
+from sim.world import SimWorld
+from streamrl.engine.messages import ExpectationsChanged, Generated
+from streamrl.logs.measured_steps import MeasuredStep
+from streamrl.logs.run_steps import read_run_steps
+from streamrl.runfile.config import Run
+from streamrl.workload.workload import Draw, SimulatedWorkload
+
+LEAST_STEPS = 8
+"""That are simulated, so that the mean of a stage does not hang on the longest rollout of one draw."""
+WARM_UP = 2
+"""Steps before those that count: nothing was generated before the first, nor loaded."""
+ROUNDS = 20
+"""In which a scale is looked for that gives a batch its mean under the cap."""
+
+
+class StepwiseWorkload:
+    """The groups of a run, scaled step by step to the mean that was measured."""
+
+    def __init__(self, run: Run, steps: Sequence[MeasuredStep]) -> None:
+        """Take note of the means.
+
+        Args:
+            run: the run file.
+            steps: those that are simulated, in order; what comes after them is as the last.
+        """
+        self._inner = SimulatedWorkload(run)
+        self._steps = steps
+        self._size = run.algorithm.prompts_per_step
+        self._most = run.rollout.max_tokens
+        self._scales: dict[int, float] = {}
+
+    def draw(self, first_group: int, num_groups: int) -> list[Draw]:
+        """Return groups `first_group` and following, with the lengths of their steps."""
+        draws = self._inner.draw(first_group, num_groups)
+        return [self._scaled(draw, draw.drawn.group // self._size) for draw in draws]
+
+    def learn(self, event: Generated) -> ExpectationsChanged | None:
+        """See `Workload`."""
+        return self._inner.learn(event)
+
+    def forget(self, group: int) -> None:
+        """See `Workload`."""
+        self._inner.forget(group)
+
+    def _measured(self, step: int) -> MeasuredStep:
+        return self._steps[min(step, len(self._steps) - 1)]
+
+    def _scaled(self, draw: Draw, step: int) -> Draw:
+        if step not in self._scales:
+            self._scales[step] = self._scale(step)
+        scale, most = self._scales[step], self._cap(step)
+        lengths = tuple(max(1, min(most, round(length * scale))) for length in draw.lengths)
+        return draw._replace(lengths=lengths)
+
+    def _cap(self, step: int) -> int:
+        longest = self._measured(step).longest_output
+        return self._most if not longest else min(self._most, ceil(longest))
+
+    def _scale(self, step: int) -> float:
+        """Return what gives the batch of a step the mean that was measured, each output capped."""
+        wanted, most = self._measured(step).output_tokens, self._cap(step)
+        if wanted is None:
+            return 1.0
+        draws = self._inner.draw(step * self._size, self._size)
+        lengths = [length for draw in draws for length in draw.lengths]
+        scale = wanted / fmean(lengths)
+        for _ in range(ROUNDS):
+            mean = fmean(min(most, length * scale) for length in lengths)
+            if abs(mean / wanted - 1) < 1e-3:
+                break
+            scale *= wanted / mean
+        return scale
+
+
+@dataclass(frozen=True)
+class SimulatedSteps:
+    """What a run file predicts of each measured step, in their order."""
+
+    steps: list[MeasuredStep]
+    overhead: float
+    """Seconds of a step beside its stages."""
+
+
+def simulate_steps(run: Run, measured: Sequence[MeasuredStep]) -> SimulatedSteps:
+    """Simulate as many steps as were measured, each of its own lengths; of few steps several times.
+
+    Raises:
+        ValueError: the run file asks for what its profiles or memory do not allow.
+        RuntimeError: nothing is left that could happen.
+    """
+    run = replace(run, faults=())
+    repeats = ceil(LEAST_STEPS / len(measured))
+    wanted = [*[measured[0]] * WARM_UP, *list(measured) * repeats]
+    costs = Costs.load(run)
+    filled = fill_policies(run, costs)
+    workload = StepwiseWorkload(run, wanted)
+    world = SimWorld(filled, costs, workload, is_endless=True)
+    trace = world.run(is_enough=lambda: len(world.steps) >= len(wanted))
+    overhead = costs.training.overhead_time
+    made = read_run_steps(trace, overhead, takes_turns=takes_turns(run))[WARM_UP : len(wanted)]
+    if len(made) < len(wanted) - WARM_UP:
+        reason = world.engine.stop_reason or "it stops"
+        raise RuntimeError(f"the run stopped after step {len(made) + WARM_UP}: {reason}")
+    if not takes_turns(run):
+        made = _with_generation(filled, costs, made)
+    return SimulatedSteps(
+        [_mean(made[place :: len(measured)]) for place in range(len(measured))], overhead
+    )
+
+
+def _with_generation(run: Run, costs: Costs, steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
+    """Add what each step's batch takes replicas that have nothing else: a run that trains meanwhile does not tell."""
+    workload, size = StepwiseWorkload(run, steps), run.algorithm.prompts_per_step
+    batches = (workload.draw(place * size, size) for place in range(len(steps)))
+    seconds = [generate_batch(run, costs, batch)[-1].time for batch in batches]
+    return [replace(step, generation=s) for step, s in zip(steps, seconds, strict=True)]
+
+
+def _mean(steps: Sequence[MeasuredStep]) -> MeasuredStep:
+    """Return the mean of steps of the same work, column by column."""
+    found: dict[str, float] = {}
+    for column in MeasuredStep.__struct_fields__[1:]:
+        values = [getattr(step, column) for step in steps]
+        known = [value for value in values if value is not None]
+        if known:
+            found[column] = fmean(known)
+    return MeasuredStep(step=steps[0].step, **found)

@@ -1,0 +1,116 @@
+"""`streamrl calibrate`: what the seconds of one's own steps say of the simulated ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from msgspec.structs import replace
+from rich.console import Console
+
+from sim.calibration.calibrate import HELD_OUT, Calibrated, calibrate_steps
+from sim.calibration.disagreement import takes_turns
+from sim.calibration.recorded_steps import calibrate_recorded
+from streamrl.cli.progress import make_progress
+from streamrl.cli.shared import (
+    AsJson,
+    Overrides,
+    RunFile,
+    claim_file,
+    holds_run,
+    open_trace,
+    print_json,
+    trace_file,
+)
+from streamrl.hardware.calibration_file import write_calibration
+from streamrl.logs.log_file import CSV, read_measured_file
+from streamrl.logs.measured_steps import MeasuredSteps
+from streamrl.record.inputs import with_kept_inputs
+from streamrl.report.calibration_table import calibration_table
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import load_run
+
+
+def calibrate(
+    run_file: RunFile,
+    measured: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MEASURED",
+            help="Steps of that run: a log of verl, NeMo-RL, slime, OpenRLHF or TRL, a CSV with named columns, or the "
+            "directory of an executed run.",
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Where to write it; costs.calibration of a run file names it."
+        ),
+    ] = None,
+    log_format: Annotated[
+        str | None,
+        typer.Option("--format", help="The log's; found out where absent."),
+    ] = None,
+    held_out: Annotated[
+        float, typer.Option(help="Share of the steps, the last ones, that nothing is fitted to.")
+    ] = HELD_OUT,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fit factors by stage to the seconds of your own steps: a framework's log, a CSV, or an executed run.
+
+    The steps that were measured are simulated, with lengths as they were recorded, and what each stage takes more or
+    less becomes a factor: generation, score (forward passes before training), train, sync, and seconds of each step
+    beside them. The last of the steps are held out, and their error said. Where the run file says something else of the
+    work than was measured (rollouts, lengths, GPUs, passes, mode), nothing is fitted: mend the run file first.
+
+    Example: streamrl calibrate run.toml verl.log -o calibration.toml
+    """
+    if not 0 <= held_out < 1:
+        raise ValueError(f"--held-out must be a share from 0 to below 1, got {held_out:g}")
+    run = load_run(run_file, overrides or ())
+    if output is not None:
+        claim_file(output)
+    found = _fit(run, measured, log_format, held_out)
+    text = write_calibration(found.calibration)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text, encoding="utf-8")
+    if as_json:
+        print_json({**msgspec.to_builtins(found.calibration), "notes": found.notes})
+        return
+    Console().print(calibration_table(found.calibration))
+    for note in found.notes:
+        typer.echo(f"note: {note}")
+    if output is not None:
+        typer.echo(f'{output}: name it in a run file, [costs] calibration = "{output.name}"')
+
+
+def _fit(run: Run, measured: Path, log_format: str | None, held_out: float) -> Calibrated:
+    with make_progress() as progress:
+        task = progress.add_task("simulating", total=None, facts="")
+
+        def watch(what: str) -> None:
+            progress.update(task, facts=what)
+
+        if holds_run(measured):
+            if log_format is not None:
+                raise ValueError(f"--format is of logs, and {measured} is a recorded run")
+            file = trace_file(measured)
+            trace = open_trace(file)
+            trace.run = with_kept_inputs(trace.run, file.parent)
+            return calibrate_recorded(run, trace, file, held_out, watch)
+        steps = read_measured_file(measured, log_format)
+        if steps.is_asynchronous is None and not takes_turns(run):
+            steps = _read_as_asynchronous(run, measured, log_format)
+        return calibrate_steps(run, steps, held_out, watch)
+
+
+def _read_as_asynchronous(run: Run, measured: Path, log_format: str | None) -> MeasuredSteps:
+    """Read a log that does not tell its mode as one of the run file's, which is asynchronous."""
+    steps = read_measured_file(measured, log_format, is_asynchronous=True)
+    system = run.policies.system
+    told = f"{measured.name}: read as of an asynchronous mode, as policies.system {system!r} is one"
+    return replace(steps, is_asynchronous=None, notes=() if steps.framework == CSV else (told,))

@@ -1,0 +1,158 @@
+"""`streamrl import`: from a log, or a data set of rollouts, to a workload that replays it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sim.calibration.recorded_steps import measured_steps
+from streamrl.cli.shared import (
+    AsJson,
+    claim_directory,
+    holds_run,
+    open_trace,
+    print_json,
+    trace_file,
+)
+from streamrl.logs.imported import (
+    LENGTHS,
+    PROMPTS,
+    SHAPE,
+    STEPS,
+    WORKLOAD,
+    Fragment,
+    replay_rollouts,
+    replay_steps,
+    replay_trace,
+)
+from streamrl.logs.log_file import read_measured_file
+from streamrl.logs.measured_steps import write_steps
+from streamrl.logs.rollout_set import (
+    FIELDS,
+    looks_like_rollouts,
+    read_rollouts,
+    write_lengths,
+    write_prompts,
+)
+from streamrl.runfile.workload_config import HUB
+from streamrl.workload.csv_rows import read_csv
+
+ROLLOUTS = "rollouts"
+"""The format of data sets."""
+
+
+def import_log(
+    recorded: Annotated[
+        str,
+        typer.Argument(
+            metavar="LOG|DATASET",
+            help="A log, the directory of an executed run, or rollouts: JSONL, Parquet, CSV, a directory of `datasets`, hf://NAME.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The directory that files are written to.")
+    ],
+    log_format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="verl, nemo-rl, slime, openrlhf, trl, csv, or rollouts; found out where absent.",
+        ),
+    ] = None,
+    fields: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--field",
+            metavar="NAME=COLUMN",
+            help="The column of rollouts that has output_tokens, prompt_id or prompt_tokens.",
+        ),
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="Of a data set.")] = None,
+    shape: Annotated[
+        str,
+        typer.Option(help="Of lengths where a log has means alone: a name of profiles/lengths."),
+    ] = SHAPE,
+    is_asynchronous: Annotated[
+        bool | None,
+        typer.Option(
+            "--asynchronous/--in-turns",
+            help="Whether the logged run generated beside training, where its keys do not tell.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a workload of a framework's log, or of a data set of rollouts, with the steps that calibrate reads.
+
+    Of rollouts: lengths.csv with what each took, prompt by prompt, and workload.toml, the section [workload] that replays
+    them. Of a log: steps.csv, which `streamrl calibrate` reads, and workload.toml with lengths of a known shape
+    scaled to the mean that was logged. Of an executed run: both, from what it recorded.
+
+    Example: streamrl import rollouts.jsonl -o recorded
+    """
+    chosen = _fields(fields or ())
+    claim_directory(output)
+    files: dict[str, str] = {}
+    notes: tuple[str, ...] = ()
+    if not recorded.startswith(HUB) and log_format is None and holds_run(Path(recorded)):
+        fragment, files[STEPS] = _of_run(Path(recorded), output)
+        kind = "streamrl"
+    elif log_format == ROLLOUTS or (log_format is None and _is_data_set(recorded)):
+        rollouts = read_rollouts(recorded, chosen, split)
+        fragment, kind = replay_rollouts(rollouts, recorded), ROLLOUTS
+        files[LENGTHS] = write_lengths(rollouts, recorded)
+        if rollouts.records:
+            files[PROMPTS] = write_prompts(rollouts)
+    else:
+        _refuse_of_data_sets(chosen, split)
+        steps = read_measured_file(Path(recorded), log_format, is_asynchronous)
+        fragment, kind, notes = replay_steps(steps, shape), steps.framework, steps.notes
+        files[STEPS] = write_steps(steps.steps, steps.source)
+    files[WORKLOAD] = fragment.text
+    output.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (output / name).write_text(text, encoding="utf-8")
+    if as_json:
+        print_json({"format": kind, **fragment.facts, "files": sorted(files), "notes": notes})
+        return
+    told = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in fragment.facts.items())
+    typer.echo(f"{recorded}: {kind}: {told}")
+    for note in notes:
+        typer.echo(f"note: {note}")
+    typer.echo(f"written: {', '.join(str(output / name) for name in sorted(files))}")
+
+
+def _is_data_set(recorded: str) -> bool:
+    """Return whether it is rollouts; a CSV of steps, which has lengths too, numbers them or has their seconds."""
+    if not looks_like_rollouts(recorded):
+        return False
+    if not recorded.endswith((".csv", ".csv.gz")):
+        return True
+    return not {"step", "step_time"} & set(read_csv(Path(recorded))[0])
+
+
+def _of_run(recorded: Path, output: Path) -> tuple[Fragment, str]:
+    file = trace_file(recorded)
+    steps = measured_steps(open_trace(file), str(recorded))
+    fragment = replay_trace(str(file), os.path.relpath(file, output), str(recorded))
+    return fragment, write_steps(steps.steps, steps.source)
+
+
+def _fields(stated: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for each in stated:
+        name, equals, column = each.partition("=")
+        if not equals or name not in FIELDS or not column:
+            raise ValueError(
+                f"--field must be NAME=COLUMN with a name of {', '.join(FIELDS)}, got {each!r}"
+            )
+        found[name] = column
+    return found
+
+
+def _refuse_of_data_sets(fields: dict[str, str], split: str | None) -> None:
+    if fields or split is not None:
+        raise ValueError("--field and --split are of data sets of rollouts: say --format rollouts")

@@ -1,0 +1,146 @@
+"""A calibration: what the seconds of one's own steps say of the simulated ones, by stage, as `streamrl calibrate` writes it.
+
+A run file names it under `costs.calibration`. A factor says how fast a stage is relative to what the profiles say, and
+holds for the GPU that it was measured on; the overhead is of each step, whatever the GPU.
+"""
+
+from __future__ import annotations
+
+import datetime
+from functools import cache
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+import tomli_w
+
+from streamrl.hardware.profile_table import ProfileTable
+from streamrl.hardware.profiles import read_profile
+from streamrl.runfile.config import CostsConfig
+from streamrl.runfile.errors import RunError
+
+StageName = Literal["generation", "score", "train", "sync"]
+STAGES: tuple[StageName, ...] = get_args(StageName)
+"""Stages that have a factor; score are forward passes before training, sync is push and load."""
+SECTION = "costs.calibration"
+
+
+class StageErrors(ProfileTable, frozen=True, kw_only=True):
+    """Medians of the absolute relative errors of a step's simulated seconds; absent where no step tells."""
+
+    before: float | None = None
+    """Without the calibration, of the steps that it was fitted to."""
+    after: float | None = None
+    """With it, of the same steps."""
+    held_out: float | None = None
+    """With it, of later steps that it was not fitted to."""
+
+
+class StageFactor(ProfileTable, frozen=True, kw_only=True):
+    """How fast one stage is, relative to what the profiles say: its seconds are divided by it."""
+
+    gpu: str
+    """Of the pool that it was measured on; for another GPU it says nothing."""
+    factor: float
+    interval: tuple[float, float] | None = None
+    """95 % interval of the factor, the median over steps, from their scatter; absent where they are too few to tell."""
+    errors: StageErrors = StageErrors()
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.factor) and self.factor > 0):
+            raise ValueError(f"factor must be positive and finite, got {self.factor}")
+
+
+class StepOverhead(ProfileTable, frozen=True, kw_only=True):
+    """Seconds of a step beside its stages: data, rewards, logging."""
+
+    seconds: float
+    interval: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.seconds) and self.seconds >= 0):
+            raise ValueError(f"seconds must be 0 or more and finite, got {self.seconds}")
+
+
+class Calibration(ProfileTable, frozen=True, kw_only=True):
+    """Factors and overhead of one framework on one cluster."""
+
+    source: str
+    """What was measured: which file, of which framework."""
+    date: datetime.date
+    model: str
+    system: str
+    """`policies.system` of the run."""
+    fitted_steps: tuple[int, int] | None = None
+    """First and last step that it was fitted to."""
+    held_out_steps: tuple[int, int] | None = None
+    """First and last step that only its errors were taken of."""
+    generation: StageFactor | None = None
+    score: StageFactor | None = None
+    train: StageFactor | None = None
+    sync: StageFactor | None = None
+    overhead: StepOverhead | None = None
+    """Replaces the assumed `framework.step_time`; one that the run file states stays."""
+    step: StageErrors = StageErrors()
+    """Errors of whole steps."""
+
+    def stage(self, name: StageName) -> StageFactor | None:
+        """Return what it says of a stage; None where it says nothing."""
+        found: StageFactor | None = getattr(self, name)
+        return found
+
+    def factor(self, name: StageName, gpu: str) -> float:
+        """Return the factor of a stage on a GPU, 1 where it says nothing of it."""
+        found = self.stage(name)
+        return 1.0 if found is None or found.gpu != gpu else found.factor
+
+    def tell(self, name: StageName, gpu: str, path: str) -> str:
+        """Say what was made of a stage's seconds; nothing where it says nothing of it."""
+        found = self.stage(name)
+        if found is None:
+            return ""
+        if found.gpu != gpu:
+            return f"{path}: {name} was calibrated on {found.gpu}, so {gpu} is as the profiles say"
+        within = "" if found.interval is None else " ({:.3g} to {:.3g})".format(*found.interval)
+        return f"{path}: {name} at {found.factor:.3g}{within} of the profiles' speed, from {self.source}"
+
+
+def load_calibration(costs: CostsConfig) -> Calibration | None:
+    """Read the calibration that a run file names; None where it names none.
+
+    Raises:
+        RunError: the file is none.
+    """
+    if costs.calibration is None:
+        return None
+    path = Path(costs.calibration)
+    try:
+        stat = path.stat()
+        return _read(path, stat.st_mtime_ns, stat.st_size)
+    except OSError as error:
+        text = f"{SECTION}: {path}: {error.strerror}"
+    except ValueError as error:
+        text = f"{SECTION}: {error}"
+    raise RunError(SECTION, costs.calibration, None, text)
+
+
+def write_calibration(calibration: Calibration) -> str:
+    """Return a calibration as TOML, with what is not known left out."""
+    table = _known(msgspec.to_builtins(calibration, builtin_types=(datetime.date,)))
+    return tomli_w.dumps(table)
+
+
+def _known(table: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        known = _known(value) if isinstance(value, dict) else value
+        if known is not None and known != {}:
+            found[key] = float(f"{known:.6g}") if isinstance(known, float) else known
+    return found
+
+
+@cache
+def _read(path: Path, changed_at: int, size: int) -> Calibration:
+    """Read it once for all plans of a search, and again where it was written anew."""
+    return read_profile(path, Calibration)

@@ -1,0 +1,125 @@
+"""What a calibration does to simulated seconds, and what it says of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sim.costs.costs import Costs
+from sim.planner.sync_time import _sync
+from streamrl.runfile.config import Run
+from tests.runs import small_run
+
+FACTORS = """
+source = "steps.csv"
+date = 2026-11-24
+model = "qwen2.5-7b"
+system = "stream-async"
+[generation]
+gpu = "h20"
+factor = 0.5
+interval = [0.4, 0.6]
+[score]
+gpu = "h800"
+factor = 0.25
+[train]
+gpu = "h800"
+factor = 0.125
+[sync]
+gpu = "h20"
+factor = 0.1
+[overhead]
+seconds = 7.0
+"""
+
+
+def calibrated(tmp_path: Path, text: str = FACTORS, **changes: Any) -> Run:
+    path = tmp_path / "calibration.toml"
+    path.write_text(text)
+    keys = {key.replace("__", "."): value for key, value in changes.items()}
+    table = {"algorithm.old_log_probs": "trainer", "costs.calibration": str(path), **keys}
+    return small_run(table)
+
+
+def test_each_stage_has_a_factor_of_its_own(tmp_path: Path) -> None:
+    plain = Costs.load(small_run({"algorithm.old_log_probs": "trainer"}))
+    slow = Costs.load(calibrated(tmp_path))
+    assert slow.decode.step_time(3, 900) == pytest.approx(2 * plain.decode.step_time(3, 900))
+    assert slow.prefill_time(400, 9e4, 0) == pytest.approx(2 * plain.prefill_time(400, 9e4, 0))
+    lengths = [300, 500]
+    assert slow.training.score_time(lengths) == pytest.approx(
+        4 * plain.training.score_time(lengths)
+    )
+    assert slow.training.train_time(lengths) == pytest.approx(
+        8 * plain.training.train_time(lengths)
+    )
+    assert slow.training.optimizer_time == pytest.approx(8 * plain.training.optimizer_time)
+    assert slow.sync.push_time == pytest.approx(10 * plain.sync.push_time)
+    assert slow.load_time == pytest.approx(10 * plain.load_time)
+
+
+def test_the_factors_of_a_run_file_come_on_top(tmp_path: Path) -> None:
+    plain = Costs.load(small_run())
+    both = Costs.load(calibrated(tmp_path, costs__generation_factor=0.5))
+    assert both.decode.step_time(3, 900) == pytest.approx(4 * plain.decode.step_time(3, 900))
+
+
+def test_the_overhead_replaces_an_assumed_step_time_and_not_a_stated_one(tmp_path: Path) -> None:
+    assert Costs.load(calibrated(tmp_path)).training.overhead_time == 0.0  # as the run file states
+    assumed = calibrated(tmp_path, framework={})
+    assert Costs.load(assumed).training.overhead_time == 7.0
+
+
+def test_a_factor_holds_for_the_gpu_that_it_was_measured_on(tmp_path: Path) -> None:
+    other = FACTORS.replace('gpu = "h20"', 'gpu = "h100"')
+    costs = Costs.load(calibrated(tmp_path, other))
+    plain = Costs.load(small_run())
+    assert costs.decode.step_time(3, 900) == plain.decode.step_time(3, 900)
+    assert costs.sync.push_time == plain.sync.push_time
+    assert "h20 is as the profiles say" in costs.provenance["decode"].sources[-1]
+
+
+def test_the_sources_say_what_a_calibration_made_of_each_operation(tmp_path: Path) -> None:
+    costs = Costs.load(calibrated(tmp_path))
+    told = {name: found.sources[-1] for name, found in costs.provenance.items()}
+    assert "generation at 0.5 (0.4 to 0.6) of the profiles' speed, from steps.csv" in told["decode"]
+    assert told["prefill"] == told["decode"]
+    assert "score at 0.25" in told["score"] and "train at 0.125" in told["train"]
+    assert "sync at 0.1" in told["sync"]
+
+
+def test_the_planner_sees_the_same_sync(tmp_path: Path) -> None:
+    run = calibrated(tmp_path)
+
+    class Plan:
+        def apply(self, run: Run) -> Run:
+            return run
+
+    push, load, _ = _sync(run, Plan())  # type: ignore[arg-type]  # all that is asked of a candidate
+    costs = Costs.load(run).sync
+    assert (push, load) == (costs.push_time, costs.load_time)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("factor = 0.5", "factor = 0.0"), "factor must be positive"),
+        (("seconds = 7.0", "seconds = -1.0"), "seconds must be 0 or more"),
+        (("[train]", "[trains]"), "trains"),
+        (('gpu = "h20"\nfactor = 0.5', "factor = 0.5"), "gpu"),
+    ],
+)
+def test_a_wrong_calibration_is_named_with_what_is_wrong_in_it(
+    tmp_path: Path, change: tuple[str, str], said: str
+) -> None:
+    run = calibrated(tmp_path, FACTORS.replace(*change, 1))
+    with pytest.raises(ValueError, match=rf"costs\.calibration: .*calibration\.toml: .*{said}"):
+        Costs.load(run)
+
+
+def test_a_missing_calibration_is_named(tmp_path: Path) -> None:
+    run = small_run({"costs.calibration": str(tmp_path / "no.toml")})
+    with pytest.raises(ValueError, match=r"costs\.calibration: .*no\.toml: No such file"):
+        Costs.load(run)

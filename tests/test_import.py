@@ -1,0 +1,176 @@
+"""What is recorded becomes a workload that replays it."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.logs.log_file import read_measured_file
+from streamrl.logs.rollout_set import load_columns, read_rollouts
+from streamrl.runfile.reading import make_run
+from streamrl.runfile.writing import write_run
+from streamrl.workload.workload import SimulatedWorkload
+from tests.command_line import streamrl
+from tests.made_logs import MADE
+from tests.runs import make_table, small_run
+
+ROWS = [
+    {"prompt": "1+1=", "answer": "2", "response_length": 10, "prompt_length": 5},
+    {"prompt": "2+2=", "answer": "4", "response_length": 20, "prompt_length": 7},
+    {"prompt": "1+1=", "answer": "2", "response_length": 12, "prompt_length": 5},
+    {"prompt": "2+2=", "answer": "4", "response_length": 200, "prompt_length": 7},
+]
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def imported(directory: Path, changes: dict[str, Any] | None = None) -> SimulatedWorkload:
+    """Return the workload of the small run with the section that an import wrote."""
+    table = make_table(
+        {"algorithm.prompts_per_step": 2, "algorithm.group_size": 2, **(changes or {})}
+    )
+    table["workload"] = tomllib.loads((directory / "workload.toml").read_text())["workload"]
+    return SimulatedWorkload(make_run(table, directory))
+
+
+def test_recorded_rollouts_replay_prompt_by_prompt_in_their_order(tmp_path: Path) -> None:
+    write_lines(tmp_path / "rollouts.jsonl", ROWS)
+    done = streamrl("import", tmp_path / "rollouts.jsonl", "-o", tmp_path / "out", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["rollouts"], told["prompts"], told["group_size"]) == (4, 2, 2)
+    draws = imported(tmp_path / "out").draw(0, 4)
+    assert [sorted(draw.lengths) for draw in draws] == [[10, 12], [20, 200]] * 2
+    assert [draw.drawn.prompt_tokens for draw in draws] == [5, 7] * 2
+    prompts = [json.loads(line) for line in (tmp_path / "out" / "prompts.jsonl").open()]
+    assert prompts == [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
+
+
+def test_lists_are_samples_of_a_prompt_or_turns_of_a_rollout(tmp_path: Path) -> None:
+    samples = [{"response_length": [3, 4]}, {"response_length": [5, 6, 7]}]
+    assert read_rollouts(str(write_lines(tmp_path / "a.jsonl", samples))).groups == [
+        [3, 4],
+        [5, 6, 7],
+    ]
+    turns = [{"group": 1, "out_lens": [3, 4], "prompt_len": 9}, {"group": 1, "out_lens": [5]}]
+    with pytest.raises(ValueError, match="row 2: prompt_len must be a whole number"):
+        read_rollouts(str(write_lines(tmp_path / "b.jsonl", turns)))
+    turns[1]["prompt_len"] = 9
+    found = read_rollouts(str(write_lines(tmp_path / "b.jsonl", turns)))
+    assert found.groups == [[7, 5]] and found.prompt_tokens == [9]
+
+
+def test_lengths_of_no_prompt_are_drawn_independently(tmp_path: Path) -> None:
+    write_lines(tmp_path / "rollouts.jsonl", [{"completion_tokens": n} for n in (7, 8, 9)])
+    assert streamrl("import", tmp_path / "rollouts.jsonl", "-o", tmp_path / "out").returncode == 0
+    lengths = {n for draw in imported(tmp_path / "out").draw(0, 50) for n in draw.lengths}
+    assert lengths == {7, 8, 9}
+
+
+def test_a_table_of_rollouts_with_scores_is_none_of_steps(tmp_path: Path) -> None:
+    (tmp_path / "scores.csv").write_text("score,output_tokens\n1,10\n0,20\n")
+    done = streamrl("import", tmp_path / "scores.csv", "-o", tmp_path / "out", "--json")
+    assert json.loads(done.stdout)["format"] == "rollouts"
+    (tmp_path / "steps.csv").write_text("step,score,output_tokens\n1,2.5,10\n")
+    done = streamrl("import", tmp_path / "steps.csv", "-o", tmp_path / "out", "--json")
+    assert json.loads(done.stdout)["format"] == "csv"
+
+
+def test_parquet_is_read_as_lines_are(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rollouts.parquet")
+    of_lines = read_rollouts(str(write_lines(tmp_path / "rollouts.jsonl", ROWS)))
+    assert read_rollouts(str(tmp_path / "rollouts.parquet")) == of_lines
+
+
+@pytest.mark.parametrize("name", sorted(MADE))
+def test_a_log_of_each_framework_becomes_a_workload_of_its_mean_and_its_steps(
+    name: str, tmp_path: Path
+) -> None:
+    file, text, steps = MADE[name]
+    (tmp_path / file).write_text(text)
+    done = streamrl("import", tmp_path / file, "-o", tmp_path / "out", "--json")
+    assert done.returncode == 0, done.stderr
+    means = [step.output_tokens for step in steps if step.output_tokens is not None]
+    wanted = sum(means) / len(means)
+    most = {"rollout.max_tokens": round(max(s.longest_output or 10**5 for s in steps))}
+    draws = imported(tmp_path / "out", most).draw(0, 4000)
+    lengths = [length for draw in draws for length in draw.lengths]
+    assert sum(lengths) / len(lengths) == pytest.approx(wanted, rel=0.03)
+    assert read_measured_file(tmp_path / "out" / "steps.csv").steps == tuple(steps)
+    assert "shape is assumed" in (tmp_path / "out" / "workload.toml").read_text()
+
+
+def test_a_recorded_run_replays_itself(tmp_path: Path) -> None:
+    write_run(small_run(), tmp_path / "run.toml")
+    assert streamrl("simulate", tmp_path / "run.toml", "-o", tmp_path / "made").returncode == 0
+    done = streamrl("import", tmp_path / "made", "-o", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    again = imported(tmp_path / "out").draw(0, 6)
+    assert [d.lengths for d in again] == [
+        d.lengths for d in SimulatedWorkload(small_run()).draw(0, 6)
+    ]
+    assert read_measured_file(tmp_path / "out" / "steps.csv").steps[2].rollouts == 4
+
+
+Files = Callable[[Path], tuple[str, ...]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "arguments", "said"),
+    [
+        ([{"text": "x"}], (), "no format knows its steps"),
+        (
+            [{"text": "x"}],
+            ("--format", "rollouts"),
+            "no column says how many tokens a rollout took; it has text",
+        ),
+        (
+            [{"response_length": "x"}],
+            (),
+            "row 1: response_length must be a whole number of tokens, got 'x'",
+        ),
+        ([{"response_length": 2.5}], (), "must be a whole number of tokens, got 2.5"),
+        (ROWS, ("--field", "output_tokens=no"), "has no such column; it has prompt, answer"),
+        (
+            ROWS,
+            ("--field", "length=no"),
+            "--field must be NAME=COLUMN with a name of output_tokens",
+        ),
+        (ROWS, ("--format", "verl"), "has no seconds of a step as verl writes them"),
+        ([{"step": 1, "data": {"timing_s/step": 2.0}}], (), "has no lengths of rollouts"),
+    ],
+)
+def test_what_cannot_be_imported_is_said_in_one_line_and_nothing_is_written(
+    rows: list[dict[str, Any]], arguments: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    path = write_lines(tmp_path / "in.jsonl", rows)
+    done = streamrl("import", path, "-o", tmp_path / "out", *arguments)
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_a_column_of_another_name_is_read_where_it_is_said(tmp_path: Path) -> None:
+    rows = [{"usage": {"made": 5}, "p": 1}, {"usage": {"made": 6}, "p": 1}]
+    path = write_lines(tmp_path / "in.jsonl", rows)
+    named = ("--field", "output_tokens=usage.made", "--field", "prompt_id=p")
+    done = streamrl(
+        "import", path, "-o", tmp_path / "out", "--format", "rollouts", *named, "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["group_size"] == 2
+
+
+def test_no_name_of_a_column_says_two_things() -> None:
+    known = load_columns()
+    names = [*known.output_tokens, *known.turns, *known.prompt_id, *known.prompt_tokens]
+    assert len(names) == len(set(names))

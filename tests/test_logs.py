@@ -1,0 +1,240 @@
+"""Logs of every framework, made as its logging source makes them, and what is read of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sim.costs.costs import Costs
+from sim.fidelity.phases import phase_seconds
+from sim.world import simulate
+from streamrl.hardware.profiles import PROFILES
+from streamrl.logs.literals import read_dict, read_number
+from streamrl.logs.log_file import read_measured_file
+from streamrl.logs.log_format import known_formats, load_format
+from streamrl.logs.measured_steps import MeasuredStep, parse_steps, write_steps
+from streamrl.logs.run_steps import read_run_steps
+from streamrl.record.timeline import read_timeline
+from streamrl.record.trace import read_trace
+from tests.made_logs import MADE, VERL_LINE
+from tests.runs import small_run
+
+
+def read(tmp_path: Path, name: str, text: str, log_format: str | None = None) -> list[MeasuredStep]:
+    (tmp_path / name).write_text(text)
+    return list(read_measured_file(tmp_path / name, log_format).steps)
+
+
+@pytest.mark.parametrize("name", known_formats())
+def test_a_log_of_each_framework_is_found_out_and_read(name: str, tmp_path: Path) -> None:
+    file, text, expected = MADE[name]
+    (tmp_path / file).write_text(text)
+    found = read_measured_file(tmp_path / file)
+    log = load_format(name)
+    assert found.framework == log.name and log.commit[:9] in found.source
+    assert list(found.steps) == expected
+    assert found.steps == read_measured_file(tmp_path / file, name).steps
+
+
+def test_the_parts_of_a_real_line_of_verl_sum_up_to_its_step(tmp_path: Path) -> None:
+    (step,) = read(tmp_path, "verl.log", VERL_LINE)
+    parts = (step.generation, step.score, step.train, step.sync, step.other)
+    assert sum(part or 0.0 for part in parts) == pytest.approx(1163.6, abs=0.1)
+    assert step.score == pytest.approx(72.41 + 72.03) and step.reference == 72.03
+
+
+@pytest.mark.parametrize("mark", ["separate_async/switch/idle:0.1", "timing_s/switch_wait:2.0"])
+def test_what_verl_calls_gen_is_waiting_in_its_asynchronous_modes(
+    mark: str, tmp_path: Path
+) -> None:
+    (step,) = read(tmp_path, "verl.log", f"{VERL_LINE} - {mark}")
+    assert step.generation is None and step.wait == 541.19
+    told = read_measured_file(tmp_path / "verl.log")
+    assert told.is_asynchronous and not told.notes
+
+
+def test_a_mode_that_left_no_mark_is_read_as_who_knows_says(tmp_path: Path) -> None:
+    (tmp_path / "verl.log").write_text(VERL_LINE)
+    silent = read_measured_file(tmp_path / "verl.log")
+    assert silent.is_asynchronous is None and "takes turns" in silent.notes[0]
+    told = read_measured_file(tmp_path / "verl.log", is_asynchronous=True)
+    assert told.steps[0].wait == 541.19 and told.steps[0].generation is None
+
+
+def test_an_overlapped_rollout_of_slime_is_generation_and_its_wait_is_not(tmp_path: Path) -> None:
+    (tmp_path / "slime.log").write_text(MADE["slime"][1])
+    (step, *_) = read_measured_file(tmp_path / "slime.log", is_asynchronous=True).steps
+    assert (step.generation, step.wait) == (58.0, 60.0)
+
+
+def test_the_sum_of_parts_that_openrlhf_calls_a_step_is_none(tmp_path: Path) -> None:
+    (step, *_) = read(tmp_path, "log.txt", MADE["openrlhf"][1])
+    assert step.step_time is None
+    (step, *_) = read_measured_file(tmp_path / "log.txt", is_asynchronous=True).steps
+    assert step.step_time == 48.0
+
+
+def test_rows_of_json_and_of_a_table_of_wandb_are_read_by_the_same_keys(tmp_path: Path) -> None:
+    figures = {"timing_s/step": 9.0, "timing_s/gen": 5.0, "timing_s/update_actor": 3.0}
+    lines = [json.dumps({"step": step, "data": figures}) for step in (4, 5)]
+    of_lines = read(tmp_path, "verl.jsonl", "\n".join(lines))
+    header = ",".join(
+        ["Step", *(f"my-run - {key}" for key in figures), "my-run - timing_s/gen__MIN"]
+    )
+    of_table = read(tmp_path, "export.csv", f"{header}\n4,9.0,5.0,3.0,1.0\n5,9.0,5.0,3.0,1.0\n")
+    state = {"log_history": [{"step": 7, "step_time": "2.5", "completions/mean_length": 80}]}
+    (of_trl,) = read(tmp_path, "trainer_state.json", json.dumps(state))
+    assert of_lines[0] == MeasuredStep(step=4, step_time=9.0, generation=5.0, train=3.0)
+    assert [step.train for step in of_table] == [3.0, 3.0]
+    assert of_trl == MeasuredStep(step=7, step_time=2.5, output_tokens=80.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        (
+            "no.csv",
+            "step,generaton,step_time\n1,2,3\n",
+            "no column 'generaton' is known; there is step, step_time",
+        ),
+        (
+            "no.csv",
+            "step,step_time\n1,fast\n",
+            "row 1: step_time must be a number from 0, got 'fast'",
+        ),
+        ("no.csv", "step,step_time\n1,-2\n", "row 1: step_time must be a number from 0, got '-2'"),
+        ("no.csv", "a,b\n1,2\n", "no format knows its steps; there is csv, nemo-rl"),
+        ("no.log", "nothing of a step\n", "no format knows its steps"),
+        (
+            "no.log",
+            "step:1 - reward:0.5 - response_length/mean:80\n",
+            "has no seconds of a step as verl writes them: it needs one of timing_s/step",
+        ),
+        ("no.log", "step:1 - timing_s/step:-3\n", "step 1: step_time cannot be -3 s"),
+    ],
+)
+def test_what_is_no_log_is_said_in_one_line(
+    name: str, text: str, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"no.*: ") as error:
+        read(tmp_path, name, text)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_dict_that_is_no_literal_is_named_by_its_line_and_nothing_is_run(tmp_path: Path) -> None:
+    text = "Global step 1: {'timing/generation': __import__('os').mkdir('here')}"
+    for named in ("openrlhf", None):
+        with pytest.raises(ValueError, match=r"log:1: not a literal: .*is no literal"):
+            read(tmp_path, "o.log", text, named)
+    assert not Path("here").exists()
+
+
+def test_literals_are_read_with_the_names_that_numbers_print_under() -> None:
+    text = "{'a': np.float64(1.5), 'b': -2, 'c': nan, 'd': [1, inf], 'e': tensor(3., device='cuda:0'), 'f': 'x'}"
+    found = read_dict(text)
+    assert (found["a"], found["b"], found["e"], found["f"]) == (1.5, -2, 3.0, "x")
+    assert read_number("np.float32(0.25)") == 0.25 and read_number("1e-3") == 1e-3
+    assert read_number(True) is None and read_number("fast") is None
+    for bad in ("[1]", "{'a': open('x')}", "{**{}}", "{'a': 1", "", "{'a': (lambda: 1)()}"):
+        with pytest.raises(ValueError, match="not a"):
+            read_dict(bad)
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(sorted(MADE)), st.data())
+def test_a_damaged_log_is_read_or_refused_in_one_line(name: str, data: st.DataObject) -> None:
+    file, text, _ = MADE[name]
+    first = data.draw(st.integers(0, len(text)))
+    last = data.draw(st.integers(first, len(text)))
+    filler = data.draw(
+        st.sampled_from(["", "1e999", "nan", "-", "{", "}", "'", "9" * 400, "\n", "\x00"])
+    )
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / file
+        path.write_text(text[:first] + filler + text[last:])
+        for log_format in (None, name):
+            try:
+                found = read_measured_file(path, log_format)
+            except ValueError as error:
+                assert "\n" not in str(error) and str(path) in str(error)
+            else:
+                assert all(0 <= value < 1e7 for value in found.values("step_time"))
+
+
+@settings(max_examples=40)
+@given(st.text(max_size=60))
+def test_whatever_a_dict_is_said_to_be_it_is_read_or_refused(text: str) -> None:
+    for said in (text, "{" + text + "}"):
+        try:
+            assert isinstance(read_dict(said), dict)
+        except ValueError as error:
+            assert str(error).startswith("not a")
+    read_number(text)
+
+
+def test_steps_that_are_written_are_read_again(tmp_path: Path) -> None:
+    steps = [
+        MeasuredStep(step=3, step_time=2.5, train=1.0, output_tokens=80.25),
+        MeasuredStep(step=4, step_time=2.75, rollouts=16.0),
+    ]
+    assert read(tmp_path, "steps.csv", write_steps(steps, "a\nlog")) == steps
+    assert parse_steps("x", [{"step_time": "1", "train": ""}])[0].train is None
+
+
+def test_every_format_says_which_source_at_which_commit() -> None:
+    for name in known_formats():
+        log = load_format(name)
+        assert len(log.commit) == 40 and ":" in log.source and log.lines
+    assert known_formats() == sorted(path.stem for path in (PROFILES / "logs").iterdir())
+
+
+# Traces -------------------------------------------------------------------------------------------
+
+
+def test_a_trace_is_read_as_the_stages_that_follow_each_other_in_it() -> None:
+    keys = {"policies.system": "colocated", "algorithm.old_log_probs": "trainer"}
+    trace = simulate(small_run({**keys, "cluster.links": [], "rollout.pool": "near"}))
+    mean, steps = phase_seconds(trace), read_run_steps(trace, takes_turns=True)[1:]
+    for column, expected in (
+        ("generation", mean.generation),
+        ("score", mean.score),
+        ("train", mean.train),
+        ("step_time", mean.step),
+    ):
+        values = [getattr(step, column) for step in steps]
+        assert sum(values) / len(values) == pytest.approx(expected)
+    assert [step.rollouts for step in steps] == [4, 4]
+
+
+def test_the_overhead_of_a_simulated_step_is_no_training() -> None:
+    run = small_run({"framework": {"step_time": "5 s"}})
+    trace, costs = simulate(run), Costs.load(run)
+    plain = read_run_steps(trace)
+    less = read_run_steps(trace, costs.training.overhead_time)
+    for one, other in zip(plain, less, strict=True):
+        assert one.train is not None and other.train is not None
+        assert one.train - other.train == pytest.approx(5.0)
+
+
+def test_busy_seconds_of_steps_are_those_in_which_replicas_generate() -> None:
+    trace = simulate(small_run({"policies.system": "fully-async", "algorithm.steps": 4}))
+    steps, timeline = read_run_steps(trace), read_timeline(trace)
+    end = sum(step.step_time or 0.0 for step in steps)
+    spans = [span for of_one in timeline.replicas.values() for span in of_one]
+    generated = [
+        min(s.end, end) - s.start for s in spans if s.activity == "generate" and s.start < end
+    ]
+    assert sum(step.busy or 0.0 for step in steps) == pytest.approx(sum(generated) / 2)
+    assert all(0 < (step.busy or 0.0) <= (step.step_time or 0.0) + 1e-9 for step in steps)
+
+
+def test_an_executed_run_of_an_older_version_has_measured_steps() -> None:
+    trace = read_trace(Path(__file__).parent / "data" / "format-1" / "real" / "run" / "trace.jsonl")
+    steps = read_run_steps(trace)
+    assert steps and all(step.train and step.rollouts and step.output_tokens for step in steps)
+    assert steps[0].generation is None
