@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from executor.carriers.local_gpus import device_of
@@ -38,7 +38,16 @@ others its core dies of the first request."""
 
 def check_back_ends(run: Run) -> None:
     """Raise `ValueError` where a run asks for what its back ends cannot do, or would do less of than it says."""
-    for limit in _limits(run):
+    _refuse(_limits(run))
+
+
+def check_back_end_of(run: Run, trainer: int) -> None:
+    """Raise `ValueError` where one trainer of a run asks for what its back end cannot do."""
+    _refuse(_limits_of_trainer(run.as_seen_by(trainer), trainer))
+
+
+def _refuse(limits: Iterable[Limit]) -> None:
+    for limit in limits:
         if not limit.is_met:
             way_out = f": {limit.way_out}" if limit.way_out else ""
             raise ValueError(f"{limit.key} must be {limit.must}, got {limit.value!r}{way_out}")

@@ -140,6 +140,7 @@ class RolloutBuffer:
         self._directory = directory
         self._kept = kept
         self._undrawn: Iterator[int] = count()
+        self._next_group = 0
         self._keeps_files = False
         self._done_with = DoneWith(run.num_trainers)
         self.rollouts: dict[int, BufferedRollout] = {}
@@ -148,11 +149,13 @@ class RolloutBuffer:
         """Let the next draw start at `group` and leave those out that are done, for a run that resumes."""
         done = frozenset(done_ahead)
         self._undrawn = (each for each in count(group) if each not in done)
+        self._next_group = group
 
     def draw(self, num_groups: int, oldest_version: int = 0) -> tuple[DrawnGroup, ...]:
         """Open places for the next groups, whose tokens may be of no version older than `oldest_version`."""
         groups = islice(self._undrawn, num_groups)
         draws = [draw.drawn for group in groups for draw in self.workload.draw(group, 1)]
+        self._next_group = max(self._next_group, *(1 + drawn.group for drawn in draws))
         return tuple(self._open(drawn, oldest_version) for drawn in draws)
 
     def _open(self, drawn: DrawnGroup, oldest_version: int) -> DrawnGroup:
@@ -233,6 +236,10 @@ class RolloutBuffer:
     def rollouts_of(self, groups: Iterable[int]) -> list[BufferedRollout]:
         """Return the rollouts of groups, in order."""
         return [self.rollouts[rollout] for group in groups for rollout in self._rollouts(group)]
+
+    def join(self) -> None:
+        """Keep what is drawn from now on for one more trainer too."""
+        self._done_with.join(self._next_group)
 
     def leave(self, group: int, trainer: int) -> None:
         """Enter that a trainer is done with a group; forget its rollouts where all are."""

@@ -18,6 +18,7 @@ from executor.carriers.handles import WorkerLostError
 from executor.carriers.launch import Launcher
 from executor.checkpoints import Checkpoint, Position
 from executor.faults import TRAINER, RealFaults
+from executor.members import Members
 from executor.record import RunDirectory
 from executor.roles import TransferRole, VerifierRole, Write
 from executor.rollout.replica import Replica
@@ -49,9 +50,11 @@ from streamrl.engine.messages import (
     Step,
     Stop,
     StopReplica,
+    StopTrainer,
     Take,
     Train,
     TrainerLost,
+    TrainerStopped,
     Verified,
     Verify,
     WakeAt,
@@ -101,6 +104,7 @@ class RealWorld(World[Trace]):
             lambda: self.now,
         )
         self._transfer = make_transfer(self._trainers.leader.push)
+        self.members = Members(trace, directory, self._trainers, launcher, buffer, self.emit)
         self._tasks: set[asyncio.Task[None]] = set()
         self._began_at = 0.0
         self._over = asyncio.Event()
@@ -127,12 +131,15 @@ class RealWorld(World[Trace]):
         self._began_at = time.monotonic()
         watch = asyncio.create_task(self._watch_commands())
         watch.add_done_callback(self._end_task)
+        control = asyncio.create_task(self.members.serve())
+        control.add_done_callback(self._end_task)
         try:
             await self._verifier.start()  # its scorer loads while replicas do
             self.emit(begun)
             await self._over.wait()
         finally:
             watch.cancel()
+            control.cancel()
             await self._close()
         if self._error is not None:
             raise self._error
@@ -147,9 +154,7 @@ class RealWorld(World[Trace]):
         if self._resume_from is not None:
             at = self._resume_from.position
             self._buffer.begin_at(at.groups_done, at.done_ahead)
-        found = ((n, each.resumed_from) for n, each in enumerate(self._directory.followers, 1))
-        followers = (each.position.as_saved(number) for number, each in found if each is not None)
-        begun = RunStarted(at.version, at.groups_done, tuple(followers))
+        begun = self.members.begin(at)
         for saved in begun.followers:
             for group in drawn_again(begun, saved):
                 self._buffer.leave(group, saved.trainer)
@@ -177,6 +182,8 @@ class RealWorld(World[Trace]):
     def emit(self, event: Event) -> None:
         """Let the engine handle `event`; notice when that ends the run."""
         super().emit(event)
+        if isinstance(event, TrainerStopped | TrainerLost):
+            self.members.see_stopped(event.trainer)
         self._watch(event, self.engine.state, self.now)
         if self.engine.is_finished:
             self._over.set()
@@ -261,7 +268,7 @@ class RealWorld(World[Trace]):
                 return await self._start_replica(command)
             case StopReplica():
                 return await self._stop_replica(command)
-            case StartTrainer() | SaveCheckpoint():
+            case StartTrainer() | StopTrainer() | SaveCheckpoint():
                 return await self._trainers.carry_out(command)
             case WakeAt():
                 return await self._wake(command)

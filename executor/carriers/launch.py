@@ -31,6 +31,14 @@ class Launcher(ABC):
     def num_threads(self) -> int:
         """CPU threads of each role."""
 
+    def join(self, run: Run) -> None:
+        """Take the run with one more trainer, and the GPUs that this one has.
+
+        Raises:
+            RuntimeError: its pool has too few that are free.
+        """
+        self._run = run
+
     async def replica(self, replica_id: int, kind: int, model: str) -> Handle:
         """Start the role of a replica of a kind on GPUs that no living replica has."""
         run = self._run.of_kind(kind)

@@ -8,7 +8,7 @@ trained on it or given it up, so that a few numbers of each step are all that is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from streamrl.engine.entities import kept_of
@@ -27,11 +27,13 @@ from streamrl.engine.messages import (
     Step,
     Stepped,
     Train,
+    TrainerJoined,
     TrainerLost,
     TrainerStarted,
+    TrainerStopped,
     Verified,
 )
-from streamrl.engine.trainer_side import LEADER, ROLLED_BACK
+from streamrl.engine.trainer_side import ABSENT, LEADER, ROLLED_BACK
 from streamrl.record.ledger import Ledger
 from streamrl.record.made_steps import Made, MadeSteps
 from streamrl.record.trace import Trace
@@ -60,6 +62,8 @@ class TrainerFlow:
     lost: Counter[str] = field(default_factory=Counter)
     """Rollouts that it never trains on, by reason."""
 
+    is_there: bool = True
+    """False of one that joins later, until it does."""
     _coming: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
     """Rollouts of the coming step, and the leader's version when they were trained on."""
     _groups: tuple[int, ...] = ()
@@ -88,7 +92,10 @@ class TrainerFlow:
 
     def see_drawn(self, drawn: DrawnGroup) -> None:
         """Enter that a group was drawn."""
-        self._open[drawn.group] = drawn.rollouts
+        if self.is_there:
+            self._open[drawn.group] = drawn.rollouts
+        else:
+            self.lost[ABSENT] += len(drawn.rollouts)
 
     def train(self, rollouts: tuple[int, ...], newest: int) -> None:
         """Enter that rollouts are trained on, while the leader's newest version is `newest`."""
@@ -133,8 +140,9 @@ class TrainerFlow:
 class Flow:
     """Follows every rollout from its tokens to the steps that trained on it, block by block."""
 
-    def __init__(self, num_trainers: int) -> None:
-        self.trainers = [TrainerFlow() for _ in range(num_trainers)]
+    def __init__(self, num_trainers: int, joined: Container[int] = ()) -> None:
+        """Take how many trainers there are, and which of them join later."""
+        self.trainers = [TrainerFlow(is_there=n not in joined) for n in range(num_trainers)]
         self._rollouts: dict[int, OpenRollout] = {}
         self._newest = 0
         self._lost = Ledger[None]()
@@ -173,8 +181,14 @@ class Flow:
             case RunStarted(version):
                 self._newest = version
                 self.leader.begin_at(version)
+                for saved in event.followers:
+                    self.trainers[saved.trainer].begin_at(saved.version)
             case TrainerStarted(trainer, version) if trainer == LEADER:
                 self._newest = version
+            case TrainerJoined(trainer):
+                self.trainers[trainer].is_there = True
+            case TrainerStopped(trainer):
+                self.trainers[trainer].fall_back()
             case TrainerLost(trainer):
                 tokens = self.trainers[trainer].fall_back()
                 if trainer == LEADER:
@@ -205,8 +219,9 @@ class Flow:
     def _draw(self, drawn: DrawnGroup) -> None:
         for trainer in self.trainers:
             trainer.see_drawn(drawn)
+        num_there = sum(trainer.is_there for trainer in self.trainers)
         for rollout in drawn.rollouts:
-            self._rollouts[rollout] = OpenRollout(num_trainers=len(self.trainers))
+            self._rollouts[rollout] = OpenRollout(num_trainers=num_there)
         for rollout, tokens, version in kept_of(drawn):
             self._rollouts[rollout].tokens, self._rollouts[rollout].born = tokens, version
 
@@ -255,7 +270,7 @@ class Flow:
 
 def read_flow(trace: Trace) -> Flow:
     """Follow every rollout from its tokens to the steps that trained on it."""
-    flow = Flow(trace.run.num_trainers)
+    flow = Flow(trace.run.num_trainers, trace.joined)
     flow.read(trace.entries)
     return flow
 

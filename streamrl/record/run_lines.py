@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+RUN = "run.json"
 METRICS, ROLLOUTS, SAMPLES = "metrics.jsonl", "rollouts.jsonl", "samples.jsonl"
 OF_SCORER = "reward/"
 """What the keys of metrics.jsonl begin with that say what one of several scorers gave."""

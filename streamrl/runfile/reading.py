@@ -15,6 +15,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.overrides import override
 from streamrl.runfile.paths import paths_of, with_paths
 from streamrl.runfile.renamed import upgrade_run
+from streamrl.runfile.sides_config import FollowerConfig
 from streamrl.runfile.table_errors import find_errors
 from streamrl.runfile.trainers import split_trainers
 from streamrl.runfile.units import read_quantity
@@ -90,6 +91,18 @@ def decode_recorded_run(data: bytes) -> Run:
 def encode_run(run: Run) -> bytes:
     """Write a run as JSON, quantities in base units."""
     return msgspec.json.encode(run, enc_hook=float)
+
+
+def with_follower(run: Run, section: dict[str, Any]) -> Run:
+    """Return a run with one more trainer that follows, whose section is as `section_of` gives it."""
+    follower = msgspec.convert(section, FollowerConfig, dec_hook=_restore_quantity)
+    return msgspec.structs.replace(run, followers=(*run.followers, follower))
+
+
+def section_of(follower: FollowerConfig) -> dict[str, Any]:
+    """Return the section of a trainer that follows as JSON has it, quantities in base units."""
+    section: dict[str, Any] = msgspec.to_builtins(follower, enc_hook=float)
+    return section
 
 
 def _restore_quantity(kind: type, value: object) -> object:
