@@ -101,11 +101,8 @@ def _limits(run: Run) -> Iterator[Limit]:
     )
     for number in range(run.num_trainers):
         yield from _limits_of_trainer(run.as_seen_by(number), number)
-    for key, times in (
-        ("framework.optimizer_steps", run.framework.optimizer_steps),
-        ("framework.epochs", run.framework.epochs),
-    ):
-        yield Limit(key, times, times == 1, f"1 for backend {run.trainer.backend}")
+    times = run.framework.epochs
+    yield Limit("framework.epochs", times, times == 1, f"1 for backend {run.trainer.backend}")
     yield Limit(
         "model.dtype",
         run.model.dtype,
@@ -126,6 +123,14 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
         algorithm.old_log_probs,
         algorithm.old_log_probs == "engine",
         "'engine' to be executed: log-probabilities come with the tokens",
+    )
+    steps = run.framework.optimizer_steps
+    yield Limit(
+        "framework.optimizer_steps",
+        steps,
+        steps == 1 or (trainer.backend == "torch" and algorithm.name != "dpo"),
+        f"1 {of_backend} and {algorithm.name}: several are made by torch alone, and by no dpo, whose pairs are weighed at "
+        "the weights that they were scored at",
     )
     for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel"):
         degree = getattr(trainer, name)

@@ -51,6 +51,8 @@ class Trainer:
         self._now = now
         self._seconds: defaultdict[str, float] = defaultdict(float)
         """Of the step under way, by what the worker was asked for."""
+        self._num_trained = 0
+        """Rollouts of the coming step."""
         self._stepped_at = 0.0
         """When the last step ended; of none when the run began."""
         self._handle: Handle | None = None
@@ -66,6 +68,7 @@ class Trainer:
         baseline = NO_BASELINE if checkpoint is None else checkpoint.position.baseline
         self._estimator.baseline = baseline
         self._seconds.clear()
+        self._num_trained = 0
         path = None if checkpoint is None else str(checkpoint.path)
         return TrainerStarted(command.trainer, await self._worker.start(path))
 
@@ -78,8 +81,18 @@ class Trainer:
     async def train(self, command: Train) -> Trained:
         """Run forward and backward passes."""
         with self._buffer.hold(command.rollouts), self._timed("train_time"):
-            await self._worker.train(self._estimator.samples(command.rollouts))
+            for portion in self._portions(command.rollouts):
+                await self._worker.train(self._estimator.samples(portion))
         return Trained(command.rollouts, command.trainer)
+
+    def _portions(self, rollouts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Yield rollouts so that none of what you get is cut by an optimizer step within the batch."""
+        size = self._run.rollouts_per_update
+        while rollouts:
+            room = len(rollouts) if size is None else size - self._num_trained % size
+            yield rollouts[:room]
+            self._num_trained += len(rollouts[:room])
+            rollouts = rollouts[room:]
 
     async def step(self, command: Step) -> Stepped:
         """Update the weights, and write down what the step was made of."""
@@ -99,6 +112,7 @@ class Trainer:
             }
         )
         self._seconds.clear()
+        self._num_trained = 0
         self._sample(command)
         self._estimator.end_step(command.groups)
         for group in command.groups:

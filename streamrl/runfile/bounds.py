@@ -59,6 +59,8 @@ OF_LOSSES = {
     "critic_learning_rate": POSITIVE,
     "gae_lambda": Bounds(0, 1),
     "kl_coefficient": Bounds(0),
+    "entropy_coefficient": Bounds(0),
+    "second_moment": POSITIVE,
     "max_grad_norm": POSITIVE,
 }
 COUNTS = (

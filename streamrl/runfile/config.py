@@ -181,10 +181,16 @@ class Run(Section, frozen=True, kw_only=True):
     def computed_share(self) -> float:
         """Simulated share of the rollouts in a step of the trainer that leads whose gradient is computed."""
         algorithm = self.algorithm
-        if algorithm.has_critic or (algorithm.kl_coefficient > 0 and not algorithm.imitates):
+        if algorithm.computes_all:
             return 1.0
         taught = 1.0 if algorithm.leaves_out_uniform else self.workload.informative_share
         return taught * algorithm.computed_of_group
+
+    @property
+    def rollouts_per_update(self) -> int | None:
+        """Rollouts between two optimizer steps of the trainer that leads; None where a batch has one."""
+        steps = self.framework.optimizer_steps
+        return None if steps == 1 else -(-self.algorithm.rollouts_per_step // steps)
 
     @property
     def shares_gpus(self) -> bool:

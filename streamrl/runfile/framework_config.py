@@ -10,7 +10,8 @@ class FrameworkConfig(Section, frozen=True, kw_only=True):
     """What a simulated step consists of beside generation, passes and weight sync."""
 
     optimizer_steps: int = 1
-    """Optimizer steps that a batch is split into; each lets pipelines run dry, and waits for the slowest rank."""
+    """Optimizer steps that a batch is split into; each lets pipelines run dry, and waits for the slowest rank. Executed,
+    with the torch backend: each on so many rollouts as they come, at one policy version for all of a batch."""
     epochs: int = 1
     """Times that a batch is trained on."""
     step_time: Duration | None = None
