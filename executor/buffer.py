@@ -18,8 +18,10 @@ from executor.roles import Scoring
 from executor.samples import Completion, FinishReason, Request, Sample
 from executor.token_files import attempt_of, remove_ended, remove_files, take_over
 from executor.tokens import TokenBlock, TokenSegment, merge_segments, read_blocks
+from executor.turnout import Turnout
 from streamrl.engine.done_with import DoneWith
-from streamrl.engine.messages import DrawnGroup, Generate, Generated
+from streamrl.engine.messages import DrawnGroup, Drop, Generate, Generated, Skip
+from streamrl.engine.trainer_side import LEADER
 from streamrl.runfile.config import Run
 from streamrl.workload.prompt_records import Record
 
@@ -140,6 +142,8 @@ class RolloutBuffer:
         self._directory = directory
         self._kept = kept
         self._undrawn: Iterator[int] = count()
+        self.turnout = Turnout()
+        """What became of rollouts since the leading trainer's last step."""
         self._next_group = 0
         self._keeps_files = False
         self._done_with = DoneWith(run.num_trainers)
@@ -236,6 +240,26 @@ class RolloutBuffer:
     def rollouts_of(self, groups: Iterable[int]) -> list[BufferedRollout]:
         """Return the rollouts of groups, in order."""
         return [self.rollouts[rollout] for group in groups for rollout in self._rollouts(group)]
+
+    def records_of(self, groups: Iterable[int]) -> Iterator[Record]:
+        """Yield the record of each open rollout of groups, in order."""
+        for group in groups:
+            for rollout in self._rollouts(group):
+                if rollout in self.rollouts:
+                    yield self.record(rollout)
+
+    def skip(self, command: Skip) -> None:
+        """Enter that one trainer will not train on a group."""
+        if command.trainer == LEADER:
+            self.turnout.give_up(self.records_of([command.group]), command.reason)
+        self.leave(command.group, command.trainer)
+
+    def drop(self, command: Drop) -> None:
+        """Enter that nobody will train on a group who has not yet."""
+        if not self._done_with.has_left(command.group, LEADER):
+            self.turnout.give_up(self.records_of([command.group]), command.reason)
+        self.close_group(command.group)
+        self.workload.forget(command.group)
 
     def join(self) -> None:
         """Keep what is drawn from now on for one more trainer too."""

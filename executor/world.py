@@ -244,14 +244,13 @@ class RealWorld(World[Trace]):
             case Take() | Resize():
                 return None
             case Skip():
-                self._buffer.leave(command.group, command.trainer)
+                self._buffer.skip(command)
                 return None
             case Stop():
                 self._buffer.keep_files()
                 return None
             case Drop():
-                self._buffer.close_group(command.group)
-                self._buffer.workload.forget(command.group)
+                self._buffer.drop(command)
                 return None
             case Score() | Train() | Step():
                 return await self._trainers.carry_out(command)
@@ -280,6 +279,7 @@ class RealWorld(World[Trace]):
         buffered, text = self._buffer.rollouts[rollout], self._buffer.text(rollout)
         record = self._buffer.record(rollout)
         buffered.enter(await self._verifier.verify(text, buffered.num_tokens, record))
+        self._buffer.turnout.end(buffered.num_tokens, buffered.reward, record)
         self._directory.write_rollout(rollout, buffered, text, {"time": self.now})
         return Verified(rollout, buffered.reward)
 

@@ -150,7 +150,7 @@ LAYERS = {
     ),
     "executor": (
         *("notices", "checksums", "tokens", "samples", "token_files", "kept_tokens"),
-        *("prompt_probe", "prompts", "roles", "pretrained", "buffer"),
+        *("prompt_probe", "prompts", "roles", "pretrained", "turnout", "buffer"),
         *(
             "checkpoints",
             "directory_lock",

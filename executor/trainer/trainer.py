@@ -30,6 +30,7 @@ from streamrl.engine.messages import (
     Trained,
     TrainerStarted,
 )
+from streamrl.engine.trainer_side import LEADER
 from streamrl.runfile.config import Run
 
 
@@ -99,6 +100,9 @@ class Trainer:
         with self._timed("optimizer_time"):
             figures = await self._worker.step(command.version)
         trained, now = self._buffer.rollouts_of(command.groups), self._now()
+        turnout = {}
+        if command.trainer == LEADER:
+            turnout = self._buffer.turnout.take(self._buffer.records_of(command.groups))
         self.record.write_step(
             {
                 "step": command.version,
@@ -106,6 +110,7 @@ class Trainer:
                 "step_time": now - self._stepped_at,
                 **step_figures(trained, command.version, self._run.rollout.max_tokens),
                 **self._buffer.workload.figures,
+                **turnout,
                 "learning_rate": self._run.algorithm.learning_rate,
                 **self._seconds,
                 **figures,

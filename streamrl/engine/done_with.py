@@ -28,6 +28,10 @@ class DoneWith:
         self.drop(group)
         return True
 
+    def has_left(self, group: int, trainer: int) -> bool:
+        """Return whether a trainer is done with a group that others may still train on."""
+        return trainer in self._trainers.get(group, ())
+
     def drop(self, group: int) -> None:
         """Enter that nobody trains on a group any more."""
         self._trainers.pop(group, None)

@@ -36,6 +36,7 @@ from streamrl.engine.messages import (
 from streamrl.engine.trainer_side import ABSENT, LEADER, ROLLED_BACK
 from streamrl.record.ledger import Ledger
 from streamrl.record.made_steps import Made, MadeSteps
+from streamrl.record.selection import Selection
 from streamrl.record.trace import Trace
 
 
@@ -50,6 +51,8 @@ class OpenRollout:
     runs: bool = False
     lost_in: int | None = None
     """Slot of the instant at which it was lost to the leader; None where it was not."""
+    drawn_for: int = 0
+    """Step that it was drawn for."""
     num_trainers: int = 0
     """Those that have neither trained on it nor given it up."""
 
@@ -73,6 +76,11 @@ class TrainerFlow:
     """Steps at the last checkpoint."""
     _open: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Rollouts of groups that it has neither trained on nor given up."""
+
+    @property
+    def version(self) -> int:
+        """The version that its last step has made."""
+        return self._first_version + len(self.made)
 
     def step_times(self) -> list[float]:
         """Return the seconds of each step: those since the one before it."""
@@ -144,6 +152,8 @@ class Flow:
         """Take how many trainers there are, and which of them join later."""
         self.trainers = [TrainerFlow(is_there=n not in joined) for n in range(num_trainers)]
         self._rollouts: dict[int, OpenRollout] = {}
+        self.selection = Selection()
+        """What was trained on beside what was generated."""
         self._newest = 0
         self._lost = Ledger[None]()
         """Tokens of what was lost to the leader, between its steps."""
@@ -175,12 +185,13 @@ class Flow:
                 self._end_step(version, trainer, time)
             case PromptsDrawn(groups=groups):
                 for drawn in groups:
-                    self._draw(drawn)
+                    self._draw(drawn, event.step)
             case CheckpointSaved(version, trainer):
                 self.trainers[trainer].save(version)
             case RunStarted(version):
                 self._newest = version
                 self.leader.begin_at(version)
+                self.selection.begin_at(version)
                 for saved in event.followers:
                     self.trainers[saved.trainer].begin_at(saved.version)
             case TrainerStarted(trainer, version) if trainer == LEADER:
@@ -192,6 +203,7 @@ class Flow:
             case TrainerLost(trainer):
                 tokens = self.trainers[trainer].fall_back()
                 if trainer == LEADER:
+                    self.selection.take_back(self.leader.version, ROLLED_BACK)
                     self._lose(self._lost.slot_of(time), tokens)
             case Failed(Generate(number)):
                 self._stop(number)
@@ -216,12 +228,12 @@ class Flow:
 
     # Rollouts -------------------------------------------------------------------------------------
 
-    def _draw(self, drawn: DrawnGroup) -> None:
+    def _draw(self, drawn: DrawnGroup, step: int) -> None:
         for trainer in self.trainers:
             trainer.see_drawn(drawn)
         num_there = sum(trainer.is_there for trainer in self.trainers)
         for rollout in drawn.rollouts:
-            self._rollouts[rollout] = OpenRollout(num_trainers=num_there)
+            self._rollouts[rollout] = OpenRollout(drawn_for=step, num_trainers=num_there)
         for rollout, tokens, version in kept_of(drawn):
             self._rollouts[rollout].tokens, self._rollouts[rollout].born = tokens, version
 
@@ -241,18 +253,33 @@ class Flow:
             del self._rollouts[number]
 
     def _end_step(self, version: int, trainer: int, time: float) -> None:
-        self._finish(self.trainers[trainer].end_step(time, self._rollouts))
+        done = self.trainers[trainer].end_step(time, self._rollouts)
         if trainer == LEADER:
             self._newest = version
+            self._select(version, done)
             self._lost.marks.append(time)
+        self._finish(done)
+
+    def _select(self, version: int, done: Iterable[int]) -> None:
+        """Enter what the leader's step was made of, by the step that it was drawn for."""
+        sums: dict[int, tuple[int, int, float]] = {}
+        for number in done:
+            rollout = self._rollouts[number]
+            num, tokens, reward = sums.get(rollout.drawn_for, (0, 0, 0.0))
+            assert rollout.reward is not None, "it was trained on"
+            sums[rollout.drawn_for] = num + 1, tokens + rollout.tokens, reward + rollout.reward
+        for drawn_for, of_step in sums.items():
+            self.selection.train(version, drawn_for, *of_step)
 
     def _leave_out(self, group: int, trainer: int, reason: str, time: float) -> None:
         rollouts = self.trainers[trainer].leave_out(group, reason)
         if trainer == LEADER:
             slot = self._lost.slot_of(time)
             for number in rollouts:
-                self._rollouts[number].lost_in = slot
-                self._lose(slot, self._rollouts[number].tokens)
+                rollout = self._rollouts[number]
+                rollout.lost_in = slot
+                self._lose(slot, rollout.tokens)
+                self.selection.leave_out(rollout.drawn_for, reason, rollout.tokens, rollout.reward)
         self._finish(rollouts)
 
     def _finish(self, rollouts: Iterable[int]) -> None:

@@ -159,6 +159,8 @@ class Run(Section, frozen=True, kw_only=True):
         algorithm = msgspec.structs.replace(self.algorithm, **changes)
         if algorithm.imitates:  # what corrects the leader is none of its business
             algorithm = msgspec.structs.replace(algorithm, correction=own.algorithm.correction)
+        if own.algorithm.dynamic_sampling is None and not algorithm.trains_whole_groups:
+            algorithm = msgspec.structs.replace(algorithm, dynamic_sampling=False)
         policies = self.policies
         if self.shares_gpus:  # with the leader alone
             policies = msgspec.structs.replace(policies, system="stream-sync")
