@@ -11,12 +11,12 @@ from executor.attached import Attached, read_attached, write_attached
 from executor.back_ends import check_back_end_of
 from executor.buffer import RolloutBuffer
 from executor.carriers.launch import Launcher
-from executor.checkpoints import Position
+from executor.checkpoints import Checkpoint, Position
 from executor.control import TICK, Attach, ControlAnswer, ControlFiles, ControlRequest, Detach
 from executor.record import RunDirectory
 from executor.trainer.all_trainers import Trainers
 from streamrl.engine.messages import Event, RunStarted, TrainerJoined, TrainerLeaving
-from streamrl.engine.trainer_side import LEADER
+from streamrl.engine.trainer_side import LEADER, drawn_again
 from streamrl.record.trace import Trace
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.reading import section_of, with_follower
@@ -50,12 +50,20 @@ class Members:
         """Set once one that was told to leave has ended."""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, at: Position) -> RunStarted:
-        """Return where every trainer begins, or goes on, and who is away, of a run that begins at `at`."""
+    def begin(self, resume_from: Checkpoint | None) -> RunStarted:
+        """Return where every trainer begins, or goes on, and who is away; the buffer draws from there."""
+        at = Position(version=0, groups_done=0)
+        if resume_from is not None:
+            at = resume_from.position
+            self._buffer.begin_at(at.groups_done, at.done_ahead)
         found = ((n, each.resumed_from) for n, each in enumerate(self._directory.followers, 1))
         followers = (each.position.as_saved(number) for number, each in found if each is not None)
         away = tuple(sorted(self.away))
-        return RunStarted(at.version, at.groups_done, tuple(followers), away)
+        begun = RunStarted(at.version, at.groups_done, tuple(followers), away)
+        for saved in begun.followers:
+            for group in drawn_again(begun, saved):
+                self._buffer.leave(group, saved.trainer)
+        return begun
 
     async def serve(self) -> None:
         """Carry out what is asked in the run's directory, as long as you let it."""

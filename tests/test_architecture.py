@@ -156,6 +156,8 @@ LAYERS = {
             "directory_lock",
             "attached",
             "control",
+            "stream_client",
+            "stream",
             "trackers",
             "live_trace",
             "trainer_record",

@@ -134,6 +134,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     ExecuteConfig: {
         "patience": POSITIVE,
         "samples_per_step": Bounds(0),
+        "stream_port": Bounds(0, 65535),
         "save_tokens_every": POSITIVE,
         "threads": Bounds(1),
     },

@@ -83,6 +83,9 @@ class ExecuteConfig(Section, frozen=True, kw_only=True):
     live_trace: bool = True
     """Whether chrome_trace.json, for ui.perfetto.dev, is written while the run goes on too, and not only at its end; a
     rollout takes some 40 us of the process that decides."""
+    stream_port: int | None = None
+    """Port of this machine, on loopback alone, where scored rollouts and finished groups are told as they come, as
+    server-sent events; 0: any that is free. stream.json of the run directory has it, and the token that readers need."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1" (every role on that GPU), or "auto": a GPU where the pool has any."""
     patience: Duration = Duration(60.0)
