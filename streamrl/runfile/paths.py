@@ -22,6 +22,7 @@ PATH_KEYS = (
     "workload.ranker.path",
     "costs.profile",
     "execute.output",
+    "plan.staleness_study",
 )
 """Dotted keys; `workload.lengths.source` may be a name in profiles/lengths instead."""
 SCORER = ".scorer"

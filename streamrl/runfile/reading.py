@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Iterable
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import msgspec
 
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
+from streamrl.runfile.errors import OneOf, RunError
 from streamrl.runfile.overrides import override
 from streamrl.runfile.paths import paths_of, with_paths
 from streamrl.runfile.renamed import upgrade_run
 from streamrl.runfile.sides_config import FollowerConfig
+from streamrl.runfile.staleness_study import read_staleness_model
 from streamrl.runfile.table_errors import find_errors
 from streamrl.runfile.trainers import split_trainers
 from streamrl.runfile.units import read_quantity
@@ -67,7 +70,27 @@ def convert_run(table: dict[str, Any], base: Path = Path()) -> Run:
     for error in find_errors(table):
         raise error
     run = msgspec.convert(split_trainers(table), Run, dec_hook=read_quantity)
-    return _resolve_paths(run, base)
+    return _with_studied_cost(_resolve_paths(run, base))
+
+
+def _with_studied_cost(run: Run) -> Run:
+    """Return the run with what its study of staleness says of `plan.staleness_cost`, where it names one."""
+    if run.plan.staleness_study is None:
+        return run
+    correction = run.algorithm.corrected_by or "none"
+    model = read_staleness_model(run.plan.staleness_study, correction)
+    cost, stated = max(0.0, model.percent), run.plan.staleness_cost
+    if stated and not isclose(stated, cost, rel_tol=1e-6):
+        raise RunError(
+            "plan.staleness_cost",
+            stated,
+            OneOf([0.0]),
+            f"plan.staleness_cost must be absent where plan.staleness_study says it ({cost:.3g}), got {stated:g}",
+            ("plan.staleness_study",),
+        )
+    plan = msgspec.structs.replace(run.plan, staleness_cost=cost)
+    found: Run = msgspec.structs.replace(run, plan=plan)
+    return found
 
 
 def decode_run(data: bytes) -> Run:
