@@ -348,7 +348,8 @@ class Books:
         book = self._trainers[event.trainer]
         if not book.is_there:
             book.is_there = True
-            book.dropped[ABSENT] = self._leader.num_ended + self._leader.num_open
+            if missed := self._leader.num_ended + self._leader.num_open:
+                book.dropped[ABSENT] = missed
 
     def _see_lost(self, event: TrainerLost | TrainerStopped) -> None:
         self._trainers[event.trainer].lose()
