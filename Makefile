@@ -4,6 +4,7 @@
 # make test-vllm  sets up vLLM for CPUs in an environment of its own, and runs the tests that generate with it
 # make test-deepspeed  the same environment, which has DeepSpeed too: runs the tests that train with it
 # make test-ray     the same environment, which has Ray too: roles on clusters of several nodes on this machine
+# make test-trl     losses and gradients against TRL's on the same tensors, in an environment of its own
 # make lock   the newest versions of packages, which the others then install: requirements.lock
 # make fuzz   damaged and made-up inputs, others each time: FUZZ_EXAMPLES=N for each test, 1,000 where absent
 # make mutants   do the tests catch what they are there for? mutations of the code, one at a time
@@ -38,7 +39,7 @@ DEMO := build/demo
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test test-oldest test-vllm test-deepspeed test-ray lock fuzz mutants faults lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-ranker bench-reality bench-trl bench-workers soak clean
+.PHONY: demo test test-oldest test-vllm test-deepspeed test-ray test-trl lock fuzz mutants faults lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-ranker bench-reality bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -79,6 +80,9 @@ test-deepspeed: $(ENGINES)/.ready
 
 test-ray: $(ENGINES)/.ready
 	RAY_AUTH_MODE=token $(ENGINES)/bin/python -m pytest $(SIDE_BY_SIDE) -m ray
+
+test-trl: $(TRL)/.ready
+	$(TRL)/bin/python -m pytest -m trl tests/test_trl_losses.py
 
 lock:
 	$(PYTHON) -m venv --clear build/newest
@@ -166,7 +170,7 @@ $(READY): pyproject.toml requirements.lock
 $(TRL)/.ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(TRL)
 	$(TRL)/bin/python -m pip install --quiet $(TORCH)
-	$(TRL)/bin/python -m pip install --quiet --editable '.[executor,notebooks]' trl
+	$(TRL)/bin/python -m pip install --quiet --editable '.[executor,notebooks]' hypothesis pytest trl
 	touch $@
 
 # Of what vLLM asks for beside torch, the builds for pictures and sound want CUDA, and text needs none of them.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +46,16 @@ no higher ones."""
 
 def check_back_ends(run: Run) -> None:
     """Raise `ValueError` where a run asks for what its back ends cannot do, or would do less of than it says."""
-    for limit in _limits(run):
+    _refuse(_limits(run))
+
+
+def check_back_end_of(run: Run, trainer: int) -> None:
+    """Raise `ValueError` where one trainer of a run asks for what its back end cannot do."""
+    _refuse(_limits_of_trainer(run.as_seen_by(trainer), trainer))
+
+
+def _refuse(limits: Iterable[Limit]) -> None:
+    for limit in limits:
         if not limit.is_met:
             way_out = f": {limit.way_out}" if limit.way_out else ""
             raise ValueError(f"{limit.key} must be {limit.must}, got {limit.value!r}{way_out}")
@@ -115,11 +124,8 @@ def _limits(run: Run) -> Iterator[Limit]:
         run.sync.wire == "chunks" or uses_relays(run),
         "'chunks' where weights lie in shared memory: sync.mode 'full' without launcher 'ray' has no relays",
     )
-    for key, times in (
-        ("framework.optimizer_steps", run.framework.optimizer_steps),
-        ("framework.epochs", run.framework.epochs),
-    ):
-        yield Limit(key, times, times == 1, f"1 for backend {run.trainer.backend}")
+    times = run.framework.epochs
+    yield Limit("framework.epochs", times, times == 1, f"1 for backend {run.trainer.backend}")
     for key, dtype in (("dtype", rollout.dtype), ("kv_dtype", rollout.kv_dtype)):
         yield _one_format(run, f"rollout.{key}", dtype, rollout.backend)
     yield Limit(
@@ -168,6 +174,14 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
         "'engine' to be executed: log-probabilities come with the tokens",
     )
     yield _one_format(run, f"{key}.dtype", trainer.dtype, trainer.backend)
+    steps = run.framework.optimizer_steps
+    yield Limit(
+        "framework.optimizer_steps",
+        steps,
+        steps == 1 or (trainer.backend == "torch" and algorithm.name != "dpo"),
+        f"1 {of_backend} and {algorithm.name}: several are made by torch alone, and by no dpo, whose pairs are weighed at "
+        "the weights that they were scored at",
+    )
     for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel"):
         degree = getattr(trainer, name)
         yield Limit(f"{key}.{name}", degree, degree == 1, f"1 {of_backend}")

@@ -18,8 +18,10 @@ from executor.roles import Scoring
 from executor.samples import Completion, FinishReason, Request, Sample
 from executor.token_files import attempt_of, remove_ended, remove_files, take_over
 from executor.tokens import TokenBlock, TokenSegment, merge_segments, read_blocks
+from executor.turnout import Turnout
 from streamrl.engine.done_with import DoneWith
-from streamrl.engine.messages import DrawnGroup, Generate, Generated
+from streamrl.engine.messages import DrawnGroup, Drop, Generate, Generated, Skip
+from streamrl.engine.trainer_side import LEADER
 from streamrl.runfile.config import Run
 from streamrl.workload.prompt_records import Record
 
@@ -140,6 +142,9 @@ class RolloutBuffer:
         self._directory = directory
         self._kept = kept
         self._undrawn: Iterator[int] = count()
+        self.turnout = Turnout()
+        """What became of rollouts since the leading trainer's last step."""
+        self._next_group = 0
         self._keeps_files = False
         self._done_with = DoneWith(run.num_trainers)
         self.rollouts: dict[int, BufferedRollout] = {}
@@ -148,11 +153,13 @@ class RolloutBuffer:
         """Let the next draw start at `group` and leave those out that are done, for a run that resumes."""
         done = frozenset(done_ahead)
         self._undrawn = (each for each in count(group) if each not in done)
+        self._next_group = group
 
     def draw(self, num_groups: int, oldest_version: int = 0) -> tuple[DrawnGroup, ...]:
         """Open places for the next groups, whose tokens may be of no version older than `oldest_version`."""
         groups = islice(self._undrawn, num_groups)
         draws = [draw.drawn for group in groups for draw in self.workload.draw(group, 1)]
+        self._next_group = max(self._next_group, *(1 + drawn.group for drawn in draws))
         return tuple(self._open(drawn, oldest_version) for drawn in draws)
 
     def _open(self, drawn: DrawnGroup, oldest_version: int) -> DrawnGroup:
@@ -233,6 +240,30 @@ class RolloutBuffer:
     def rollouts_of(self, groups: Iterable[int]) -> list[BufferedRollout]:
         """Return the rollouts of groups, in order."""
         return [self.rollouts[rollout] for group in groups for rollout in self._rollouts(group)]
+
+    def records_of(self, groups: Iterable[int]) -> Iterator[Record]:
+        """Yield the record of each open rollout of groups, in order."""
+        for group in groups:
+            for rollout in self._rollouts(group):
+                if rollout in self.rollouts:
+                    yield self.record(rollout)
+
+    def skip(self, command: Skip) -> None:
+        """Enter that one trainer will not train on a group."""
+        if command.trainer == LEADER:
+            self.turnout.give_up(self.records_of([command.group]), command.reason)
+        self.leave(command.group, command.trainer)
+
+    def drop(self, command: Drop) -> None:
+        """Enter that nobody will train on a group who has not yet."""
+        if not self._done_with.has_left(command.group, LEADER):
+            self.turnout.give_up(self.records_of([command.group]), command.reason)
+        self.close_group(command.group)
+        self.workload.forget(command.group)
+
+    def join(self) -> None:
+        """Keep what is drawn from now on for one more trainer too."""
+        self._done_with.join(self._next_group)
 
     def leave(self, group: int, trainer: int) -> None:
         """Enter that a trainer is done with a group; forget its rollouts where all are."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from executor.attached import with_attached
 from executor.back_ends import check_back_ends, uses_relays
 from executor.carriers.local_gpus import claim_gpus, device_of
 from executor.interruption import Ending, Interruption
@@ -105,6 +106,8 @@ def execute(
         RuntimeError: the run stopped before its last step.
         RunInterruptedError: it did so because of a signal; `how_to_resume` is part of what it says.
     """
+    if resume:
+        run = with_attached(run, Path(run.execute.output))
     check_executable(run)
     run = own_cores_for_nothing(run)
     with joined(run), Interruption() as interruption:

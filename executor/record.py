@@ -1,6 +1,8 @@
 """The run directory: what a run leaves on disk, and what a resumed one finds there.
 
-run.json                 the run file as it was read
+run.json                 the run file as it was read, with trainers that have joined since
+attached.json            see `executor.attached`
+control/                 what the run is asked while it goes on; see `executor.control`
 trace.jsonl              every event and command of its last leg; those before a resume: trace.1.jsonl …
 prompts.npz              token ids of the prompts that its trace speaks of
 inputs/                  what it was read from, as far as reports and comparisons need it
@@ -28,6 +30,7 @@ from typing import Any
 
 import msgspec
 
+from executor.attached import ATTACHED, replace_file
 from executor.buffer import BufferedRollout
 from executor.checkpoints import Checkpoint, Checkpoints, Position
 from executor.directory_lock import DirectoryLock
@@ -38,7 +41,7 @@ from streamrl.record.completions import SampledGroup
 from streamrl.record.inputs import keep_inputs
 from streamrl.record.legs import KEPT_BY_A_RESUME, trace_of_leg
 from streamrl.record.line_file import LineFile, open_at_end
-from streamrl.record.run_lines import METRICS, ROLLED_BACK_TO, ROLLOUTS, SAMPLES
+from streamrl.record.run_lines import METRICS, ROLLED_BACK_TO, ROLLOUTS, RUN, SAMPLES
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.paths import check_writable
@@ -86,7 +89,9 @@ class RunDirectory(TrainerRecord):
         if checkpoint is not None:
             self._look_for_record(checkpoint.version)
         self._put_old_trace_aside()
-        (self.path / "run.json").write_bytes(encode_run(run))
+        (self.path / RUN).write_bytes(encode_run(run))
+        if not resume:
+            (self.path / ATTACHED).unlink(missing_ok=True)
         keep_inputs(run, self.path)
         self.trace_file = LineFile((self.path / "trace.jsonl").open("wb", buffering=0))
         self._metrics = open_at_end(self.path / METRICS)
@@ -142,6 +147,14 @@ class RunDirectory(TrainerRecord):
         for follower in self.followers:
             follower.checkpoints.newest_whole()
         return self.checkpoints.newest_whole()
+
+    def join(self, run: Run) -> FollowerRecord:
+        """Return the record of the last trainer of a run, which joins the others."""
+        record = followers_of(run, self.path)[-1]
+        record.open(self.leg, is_resumed=False)
+        self.followers.append(record)
+        replace_file(self.path / RUN, encode_run(run))
+        return record
 
     def write_step(self, figures: Mapping[str, object]) -> None:
         """Add a line to metrics.jsonl, and tell those who watch where it is a step."""
@@ -205,7 +218,7 @@ class RunDirectory(TrainerRecord):
             RunError: the first key that has another value than the run was begun with.
             ValueError: nobody can say what it was begun with.
         """
-        path = self.path / "run.json"
+        path = self.path / RUN
         try:
             begun = decode_recorded_run(path.read_bytes())
         except (OSError, ValueError) as error:

@@ -16,11 +16,13 @@ from typing import assert_never
 from executor.buffer import RolloutBuffer
 from executor.carriers.handles import WorkerLostError
 from executor.carriers.launch import Launcher
-from executor.checkpoints import Checkpoint, Position
+from executor.checkpoints import Checkpoint
 from executor.faults import TRAINER, RealFaults
+from executor.members import Members
 from executor.record import RunDirectory
 from executor.roles import TransferRole, VerifierRole, Write
 from executor.rollout.replica import Replica
+from executor.stream import GroupStream
 from executor.trainer.all_trainers import Trainers
 from executor.turns import DeviceTurns, Member, Side
 from executor.watchdog import FACTOR, TICK, Watchdog
@@ -40,7 +42,6 @@ from streamrl.engine.messages import (
     ReplicaLost,
     ReplicaStopped,
     Resize,
-    RunStarted,
     SaveCheckpoint,
     Score,
     Skip,
@@ -49,16 +50,18 @@ from streamrl.engine.messages import (
     Step,
     Stop,
     StopReplica,
+    StopTrainer,
     Take,
     Train,
     TrainerLost,
+    TrainerStopped,
     Verified,
     Verify,
     WakeAt,
     Woke,
 )
 from streamrl.engine.state import State
-from streamrl.engine.trainer_side import LEADER, drawn_again
+from streamrl.engine.trainer_side import LEADER
 from streamrl.engine.world import World
 from streamrl.record.trace import Trace
 
@@ -101,6 +104,9 @@ class RealWorld(World[Trace]):
             lambda: self.now,
         )
         self._transfer = make_transfer(self._trainers.leader.push)
+        size, port = trace.run.algorithm.group_size, trace.run.execute.stream_port
+        self._stream = GroupStream(directory.path, port, size)
+        self.members = Members(trace, directory, self._trainers, launcher, buffer, self.emit)
         self._tasks: set[asyncio.Task[None]] = set()
         self._began_at = 0.0
         self._over = asyncio.Event()
@@ -123,16 +129,20 @@ class RealWorld(World[Trace]):
         Raises:
             RuntimeError: the run stopped before its last step; the message says why.
         """
-        begun = self._begin()
+        begun = self.members.begin(self._resume_from)
         self._began_at = time.monotonic()
         watch = asyncio.create_task(self._watch_commands())
         watch.add_done_callback(self._end_task)
+        control = asyncio.create_task(self.members.serve())
+        control.add_done_callback(self._end_task)
         try:
+            await self._stream.start()
             await self._verifier.start()  # its scorer loads while replicas do
             self.emit(begun)
             await self._over.wait()
         finally:
             watch.cancel()
+            control.cancel()
             await self._close()
         if self._error is not None:
             raise self._error
@@ -140,20 +150,6 @@ class RealWorld(World[Trace]):
             reason = self.engine.stop_reason
             raise RuntimeError(reason or f"the run is stuck at {self.now:.1f} s: {self.engine}")
         return self.trace
-
-    def _begin(self) -> RunStarted:
-        """Return where every trainer begins, or goes on."""
-        at = Position(version=0, groups_done=0)
-        if self._resume_from is not None:
-            at = self._resume_from.position
-            self._buffer.begin_at(at.groups_done, at.done_ahead)
-        found = ((n, each.resumed_from) for n, each in enumerate(self._directory.followers, 1))
-        followers = (each.position.as_saved(number) for number, each in found if each is not None)
-        begun = RunStarted(at.version, at.groups_done, tuple(followers))
-        for saved in begun.followers:
-            for group in drawn_again(begun, saved):
-                self._buffer.leave(group, saved.trainer)
-        return begun
 
     def interrupt(self, reason: str) -> None:
         """Let the run end soon: what runs is aborted, what hangs is killed after `STOP_TIME`, or a second call."""
@@ -177,6 +173,8 @@ class RealWorld(World[Trace]):
     def emit(self, event: Event) -> None:
         """Let the engine handle `event`; notice when that ends the run."""
         super().emit(event)
+        if isinstance(event, TrainerStopped | TrainerLost):
+            self.members.see_stopped(event.trainer)
         self._watch(event, self.engine.state, self.now)
         if self.engine.is_finished:
             self._over.set()
@@ -237,14 +235,14 @@ class RealWorld(World[Trace]):
             case Take() | Resize():
                 return None
             case Skip():
-                self._buffer.leave(command.group, command.trainer)
+                self._buffer.skip(command)
                 return None
             case Stop():
                 self._buffer.keep_files()
                 return None
             case Drop():
-                self._buffer.close_group(command.group)
-                self._buffer.workload.forget(command.group)
+                self._stream.forget(command.group)
+                self._buffer.drop(command)
                 return None
             case Score() | Train() | Step():
                 return await self._trainers.carry_out(command)
@@ -261,7 +259,7 @@ class RealWorld(World[Trace]):
                 return await self._start_replica(command)
             case StopReplica():
                 return await self._stop_replica(command)
-            case StartTrainer() | SaveCheckpoint():
+            case StartTrainer() | StopTrainer() | SaveCheckpoint():
                 return await self._trainers.carry_out(command)
             case WakeAt():
                 return await self._wake(command)
@@ -273,7 +271,9 @@ class RealWorld(World[Trace]):
         buffered, text = self._buffer.rollouts[rollout], self._buffer.text(rollout)
         record = self._buffer.record(rollout)
         buffered.enter(await self._verifier.verify(text, buffered.num_tokens, record))
+        self._buffer.turnout.end(buffered.num_tokens, buffered.reward, record)
         self._directory.write_rollout(rollout, buffered, text, {"time": self.now})
+        self._stream.publish(rollout, buffered, text, record.get("prompt"))
         return Verified(rollout, buffered.reward)
 
     async def _load(self, command: LoadWeights) -> Event:
@@ -390,4 +390,4 @@ class RealWorld(World[Trace]):
         replicas = (replica.stop() for replica in self._replicas.values())
         await asyncio.gather(*replicas, self._trainers.stop(), return_exceptions=True)
         self._verifier.close()
-        await self._transfer.close()
+        await asyncio.gather(self._stream.close(), self._transfer.close())

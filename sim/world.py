@@ -49,9 +49,11 @@ from streamrl.engine.messages import (
     Stepped,
     Stop,
     StopReplica,
+    StopTrainer,
     Take,
     Train,
     TrainerLost,
+    TrainerStopped,
     Verify,
     WakeAt,
     Woke,
@@ -226,6 +228,8 @@ class SimWorld(World[Trace]):
                 self.env.process(self._stop_replica(command))
             case StartTrainer():
                 self._start_trainer(command)
+            case StopTrainer():
+                self.env.process(self._stop_trainer(command))
             case SaveCheckpoint():
                 self.trainers[command.trainer].save(command)
             case WakeAt():
@@ -314,6 +318,11 @@ class SimWorld(World[Trace]):
         trainer = self.trainers[command.trainer] = Trainer(self, command.trainer, costs)
         self._failures.watch_trainer(trainer)
         trainer.start(command)
+
+    def _stop_trainer(self, command: StopTrainer) -> Generator[simpy.Event, Any, None]:
+        yield self.env.timeout(0)  # what emitted the event that led here comes to rest first
+        self.trainers.pop(command.trainer).stop()
+        self.emit(TrainerStopped(command.trainer))
 
     def _wake(self, command: WakeAt) -> Generator[simpy.Event, Any, None]:
         yield self.env.timeout(max(0.0, command.time - self.now))

@@ -10,6 +10,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from executor.stream_client import read_stream
     from sim.planner.planner import make_plan as plan
     from sim.steady_state import simulate_steady as simulate
     from sim.studies.efficiency import operator_efficiency, training_mfu
@@ -39,6 +40,7 @@ PLACES = {
     "compare_runs": "sim.studies.pair:compare_runs",
     "against_report": "streamrl.report.against_report:against_report",
     "rerun": "sim.studies.rerun:rerun",
+    "read_stream": "executor.stream_client:read_stream",
     "read_trace": "streamrl.record.trace:read_trace",
     "timeline_figure": "streamrl.report.figures:timeline_figure",
     "measure": "streamrl.record.metrics:measure",
@@ -75,6 +77,7 @@ __all__ = [
     "plan",
     "plan_report",
     "read_bubbles",
+    "read_stream",
     "read_trace",
     "report",
     "rerun",

@@ -117,6 +117,9 @@ class ScriptedLauncher:
         self.replicas[replica_id] = handle = await self._start(REPLICA, replica_id)
         return handle
 
+    def join(self, run: Run) -> None:
+        pass
+
     async def trainer(self, number: int) -> Handle:
         self.trainers.append(await self._start(TRAINER, -1 - number))
         return self.trainers[-1]

@@ -201,14 +201,23 @@ def test_an_open_search_and_a_cost_of_staleness_are_said(directory: Path, tmp_pa
     plan = read_plan(directory / "plan.json")
     (tmp_path / "plan.toml").write_bytes((directory / "plan.toml").read_bytes())
     lagging = replace(plan.allocation, mean_staleness=0.5)
-    changed = replace(plan, open_gap=0.07, time_limit=12.0, staleness_cost=4.0, allocation=lagging)
+    changed = replace(
+        plan,
+        open_gap=0.07,
+        time_limit=12.0,
+        staleness_cost=4.0,
+        staleness_model="a line",
+        allocation=lagging,
+    )
     write_plan(changed, tmp_path)
     text = render_markdown(make_page(read_report([tmp_path]))).replace(NBSP, " ")
     assert "stopped at `plan.time_limit`, 12 s" in text and "may be up to 7 % better" in text
     assert (
         "took 4 % more steps" in text and "for the chosen plan's 0.50 versions 2.0 % more" in text
     )
+    assert "(plan.staleness_cost, from a line)" in text.replace("`", "")
     assert "with 4 % charged for each version of lag" in printed(changed)
+    assert "as a line" in printed(changed)
 
 
 def test_a_charge_for_staleness_is_in_no_dollars_that_simulate_has(tmp_path: Path) -> None:

@@ -43,7 +43,9 @@ def test_the_api_imports_a_name_when_it_is_asked_for_and_nothing_before() -> Non
 def typed_places() -> Iterator[tuple[str, str]]:
     """Yield what the api imports for type checkers: its own name, and where it is."""
     for node in ast.walk(ast.parse(Path(api.__file__).read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("sim", "streamrl")):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            ("executor", "sim", "streamrl")
+        ):
             yield from ((a.asname or a.name, f"{node.module}:{a.name}") for a in node.names)
 
 

@@ -22,7 +22,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rollout.admission": "reserve"}, "rollout.admission=on-demand"),
     ({"algorithm.old_log_probs": "trainer"}, "algorithm.old_log_probs=engine"),
     ({"framework.name": "slime"}, "framework.name=streamrl"),
-    ({"framework.optimizer_steps": 4}, "framework.optimizer_steps=1"),
+    ({"framework.optimizer_steps": 4, "algorithm.name": "dpo"}, "framework.optimizer_steps=1"),
     ({"framework.epochs": 2}, "framework.epochs=1"),
 ]
 

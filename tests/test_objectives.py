@@ -163,11 +163,17 @@ def test_a_step_of_which_nothing_was_chosen_changes_nothing(
     assert distance(found, initial_weights(model_path)) == 0
 
 
+def at_end(values: torch.Tensor, reward: float) -> torch.Tensor:
+    """Return the rewards of tokens of which the last one has the rollout's."""
+    return torch.tensor([*[0.0] * (len(values) - 1), reward])
+
+
 def test_advantages_of_a_critic_follow_their_formula() -> None:
     values = torch.tensor([0.1, 0.5, 0.2])
-    assert gae(values, 1.0, 1.0).tolist() == pytest.approx([0.9, 0.5, 0.8])
-    assert gae(values, 1.0, 0.0).tolist() == pytest.approx([0.4, -0.3, 0.8])
-    assert gae(values, 1.0, 0.5).tolist() == pytest.approx([0.4 + 0.5 * 0.1, -0.3 + 0.4, 0.8])
+    rewards = at_end(values, 1.0)
+    assert gae(values, rewards, 1.0).tolist() == pytest.approx([0.9, 0.5, 0.8])
+    assert gae(values, rewards, 0.0).tolist() == pytest.approx([0.4, -0.3, 0.8])
+    assert gae(values, rewards, 0.5).tolist() == pytest.approx([0.4 + 0.5 * 0.1, -0.3 + 0.4, 0.8])
 
 
 @pytest.mark.parametrize("packing", ["packed", "padded"])
@@ -191,7 +197,7 @@ def test_the_ppo_step_is_that_of_the_written_out_losses(
     terms, errors, every_return = [], [], []
     for sample in second:
         values = values_of(critic, sample)
-        found = gae(values.detach(), sample.advantage, 0.9)
+        found = gae(values.detach(), at_end(values, sample.advantage), 0.9)
         chosen = logprobs_of(actor, sample)
         behaviour = torch.tensor(read_blocks(sample.output)[1])
         terms.append(-(chosen.detach() - behaviour).exp().clamp(max=2.0) * found * chosen)

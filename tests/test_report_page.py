@@ -106,6 +106,7 @@ def test_a_page_of_everything_has_every_section(html: str) -> None:
         "The whole run",
         "Plan against alternatives",
         "Speed against cost",
+        "What was trained on, of what was generated",
         "Idle by cause",
         "One step",
         "What would change the cost",

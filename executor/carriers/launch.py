@@ -31,6 +31,14 @@ class Launcher(ABC):
     def num_threads(self) -> int:
         """CPU threads of each role."""
 
+    def join(self, run: Run) -> None:
+        """Take the run with one more trainer, and the GPUs that this one has.
+
+        Raises:
+            RuntimeError: its pool has too few that are free.
+        """
+        self._run = run
+
     async def replica(self, replica_id: int, kind: int, model: str) -> Handle:
         """Start the role of a replica of a kind on GPUs that no living replica has."""
         run = self._run.of_kind(kind)
@@ -64,10 +72,14 @@ class Launcher(ABC):
             "algorithm": algorithm.name,
             "correction": algorithm.corrected_by,
             "correction_cap": algorithm.correction_cap,
+            "second_moment": algorithm.second_moment,
             "clip": algorithm.clip,
             "clip_high": algorithm.clip_high,
             "kl_coefficient": algorithm.kl_coefficient,
             "kl_estimator": algorithm.kl_estimator,
+            "kl_in": algorithm.kl_in,
+            "entropy_coefficient": algorithm.entropy_coefficient,
+            "rollouts_per_update": run.rollouts_per_update,
             "loss_mean": algorithm.loss_mean,
             "max_grad_norm": algorithm.max_grad_norm,
             "beta": algorithm.beta,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from executor.carriers.handles import Config, Handle, InProcess, LocalProcess
 from executor.carriers.launch import RELAY, REPLICA, TRAINER, Launcher, name_of, worker_environment
 from executor.carriers.local_cores import threads_of
-from executor.carriers.local_gpus import LocalGpus
+from executor.carriers.local_gpus import LocalGpus, device_of
 from executor.carriers.placement import Place, Placement
 from executor.carriers.rank_handles import RankHandles
 from executor.record import RunDirectory
@@ -36,6 +36,17 @@ class LocalLauncher(Launcher):
     def num_threads(self) -> int:
         """CPU threads of each role."""
         return threads_of(self._run)
+
+    def join(self, run: Run) -> None:
+        """Take the run with one more trainer, and the GPUs that this one has.
+
+        Raises:
+            RuntimeError: its pool has too few that are free, or the run claimed none for it.
+        """
+        if device_of(run, run.trainers[-1].pool) == "cuda":
+            raise RuntimeError("a run on this machine's GPUs claims them all as it begins")
+        self._placement.join(run)
+        super().join(run)
 
     def free(self, replica_id: int) -> None:
         """Give the GPUs of a replica that is gone back."""

@@ -43,6 +43,19 @@ class Placement:
         for replica in range(len(first)):
             self.free(replica)
 
+    def join(self, run: Run) -> None:
+        """Take GPUs for the last trainer of a run, which joins the others.
+
+        Raises:
+            RuntimeError: no node has as many.
+        """
+        before, self._run = self._run, run
+        try:
+            self.trainers.append(self._take_trainer(len(self.trainers)))
+        except RuntimeError:
+            self._run = before
+            raise
+
     def replica(self, replica: int, kind: int = 0) -> Place:
         """Take the lowest GPUs that nobody has for a replica of a kind.
 

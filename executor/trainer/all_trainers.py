@@ -13,7 +13,16 @@ from executor.record import RunDirectory
 from executor.trainer.estimator import AdvantageEstimator
 from executor.trainer.trainer import Trainer
 from executor.trainer_record import TrainerRecord
-from streamrl.engine.messages import Event, SaveCheckpoint, Score, StartTrainer, Step, Train
+from streamrl.engine.messages import (
+    Event,
+    SaveCheckpoint,
+    Score,
+    StartTrainer,
+    Step,
+    StopTrainer,
+    Train,
+    TrainerStopped,
+)
 from streamrl.engine.trainer_side import LEADER, TrainerCommand
 from streamrl.runfile.config import Run
 
@@ -31,6 +40,7 @@ class Trainers:
         now: Callable[[], float],
     ) -> None:
         """Begin with none that is up; `expose` lets faults reach the one that leads."""
+        self._buffer = buffer
         self._launcher = launcher
         self._expose = expose
         self._now = now
@@ -39,6 +49,12 @@ class Trainers:
             for number, record in enumerate((directory, *directory.followers))
         ]
         self._up: set[int] = set()
+
+    def join(self, run: Run, record: TrainerRecord) -> None:
+        """Take one more trainer, the last of those in `run`."""
+        number = len(self._all)
+        seen = run.as_seen_by(number)
+        self._all.append(_trainer_of(seen, self._buffer, record, self._now))
 
     @property
     def leader(self) -> Trainer:
@@ -51,6 +67,10 @@ class Trainers:
         match command:
             case StartTrainer():
                 return await self._start(command, trainer)
+            case StopTrainer():
+                self._up.discard(command.trainer)
+                await trainer.stop()
+                return TrainerStopped(command.trainer)
             case Score():
                 return await trainer.score(command)
             case Train():
@@ -69,6 +89,11 @@ class Trainers:
             handle = self._expose(handle)
         self._up.add(command.trainer)
         return await trainer.start(command, handle, checkpoint)
+
+    def describe(self, number: int) -> str:
+        """Return where one that has ended would go on."""
+        saved = self._all[number].record.checkpoints.newest()
+        return "it was never saved" if saved is None else f"it is saved at its step {saved.version}"
 
     def lose(self, number: int) -> bool:
         """Enter that a trainer is gone; return whether nobody knew."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import shutil
+import statistics
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain, repeat
@@ -25,7 +28,12 @@ from executor.trainer.adapters import adapters_of, add_adapters, load_adapters
 from executor.trainer.backends import make_backend
 from executor.trainer.critic import Critic
 from executor.trainer.objectives import objective_of
-from executor.trainer.passes import attend_apart, output_logprobs, passes
+from executor.trainer.passes import (
+    attend_apart,
+    output_logprobs,
+    outputs_with_entropy,
+    passes,
+)
 from executor.trainer.rank_group import RankGroup
 from executor.trainer.sequences import TokenSequence, read_samples
 from executor.trainer.trainer_settings import DTYPES, TrainerSettings
@@ -60,7 +68,13 @@ class Accumulated:
     count: float = 0
     """What its gradient is divided by at the step."""
     num_passes: int = 0
-    """Backward passes of this rank."""
+    """Backward passes of this rank since the last optimizer step."""
+    portion: tuple[float, float] = (0, 0)
+    """Rollouts and tokens since the last optimizer step."""
+    counted: float = 0
+    """What the gradients of optimizer steps were divided by, together."""
+    norms: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    """Figures of each optimizer step."""
     sums: Counter[str] = dataclasses.field(default_factory=Counter)
     waiting: list[TokenSequence] = dataclasses.field(default_factory=list)
     """What is computed as one at the step, where that is deterministic."""
@@ -86,6 +100,10 @@ class Learner:
     critic: Critic | None
     version: int
     batch: Accumulated = dataclasses.field(default_factory=Accumulated)
+    pushable: dict[str, torch.Tensor] | None = None
+    """Weights of `version`, once an optimizer step within the next batch has changed those of the backend."""
+    changing: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    """Held while weights change, and while they are read beside that."""
     scores: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
     """By rollout: `proximal` and `reference` log-probabilities of the tokens that the policy sampled, and the critic's
     `values`."""
@@ -118,7 +136,29 @@ class Learner:
         if self.config.deterministic:
             self.batch.waiting += sequences
             return {"tokens": sum(s.num_trained for s in sequences), "rollouts": len(sequences)}
+        return self._go_on(sequences)
+
+    def _go_on(self, sequences: list[TokenSequence]) -> dict[str, float]:
+        """Accumulate, and before it make the optimizer step that is due within the batch."""
+        portion = self.config.rollouts_per_update
+        if portion is not None and self.batch.portion[0] >= portion:
+            with self.changing:
+                if self.pushable is None:
+                    self.pushable = {n: w.detach().clone() for n, w in self.backend.weights()}
+                self._update()
         return self._accumulate(sequences)
+
+    def _update(self) -> None:
+        """Turn the summed gradient into a mean, clip it and update the weights."""
+        batch = self.batch
+        if self.backend.in_step and not batch.num_passes:
+            self._backward([NOTHING])  # all advantages are 0
+        figures = {"grad_norm": self.backend.step(batch.count or 1.0)}  # 0: nothing was chosen
+        if self.critic is not None:
+            figures["critic_grad_norm"] = self.critic.backend.step(batch.portion[1])
+        batch.norms.append(figures)
+        batch.counted += batch.count
+        batch.count, batch.num_passes, batch.portion = 0, 0, (0, 0)
 
     def _read(self, samples: list[Sample]) -> list[TokenSequence]:
         """Read samples that can be trained on."""
@@ -147,6 +187,8 @@ class Learner:
         self.batch.count += count
         self.batch.num_tokens += added.num_tokens
         self.batch.num_rollouts += added.num_rollouts
+        rollouts, tokens = self.batch.portion
+        self.batch.portion = rollouts + added.num_rollouts, tokens + added.num_tokens
         self.batch.sums.update(sums)
         self.batch.whole = whole
         return added.summary()
@@ -170,33 +212,49 @@ class Learner:
         if version != self.version + 1:
             raise ValueError(f"step must make version {self.version + 1}, got {version}")
         waiting, batch.waiting = batch.waiting, []
-        if waiting:
-            self._score(waiting)
-            self._accumulate(waiting)
+        for portion in self._portions(waiting):
+            self._score(portion)
+            self._go_on(portion)
         if batch.num_tokens == 0 or not batch.whole:
             reason = "nothing was trained on" if batch.whole else "a call of train failed"
             raise ValueError(f"step to version {version} without a gradient: {reason}")
-        if self.backend.in_step and not batch.num_passes:
-            self._backward([NOTHING])  # all advantages are 0
-        count = batch.count or 1.0  # nothing was chosen
-        figures = {"grad_norm": self.backend.step(count), "loss": batch.sums["loss"] / count}
-        if self.critic is not None:
-            figures["critic_grad_norm"] = self.critic.backend.step(batch.num_tokens)
+        with self.changing:
+            self._update()
+            self.pushable = None
         self.version, self.batch = version, Accumulated()
+        figures = {
+            name: statistics.fmean(each[name] for each in batch.norms) for name in batch.norms[0]
+        }
+        figures["loss"] = batch.sums["loss"] / (batch.counted or 1.0)
         return {**figures, **self.objective.figures(batch.sums), **batch.summary()}
+
+    def _portions(self, sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
+        """Yield what each optimizer step of a batch is made of, whatever came first: all at once where there is one."""
+        size = self.config.rollouts_per_update or len(sequences) or 1
+        in_order = (
+            sorted(sequences, key=lambda s: s.rollout) if size < len(sequences) else sequences
+        )
+        for first in range(0, len(in_order), size):
+            yield in_order[first : first + size]
 
     def push(self, version: int, directory: Path) -> Manifest:
         """Write the weights in the dtype that rollouts compute in; the first rank does, with the help of all."""
         if version != self.version:
             raise ValueError(f"push must write the current version {self.version}, got {version}")
-        weights, dtype = dict(self.backend.weights()), DTYPES[self.config.dtype]
-        if not self.ranks.is_first:
-            return Manifest(version=version, buckets=[])
-        has_adapters = self.config.adapter_rank is not None
-        tensors = (
-            adapters_of(weights.items(), dtype) if has_adapters else cast_tensors(weights, dtype)
-        )
-        return write_buckets(tensors, directory, version)
+        with self.changing if self.config.rollouts_per_update else contextlib.nullcontext():
+            weights, dtype = (
+                self.pushable or dict(self.backend.weights()),
+                DTYPES[self.config.dtype],
+            )
+            if not self.ranks.is_first:
+                return Manifest(version=version, buckets=[])
+            has_adapters = self.config.adapter_rank is not None
+            tensors = (
+                adapters_of(weights.items(), dtype)
+                if has_adapters
+                else cast_tensors(weights, dtype)
+            )
+            return write_buckets(tensors, directory, version)
 
     def save(self, path: Path) -> None:
         """Write weights, optimizer and version, the model's other files beside them, and checksums of all."""
@@ -265,13 +323,15 @@ class Learner:
             return {}
         scored = [self.scores.get(sequence.rollout, {}) for sequence in sequences]
         proximal = torch.cat([s["proximal"] for s in scored]) if "proximal" in scored[0] else None
-        logprobs = self._logprobs(self.backend.model, sequences)
+        logprobs, entropies = self._outputs(sequences)
         advantages = [objective.advantages(s, self.scores) for s in sequences]
         tokens = losses.flatten_sequences(sequences, advantages, logprobs, proximal)
         bounds = {"clip": config.clip, "clip_high": config.clip_high or config.clip}
-        bounds["cap"] = config.correction_cap
+        bounds["cap"] = config.weight_bound
         per_token = losses.policy_losses(tokens, config.correction, **bounds)
-        if config.kl_coefficient > 0:
+        if entropies is not None:
+            per_token = per_token - config.entropy_coefficient * entropies
+        if config.has_kl_loss:
             reference = torch.cat([s["reference"] for s in scored])
             penalty = losses.kl_losses(logprobs, reference, config.kl_estimator)
             per_token = per_token + config.kl_coefficient * penalty
@@ -285,6 +345,14 @@ class Learner:
         for sequence in sequences:
             sums.update(objective.summed(sequence, self.scores))
         return {"loss": loss.item(), **sums}
+
+    def _outputs(self, sequences: list[TokenSequence]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return log-probabilities, and entropies where the loss has any."""
+        config = self.config
+        if config.entropy_coefficient == 0:
+            return self._logprobs(self.backend.model, sequences), None
+        how = (config.temperature, config.packing, DTYPES[config.dtype])
+        return outputs_with_entropy(self.backend.model, sequences, *how)
 
     def _passes(self, sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
         return passes(sequences, self.config.max_tokens_per_pass, self.config.packing)

@@ -14,12 +14,14 @@ All corrections are one formula: PPO (arXiv 1707.06347) with the third policy of
 | seq-tis    | the policy itself      | min(product of k over the rollout, cap)     | Yao et al. 2025  |
 | icepop     | the policy itself      | k where 1/cap <= k <= cap, else 0           | arXiv 2510.18855 |
 | topr       | the policy itself      | 1 where A >= 0, else min(product of k, 1)   | arXiv 2503.14286 |
+| cispo      | the policy itself      | min(k, cap), with a cap of 1 + clip_high    | arXiv 2506.13585 |
+| m2po       | the behaviour policy   | 0 of the tokens of the largest (log r)^2, until their mean over the rollout is within the cap; nothing is clipped | arXiv 2510.01161 |
 | decoupled  | that of the score pass | min(k, cap)                                 | arXiv 2110.00641 |
 
 Without a correction the loss is -A * log-probability: that of chosen rollouts, whoever made them.
 Where the proximal policy is the policy itself, r is 1 and its gradient that of the log-probability:
-the importance-weighted policy gradient, exact as long as a batch is trained on in one step. CISPO (arXiv 2506.13585)
-is token-tis with a cap of 1 + its upper clip; DAPO's clip-higher (arXiv 2503.14476) is a `clip_high` above `clip`.
+the importance-weighted policy gradient, exact as long as a batch is trained on in one step. DAPO's clip-higher
+(arXiv 2503.14476) is a `clip_high` above `clip`. M2PO takes its mean over a batch, which is never there at once here.
 """
 
 from __future__ import annotations
@@ -63,6 +65,12 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: floa
     return chosen - scaled.logsumexp(-1)
 
 
+def token_entropies(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the entropy of what may come next, [n] float32 in nats, with gradient, of logits [n, vocabulary]."""
+    scaled = (logits.float() / temperature).log_softmax(-1)
+    return -(scaled.exp() * scaled).sum(-1)
+
+
 def flatten_sequences(
     sequences: list[TokenSequence],
     advantages: Sequence[torch.Tensor],
@@ -101,6 +109,8 @@ def policy_losses(
         return -tokens.advantages * tokens.logprobs
     weights = correction_weights(tokens, correction, cap)
     ratios = _policy_ratios(tokens, correction)
+    if correction == "m2po":
+        return -weights * ratios * tokens.advantages
     clipped = ratios.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
     return -weights * torch.minimum(ratios * tokens.advantages, clipped * tokens.advantages)
 
@@ -111,9 +121,9 @@ def proximal_logprobs(tokens: Tokens, correction: CorrectionName | None) -> torc
     Raises ValueError where `decoupled` has no score pass.
     """
     match correction:
-        case "none" | "gspo":
+        case "none" | "gspo" | "m2po":
             return tokens.behaviour
-        case "token-tis" | "seq-tis" | "icepop" | "topr" | None:
+        case "token-tis" | "seq-tis" | "icepop" | "topr" | "cispo" | None:
             return tokens.logprobs.detach()
         case "decoupled":
             if tokens.proximal is None:
@@ -135,8 +145,10 @@ def correction_weights(
             return ratios.clamp(max=1.0)
         case "icepop":
             return torch.where((ratios >= 1 / cap) & (ratios <= cap), ratios, 0.0)
-        case "token-tis" | "seq-tis" | "decoupled":
+        case "token-tis" | "seq-tis" | "decoupled" | "cispo":
             return ratios.clamp(max=cap)
+        case "m2po":
+            return _small_moments(tokens, cap)
         case _:
             assert_never(correction)
 
@@ -283,6 +295,25 @@ def _of_rollouts(values: torch.Tensor, rollouts: torch.Tensor) -> torch.Tensor:
     return values.new_zeros(num).index_add(0, rollouts, values)[rollouts]
 
 
+def _small_moments(tokens: Tokens, most: float) -> torch.Tensor:
+    """Return 1 of the tokens, [n], whose squared log-ratios have a mean of `most` at most over their rollout, 0 of others."""
+    squares = (tokens.logprobs.detach() - tokens.behaviour).square()
+    kept = torch.zeros_like(squares)
+    for places in torch.split(
+        torch.arange(len(squares), device=squares.device), _lengths(tokens.rollouts)
+    ):
+        rising, order = squares[places].sort()
+        means = rising.cumsum(0) / torch.arange(1, 1 + len(rising), device=squares.device)
+        kept[places[order]] = (means <= most).to(kept.dtype)
+    return kept
+
+
+def _lengths(rollouts: torch.Tensor) -> list[int]:
+    """Return the tokens of each rollout, which follow each other."""
+    lengths: list[int] = torch.unique_consecutive(rollouts, return_counts=True)[1].tolist()
+    return lengths
+
+
 def _raw_weights(tokens: Tokens, correction: CorrectionName | None) -> torch.Tensor:
     """Return the importance weights before any cap or mask."""
     if correction is None:
@@ -299,6 +330,8 @@ def _clip_binds(
     tokens: Tokens, correction: CorrectionName | None, clip: float, clip_high: float
 ) -> torch.Tensor:
     ratios = _policy_ratios(tokens, correction)
+    if correction == "m2po":
+        return torch.zeros_like(ratios, dtype=torch.bool)
     above = (ratios > 1 + clip_high) & (tokens.advantages > 0)
     below = (ratios < 1 - clip) & (tokens.advantages < 0)
     return above | below

@@ -21,6 +21,7 @@ from typing import TypeAlias
 import torch
 from torch.nn.functional import softplus
 
+from executor.trainer.losses import kl_losses
 from executor.trainer.sequences import TokenSequence
 from executor.trainer.trainer_settings import TrainerSettings
 
@@ -40,7 +41,9 @@ class PolicyGradient:
 
     def computes(self, sequence: TokenSequence) -> bool:
         """Return whether a rollout has a gradient."""
-        return sequence.advantage != 0 or self.settings.kl_coefficient > 0
+        settings = self.settings
+        has_terms = settings.kl_coefficient > 0 or settings.entropy_coefficient > 0
+        return sequence.advantage != 0 or has_terms
 
     def share(self, sequence: TokenSequence) -> float:
         """Return what the loss of each token of a rollout is multiplied by."""
@@ -52,7 +55,18 @@ class PolicyGradient:
 
     def advantages(self, sequence: TokenSequence, scores: Scores) -> torch.Tensor:
         """Return the advantage of a rollout, [1], or of each of its tokens, [n]."""
-        return torch.tensor([sequence.advantage], dtype=torch.float32)
+        advantage = torch.tensor([sequence.advantage], dtype=torch.float32)
+        if not self.settings.has_kl_reward:
+            return advantage
+        penalties = self._penalties(sequence, scores)  # what is still to come of them counts
+        return advantage.to(penalties.device) - penalties.flip(0).cumsum(0).flip(0)
+
+    def _penalties(self, sequence: TokenSequence, scores: Scores) -> torch.Tensor:
+        """Return what is taken off the reward of each token, [n], where anything is."""
+        reference = scores[sequence.rollout]["reference"]
+        sampled = torch.from_numpy(sequence.logprobs[sequence.is_policy]).to(reference.device)
+        estimates = kl_losses(sampled, reference, self.settings.kl_estimator)
+        return self.settings.kl_coefficient * estimates
 
     def summed(self, sequence: TokenSequence, scores: Scores) -> Sums:
         """Return figures of a rollout that add up over a batch."""
@@ -133,7 +147,11 @@ class ActorCritic(PolicyGradient):
     def advantages(self, sequence: TokenSequence, scores: Scores) -> torch.Tensor:
         """Return generalised advantage estimates, [n]."""
         values = scores[sequence.rollout]["values"]
-        return gae(values, sequence.advantage, self.settings.gae_lambda)
+        rewards = torch.zeros_like(values)
+        if self.settings.has_kl_reward:
+            rewards -= self._penalties(sequence, scores)
+        rewards[-1] += sequence.advantage
+        return gae(values, rewards, self.settings.gae_lambda)
 
     def summed(self, sequence: TokenSequence, scores: Scores) -> Sums:
         """Return moments of what the critic said and of what came."""
@@ -160,16 +178,16 @@ class ActorCritic(PolicyGradient):
         }
 
 
-def gae(values: torch.Tensor, reward: float, gae_lambda: float) -> torch.Tensor:
-    """Return the advantage of each token, [n], of a rollout whose reward comes after its last one.
+def gae(values: torch.Tensor, rewards: torch.Tensor, gae_lambda: float) -> torch.Tensor:
+    """Return the advantage of each token, [n], of a rollout whose tokens have rewards, [n].
 
-    Nothing is discounted (gamma is 1): `sum of lambda^l * delta[t + l]`, delta[t] = V[t + 1] - V[t], at the last token
-    reward - V (arXiv 1506.02438).
+    Nothing is discounted (gamma is 1): `sum of lambda^l * delta[t + l]`, delta[t] = reward[t] + V[t + 1] - V[t], V after
+    the last token 0 (arXiv 1506.02438).
     """
-    following = torch.cat([values[1:], values.new_tensor([reward])])
+    following = torch.cat([values[1:], values.new_zeros(1)])
     found: list[float] = []
     later = 0.0
-    for delta in reversed((following - values).tolist()):
+    for delta in reversed((rewards + following - values).tolist()):
         later = delta + gae_lambda * later
         found.append(later)
     return values.new_tensor(found[::-1])

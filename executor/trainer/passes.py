@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from executor.tokens import Ids
-from executor.trainer.losses import token_logprobs
+from executor.trainer.losses import token_entropies, token_logprobs
 from executor.trainer.sequences import TokenSequence
 from streamrl.runfile.sides_config import Packing
 
@@ -62,6 +62,25 @@ def output_logprobs(
     `model` is a causal transformers model, computed in `dtype`; for packed passes `attend_apart` has prepared it.
     """
     logits = output_logits(model, model.get_output_embeddings(), sequences, packing, dtype)
+    return _logprobs_of(logits, sequences, temperature)
+
+
+def outputs_with_entropy(
+    model: Any,
+    sequences: list[TokenSequence],
+    temperature: float,
+    packing: Packing,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `output_logprobs` does, and the entropy, [n], of what could have been sampled at each place."""
+    logits = output_logits(model, model.get_output_embeddings(), sequences, packing, dtype)
+    logprobs = _logprobs_of(logits, sequences, temperature)
+    return logprobs, token_entropies(logits, temperature)
+
+
+def _logprobs_of(
+    logits: torch.Tensor, sequences: list[TokenSequence], temperature: float
+) -> torch.Tensor:
     outputs = _tensor([sequence.tokens[sequence.is_policy] for sequence in sequences])
     return token_logprobs(logits, outputs.long().to(logits.device), temperature)
 

@@ -30,6 +30,7 @@ from streamrl.engine.messages import (
     Trained,
     TrainerStarted,
 )
+from streamrl.engine.trainer_side import LEADER
 from streamrl.runfile.config import Run
 
 
@@ -51,6 +52,8 @@ class Trainer:
         self._now = now
         self._seconds: defaultdict[str, float] = defaultdict(float)
         """Of the step under way, by what the worker was asked for."""
+        self._num_trained = 0
+        """Rollouts of the coming step."""
         self._stepped_at = 0.0
         """When the last step ended; of none when the run began."""
         self._handle: Handle | None = None
@@ -66,6 +69,7 @@ class Trainer:
         baseline = NO_BASELINE if checkpoint is None else checkpoint.position.baseline
         self._estimator.baseline = baseline
         self._seconds.clear()
+        self._num_trained = 0
         path = None if checkpoint is None else str(checkpoint.path)
         return TrainerStarted(command.trainer, await self._worker.start(path))
 
@@ -78,14 +82,27 @@ class Trainer:
     async def train(self, command: Train) -> Trained:
         """Run forward and backward passes."""
         with self._buffer.hold(command.rollouts), self._timed("train_time"):
-            await self._worker.train(self._estimator.samples(command.rollouts))
+            for portion in self._portions(command.rollouts):
+                await self._worker.train(self._estimator.samples(portion))
         return Trained(command.rollouts, command.trainer)
+
+    def _portions(self, rollouts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Yield rollouts so that none of what you get is cut by an optimizer step within the batch."""
+        size = self._run.rollouts_per_update
+        while rollouts:
+            room = len(rollouts) if size is None else size - self._num_trained % size
+            yield rollouts[:room]
+            self._num_trained += len(rollouts[:room])
+            rollouts = rollouts[room:]
 
     async def step(self, command: Step) -> Stepped:
         """Update the weights, and write down what the step was made of."""
         with self._timed("optimizer_time"):
             figures = await self._worker.step(command.version)
         trained, now = self._buffer.rollouts_of(command.groups), self._now()
+        turnout = {}
+        if command.trainer == LEADER:
+            turnout = self._buffer.turnout.take(self._buffer.records_of(command.groups))
         self.record.write_step(
             {
                 "step": command.version,
@@ -93,12 +110,14 @@ class Trainer:
                 "step_time": now - self._stepped_at,
                 **step_figures(trained, command.version, self._run.rollout.max_tokens),
                 **self._buffer.workload.figures,
+                **turnout,
                 "learning_rate": self._run.algorithm.learning_rate,
                 **self._seconds,
                 **figures,
             }
         )
         self._seconds.clear()
+        self._num_trained = 0
         self._sample(command)
         self._estimator.end_step(command.groups)
         for group in command.groups:

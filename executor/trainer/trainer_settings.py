@@ -8,7 +8,13 @@ import msgspec
 import torch
 
 from executor.trainer import losses
-from streamrl.runfile.algorithm_config import AlgorithmName, CorrectionName, KlEstimator, LossMean
+from streamrl.runfile.algorithm_config import (
+    AlgorithmName,
+    CorrectionName,
+    KlEstimator,
+    KlPlace,
+    LossMean,
+)
 from streamrl.runfile.sides_config import Packing, TrainerBackend
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -16,6 +22,7 @@ CHOICES = {
     "algorithm": get_args(AlgorithmName),
     "correction": (*losses.CORRECTIONS, None),
     "kl_estimator": get_args(KlEstimator),
+    "kl_in": get_args(KlPlace),
     "loss_mean": get_args(LossMean),
     "packing": get_args(Packing),
     "dtype": tuple(DTYPES),
@@ -38,12 +45,20 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """See the table of `executor.trainer.losses`."""
     correction_cap: float = 2.0
     """Largest importance weight; icepop masks outside [1/correction_cap, correction_cap]."""
+    second_moment: float = 0.04
+    """m2po: largest mean of squared log-ratios over a rollout."""
     clip: float = 0.2
     """PPO clip range of the ratio, below 1, and above it where `clip_high` is absent."""
     clip_high: float | None = None
     kl_coefficient: float = 0.0
     """Weight of the KL term against the initial weights; above 0 the trainer holds a second model."""
     kl_estimator: KlEstimator = "k3"
+    kl_in: KlPlace = "loss"
+    """reward: the KL term is taken off the reward of each token; reinforce++ and ppo know such."""
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy of the next token, which is taken off the loss."""
+    rollouts_per_update: int | None = None
+    """Rollouts, of all ranks, between two optimizer steps; None: a batch has one."""
     loss_mean: LossMean = "token"
     """token: mean over all output tokens that the policy sampled; rollout: mean over rollouts of their token means."""
     max_grad_norm: float = 1.0
@@ -75,6 +90,27 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that train one model together, each on its share of a batch."""
     rendezvous: str | None = None
     """Where ranks find each other, new to each start: "file://", on a disk that all of them see, or "tcp://", at rank 0."""
+
+    @property
+    def weight_bound(self) -> float:
+        """The `cap` of `executor.trainer.losses`."""
+        match self.correction:
+            case "cispo":
+                return 1 + (self.clip if self.clip_high is None else self.clip_high)
+            case "m2po":
+                return self.second_moment
+            case _:
+                return self.correction_cap
+
+    @property
+    def has_kl_loss(self) -> bool:
+        """Whether the loss has a KL term."""
+        return self.kl_coefficient > 0 and self.kl_in == "loss"
+
+    @property
+    def has_kl_reward(self) -> bool:
+        """Whether rewards of tokens have a KL term."""
+        return self.kl_coefficient > 0 and self.kl_in == "reward"
 
     def __post_init__(self) -> None:
         for field, names in CHOICES.items():

@@ -63,7 +63,9 @@ def main(options: Options) -> None:
     os.umask(0o077)
     for gap in find_gaps():
         print(f"what the scorer evaluates is not kept from everything: {gap}", file=sys.stderr)
-    rewards = msgspec.convert(options["rewards"], tuple[RewardConfig, ...])
+    rewards = msgspec.convert(
+        options["rewards"], tuple[RewardConfig, ...], dec_hook=lambda kind, value: kind(value)
+    )
     scorers = [make_scorer(reward) for reward in rewards]
     own = {place: load(scorer) for place, scorer in enumerate(scorers) if scorer.is_own}
     ours = readable_roots()

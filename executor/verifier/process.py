@@ -75,7 +75,10 @@ class ForkServerProcess:
         options = {
             "path": [str(Path(entry).resolve()) for entry in sys.path],
             "connection": theirs.fileno(),
-            "rewards": [msgspec.to_builtins(_as_seen_from_anywhere(each)) for each in rewards],
+            "rewards": [
+                msgspec.to_builtins(_as_seen_from_anywhere(each), enc_hook=float)
+                for each in rewards
+            ],
             "limits": limits,
         }
         with theirs, log.open("ab") as output:

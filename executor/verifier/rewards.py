@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, assert_never, cast
 
 from executor.verifier.reward_function import function_scorer
 from executor.verifier.scorers import EXACT, MATH_VERIFY, REASONING_GYM, Scorer
-from executor.verifier.text_scorers import format_scorer, length_scorer, regex_scorer
+from executor.verifier.text_scorers import (
+    format_scorer,
+    judge_scorer,
+    length_scorer,
+    regex_scorer,
+)
 from executor.verifier.unit_tests import unit_tests_scorer
 from streamrl.runfile.reward_config import RewardConfig, ScorerName, function_of
 
@@ -38,6 +43,8 @@ def make_scorer(reward: RewardConfig) -> Scorer:
             return length_scorer(reward.beyond, reward.until)
         case "unit-tests":
             return unit_tests_scorer(reward.credit)
+        case "judge":
+            return judge_scorer(reward.bounds)
         case _:
             assert_never(name)
 

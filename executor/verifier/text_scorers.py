@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from executor.verifier.scorers import Grade, Grader, Scorer, whole
 
@@ -69,3 +69,15 @@ def length_scorer(beyond: int, until: int) -> Scorer:
         (),
         bounds=(-1.0, 0.0),
     )
+
+
+def _grades_nothing() -> Grader:
+    def grade(record: Record) -> NoReturn:
+        raise RuntimeError("a judge is not asked from the sandbox")
+
+    return grade
+
+
+def judge_scorer(bounds: tuple[float, float]) -> Scorer:
+    """Return the scorer of a judge, as far as it has one: it reads whole completions, and knows no right answers."""
+    return Scorer(whole, lambda record: None, _grades_nothing, False, (), bounds=bounds)

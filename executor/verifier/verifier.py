@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from executor.roles import Scoring, VerifierRole
+from executor.verifier.judge import Judge
 from executor.verifier.process import ForkServerProcess, Reply
 from executor.verifier.rewards import is_scored, make_scorer
 from executor.verifier.sandbox import SandboxLimits
@@ -37,6 +38,11 @@ class Verifier(VerifierRole):
         self._rewards = config.rewards
         self._names_each = bool(config.reward)
         self._scorers = [make_scorer(reward) for reward in self._rewards]
+        self._judges = {
+            place: Judge(reward, f"verifier.reward.{place}")
+            for place, reward in enumerate(self._rewards)
+            if reward.scorer == "judge"
+        }
         self._limits = SandboxLimits(config.time_limit, config.memory_limit)
         self._log = log
         self._free = asyncio.Semaphore(config.workers)
@@ -94,6 +100,9 @@ class Verifier(VerifierRole):
         answer = self._scorers[place].read(completion, num_tokens)
         if len(answer) > MOST_CHARACTERS:
             return self._worst(place), "too long"
+        if (judge := self._judges.get(place)) is not None:
+            score, _ = await judge.score(answer, record)
+            return (self._worst(place), "no score") if score is None else (score, None)
         async with self._free:
             reply = await self._grade(place, answer, record)
             if reply.fault is None:

@@ -27,6 +27,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, RunError
 from streamrl.runfile.failure_rates import expected_losses
 from streamrl.runfile.keys import pool_key
+from streamrl.runfile.staleness_study import read_staleness_model
 from streamrl.runfile.trainers import TRAINER
 
 MOST_RETURNS = 3
@@ -121,6 +122,7 @@ def _plan(
         sensitivity=[_change(search, chosen, verdict, value) for verdict in verdicts],
         tighter=tighter,
         staleness_cost=run.plan.staleness_cost,
+        staleness_model=_staleness_model(run),
         tiers=metrics.tiers,
         uncertainty=metrics.uncertainty,
         steps=open_trial(search.base)[0].simulate.max_steps,
@@ -191,3 +193,11 @@ def _change(search: Search, chosen: int, verdict: Verdict, value: float) -> Chan
         is_used=verdict.is_used,
         gain=gain,
     )
+
+
+def _staleness_model(run: Run) -> str:
+    """Return the line that a study of staleness came to; nothing where the run file names none."""
+    path = run.plan.staleness_study
+    if path is None:
+        return ""
+    return str(read_staleness_model(path, run.algorithm.corrected_by or "none"))

@@ -37,6 +37,14 @@ class Commands(LazyGroup):
             "streamrl.cli.execute:execute",
             "Run a run file on real processes, and leave trace, metrics, rollouts and checkpoints.",
         ),
+        "attach": (
+            "streamrl.cli.attach:attach",
+            "Let one more trainer follow a run that goes on, or one that was detached follow it again.",
+        ),
+        "detach": (
+            "streamrl.cli.detach:detach",
+            "Let a trainer end what it does, save itself, and leave a run that goes on.",
+        ),
         "replay": (
             "streamrl.cli.replay:replay",
             "Feed recorded events to a fresh engine; every decision must be the recorded one, and the ledger must balance.",

@@ -22,6 +22,10 @@ Overrides = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
+RunDirectory = Annotated[
+    Path, typer.Argument(metavar="RUN", help="The directory of a run that goes on: execute.output.")
+]
+
 TRACE_FILE = "trace.jsonl"
 HEADER = b'{"format":'
 """What a trace begins with."""

@@ -8,6 +8,7 @@ needs to carry it out. Trainer 0 leads: its versions are what replicas load; the
     StartReplica    ReplicaStarted      replica
     StopReplica     ReplicaStopped      replica
     StartTrainer    TrainerStarted      trainer
+    StopTrainer     TrainerStopped      trainer
     DrawPrompts     PromptsDrawn        workload
     Generate        Generated           replica
     Verify          Verified            verifier
@@ -19,12 +20,13 @@ needs to carry it out. Trainer 0 leads: its versions are what replicas load; the
     SaveCheckpoint  CheckpointSaved     trainer
     WakeAt          Woke                clock
 
-Any may end in `Failed`. `RunStarted`, `ReplicaLost`, `TrainerLost`, `ExpectationsChanged`, `Interrupted` come unasked.
+Any may end in `Failed`. `RunStarted`, `ReplicaLost`, `TrainerLost`, `TrainerJoined`, `TrainerLeaving`,
+`ExpectationsChanged` and `Interrupted` come unasked.
 """
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -62,6 +64,12 @@ class StartTrainer(Message, frozen=True):
 
     trainer: int
     version: int
+
+
+class StopTrainer(Message, frozen=True):
+    """End trainer `trainer`, which follows no longer and has nothing on its hands."""
+
+    trainer: int
 
 
 class DrawPrompts(Message, frozen=True):
@@ -200,6 +208,7 @@ Command: TypeAlias = (
     | StopReplica
     | Resize
     | StartTrainer
+    | StopTrainer
     | SaveCheckpoint
     | WakeAt
 )
@@ -217,6 +226,8 @@ class RunStarted(Message, frozen=True, omit_defaults=True):
     groups_done: int
     followers: tuple[SaveCheckpoint, ...] = ()
     """Checkpoints that trainers which follow go on from, in their order; those without begin at version 0."""
+    away: tuple[int, ...] = ()
+    """Trainers that do not follow now, as they were detached before the run was resumed."""
 
 
 class ReplicaStarted(Message, frozen=True, omit_defaults=True):
@@ -245,6 +256,26 @@ class TrainerStarted(Message, frozen=True):
 
     trainer: int
     version: int
+
+
+class TrainerJoined(Message, frozen=True):
+    """Trainer `trainer` is to follow from now on: a new one on what is drawn after this, or one that was detached before."""
+
+    trainer: int
+    follower: dict[str, Any]
+    """Its section of a run file, quantities in base units."""
+
+
+class TrainerLeaving(Message, frozen=True):
+    """Trainer `trainer`, which does not lead, is to end what it does, save itself, and follow no longer."""
+
+    trainer: int
+
+
+class TrainerStopped(Message, frozen=True):
+    """Trainer `trainer` has ended, as it was told to."""
+
+    trainer: int
 
 
 class TrainerLost(Message, frozen=True):
@@ -389,6 +420,9 @@ Event: TypeAlias = (
     | ReplicaStarted
     | ReplicaStopped
     | TrainerStarted
+    | TrainerStopped
+    | TrainerJoined
+    | TrainerLeaving
     | RunStarted
     | ReplicaLost
     | TrainerLost

@@ -14,6 +14,7 @@ Policies read it and never scan history: each question has an index here.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -50,11 +51,15 @@ from streamrl.engine.messages import (
     Stepped,
     Stop,
     StopReplica,
+    StopTrainer,
     Take,
     Train,
     Trained,
+    TrainerJoined,
+    TrainerLeaving,
     TrainerLost,
     TrainerStarted,
+    TrainerStopped,
     Verified,
     Verify,
     WakeAt,
@@ -78,6 +83,8 @@ class State:
     recent: RecentLengths
     waiting: WaitingRollouts
     setbacks: Setbacks
+    make_side: Callable[[Sequence[TrainerSide], TrainerJoined], TrainerSide]
+    """Makes the side of a trainer that joins those that are there."""
 
     now: float = 0.0
     has_started: bool = False
@@ -159,6 +166,13 @@ class State:
             case TrainerStarted(trainer, version):
                 self.trainers[trainer].come_up(version)
                 self._look_at_trainers()
+            case TrainerStopped(trainer):
+                self.trainers[trainer].stop()
+            case TrainerJoined():
+                self._join(event)
+            case TrainerLeaving(trainer):
+                self.trainers[trainer].is_away = True
+                self._look_at_trainers()
             case RunStarted():
                 self._begin(event)
             case ReplicaLost(replica_id, _) | ReplicaStopped(replica_id):
@@ -192,7 +206,7 @@ class State:
                 self.num_verifying += 1
             case Take():
                 self.trainers[command.trainer].take(command, self.groups[command.group])
-            case Score() | Train() | Step() | StartTrainer() | SaveCheckpoint():
+            case Score() | Train() | Step() | StartTrainer() | StopTrainer() | SaveCheckpoint():
                 self.trainers[command.trainer].begin(command, self.now)
             case DrawPrompts(_, num_groups):
                 self.num_admitted += num_groups
@@ -223,6 +237,17 @@ class State:
         self.leader.begin_at(event.version)
         for saved in event.followers:
             self.trainers[saved.trainer].begin_at(saved.version, drawn_again(event, saved))
+        for trainer in event.away:
+            self.trainers[trainer].is_away = True
+        self._look_at_trainers()
+
+    def _join(self, event: TrainerJoined) -> None:
+        if event.trainer < len(self.trainers):
+            self.trainers[event.trainer].come_back()
+        else:
+            side = self.make_side(self.trainers, event)
+            side.join(self.num_drawn, self.next_group + self.num_drawing)
+            self.trainers.append(side)
         self._look_at_trainers()
 
     def _end_generate(self, event: Generated) -> None:
@@ -344,7 +369,7 @@ class State:
     def _look_at_trainers(self) -> None:
         """Enter who is up, and whether all steps are made: one that is lost takes back even the last."""
         self.is_stopping = self.stop_reason is not None or self.has_all_steps
-        self.num_unready = sum(not side.is_ready for side in self.trainers)
+        self.num_unready = sum(not (side.is_ready or side.is_away) for side in self.trainers)
 
     def _fail(self, command: Command, reason: str) -> None:
         what = f"{type(command).__name__}: {reason}"
@@ -365,7 +390,7 @@ class State:
             case PushWeights():  # by itself, unless its trainer is lost
                 self.setbacks.num_failed_pushes += self.pushing is not None
                 self.pushing = None
-            case Score() | Train() | Step() | SaveCheckpoint() | StartTrainer():
+            case Score() | Train() | Step() | SaveCheckpoint() | StartTrainer() | StopTrainer():
                 self._fail_trainer(self.trainers[command.trainer], what)
             case _:
                 self.failure = what

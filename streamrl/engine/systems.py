@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import assert_never
 
 from streamrl.engine.batch import Batch
@@ -22,6 +23,7 @@ from streamrl.engine.engine import Engine, Policy
 from streamrl.engine.fleet import Fleet, Kind
 from streamrl.engine.latency import Latency
 from streamrl.engine.lines import WaitingRollouts
+from streamrl.engine.messages import TrainerJoined
 from streamrl.engine.policies.boundary import BatchByBatch, EvenShares
 from streamrl.engine.policies.checkpoint import CheckpointEvery
 from streamrl.engine.policies.dispatch import (
@@ -32,6 +34,7 @@ from streamrl.engine.policies.dispatch import (
     Random,
     RoundRobin,
 )
+from streamrl.engine.policies.joined import FollowJoined, LetGo
 from streamrl.engine.policies.migration import MoveRollouts, MoveStragglers
 from streamrl.engine.policies.order import FirstInFirstOut, LongestFirst, Order
 from streamrl.engine.policies.overrun import MoveOverrun
@@ -65,6 +68,7 @@ from streamrl.runfile.policies_config import (
     WeightSyncName,
 )
 from streamrl.runfile.pools import most_replicas, replicas_per_node
+from streamrl.runfile.reading import with_follower
 
 PASSES_PER_COMMAND = (
     4  # a streamed command is at most this many fills: work that arrives waits no longer
@@ -154,7 +158,14 @@ def build_policies(run: Run) -> list[Policy]:
             for trainer in range(LEADER + 1, run.num_trainers)
             for policy in _follow(run, trainer)
         ),
+        FollowJoined(run.num_trainers, _policies_of_joined),
     ]
+
+
+def _policies_of_joined(trainer: TrainerSide) -> Sequence[Policy]:
+    """Make the policies of a trainer that joined after the run had begun."""
+    assert trainer.joined_as is not None, "it joined"
+    return list(_follow(trainer.joined_as, trainer.id))
 
 
 def _follow(run: Run, trainer: int) -> Iterator[Policy]:
@@ -162,6 +173,7 @@ def _follow(run: Run, trainer: int) -> Iterator[Policy]:
     seen = run.as_seen_by(trainer)
     backlog = run.followers[trainer - 1].backlog
     yield CheckpointEvery(trainer, run.execute.checkpoint_every, run.policies.max_attempts)
+    yield LetGo(trainer)
     yield from _leave_out(run, trainer)
     yield TakeInLine(trainer)
     yield BoundedBacklog(trainer, backlog * run.algorithm.prompts_per_step)
@@ -349,6 +361,7 @@ def build_state(run: Run, *, is_endless: bool = False) -> State:
         recent=RecentLengths(enough=run.algorithm.rollouts_per_step),
         waiting=WaitingRollouts(run.policies.learns_from_siblings),
         setbacks=Setbacks(deque(maxlen=run.policies.max_failures_per_minute)),
+        make_side=partial(_side_that_joins, run),
     )
 
 
@@ -363,6 +376,14 @@ def _kinds(run: Run) -> Iterator[Kind]:
         if other.share is None:
             raise ValueError("rollout.others: share is missing, by which each kind gets rollouts")
         yield Kind(other.replicas, other.share)
+
+
+def _side_that_joins(run: Run, sides: Sequence[TrainerSide], event: TrainerJoined) -> TrainerSide:
+    """Make the side of a trainer that joins, of the run as those that joined before it have made it."""
+    before = sides[-1].joined_as or run
+    side = _build_side(joined := with_follower(before, event.follower), event.trainer)
+    side.joined_as = joined
+    return side
 
 
 def _build_side(run: Run, trainer: int) -> TrainerSide:

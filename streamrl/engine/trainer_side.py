@@ -20,11 +20,13 @@ from streamrl.engine.messages import (
     Scored,
     StartTrainer,
     Step,
+    StopTrainer,
     Take,
     Train,
     Trained,
 )
 from streamrl.engine.pace import Pace
+from streamrl.runfile.config import Run
 
 LEADER = 0
 """Trainer whose versions replicas load."""
@@ -34,10 +36,13 @@ ROLLED_BACK = "rolled back"
 DONE_BEFORE = "done before"
 """Why a trainer that follows passes over what a resume draws again: its own checkpoint has it."""
 
+ABSENT = "it had not joined"
+"""Why what was drawn before a trainer joined a run is lost to it."""
+
 UNIFORM = "all its rewards are equal"
 """Why a group is left out that teaches nothing."""
 
-TrainerCommand = Score | Train | Step | StartTrainer | SaveCheckpoint
+TrainerCommand = Score | Train | Step | StartTrainer | StopTrainer | SaveCheckpoint
 
 
 def drawn_again(begun: RunStarted, saved: SaveCheckpoint) -> frozenset[int]:
@@ -62,6 +67,14 @@ class TrainerSide:
     version: int = 0
     checkpoint_version: int = 0
     is_ready: bool = False
+    is_up: bool = False
+    """Whether there is a worker, be it one that can do nothing any more."""
+    is_away: bool = False
+    """Whether it was detached: it ends what it does, is saved and stopped, and gives up all that comes."""
+    joined_as: Run | None = None
+    """The run with its section, where it joined later than the run began."""
+    first_group: int = 0
+    """The first that was drawn since it joined."""
     command: TrainerCommand | None = None
     """What it does now, or did when it was lost, until that has failed."""
     is_lost: bool = False
@@ -102,8 +115,11 @@ class TrainerSide:
 
     def wants(self, group: Group) -> bool:
         """Return whether it may still train on `group`."""
-        is_coming = group.num_missing > 0 and group.id not in self.done_before
+        is_coming = group.num_missing > 0 and self._may_see(group)
         return is_coming or group.id in self.batch.groups or group in self.line
+
+    def _may_see(self, group: Group) -> bool:
+        return group.id >= self.first_group and group.id not in self.done_before
 
     def is_stepping_on(self, group: Group) -> bool:
         """Return whether the step that it makes right now is made of `group`."""
@@ -122,6 +138,18 @@ class TrainerSide:
         self.done_before = done_before
         self._trained_until = {version: 0}
 
+    def join(self, num_drawn: int, next_group: int) -> None:
+        """Enter that it joins a run of which so many rollouts were drawn without it."""
+        self.first_group = next_group
+        if num_drawn:
+            self._lose(num_drawn, ABSENT)
+
+    def come_back(self) -> None:
+        """Enter that it is to follow again, from its own checkpoint."""
+        self.is_away = False
+        self.num_lost = self.num_failed_saves = 0
+        self.failure = None
+
     def see_drawn(self, group: Group) -> None:
         """Enter that a group was drawn."""
         if group.id in self.done_before:
@@ -134,7 +162,7 @@ class TrainerSide:
         group = rollout.group
         if self.takes_unfinished:
             self.batch.add_ready(rollout)
-        elif not group.num_missing and group.id not in self.done_before:
+        elif not group.num_missing and self._may_see(group):
             self.line.add(group)
         if self.leaves_out_uniform and group.is_uniform and self.wants(group):
             self.uniform[group.id] = group
@@ -158,7 +186,7 @@ class TrainerSide:
         if version != self.version:
             raise ValueError(f"trainer {self.id} came up at {version}, expected {self.version}")
         self.command = None
-        self.is_ready = True
+        self.is_ready = self.is_up = True
 
     def end_work(self, event: Scored | Trained, now: float) -> None:
         """Enter that forward passes are done, or that a gradient is accumulated."""
@@ -202,7 +230,18 @@ class TrainerSide:
         return is_left
 
     def fall_back(self) -> int:
-        """Enter that it is gone, and begins again at its last checkpoint; return the steps that this takes back.
+        """Enter that it is gone, and begins again at its last checkpoint; return the steps that this takes back."""
+        self.is_lost = self.command is not None
+        self.num_lost += 1
+        return self._go_back()
+
+    def stop(self) -> None:
+        """Enter that it has ended as it was told to, and would begin again at its last checkpoint."""
+        self.command = None
+        self._go_back()
+
+    def _go_back(self) -> int:
+        """Go back to the last checkpoint, and return the steps that this takes back.
 
         What its coming step was to be made of lies ahead of it again, before all else.
         """
@@ -210,9 +249,7 @@ class TrainerSide:
         line, self.line = self.line, GroupLine()
         for group in (*begun, *line):
             self.line.add(group)
-        self.is_ready = False
-        self.is_lost = self.command is not None
-        self.num_lost += 1
+        self.is_ready = self.is_up = False
         self.pace.forget()
         num_steps = self.version - self.checkpoint_version
         self.version = self.checkpoint_version
@@ -230,6 +267,9 @@ class TrainerSide:
         if self.is_lost:
             self.is_lost = False
             self.command = None
+            return
+        if isinstance(self.command, StopTrainer):
+            self.stop()
             return
         if isinstance(self.command, SaveCheckpoint) and self.leads:
             self.num_failed_saves += 1

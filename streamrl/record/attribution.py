@@ -109,7 +109,7 @@ class AttributionReader:
         run = trace.run
         self._run = run
         self._timeline = TimelineReader()
-        self._changes = ChangeReader(run, is_endless=trace.is_endless)
+        self._changes = ChangeReader(run, is_endless=trace.is_endless, joined=trace.joined)
         self._parts = PartsReader(run, trace.decode)
         self._seconds = Ledger[tuple[str, str]]()
         """GPU-seconds of each side by activity or cause."""
@@ -247,7 +247,8 @@ def _all_shares(
                 yield name, activity, replicas * degree
         yield TRAINER, _leader_activity(counts), run.trainer.num_gpus
     for number, follower in enumerate(run.followers, start=1):
-        yield follower.name, _follower_activity(counts, number), follower.num_gpus
+        num_gpus = 0 if counts.trainers[number]["away"] else follower.num_gpus
+        yield follower.name, _follower_activity(counts, number), num_gpus
     if run.verifier.num_gpus:
         yield from _verifier_shares(counts, run, is_on_policy)
 

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from streamrl.engine.entities import kept_of
@@ -39,11 +40,13 @@ from streamrl.engine.messages import (
     Stop,
     Train,
     Trained,
+    TrainerJoined,
     TrainerLost,
     TrainerStarted,
+    TrainerStopped,
 )
 from streamrl.engine.systems import choose_system
-from streamrl.engine.trainer_side import LEADER, drawn_again
+from streamrl.engine.trainer_side import ABSENT, LEADER, drawn_again
 from streamrl.record.balance import Balance, Faults, TrainerBalance
 from streamrl.record.saved_books import SavedBook, SavedBooks
 from streamrl.record.served import ServedVersions
@@ -90,12 +93,8 @@ class Books:
             trace: the record of the run's first leg, or of the first that is left; its entries are read by `read`.
         """
         self._faults = Faults()
-        self._trainers = [
-            TrainerBook(
-                name, partial(self._faults.add, of=f"{name}: " if trace.run.followers else "")
-            )
-            for name in trainer_names(trace.run)
-        ]
+        has_many = bool(trace.run.followers)
+        self._trainers = [self._open(name, has_many) for name in trainer_names(trace.run)]
         self._leader = self._trainers[LEADER]
         self._draws = Draws()
         self._resumed_at = 0
@@ -120,6 +119,8 @@ class Books:
             CheckpointSaved: self._see_saved,
             TrainerStarted: self._see_started,
             TrainerLost: self._see_lost,
+            TrainerStopped: self._see_lost,
+            TrainerJoined: self._see_joined,
             RunStarted: self._begin,
             Interrupted: self._see_end,
             **(self._served.observe if self._served else {}),
@@ -133,6 +134,9 @@ class Books:
             SaveCheckpoint: self._keep,
             **(self._served.obey if self._served else {}),
         }
+
+    def _open(self, name: str, has_many: bool = True) -> TrainerBook:
+        return TrainerBook(name, partial(self._faults.add, of=f"{name}: " if has_many else ""))
 
     def read(self, entries: Iterable[tuple[float, Event, Sequence[Command]]]) -> None:
         """Take the entries that come after those before."""
@@ -180,6 +184,11 @@ class Books:
 
     def begin_leg(self, trace: Trace) -> None:
         """Take what a leg's trace says of its run file; its entries come next."""
+        for name in trainer_names(trace.run)[len(self._trainers) :]:
+            self._trainers.append(self._open(name))
+            self._saved.append(SavedBooks())
+        for number in trace.joined:
+            self._trainers[number].is_there = False
         system = choose_system(trace.run.policies)
         self._leg = trace.leg
         self._is_in_line = system.consumption == "strict-fifo"
@@ -213,7 +222,7 @@ class Books:
             book.fall_back_to(0, None)
         for begun in event.followers:
             self._begin_follower(event, begun)
-        for book in self._trainers[LEADER + 1 :]:
+        for book in filter(attrgetter("is_there"), self._trainers[LEADER + 1 :]):
             own = len(book.done_before - self._draws.done_ahead) * self._group_size
             if missed := self._leader.num_ended - (book.num_ended - own):
                 book.dropped[MISSED] += missed
@@ -335,7 +344,14 @@ class Books:
         self._trainers[event.trainer].save(event.version)
         self._saved[event.trainer].complete(event.version)
 
-    def _see_lost(self, event: TrainerLost) -> None:
+    def _see_joined(self, event: TrainerJoined) -> None:
+        book = self._trainers[event.trainer]
+        if not book.is_there:
+            book.is_there = True
+            if missed := self._leader.num_ended + self._leader.num_open:
+                book.dropped[ABSENT] = missed
+
+    def _see_lost(self, event: TrainerLost | TrainerStopped) -> None:
         self._trainers[event.trainer].lose()
 
     def _skip(self, command: Skip) -> None:

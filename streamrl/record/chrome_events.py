@@ -19,8 +19,10 @@ from streamrl.engine.messages import (
     Step,
     Stepped,
     Train,
+    TrainerJoined,
     TrainerLost,
     TrainerStarted,
+    TrainerStopped,
 )
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.chrome_format import (
@@ -184,6 +186,11 @@ class ChromeReader:
                     yield instant_event(f"step {version}", time)
             case TrainerStarted(trainer, version) if version != self._versions[trainer]:
                 yield self._count_version(trainer, version, time)
+            case TrainerJoined(trainer):
+                yield from self._name_joined(event)
+                yield instant_event(f"{self._trainers[trainer]} joined", time)
+            case TrainerStopped(trainer):
+                yield instant_event(f"{self._trainers[trainer]} left", time)
             case TrainerLost(trainer, reason):
                 yield instant_event(f"{self._trainers[trainer]} lost: {reason}", time)
             case ReplicaLost(replica, reason):
@@ -192,6 +199,13 @@ class ChromeReader:
                 yield instant_event(f"failed: {reason}", time)
             case _:
                 pass  # concerns one resource
+
+    def _name_joined(self, event: TrainerJoined) -> Iterator[TraceEvent]:
+        """Name the thread of a trainer that joined, where the run file has not got it."""
+        if event.trainer == len(self._trainers):
+            self._trainers.append(str(event.follower.get("name")))
+            self._versions.append(0)
+            yield from name_thread(TRAINERS, event.trainer, self._trainers[-1])
 
     def _count_version(self, trainer: int, version: int, time: float) -> TraceEvent:
         self._versions[trainer] = version

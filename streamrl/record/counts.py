@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -32,7 +32,9 @@ from streamrl.engine.messages import (
     Stepped,
     StopReplica,
     Take,
+    TrainerJoined,
     TrainerLost,
+    TrainerStopped,
     Verified,
     Verify,
 )
@@ -74,10 +76,12 @@ class Counts:
 class ChangeReader:
     """Reads the changes of a run block by block."""
 
-    def __init__(self, run: Run, *, is_endless: bool) -> None:
+    def __init__(self, run: Run, *, is_endless: bool, joined: Container[int] = ()) -> None:
+        """Take a run file, and which of its trainers join later."""
+        trainers = range(run.num_trainers)
         self._sources: list[_Source] = [
             _RunChanges(run, is_endless=is_endless),
-            *(_RolloutChanges(run, trainer) for trainer in range(run.num_trainers)),
+            *(_RolloutChanges(run, trainer, trainer not in joined) for trainer in trainers),
         ]
         if run.verifier.pool is not None:
             self._sources.append(_VerifyingChanges())
@@ -85,6 +89,7 @@ class ChangeReader:
             CountChange(0.0, "wanted", own.replicas, kind=kind)
             for kind, own in enumerate(run.rollout.kinds)
         ]
+        self._untaken += [CountChange(0.0, "away", 1, n) for n in trainers if n in joined]
 
     def read(self, entries: Sequence[Entry]) -> None:
         """Take the entries that come after those before."""
@@ -206,17 +211,38 @@ class _VerifyingChanges:
 class _RolloutChanges:
     """How many rollouts wait for a replica, and how many a trainer's coming step lacks."""
 
-    def __init__(self, run: Run, trainer: int) -> None:
+    def __init__(self, run: Run, trainer: int, is_there: bool) -> None:
         self._trainer = trainer
+        self._is_there = is_there
+        """False of one that joins later, until it does."""
+        self._is_away = not is_there
+        """Whether it has no GPUs."""
         self._rollouts = _Rollouts(run.as_seen_by(trainer).algorithm.prompts_per_step)
 
     def read(self, entries: Sequence[Entry]) -> Iterator[CountChange]:
         for time, event, commands in entries:
             self._see(event)
+            if isinstance(event, PRESENCE) and (by := self._change_presence(event)):
+                yield CountChange(time, "away", by, self._trainer)
             for command in commands:
                 self._obey(command)
             for name, by in self._rollouts.changes():
                 yield CountChange(time, name, by, self._trainer)
+
+    def _change_presence(self, event: Event) -> int:
+        """Return by how much an event changes whether the trainer is away."""
+        was_away = self._is_away
+        match event:
+            case RunStarted(away=away) if self._trainer in away:
+                self._is_away = True
+            case TrainerJoined(trainer) if trainer == self._trainer:
+                self._is_there, self._is_away = True, False
+            case TrainerStopped(trainer) if trainer == self._trainer:
+                self._is_away = True
+                self._rollouts.give_back()
+            case _:
+                pass  # of another trainer
+        return self._is_away - was_away
 
     def _see(self, event: Event) -> None:
         rollouts = self._rollouts
@@ -226,7 +252,7 @@ class _RolloutChanges:
                 rollouts.move(event.rollout, WAITING if is_aborted else UNVERIFIED)
             case Verified():
                 rollouts.move(event.rollout, READY)
-            case PromptsDrawn():
+            case PromptsDrawn() if self._is_there:
                 for drawn in event.groups:
                     rollouts.draw(drawn)
             case Failed(Generate(rollout)):
@@ -252,6 +278,8 @@ class _RolloutChanges:
                 pass  # says nothing of rollouts
 
 
+PRESENCE = (RunStarted, TrainerJoined, TrainerStopped)
+"""Events that may tell whether a trainer has GPUs."""
 WAITING, GENERATING, UNVERIFIED, READY = range(4)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar, overload
 
 import msgspec
 
-from streamrl.engine.messages import Command, Event
+from streamrl.engine.messages import Command, Event, TrainerJoined
 
 T = TypeVar("T")
 
@@ -39,6 +39,8 @@ class WrittenEntries(Sequence[Entry]):
         """
         self._path = path
         self._num = 0
+        self.joined: list[TrainerJoined] = []
+        """What tells of trainers that joined."""
         before = None
         with path.open("rb") as file:
             next(file)
@@ -47,6 +49,8 @@ class WrittenEntries(Sequence[Entry]):
                     check_order(path, self._num + 2, before, entry)
                 before = entry
                 self._num += 1
+                if isinstance(entry.event, TrainerJoined):
+                    self.joined.append(entry.event)
 
     def __len__(self) -> int:
         return self._num

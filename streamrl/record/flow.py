@@ -8,7 +8,7 @@ trained on it or given it up, so that a few numbers of each step are all that is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from streamrl.engine.entities import kept_of
@@ -27,13 +27,16 @@ from streamrl.engine.messages import (
     Step,
     Stepped,
     Train,
+    TrainerJoined,
     TrainerLost,
     TrainerStarted,
+    TrainerStopped,
     Verified,
 )
-from streamrl.engine.trainer_side import LEADER, ROLLED_BACK
+from streamrl.engine.trainer_side import ABSENT, LEADER, ROLLED_BACK
 from streamrl.record.ledger import Ledger
 from streamrl.record.made_steps import Made, MadeSteps
+from streamrl.record.selection import Selection
 from streamrl.record.trace import Trace
 
 
@@ -48,6 +51,8 @@ class OpenRollout:
     runs: bool = False
     lost_in: int | None = None
     """Slot of the instant at which it was lost to the leader; None where it was not."""
+    drawn_for: int = 0
+    """Step that it was drawn for."""
     num_trainers: int = 0
     """Those that have neither trained on it nor given it up."""
 
@@ -60,6 +65,8 @@ class TrainerFlow:
     lost: Counter[str] = field(default_factory=Counter)
     """Rollouts that it never trains on, by reason."""
 
+    is_there: bool = True
+    """False of one that joins later, until it does."""
     _coming: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
     """Rollouts of the coming step, and the leader's version when they were trained on."""
     _groups: tuple[int, ...] = ()
@@ -69,6 +76,11 @@ class TrainerFlow:
     """Steps at the last checkpoint."""
     _open: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Rollouts of groups that it has neither trained on nor given up."""
+
+    @property
+    def version(self) -> int:
+        """The version that its last step has made."""
+        return self._first_version + len(self.made)
 
     def step_times(self) -> list[float]:
         """Return the seconds of each step: those since the one before it."""
@@ -88,7 +100,10 @@ class TrainerFlow:
 
     def see_drawn(self, drawn: DrawnGroup) -> None:
         """Enter that a group was drawn."""
-        self._open[drawn.group] = drawn.rollouts
+        if self.is_there:
+            self._open[drawn.group] = drawn.rollouts
+        else:
+            self.lost[ABSENT] += len(drawn.rollouts)
 
     def train(self, rollouts: tuple[int, ...], newest: int) -> None:
         """Enter that rollouts are trained on, while the leader's newest version is `newest`."""
@@ -133,9 +148,12 @@ class TrainerFlow:
 class Flow:
     """Follows every rollout from its tokens to the steps that trained on it, block by block."""
 
-    def __init__(self, num_trainers: int) -> None:
-        self.trainers = [TrainerFlow() for _ in range(num_trainers)]
+    def __init__(self, num_trainers: int, joined: Container[int] = ()) -> None:
+        """Take how many trainers there are, and which of them join later."""
+        self.trainers = [TrainerFlow(is_there=n not in joined) for n in range(num_trainers)]
         self._rollouts: dict[int, OpenRollout] = {}
+        self.selection = Selection()
+        """What was trained on beside what was generated."""
         self._newest = 0
         self._lost = Ledger[None]()
         """Tokens of what was lost to the leader, between its steps."""
@@ -167,17 +185,25 @@ class Flow:
                 self._end_step(version, trainer, time)
             case PromptsDrawn(groups=groups):
                 for drawn in groups:
-                    self._draw(drawn)
+                    self._draw(drawn, event.step)
             case CheckpointSaved(version, trainer):
                 self.trainers[trainer].save(version)
             case RunStarted(version):
                 self._newest = version
                 self.leader.begin_at(version)
+                self.selection.begin_at(version)
+                for saved in event.followers:
+                    self.trainers[saved.trainer].begin_at(saved.version)
             case TrainerStarted(trainer, version) if trainer == LEADER:
                 self._newest = version
+            case TrainerJoined(trainer):
+                self.trainers[trainer].is_there = True
+            case TrainerStopped(trainer):
+                self.trainers[trainer].fall_back()
             case TrainerLost(trainer):
                 tokens = self.trainers[trainer].fall_back()
                 if trainer == LEADER:
+                    self.selection.take_back(self.leader.version, ROLLED_BACK)
                     self._lose(self._lost.slot_of(time), tokens)
             case Failed(Generate(number)):
                 self._stop(number)
@@ -202,11 +228,12 @@ class Flow:
 
     # Rollouts -------------------------------------------------------------------------------------
 
-    def _draw(self, drawn: DrawnGroup) -> None:
+    def _draw(self, drawn: DrawnGroup, step: int) -> None:
         for trainer in self.trainers:
             trainer.see_drawn(drawn)
+        num_there = sum(trainer.is_there for trainer in self.trainers)
         for rollout in drawn.rollouts:
-            self._rollouts[rollout] = OpenRollout(num_trainers=len(self.trainers))
+            self._rollouts[rollout] = OpenRollout(drawn_for=step, num_trainers=num_there)
         for rollout, tokens, version in kept_of(drawn):
             self._rollouts[rollout].tokens, self._rollouts[rollout].born = tokens, version
 
@@ -226,18 +253,33 @@ class Flow:
             del self._rollouts[number]
 
     def _end_step(self, version: int, trainer: int, time: float) -> None:
-        self._finish(self.trainers[trainer].end_step(time, self._rollouts))
+        done = self.trainers[trainer].end_step(time, self._rollouts)
         if trainer == LEADER:
             self._newest = version
+            self._select(version, done)
             self._lost.marks.append(time)
+        self._finish(done)
+
+    def _select(self, version: int, done: Iterable[int]) -> None:
+        """Enter what the leader's step was made of, by the step that it was drawn for."""
+        sums: dict[int, tuple[int, int, float]] = {}
+        for number in done:
+            rollout = self._rollouts[number]
+            num, tokens, reward = sums.get(rollout.drawn_for, (0, 0, 0.0))
+            assert rollout.reward is not None, "it was trained on"
+            sums[rollout.drawn_for] = num + 1, tokens + rollout.tokens, reward + rollout.reward
+        for drawn_for, of_step in sums.items():
+            self.selection.train(version, drawn_for, *of_step)
 
     def _leave_out(self, group: int, trainer: int, reason: str, time: float) -> None:
         rollouts = self.trainers[trainer].leave_out(group, reason)
         if trainer == LEADER:
             slot = self._lost.slot_of(time)
             for number in rollouts:
-                self._rollouts[number].lost_in = slot
-                self._lose(slot, self._rollouts[number].tokens)
+                rollout = self._rollouts[number]
+                rollout.lost_in = slot
+                self._lose(slot, rollout.tokens)
+                self.selection.leave_out(rollout.drawn_for, reason, rollout.tokens, rollout.reward)
         self._finish(rollouts)
 
     def _finish(self, rollouts: Iterable[int]) -> None:
@@ -255,7 +297,7 @@ class Flow:
 
 def read_flow(trace: Trace) -> Flow:
     """Follow every rollout from its tokens to the steps that trained on it."""
-    flow = Flow(trace.run.num_trainers)
+    flow = Flow(trace.run.num_trainers, trace.joined)
     flow.read(trace.entries)
     return flow
 

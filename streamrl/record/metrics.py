@@ -15,6 +15,7 @@ from streamrl.record.flow import Flow
 from streamrl.record.leader_steps import LeaderSteps, read_steps
 from streamrl.record.rent import dollars_per_second, egress_dollars
 from streamrl.record.run_reader import PaceReader, RunReader, read_run
+from streamrl.record.selection import SelectionMetrics
 from streamrl.record.speed import Speed
 from streamrl.record.steady import Steady, count_steps
 from streamrl.record.steady_run import find_steady_of, tell_doubts, tell_unfinished
@@ -95,6 +96,8 @@ class Metrics(Speed, frozen=True, kw_only=True):
     """What became of every rollout and every version, of what is recorded here."""
     uncertainty: Uncertainty | None = None
     """How far simulated seconds may be off, by stage and of the step; None of a real run."""
+    selection: SelectionMetrics | None = None
+    """What was trained on beside what was generated for it."""
 
 
 def measure(trace: Trace, counted_steps: tuple[int, int] | None = None) -> Metrics:
@@ -157,6 +160,7 @@ def measure_read(
         trainers=list(_trainers(trace.run, reader.flow, window)),
         tiers=tiers,
         ledger=reader.books.balance(),
+        selection=reader.flow.selection.metrics(),
         uncertainty=read_uncertainty(trace, shares),
         **msgspec.structs.asdict(speed),
     )

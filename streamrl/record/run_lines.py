@@ -14,7 +14,11 @@ from typing import Any
 
 import msgspec
 
+RUN = "run.json"
 METRICS, ROLLOUTS, SAMPLES = "metrics.jsonl", "rollouts.jsonl", "samples.jsonl"
+FATES = ("generated", "trained", "dropped")
+OF_FAMILY = "/"
+"""What stands between one of `FATES` and a family in the keys of metrics.jsonl that count its rollouts."""
 OF_SCORER = "reward/"
 """What the keys of metrics.jsonl begin with that say what one of several scorers gave."""
 ROLLED_BACK_TO = "rolled_back_to"

@@ -25,7 +25,7 @@ class PaceReader:
     def __init__(self, trace: Trace) -> None:
         """Take what a trace says of its run; its entries are read by `read`."""
         self.trace = trace
-        self.flow = Flow(trace.run.num_trainers)
+        self.flow = Flow(trace.run.num_trainers, trace.joined)
         self.replicas = PaidReplicas(trace.run.rollout.num_replicas)
         self.pushes = Pushes()
         self.stopped_for = ""

@@ -24,10 +24,12 @@ from streamrl.engine.messages import (
     StartTrainer,
     Step,
     Stepped,
+    StopTrainer,
     Train,
     Trained,
     TrainerLost,
     TrainerStarted,
+    TrainerStopped,
     Verified,
     Verify,
     WeightsLoaded,
@@ -39,6 +41,7 @@ from streamrl.record.trace import Trace
 
 TRAINER_WORK: dict[type, str] = {
     StartTrainer: "start-up",
+    StopTrainer: "checkpoint",
     Score: "score",
     Train: "train",
     Step: "train",
@@ -193,7 +196,7 @@ class TimelineReader:
             case PushWeights():
                 self._num_pushes += 1
                 self._pushed_at = now
-            case StartTrainer() | Score() | Train() | Step() | SaveCheckpoint():
+            case StartTrainer() | StopTrainer() | Score() | Train() | Step() | SaveCheckpoint():
                 self._begin_work(command, now)
             case Verify():
                 self._num_verifying += 1
@@ -222,6 +225,8 @@ class TimelineReader:
                 self._end_push(event.version, now)
             case TrainerStarted() | Scored() | Trained() | Stepped() | CheckpointSaved():
                 self._end_work(event.trainer, now)
+            case TrainerStopped():
+                self._end_work(event.trainer, now)
             case TrainerLost():
                 self._lose_trainer(event.trainer, event.reason, now)
             case Verified():
@@ -242,7 +247,7 @@ class TimelineReader:
                 self._end_push(version, now)
             case Verify():
                 self._end_verify(now)
-            case StartTrainer() | Score() | Train() | Step() | SaveCheckpoint():
+            case StartTrainer() | StopTrainer() | Score() | Train() | Step() | SaveCheckpoint():
                 if command.trainer in self._work:  # else it is lost and up again
                     self._lose_trainer(command.trainer, type(command).__name__, now)
             case _:

@@ -6,17 +6,17 @@ same run file and seed give the same bytes; `replay` feeds the events to a fresh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from os import SEEK_END
 from pathlib import Path
-from typing import IO, Literal, NamedTuple, TypeAlias
+from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
 from streamrl.engine.invariants import check
-from streamrl.engine.messages import Command, Event
+from streamrl.engine.messages import Command, Event, TrainerJoined
 from streamrl.engine.systems import build_engine
 from streamrl.record.decode_yield import DecodeYield
 from streamrl.record.entries import (
@@ -30,7 +30,7 @@ from streamrl.record.line_file import LineFile
 from streamrl.record.upgrade import OLD_FORMAT, RawEntry, upgrade_entries
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import decode_recorded_run, encode_run
+from streamrl.runfile.reading import decode_recorded_run, encode_run, with_follower
 
 FORMAT = 2
 
@@ -100,7 +100,10 @@ class Trace:
             leg: how often the run was begun or resumed, this time included.
             tell: told of each entry as it happens.
         """
+        self.begun = run
+        """The run file that its engine began with."""
         self.run = run
+        """The same with the trainers that joined meanwhile, who are the last ones."""
         self.world = world
         self.facts: Facts = facts or {}
         self.decode = decode
@@ -117,6 +120,15 @@ class Trace:
         self._tell = tell
         if file is not None:
             file.write(self._encode_header())
+
+    @property
+    def joined(self) -> range:
+        """Numbers of the trainers that joined after it began."""
+        return range(self.begun.num_trainers, self.run.num_trainers)
+
+    def join(self, section: dict[str, Any]) -> None:
+        """Enter that a trainer joins which the run has not known yet."""
+        self.run = with_follower(self.run, section)
 
     def record(self, time: float, event: Event, commands: list[Command]) -> None:
         """Add one entry."""
@@ -143,7 +155,7 @@ class Trace:
         header = Header(
             format=FORMAT,
             world=self.world,
-            run=msgspec.Raw(encode_run(self.run)),
+            run=msgspec.Raw(encode_run(self.begun)),
             facts=self.facts,
             decode=self.decode[0] if self.decode else None,
             other_decodes=list(self.decode[1:]),
@@ -181,7 +193,9 @@ def read_trace(path: Path) -> Trace:
     )
     trace.path = path
     if size > LARGE and header.format == FORMAT:
-        trace.entries, trace.is_cut = WrittenEntries(path), not _ends_a_line(path)
+        written = WrittenEntries(path)
+        trace.entries, trace.is_cut = written, not _ends_a_line(path)
+        _enter_joined(trace, written.joined)
         return trace
     lines = path.read_bytes().split(b"\n")
     trace.is_cut = bool(lines[-1])
@@ -190,7 +204,22 @@ def read_trace(path: Path) -> Trace:
         if header.format == OLD_FORMAT
         else decode_entries(path, lines[1:])
     )
+    _enter_joined(trace, (e.event for e in trace.entries if isinstance(e.event, TrainerJoined)))
     return trace
+
+
+def _enter_joined(trace: Trace, joined: Iterable[TrainerJoined]) -> None:
+    """Take note of trainers that joined and were not known.
+
+    Raises:
+        ValueError: the section of one of them is none.
+    """
+    try:
+        for event in joined:
+            if event.trainer == trace.run.num_trainers:
+                trace.join(event.follower)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{trace.path}: not a trainer that joined: {error}") from None
 
 
 def _ends_a_line(path: Path) -> bool:
@@ -209,7 +238,7 @@ def replay(trace: Trace, *, checks_invariants: bool = False) -> Divergence | Non
     Raises:
         ValueError: naming the file and the entry whose event cannot have happened after those before it.
     """
-    engine = build_engine(trace.run, is_endless=trace.is_endless)
+    engine = build_engine(trace.begun, is_endless=trace.is_endless)
     for index, (time, event, recorded) in enumerate(trace.entries):
         try:
             decided = engine.handle(event, time)

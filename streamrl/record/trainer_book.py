@@ -19,6 +19,8 @@ class TrainerBook:
     name: str
     complain: Callable[[str], None]
     """Told what is wrong."""
+    is_there: bool = True
+    """False of one that joins later in a leg, until it does."""
     version: int = 0
     newest: int = 0
     """Newest version that it ever made, taken back or not."""
@@ -49,7 +51,7 @@ class TrainerBook:
 
     def draw(self, drawn: DrawnGroup) -> None:
         """Enter that a group was drawn, which it is to train on unless it has."""
-        if drawn.group not in self.done_before:
+        if self.is_there and drawn.group not in self.done_before:
             self.open[drawn.group] = drawn.rollouts
 
     def train(self, rollouts: tuple[int, ...]) -> None:

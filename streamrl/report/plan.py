@@ -183,6 +183,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     tighter: Tighter | None = None
     """A better plan with less room; None where there is none that is notably better, or no time was left to look."""
     staleness_cost: float = 0.0
+    staleness_model: str = ""
+    """The line that it is the slope of, where a study says it."""
     """Per cent more steps that were charged for each version of lag."""
     ruled_out: int
     """Plans whose bound alone is above what the chosen one was simulated to take."""

@@ -68,6 +68,8 @@ def head_lines(plan: Plan) -> Iterator[str]:
             f"  with {plan.staleness_cost:g} % charged for each version of lag; as simulated "
             f"{format_dollars(chosen.cost_per_million_tokens)} per million tokens"
         )
+    if plan.staleness_model:
+        yield f"  as {plan.staleness_model}"
     tiers = ", ".join(f"{share:.0%} {tier}" for tier, share in plan.tiers.items() if share > 0)
     yield f"  seconds are {tiers}; planned in {plan.seconds:.1f} s"
     if plan.framework is not None:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from streamrl.record.attribution import UNDERFILLED
 from streamrl.record.metrics import Metrics
+from streamrl.record.selection import SelectionMetrics
 from streamrl.record.uncertainty import Uncertainty
 from streamrl.report.whole_text import facts, price_note, time_text
 
@@ -261,8 +262,18 @@ def _summary(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
         yield "error of kernels", *_errors(metrics.uncertainty)
     if any(metrics.rewards):
         yield "mean reward", f"{metrics.rewards[-1]:.3f}", _ends(metrics.rewards)
+    if metrics.selection is not None:
+        yield from _selected(metrics.selection)
     for reason, count in metrics.dropped.items():
         yield "dropped rollouts", f"{count:,}", reason
+
+
+def _selected(found: SelectionMetrics) -> Iterable[tuple[str, str, str]]:
+    """Yield how long what was trained on is beside what was generated, where these differ by a percent in any step."""
+    known = [ratio for ratio in found.length_ratio if ratio is not None]
+    if any(abs(ratio - 1) > 0.01 for ratio in known):
+        first = f"{known[0]:.2f} in the first step, {mean(known):.2f} in the mean step"
+        yield "trained lengths", f"{known[0]:.2f}", f"of those generated for the step; {first}"
 
 
 def _trainer_rows(metrics: Metrics) -> Iterable[tuple[str, str, str]]:

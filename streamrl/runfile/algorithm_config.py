@@ -7,8 +7,11 @@ from typing import Literal, assert_never
 from streamrl.runfile.section import Section
 
 AlgorithmName = Literal["grpo", "dr-grpo", "rloo", "reinforce++", "raft", "dpo", "ppo"]
-CorrectionName = Literal["none", "token-tis", "seq-tis", "icepop", "decoupled", "gspo", "topr"]
+CorrectionName = Literal[
+    "none", "token-tis", "seq-tis", "icepop", "decoupled", "gspo", "topr", "cispo", "m2po"
+]
 KlEstimator = Literal["k1", "k2", "k3"]
+KlPlace = Literal["loss", "reward"]
 LossMean = Literal["token", "rollout"]
 DEFAULT_CORRECTION: CorrectionName = "token-tis"
 CRITIC_RATE = 10.0
@@ -37,6 +40,9 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     of the trainer before it changes the weights, as most frameworks make."""
     correction_cap: float = 2.0
     """Largest importance weight of token-tis, seq-tis and decoupled; icepop leaves out tokens beyond it or its inverse."""
+    second_moment: float = 0.04
+    """m2po: the mean of squared log-ratios to the policy that sampled, over a rollout, beyond which its tokens of the
+    largest are left out (tau of arXiv 2510.01161)."""
     clip: float = 0.2
     """How far below 1 the policy's ratio counts, and above 1 where `clip_high` is absent."""
     clip_high: float | None = None
@@ -45,6 +51,10 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     """Weight of the KL term against the initial policy; above 0 a reference model runs."""
     kl_estimator: KlEstimator = "k3"
     """What the KL term is at each token: k1 (whose gradient is 0 on average, on fresh rollouts), k2 or k3 (GRPO's)."""
+    kl_in: KlPlace = "loss"
+    """Where the KL term is: a part of the loss, or (reinforce++, ppo) taken off the reward, token by token."""
+    entropy_coefficient: float = 0.0
+    """Weight of the mean entropy of the next token, which is taken off the loss: above 0 it keeps the policy open."""
     loss_mean: LossMean = "token"
     max_grad_norm: float = 1.0
     beta: float = 0.1
@@ -114,6 +124,23 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
                 return False
             case _:
                 assert_never(self.name)
+
+    @property
+    def has_rewards_of_tokens(self) -> bool:
+        """Whether tokens may have rewards of their own, beside that of their rollout."""
+        match self.name:
+            case "reinforce++" | "ppo":
+                return True
+            case "grpo" | "dr-grpo" | "rloo" | "raft" | "dpo":
+                return False
+            case _:
+                assert_never(self.name)
+
+    @property
+    def computes_all(self) -> bool:
+        """Whether rollouts of advantage 0 have a gradient too."""
+        terms = self.kl_coefficient > 0 or self.entropy_coefficient > 0
+        return self.has_critic or (terms and not self.imitates)
 
     @property
     def has_reference(self) -> bool:

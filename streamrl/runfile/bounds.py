@@ -59,6 +59,8 @@ OF_LOSSES = {
     "critic_learning_rate": POSITIVE,
     "gae_lambda": Bounds(0, 1),
     "kl_coefficient": Bounds(0),
+    "entropy_coefficient": Bounds(0),
+    "second_moment": POSITIVE,
     "max_grad_norm": POSITIVE,
 }
 COUNTS = (
@@ -132,6 +134,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     ExecuteConfig: {
         "patience": POSITIVE,
         "samples_per_step": Bounds(0),
+        "stream_port": Bounds(0, 65535),
         "save_tokens_every": POSITIVE,
         "threads": Bounds(1),
     },

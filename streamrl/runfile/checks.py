@@ -59,6 +59,15 @@ def _check_algorithm(algorithm: AlgorithmConfig, key: str) -> None:
             f"{key}.dynamic_sampling leaves out groups of one reward, which {algorithm.name} learns from",
             (f"{key}.name",),
         )
+    if algorithm.kl_in == "reward" and not algorithm.has_rewards_of_tokens:
+        raise RunError(
+            f"{key}.kl_in",
+            algorithm.kl_in,
+            OneOf(["loss"]),
+            f"{key}.kl_in 'reward' takes the KL term off the reward of each token, and {algorithm.name} has but one "
+            "reward for a rollout: reinforce++ and ppo can",
+            (f"{key}.name",),
+        )
     if algorithm.imitates and algorithm.correction is not None:
         raise RunError(
             f"{key}.correction",

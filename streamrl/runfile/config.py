@@ -86,6 +86,9 @@ class ExecuteConfig(Section, frozen=True, kw_only=True):
     live_trace: bool = True
     """Whether chrome_trace.json, for ui.perfetto.dev, is written while the run goes on too, and not only at its end; a
     rollout takes some 40 us of the process that decides."""
+    stream_port: int | None = None
+    """Port of this machine, on loopback alone, where scored rollouts and finished groups are told as they come, as
+    server-sent events; 0: any that is free. stream.json of the run directory has it, and the token that readers need."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1" (every role on that GPU), or "auto": a GPU where the pool has any."""
     patience: Duration = Duration(60.0)
@@ -162,11 +165,8 @@ class Run(Section, frozen=True, kw_only=True):
         algorithm = msgspec.structs.replace(self.algorithm, **changes)
         if algorithm.imitates:  # what corrects the leader is none of its business
             algorithm = msgspec.structs.replace(algorithm, correction=own.algorithm.correction)
-        if (
-            not algorithm.trains_whole_groups
-        ):  # what the leader leaves out has something to teach here
-            asked = bool(own.algorithm.dynamic_sampling)
-            algorithm = msgspec.structs.replace(algorithm, dynamic_sampling=asked)
+        if own.algorithm.dynamic_sampling is None and not algorithm.trains_whole_groups:
+            algorithm = msgspec.structs.replace(algorithm, dynamic_sampling=False)
         policies = self.policies
         if self.shares_gpus:  # with the leader alone
             policies = msgspec.structs.replace(policies, system="stream-sync")
@@ -189,10 +189,16 @@ class Run(Section, frozen=True, kw_only=True):
     def computed_share(self) -> float:
         """Simulated share of the rollouts in a step of the trainer that leads whose gradient is computed."""
         algorithm = self.algorithm
-        if algorithm.has_critic or (algorithm.kl_coefficient > 0 and not algorithm.imitates):
+        if algorithm.computes_all:
             return 1.0
         taught = 1.0 if algorithm.leaves_out_uniform else self.workload.informative_share
         return taught * algorithm.computed_of_group
+
+    @property
+    def rollouts_per_update(self) -> int | None:
+        """Rollouts between two optimizer steps of the trainer that leads; None where a batch has one."""
+        steps = self.framework.optimizer_steps
+        return None if steps == 1 else -(-self.algorithm.rollouts_per_step // steps)
 
     @property
     def shares_gpus(self) -> bool:

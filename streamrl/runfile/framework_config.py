@@ -17,7 +17,8 @@ class FrameworkConfig(Section, frozen=True, kw_only=True):
     """Whose training is planned and simulated: it fills in the keys that this run file leaves out as profiles/frameworks/NAME.toml
     says (passes, optimizer steps, seconds), and `plan` keeps to what that framework can do."""
     optimizer_steps: int = 1
-    """Optimizer steps that a batch is split into; each lets pipelines run dry, and waits for the slowest rank."""
+    """Optimizer steps that a batch is split into; each lets pipelines run dry, and waits for the slowest rank. Executed,
+    with the torch backend: each on so many rollouts as they come, at one policy version for all of a batch."""
     epochs: int = 1
     """Times that a batch is trained on."""
     step_time: Duration | None = None

@@ -23,6 +23,7 @@ PATH_KEYS = (
     "costs.profile",
     "costs.calibration",
     "execute.output",
+    "plan.staleness_study",
 )
 """Dotted keys; `workload.lengths.source` may be a name in profiles/lengths instead."""
 SCORER = ".scorer"

@@ -74,6 +74,9 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     staleness_cost: float = 0.0
     """Per cent more steps that a training needs for each version that its rollouts are behind on average. Nobody knows it
     for your task but you: 0 takes a stale rollout to teach as much as a fresh one."""
+    staleness_study: str | None = None
+    """A study of your own that says it instead: a file as `examples/staleness.py` writes, of which the line through its runs
+    with `algorithm.correction` is taken."""
     time_limit: Duration = Duration(300.0)
     """After which no further plan is simulated; the plan then says how much better another might be. The chosen one is
     simulated for half as long at most, but for 20 steps: where its interval has not come by then, the plan says so."""

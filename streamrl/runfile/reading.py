@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Iterable
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import msgspec
 
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
+from streamrl.runfile.errors import OneOf, RunError
 from streamrl.runfile.frameworks import fill_in
 from streamrl.runfile.overrides import override
 from streamrl.runfile.paths import paths_of, with_paths
 from streamrl.runfile.renamed import upgrade_run
+from streamrl.runfile.sides_config import FollowerConfig
+from streamrl.runfile.staleness_study import read_staleness_model
 from streamrl.runfile.table_errors import find_errors
 from streamrl.runfile.trainers import split_trainers
 from streamrl.runfile.units import read_quantity
@@ -67,7 +71,27 @@ def convert_run(table: dict[str, Any], base: Path = Path()) -> Run:
     for error in find_errors(table):
         raise error
     run = msgspec.convert(split_trainers(fill_in(table)), Run, dec_hook=read_quantity)
-    return _resolve_paths(run, base)
+    return _with_studied_cost(_resolve_paths(run, base))
+
+
+def _with_studied_cost(run: Run) -> Run:
+    """Return the run with what its study of staleness says of `plan.staleness_cost`, where it names one."""
+    if run.plan.staleness_study is None:
+        return run
+    correction = run.algorithm.corrected_by or "none"
+    model = read_staleness_model(run.plan.staleness_study, correction)
+    cost, stated = max(0.0, model.percent), run.plan.staleness_cost
+    if stated and not isclose(stated, cost, rel_tol=1e-6):
+        raise RunError(
+            "plan.staleness_cost",
+            stated,
+            OneOf([0.0]),
+            f"plan.staleness_cost must be absent where plan.staleness_study says it ({cost:.3g}), got {stated:g}",
+            ("plan.staleness_study",),
+        )
+    plan = msgspec.structs.replace(run.plan, staleness_cost=cost)
+    found: Run = msgspec.structs.replace(run, plan=plan)
+    return found
 
 
 def decode_run(data: bytes) -> Run:
@@ -91,6 +115,18 @@ def decode_recorded_run(data: bytes) -> Run:
 def encode_run(run: Run) -> bytes:
     """Write a run as JSON, quantities in base units."""
     return msgspec.json.encode(run, enc_hook=float)
+
+
+def with_follower(run: Run, section: dict[str, Any]) -> Run:
+    """Return a run with one more trainer that follows, whose section is as `section_of` gives it."""
+    follower = msgspec.convert(section, FollowerConfig, dec_hook=_restore_quantity)
+    return msgspec.structs.replace(run, followers=(*run.followers, follower))
+
+
+def section_of(follower: FollowerConfig) -> dict[str, Any]:
+    """Return the section of a trainer that follows as JSON has it, quantities in base units."""
+    section: dict[str, Any] = msgspec.to_builtins(follower, enc_hook=float)
+    return section
 
 
 def _restore_quantity(kind: type, value: object) -> object:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import re
 from math import isfinite
 from typing import get_args
+from urllib.parse import urlsplit
 
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
 from streamrl.runfile.reward_config import RewardConfig, ScorerName, function_of
 
+MOST_AT_ONCE = 256
+POSITIVE_SECONDS = Bounds(0, 1e6, excludes_least=True)
 NAMES: tuple[str, ...] = get_args(ScorerName)
 PARAMETERS = {
     "pattern": ("regex", "format"),
     "beyond": ("length-penalty",),
     "until": ("length-penalty",),
+    "endpoint": ("judge",),
+    "model": ("judge",),
 }
 """Keys that some scorers need, and no other has."""
 
@@ -55,6 +60,23 @@ def _check_scorer(key: str, reward: RewardConfig) -> None:
             raise RunError(here, value, text=text, others=(key,))
 
 
+def _check_judge(key: str, reward: RewardConfig) -> None:
+    if not 1 <= reward.at_once <= MOST_AT_ONCE:
+        raise RunError(f"{key}.at_once", reward.at_once, Bounds(1, MOST_AT_ONCE))
+    if not 0 < reward.request_time < float("inf"):
+        raise RunError(f"{key}.request_time", reward.request_time, POSITIVE_SECONDS)
+    if reward.endpoint is None:
+        return
+    try:
+        url = urlsplit(reward.endpoint)
+        is_one = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        is_one = False
+    if not is_one:
+        text = f"{key}.endpoint must be the URL of a server, such as http://127.0.0.1:8000/v1, got {shown(reward.endpoint)}"
+        raise RunError(f"{key}.endpoint", reward.endpoint, str, text)
+
+
 def _check_numbers(key: str, reward: RewardConfig, max_tokens: int) -> None:
     if not isfinite(reward.weight) or reward.weight == 0:
         text = f"{key}.weight must be a finite number other than 0, got {reward.weight}"
@@ -65,6 +87,7 @@ def _check_numbers(key: str, reward: RewardConfig, max_tokens: int) -> None:
             f"{key}.bounds must be two finite numbers in rising order, got {shown(reward.bounds)}"
         )
         raise RunError(f"{key}.bounds", reward.bounds, list, text)
+    _check_judge(key, reward)
     if reward.pattern is not None:
         try:
             re.compile(reward.pattern)

@@ -6,9 +6,17 @@ import re
 from typing import Literal, NamedTuple
 
 from streamrl.runfile.section import Section
+from streamrl.runfile.units import Duration
 
 ScorerName = Literal[
-    "exact", "math-verify", "reasoning-gym", "regex", "format", "length-penalty", "unit-tests"
+    "exact",
+    "math-verify",
+    "reasoning-gym",
+    "regex",
+    "format",
+    "length-penalty",
+    "unit-tests",
+    "judge",
 ]
 OF_A_FILE = "python:"
 """What a scorer begins with that is a function in a file."""
@@ -44,7 +52,20 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     credit: Literal["all", "share"] = "all"
     """Of unit-tests: 1 where all tests pass and else 0, or the share of tests that pass."""
     bounds: tuple[float, float] = (0.0, 1.0)
-    """Of a function: the least and the most that it returns; anything else is an error of it."""
+    """Of a function: the least and the most that it returns; anything else is an error of it. Of judge: of its scores."""
+    endpoint: str | None = None
+    """Of judge: where an OpenAI-compatible server is, such as "http://127.0.0.1:8000/v1"."""
+    model: str | None = None
+    """Of judge: the model that the server is asked for."""
+    template: str | None = None
+    """Of judge: what it is asked, a Jinja template of the record's fields, `completion`, `least` and `most`; its last
+    "Score: X" counts. A question of our own where absent."""
+    key_variable: str | None = None
+    """Of judge: the environment variable that holds the key which the server wants, if any."""
+    at_once: int = 8
+    """Of judge: questions under way at a time."""
+    request_time: Duration = Duration(60.0)
+    """Of judge: time for an answer."""
 
     @property
     def label(self) -> str:

@@ -6,7 +6,13 @@ from typing import Literal
 
 import msgspec
 
-from streamrl.runfile.algorithm_config import AlgorithmName, CorrectionName, KlEstimator, LossMean
+from streamrl.runfile.algorithm_config import (
+    AlgorithmName,
+    CorrectionName,
+    KlEstimator,
+    KlPlace,
+    LossMean,
+)
 from streamrl.runfile.dtypes import CacheDtype, TrainingDtype, WeightDtype
 from streamrl.runfile.policies_config import SyncMode
 from streamrl.runfile.reward_config import RewardConfig
@@ -187,10 +193,13 @@ class AlgorithmChanges(Section, frozen=True, kw_only=True):
     learning_rate: float | None = None
     correction: CorrectionName | None = None
     correction_cap: float | None = None
+    second_moment: float | None = None
     clip: float | None = None
     clip_high: float | None = None
     kl_coefficient: float | None = None
     kl_estimator: KlEstimator | None = None
+    kl_in: KlPlace | None = None
+    entropy_coefficient: float | None = None
     loss_mean: LossMean | None = None
     max_grad_norm: float | None = None
     beta: float | None = None

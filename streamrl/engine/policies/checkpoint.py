@@ -9,7 +9,7 @@ from streamrl.engine.state import State
 
 
 class CheckpointEvery:
-    """Save a trainer after every `num_steps` of its steps, and after the run's last one.
+    """Save a trainer after every `num_steps` of its steps, and after its last one: the run's, or where it is detached.
 
     A save that fails is tried again, until `max_attempts` in a row have failed.
     """
@@ -24,10 +24,11 @@ class CheckpointEvery:
         trainer = state.trainers[self.trainer]
         if not trainer.is_ready or trainer.command is not None:
             return ()
-        if trainer.batch.in_gradient and not state.has_all_steps:
+        is_last = state.has_all_steps or trainer.is_away
+        if trainer.batch.in_gradient and not is_last:
             return ()
         num_unsaved = trainer.version - trainer.checkpoint_version
-        if not num_unsaved or (num_unsaved < self.num_steps and not state.has_all_steps):
+        if not num_unsaved or (num_unsaved < self.num_steps and not is_last):
             return ()
         if state.failure is not None or trainer.num_failed_saves >= self.max_attempts:
             return ()

@@ -40,6 +40,8 @@ class KeepReplicas:
         for trainer in state.trainers:
             if trainer.is_ready or trainer.command is not None or trainer.failure is not None:
                 continue
+            if trainer.is_away:
+                continue
             if trainer.num_lost <= self.max_restarts:
                 yield StartTrainer(trainer.id, trainer.version)
             elif trainer.leads:

@@ -13,7 +13,7 @@ from streamrl.engine.messages import Command, DrawPrompts, Skip, Take
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import TrainerSide
 
-BEHIND, FAILED = "the trainer was behind", "the trainer had failed"
+BEHIND, FAILED, AWAY = "the trainer was behind", "the trainer had failed", "it was detached"
 """Why a trainer that follows gives a group up."""
 
 
@@ -67,7 +67,7 @@ class TakeInLine:
         """Return the groups that fill the coming step, as far as there are any."""
         trainer = state.trainers[self.trainer]
         num_lacking = trainer.prompts_per_step - len(trainer.batch.groups)
-        if not num_lacking or not trainer.line or state.is_stopping:
+        if not num_lacking or not trainer.line or state.is_stopping or trainer.is_away:
             return ()
         first = islice(trainer.line, num_lacking)
         return [Take(group.id, trainer.version + 1, trainer.id) for group in first]
@@ -76,7 +76,7 @@ class TakeInLine:
 class BoundedBacklog:
     """Let a trainer that follows give up what it is too slow for, oldest first, so that it holds nobody up.
 
-    What a trainer has no use for any more, because it failed, it gives up as it comes.
+    What a trainer has no use for any more, because it failed or was detached, it gives up as it comes.
     """
 
     def __init__(self, trainer: int, most_groups: int) -> None:
@@ -89,6 +89,9 @@ class BoundedBacklog:
         trainer = state.trainers[self.trainer]
         if trainer.failure is not None:
             return [Skip(group.id, trainer.id, FAILED) for group in trainer.open_groups()]
+        if trainer.is_away:
+            given_up = trainer.line if trainer.command is not None else trainer.open_groups()
+            return [Skip(group.id, trainer.id, AWAY) for group in given_up]
         if len(trainer.line) <= self.most_groups or state.is_stopping:
             return ()
         return self._give_up(trainer)

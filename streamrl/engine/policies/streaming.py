@@ -32,6 +32,8 @@ class Stream:
         trainer = state.trainers[self.trainer]
         if trainer.command is not None or not trainer.is_ready or state.is_stopping:
             return ()
+        if trainer.is_away:
+            return ()
         batch, needed = trainer.batch, trainer.rollouts_per_step
         num_trained, num_trainable = len(batch.in_gradient), len(batch.trainable)
         if num_trained == needed:

@@ -183,6 +183,10 @@ def _openness(plan: Plan) -> str:
     )
 
 
+def _of_study(plan: Plan) -> str:
+    return f", from {plan.staleness_model}" if plan.staleness_model else ""
+
+
 def _staleness(plan: Plan) -> str:
     lag = plan.allocation.mean_staleness
     if not plan.staleness_cost:
@@ -192,7 +196,7 @@ def _staleness(plan: Plan) -> str:
         )
     return (
         f"Plans are compared as if each version that rollouts are behind took {plan.staleness_cost:g} % more steps "
-        f"(`plan.staleness_cost`), for the chosen plan's {lag:.2f} versions {percent(plan.staleness_cost / 100 * lag, 1)} more. "
+        f"(`plan.staleness_cost`{_of_study(plan)}), for the chosen plan's {lag:.2f} versions {percent(plan.staleness_cost / 100 * lag, 1)} more. "
         "Dollars and seconds shown are as simulated, without it; what is behind is with it."
     )
 

@@ -24,6 +24,7 @@ from streamrl.report.page.details import (
 from streamrl.report.page.learning import learning_json, learning_sections
 from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.parts import Page, PageSection
+from streamrl.report.page.selected import selection_sections
 from streamrl.report.page.sources import Sources, read_sources
 from streamrl.report.page.what_if import of_plan
 from streamrl.report.page.whole import whole_section
@@ -94,6 +95,7 @@ def describe(report: Report) -> dict[str, object]:
             for study in sources.studies
         ],
         "learning": learning_json(sources.runs),
+        "selection": [{"name": r.name, "selection": r.metrics.selection} for r in sources.runs],
         "against": [made.found.as_json() for made in sources.comparisons],
     }
 
@@ -102,6 +104,7 @@ def _sections(sources: Sources, options: list[Option]) -> Iterator[PageSection]:
     yield from whole_section(chosen_of(options))
     yield from compare_options(sources, options)
     yield from learning_sections(sources.runs)
+    yield from selection_sections(sources.runs)
     if options:
         yield idle_section(options)
         yield step_section(options)

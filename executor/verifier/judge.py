@@ -1,0 +1,137 @@
+"""A language model that scores completions: asked over HTTP, as OpenAI's chat completions, and answering with a number.
+
+It is asked by the process that decides, since the verifier's own reach no network; what comes back is read as text, from
+which one number is taken. Several are asked at once, while generation and training go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import re
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from jinja2 import StrictUndefined, TemplateError
+from jinja2.sandbox import SandboxedEnvironment
+
+from streamrl.runfile.reward_config import RewardConfig
+
+if TYPE_CHECKING:
+    from streamrl.workload.prompt_records import Record
+
+TEMPLATE = """Judge an answer to a task.
+
+Task:
+{{ prompt }}
+{% if answer is defined %}
+A right answer, to compare with:
+{{ answer }}
+{% endif %}
+Answer to judge:
+{{ completion }}
+
+Say in a sentence what is right and wrong with it. Then write, on a line of its own, "Score: X", where X is a number from {{ least }} (useless) to {{ most }} (entirely right)."""
+SCORE = re.compile(r"score\W{0,4}[:=]\W{0,4}([-+]?\d+(?:\.\d+)?)", re.IGNORECASE)
+"""The last one counts: what comes before may quote the answer that is judged."""
+WAITS = (0.5, 2.0, 8.0)
+"""Seconds before another attempt where nobody answers, or says that there is too much to do."""
+MOST_BYTES = 1 << 20
+"""Of an answer."""
+
+
+class Judge:
+    """Asks one model, a few questions at a time."""
+
+    def __init__(self, reward: RewardConfig, key: str) -> None:
+        """Take what the run file says under `key`.
+
+        Raises:
+            ValueError: the environment has no such variable, or the template is none.
+        """
+        assert reward.endpoint is not None, "check_rewards wants it"
+        self._reward = reward
+        self._url = urlsplit(reward.endpoint)
+        self._headers = {"Content-Type": "application/json"}
+        if reward.key_variable is not None:
+            secret = os.environ.get(reward.key_variable)
+            if not secret:
+                raise ValueError(
+                    f"{key}.key_variable {reward.key_variable!r}: the environment has no such variable"
+                )
+            self._headers["Authorization"] = f"Bearer {secret}"
+        try:
+            environment = SandboxedEnvironment(undefined=StrictUndefined)
+            self._template = environment.from_string(reward.template or TEMPLATE)
+        except TemplateError as error:
+            raise ValueError(f"{key}.template: no Jinja template: {error}") from None
+
+    @cached_property
+    def _free(self) -> asyncio.Semaphore:
+        return asyncio.Semaphore(self._reward.at_once)
+
+    async def score(self, completion: str, record: Record) -> tuple[float | None, str]:
+        """Return a score within the reward's bounds, None where the model gave none, and what it said.
+
+        Raises:
+            RuntimeError: nobody answers there, or refuses.
+        """
+        least, most = self._reward.bounds
+        try:
+            text = self._template.render(
+                {**record, "completion": completion, "least": f"{least:g}", "most": f"{most:g}"}
+            )
+        except TemplateError as error:
+            raise RuntimeError(f"judge: the template cannot be filled in: {error}") from None
+        async with self._free:
+            said = await self._ask(text)
+        found = SCORE.findall(said)
+        value = float(found[-1]) if found else None
+        return (value if value is not None and least <= value <= most else None), said
+
+    async def _ask(self, text: str) -> str:
+        body = {
+            "model": self._reward.model,
+            "messages": [{"role": "user", "content": text}],
+            "temperature": 0,
+        }
+        for wait in (*WAITS, None):
+            try:
+                status, data = await asyncio.to_thread(self._post, json.dumps(body).encode())
+            except (OSError, http.client.HTTPException) as error:
+                what = f"judge {self._reward.endpoint}: {type(error).__name__}: {error}"
+            else:
+                if status == 200:
+                    return self._content(data)
+                what = f"judge {self._reward.endpoint}: answers {status}"
+                if status != 429 and status < 500:
+                    break
+            if wait is not None:
+                await asyncio.sleep(wait)
+        raise RuntimeError(what)
+
+    def _content(self, data: bytes) -> str:
+        try:
+            return str(json.loads(data)["choices"][0]["message"]["content"])
+        except (ValueError, LookupError, TypeError):
+            raise RuntimeError(
+                f"judge {self._reward.endpoint}: answers with no chat completion"
+            ) from None
+
+    def _post(self, body: bytes) -> tuple[int, bytes]:
+        """Make one request; redirects are not followed, so that the key goes nowhere else."""
+        url, seconds = self._url, float(self._reward.request_time)
+        kind: Any = (
+            http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        )
+        connection = kind(url.hostname, url.port, timeout=seconds)
+        try:
+            path = url.path.rstrip("/") + "/chat/completions"
+            connection.request("POST", path, body, self._headers)
+            response = connection.getresponse()
+            return response.status, response.read(MOST_BYTES)
+        finally:
+            connection.close()
