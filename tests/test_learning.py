@@ -82,7 +82,7 @@ def test_under_the_table_stands_when_it_ends_and_where_its_rollouts_are(run: Run
     console = terminal()
     with RunWatch(40, [2], console=console) as watch:
         state = build_state(run)
-        replica = state.fleet.replicas[0] = Replica(0, 0)
+        replica = state.fleet.replicas[0] = Replica(0, 0, is_serving=True)
         for number in range(11):
             group = Group(number, 1, 0, 10)
             rollout = Rollout(number, group, 10)
@@ -103,6 +103,16 @@ def test_under_the_table_stands_when_it_ends_and_where_its_rollouts_are(run: Run
     assert "380 s left, until " in bar  # 38 steps of 10 s; the first one waited for replicas
     where = "2 running, 5 waiting, 1 to be scored, 2 buffered, 1 trained"
     assert facts.startswith(f"reward 0.500; rollouts: {where}; ")
+
+
+def test_while_replicas_come_up_it_says_so(run: Run) -> None:
+    console = terminal()
+    with RunWatch(40, [2], console=console) as watch:
+        state = build_state(run)
+        state.fleet.replicas[0] = Replica(0, 0)
+        watch.see(Verified(7, 0.25), state, 1.0)
+    wanted = state.fleet.num_wanted
+    assert shown(console)[-1].startswith(f"1 of {wanted} replicas start; reward 0.250; ")
 
 
 def test_a_narrow_terminal_shows_whole_columns() -> None:
