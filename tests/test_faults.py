@@ -372,3 +372,10 @@ def test_a_checkpoint_that_fails_every_time_stops_the_run_and_leaves_the_one_bef
     (stop,) = of(Stop, again := s.tell(Failed(save, "disk full")))
     assert "SaveCheckpoint: disk full" in stop.reason and not of(SaveCheckpoint, again)
     assert s.state.leader.checkpoint_version == 0
+
+
+def test_a_plan_remembers_no_more_steps_than_it_has_faults() -> None:
+    plan = FaultPlan.of(faulty(fault("verifier-stalls", step=STEPS), fault("replica-dies", step=3)))
+    for rollout in range(10_000):
+        plan.strike(Generate(rollout, 0, 0), 0, 0.0)
+    assert len(plan.faults) == 1 and len(plan._num_seen) <= 2

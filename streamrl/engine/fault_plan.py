@@ -57,7 +57,7 @@ class FaultPlan:
     rollouts_per_step: int
     faults: list[Fault]
     _num_seen: dict[tuple[type[Command], int], int] = field(default_factory=dict)
-    """Commands so far by kind and step, of kinds that a fault waits for."""
+    """Commands so far by kind and step, of the steps that a fault waits for."""
 
     @classmethod
     def of(cls, run: Run, struck: Collection[int] = ()) -> FaultPlan:
@@ -78,12 +78,14 @@ class FaultPlan:
             return None
         if isinstance(command, Train | SaveCheckpoint) and command.trainer != LEADER:
             return None
-        step = self._step_of(command, version)
-        kind = type(command)
-        num_before = self._num_seen.get((kind, step), 0)
-        self._num_seen[kind, step] = num_before + 1
-        for fault in self.faults:
-            if STRUCK[fault.config.kind] is kind and _is_due(fault, step, num_before, now):
+        step, kind = self._step_of(command, version), type(command)
+        waiting = [fault for fault in self.faults if STRUCK[fault.config.kind] is kind]
+        num_before = 0
+        if any(fault.step == step for fault in waiting):
+            num_before = self._num_seen.get((kind, step), 0)
+            self._num_seen[kind, step] = num_before + 1
+        for fault in waiting:
+            if _is_due(fault, step, num_before, now):
                 self.faults.remove(fault)
                 return fault
         return None
