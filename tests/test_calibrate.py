@@ -44,6 +44,10 @@ KEYS: dict[str, Any] = {
     "algorithm.prompts_per_step": 16,
     "framework": {},
 }
+AT_ONCE: dict[str, Any] = {
+    "cluster.links": [{"between": ["far", "near"], "bandwidth": "80 Gbps", "latency": "0 s"}]
+}
+"""Nothing of a step but its stages and what the framework takes."""
 TOKENS = [50.0 + step for step in range(11)]
 
 
@@ -80,7 +84,7 @@ def factors(found: Calibrated) -> dict[str, float]:
 
 
 def test_factors_and_overhead_of_stages_that_follow_each_other_are_found_again() -> None:
-    found = calibrate_steps(*measured())
+    found = calibrate_steps(*measured(AT_ONCE))
     assert factors(found) == pytest.approx(
         {"generation": 0.5, "score": 0.8, "train": 0.7, "sync": 0.25}, rel=0.05
     )
@@ -238,11 +242,11 @@ def test_a_log_of_another_mode_or_of_passes_that_a_run_file_lacks_is_refused() -
 
 
 def test_a_stated_step_time_that_was_not_measured_is_refused() -> None:
-    _, steps = measured()
-    stated = small_run({**KEYS, "framework": {"step_time": "30 s"}})
+    _, steps = measured(AT_ONCE)
+    stated = small_run({**KEYS, **AT_ONCE, "framework": {"step_time": "30 s"}})
     with pytest.raises(ValueError, match=r"framework\.step_time: 30 s .* but 4 s were measured"):
         calibrate_steps(stated, steps)
-    right = small_run({**KEYS, "framework": {"step_time": "4 s"}})
+    right = small_run({**KEYS, **AT_ONCE, "framework": {"step_time": "4 s"}})
     assert calibrate_steps(right, steps).calibration.overhead is None
 
 

@@ -19,6 +19,7 @@ from executor.verifier.rewards import make_scorer
 from streamrl.cli.doctor import examine
 from streamrl.doctor import files
 from streamrl.doctor.changes import changed
+from streamrl.hardware.weight_files import INDEX
 from streamrl.runfile.config import ExecuteConfig
 from streamrl.runfile.reading import make_run
 from streamrl.runfile.reward_checks import PARAMETERS
@@ -131,7 +132,7 @@ def test_a_model_directory_that_lacks_a_file_is_an_error(missing: str, tmp_path:
 def test_a_shard_that_the_index_names_must_be_there(tmp_path: Path) -> None:
     table = local_table(tmp_path)
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
-    (tmp_path / "model" / files.INDEX).write_text(json.dumps(index))
+    (tmp_path / "model" / INDEX).write_text(json.dumps(index))
     assert "lacks model-2.safetensors" in bad(list(files.find(make_run(table))))["model"].text
 
 

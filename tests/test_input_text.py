@@ -155,7 +155,9 @@ def numbers_without_bounds() -> list[str]:
 
 def test_every_number_of_a_run_file_has_bounds() -> None:
     latencies = ["PoliciesConfig.latency", "ReplicasConfig.latency"]
-    rewards = [f"RewardConfig.{name}" for name in ("beyond", "bounds", "until", "weight")]
+    rewards = [
+        f"RewardConfig.{name}" for name in ("at_once", "beyond", "bounds", "until", "weight")
+    ]
     of_checks = ["LengthsConfig.prompt_tokens", *latencies, *rewards]
     assert sorted(numbers_without_bounds()) == of_checks
 

@@ -81,7 +81,7 @@ def ends_on_machines(lengths: list[int], num_places: int, order: str) -> list[tu
         provenance=costs.decode.provenance,
     )
     costs = replace(costs, decode=flat, prefill=FreePrefill(), rides_along=False)  # type: ignore[arg-type]
-    costs = replace(costs, refill_passes=0, tokens_per_pass=inf, kv_capacity=inf)
+    costs = replace(costs, refill_passes=0, tokens_per_pass=inf, kv_capacity=inf, message_time=0.0)
     trace = SimWorld(run, costs, Given([length + 1 for length in lengths])).run()  # type: ignore[arg-type]
     drawn = next(e.time for e in trace.entries if isinstance(e.event, PromptsDrawn))
     return [

@@ -119,6 +119,7 @@ def simulate(toy: Toy, system: str, **changes: Any) -> Trace:
     costs = Costs.load(run)
     costs = replace(
         costs,
+        message_time=0.0,
         decode=replace(costs.decode, base=[1.0] * 65, per_context_token=[0.0] * 65),
         prefill=FreePrefill(),  # type: ignore[arg-type]
         training=ToyTraining(toy),  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ sync          replica, trainer, verifier    weights on their way or being loaded
 skew          replica, trainer              the stragglers of the step, while replicas already stand idle
 pipeline      replica                       the trainer, which may not be overtaken (on-policy)
               trainer                       rollouts, while no replica stands idle
+              replica, trainer              rollouts that were asked for, or are done, while word of them crosses a link
               trainer that follows          complete groups, which come once the leader has made its step
               verifier                      rollouts to be generated
 staleness     replica, verifier             the trainer, which is max_staleness steps behind
@@ -292,7 +293,7 @@ def _replica_cause(counts: Counts, is_on_policy: bool) -> str:
     if leader["ungenerated"]:
         if run["replica generate"]:
             return "skew"
-        return "sync" if is_syncing else _coming_up(counts)
+        return "sync" if is_syncing else _under_way(counts)
     if leader["failure"]:
         return "failure"
     if leader["unverified"] and _work(counts, LEADER) is None:
@@ -332,7 +333,7 @@ def _lack(counts: Counts, trainer: int) -> str | None:
     if own["ungenerated"]:
         if counts.run["replica generate"]:
             return "skew" if _num_idle(counts.run) else "pipeline"
-        return "sync" if _is_syncing(counts) else _coming_up(counts)
+        return "sync" if _is_syncing(counts) else _under_way(counts)
     return "verifier" if own["unverified"] else None
 
 
@@ -372,6 +373,12 @@ def _num_idle(counts: dict[str, int]) -> int:
 
 def _is_syncing(counts: Counts) -> bool:
     return bool(counts.run["push"] or counts.run["replica sync"])
+
+
+def _under_way(counts: Counts) -> str:
+    """Say why nobody generates what was asked for: replicas come up, or word of it is under way."""
+    coming = (own["wanted"] > own["replicas"] or own["replica start-up"] for own in counts.kinds)
+    return _coming_up(counts) if any(coming) else "pipeline"
 
 
 def _coming_up(counts: Counts) -> str:
