@@ -10,7 +10,8 @@ steps in 16 bits on A100, H100 and H200 of models that the simulator has costs f
 | dense models with grouped-query attention      | sliding windows, linear attention, state space: no costs      |
 | mixtures with plain attention                  | expert layers of hybrids, vision towers: no costs             |
 | mixtures with latent attention, a group apart  | adapters (LoRA): another amount of work                       |
-| pipelines, tensor, expert and data parallelism | context parallelism, FP8, optimizer on the host: no costs yet |
+| pipelines, tensor, expert and data parallelism | FP8, optimizer on the host: no costs yet                      |
+| context parallelism, a group apart             | verification cards with it: functional, 10 to 40 TFLOP/s      |
 | ZeRO 1 and 3                                   | rows whose batch, layout or GPU is not published              |
 """
 
@@ -218,10 +219,12 @@ MIXTURES = {
 def others(path: Path) -> Iterator[PublishedStep]:
     """Yield rows with full layouts of the other sources."""
     for line in _lines(path):
-        if line["precision"] != "BF16" or int(line["cp"] or 1) > 1:
+        if line["precision"] != "BF16":
             continue
         if line["source"].startswith("KempnerForge") and line["model"] in KEMPNER_MODELS:
             yield kempner(line)
+        elif line["model"] == "Llama3 70B" and int(line["cp"] or 1) > 1 and line["num_gpus"]:
+            yield automodel_dense(line)
         elif line["model"] in MIXTURES and "H100" in line["system"] and line["num_gpus"]:
             yield mixture(line)
 
@@ -258,7 +261,7 @@ def mixture(line: dict[str, str]) -> PublishedStep:
     """Return a step of a mixture; where a page gives TFLOP/s alone, seconds follow from the model's FLOPs."""
     note, framework = line["note"], line["source"].split()[0]
     gpus, tensor, pipeline = int(line["num_gpus"]), int(line["tp"]), int(line["pp"])
-    sequences = int(line["gbs"] or 256)
+    sequences, context = int(line["gbs"] or 256), int(line["cp"] or 1)
     model, tokens = MIXTURES[line["model"]], int(line["seq_len"])
     if line["step_time_s"]:
         seconds = float(line["step_time_s"])
@@ -279,7 +282,8 @@ def mixture(line: dict[str, str]) -> PublishedStep:
         sequences=sequences,
         tokens=tokens,
         micro_batch=int(line["mbs"] or 1),
-        data_parallel=gpus // tensor // pipeline,
+        data_parallel=gpus // tensor // pipeline // context,
+        context_parallel=context,
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
         virtual_stages=int(line["vp"] or (4 if pipeline == 8 else 1)),
@@ -290,6 +294,26 @@ def mixture(line: dict[str, str]) -> PublishedStep:
         dispatch="all-to-all" if "all-to-all" in note else "deduplicated",
         overlaps="overlap" in note.lower() or ("PR 5728" in line["source"] and pipeline > 1),
         seconds=seconds,
+        source=line["source"],
+    )
+
+
+def automodel_dense(line: dict[str, str]) -> PublishedStep:
+    """Return a step of a dense model of Automodel with context ranks; kept activations of its passes would fit no GPU."""
+    gpus, context = int(line["num_gpus"]), int(line["cp"])
+    return PublishedStep(
+        framework="Automodel",
+        release=line["release"],
+        gpu="h100",
+        model="llama-3.1-70b",
+        sequences=int(line["gbs"]),
+        tokens=int(line["seq_len"]),
+        micro_batch=int(line["mbs"]),
+        data_parallel=gpus // context,
+        context_parallel=context,
+        zero=3,
+        recompute="full",
+        seconds=float(line["step_time_s"]),
         source=line["source"],
     )
 

@@ -118,7 +118,7 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
         algorithm.old_log_probs == "engine",
         "'engine' to be executed: log-probabilities come with the tokens",
     )
-    for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel"):
+    for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel"):
         degree = getattr(trainer, name)
         yield Limit(f"{key}.{name}", degree, degree == 1, f"1 {of_backend}")
     has_group = trainer.data_parallel > 1 or trainer.backend == "deepspeed"

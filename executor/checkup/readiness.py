@@ -22,6 +22,7 @@ LIMITS: tuple[Changes, ...] = (
         "trainer.data_parallel": 1,
         "trainer.tensor_parallel": 1,
         "trainer.pipeline_parallel": 1,
+        "trainer.context_parallel": 1,
         "trainer.virtual_stages": 1,
         "trainer.expert_parallel": 1,
     },

@@ -155,7 +155,8 @@ def shortened(run: Run) -> Run:
 
 def stand_in(run: Run) -> Run:
     """Return a run of the same policies and counts with a small model, tiny outputs and GPUs that hold them."""
-    apart = {"tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1, "zero": 1}
+    degrees = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel")
+    apart = {**dict.fromkeys(degrees, 1), "zero": 1}
     trainer = replace(run.trainer, pool="rollout" if run.shares_gpus else "trainer", **apart)
     alone = {"pool": "rollout", "tensor_parallel": 1, "expert_parallel": 1}
     rollout = replace(

@@ -133,7 +133,7 @@ def _trained_shard(run: Run) -> float:
     """Bytes of one model's weights that a GPU of the trainer keeps."""
     trainer = run.trainer
     parameters = shard_parameters(load_model(run.model), trainer)
-    ways = trainer.data_parallel if trainer.zero == 3 else 1
+    ways = trainer.copies if trainer.zero == 3 else 1
     return parameters * BYTES[run.model.dtype] / ways
 
 
@@ -159,7 +159,7 @@ def _wire(run: Run, side: SyncSide) -> tuple[float, tuple[str, ...]]:
     """
     trainer, gpu = run.trainer, f"profiles/gpus/{side.pool.gpu}.toml"
     split = trainer.tensor_parallel * trainer.pipeline_parallel
-    split *= trainer.data_parallel if trainer.zero == 3 else 1
+    split *= trainer.copies if trainer.zero == 3 else 1
     reach = split if run.rollout.num_gpus <= trainer.num_gpus else side.num_gpus
     if reach <= side.pool.gpus_per_node:
         return side.gpu.nvlink, (gpu,)

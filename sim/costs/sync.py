@@ -205,7 +205,7 @@ class _Route:
         split = config.tensor_parallel * config.pipeline_parallel
         if split == 1:
             return []
-        roots = config.data_parallel if self.link is None else 1
+        roots = config.copies if self.link is None else 1
         is_one_node = split <= self.trainer.pool.gpus_per_node
         wire = self.trainer.gpu.nvlink if is_one_node else self.trainer.node_bandwidth
         return [Leg(roots * wire * split / (split - 1))]

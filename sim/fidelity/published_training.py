@@ -49,6 +49,7 @@ class PublishedStep(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel: int = 1
     virtual_stages: int = 1
     expert_parallel: int = 1
+    context_parallel: int = 1
     zero: Literal[1, 3] = 1
     recompute: Recompute = "none"
     routing: Literal["natural", "balanced"] = "natural"
@@ -65,7 +66,8 @@ class PublishedStep(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_gpus(self) -> int:
         """GPUs of the step."""
-        return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
+        split = self.tensor_parallel * self.pipeline_parallel
+        return self.data_parallel * self.context_parallel * split
 
 
 @functools.cache
@@ -87,8 +89,8 @@ def _typed(line: dict[str, str]) -> dict[str, object]:
 
 
 def is_plain(step: PublishedStep) -> bool:
-    """Whether a step is of a model with plain attention: latent attention is a group of its own, never fitted."""
-    return shape_of(step.model).latent is None
+    """Whether a step is of a model with plain attention and without context ranks: the others were never fitted."""
+    return shape_of(step.model).latent is None and step.context_parallel == 1
 
 
 @functools.cache

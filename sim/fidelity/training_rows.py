@@ -42,7 +42,7 @@ def training_rows() -> list[Row]:
     rows = []
     for step in read_steps():
         seconds = step_time(step, rates, profile.constants, profile.triton_attention)
-        without = profile.without.get(step.model)
+        without = profile.without.get(step.model) if is_plain(step) else None
         left_out = None
         if without is not None:
             left_out = step_time(step, rates, without, profile.triton_without[step.model])
@@ -129,6 +129,7 @@ def _trainer(step: PublishedStep) -> TrainerConfig:
     return TrainerConfig(
         pool="published",
         data_parallel=step.data_parallel,
+        context_parallel=step.context_parallel,
         tensor_parallel=step.tensor_parallel,
         pipeline_parallel=step.pipeline_parallel,
         virtual_stages=step.virtual_stages,
@@ -158,6 +159,7 @@ def _gpu(step: PublishedStep) -> Gpu:
 
 def _name(step: PublishedStep) -> str:
     degrees = f"DP{step.data_parallel} TP{step.tensor_parallel} PP{step.pipeline_parallel}"
+    degrees += f" CP{step.context_parallel}" if step.context_parallel > 1 else ""
     experts = f" EP{step.expert_parallel} {step.routing}" if shape_of(step.model).experts else ""
     load = f"{step.sequences} x {step.tokens}"
     return (
@@ -167,5 +169,6 @@ def _name(step: PublishedStep) -> str:
 
 def _group(step: PublishedStep) -> str:
     kind = "" if shape_of(step.model).experts is None else f", {step.routing} routing"
-    latent = "" if is_plain(step) else ", latent attention"
-    return f"{step.framework}{kind}{latent}"
+    latent = ", latent attention" if shape_of(step.model).latent is not None else ""
+    context = ", context ranks" if step.context_parallel > 1 else ""
+    return f"{step.framework}{kind}{latent}{context}"

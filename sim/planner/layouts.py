@@ -19,6 +19,7 @@ from streamrl.hardware.memory import (
     kv_capacity,
     longest_sequence,
     num_models,
+    splits_context,
     trainer_memory,
 )
 from streamrl.hardware.profiles import load_gpu, load_model
@@ -100,11 +101,13 @@ class Degrees(NamedTuple):
     recompute: Recompute
     logits: Logits | None
     offload: bool
+    context_parallel: int = 1
 
     @property
     def num_gpus(self) -> int:
         """GPUs of the trainer."""
-        return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
+        split = self.tensor_parallel * self.pipeline_parallel
+        return self.data_parallel * self.context_parallel * split
 
     @property
     def split(self) -> Degrees:
@@ -125,6 +128,7 @@ class TrainerRange:
     tensor_parallel: Sequence[int] | None = None
     pipeline_parallel: Sequence[int] | None = None
     expert_parallel: Sequence[int] = (1,)
+    context_parallel: Sequence[int] = (1,)
     micro_batch: Sequence[int]
     zero: Sequence[int]
     recompute: Sequence[Recompute]
@@ -176,18 +180,21 @@ def fitting_trainers(
         if not load_model(run.model).splits_over(tensor):
             cut[HEADS] += 1
             continue
-        for pipeline in among.pipeline_parallel or powers_of_two(num_gpus // tensor):
-            data, rest = divmod(num_gpus, tensor * pipeline)
+        pipelines = among.pipeline_parallel or powers_of_two(num_gpus // tensor)
+        for pipeline, context in product(pipelines, among.context_parallel):
+            data, rest = divmod(num_gpus, tensor * pipeline * context)
+            if not data:
+                continue
             if rest or per_node % tensor:
                 cut[DIVISIBILITY] += 1
                 continue
             for expert, zero, micro in product(
                 among.expert_parallel, among.zero, among.micro_batch
             ):
-                if zero == 3 and (pipeline > 1 or data == 1) and len(among.zero) > 1:
+                if zero == 3 and (pipeline > 1 or data * context == 1) and len(among.zero) > 1:
                     continue  # stages would gather weights for each pass, and one rank has nobody to split with
                 split = (pool, data, tensor, pipeline, expert, micro, zero)
-                degrees = Degrees(*split, among.recompute[0], run.trainer.logits, False)
+                degrees = Degrees(*split, among.recompute[0], run.trainer.logits, False, context)
                 if (found := _fit(run, degrees, among, cut)) is not None:
                     yield found
 
@@ -200,13 +207,17 @@ def _fit(run: Run, degrees: Degrees, among: TrainerRange, cut: Counter[str]) -> 
     if degrees.data_parallel > run.algorithm.rollouts_per_step:
         cut[RANKS] += 1
         return None
-    if degrees.data_parallel * degrees.tensor_parallel % degrees.expert_parallel:
+    copies = degrees.data_parallel * degrees.context_parallel
+    if copies * degrees.tensor_parallel % degrees.expert_parallel:
         cut[DIVISIBILITY] += 1
         return None
     model, memory = (
         load_model(run.model),
         load_gpu(run.cluster.pools[degrees.pool].gpu).usable_memory,
     )
+    if not splits_context(model, degrees.apply(run).trainer):
+        cut[HEADS] += 1
+        return None
     is_split_too_far = degrees.apply(run).trainer.num_slices > model.num_layers
     if is_split_too_far or (degrees.expert_parallel > 1 and model.experts is None):
         cut[LAYERS] += 1

@@ -40,7 +40,10 @@ def _of_replicas(replicas: Replicas) -> int:
 
 
 def _of_trainer(trainer: Degrees) -> int:
-    degrees = (trainer.tensor_parallel, trainer.pipeline_parallel, trainer.expert_parallel)
+    degrees = (
+        *(trainer.tensor_parallel, trainer.pipeline_parallel),
+        *(trainer.expert_parallel, trainer.context_parallel),
+    )
     return sum(degree > 1 for degree in degrees) + (trainer.zero == 3) + trainer.offload
 
 

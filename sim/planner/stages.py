@@ -193,6 +193,7 @@ class Stages:
         config = self._run.trainer
         among = TrainerRange(
             expert_parallel=(config.expert_parallel,),
+            context_parallel=(config.context_parallel,),
             micro_batch=(config.micro_batch,),
             zero=(config.zero,),
             recompute=(config.recompute,),

@@ -154,8 +154,9 @@ def _trainer_degrees(run: Run) -> Iterator[Changes]:
             ("data_parallel", trainer.pipeline_parallel),
             ("pipeline_parallel", trainer.data_parallel),
         ):
-            if trainer.num_gpus % (degree * other) == 0:
-                rest = trainer.num_gpus // degree // other
+            ranks = trainer.num_gpus // trainer.context_parallel
+            if ranks % (degree * other) == 0:
+                rest = ranks // degree // other
                 yield {"trainer.tensor_parallel": degree, f"trainer.{key}": rest}
         yield {"trainer.tensor_parallel": degree}
 
@@ -167,8 +168,9 @@ def _trainer_stages(run: Run) -> Iterator[Changes]:
             ("data_parallel", trainer.tensor_parallel),
             ("tensor_parallel", trainer.data_parallel),
         ):
-            if trainer.num_gpus % (stages * other) == 0:
-                rest = trainer.num_gpus // stages // other
+            ranks = trainer.num_gpus // trainer.context_parallel
+            if ranks % (stages * other) == 0:
+                rest = ranks // stages // other
                 yield {"trainer.pipeline_parallel": stages, f"trainer.{key}": rest}
         yield {"trainer.pipeline_parallel": stages}
 

@@ -72,7 +72,7 @@ def _more_work(run: Run, name: str) -> Iterator[Changes]:
         yield {"rollout.replicas": run.rollout.replicas + idle // run.rollout.tensor_parallel}
     for number, trainer in enumerate(run.trainers):
         if trainer.pool == name:
-            ranks = trainer.tensor_parallel * trainer.pipeline_parallel
+            ranks = trainer.num_gpus // trainer.data_parallel
             key = f"{trainer_key(number)}.data_parallel"
             yield {key: trainer.data_parallel + idle // ranks}
     if run.verifier.pool == name and run.verifier.gpus_per_worker:

@@ -18,6 +18,9 @@ from streamrl.runfile.pools import powers_of_two
 MOST_GROWTH = 6
 """Doublings of the trainer's GPUs that are tried where no split of those that are there fits."""
 
+MOST_CONTEXT_RANKS, LEAST_PART = 16, 16384
+"""Context ranks that are proposed, and tokens of a rollout that each has at least."""
+
 
 # The rollout side ---------------------------------------------------------------------------------
 
@@ -69,16 +72,25 @@ def _layouts(run: Run, num_gpus: int) -> Iterator[dict[str, object]]:
     trainer, pool = run.trainer, run.cluster.pools[run.trainer.pool]
     others = run.rollout.num_gpus if run.rollout.pool == trainer.pool and not run.shares_gpus else 0
     nodes = -(-(num_gpus + others) // pool.gpus_per_node)
-    for tensor, pipeline in product(powers_of_two(pool.gpus_per_node), powers_of_two(num_gpus)):
-        if num_gpus % (tensor * pipeline):
+    degrees = (powers_of_two(pool.gpus_per_node), powers_of_two(num_gpus))
+    for tensor, pipeline, context in product(*degrees, _context_degrees(run)):
+        if num_gpus % (tensor * pipeline * context):
             continue
+        data = num_gpus // tensor // pipeline // context
         layout = {
-            "trainer.data_parallel": (num_gpus // tensor // pipeline, trainer.data_parallel),
+            "trainer.data_parallel": (data, trainer.data_parallel),
+            "trainer.context_parallel": (context, trainer.context_parallel),
             "trainer.tensor_parallel": (tensor, trainer.tensor_parallel),
             "trainer.pipeline_parallel": (pipeline, trainer.pipeline_parallel),
             pool_key(trainer.pool, "nodes"): (max(nodes, pool.nodes), pool.nodes),
         }
         yield {key: new for key, (new, old) in layout.items() if new != old}
+
+
+def _context_degrees(run: Run) -> list[int]:
+    """Return the run's own degree, and those that leave each rank of a long rollout a part of it."""
+    usual = powers_of_two(min(MOST_CONTEXT_RANKS, longest_sequence(run) // LEAST_PART))
+    return sorted({run.trainer.context_parallel, *usual})
 
 
 def _fits(run: Run, changes: Changes) -> bool:

@@ -20,6 +20,7 @@ from streamrl.hardware.slices import stage_layers
 from streamrl.hardware.workspace import workspace_bytes
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError
+from streamrl.runfile.pools import divisors
 from streamrl.runfile.sides_config import TrainerConfig
 
 OPTIMIZER_BYTES = 12
@@ -162,8 +163,8 @@ def num_models(run: Run) -> int:
 def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[ModelState]:
     """Return the bytes of one model on a GPU of each pipeline stage.
 
-    Tensor and pipeline ranks split weights and gradients; data-parallel ranks split nothing (ZeRO 0), the optimizer
-    (1), gradients too (2), and weights as well (3), and gather the float32 weights in `dtype` when they need them, so
+    Tensor and pipeline ranks split weights and gradients; data-parallel ranks, each of which may be several context
+    ranks, split nothing (ZeRO 0), the optimizer (1), gradients too (2), and weights as well (3), and gather the float32 weights in `dtype` when they need them, so
     that there is no copy in 16 bits beside the optimizer's (PyTorch's FSDP2). Experts that ranks share out have fewer
     copies to split over.
 
@@ -171,11 +172,10 @@ def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[
         ValueError: the model has fewer layers than there are pipeline stages, or cannot be split.
     """
     shards, experts = stage_parameters(model, trainer), shared_out_parameters(model, trainer)
-    copies = max(1, trainer.data_parallel * trainer.tensor_parallel // trainer.expert_parallel)
     layers = stage_layers(model.num_layers, trainer.pipeline_parallel)
     states = []
     for parameters, num_layers in zip(shards, layers, strict=True):
-        split = (parameters - experts) / trainer.data_parallel + experts / copies
+        split = (parameters - experts) / trainer.copies + experts / trainer.expert_copies
         held = split if trainer.zero == 3 else parameters
         gathered = parameters * GATHERED_LAYERS / num_layers if trainer.zero == 3 else 0.0
         second_copy = BYTES[dtype] if trainer.zero == 3 else 0
@@ -263,6 +263,22 @@ def check_split(model: ModelShape, trainer: TrainerConfig, key: str = "trainer")
             f"{key}.expert_parallel must be 1: {model.name} has no experts, "
             f"got {trainer.expert_parallel}",
         )
+    if not splits_context(model, trainer):
+        heads = model.num_heads // trainer.tensor_parallel
+        raise RunError(
+            f"{key}.context_parallel",
+            trainer.context_parallel,
+            OneOf(divisors(heads)),
+            f"{key}.context_parallel must divide the {heads} heads of a tensor rank of {model.name}, which "
+            f"context_exchange 'all-to-all' deals out, got {trainer.context_parallel}",
+            (f"{key}.context_exchange", f"{key}.tensor_parallel"),
+        )
+
+
+def splits_context(model: ModelShape, trainer: TrainerConfig) -> bool:
+    """Whether context ranks can share a pass: as all do that exchange keys and values, of heads whole ones."""
+    heads = model.num_heads // trainer.tensor_parallel
+    return trainer.context_exchange != "all-to-all" or heads % trainer.context_parallel == 0
 
 
 def trainer_memory(run: Run) -> dict[str, float]:
@@ -314,13 +330,16 @@ def check_trainer_memory(run: Run, key: str) -> None:
     need = sum(items.values())
     if need > gpu.usable_memory:
         trainer = run.trainer
+        context = (
+            f"context_parallel={trainer.context_parallel}, " if trainer.context_parallel > 1 else ""
+        )
         listed = " + ".join(f"{size / 1e9:.1f} of {name}" for name, size in items.items())
         raise RunError(
             f"{key}.tensor_parallel",
             trainer.tensor_parallel,
             None,
             f"{key}: {need / 1e9:.1f} GB a GPU ({listed}) with data_parallel="
-            f"{trainer.data_parallel}, tensor_parallel={trainer.tensor_parallel}, "
+            f"{trainer.data_parallel}, {context}tensor_parallel={trainer.tensor_parallel}, "
             f"pipeline_parallel={trainer.pipeline_parallel}, but {gpu.name} has "
             f"{gpu.usable_memory / 1e9:.1f} GB for tensors{_way_out(run, key, items)}",
             (f"{key}.pipeline_parallel", f"{key}.data_parallel"),

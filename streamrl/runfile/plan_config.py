@@ -53,6 +53,8 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     """Powers of two where absent."""
     expert_parallel: list[int] | None = None
     """Of the trainer; 1 and its own where absent, for a mixture of experts powers of two."""
+    context_parallel: list[int] | None = None
+    """Of the trainer; 1 and its own where absent, and powers of two where rollouts are of 32K tokens and more."""
     micro_batch: list[int] | None = None
     """1, 2, 4 and 8 where absent."""
     zero: list[Literal[1, 3]] | None = None

@@ -128,15 +128,15 @@ def _check_trainers(run: Run) -> None:
 
 def _check_trainer(run: Run, key: str, trainer: TrainerConfig) -> None:
     _check_tensor_parallel(key, trainer.pool, trainer.tensor_parallel, run)
-    ranks = trainer.data_parallel * trainer.tensor_parallel
+    ranks = trainer.copies * trainer.tensor_parallel
     if ranks % trainer.expert_parallel:
         raise RunError(
             f"{key}.expert_parallel",
             trainer.expert_parallel,
             OneOf(divisors(ranks)),
-            f"{key}.expert_parallel must divide data_parallel x tensor_parallel = {ranks}, "
+            f"{key}.expert_parallel must divide data_parallel x {_context(trainer)}tensor_parallel = {ranks}, "
             f"got {trainer.expert_parallel}",
-            (f"{key}.data_parallel", f"{key}.tensor_parallel"),
+            (f"{key}.data_parallel", f"{key}.tensor_parallel", f"{key}.context_parallel"),
         )
     if trainer.virtual_stages > 1 and trainer.pipeline_parallel == 1:
         raise RunError(
@@ -147,6 +147,10 @@ def _check_trainer(run: Run, key: str, trainer: TrainerConfig) -> None:
             f"got {trainer.virtual_stages}",
             (f"{key}.pipeline_parallel",),
         )
+
+
+def _context(trainer: TrainerConfig) -> str:
+    return "context_parallel x " if trainer.context_parallel > 1 else ""
 
 
 def _check_follower_names(run: Run) -> None:

@@ -73,7 +73,8 @@ def claims_of(run: Run) -> Iterator[Claim]:
     for kind, rollout in enumerate(run.rollout.kinds):
         yield Claim(kind_key(kind), rollout, rollout.pool, ("replicas", "tensor_parallel"))
     for number, trainer in enumerate(run.trainers):
-        factors = ("data_parallel", "tensor_parallel", "pipeline_parallel")
+        shared = ("context_parallel",) if trainer.context_parallel > 1 else ()
+        factors = ("data_parallel", *shared, "tensor_parallel", "pipeline_parallel")
         yield Claim(trainer_key(number), trainer, trainer.pool, factors)
     verifier = run.verifier
     if verifier.pool is not None:

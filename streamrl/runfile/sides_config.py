@@ -18,6 +18,7 @@ AdmissionName = Literal["on-demand", "reserve"]
 Recompute = Literal["none", "selective", "mlp", "full"]
 Logits = Literal["eager", "fused", "chunked"]
 Packing = Literal["packed", "padded"]
+ContextExchange = Literal["ring", "all-gather", "all-to-all"]
 
 
 class ReplicasConfig(Section, frozen=True, kw_only=True):
@@ -112,9 +113,17 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     micro_batch: int = 4
     """Rollouts that one data-parallel rank takes in one forward and backward pass."""
     max_tokens_per_pass: int = 16384
-    """Tokens in one forward and backward pass of a rank, padding included; a longer rollout has one of its own."""
+    """Tokens in one forward and backward pass of a data-parallel rank, padding included, which its context ranks share;
+    a longer rollout has one of its own."""
+    context_parallel: int = 1
+    """Simulated: ranks that share the tokens of each pass, every sequence in equal parts of equal work; each holds all
+    of the weights that its tensor ranks have, and data-parallel ranks are so many times as few."""
+    context_exchange: ContextExchange = "ring"
+    """Simulated: how context ranks attend to each other's tokens. ring: keys and values go round from rank to rank
+    while attention computes (Megatron's p2p, ring attention); all-gather: they are gathered first (Llama 3's);
+    all-to-all: each rank gets all tokens for its share of the heads (Ulysses, as verl and DeepSpeed)."""
     expert_parallel: int = 1
-    """Ranks that share out the experts of a mixture; they are data-parallel and tensor ranks too."""
+    """Ranks that share out the experts of a mixture; they are data-parallel, context and tensor ranks too."""
     zero: Literal[0, 1, 2, 3] = 1
     """ZeRO stage: what data-parallel ranks split. 0: nothing; 1: the optimizer; 2: gradients too, which every pass
     reduces; 3: weights too, gathered for every pass (FSDP's full shard)."""
@@ -157,7 +166,17 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     @property
     def num_gpus(self) -> int:
         """GPUs of the trainer."""
-        return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
+        return self.copies * self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def copies(self) -> int:
+        """Ranks that compute with the same weights but for experts, and split what `zero` says."""
+        return self.data_parallel * self.context_parallel
+
+    @property
+    def expert_copies(self) -> int:
+        """The same of experts that ranks share out, which are fewer."""
+        return max(1, self.copies * self.tensor_parallel // self.expert_parallel)
 
     @property
     def num_slices(self) -> int:

@@ -77,6 +77,12 @@ class Pass:
             per_pair=self.per_pair * times,
         )
 
+    def shared(self, ranks: int) -> Pass:
+        """Return the seconds of one of `ranks` that share the micro-batch; a product of few tokens is slow as before."""
+        return Pass(
+            fixed=self.fixed, per_token=self.per_token / ranks, per_pair=self.per_pair / ranks
+        )
+
     def time(self, tokens: Floats, pairs: Floats) -> Floats:
         """Return the seconds of micro-batches of so many tokens and pairs."""
         return self.fixed + self.per_token * tokens + self.per_pair * pairs
@@ -95,13 +101,13 @@ class Layer:
 
     def forward(self) -> Pass:
         """Return the forward pass."""
-        return self._computed() + self._attention() + self._reduced() + self._routed()
+        return self._computed() + self.attention() + self._reduced() + self._routed()
 
     def backward(self) -> Pass:
         """Return the backward pass, with what it computes again."""
         backward = (
             self._computed() * BACKWARD
-            + self._attention() * ATTENTION_BACKWARD
+            + self.attention() * ATTENTION_BACKWARD
             + self._reduced() * REDUCE_BACKWARD
             + self._routed()
         )
@@ -192,13 +198,14 @@ class Layer:
             case _:
                 assert_never(self.ranks.trainer.kernels)
 
-    def _attention(self) -> Pass:
-        ranks = self.ranks
-        wide = ranks.model.head_dim / HEAD_DIM
-        heads = ranks.model.num_heads / ranks.trainer.tensor_parallel
-        caches = max(1.0, ranks.model.num_kv_heads / ranks.trainer.tensor_parallel)
+    def attention(self) -> Pass:
+        """Return the attention of a forward pass; context ranks may each have some of the heads for all tokens."""
+        ranks, trainer = self.ranks, self.ranks.trainer
+        dealt = trainer.context_parallel if trainer.context_exchange == "all-to-all" else 1
+        wide, split = ranks.model.head_dim / HEAD_DIM, trainer.tensor_parallel * dealt
+        heads, caches = ranks.model.num_heads / split, max(1.0, ranks.model.num_kv_heads / split)
         line = _attention_line(ranks.gpu_name, ranks.dtype, heads * wide, caches * wide)
-        return line * self.constants.attention
+        return line * (dealt * self.constants.attention)
 
     def _reduced(self) -> Pass:
         """Return the collectives of tensor ranks with sequence parallelism."""

@@ -48,6 +48,17 @@ class Ranks:
         """Bytes of a value."""
         return BYTES[self.dtype]
 
+    @property
+    def network(self) -> float:
+        """Bytes a second that one GPU sends to another node, one direction."""
+        return self.gpu.network
+
+    @property
+    def context_ranks_of_a_node(self) -> int:
+        """Context ranks that stand next to each other, each with its tensor ranks."""
+        trainer = self.trainer
+        return min(trainer.context_parallel, max(1, self.gpus_per_node // trainer.tensor_parallel))
+
     # Data-parallel ranks --------------------------------------------------------------------------
 
     def gather_time(self) -> float:
@@ -74,12 +85,12 @@ class Ranks:
 
         Experts that ranks share out have fewer copies.
         """
-        trainer, data = self.trainer, self.trainer.data_parallel
+        trainer = self.trainer
         experts = shared_out_parameters(self.model, trainer)
         dense = max(stage_parameters(self.model, trainer)) - experts
-        copies = max(1, data * trainer.tensor_parallel // trainer.expert_parallel)
-        return self.ring_time(num_bytes * dense, data, trainer.tensor_parallel) + self.ring_time(
-            num_bytes * experts, copies, trainer.expert_parallel
+        dense_time = self.ring_time(num_bytes * dense, trainer.copies, trainer.tensor_parallel)
+        return dense_time + self.ring_time(
+            num_bytes * experts, trainer.expert_copies, trainer.expert_parallel
         )
 
     def ring_time(self, num_bytes: float, ranks: int, spacing: int = 1) -> float:
@@ -107,5 +118,5 @@ class Ranks:
         """Seconds in which one model's optimizer reads gradients, and reads and writes its state."""
         num_bytes = self.model.num_parameters * (GRADIENT_BYTES + 2 * OPTIMIZER_BYTES)
         achieved = self.gpu.memory_bandwidth * self.gpu.roofline.bandwidth_efficiency
-        copies = self.trainer.data_parallel if self.trainer.zero == 0 else 1
+        copies = self.trainer.copies if self.trainer.zero == 0 else 1
         return num_bytes * copies / self.trainer.num_gpus / achieved
