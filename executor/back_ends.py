@@ -67,6 +67,9 @@ def _limits(run: Run) -> Iterator[Limit]:
             f"1 for backend {rollout.backend}",
             "--set rollout.backend=vllm executes the run on several GPUs a replica",
         )
+        for name in ("pipeline_parallel", "data_parallel"):
+            degree = getattr(own, name)
+            yield Limit(f"{kind_key(kind)}.{name}", degree, degree == 1, "1 to be executed")
     for own in rollout.kinds:
         if own.backend == "vllm" and device_of(run, own.pool) == "cpu":
             heads = load_model(run.model).head_dim

@@ -2,7 +2,7 @@
 
     seconds of a token  =  bytes of its keys and values on one GPU / bandwidth between two GPUs
 
-Within a node that is NVLink, else a GPU's share of its node's network, or of the way through host memory
+Within a node, or another NVLink domain, that is NVLink, else a GPU's share of its node's network, or of the way through host memory
 where the network ends there and that is slower. In a pool of several nodes every move counts as one between
 nodes: which replica stands where is not modelled. Nothing else on the wire is waited for.
 """
@@ -33,6 +33,7 @@ class CacheTransfer:
         num_bytes = load_model(run.model).shard_kv_bytes_per_token(
             run.model.dtype, run.rollout.tensor_parallel
         )
+        num_bytes /= run.rollout.pipeline_parallel
         return cls(num_bytes / _bandwidth(side), Provenance.of("roofline", _sources(side)))
 
     def time(self, context: int) -> float:
@@ -42,7 +43,7 @@ class CacheTransfer:
 
 def _bandwidth(side: SyncSide) -> float:
     """Return the bytes a second from a GPU of one replica to one of another."""
-    if side.pool.nodes == 1:
+    if side.pool.num_gpus <= side.pool.domain:
         return side.gpu.nvlink
     if side.network.is_through_host:
         return min(side.rank_bandwidth, side.gpu.host_link)
@@ -52,4 +53,4 @@ def _bandwidth(side: SyncSide) -> float:
 def _sources(side: SyncSide) -> tuple[str, ...]:
     gpu = f"profiles/gpus/{side.pool.gpu}.toml"
     network = f"profiles/transports/{side.pool.transport}.toml"
-    return (gpu,) if side.pool.nodes == 1 else (gpu, network)
+    return (gpu,) if side.pool.num_gpus <= side.pool.domain else (gpu, network)

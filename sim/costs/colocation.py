@@ -22,6 +22,7 @@ from sim.costs.sync import COPY_TRAFFIC, SyncCosts, SyncSide
 from streamrl.hardware.memory import model_state, num_models, num_trained_models, shard_parameters
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.profiles import load_model
+from streamrl.hardware.replica_shards import replica_shards
 from streamrl.hardware.tiers import Tier
 from streamrl.runfile.config import Run
 
@@ -139,8 +140,7 @@ def _trained_shard(run: Run) -> float:
 
 def _replica_shard(run: Run, model: ModelShape) -> float:
     """Bytes of weights that a GPU of a replica generates with."""
-    rollout = run.rollout
-    parameters = model.shard_parameters(rollout.tensor_parallel, rollout.expert_parallel)
+    parameters = max(shard.parameters for shard in replica_shards(model, run.rollout))
     return parameters * BYTES[run.model.dtype]
 
 
@@ -161,6 +161,6 @@ def _wire(run: Run, side: SyncSide) -> tuple[float, tuple[str, ...]]:
     split = trainer.tensor_parallel * trainer.pipeline_parallel
     split *= trainer.copies if trainer.zero == 3 else 1
     reach = split if run.rollout.num_gpus <= trainer.num_gpus else side.num_gpus
-    if reach <= side.pool.gpus_per_node:
+    if reach <= side.pool.domain:
         return side.gpu.nvlink, (gpu,)
     return side.rank_bandwidth, (gpu, f"profiles/transports/{side.pool.transport}.toml")

@@ -20,6 +20,7 @@ from sim.costs.sharing import CoreSharing
 from sim.costs.sync import SyncCosts
 from sim.costs.trainer_costs import FollowerCosts, TrainerCosts
 from sim.costs.training.training import TrainingCosts
+from sim.costs.wires import Wires
 from streamrl.engine.systems import moves_caches
 from streamrl.hardware.host_memory import check_host_memory, check_sync_buffer
 from streamrl.hardware.memory import check_memory, kv_capacity, longest_sequence, most_running
@@ -272,6 +273,9 @@ def _compose_replica(run: Run) -> tuple[DecodeCurve, PrefillCurve]:
         rollout.tensor_parallel,
         rollout.expert_parallel,
         load_engine(run.costs.engine),
+        rollout.pipeline_parallel,
+        rollout.data_parallel,
+        Wires.of(run.cluster.pools[rollout.pool]),
     )
     most = most_running(run)
     decode = compose_decode(shard, most, longest_sequence(run), kv_capacity(run))

@@ -14,6 +14,8 @@ import numpy as np
 from sim.costs.experts import experts_time
 from sim.costs.kernels import Estimate, Kernels, total, unmeasured
 from sim.costs.overheads import ServingEngine, load_engine
+from sim.costs.token_trade import trade_time
+from sim.costs.wires import Wires
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.operators import HEAD_DIM
 from streamrl.hardware.tables import Floats
@@ -35,11 +37,25 @@ class Shard:
     tensor_parallel: int = 1
     expert_parallel: int = 1
     engine: ServingEngine = field(default_factory=load_engine)
+    pipeline_parallel: int = 1
+    """Stages of the replica, of whose layers this counts all: `sim.costs.curves` deals them out."""
+    data_parallel: int = 1
+    """Groups of tensor ranks that attend each to their own tokens, and share the experts out."""
+    wires: Wires | None = None
+    """Absent where NVLink joins all of a replica."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the replica."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
     # A layer ------------------------------------------------------------------------------------------
 
     def products(self, tokens: Floats) -> Estimate:
-        """Seconds of all layers but their attention over cached tokens, for `tokens` new ones a pass."""
+        """Seconds of all layers but their attention over cached tokens, for `tokens` new ones a pass.
+
+        With attention ranks each has as many, and what experts give is brought back by the trade of tokens.
+        """
         model, degree = self.model, self.tensor_parallel
         layers = [self._projections(tokens) * model.num_layers]
         if model.num_dense_layers:
@@ -47,7 +63,9 @@ class Shard:
         if model.experts is not None:
             layers.append(self._experts(tokens) * model.num_expert_layers)
         if degree > 1:
-            layers.append(self._all_reduce(tokens) * (2 * model.num_layers))
+            num_reduces = 2 * model.num_layers
+            num_reduces -= model.num_expert_layers if self.data_parallel > 1 else 0
+            layers.append(self._all_reduce(tokens) * num_reduces)
         norms = tokens * NORM_BYTES / 2 * self._width * model.hidden_size * model.num_layers
         return total([*layers, self.kernels.traffic(norms)])
 
@@ -73,12 +91,16 @@ class Shard:
         )
 
     def _all_reduce(self, tokens: Floats) -> Estimate:
-        """The sum of what tensor ranks have of the residual stream."""
+        """The sum of what tensor ranks have of the residual stream; of several domains it is made in each and between."""
         backend, kernels = self.engine.constants.all_reduce, self.kernels
         if backend is not None:
             kernels = kernels.with_backend("all_reduce", backend)
         num_bytes = tokens * self.model.hidden_size * self._width
-        return kernels.time("all_reduce", num_bytes, gpus=self.tensor_parallel)
+        near = min(self.tensor_parallel, self.wires.domain if self.wires else self.tensor_parallel)
+        within = kernels.time("all_reduce", num_bytes, gpus=near)
+        if self.wires is None or near == self.tensor_parallel:
+            return within
+        return within + self.wires.reduced_between(num_bytes / near, self.tensor_parallel // near)
 
     def _linear(self, tokens: Floats, n: float, k: float) -> Estimate:
         """A product with weights: in fp8 some engines bring its inputs to fp8 in a kernel of its own."""
@@ -116,18 +138,34 @@ class Shard:
         assert experts is not None
         routed = experts_time(
             self.kernels,
-            tokens,
+            tokens * self.data_parallel,
             experts,
             self.model.hidden_size,
             self.tensor_parallel,
             self.expert_parallel,
             has_wide_tiles=self.engine.constants.has_wide_experts,
         )
+        if self.data_parallel > 1:
+            assert self.wires is not None
+            routed += trade_time(
+                self.wires,
+                tokens / self.tensor_parallel,
+                experts,
+                self.model.hidden_size,
+                self.expert_parallel,
+                self.kernels.dtype,
+            )
         router = self.kernels.time("gemm", tokens, n=experts.num_experts, k=self.model.hidden_size)
         if not experts.num_shared_experts:
             return routed + router
         shared = experts.num_shared_experts * experts.intermediate_size
         return total([routed, router, self._mlp(tokens, shared)])
+
+    def sent_on(self, tokens: Floats) -> Estimate:
+        """Seconds in which a stage sends the residual stream to the next one, each tensor rank its share."""
+        assert self.wires is not None
+        num_bytes = tokens * self.model.hidden_size * self._width / self.tensor_parallel
+        return self.wires.sent_on(num_bytes, self.num_gpus)
 
     # Attention ----------------------------------------------------------------------------------------
 
@@ -193,14 +231,14 @@ class Shard:
 
     # Overheads ----------------------------------------------------------------------------------------
 
-    def overhead(self, rollouts: Floats) -> Estimate:
-        """Seconds of a step beside its operators."""
+    def overhead(self, rollouts: Floats, share: float = 1.0) -> Estimate:
+        """Seconds of a step beside its operators; of a stage that has a share of the layers."""
         gpu = self.kernels.gpu
         if not self.kernels.is_measured:
             assumed = np.full(len(rollouts), float(gpu.roofline.step_overhead))
             return unmeasured(assumed, f"assumed overhead of a step on {gpu.name}")
         constants = self.engine.constants
-        seconds = constants.step + constants.layer * self.model.num_layers + 0 * rollouts
+        seconds = constants.step + constants.layer * self.model.num_layers * share + 0 * rollouts
         seconds += (constants.request + constants.logit * self.model.vocab_size) * rollouts
         return Estimate(seconds, np.zeros_like(seconds), (self.engine.source,))
 

@@ -111,7 +111,7 @@ def _composed(
         gpu=_gpu(step),
         gpu_name=name,
         trainer=_trainer(step),
-        gpus_per_node=step.gpus_per_node,
+        nvlink_domain=step.gpus_per_node,
         dtype="bfloat16",
         collective=constants.collective,
     )

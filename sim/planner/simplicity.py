@@ -35,7 +35,14 @@ def complexities(space: Space) -> Counts:
 
 
 def _of_replicas(replicas: Replicas) -> int:
-    degrees = [d for kind in replicas.kinds for d in (kind.tensor_parallel, kind.expert_parallel)]
+    degrees = [
+        degree
+        for kind in replicas.kinds
+        for degree in (
+            *(kind.tensor_parallel, kind.expert_parallel),
+            *(kind.pipeline_parallel, kind.data_parallel),
+        )
+    ]
     return sum(degree > 1 for degree in degrees) + len(replicas.kinds) - 1
 
 

@@ -139,10 +139,11 @@ def _rollout_degrees(run: Run) -> Iterator[Changes]:
     rollout = run.rollout
     for degree in _nearest(rollout.tensor_parallel, run.cluster.pools[rollout.pool].gpus_per_node):
         changes: dict[str, object] = {"rollout.tensor_parallel": degree}
-        if (replicas := max(1, rollout.num_gpus // degree)) != rollout.replicas:
+        others = rollout.pipeline_parallel * rollout.data_parallel
+        if (replicas := max(1, rollout.num_gpus // degree // others)) != rollout.replicas:
             changes["rollout.replicas"] = replicas
         if rollout.expert_parallel > 1:
-            changes["rollout.expert_parallel"] = degree
+            changes["rollout.expert_parallel"] = degree * rollout.data_parallel
         yield changes
 
 

@@ -69,7 +69,7 @@ def _more_work(run: Run, name: str) -> Iterator[Changes]:
     """Yield more replicas, ranks or workers, as many as the idle GPUs hold."""
     idle = run.cluster.pools[name].num_gpus - gpus_used(run, name)
     if run.rollout.pool == name:
-        yield {"rollout.replicas": run.rollout.replicas + idle // run.rollout.tensor_parallel}
+        yield {"rollout.replicas": run.rollout.replicas + idle // run.rollout.gpus_per_replica}
     for number, trainer in enumerate(run.trainers):
         if trainer.pool == name:
             ranks = trainer.num_gpus // trainer.data_parallel

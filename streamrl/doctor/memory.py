@@ -19,6 +19,7 @@ from streamrl.hardware.memory import (
 )
 from streamrl.hardware.model_shape import BYTES
 from streamrl.hardware.profiles import Gpu, load_gpu, load_model
+from streamrl.hardware.replica_shards import replica_shards
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import kind_name, trainer_names
 
@@ -78,8 +79,9 @@ def replica_side(run: Run) -> SideMemory:
     """Return the memory of a GPU that generates: weights, and the cache that fills what is left."""
     rollout, dtype = run.rollout, run.model.dtype
     model, gpu = load_model(run.model), _gpu(run, rollout.pool)
-    weights = model.shard_parameters(rollout.tensor_parallel, rollout.expert_parallel)
+    weights, num_layers = max(replica_shards(model, rollout))
     per_token = model.shard_kv_bytes_per_token(dtype, rollout.tensor_parallel)
+    per_token *= num_layers / model.num_layers
     usable = gpu.usable_memory * rollout.memory_utilization
     workspace = replica_workspace(run)
     room = usable - weights * BYTES[dtype] - workspace

@@ -28,21 +28,36 @@ MOST_CONTEXT_RANKS, LEAST_PART = 16, 16384
 def _wider_replicas(run: Run) -> Iterator[Changes]:
     """Yield replicas of more GPUs, as many GPUs in all, then more memory of each, then shorter outputs."""
     rollout = run.rollout
-    per_node = run.cluster.pools[rollout.pool].gpus_per_node
-    for degree in range(rollout.tensor_parallel + 1, per_node + 1):
-        replicas = max(1, rollout.num_gpus // degree)
+    domain = run.cluster.pools[rollout.pool].domain
+    others = rollout.pipeline_parallel * rollout.data_parallel
+    for degree in range(rollout.tensor_parallel + 1, domain + 1):
+        replicas = max(1, rollout.num_gpus // degree // others)
         changes: dict[str, object] = {"rollout.tensor_parallel": degree}
         if replicas != rollout.replicas:
             changes["rollout.replicas"] = replicas
         if rollout.expert_parallel > 1:
-            changes["rollout.expert_parallel"] = degree
+            changes["rollout.expert_parallel"] = degree * rollout.data_parallel
         yield changes
         if load_model(run.model).experts is not None and rollout.expert_parallel == 1:
             yield {**changes, "rollout.expert_parallel": degree}
+    yield from _longer_replicas(run)
     yield {"rollout.memory_utilization": 0.95}
     for tokens in (2**power for power in range(20, 7, -1)):
         if tokens < rollout.max_tokens:
             yield {"rollout.max_tokens": tokens}
+
+
+def _longer_replicas(run: Run) -> Iterator[Changes]:
+    """Yield replicas of several stages, each all of a domain, where no domain alone holds the model."""
+    rollout, domain = run.rollout, run.cluster.pools[run.rollout.pool].domain
+    for stages in powers_of_two(rollout.num_gpus // domain):
+        if stages > rollout.pipeline_parallel and rollout.data_parallel == 1:
+            yield {
+                "rollout.tensor_parallel": domain,
+                "rollout.pipeline_parallel": stages,
+                "rollout.replicas": rollout.num_gpus // domain // stages,
+                "rollout.expert_parallel": domain if rollout.expert_parallel > 1 else 1,
+            }
 
 
 # The training side --------------------------------------------------------------------------------

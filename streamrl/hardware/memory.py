@@ -16,6 +16,7 @@ from typing import assert_never
 from streamrl.hardware.activations import activation_bytes, logit_bytes, tokens_in_pass
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.hardware.replica_shards import over_stages, replica_shards
 from streamrl.hardware.slices import stage_layers
 from streamrl.hardware.workspace import workspace_bytes
 from streamrl.runfile.config import Run
@@ -51,25 +52,40 @@ def kv_capacity(run: Run) -> int:
         RunError: the weights alone, or one rollout of the longest kind, do not fit.
     """
     model, gpu = load_model(run.model), load_gpu(run.cluster.pools[run.rollout.pool].gpu)
-    gpus, dtype = run.rollout.tensor_parallel, run.model.dtype
-    usable = gpu.usable_memory * run.rollout.memory_utilization
-    weights = model.shard_parameters(gpus, run.rollout.expert_parallel) * BYTES[dtype]
+    rollout = run.rollout
+    usable = gpu.usable_memory * rollout.memory_utilization
     workspace = replica_workspace(run)
-    room = max(0.0, usable - weights - workspace)
-    capacity = int(room // model.shard_kv_bytes_per_token(dtype, gpus))
-    longest = longest_sequence(run)
+    capacity, weights = _least_room(run, usable - workspace)
+    longest, gpus = longest_sequence(run), rollout.gpus_per_replica
     if capacity < longest:
+        others = {
+            "pipeline_parallel": rollout.pipeline_parallel,
+            "data_parallel": rollout.data_parallel,
+        }
+        more = "".join(f" x {key}={degree}" for key, degree in others.items() if degree > 1)
         raise RunError(
             "rollout.tensor_parallel",
-            gpus,
+            rollout.tensor_parallel,
             None,
-            f"rollout.tensor_parallel={gpus}: {model.name} needs {gpus * weights / 1e9:.1f} GB of "
+            f"rollout.tensor_parallel={rollout.tensor_parallel}{more}: {model.name} needs {gpus * weights / 1e9:.1f} GB of "
             f"weights, {gpus * workspace / 1e9:.1f} GB of workspace and {longest} tokens of KV cache, "
             f"but {gpus} x {gpu.name} at memory_utilization {run.rollout.memory_utilization} hold "
             f"{gpus * usable / 1e9:.1f} GB, which leaves {capacity} tokens",
             ("rollout.memory_utilization", "rollout.max_tokens"),
         )
-    return capacity
+    return capacity * rollout.data_parallel
+
+
+def _least_room(run: Run, usable: float) -> tuple[int, float]:
+    """Return the tokens that fit beside the weights of the stage with least room for them, and its bytes of weights."""
+    model, dtype = load_model(run.model), run.model.dtype
+    per_token = model.shard_kv_bytes_per_token(dtype, run.rollout.tensor_parallel)
+    found = []
+    for parameters, num_layers in replica_shards(model, run.rollout):
+        weights = parameters * BYTES[dtype]
+        held = per_token * num_layers / model.num_layers
+        found.append((int(max(0.0, usable - weights) // held), weights))
+    return min(found)
 
 
 def replica_workspace(run: Run) -> float:
@@ -78,9 +94,9 @@ def replica_workspace(run: Run) -> float:
     return workspace_bytes(
         load_model(run.model),
         run.model.dtype,
-        rollout.max_running,
+        -(-rollout.max_running // rollout.data_parallel),
         rollout.tensor_parallel,
-        rollout.expert_parallel,
+        min(rollout.expert_parallel, rollout.tensor_parallel),
     )
 
 
@@ -119,10 +135,13 @@ def replica_memory(run: Run) -> dict[str, float]:
         ValueError: as `kv_capacity`.
     """
     model, gpu = load_model(run.model), load_gpu(run.cluster.pools[run.rollout.pool].gpu)
-    gpus, dtype = run.rollout.tensor_parallel, run.model.dtype
-    weights = model.shard_parameters(gpus, run.rollout.expert_parallel) * BYTES[dtype]
+    rollout, dtype = run.rollout, run.model.dtype
+    shard = max(replica_shards(model, rollout), key=lambda shard: shard.parameters)
+    weights = shard.parameters * BYTES[dtype]
     workspace = replica_workspace(run)
-    cache = kv_capacity(run) * model.shard_kv_bytes_per_token(dtype, gpus)
+    per_token = model.shard_kv_bytes_per_token(dtype, rollout.tensor_parallel)
+    cache = kv_capacity(run) / rollout.data_parallel * per_token
+    cache *= shard.num_layers / model.num_layers
     unused = gpu.usable_memory - weights - workspace - cache
     return {
         "weights": weights,
@@ -205,15 +224,8 @@ def stage_parameters(model: ModelShape, trainer: TrainerConfig) -> list[float]:
     Raises:
         RunError: the model has fewer layers than there are pipeline stages, or cannot be split.
     """
-    table = model.num_embedding_parameters / trainer.tensor_parallel
-    tables = table * (1 if model.has_tied_embeddings else 2)
     shard = shard_parameters(model, trainer) * trainer.pipeline_parallel
-    each = (shard - tables) / model.num_layers
-    counts = stage_layers(model.num_layers, trainer.pipeline_parallel)
-    stages = [each * count for count in counts]
-    if len(stages) == 1:
-        return [stages[0] + tables]
-    return [stages[0] + table, *stages[1:-1], stages[-1] + table]
+    return over_stages(model, shard, trainer.pipeline_parallel, trainer.tensor_parallel)
 
 
 def shared_out_parameters(model: ModelShape, trainer: TrainerConfig) -> float:

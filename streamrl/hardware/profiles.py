@@ -116,6 +116,15 @@ def load_gpu(name: str) -> Gpu:
     return _read_gpu(find_profile("gpus", name, ".toml"))
 
 
+def gpu_of(pool: PoolConfig) -> Gpu:
+    """Read a pool's GPU, with its share of what the pool says of its nodes' network."""
+    gpu = load_gpu(pool.gpu)
+    if pool.node_bandwidth is None:
+        return gpu
+    share = Bandwidth(pool.node_bandwidth / pool.gpus_per_node)
+    return msgspec.structs.replace(gpu, network=share)
+
+
 def price_of(pool: PoolConfig) -> float:
     """Return the dollars of a pool's GPU for an hour: the pool's own price, else the GPU's."""
     return load_gpu(pool.gpu).price if pool.price is None else pool.price

@@ -70,6 +70,8 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     Run: {"seed": Bounds(0)},
     PoolConfig: {
         "host_memory": POSITIVE,
+        "node_bandwidth": POSITIVE,
+        "nvlink_domain": Bounds(1),
         "price": MONEY,
         "spot_failures_per_gpu_day": Bounds(0),
     },

@@ -7,6 +7,7 @@ from streamrl.runfile.errors import Bounds, OneOf, RunError
 
 LISTS = (
     *("rollout_pools", "trainer_pools", "rollout_gpus", "trainer_gpus"),
+    *("rollout_pipeline_parallel", "rollout_data_parallel"),
     *("rollout_tensor_parallel", "trainer_tensor_parallel", "pipeline_parallel"),
     *(
         "expert_parallel",

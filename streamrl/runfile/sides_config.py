@@ -27,6 +27,8 @@ class ReplicasConfig(Section, frozen=True, kw_only=True):
     pool: str
     replicas: int
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
     expert_parallel: int = 1
     max_running: int | None = None
     share: float | None = None
@@ -36,7 +38,10 @@ class ReplicasConfig(Section, frozen=True, kw_only=True):
     """As `policies.latency`, of these; filled in like it."""
 
 
-OF_REPLICAS = ("pool", "replicas", "tensor_parallel", "expert_parallel", "max_running")
+OF_REPLICAS = (
+    *("pool", "replicas", "tensor_parallel", "pipeline_parallel", "data_parallel"),
+    *("expert_parallel", "max_running"),
+)
 """What each kind of replica has of its own."""
 
 
@@ -46,8 +51,14 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     pool: str
     replicas: int
     tensor_parallel: int = 1
+    """GPUs that share each layer of a replica: of a node, of an NVLink domain, or of several of these."""
+    pipeline_parallel: int = 1
+    """Simulated: stages that layers are dealt out to, each on `tensor_parallel` GPUs; as many batches are under way."""
+    data_parallel: int = 1
+    """Simulated: groups of `tensor_parallel` GPUs in a replica of a mixture that each attend to rollouts of their own,
+    with all weights but the experts, which all of them share out (wide expert parallelism)."""
     expert_parallel: int = 1
-    """1, or tensor_parallel: then each GPU of a replica holds whole experts of a mixture."""
+    """1, or tensor_parallel x data_parallel: then each GPU of a replica holds whole experts of a mixture."""
     chunked_prefill: bool = True
     """Simulated: whether prefill rides on decode steps, as in vLLM, or halts them."""
     max_running: int = 256
@@ -100,7 +111,12 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     @property
     def num_gpus(self) -> int:
         """GPUs of the replicas of the kind that is named first."""
-        return self.replicas * self.tensor_parallel
+        return self.replicas * self.gpus_per_replica
+
+    @property
+    def gpus_per_replica(self) -> int:
+        """GPUs of one of them."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
 
 class TrainerConfig(Section, frozen=True, kw_only=True):

@@ -279,7 +279,7 @@ class Layer:
         degree = trainer.expert_parallel
         if degree == 1 or experts is None:
             return 0.0
-        nodes, chosen = max(1.0, degree / ranks.gpus_per_node), experts.experts_per_token
+        nodes, chosen = max(1.0, degree / ranks.nvlink_domain), experts.experts_per_token
         num_bytes = ranks.model.hidden_size * ranks.width / trainer.tensor_parallel
         match trainer.dispatch:
             case "deduplicated":

@@ -11,7 +11,7 @@ from streamrl.hardware.memory import (
     stage_parameters,
 )
 from streamrl.hardware.model_shape import BYTES, ModelShape
-from streamrl.hardware.profiles import Gpu, load_gpu, load_model
+from streamrl.hardware.profiles import Gpu, gpu_of, load_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides_config import TrainerConfig
 
@@ -25,7 +25,8 @@ class Ranks:
     gpu_name: str
     """Of its profile, where its kernel tables are found."""
     trainer: TrainerConfig
-    gpus_per_node: int
+    nvlink_domain: int
+    """GPUs that NVLink joins: those of a node, or of several."""
     dtype: str
     collective: float = 1.0
     """Seconds of a collective for each second that its bytes take at the datasheet's bandwidth."""
@@ -36,10 +37,10 @@ class Ranks:
         pool = run.cluster.pools[run.trainer.pool]
         return cls(
             model=load_model(run.model),
-            gpu=load_gpu(pool.gpu),
+            gpu=gpu_of(pool),
             gpu_name=pool.gpu,
             trainer=run.trainer,
-            gpus_per_node=pool.gpus_per_node,
+            nvlink_domain=pool.domain,
             dtype=run.model.dtype,
         )
 
@@ -55,9 +56,9 @@ class Ranks:
 
     @property
     def context_ranks_of_a_node(self) -> int:
-        """Context ranks that stand next to each other, each with its tensor ranks."""
+        """Context ranks that stand next to each other in a node or NVLink domain, each with its tensor ranks."""
         trainer = self.trainer
-        return min(trainer.context_parallel, max(1, self.gpus_per_node // trainer.tensor_parallel))
+        return min(trainer.context_parallel, max(1, self.nvlink_domain // trainer.tensor_parallel))
 
     # Data-parallel ranks --------------------------------------------------------------------------
 
@@ -104,12 +105,12 @@ class Ranks:
     def _ring_bandwidth(self, ranks: int, spacing: int) -> float:
         """Bytes a second that each of `ranks` GPUs, `spacing` apart, sends around their rings.
 
-        Inside a node over NVLink. Beyond it every rank of a node brings its own network port, and a ring
+        Inside a node, or another NVLink domain, over NVLink. Beyond it every rank of a node brings its own network port, and a ring
         crosses to the next node through one of them.
         """
-        if ranks * spacing <= self.gpus_per_node:
+        if ranks * spacing <= self.nvlink_domain:
             return self.gpu.nvlink
-        ports = max(1, self.gpus_per_node // spacing)
+        ports = max(1, self.nvlink_domain // spacing)
         return min(self.gpu.nvlink, ports * self.gpu.network)
 
     # Optimizer ------------------------------------------------------------------------------------

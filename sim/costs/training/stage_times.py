@@ -166,7 +166,7 @@ def _send_time(ranks: Ranks) -> float:
     trainer = ranks.trainer
     if trainer.pipeline_parallel == 1:
         return 0.0
-    is_near = trainer.num_gpus <= ranks.gpus_per_node
+    is_near = trainer.num_gpus <= ranks.nvlink_domain
     wire = ranks.gpu.nvlink if is_near else ranks.gpu.network
     split = trainer.tensor_parallel * trainer.context_parallel
     return ranks.model.hidden_size * ranks.width / split / wire
