@@ -4,7 +4,8 @@
 
 Within a node, or another NVLink domain, that is NVLink, else a GPU's share of its node's network, or of the way through host memory
 where the network ends there and that is slower. In a pool of several nodes every move counts as one between
-nodes: which replica stands where is not modelled. Nothing else on the wire is waited for.
+nodes: which replica stands where is not modelled. What a rollout keeps whatever its length (windows, linear states) is not
+counted. Nothing else on the wire is waited for.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sim.costs.sync import SyncSide
-from streamrl.hardware.profiles import load_model
+from streamrl.hardware.memory import replica_model
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
 
@@ -30,7 +31,7 @@ class CacheTransfer:
     def load(cls, run: Run) -> CacheTransfer:
         """Return what the pool of the replicas allows."""
         side = SyncSide.load(run, run.rollout.pool, run.rollout.num_gpus)
-        num_bytes = load_model(run.model).shard_kv_bytes_per_token(
+        num_bytes = replica_model(run).shard_kv_bytes_per_token(
             run.model.dtype, run.rollout.tensor_parallel
         )
         num_bytes /= run.rollout.pipeline_parallel

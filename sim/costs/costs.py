@@ -23,9 +23,15 @@ from sim.costs.training.training import TrainingCosts
 from sim.costs.wires import Wires
 from streamrl.engine.systems import moves_caches
 from streamrl.hardware.host_memory import check_host_memory, check_sync_buffer
-from streamrl.hardware.memory import check_memory, kv_capacity, longest_sequence, most_running
+from streamrl.hardware.memory import (
+    check_memory,
+    kv_capacity,
+    longest_sequence,
+    most_running,
+    replica_model,
+)
 from streamrl.hardware.model_shape import BYTES
-from streamrl.hardware.profiles import check_profiles, load_model
+from streamrl.hardware.profiles import check_profiles
 from streamrl.hardware.tiers import Provenance
 from streamrl.record.decode_yield import DecodeYield
 from streamrl.runfile.config import CostsConfig, Run
@@ -80,7 +86,6 @@ class Costs(TrainerCosts):
             return _with_others(run)
         _check_backend(run)
         check_profiles(run)
-        _check_attention(run)
         check_memory(run)
         check_host_memory(run)
         check_sync_buffer(run)
@@ -195,20 +200,6 @@ def _check_backend(run: Run) -> None:
             assert_never(run.rollout.backend)
 
 
-def _check_attention(run: Run) -> None:
-    """Raise `RunError` where operators would be counted whose attention ends at a window that rollouts outgrow."""
-    window, longest = load_model(run.model).sliding_window, longest_sequence(run)
-    if run.costs.profile is None and window is not None and longest > window:
-        raise RunError(
-            "rollout.max_tokens",
-            run.rollout.max_tokens,
-            None,
-            f"the model's sliding_window of {window} tokens is shorter than the {longest} of rollout.max_tokens and "
-            "workload.max_prompt_tokens: no costs of such attention are known",
-            ("workload.max_prompt_tokens", "model.path"),
-        )
-
-
 def _with_machine(costs: Costs, machine: MachineCosts) -> Costs:
     """Replace the seconds of every operation by those that were measured on a machine."""
     return replace(
@@ -268,7 +259,7 @@ def _compose_replica(run: Run) -> tuple[DecodeCurve, PrefillCurve]:
     """Compose a replica's decode step and prefill from operators."""
     rollout = run.rollout
     shard = Shard(
-        load_model(run.model),
+        replica_model(run),
         Kernels(run.cluster.pools[rollout.pool].gpu, run.model.dtype, run.costs.backend),
         rollout.tensor_parallel,
         rollout.expert_parallel,

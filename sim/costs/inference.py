@@ -16,6 +16,7 @@ from sim.costs.kernels import Estimate, Kernels, total, unmeasured
 from sim.costs.overheads import ServingEngine, load_engine
 from sim.costs.token_trade import trade_time
 from sim.costs.wires import Wires
+from streamrl.hardware.linear_attention import LinearAttention
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.operators import HEAD_DIM
 from streamrl.hardware.tables import Floats
@@ -57,7 +58,9 @@ class Shard:
         With attention ranks each has as many, and what experts give is brought back by the trade of tokens.
         """
         model, degree = self.model, self.tensor_parallel
-        layers = [self._projections(tokens) * model.num_layers]
+        layers = [self._projections(tokens) * model.num_attention_layers]
+        if model.linear is not None:
+            layers.append(self._linear_projections(tokens, model.linear) * model.linear.num_layers)
         if model.num_dense_layers:
             layers.append(self._mlp(tokens, model.intermediate_size) * model.num_dense_layers)
         if model.experts is not None:
@@ -79,6 +82,14 @@ class Shard:
     def _width(self) -> int:
         return max(2, BYTES[self.kernels.dtype])
 
+    def _linear_projections(self, tokens: Floats, linear: LinearAttention) -> Estimate:
+        """Queries, keys, values and their gates; what is convolved; the output."""
+        degree, hidden = self.tensor_parallel, float(self.model.hidden_size)
+        products = self._linear(tokens, linear.projected_dim / degree, hidden)
+        mixed = 2 * self._width * tokens * linear.mixed_dim / degree
+        output = self._linear(tokens, hidden, linear.value_dim / degree)
+        return total([products, self.kernels.traffic(mixed), output])
+
     def _projections(self, tokens: Floats) -> Estimate:
         if self.model.latent is not None:
             return self._latent_projections(tokens)
@@ -86,7 +97,8 @@ class Shard:
         queries = model.num_heads / degree * model.head_dim
         keys_values = 2 * max(1.0, model.num_kv_heads / degree) * model.head_dim
         hidden = float(model.hidden_size)
-        return self._linear(tokens, queries + keys_values, hidden) + self._linear(
+        gated = queries * (1 + model.has_output_gate)
+        return self._linear(tokens, gated + keys_values, hidden) + self._linear(
             tokens, hidden, queries
         )
 
@@ -174,37 +186,65 @@ class Shard:
 
         A narrower cache is read as fast as one of fewer tokens: decode attention is bound by its reads.
         """
+        model = self.model
+        found = []
+        if model.num_full_layers:
+            found.append(self._decode_layer(rollouts, contexts) * model.num_full_layers)
+        if model.num_windowed_layers:
+            seen = np.minimum(contexts, float(model.sliding_window or 0))
+            found.append(self._decode_layer(rollouts, seen) * model.num_windowed_layers)
+        if model.linear is not None:
+            step = self.kernels.time(
+                "linear_decode",
+                np.full(len(contexts), float(rollouts)),
+                heads=model.linear.num_value_heads / self.tensor_parallel,
+            )
+            found.append(step * model.linear.num_layers)
+        return total(found)
+
+    def _decode_layer(self, rollouts: int, contexts: Floats) -> Estimate:
+        """Seconds of one layer that attends to keys and values."""
         model, degree = self.model, self.tensor_parallel
         contexts = contexts * (BYTES[self.kernels.cache_dtype] / BYTES[self.kernels.wire_dtype])
         if model.latent is not None:
-            return (
-                self.kernels.time(
-                    "latent_decode_attention",
-                    contexts,
-                    heads=model.num_heads / degree,
-                    batch=rollouts,
-                )
-                * model.num_layers
+            return self.kernels.time(
+                "latent_decode_attention",
+                contexts,
+                heads=model.num_heads / degree,
+                batch=rollouts,
             )
         heads, kv_heads = self._heads()
         if self.engine.constants.reads_cache_per_head:
             kv_heads = heads
-        return (
-            self.kernels.time(
-                "decode_attention", contexts, heads=heads, kv_heads=kv_heads, batch=rollouts
-            )
-            * model.num_layers
+        return self.kernels.time(
+            "decode_attention", contexts, heads=heads, kv_heads=kv_heads, batch=rollouts
         )
 
     def prefill_attention(self, sequences: float, contexts: Floats) -> Estimate:
         """Seconds of causal attention in all layers over `sequences` prompts of `contexts` tokens each."""
+        model, found = self.model, []
+        if model.num_full_layers:
+            found.append(self._prefill_layer(sequences, contexts) * model.num_full_layers)
+        if model.num_windowed_layers:
+            found.append(self._windowed_layer(sequences, contexts) * model.num_windowed_layers)
+        if model.linear is not None:
+            tokens, heads = sequences * contexts, model.linear.num_value_heads
+            pass_ = self.kernels.time("linear_prefill", tokens, heads=heads / self.tensor_parallel)
+            found.append(pass_ * model.linear.num_layers)
+        return total(found)
+
+    def _prefill_layer(self, sequences: float, contexts: Floats) -> Estimate:
         heads, kv_heads = self._heads()
-        return (
-            self.kernels.time(
-                "prefill_attention", contexts, heads=heads, kv_heads=kv_heads, batch=sequences
-            )
-            * self.model.num_layers
+        return self.kernels.time(
+            "prefill_attention", contexts, heads=heads, kv_heads=kv_heads, batch=sequences
         )
+
+    def _windowed_layer(self, sequences: float, contexts: Floats) -> Estimate:
+        """Of tokens past the window each has as many pairs as two of those before on average."""
+        window = float(self.model.sliding_window or 0)
+        first = self._prefill_layer(sequences, np.minimum(contexts, window))
+        times = np.maximum(1.0, 2 * contexts / window - 1)
+        return Estimate(first.seconds * times, first.unmeasured * times, first.sources)
 
     def _heads(self) -> tuple[float, float]:
         """Query and key heads on this GPU, counted in the 128 channels that were measured."""

@@ -14,11 +14,12 @@ from streamrl.hardware.memory import (
     kv_capacity,
     longest_sequence,
     most_running,
+    replica_model,
     replica_workspace,
     trainer_memory,
 )
 from streamrl.hardware.model_shape import BYTES
-from streamrl.hardware.profiles import Gpu, load_gpu, load_model
+from streamrl.hardware.profiles import Gpu, load_gpu
 from streamrl.hardware.replica_shards import replica_shards
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import kind_name, trainer_names
@@ -78,7 +79,7 @@ def _gpu(run: Run, pool: str) -> Gpu:
 def replica_side(run: Run) -> SideMemory:
     """Return the memory of a GPU that generates: weights, and the cache that fills what is left."""
     rollout, dtype = run.rollout, run.model.dtype
-    model, gpu = load_model(run.model), _gpu(run, rollout.pool)
+    model, gpu = replica_model(run), _gpu(run, rollout.pool)
     weights, num_layers = max(replica_shards(model, rollout))
     per_token = model.shard_kv_bytes_per_token(dtype, rollout.tensor_parallel)
     per_token *= num_layers / model.num_layers

@@ -84,7 +84,14 @@ def layer_activations(model: ModelShape) -> LayerActivations:
 def _attention(model: ModelShape) -> tuple[float, float]:
     """Return the channels of attention that are kept, and those that latent vectors are expanded to."""
     if model.latent is None:
-        return 2.0 * (model.num_heads + model.num_kv_heads) * model.head_dim, 0.0
+        gates = model.num_heads * model.head_dim * model.has_output_gate
+        plain = 2.0 * (model.num_heads + model.num_kv_heads) * model.head_dim + gates
+        if model.linear is None:
+            return plain, 0.0
+        linear = model.linear
+        deltas = linear.projected_dim + linear.mixed_dim + linear.value_dim
+        num_linear, num_plain = linear.num_layers, model.num_attention_layers
+        return (num_plain * plain + num_linear * deltas) / model.num_layers, 0.0
     return _latent_attention(model.latent, model.num_heads)
 
 

@@ -78,7 +78,7 @@ def kv_capacity(run: Run) -> int:
 
 def _least_room(run: Run, usable: float) -> tuple[int, float]:
     """Return the tokens that fit beside the weights of the stage with least room for them, and its bytes of weights."""
-    model, dtype = load_model(run.model), run.model.dtype
+    model, dtype = replica_model(run), run.model.dtype
     per_token = model.shard_kv_bytes_per_token(dtype, run.rollout.tensor_parallel)
     found = []
     for parameters, num_layers in replica_shards(model, run.rollout):
@@ -89,15 +89,14 @@ def _least_room(run: Run, usable: float) -> tuple[int, float]:
 
 
 def replica_workspace(run: Run) -> float:
-    """Bytes on one GPU of a replica beside weights and KV cache."""
-    rollout = run.rollout
-    return workspace_bytes(
-        load_model(run.model),
-        run.model.dtype,
-        -(-rollout.max_running // rollout.data_parallel),
-        rollout.tensor_parallel,
-        min(rollout.expert_parallel, rollout.tensor_parallel),
+    """Bytes on one GPU of a replica beside weights and KV cache: of a pass, and what rollouts keep whatever their length."""
+    rollout, model = run.rollout, replica_model(run)
+    most, degree = -(-rollout.max_running // rollout.data_parallel), rollout.tensor_parallel
+    states = most * model.shard_state_bytes(run.model.dtype, degree)
+    work = workspace_bytes(
+        model, run.model.dtype, most, degree, min(rollout.expert_parallel, degree)
     )
+    return work + states / rollout.pipeline_parallel
 
 
 def most_running(run: Run) -> int:
@@ -134,7 +133,7 @@ def replica_memory(run: Run) -> dict[str, float]:
     Raises:
         ValueError: as `kv_capacity`.
     """
-    model, gpu = load_model(run.model), load_gpu(run.cluster.pools[run.rollout.pool].gpu)
+    model, gpu = replica_model(run), load_gpu(run.cluster.pools[run.rollout.pool].gpu)
     rollout, dtype = run.rollout, run.model.dtype
     shard = max(replica_shards(model, rollout), key=lambda shard: shard.parameters)
     weights = shard.parameters * BYTES[dtype]
@@ -150,6 +149,11 @@ def replica_memory(run: Run) -> dict[str, float]:
         "unused": unused,
         "reserve": gpu.reserve,
     }
+
+
+def replica_model(run: Run) -> ModelShape:
+    """Return the model as the longest rollouts see it."""
+    return load_model(run.model).seen_by(longest_sequence(run))
 
 
 def longest_sequence(run: Run) -> int:

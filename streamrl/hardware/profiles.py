@@ -13,8 +13,8 @@ from typing import Literal, TypeVar, assert_never
 import msgspec
 
 from streamrl.hardware.config_json import read_config_json
-from streamrl.hardware.model_shape import BYTES, ModelShape, check_positive
-from streamrl.hardware.profile_table import ProfileTable
+from streamrl.hardware.model_shape import BYTES, ModelShape
+from streamrl.hardware.profile_table import ProfileTable, check_positive
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import OneOf, RunError, shown

@@ -160,7 +160,15 @@ class Layer:
         if model.latent is None:
             queries = heads * model.head_dim
             caches = 2 * max(1.0, model.num_kv_heads / degree) * model.head_dim
-            return self._product(queries + caches, hidden) + self._product(hidden, queries)
+            made = queries * (1 + model.has_output_gate) + caches
+            plain = self._product(made, hidden) + self._product(hidden, queries)
+            if model.linear is None:
+                return plain
+            linear = model.linear
+            deltas = self._product(linear.projected_dim / degree, hidden)
+            deltas += self._product(hidden, linear.value_dim / degree)
+            share = linear.num_layers / model.num_layers
+            return plain * (1 - share) + deltas * share
         latent = model.latent
         rank, queries = latent.kv_lora_rank, heads * (latent.nope_head_dim + latent.rope_head_dim)
         values = heads * latent.v_head_dim
@@ -205,7 +213,22 @@ class Layer:
         wide, split = ranks.model.head_dim / HEAD_DIM, trainer.tensor_parallel * dealt
         heads, caches = ranks.model.num_heads / split, max(1.0, ranks.model.num_kv_heads / split)
         line = _attention_line(ranks.gpu_name, ranks.dtype, heads * wide, caches * wide)
-        return line * (dealt * self.constants.attention)
+        return self._seen(line) * (dealt * self.constants.attention)
+
+    def _seen(self, line: Pass) -> Pass:
+        """Return a mean layer's attention: of full layers, of windows that every token has all of, and of linear ones."""
+        model = self.ranks.model
+        found = line * (model.num_full_layers / model.num_layers)
+        if model.num_windowed_layers:
+            window = line.per_token + line.per_pair * (model.sliding_window or 0)
+            found += Pass(per_token=window) * (model.num_windowed_layers / model.num_layers)
+        if model.linear is not None:
+            heads = model.linear.num_value_heads / self.ranks.trainer.tensor_parallel
+            kernels, tokens = Kernels(self.ranks.gpu_name, self.ranks.dtype), float(PASS_TOKENS)
+            whole = kernels.time("linear_prefill", np.array([tokens]), heads=heads).seconds[0]
+            share = model.linear.num_layers / model.num_layers
+            found += Pass(per_token=float(whole) / tokens) * share
+        return found
 
     def _reduced(self) -> Pass:
         """Return the collectives of tensor ranks with sequence parallelism."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from streamrl.hardware.memory import (
     GRADIENT_BYTES,
     OPTIMIZER_BYTES,
+    longest_sequence,
     shared_out_parameters,
     stage_parameters,
 )
@@ -36,7 +37,7 @@ class Ranks:
         """Return the ranks of a run's trainer."""
         pool = run.cluster.pools[run.trainer.pool]
         return cls(
-            model=load_model(run.model),
+            model=load_model(run.model).seen_by(longest_sequence(run)),
             gpu=gpu_of(pool),
             gpu_name=pool.gpu,
             trainer=run.trainer,

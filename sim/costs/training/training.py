@@ -18,8 +18,15 @@ from sim.costs.training.line import Line, PipelinedLine
 from sim.costs.training.profile import TrainingProfile, load_training_profile
 from sim.costs.training.ranks import Ranks
 from sim.costs.training.stage_times import StageTimes
-from streamrl.hardware.memory import ModelState, model_state, num_models, num_trained_models
+from streamrl.hardware.memory import (
+    ModelState,
+    longest_sequence,
+    model_state,
+    num_models,
+    num_trained_models,
+)
 from streamrl.hardware.model_shape import BYTES
+from streamrl.hardware.profiles import load_model
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides_config import TrainerConfig
@@ -170,8 +177,21 @@ def _choose_stages(run: Run, ranks: Ranks) -> tuple[Ranks, StageTimes, float, Pr
     layer = Layer(ranks=ranks, gemm=rate, experts=profile.experts[name], constants=constants)
     is_mixture = ranks.model.experts is not None
     tier = profile.experts[name].tier if is_mixture and rate.tier == "composed" else rate.tier
-    provenance = Provenance.of(tier, *_checked(profile, name, is_mixture=is_mixture))
+    sources, *errors = _checked(profile, name, is_mixture=is_mixture)
+    if (unseen := _unseen(run)) is not None:
+        tier, sources, errors = "roofline", [*sources, unseen], [None, None]
+    provenance = Provenance.of(tier, sources, *errors)
     return ranks, StageTimes.compose(ranks, layer), constants.step_time, provenance
+
+
+def _unseen(run: Run) -> str | None:
+    """Say what of a model's attention no published step had; None where it is as theirs."""
+    model = load_model(run.model).seen_by(longest_sequence(run))
+    if model.linear is not None:
+        return "linear attention: kernels of H20 where the trainer has these, else roofline; no training was measured"
+    if model.num_windowed_layers:
+        return "sliding windows: pairs of tokens counted, no training was measured"
+    return None
 
 
 def _checked(
