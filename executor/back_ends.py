@@ -67,6 +67,12 @@ def _limits(run: Run) -> Iterator[Limit]:
             f"1 for backend {rollout.backend}",
             "--set rollout.backend=vllm executes the run on several GPUs a replica",
         )
+        yield Limit(
+            f"{kind_key(kind)}.speculative",
+            "a draft",
+            own.speculative is None,
+            "left out to be executed: no back end drafts tokens here",
+        )
         for name in ("pipeline_parallel", "data_parallel"):
             degree = getattr(own, name)
             yield Limit(f"{kind_key(kind)}.{name}", degree, degree == 1, "1 to be executed")

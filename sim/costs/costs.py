@@ -17,6 +17,7 @@ from sim.costs.kernels import Kernels
 from sim.costs.machine import MachineCosts, MeasuredPrefill
 from sim.costs.overheads import decode_errors, load_engine
 from sim.costs.sharing import CoreSharing
+from sim.costs.speculation import compose_speculative
 from sim.costs.sync import SyncCosts
 from sim.costs.trainer_costs import FollowerCosts, TrainerCosts
 from sim.costs.training.training import TrainingCosts
@@ -246,8 +247,10 @@ def _with_factors(costs: Costs, config: CostsConfig) -> Costs:
 
 
 def _checked(provenance: Provenance, run: Run) -> Provenance:
-    """Return where seconds of a replica come from with the error of its engine's fit, in 16 bits as that was."""
-    if provenance.tier != "composed" or BYTES[run.model.dtype] != CHECKED_BYTES:
+    """Return where seconds of a replica come from with the error of its engine's fit, in 16 bits and tensor parallel as that was."""
+    rollout = run.rollout
+    is_checked = rollout.speculative is None and rollout.gpus_per_replica == rollout.tensor_parallel
+    if provenance.tier != "composed" or BYTES[run.model.dtype] != CHECKED_BYTES or not is_checked:
         return provenance
     found = decode_errors(run.costs.engine, run.cluster.pools[run.rollout.pool].gpu)
     if found is None:
@@ -266,8 +269,12 @@ def _compose_replica(run: Run) -> tuple[DecodeCurve, PrefillCurve]:
         load_engine(run.costs.engine),
         rollout.pipeline_parallel,
         rollout.data_parallel,
-        Wires.of(run.cluster.pools[rollout.pool]),
+        wires=Wires.of(run.cluster.pools[rollout.pool]),
     )
     most = most_running(run)
-    decode = compose_decode(shard, most, longest_sequence(run), kv_capacity(run))
+    size = (most, longest_sequence(run), kv_capacity(run))
+    if rollout.speculative is None:
+        decode = compose_decode(shard, *size)
+    else:
+        decode = compose_speculative(shard, rollout.speculative, *size)
     return decode, PrefillCurve(shard, most, is_mixed=rollout.chunked_prefill)

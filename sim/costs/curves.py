@@ -74,7 +74,8 @@ def fullest_share(shard: Shard) -> float:
 def _base(shard: Shard, batch: Floats) -> Estimate:
     """Return the seconds of a decode step of each batch beside attention: of all stages, each as long as the slowest."""
     slowdown, stages = shard.engine.constants.slowdown, shard.pipeline_parallel
-    products, head = shard.products(batch) * slowdown, shard.head(batch) * slowdown
+    tokens = batch * shard.queries
+    products, head = shard.products(tokens) * slowdown, shard.head(tokens) * slowdown
     if stages == 1:
         kernels = products + head
         return total([kernels, shard.waiting(kernels.seconds), shard.overhead(batch)])
@@ -83,7 +84,7 @@ def _base(shard: Shard, batch: Floats) -> Estimate:
     turns = [products * shares[0], products * shares[1] + head]
     slowest = max(turns, key=lambda turn: float(turn.seconds[-1]))
     waiting = shard.waiting(slowest.seconds / shares[0])
-    turn = [slowest, waiting * shares[0], shard.overhead(batch, shares[0]), shard.sent_on(batch)]
+    turn = [slowest, waiting * shares[0], shard.overhead(batch, shares[0]), shard.sent_on(tokens)]
     return total(turn) * stages
 
 

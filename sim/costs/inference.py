@@ -42,6 +42,8 @@ class Shard:
     """Stages of the replica, of whose layers this counts all: `sim.costs.curves` deals them out."""
     data_parallel: int = 1
     """Groups of tensor ranks that attend each to their own tokens, and share the experts out."""
+    queries: int = 1
+    """Tokens of each rollout in a decode step: several where drafted ones are checked."""
     wires: Wires | None = None
     """Absent where NVLink joins all of a replica."""
 
@@ -196,7 +198,7 @@ class Shard:
         if model.linear is not None:
             step = self.kernels.time(
                 "linear_decode",
-                np.full(len(contexts), float(rollouts)),
+                np.full(len(contexts), float(rollouts * self.queries)),
                 heads=model.linear.num_value_heads / self.tensor_parallel,
             )
             found.append(step * model.linear.num_layers)
@@ -210,14 +212,18 @@ class Shard:
             return self.kernels.time(
                 "latent_decode_attention",
                 contexts,
-                heads=model.num_heads / degree,
+                heads=model.num_heads / degree * self.queries,
                 batch=rollouts,
             )
         heads, kv_heads = self._heads()
         if self.engine.constants.reads_cache_per_head:
             kv_heads = heads
         return self.kernels.time(
-            "decode_attention", contexts, heads=heads, kv_heads=kv_heads, batch=rollouts
+            "decode_attention",
+            contexts,
+            heads=heads * self.queries,
+            kv_heads=kv_heads,
+            batch=rollouts,
         )
 
     def prefill_attention(self, sequences: float, contexts: Floats) -> Estimate:

@@ -9,6 +9,7 @@ import msgspec
 from streamrl.doctor.finding import Finding
 from streamrl.doctor.lengths import mean_lengths
 from streamrl.doctor.replica_batch import replica_batch
+from streamrl.hardware.draft import draft_bytes
 from streamrl.hardware.memory import (
     ROOMY,
     kv_capacity,
@@ -82,10 +83,12 @@ def replica_side(run: Run) -> SideMemory:
     model, gpu = replica_model(run), _gpu(run, rollout.pool)
     weights, num_layers = max(replica_shards(model, rollout))
     per_token = model.shard_kv_bytes_per_token(dtype, rollout.tensor_parallel)
-    per_token *= num_layers / model.num_layers
+    drafting, drafted = draft_bytes(run, model)
+    per_token = per_token * num_layers / model.num_layers + drafted
     usable = gpu.usable_memory * rollout.memory_utilization
     workspace = replica_workspace(run)
-    room = usable - weights * BYTES[dtype] - workspace
+    held = weights * BYTES[dtype] + drafting
+    room = usable - held - workspace
     num_tokens = max(int(max(0.0, room) // per_token), longest_sequence(run))
     return SideMemory(
         side="rollout",
@@ -94,7 +97,7 @@ def replica_side(run: Run) -> SideMemory:
         capacity=gpu.usable_memory,
         usable=usable,
         parts={
-            "weights": weights * BYTES[dtype],
+            "weights": held,
             "workspace": workspace,
             "kv_cache": num_tokens * per_token,
         },

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from streamrl.hardware.activations import activation_bytes, logit_bytes, tokens_in_pass
+from streamrl.hardware.draft import draft_bytes
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.hardware.replica_shards import over_stages, replica_shards
@@ -80,10 +81,11 @@ def _least_room(run: Run, usable: float) -> tuple[int, float]:
     """Return the tokens that fit beside the weights of the stage with least room for them, and its bytes of weights."""
     model, dtype = replica_model(run), run.model.dtype
     per_token = model.shard_kv_bytes_per_token(dtype, run.rollout.tensor_parallel)
+    drafting, drafted = draft_bytes(run, model)
     found = []
     for parameters, num_layers in replica_shards(model, run.rollout):
-        weights = parameters * BYTES[dtype]
-        held = per_token * num_layers / model.num_layers
+        weights = parameters * BYTES[dtype] + drafting
+        held = per_token * num_layers / model.num_layers + drafted
         found.append((int(max(0.0, usable - weights) // held), weights))
     return min(found)
 
@@ -136,11 +138,12 @@ def replica_memory(run: Run) -> dict[str, float]:
     model, gpu = replica_model(run), load_gpu(run.cluster.pools[run.rollout.pool].gpu)
     rollout, dtype = run.rollout, run.model.dtype
     shard = max(replica_shards(model, rollout), key=lambda shard: shard.parameters)
-    weights = shard.parameters * BYTES[dtype]
+    drafting, drafted = draft_bytes(run, model)
+    weights = shard.parameters * BYTES[dtype] + drafting
     workspace = replica_workspace(run)
     per_token = model.shard_kv_bytes_per_token(dtype, rollout.tensor_parallel)
-    cache = kv_capacity(run) / rollout.data_parallel * per_token
-    cache *= shard.num_layers / model.num_layers
+    held = per_token * shard.num_layers / model.num_layers + drafted
+    cache = kv_capacity(run) / rollout.data_parallel * held
     unused = gpu.usable_memory - weights - workspace - cache
     return {
         "weights": weights,

@@ -155,6 +155,9 @@ def check_profiles(run: Run) -> None:
     check_engine(run.costs.engine)
     if run.model.name is not None:
         _check_name("model.name", "models", run.model.name, ".toml")
+    speculative = run.rollout.speculative
+    if speculative is not None and speculative.model is not None:
+        _check_name("rollout.speculative.model", "models", speculative.model, ".toml")
     lengths = run.workload.lengths
     if lengths is not None and lengths.kind != "trace" and not lengths.names_a_file:
         _check_name("workload.lengths.source", "lengths", lengths.source, ".csv")

@@ -21,6 +21,17 @@ Packing = Literal["packed", "padded"]
 ContextExchange = Literal["ring", "all-gather", "all-to-all"]
 
 
+class SpeculativeConfig(Section, frozen=True, kw_only=True):
+    """Tokens that a draft proposes and the model checks together."""
+
+    tokens: int
+    """Drafted for each rollout and step."""
+    acceptance: float
+    """Probability that a drafted token is accepted where all before it were: measured, on your own rollouts."""
+    model: str | None = None
+    """Name of the model in profiles/models that drafts; the model's own layer for multi-token prediction where absent."""
+
+
 class ReplicasConfig(Section, frozen=True, kw_only=True):
     """Replicas of another kind, beside those that `[rollout]` itself names; all else is as there."""
 
@@ -82,6 +93,8 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     over the network, within a node over NVLink."""
     start_time: Duration = Duration(0.0)
     """Simulated seconds until a replica serves."""
+    speculative: SpeculativeConfig | None = None
+    """Simulated: speculative decoding."""
     others: tuple[ReplicasConfig, ...] = ()
     """Replicas on GPUs of another pool, or of other degrees: each gets rollouts by what it generates a second."""
 
