@@ -7,8 +7,9 @@ steps in 16 bits on A100, H100 and H200 of models that the simulator has costs f
 
 | kept                                           | left out, and why                                             |
 |------------------------------------------------|---------------------------------------------------------------|
-| dense models with grouped-query attention      | sliding windows, linear attention, state space: no costs      |
-| mixtures with plain attention                  | expert layers of hybrids, vision towers: no costs             |
+| dense models with grouped-query attention      | state space models, vision towers: no costs                   |
+| mixtures with plain attention                  | expert layers of those                                        |
+| sliding windows, linear attention, groups apart | GPT-OSS of Automodel: its expert ranks are not published      |
 | mixtures with latent attention, a group apart  | adapters (LoRA): another amount of work                       |
 | pipelines, tensor, expert and data parallelism | FP8, optimizer on the host: no costs yet                      |
 | context parallelism, a group apart             | verification cards with it: functional, 10 to 40 TFLOP/s      |
@@ -58,6 +59,7 @@ def derived(data: Path) -> list[PublishedStep]:
     return [
         *mosaic(data / "training" / "mpt_train_mfu.csv"),
         *bridge(data / "parallel_training" / "mbridge_cards_h100.csv"),
+        *pages(data / "parallel_training" / "megatron_bridge_h100.csv"),
         *ablations(data / "parallel_training" / "training_ablations.csv"),
         *others(data / "parallel_training" / "training_other.csv"),
         *prime(data / "parallel_training" / "prime_rl_bench.csv"),
@@ -164,6 +166,35 @@ def bridge(path: Path) -> Iterator[PublishedStep]:
         )
 
 
+def pages(path: Path) -> Iterator[PublishedStep]:
+    """Yield the steps in 16 bits of Megatron-Bridge's summary pages, of GPT-OSS alone.
+
+    But for 25.11, whose page counts a
+    quarter of the micro-batches that its batch has.
+    """
+    for line in _lines(path):
+        kind = (line["precision"], line["model"], line["release"] == "25.11")
+        if kind != ("BF16", "GPT OSS 120B", False):
+            continue
+        gpus, pipeline = int(line["num_gpus"]), int(line["pp"])
+        tokens = int(line["gbs"]) * int(line["seq_len"])
+        yield PublishedStep(
+            framework="Megatron-Bridge",
+            release=line["release"],
+            gpu="h100",
+            model="gpt-oss-120b",
+            sequences=int(line["gbs"]),
+            tokens=int(line["seq_len"]),
+            micro_batch=int(line["mbs"]),
+            data_parallel=gpus // pipeline,
+            pipeline_parallel=pipeline,
+            expert_parallel=int(line["ep"]),
+            routing="balanced",
+            seconds=tokens / gpus / float(line["tokens_per_s_per_gpu"]),
+            source=f"{BRIDGE} docs/performance-summary-archive.md",
+        )
+
+
 ABLATIONS = {
     "HybridEP, overlap off": {"dispatch": "deduplicated"},
     "HybridEP, overlap on (search run)": {"dispatch": "deduplicated", "overlaps": True},
@@ -213,6 +244,7 @@ MIXTURES = {
     "Qwen3 MoE 30B": "qwen3-30b-a3b",
     "DeepSeek V3 671B": "deepseek-v3",
     "Mixtral-8x7B": "mixtral-8x7b",
+    "Qwen3-Next-80B-A3B": "qwen3-next-80b-a3b",
 }
 
 

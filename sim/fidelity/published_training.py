@@ -90,7 +90,17 @@ def _typed(line: dict[str, str]) -> dict[str, object]:
 
 def is_plain(step: PublishedStep) -> bool:
     """Whether a step is of a model with plain attention and without context ranks: the others were never fitted."""
-    return shape_of(step.model).latent is None and step.context_parallel == 1
+    return kind_of_attention(step.model) == "plain" and step.context_parallel == 1
+
+
+def kind_of_attention(model: str) -> Literal["plain", "latent", "windows", "linear"]:
+    """Return how a published model attends, where that is not always to all keys and values."""
+    shape = shape_of(model)
+    if shape.latent is not None:
+        return "latent"
+    if shape.linear is not None:
+        return "linear"
+    return "plain" if shape.sliding_window is None else "windows"
 
 
 @functools.cache

@@ -13,7 +13,13 @@ from sim.costs.training.profile import Constants, ExpertRate, GemmRate, load_tra
 from sim.costs.training.ranks import Ranks
 from sim.costs.training.stage_times import StageTimes
 from sim.fidelity.published import Row
-from sim.fidelity.published_training import PublishedStep, is_plain, read_steps, shape_of
+from sim.fidelity.published_training import (
+    PublishedStep,
+    is_plain,
+    kind_of_attention,
+    read_steps,
+    shape_of,
+)
 from streamrl.hardware.activations import activation_bytes, logit_bytes
 from streamrl.hardware.memory import model_states
 from streamrl.hardware.profiles import Gpu, load_gpu
@@ -26,6 +32,14 @@ SMALL_A100 = (Size(40e9), Bandwidth(1.555e12))
 
 MESH = 4
 """GPUs of a node whose NVLinks go to each other directly."""
+
+
+ATTENTION = {
+    "latent": "latent attention",
+    "windows": "sliding windows",
+    "linear": "linear attention",
+}
+"""What groups of steps that were not fitted are called."""
 
 
 class Rates(NamedTuple):
@@ -169,6 +183,7 @@ def _name(step: PublishedStep) -> str:
 
 def _group(step: PublishedStep) -> str:
     kind = "" if shape_of(step.model).experts is None else f", {step.routing} routing"
-    latent = ", latent attention" if shape_of(step.model).latent is not None else ""
+    attention = kind_of_attention(step.model)
+    latent = "" if attention == "plain" else f", {ATTENTION[attention]}"
     context = ", context ranks" if step.context_parallel > 1 else ""
     return f"{step.framework}{kind}{latent}{context}"
