@@ -169,8 +169,7 @@ def bridge(path: Path) -> Iterator[PublishedStep]:
 def pages(path: Path) -> Iterator[PublishedStep]:
     """Yield the steps in 16 bits of Megatron-Bridge's summary pages, of GPT-OSS alone.
 
-    But for 25.11, whose page counts a
-    quarter of the micro-batches that its batch has.
+    Left out is 25.11, whose page counts a quarter of the micro-batches that its batch has.
     """
     for line in _lines(path):
         kind = (line["precision"], line["model"], line["release"] == "25.11")
