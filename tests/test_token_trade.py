@@ -9,9 +9,11 @@ import pytest
 
 from sim.costs.costs import Costs
 from sim.costs.curves import compose_decode
+from sim.costs.experts import experts_time
 from sim.costs.inference import Shard
 from sim.costs.kernels import Kernels
 from sim.costs.token_trade import ACHIEVED, MOST_DIRECT, START_TIME, routed_copies, trade_time
+from sim.costs.wide_experts import dealt_experts_time
 from sim.costs.wires import Wires
 from streamrl.hardware.memory import kv_capacity, longest_sequence
 from streamrl.hardware.profiles import load_model
@@ -119,7 +121,32 @@ def test_a_step_of_attention_ranks_costs_what_each_does_for_its_share() -> None:
         share = rank.per_context_token[running // 128]
         assert wide.per_context_token[running] * 128 == pytest.approx(share)
     assert wide.base[128] > 58 * 2 * START_TIME
-    assert wide.base[100] == wide.base[128] < wide.base[129]
+    # one more of some rank's makes the fullest do twice as much; fewer read fewer experts
+    assert wide.base[100] < wide.base[128] < wide.base[129]
+
+
+def test_a_gpu_that_is_sent_its_own_tokens_does_its_share_of_what_a_node_does() -> None:
+    assert EXPERTS is not None
+    kernels, tokens = Kernels("h200", "bfloat16"), np.array([1.0, 4096.0])
+    node, wide = (
+        dealt_experts_time(kernels, tokens, EXPERTS, 7168, ranks).seconds for ranks in (8, 64)
+    )
+    assert wide[1] == pytest.approx(node[0] + (node[1] - node[0]) / 8)  # all experts are read
+    assert node[0] / 2 < wide[0] <= node[0]
+    assert node == pytest.approx(experts_time(kernels, tokens, EXPERTS, 7168, 1, 8).seconds)
+
+
+@pytest.mark.parametrize("tokens", [16, 64, 256])
+def test_a_few_tokens_take_as_long_as_was_measured_of_many_ranks(tokens: int) -> None:
+    """Of Qwen3-235B's experts: with few tokens it hardly counts that all of them are on every GPU there."""
+    experts = load_model(ModelConfig(name="qwen3-235b-a22b")).experts
+    assert experts is not None
+    kernels, size = Kernels("h200", "bfloat16"), np.array([float(tokens)])
+    for ranks in (16, 32):
+        measured = experts_time(kernels, size, experts, 4096, 1, ranks)
+        found = dealt_experts_time(kernels, size, experts, 4096, ranks)
+        assert found.seconds == pytest.approx(measured.seconds, rel=0.25)
+        assert not measured.unmeasured.any()
 
 
 def test_wide_experts_generate_faster_than_as_many_gpus_in_tensor_parallel_replicas() -> None:

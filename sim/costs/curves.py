@@ -49,7 +49,7 @@ def compose_decode(shard: Shard, max_running: int, longest: float, capacity: flo
     ways = under_way * shard.data_parallel
     batch = np.ceil(running / ways)
     slowdown = shard.engine.constants.slowdown
-    base = _base(shard, batch)
+    base = _base(shard, batch, running / under_way)
     largest = int(batch[-1])
     knots = [b for b in (2**i for i in range(17)) if b < largest] + [largest]
     each = capacity / shard.pipeline_parallel / shard.data_parallel
@@ -71,11 +71,15 @@ def fullest_share(shard: Shard) -> float:
     return max(stage_layers(layers, shard.pipeline_parallel)) / layers
 
 
-def _base(shard: Shard, batch: Floats) -> Estimate:
-    """Return the seconds of a decode step of each batch beside attention: of all stages, each as long as the slowest."""
+def _base(shard: Shard, batch: Floats, together: Floats) -> Estimate:
+    """Return the seconds of a decode step beside attention: of all stages, each as long as the slowest.
+
+    `batch` are the rollouts of the fullest attention rank, `together` those of all ranks in one pass.
+    """
     slowdown, stages = shard.engine.constants.slowdown, shard.pipeline_parallel
     tokens = batch * shard.queries
-    products, head = shard.products(tokens) * slowdown, shard.head(tokens) * slowdown
+    routed = together * shard.queries if shard.data_parallel > 1 else None
+    products, head = shard.products(tokens, routed) * slowdown, shard.head(tokens) * slowdown
     if stages == 1:
         kernels = products + head
         return total([kernels, shard.waiting(kernels.seconds), shard.overhead(batch)])

@@ -15,9 +15,10 @@ from sim.costs.experts import experts_time
 from sim.costs.kernels import Estimate, Kernels, total, unmeasured
 from sim.costs.overheads import ServingEngine, load_engine
 from sim.costs.token_trade import trade_time
+from sim.costs.wide_experts import dealt_experts_time
 from sim.costs.wires import Wires
 from streamrl.hardware.linear_attention import LinearAttention
-from streamrl.hardware.model_shape import BYTES, ModelShape
+from streamrl.hardware.model_shape import BYTES, Experts, ModelShape
 from streamrl.hardware.operators import HEAD_DIM
 from streamrl.hardware.tables import Floats
 
@@ -54,11 +55,13 @@ class Shard:
 
     # A layer ------------------------------------------------------------------------------------------
 
-    def products(self, tokens: Floats) -> Estimate:
+    def products(self, tokens: Floats, routed: Floats | None = None) -> Estimate:
         """Seconds of all layers but their attention over cached tokens, for `tokens` new ones a pass.
 
-        With attention ranks each has as many, and what experts give is brought back by the trade of tokens.
+        With attention ranks it is the fullest that has as many, and what experts give is brought back by the trade of
+        tokens; `routed` are those of all ranks, each as many where absent.
         """
+        routed = tokens * self.data_parallel if routed is None else routed
         model, degree = self.model, self.tensor_parallel
         layers = [self._projections(tokens) * model.num_attention_layers]
         if model.linear is not None:
@@ -66,7 +69,7 @@ class Shard:
         if model.num_dense_layers:
             layers.append(self._mlp(tokens, model.intermediate_size) * model.num_dense_layers)
         if model.experts is not None:
-            layers.append(self._experts(tokens) * model.num_expert_layers)
+            layers.append(self._experts(tokens, routed) * model.num_expert_layers)
         if degree > 1:
             num_reduces = 2 * model.num_layers
             num_reduces -= model.num_expert_layers if self.data_parallel > 1 else 0
@@ -147,33 +150,37 @@ class Shard:
         products = self._linear(tokens, 2 * width, hidden) + self._linear(tokens, hidden, width)
         return products + self.kernels.traffic(MLP_BYTES / 2 * self._width * width * tokens)
 
-    def _experts(self, tokens: Floats) -> Estimate:
+    def _experts(self, tokens: Floats, dealt: Floats) -> Estimate:
         experts = self.model.experts
         assert experts is not None
-        routed = experts_time(
-            self.kernels,
-            tokens * self.data_parallel,
-            experts,
-            self.model.hidden_size,
-            self.tensor_parallel,
-            self.expert_parallel,
-            has_wide_tiles=self.engine.constants.has_wide_experts,
-        )
         if self.data_parallel > 1:
-            assert self.wires is not None
-            routed += trade_time(
-                self.wires,
-                tokens / self.tensor_parallel,
+            routed = self._dealt_experts(tokens, dealt, experts)
+        else:
+            routed = experts_time(
+                self.kernels,
+                tokens,
                 experts,
                 self.model.hidden_size,
+                self.tensor_parallel,
                 self.expert_parallel,
-                self.kernels.dtype,
+                has_wide_tiles=self.engine.constants.has_wide_experts,
             )
         router = self.kernels.time("gemm", tokens, n=experts.num_experts, k=self.model.hidden_size)
         if not experts.num_shared_experts:
             return routed + router
         shared = experts.num_shared_experts * experts.intermediate_size
         return total([routed, router, self._mlp(tokens, shared)])
+
+    def _dealt_experts(self, tokens: Floats, dealt: Floats, experts: Experts) -> Estimate:
+        """Experts that all ranks share out, and the way of `tokens` of each attention rank to them and back."""
+        assert self.wires is not None
+        hidden, ranks = self.model.hidden_size, self.expert_parallel
+        wide = self.engine.constants.has_wide_experts
+        computed = dealt_experts_time(
+            self.kernels, dealt, experts, hidden, ranks, has_wide_tiles=wide
+        )
+        share = tokens / self.tensor_parallel
+        return computed + trade_time(self.wires, share, experts, hidden, ranks, self.kernels.dtype)
 
     def sent_on(self, tokens: Floats) -> Estimate:
         """Seconds in which a stage sends the residual stream to the next one, each tensor rank its share."""
