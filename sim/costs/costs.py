@@ -269,6 +269,7 @@ def _compose_replica(run: Run) -> tuple[DecodeCurve, PrefillCurve]:
         load_engine(run.costs.engine),
         rollout.pipeline_parallel,
         rollout.data_parallel,
+        overlaps_dispatch=rollout.overlaps_dispatch,
         wires=Wires.of(run.cluster.pools[rollout.pool]),
     )
     most = most_running(run)

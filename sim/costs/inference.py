@@ -43,6 +43,8 @@ class Shard:
     """Stages of the replica, of whose layers this counts all: `sim.costs.curves` deals them out."""
     data_parallel: int = 1
     """Groups of tensor ranks that attend each to their own tokens, and share the experts out."""
+    overlaps_dispatch: bool = False
+    """Whether tokens of one half of a batch are on their way while GPUs compute the other, where that is faster."""
     queries: int = 1
     """Tokens of each rollout in a decode step: several where drafted ones are checked."""
     wires: Wires | None = None
@@ -62,6 +64,20 @@ class Shard:
         tokens; `routed` are those of all ranks, each as many where absent.
         """
         routed = tokens * self.data_parallel if routed is None else routed
+        computed = self._computed(tokens, routed)
+        if self.data_parallel == 1:
+            return computed
+        whole = computed + self._traded(tokens)
+        if not self.overlaps_dispatch:
+            return whole
+        half = np.maximum(1.0, tokens / 2)
+        parts = (self._computed(half, np.maximum(1.0, routed / 2)), self._traded(half))
+        seconds = 2 * np.maximum(*(part.seconds for part in parts))
+        seconds = np.minimum(whole.seconds, seconds)
+        return Estimate(seconds, whole.unmeasured * (seconds / whole.seconds), whole.sources)
+
+    def _computed(self, tokens: Floats, routed: Floats) -> Estimate:
+        """What GPUs do of that, the trade of tokens left out."""
         model, degree = self.model, self.tensor_parallel
         layers = [self._projections(tokens) * model.num_attention_layers]
         if model.linear is not None:
@@ -154,7 +170,7 @@ class Shard:
         experts = self.model.experts
         assert experts is not None
         if self.data_parallel > 1:
-            routed = self._dealt_experts(tokens, dealt, experts)
+            routed = self._dealt_experts(dealt, experts)
         else:
             routed = experts_time(
                 self.kernels,
@@ -171,16 +187,19 @@ class Shard:
         shared = experts.num_shared_experts * experts.intermediate_size
         return total([routed, router, self._mlp(tokens, shared)])
 
-    def _dealt_experts(self, tokens: Floats, dealt: Floats, experts: Experts) -> Estimate:
-        """Experts that all ranks share out, and the way of `tokens` of each attention rank to them and back."""
-        assert self.wires is not None
+    def _dealt_experts(self, dealt: Floats, experts: Experts) -> Estimate:
+        """Experts that all ranks share out."""
         hidden, ranks = self.model.hidden_size, self.expert_parallel
         wide = self.engine.constants.has_wide_experts
-        computed = dealt_experts_time(
-            self.kernels, dealt, experts, hidden, ranks, has_wide_tiles=wide
-        )
-        share = tokens / self.tensor_parallel
-        return computed + trade_time(self.wires, share, experts, hidden, ranks, self.kernels.dtype)
+        return dealt_experts_time(self.kernels, dealt, experts, hidden, ranks, has_wide_tiles=wide)
+
+    def _traded(self, tokens: Floats) -> Estimate:
+        """The way of `tokens` of each attention rank to experts and back, in all layers; tensor ranks share it."""
+        model, share = self.model, tokens / self.tensor_parallel
+        assert self.wires is not None and model.experts is not None
+        ranks, dtype = self.expert_parallel, self.kernels.dtype
+        one = trade_time(self.wires, share, model.experts, model.hidden_size, ranks, dtype)
+        return one * model.num_expert_layers
 
     def sent_on(self, tokens: Floats) -> Estimate:
         """Seconds in which a stage sends the residual stream to the next one, each tensor rank its share."""

@@ -70,6 +70,9 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     with all weights but the experts, which all of them share out (wide expert parallelism)."""
     expert_parallel: int = 1
     """1, or tensor_parallel x data_parallel: then each GPU of a replica holds whole experts of a mixture."""
+    overlaps_dispatch: bool = False
+    """Simulated: whether tokens of attention ranks go to experts and back while GPUs compute the other half of the batch,
+    where that is faster (two-batch overlap of SGLang and vLLM)."""
     chunked_prefill: bool = True
     """Simulated: whether prefill rides on decode steps, as in vLLM, or halts them."""
     max_running: int = 256
