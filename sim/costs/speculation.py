@@ -24,6 +24,7 @@ from streamrl.runfile.sides_config import SpeculativeConfig
 
 def accepted_tokens(config: SpeculativeConfig) -> float:
     """Return the tokens that a step makes of each rollout on average."""
+    assert config.acceptance is not None, "check_run wants it"
     return sum(config.acceptance**place for place in range(config.tokens + 1))
 
 

@@ -24,10 +24,10 @@ ContextExchange = Literal["ring", "all-gather", "all-to-all"]
 class SpeculativeConfig(Section, frozen=True, kw_only=True):
     """Tokens that a draft proposes and the model checks together."""
 
-    tokens: int
+    tokens: int = 1
     """Drafted for each rollout and step."""
-    acceptance: float
-    """Probability that a drafted token is accepted where all before it were: measured, on your own rollouts."""
+    acceptance: float | None = None
+    """Probability that a drafted token is accepted where all before it were: measured, on your own rollouts; never absent."""
     model: str | None = None
     """Name of the model in profiles/models that drafts; the model's own layer for multi-token prediction where absent."""
 
