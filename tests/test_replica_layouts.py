@@ -176,6 +176,13 @@ def test_a_token_of_every_rollout_takes_two_turns_of_the_slower_of_two_stages() 
     assert two.per_context_token[64] * 2 == pytest.approx(one.per_context_token[32], rel=1e-6)
 
 
+def test_all_stages_wait_for_the_one_that_has_a_layer_more() -> None:
+    one, three = (compose_decode(shard(4, stages), 96, 8192.0, 1e7) for stages in (1, 3))
+    fullest = 27 / 80  # of three stages of 80 layers
+    share = one.per_context_token[32] * 3 * fullest / 3
+    assert three.per_context_token[96] == pytest.approx(share, rel=1e-6)
+
+
 def compose_attention(curve: DecodeCurve, batch: int) -> float:
     """Return what a curve of one stage has of attention beside tokens of context, of all layers."""
     alone, size = shard(4), np.array([float(batch)])

@@ -97,6 +97,9 @@ def test_a_draft_takes_memory_for_its_weights_and_its_cache() -> None:
     assert weights[2] - weights[0] == pytest.approx(2 * model.num_parameters)
     assert 0 < weights[1] - weights[0] < weights[0] / 20
     assert kv_capacity(plain) > kv_capacity(module) > kv_capacity(small)
+    per_token = 28 * 4 * 128 * 2 * 2, 24 * 2 * 64 * 2 * 2
+    room = kv_capacity(plain) * per_token[0] - 2 * model.num_parameters
+    assert kv_capacity(small) == pytest.approx(room / sum(per_token), rel=1e-3)
     assert Costs.load(small).decode.base[1] < Costs.load(plain).decode.base[1]
 
 
