@@ -52,6 +52,8 @@ DEVICES = {
     "h20": "NVIDIA H20",
     "h800": "NVIDIA H800",
 }
+GATED_HEADS = 32
+"""Value heads of the gated delta net that was measured: Qwen3-Next's, of 128 channels like its 16 key heads."""
 MLA_HEADS = 128
 """Heads of the latent attention that was measured: DeepSeek-V3's."""
 
@@ -164,6 +166,8 @@ def _infersim(folder: Path, gpu: str) -> None:
         "kv_len",
         facts,
     )
+    if (folder / "gdn" / "decode" / gpu).exists():
+        _gated_delta(folder / "gdn", gpu)
     grouped = pd.concat(
         pd.read_csv(folder / "grouped_gemm" / phase / gpu / "data.csv").rename(
             columns={"batch_size_per_gpu": "tokens", "seq_len_per_gpu": "tokens"}
@@ -178,6 +182,16 @@ def _infersim(folder: Path, gpu: str) -> None:
     ).rename(columns={"num_experts": "experts", "num_gpus": "expert_parallel"})
     grouped["tensor_parallel"] = 1
     _write(grouped, gpu, "moe", "fp8", MOE_KEYS, "tokens", {**INFERSIM, "backend": "deepgemm"})
+
+
+def _gated_delta(folder: Path, gpu: str) -> None:
+    """Add the kernels of a layer up; the file of 64 heads repeats that of 32, which is Qwen3-Next's."""
+    name, facts = f"4-16-128-{GATED_HEADS}-128.csv", {**INFERSIM, "backend": "fla"}
+    for phase, size, column in (("decode", "batchsize", "batch"), ("prefill", "seq_len", "tokens")):
+        table = pd.read_csv(folder / phase / gpu / name).rename(columns={size: column})
+        table["latency"] = table.drop(columns=column).sum(axis=1) / 1e3
+        table = table.assign(heads=GATED_HEADS)
+        _write(table, gpu, f"linear_{phase}", "bfloat16", ("heads",), column, facts)
 
 
 MOE_KEYS = ("hidden", "intermediate", "topk", "experts", "tensor_parallel", "expert_parallel")

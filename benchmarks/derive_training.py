@@ -8,10 +8,12 @@ in fp8 among them (nothing is fitted to these):
 
 | kept                                           | left out, and why                                             |
 |------------------------------------------------|---------------------------------------------------------------|
-| dense models with grouped-query attention      | sliding windows, linear attention, state space: no costs      |
-| mixtures with plain attention                  | expert layers of hybrids, vision towers: no costs             |
+| dense models with grouped-query attention      | state space models, vision towers: no costs                   |
+| mixtures with plain attention                  | expert layers of those                                        |
+| sliding windows, linear attention, groups apart | GPT-OSS of Automodel: its expert ranks are not published      |
 | mixtures with latent attention, a group apart  | adapters (LoRA): another amount of work                       |
-| pipelines, tensor, expert and data parallelism | context parallelism, FP8 mixtures, optimizer on the host: no costs yet |
+| pipelines, tensor, expert and data parallelism | FP8 mixtures, optimizer on the host: no costs yet             |
+| context parallelism, a group apart             | verification cards with it: functional, 10 to 40 TFLOP/s      |
 | ZeRO 1 and 3                                   | rows whose batch, layout or GPU is not published              |
 """
 
@@ -59,6 +61,7 @@ def derived(data: Path) -> list[PublishedStep]:
         *mosaic(data / "training" / "mpt_train_mfu.csv"),
         *bridge(data / "parallel_training" / "mbridge_cards_h100.csv"),
         *bridge_fp8(data / "parallel_training" / "megatron_bridge_h100.csv"),
+        *pages(data / "parallel_training" / "megatron_bridge_h100.csv"),
         *ablations(data / "parallel_training" / "training_ablations.csv"),
         *others(data / "parallel_training" / "training_other.csv"),
         *prime(data / "parallel_training" / "prime_rl_bench.csv"),
@@ -195,6 +198,34 @@ def bridge_fp8(path: Path) -> Iterator[PublishedStep]:
         )
 
 
+def pages(path: Path) -> Iterator[PublishedStep]:
+    """Yield the steps in 16 bits of Megatron-Bridge's summary pages, of GPT-OSS alone.
+
+    Left out is 25.11, whose page counts a quarter of the micro-batches that its batch has.
+    """
+    for line in _lines(path):
+        kind = (line["precision"], line["model"], line["release"] == "25.11")
+        if kind != ("BF16", "GPT OSS 120B", False):
+            continue
+        gpus, pipeline = int(line["num_gpus"]), int(line["pp"])
+        tokens = int(line["gbs"]) * int(line["seq_len"])
+        yield PublishedStep(
+            framework="Megatron-Bridge",
+            release=line["release"],
+            gpu="h100",
+            model="gpt-oss-120b",
+            sequences=int(line["gbs"]),
+            tokens=int(line["seq_len"]),
+            micro_batch=int(line["mbs"]),
+            data_parallel=gpus // pipeline,
+            pipeline_parallel=pipeline,
+            expert_parallel=int(line["ep"]),
+            routing="balanced",
+            seconds=tokens / gpus / float(line["tokens_per_s_per_gpu"]),
+            source=f"{BRIDGE} docs/performance-summary-archive.md",
+        )
+
+
 ABLATIONS = {
     "HybridEP, overlap off": {"dispatch": "deduplicated"},
     "HybridEP, overlap on (search run)": {"dispatch": "deduplicated", "overlaps": True},
@@ -244,16 +275,19 @@ MIXTURES = {
     "Qwen3 MoE 30B": "qwen3-30b-a3b",
     "DeepSeek V3 671B": "deepseek-v3",
     "Mixtral-8x7B": "mixtral-8x7b",
+    "Qwen3-Next-80B-A3B": "qwen3-next-80b-a3b",
 }
 
 
 def others(path: Path) -> Iterator[PublishedStep]:
     """Yield rows with full layouts of the other sources."""
     for line in _lines(path):
-        if line["precision"] != "BF16" or int(line["cp"] or 1) > 1:
+        if line["precision"] != "BF16":
             continue
         if line["source"].startswith("KempnerForge") and line["model"] in KEMPNER_MODELS:
             yield kempner(line)
+        elif line["model"] == "Llama3 70B" and int(line["cp"] or 1) > 1 and line["num_gpus"]:
+            yield automodel_dense(line)
         elif line["model"] in MIXTURES and "H100" in line["system"] and line["num_gpus"]:
             yield mixture(line)
 
@@ -290,7 +324,7 @@ def mixture(line: dict[str, str]) -> PublishedStep:
     """Return a step of a mixture; where a page gives TFLOP/s alone, seconds follow from the model's FLOPs."""
     note, framework = line["note"], line["source"].split()[0]
     gpus, tensor, pipeline = int(line["num_gpus"]), int(line["tp"]), int(line["pp"])
-    sequences = int(line["gbs"] or 256)
+    sequences, context = int(line["gbs"] or 256), int(line["cp"] or 1)
     model, tokens = MIXTURES[line["model"]], int(line["seq_len"])
     if line["step_time_s"]:
         seconds = float(line["step_time_s"])
@@ -311,7 +345,8 @@ def mixture(line: dict[str, str]) -> PublishedStep:
         sequences=sequences,
         tokens=tokens,
         micro_batch=int(line["mbs"] or 1),
-        data_parallel=gpus // tensor // pipeline,
+        data_parallel=gpus // tensor // pipeline // context,
+        context_parallel=context,
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
         virtual_stages=int(line["vp"] or (4 if pipeline == 8 else 1)),
@@ -322,6 +357,26 @@ def mixture(line: dict[str, str]) -> PublishedStep:
         dispatch="all-to-all" if "all-to-all" in note else "deduplicated",
         overlaps="overlap" in note.lower() or ("PR 5728" in line["source"] and pipeline > 1),
         seconds=seconds,
+        source=line["source"],
+    )
+
+
+def automodel_dense(line: dict[str, str]) -> PublishedStep:
+    """Return a step of a dense model of Automodel with context ranks; kept activations of its passes would fit no GPU."""
+    gpus, context = int(line["num_gpus"]), int(line["cp"])
+    return PublishedStep(
+        framework="Automodel",
+        release=line["release"],
+        gpu="h100",
+        model="llama-3.1-70b",
+        sequences=int(line["gbs"]),
+        tokens=int(line["seq_len"]),
+        micro_batch=int(line["mbs"]),
+        data_parallel=gpus // context,
+        context_parallel=context,
+        zero=3,
+        recompute="full",
+        seconds=float(line["step_time_s"]),
         source=line["source"],
     )
 

@@ -91,6 +91,15 @@ def _limits(run: Run) -> Iterator[Limit]:
             f"1 for backend {rollout.backend}",
             "--set rollout.backend=vllm executes the run on several GPUs a replica",
         )
+        yield Limit(
+            f"{kind_key(kind)}.speculative",
+            "a draft",
+            own.speculative is None,
+            "left out to be executed: no back end drafts tokens here",
+        )
+        for name in ("pipeline_parallel", "data_parallel"):
+            degree = getattr(own, name)
+            yield Limit(f"{kind_key(kind)}.{name}", degree, degree == 1, "1 to be executed")
     for own in rollout.kinds:
         if own.backend == "vllm" and device_of(run, own.pool) == "cpu":
             heads = load_model(run.model).head_dim
@@ -182,7 +191,7 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
         f"1 {of_backend} and {algorithm.name}: several are made by torch alone, and by no dpo, whose pairs are weighed at "
         "the weights that they were scored at",
     )
-    for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel"):
+    for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel"):
         degree = getattr(trainer, name)
         yield Limit(f"{key}.{name}", degree, degree == 1, f"1 {of_backend}")
     has_group = trainer.data_parallel > 1 or trainer.backend == "deepspeed"

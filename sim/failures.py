@@ -51,7 +51,7 @@ class Failures:
     def watch(self, replica: Replica) -> None:
         """Let a replica that begins to serve fail later, if it is still there then."""
         run = self._around.run_file.of_kind(replica.kind)
-        seconds = time_to_failure(run, run.rollout.tensor_parallel, STREAM, replica.id)
+        seconds = time_to_failure(run, run.rollout.gpus_per_replica, STREAM, replica.id)
         if seconds < inf:
             self._around.env.process(self._fail(replica, seconds, self._lose_replica))
 

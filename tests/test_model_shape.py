@@ -47,6 +47,18 @@ DEEPSEEK = {
     "moe_intermediate_size": 20,
     "first_k_dense_replace": 1,
 }
+GPT_OSS = {**MIXTRAL, "head_dim": 10}
+QWEN3_NEXT = {
+    **QWEN3_MOE,
+    "num_hidden_layers": 8,
+    "shared_expert_intermediate_size": 40,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+}
+GEMMA3 = {**DENSE, "head_dim": 16, "num_hidden_layers": 7}
 CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", DENSE),
     ("qwen2", {**DENSE, "tie_word_embeddings": True}),
@@ -67,6 +79,12 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {**QWEN3_MOE, "head_dim": None}),
     ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [0, 1]}),
     ("qwen3_moe", {**QWEN3_MOE, "num_experts_per_tok": 6, "tie_word_embeddings": True}),
+    ("gpt_oss", GPT_OSS),
+    ("gpt_oss", {**GPT_OSS, "num_hidden_layers": 5, "tie_word_embeddings": True}),
+    ("qwen3_next", QWEN3_NEXT),
+    ("qwen3_next", {**QWEN3_NEXT, "layer_types": ["full_attention", "linear_attention"] * 4}),
+    ("gemma3_text", GEMMA3),
+    ("gemma3_text", {**GEMMA3, "tie_word_embeddings": False, "num_key_value_heads": 1}),
     ("deepseek_v3", DEEPSEEK),
     ("deepseek_v3", {**DEEPSEEK, "q_lora_rank": None}),
     ("deepseek_v3", {**DEEPSEEK, "n_shared_experts": 3, "first_k_dense_replace": 0}),
@@ -115,7 +133,7 @@ def test_a_published_config_counts_as_the_one_that_transformers_saves(tmp_path: 
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("gpt_oss", "the nearest is mixtral, which would ignore layer_types"),
+        ("gemma2", "the nearest is gemma3_text, which would ignore query_pre_attn_scalar"),
         ("olmo2", "the nearest is qwen2"),
         (
             "glm4_moe",
@@ -156,13 +174,40 @@ def test_a_sliding_window_is_read_where_the_type_has_one(
     assert read(tmp_path, {**DENSE, **changes}).sliding_window == window
 
 
-def test_rollouts_that_outgrow_a_sliding_window_have_no_costs(tmp_path: Path) -> None:
+def test_rollouts_that_outgrow_a_sliding_window_have_costs_too(tmp_path: Path) -> None:
     read(tmp_path, {**DENSE, "model_type": "mistral", "sliding_window": 2500})
-    model = {"path": str(tmp_path)}
-    fits = {"model": model, "rollout.max_tokens": 452}
-    Costs.load(small_run(fits))
-    with pytest.raises(RunError, match=r"sliding_window of 2500 tokens .* than the 2501 of"):
-        Costs.load(small_run({**fits, "rollout.max_tokens": 453}))
+    fits = {"model": {"path": str(tmp_path)}, "rollout.max_tokens": 452}
+    whole, beyond = (
+        Costs.load(small_run({**fits, "rollout.max_tokens": tokens})).decode.per_context_token[4]
+        for tokens in (452, 20000)
+    )
+    assert beyond < 0.5 * whole  # tokens past the window are not read
+
+
+@pytest.mark.parametrize(
+    ("changes", "full", "windows", "linear"),
+    [
+        ({"model_type": "gpt_oss", **GPT_OSS, "sliding_window": 8}, 1, 2, 0),
+        ({"model_type": "gemma3_text", **GEMMA3, "sliding_window": 8}, 1, 6, 0),
+        ({"model_type": "qwen3_next", **QWEN3_NEXT}, 2, 0, 6),
+        ({"model_type": "qwen3_next", **QWEN3_NEXT, "full_attention_interval": 2}, 4, 0, 4),
+        ({"model_type": "mistral", **DENSE}, 0, 3, 0),
+    ],
+)
+def test_layers_attend_as_their_types_say_or_as_the_type_of_model_has_them(
+    changes: dict[str, Any], full: int, windows: int, linear: int, tmp_path: Path
+) -> None:
+    model = read(tmp_path, changes)
+    found = (model.num_full_layers, model.num_windowed_layers, model.num_linear_layers)
+    assert found == (full, windows, linear)
+
+
+def test_a_layer_of_no_known_type_is_refused(tmp_path: Path) -> None:
+    table = {"model_type": "gpt_oss", **GPT_OSS, "layer_types": ["full_attention", "other"]}
+    with pytest.raises(
+        RunError, match=r"layer_types must name full_attention, .* each of 3 layers"
+    ):
+        read(tmp_path, table)
 
 
 # Closed form ---------------------------------------------------------------------------------------

@@ -38,13 +38,16 @@ PUBLISHED = {
     "r1-distill-qwen-7b": (7.62, 7_615_616_512),
     "deepseek-v3": (671, 671_026_419_200),
     "mixtral-8x7b": (46.7, 46_702_792_704),
+    "gpt-oss-120b": (116.83, 116_829_156_672),
+    "qwen3-next-80b-a3b": (80, 79_674_391_296),
     "moonlight-16b-a3b": (16, 15_960_110_208),
     "kempner-13b": (14.84, 14_840_386_560),
     "bloom-176b": (176, 176_247_228_416),
 }
 """Billions as the model card prints them (the R1 distillations and Llama: as the hub does), and the values in
 the checkpoint's safetensors files. DeepSeek-V3: without the module for multi-token prediction, which makes it
-685 billion on the hub, and with the router's biases. Moonlight's and KempnerForge's last digits are computed. BLOOM: of
+685 billion on the hub, and with the router's biases. Moonlight's, KempnerForge's and Qwen3-Next's last digits are computed
+(the latter's without multi-token prediction). BLOOM: of
 the gated MLP that stands for its plain one; its checkpoint has 176,247,271,424."""
 NON_EMBEDDING = {
     "qwen2.5-0.5b": 0.36,
@@ -63,6 +66,8 @@ NON_EMBEDDING = {
     "qwen3-30b-a3b": 29.9,
     "qwen3-235b-a22b": 234,
     "moonlight-16b-a3b": 15.29,
+    "qwen3-next-80b-a3b": 79,
+    "gpt-oss-120b": 115.67,
 }
 """Billions without embedding tables, as the model card prints them."""
 
@@ -98,7 +103,12 @@ def test_the_count_without_embeddings_is_that_of_the_model_card(name: str, print
 
 @pytest.mark.parametrize(
     ("name", "printed", "counts_input"),
-    [("qwen3-30b-a3b", 3.3, True), ("qwen3-235b-a22b", 22, True), ("deepseek-v3", 36.6, False)],
+    [
+        ("qwen3-30b-a3b", 3.3, True),
+        ("qwen3-235b-a22b", 22, True),
+        ("deepseek-v3", 36.6, False),
+        ("gpt-oss-120b", 5.13, False),
+    ],
 )
 def test_a_token_activates_as_many_parameters_as_the_model_card_says(
     name: str, printed: float, counts_input: bool

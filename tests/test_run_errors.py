@@ -165,7 +165,7 @@ def test_a_whole_number_that_may_be_absent_is_called_so() -> None:
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
-        ("rollout.pipeline_parallel", "trainer.pipeline_parallel"),
+        ("rollout.virtual_stages", "trainer.virtual_stages"),
         ("replicas", "rollout.replicas"),
         ("workload.kind", "lengths.kind"),
         ("trainer.max_stalenes", "policies.max_staleness"),

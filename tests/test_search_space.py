@@ -143,7 +143,7 @@ def test_reasons_are_counted() -> None:
     [
         (
             {"model": {"name": "deepseek-v3"}},
-            {},
+            {"rollout_pipeline_parallel": [1]},
             "no replica can generate .* holds no longest rollout",
         ),
         (

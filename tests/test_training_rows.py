@@ -148,7 +148,7 @@ def test_rates_of_products_and_experts_are_those_that_the_kernel_tables_give() -
 def test_published_steps_have_layouts_that_their_gpus_can_have() -> None:
     for step, _ in rows():
         assert step.sequences % (step.data_parallel * step.micro_batch) == 0, step
-        ranks = step.data_parallel * step.tensor_parallel
+        ranks = step.data_parallel * step.context_parallel * step.tensor_parallel
         assert ranks % step.expert_parallel == 0, step
         assert load_gpu(step.gpu.removesuffix("-40")).flops["bfloat16"] > 0
         assert step.seconds > 0 and step.source

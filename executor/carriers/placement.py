@@ -76,7 +76,7 @@ class Placement:
     def _take_trainer(self, number: int) -> tuple[Place, ...]:
         run = self._run.as_seen_by(number)
         trainer, role = run.trainer, trainer_names(self._run)[number]
-        num_groups = trainer.data_parallel * trainer.pipeline_parallel
+        num_groups = trainer.copies * trainer.pipeline_parallel
         groups = [
             self._take(trainer.pool, trainer.tensor_parallel, role) for _ in range(num_groups)
         ]

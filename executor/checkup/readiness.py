@@ -15,13 +15,19 @@ from streamrl.doctor.fix import passes
 from streamrl.runfile.config import Run
 
 LIMITS: tuple[Changes, ...] = (
-    {"rollout.tensor_parallel": 1, "rollout.expert_parallel": 1},
+    {
+        "rollout.tensor_parallel": 1,
+        "rollout.pipeline_parallel": 1,
+        "rollout.data_parallel": 1,
+        "rollout.expert_parallel": 1,
+    },
     {"rollout.admission": "on-demand"},
     {"rollout.migration_transfer": "recompute"},
     {
         "trainer.data_parallel": 1,
         "trainer.tensor_parallel": 1,
         "trainer.pipeline_parallel": 1,
+        "trainer.context_parallel": 1,
         "trainer.virtual_stages": 1,
         "trainer.expert_parallel": 1,
     },

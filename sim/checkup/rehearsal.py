@@ -34,6 +34,8 @@ EVENTS_PER_ROLLOUT = 10
 """Events after which a run counts as one that turns in circles: an undisturbed rollout takes three, and one
 more for each push that aborts it."""
 FEWEST_EVENTS = 5_000
+SPLITS = ("tensor_parallel", "pipeline_parallel", "expert_parallel")
+"""What no side of a stand-in has."""
 STAND_IN_MODEL = "qwen2.5-0.5b"
 STAND_IN_GPU = "h200"
 
@@ -155,9 +157,9 @@ def shortened(run: Run) -> Run:
 
 def stand_in(run: Run) -> Run:
     """Return a run of the same policies and counts with a small model, tiny outputs and GPUs that hold them."""
-    apart = {"tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1, "zero": 1}
+    apart = dict.fromkeys((*SPLITS, "context_parallel", "zero"), 1)
     trainer = replace(run.trainer, pool="rollout" if run.shares_gpus else "trainer", **apart)
-    alone = {"pool": "rollout", "tensor_parallel": 1, "expert_parallel": 1}
+    alone = {"pool": "rollout", **dict.fromkeys((*SPLITS, "data_parallel"), 1)}
     rollout = replace(
         run.rollout,
         backend="transformers",

@@ -2,9 +2,10 @@
 
     seconds of a token  =  bytes of its keys and values on one GPU / bandwidth between two GPUs
 
-Within a node that is NVLink, else a GPU's share of its node's network, or of the way through host memory
+Within a node, or another NVLink domain, that is NVLink, else a GPU's share of its node's network, or of the way through host memory
 where the network ends there and that is slower. In a pool of several nodes every move counts as one between
-nodes: which replica stands where is not modelled. Nothing else on the wire is waited for.
+nodes: which replica stands where is not modelled. What a rollout keeps whatever its length (windows, linear states) is not
+counted. Nothing else on the wire is waited for.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sim.costs.sync import SyncSide
-from streamrl.hardware.precision import replica_token_bytes
+from streamrl.hardware.memory import replica_model
+from streamrl.hardware.precision import rollout_precision
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
 
@@ -30,7 +32,10 @@ class CacheTransfer:
     def load(cls, run: Run) -> CacheTransfer:
         """Return what the pool of the replicas allows."""
         side = SyncSide.load(run, run.rollout.pool, run.rollout.num_gpus)
-        num_bytes = replica_token_bytes(run)
+        num_bytes = replica_model(run).shard_kv_bytes_per_token(
+            rollout_precision(run).cache, run.rollout.tensor_parallel
+        )
+        num_bytes /= run.rollout.pipeline_parallel
         return cls(num_bytes / _bandwidth(side), Provenance.of("roofline", _sources(side)))
 
     def time(self, context: int) -> float:
@@ -40,7 +45,7 @@ class CacheTransfer:
 
 def _bandwidth(side: SyncSide) -> float:
     """Return the bytes a second from a GPU of one replica to one of another."""
-    if side.pool.nodes == 1:
+    if side.pool.num_gpus <= side.pool.domain:
         return side.gpu.nvlink
     if side.network.is_through_host:
         return min(side.rank_bandwidth, side.gpu.host_link)
@@ -50,4 +55,4 @@ def _bandwidth(side: SyncSide) -> float:
 def _sources(side: SyncSide) -> tuple[str, ...]:
     gpu = f"profiles/gpus/{side.pool.gpu}.toml"
     network = f"profiles/transports/{side.pool.transport}.toml"
-    return (gpu,) if side.pool.nodes == 1 else (gpu, network)
+    return (gpu,) if side.pool.num_gpus <= side.pool.domain else (gpu, network)

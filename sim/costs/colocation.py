@@ -19,13 +19,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sim.costs.framework_time import own_switch_time
-from sim.costs.sync import COPY_TRAFFIC, SyncCosts, SyncSide
+from sim.costs.sync import COPY_TRAFFIC, SyncCosts, SyncSide, replica_ways
 from streamrl.hardware.formats import is_narrow
-from streamrl.hardware.memory import model_state, num_models, num_trained_models, shard_parameters
+from streamrl.hardware.memory import (
+    fullest_stage,
+    model_state,
+    num_models,
+    num_trained_models,
+    shard_parameters,
+)
 from streamrl.hardware.model_shape import BYTES
 from streamrl.hardware.precision import (
     quantised_bytes,
-    replica_weight_bytes,
     rollout_precision,
     trained_dtype,
 )
@@ -73,7 +78,7 @@ class PhaseChange:
         side = SyncSide.load(run, run.rollout.pool, max(run.rollout.num_gpus, run.trainer.num_gpus))
         memory_bandwidth = side.gpu.memory_bandwidth * side.gpu.roofline.bandwidth_efficiency
         wire, sources = _wire(run, side)
-        quantised = quantised_bytes(run) / run.rollout.tensor_parallel
+        quantised = quantised_bytes(run) / replica_ways(run)
         return cls(
             onload_time=moved.onloaded / side.gpu.host_link,
             offload_time=moved.offloaded / side.gpu.host_link,
@@ -125,7 +130,7 @@ def count_moved(run: Run) -> PhaseBytes:
     actor steps last, so that its weights are there to be sent.
     """
     model, trained = load_model(run.model), _trained_shard(run)
-    needed, is_kept = replica_weight_bytes(run), not is_narrow(rollout_precision(run).weights)
+    needed, is_kept = fullest_stage(run).weights, not is_narrow(rollout_precision(run).weights)
     onloaded = offloaded = 0.0
     if not (run.trainer.offload and num_models(run) > 1):
         optimizer = model_state(model, run.trainer, trained_dtype(run)).optimizer
@@ -142,7 +147,7 @@ def _trained_shard(run: Run) -> float:
     """Bytes of one model's weights that a GPU of the trainer keeps."""
     trainer = run.trainer
     parameters = shard_parameters(load_model(run.model), trainer)
-    ways = trainer.data_parallel if trainer.zero == 3 else 1
+    ways = trainer.copies if trainer.zero == 3 else 1
     return parameters * BYTES[trained_dtype(run)] / ways
 
 
@@ -161,8 +166,8 @@ def _wire(run: Run, side: SyncSide) -> tuple[float, tuple[str, ...]]:
     """
     trainer, gpu = run.trainer, f"profiles/gpus/{side.pool.gpu}.toml"
     split = trainer.tensor_parallel * trainer.pipeline_parallel
-    split *= trainer.data_parallel if trainer.zero == 3 else 1
+    split *= trainer.copies if trainer.zero == 3 else 1
     reach = split if run.rollout.num_gpus <= trainer.num_gpus else side.num_gpus
-    if reach <= side.pool.gpus_per_node:
+    if reach <= side.pool.domain:
         return side.gpu.nvlink, (gpu,)
     return side.rank_bandwidth, (gpu, f"profiles/transports/{side.pool.transport}.toml")

@@ -19,14 +19,22 @@ from sim.costs.kernels import Kernels
 from sim.costs.machine import MachineCosts, MeasuredPrefill
 from sim.costs.overheads import decode_errors, load_engine
 from sim.costs.sharing import CoreSharing
+from sim.costs.speculation import compose_speculative
 from sim.costs.sync import SyncCosts
 from sim.costs.trainer_costs import FollowerCosts, TrainerCosts
 from sim.costs.training.training import TrainingCosts
+from sim.costs.wires import Wires
 from streamrl.engine.systems import moves_caches
 from streamrl.hardware.host_memory import check_host_memory, check_sync_buffer
-from streamrl.hardware.memory import check_memory, kv_capacity, longest_sequence, most_running
+from streamrl.hardware.memory import (
+    check_memory,
+    kv_capacity,
+    longest_sequence,
+    most_running,
+    replica_model,
+)
 from streamrl.hardware.precision import Precision, check_precision, rollout_precision
-from streamrl.hardware.profiles import check_profiles, load_model
+from streamrl.hardware.profiles import check_profiles
 from streamrl.hardware.tiers import Provenance
 from streamrl.record.decode_yield import DecodeYield
 from streamrl.runfile.config import Run
@@ -85,7 +93,6 @@ class Costs(TrainerCosts):
         _check_backend(run)
         check_profiles(run)
         check_precision(run)
-        _check_attention(run)
         check_memory(run)
         check_host_memory(run)
         check_sync_buffer(run)
@@ -206,20 +213,6 @@ def _check_backend(run: Run) -> None:
             assert_never(run.rollout.backend)
 
 
-def _check_attention(run: Run) -> None:
-    """Raise `RunError` where operators would be counted whose attention ends at a window that rollouts outgrow."""
-    window, longest = load_model(run.model).sliding_window, longest_sequence(run)
-    if run.costs.profile is None and window is not None and longest > window:
-        raise RunError(
-            "rollout.max_tokens",
-            run.rollout.max_tokens,
-            None,
-            f"the model's sliding_window of {window} tokens is shorter than the {longest} of rollout.max_tokens and "
-            "workload.max_prompt_tokens: no costs of such attention are known",
-            ("workload.max_prompt_tokens", "model.path"),
-        )
-
-
 def _with_machine(costs: Costs, machine: MachineCosts) -> Costs:
     """Replace the seconds of every operation by those that were measured on a machine."""
     return replace(
@@ -280,11 +273,12 @@ def _with_framework(costs: Costs, run: Run) -> Costs:
 
 
 def _checked(provenance: Provenance, run: Run) -> Provenance:
-    """Return where seconds of a replica come from with the error of its engine, in formats that were checked."""
-    own, gpu = rollout_precision(run), run.cluster.pools[run.rollout.pool].gpu
-    in_fp8 = own.compute == "fp8"
+    """Return where seconds of a replica come from with the error of its engine, in formats and layouts that were checked."""
+    own, rollout = rollout_precision(run), run.rollout
+    gpu, in_fp8 = run.cluster.pools[rollout.pool].gpu, own.compute == "fp8"
+    is_plain = rollout.speculative is None and rollout.gpus_per_replica == rollout.tensor_parallel
     is_checked = own.cache in CHECKED and (in_fp8 or own.weights in CHECKED)
-    if provenance.tier != "composed" or not is_checked:
+    if provenance.tier != "composed" or not (is_plain and is_checked):
         return provenance
     found = decode_errors(run.costs.engine, gpu, in_fp8=in_fp8)
     if found is None:
@@ -301,12 +295,20 @@ def _compose_replica(run: Run) -> tuple[DecodeCurve, PrefillCurve]:
     """Compose a replica's decode step and prefill from operators."""
     rollout = run.rollout
     shard = Shard(
-        load_model(run.model),
+        replica_model(run),
         kernels_of(run.cluster.pools[rollout.pool].gpu, rollout_precision(run), run.costs.backend),
         rollout.tensor_parallel,
         rollout.expert_parallel,
         load_engine(run.costs.engine),
+        rollout.pipeline_parallel,
+        rollout.data_parallel,
+        overlaps_dispatch=rollout.overlaps_dispatch,
+        wires=Wires.of(run.cluster.pools[rollout.pool]),
     )
     most = most_running(run)
-    decode = compose_decode(shard, most, longest_sequence(run), kv_capacity(run))
+    size = (most, longest_sequence(run), kv_capacity(run))
+    if rollout.speculative is None:
+        decode = compose_decode(shard, *size)
+    else:
+        decode = compose_speculative(shard, rollout.speculative, *size)
     return decode, PrefillCurve(shard, most, is_mixed=rollout.chunked_prefill)

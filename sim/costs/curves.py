@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 
 from sim.costs.inference import SHORTEST_CONTEXT, Shard
 from sim.costs.kernels import Estimate, total
+from streamrl.hardware.slices import stage_layers
 from streamrl.hardware.tables import Floats
 from streamrl.hardware.tiers import Provenance
 from streamrl.hardware.workspace import CHUNK
@@ -38,21 +40,56 @@ def compose_decode(shard: Shard, max_running: int, longest: float, capacity: flo
     straight line in the tokens of context, least squares of relative errors up to `longest` tokens a rollout
     and `capacity` tokens in all; between those batches the line's two numbers are interpolated. A batch takes
     no less than a smaller one: where a kernel is faster for more rollouts, an engine pads.
+
+    Attention ranks have equal shares of the rollouts. A pipeline of p stages has p batches under way, or one for each
+    rollout where these are fewer; a token of every rollout takes p turns of the slowest stage.
     """
-    batch = np.arange(1.0, max_running + 1)
+    running = np.arange(1.0, max_running + 1)
+    under_way = np.minimum(running, shard.pipeline_parallel)
+    ways = under_way * shard.data_parallel
+    batch = np.ceil(running / ways)
     slowdown = shard.engine.constants.slowdown
-    kernels = (shard.products(batch) + shard.head(batch)) * slowdown
-    base = total([kernels, shard.waiting(kernels.seconds), shard.overhead(batch)])
-    knots = [b for b in (2**i for i in range(17)) if b < max_running] + [max_running]
-    lines = [_attention_line(shard, b, longest, capacity) for b in knots]
-    fixed = np.interp(batch, knots, [line[0] for line in lines])
-    slope = np.interp(batch, knots, [line[1] for line in lines])
-    slope = np.maximum.accumulate(slope * batch) / batch
+    base = _base(shard, batch, running / under_way)
+    largest = int(batch[-1])
+    knots = [b for b in (2**i for i in range(17)) if b < largest] + [largest]
+    each = capacity / shard.pipeline_parallel / shard.data_parallel
+    lines = [_attention_line(shard, b, longest, each) for b in knots]
+    turns = shard.pipeline_parallel * fullest_share(shard)
+    fixed = turns * np.interp(batch, knots, [line[0] for line in lines])
+    slope = turns * np.interp(batch, knots, [line[1] for line in lines])
+    slope = np.maximum.accumulate(slope * batch) / batch / ways
     return DecodeCurve(
         base=[0.0, *np.maximum.accumulate(base.seconds + slowdown * fixed).tolist()],
         per_context_token=[slowdown * float(slope[0]), *(slowdown * slope).tolist()],
         provenance=total([base, *(line[2] for line in lines)]).provenance,
     )
+
+
+def fullest_share(shard: Shard) -> float:
+    """Return the share of the layers that the stage has which has most."""
+    layers = shard.model.num_layers
+    return max(stage_layers(layers, shard.pipeline_parallel)) / layers
+
+
+def _base(shard: Shard, batch: Floats, together: Floats) -> Estimate:
+    """Return the seconds of a decode step beside attention: of all stages, each as long as the slowest.
+
+    `batch` are the rollouts of the fullest attention rank, `together` those of all ranks in one pass.
+    """
+    slowdown, stages = shard.engine.constants.slowdown, shard.pipeline_parallel
+    tokens = batch * shard.queries
+    routed = together * shard.queries if shard.data_parallel > 1 else None
+    products, head = shard.products(tokens, routed) * slowdown, shard.head(tokens) * slowdown
+    if stages == 1:
+        kernels = products + head
+        return total([kernels, shard.waiting(kernels.seconds), shard.overhead(batch)])
+    layers = stage_layers(shard.model.num_layers, stages)
+    shares = [max(layers) / shard.model.num_layers, layers[-1] / shard.model.num_layers]
+    turns = [products * shares[0], products * shares[1] + head]
+    slowest = max(turns, key=lambda turn: float(turn.seconds[-1]))
+    waiting = shard.waiting(slowest.seconds / shares[0])
+    turn = [slowest, waiting * shares[0], shard.overhead(batch, shares[0]), shard.sent_on(tokens)]
+    return total(turn) * stages
 
 
 def _attention_line(
@@ -94,6 +131,7 @@ class PrefillCurve:
         alone = shard.prefill_attention(1, contexts)
         packed = [shard.prefill_attention(max(1.0, CHUNK / c), np.array([c])) for c in contexts]
         self._is_mixed = is_mixed
+        self._share, self._ranks = fullest_share(shard), shard.data_parallel
         self._overhead = float(overhead.seconds[0])
         self._products = _Line(tokens, products.seconds)
         pairs = contexts * contexts / 2
@@ -107,7 +145,7 @@ class PrefillCurve:
     def time(
         self, num_tokens: int, context_pairs: float, num_running: int, num_rollouts: int = 1
     ) -> float:
-        """Return the seconds that prefill adds.
+        """Return the seconds that prefill adds: of attention ranks as much to each, of pipeline stages that of the slowest.
 
         Args:
             num_tokens: new tokens of context.
@@ -115,13 +153,18 @@ class PrefillCurve:
             num_running: rollouts that decode meanwhile.
             num_rollouts: rollouts that the tokens are of, which makes no difference to kernels.
         """
+        if self._ranks > 1:
+            num_tokens = ceil(num_tokens / self._ranks)
+            context_pairs /= self._ranks
+            num_running = ceil(num_running / self._ranks)
         beside = num_running if self._is_mixed else 0
         length = 2 * context_pairs / num_tokens
         per_pair = self._packed if num_tokens >= 2 * length else self._alone
         attention = context_pairs * per_pair.at(length)
         whole, rest = divmod(num_tokens, CHUNK)
         seconds = attention + whole * self._pass(CHUNK, beside)
-        return seconds + self._pass(rest, beside) if rest else seconds
+        seconds += self._pass(rest, beside) if rest else 0.0
+        return seconds * self._share
 
     def _pass(self, num_tokens: int, beside: int) -> float:
         if beside:

@@ -14,8 +14,12 @@ import numpy as np
 from sim.costs.experts import experts_time
 from sim.costs.kernels import Estimate, Kernels, total, unmeasured
 from sim.costs.overheads import ServingEngine, load_engine
+from sim.costs.token_trade import trade_time
+from sim.costs.wide_experts import dealt_experts_time
+from sim.costs.wires import Wires
 from streamrl.hardware.formats import is_narrow, width_of
-from streamrl.hardware.model_shape import BYTES, ModelShape
+from streamrl.hardware.linear_attention import LinearAttention
+from streamrl.hardware.model_shape import BYTES, Experts, ModelShape
 from streamrl.hardware.operators import HEAD_DIM
 from streamrl.hardware.tables import Floats
 
@@ -36,19 +40,57 @@ class Shard:
     tensor_parallel: int = 1
     expert_parallel: int = 1
     engine: ServingEngine = field(default_factory=load_engine)
+    pipeline_parallel: int = 1
+    """Stages of the replica, of whose layers this counts all: `sim.costs.curves` deals them out."""
+    data_parallel: int = 1
+    """Groups of tensor ranks that attend each to their own tokens, and share the experts out."""
+    overlaps_dispatch: bool = False
+    """Whether tokens of one half of a batch are on their way while GPUs compute the other, where that is faster."""
+    queries: int = 1
+    """Tokens of each rollout in a decode step: several where drafted ones are checked."""
+    wires: Wires | None = None
+    """Absent where NVLink joins all of a replica."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the replica."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
     # A layer ------------------------------------------------------------------------------------------
 
-    def products(self, tokens: Floats) -> Estimate:
-        """Seconds of all layers but their attention over cached tokens, for `tokens` new ones a pass."""
+    def products(self, tokens: Floats, routed: Floats | None = None) -> Estimate:
+        """Seconds of all layers but their attention over cached tokens, for `tokens` new ones a pass.
+
+        With attention ranks it is the fullest that has as many, and what experts give is brought back by the trade of
+        tokens; `routed` are those of all ranks, each as many where absent.
+        """
+        routed = tokens * self.data_parallel if routed is None else routed
+        computed = self._computed(tokens, routed)
+        if self.data_parallel == 1:
+            return computed
+        whole = computed + self._traded(tokens)
+        if not self.overlaps_dispatch:
+            return whole
+        half = np.maximum(1.0, tokens / 2)
+        parts = (self._computed(half, np.maximum(1.0, routed / 2)), self._traded(half))
+        seconds = 2 * np.maximum(*(part.seconds for part in parts))
+        seconds = np.minimum(whole.seconds, seconds)
+        return Estimate(seconds, whole.unmeasured * (seconds / whole.seconds), whole.sources)
+
+    def _computed(self, tokens: Floats, routed: Floats) -> Estimate:
+        """What GPUs do of that, the trade of tokens left out."""
         model, degree = self.model, self.tensor_parallel
-        layers = [self._projections(tokens) * model.num_layers]
+        layers = [self._projections(tokens) * model.num_attention_layers]
+        if model.linear is not None:
+            layers.append(self._linear_projections(tokens, model.linear) * model.linear.num_layers)
         if model.num_dense_layers:
             layers.append(self._mlp(tokens, model.intermediate_size) * model.num_dense_layers)
         if model.experts is not None:
-            layers.append(self._experts(tokens) * model.num_expert_layers)
+            layers.append(self._experts(tokens, routed) * model.num_expert_layers)
         if degree > 1:
-            layers.append(self._all_reduce(tokens) * (2 * model.num_layers))
+            num_reduces = 2 * model.num_layers
+            num_reduces -= model.num_expert_layers if self.data_parallel > 1 else 0
+            layers.append(self._all_reduce(tokens) * num_reduces)
         norms = tokens * NORM_BYTES / 2 * self._width * model.hidden_size * model.num_layers
         return total([*layers, self.kernels.traffic(norms)])
 
@@ -62,6 +104,14 @@ class Shard:
     def _width(self) -> int:
         return BYTES[self.kernels.wire_dtype]
 
+    def _linear_projections(self, tokens: Floats, linear: LinearAttention) -> Estimate:
+        """Queries, keys, values and their gates; what is convolved; the output."""
+        degree, hidden = self.tensor_parallel, float(self.model.hidden_size)
+        products = self._linear(tokens, linear.projected_dim / degree, hidden)
+        mixed = 2 * self._width * tokens * linear.mixed_dim / degree
+        output = self._linear(tokens, hidden, linear.value_dim / degree)
+        return total([products, self.kernels.traffic(mixed), output])
+
     def _projections(self, tokens: Floats) -> Estimate:
         if self.model.latent is not None:
             return self._latent_projections(tokens)
@@ -69,17 +119,22 @@ class Shard:
         queries = model.num_heads / degree * model.head_dim
         keys_values = 2 * max(1.0, model.num_kv_heads / degree) * model.head_dim
         hidden = float(model.hidden_size)
-        return self._linear(tokens, queries + keys_values, hidden) + self._linear(
+        gated = queries * (1 + model.has_output_gate)
+        return self._linear(tokens, gated + keys_values, hidden) + self._linear(
             tokens, hidden, queries
         )
 
     def _all_reduce(self, tokens: Floats) -> Estimate:
-        """The sum of what tensor ranks have of the residual stream."""
+        """The sum of what tensor ranks have of the residual stream; of several domains it is made in each and between."""
         backend, kernels = self.engine.constants.all_reduce, self.kernels
         if backend is not None:
             kernels = kernels.with_backend("all_reduce", backend)
         num_bytes = tokens * self.model.hidden_size * self._width
-        return kernels.time("all_reduce", num_bytes, gpus=self.tensor_parallel)
+        near = min(self.tensor_parallel, self.wires.domain if self.wires else self.tensor_parallel)
+        within = kernels.time("all_reduce", num_bytes, gpus=near)
+        if self.wires is None or near == self.tensor_parallel:
+            return within
+        return within + self.wires.reduced_between(num_bytes / near, self.tensor_parallel // near)
 
     def _linear(self, tokens: Floats, n: float, k: float) -> Estimate:
         """A product with weights: some engines bring its inputs to a narrow format in a kernel of its own."""
@@ -112,42 +167,79 @@ class Shard:
         products = self._linear(tokens, 2 * width, hidden) + self._linear(tokens, hidden, width)
         return products + self.kernels.traffic(MLP_BYTES / 2 * self._width * width * tokens)
 
-    def _experts(self, tokens: Floats) -> Estimate:
+    def _experts(self, tokens: Floats, dealt: Floats) -> Estimate:
         experts = self.model.experts
         assert experts is not None
-        constants = self.engine.constants
+        constants, hidden = self.engine.constants, self.model.hidden_size
         is_fused = constants.fuses_shared_experts and self.expert_parallel == 1
-        routed = experts_time(
-            self.kernels,
-            tokens,
-            experts,
-            self.model.hidden_size,
-            self.tensor_parallel,
-            self.expert_parallel,
-            is_padded=constants.pads_experts,
-            num_fused=experts.num_shared_experts if is_fused else 0,
-        )
-        num_experts, hidden = experts.num_experts, self.model.hidden_size
-        router = self.kernels.wide_time("gemm", tokens, n=num_experts, k=hidden)
+        if self.data_parallel > 1:
+            routed = self._dealt_experts(dealt, experts)
+        else:
+            routed = experts_time(
+                self.kernels,
+                tokens,
+                experts,
+                hidden,
+                self.tensor_parallel,
+                self.expert_parallel,
+                is_padded=constants.pads_experts,
+                num_fused=experts.num_shared_experts if is_fused else 0,
+            )
+        router = self.kernels.wide_time("gemm", tokens, n=experts.num_experts, k=hidden)
         if is_fused or not experts.num_shared_experts:
             return routed + router
         shared = experts.num_shared_experts * experts.intermediate_size
         return total([routed, router, self._mlp(tokens, shared)])
 
+    def _dealt_experts(self, dealt: Floats, experts: Experts) -> Estimate:
+        """Experts that all ranks share out."""
+        hidden, ranks = self.model.hidden_size, self.expert_parallel
+        is_padded = self.engine.constants.pads_experts
+        return dealt_experts_time(self.kernels, dealt, experts, hidden, ranks, is_padded=is_padded)
+
+    def _traded(self, tokens: Floats) -> Estimate:
+        """The way of `tokens` of each attention rank to experts and back, in all layers; tensor ranks share it."""
+        model, share = self.model, tokens / self.tensor_parallel
+        assert self.wires is not None and model.experts is not None
+        ranks, dtype = self.expert_parallel, self.kernels.dtype
+        one = trade_time(self.wires, share, model.experts, model.hidden_size, ranks, dtype)
+        return one * model.num_expert_layers
+
+    def sent_on(self, tokens: Floats) -> Estimate:
+        """Seconds in which a stage sends the residual stream to the next one, each tensor rank its share."""
+        assert self.wires is not None
+        num_bytes = tokens * self.model.hidden_size * self._width / self.tensor_parallel
+        return self.wires.sent_on(num_bytes, self.num_gpus)
+
     # Attention ----------------------------------------------------------------------------------------
 
     def decode_attention(self, rollouts: int, contexts: Floats) -> Estimate:
         """Seconds of attention in all layers, each rollout reading `contexts` cached tokens."""
+        model = self.model
+        found = []
+        if model.num_full_layers:
+            found.append(self._decode_layer(rollouts, contexts) * model.num_full_layers)
+        if model.num_windowed_layers:
+            seen = np.minimum(contexts, float(model.sliding_window or 0))
+            found.append(self._decode_layer(rollouts, seen) * model.num_windowed_layers)
+        if model.linear is not None:
+            step = self.kernels.time(
+                "linear_decode",
+                np.full(len(contexts), float(rollouts * self.queries)),
+                heads=model.linear.num_value_heads / self.tensor_parallel,
+            )
+            found.append(step * model.linear.num_layers)
+        return total(found)
+
+    def _decode_layer(self, rollouts: int, contexts: Floats) -> Estimate:
+        """Seconds of one layer that attends to keys and values, of the cache's format."""
         model, degree, kernels = self.model, self.tensor_parallel, self.kernels
         if model.latent is not None:
-            return (
-                kernels.cached_time(
-                    "latent_decode_attention",
-                    contexts,
-                    heads=model.num_heads / degree,
-                    batch=rollouts,
-                )
-                * model.num_layers
+            return kernels.cached_time(
+                "latent_decode_attention",
+                contexts,
+                heads=model.num_heads / degree * self.queries,
+                batch=rollouts,
             )
         heads, kv_heads = self._heads()
         if self.engine.constants.reads_cache_per_head:
@@ -159,22 +251,39 @@ class Shard:
             and kernels.was_measured_with("decode_attention", backend)
         ):
             kernels = kernels.with_backend("decode_attention", backend)
-        return (
-            kernels.cached_time(
-                "decode_attention", contexts, heads=heads, kv_heads=kv_heads, batch=rollouts
-            )
-            * model.num_layers
+        return kernels.cached_time(
+            "decode_attention",
+            contexts,
+            heads=heads * self.queries,
+            kv_heads=kv_heads,
+            batch=rollouts,
         )
 
     def prefill_attention(self, sequences: float, contexts: Floats) -> Estimate:
         """Seconds of causal attention in all layers over `sequences` prompts of `contexts` tokens each."""
+        model, found = self.model, []
+        if model.num_full_layers:
+            found.append(self._prefill_layer(sequences, contexts) * model.num_full_layers)
+        if model.num_windowed_layers:
+            found.append(self._windowed_layer(sequences, contexts) * model.num_windowed_layers)
+        if model.linear is not None:
+            tokens, heads = sequences * contexts, model.linear.num_value_heads
+            pass_ = self.kernels.time("linear_prefill", tokens, heads=heads / self.tensor_parallel)
+            found.append(pass_ * model.linear.num_layers)
+        return total(found)
+
+    def _prefill_layer(self, sequences: float, contexts: Floats) -> Estimate:
         heads, kv_heads = self._heads()
-        return (
-            self.kernels.time(
-                "prefill_attention", contexts, heads=heads, kv_heads=kv_heads, batch=sequences
-            )
-            * self.model.num_layers
+        return self.kernels.time(
+            "prefill_attention", contexts, heads=heads, kv_heads=kv_heads, batch=sequences
         )
+
+    def _windowed_layer(self, sequences: float, contexts: Floats) -> Estimate:
+        """Of tokens past the window each has as many pairs as two of those before on average."""
+        window = float(self.model.sliding_window or 0)
+        first = self._prefill_layer(sequences, np.minimum(contexts, window))
+        times = np.maximum(1.0, 2 * contexts / window - 1)
+        return Estimate(first.seconds * times, first.unmeasured * times, first.sources)
 
     def _heads(self) -> tuple[float, float]:
         """Query and key heads on this GPU, counted in the 128 channels that were measured."""
@@ -202,14 +311,14 @@ class Shard:
 
     # Overheads ----------------------------------------------------------------------------------------
 
-    def overhead(self, rollouts: Floats) -> Estimate:
-        """Seconds of a step beside its operators."""
+    def overhead(self, rollouts: Floats, share: float = 1.0) -> Estimate:
+        """Seconds of a step beside its operators; of a stage that has a share of the layers."""
         gpu = self.kernels.gpu
         if not self.kernels.is_measured:
             assumed = np.full(len(rollouts), float(gpu.roofline.step_overhead))
             return unmeasured(assumed, f"assumed overhead of a step on {gpu.name}")
         constants = self.engine.constants
-        seconds = constants.step + constants.layer * self.model.num_layers + 0 * rollouts
+        seconds = constants.step + constants.layer * self.model.num_layers * share + 0 * rollouts
         seconds += (constants.request + constants.logit * self.model.vocab_size) * rollouts
         return Estimate(seconds, np.zeros_like(seconds), (self.engine.source,))
 

@@ -252,6 +252,8 @@ _COLUMN = {
     "decode_attention": "context",
     "latent_decode_attention": "context",
     "prefill_attention": "context",
+    "linear_decode": "batch",
+    "linear_prefill": "tokens",
     "moe": "tokens",
     **dict.fromkeys(("all_reduce", "all_gather", "all_to_all", "reduce_scatter"), "bytes"),
 }

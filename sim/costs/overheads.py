@@ -21,8 +21,7 @@ from functools import cache
 
 import msgspec
 
-from streamrl.hardware.model_shape import check_positive
-from streamrl.hardware.profile_table import ProfileTable
+from streamrl.hardware.profile_table import ProfileTable, check_positive
 from streamrl.hardware.profiles import PROFILES, check_engine, known_engines, load_gpu, read_profile
 from streamrl.runfile.config import CostsConfig
 from streamrl.runfile.units import Duration

@@ -20,9 +20,9 @@ from math import ceil
 from sim.costs.payload import Payload
 from sim.costs.sync_profiles import SyncBackend, Transport, load_backend, load_delta, load_transport
 from streamrl.hardware.calibration_file import load_calibration
-from streamrl.hardware.memory import weight_bytes
+from streamrl.hardware.memory import fullest_stage, weight_bytes
 from streamrl.hardware.precision import quantised_bytes
-from streamrl.hardware.profiles import Gpu, load_gpu
+from streamrl.hardware.profiles import Gpu, gpu_of
 from streamrl.hardware.tiers import TIERS, Tier
 from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
@@ -79,12 +79,12 @@ class SyncSide:
     def load(cls, run: Run, pool_name: str, num_gpus: int) -> SyncSide:
         """Read what the pool of a side is made of."""
         pool = run.cluster.pools[pool_name]
-        return cls(pool, load_gpu(pool.gpu), num_gpus, load_transport(pool.transport))
+        return cls(pool, gpu_of(pool), num_gpus, load_transport(pool.transport))
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that the side's GPUs fill."""
-        return -(-self.num_gpus // self.pool.gpus_per_node)
+        """Nodes that the side's GPUs fill, or NVLink domains of several."""
+        return -(-self.num_gpus // self.pool.domain)
 
     @property
     def rank_bandwidth(self) -> float:
@@ -93,8 +93,8 @@ class SyncSide:
 
     @property
     def node_bandwidth(self) -> float:
-        """Bytes a second between two nodes, all their network cards together."""
-        return self.rank_bandwidth * self.pool.gpus_per_node
+        """Bytes a second between two of them, all their network cards together."""
+        return self.rank_bandwidth * self.pool.domain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ class _Route:
         """Whether trainer and replicas share one node, so that nothing crosses a network."""
         num_gpus = self.trainer.num_gpus + self.rollout.num_gpus
         is_one_pool = self.run.trainer.pool == self.run.rollout.pool
-        return is_one_pool and num_gpus <= self.rollout.pool.gpus_per_node
+        return is_one_pool and num_gpus <= self.rollout.pool.domain
 
     def _fixed_time(self) -> float:
         fixed = self.backend.fixed_time(self.payload.num_bytes, self.payload.num_tensors)
@@ -207,9 +207,9 @@ class _Route:
         if self.run.sync.mode != "full" or self.run.sync.quantise_at != where:
             return 0.0
         config, gpu = self.run.trainer, self.trainer.gpu
-        ways = config.tensor_parallel * config.pipeline_parallel
+        ways: float = config.tensor_parallel * config.pipeline_parallel
         if where == "replica":
-            ways, gpu = self.run.rollout.tensor_parallel, self.rollout.gpu
+            ways, gpu = replica_ways(self.run), self.rollout.gpu
         achieved = gpu.memory_bandwidth * gpu.roofline.bandwidth_efficiency
         return quantised_bytes(self.run) / ways / achieved
 
@@ -234,8 +234,8 @@ class _Route:
         split = config.tensor_parallel * config.pipeline_parallel
         if split == 1:
             return []
-        roots = config.data_parallel if self.link is None else 1
-        is_one_node = split <= self.trainer.pool.gpus_per_node
+        roots = config.copies if self.link is None else 1
+        is_one_node = split <= self.trainer.pool.domain
         wire = self.trainer.gpu.nvlink if is_one_node else self.trainer.node_bandwidth
         return [Leg(roots * wire * split / (split - 1))]
 
@@ -252,13 +252,13 @@ class _Route:
 
     def _shard_time(self, num_bytes: float) -> float:
         """Seconds in which every GPU of every replica is sent its own shard: the busiest of three ends."""
-        config = self.run.rollout
+        config, ways = self.run.rollout, replica_ways(self.run)
         copies = num_bytes * config.replicas
         if self._is_one_node:
             nvlink = self.rollout.gpu.nvlink
-            return max(num_bytes / config.tensor_parallel, copies / self.trainer.num_gpus) / nvlink
+            return max(num_bytes / ways, copies / self.trainer.num_gpus) / nvlink
         return max(
-            num_bytes / config.tensor_parallel / self.rollout.rank_bandwidth,
+            num_bytes / ways / self.rollout.rank_bandwidth,
             copies / self.trainer.num_gpus / self.trainer.rank_bandwidth,
             0.0 if self.link is None else copies / link_leg(self.link).bandwidth,
         )
@@ -269,7 +269,7 @@ class _Route:
         A delta passes over the whole shard (vLLM stages a sparse update at the size of the weights). Measured
         backends have the copy from the host in their constants.
         """
-        gpu, ways = self.rollout.gpu, self.run.rollout.tensor_parallel
+        gpu, ways = self.rollout.gpu, replica_ways(self.run)
         copied = weight_bytes(self.run) if self._is_delta else self.payload.num_bytes
         memory_bandwidth = gpu.memory_bandwidth * gpu.roofline.bandwidth_efficiency
         load_time = COPY_TRAFFIC * copied / ways / memory_bandwidth
@@ -322,3 +322,11 @@ def link_leg(link: LinkConfig) -> Leg:
     """Return what a link carries by its transport."""
     transport = load_transport(link.transport)
     return Leg(link.bandwidth * transport.efficiency, transport.message_latency)
+
+
+def replica_ways(run: Run) -> float:
+    """Return the GPUs that a replica's weights are split over; with attention ranks by what a GPU of one has of them."""
+    config = run.rollout
+    if config.data_parallel == 1:
+        return config.tensor_parallel * config.pipeline_parallel
+    return weight_bytes(run) / fullest_stage(run).weights

@@ -5,8 +5,7 @@ from __future__ import annotations
 import datetime
 from functools import cache
 
-from streamrl.hardware.model_shape import check_positive
-from streamrl.hardware.profile_table import ProfileTable
+from streamrl.hardware.profile_table import ProfileTable, check_positive
 from streamrl.hardware.profiles import find_profile, read_profile
 from streamrl.runfile.units import Bandwidth, Duration
 

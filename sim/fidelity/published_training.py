@@ -49,6 +49,7 @@ class PublishedStep(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel: int = 1
     virtual_stages: int = 1
     expert_parallel: int = 1
+    context_parallel: int = 1
     zero: Literal[1, 3] = 1
     recompute: Recompute = "none"
     routing: Literal["natural", "balanced"] = "natural"
@@ -67,7 +68,8 @@ class PublishedStep(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_gpus(self) -> int:
         """GPUs of the step."""
-        return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
+        split = self.tensor_parallel * self.pipeline_parallel
+        return self.data_parallel * self.context_parallel * split
 
 
 @functools.cache
@@ -89,8 +91,19 @@ def _typed(line: dict[str, str]) -> dict[str, object]:
 
 
 def is_plain(step: PublishedStep) -> bool:
-    """Whether a step is of a model with plain attention, in 16 bits: the others are groups of their own, never fitted."""
-    return shape_of(step.model).latent is None and step.dtype == "bfloat16"
+    """Whether a step is of plain attention, in 16 bits and without context ranks: the others are groups never fitted."""
+    is_wide = step.dtype == "bfloat16"
+    return kind_of_attention(step.model) == "plain" and is_wide and step.context_parallel == 1
+
+
+def kind_of_attention(model: str) -> Literal["plain", "latent", "windows", "linear"]:
+    """Return how a published model attends, where that is not always to all keys and values."""
+    shape = shape_of(model)
+    if shape.latent is not None:
+        return "latent"
+    if shape.linear is not None:
+        return "linear"
+    return "plain" if shape.sliding_window is None else "windows"
 
 
 @functools.cache

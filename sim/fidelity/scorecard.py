@@ -18,13 +18,14 @@ TITLES = {
     "steps": "Steps of RL: stages of published runs",
 }
 LIMITS = (
-    "linear and state-space attention, vision towers, rollouts that outgrow a sliding window: no costs; refused",
-    "LoRA adapters' training, context parallelism, optimizers on the host: not modelled; published "
+    "state-space layers, vision towers: no costs; refused. Linear attention and sliding windows have costs that no published "
+    "step was fitted on: training of gpt-oss and Qwen3-Next comes out a third too fast (the rows above)",
+    "LoRA adapters' training, optimizers on the host: not modelled; published "
     "rows of them are left out",
     "narrow formats that nobody measured (int8, int4, nvfp4, mxfp8): rooflines; FP8 training of mixtures too",
     "critics or reward models of another size than the actor, and rollout engines of mixed degrees: not expressible",
     "steps whose output lengths are not published: lengths decide generation, and nothing can stand in for them",
-    "speculative decoding, prefix caches between steps, disaggregated prefill: not modelled",
+    "prefix caches between steps, disaggregated prefill: not modelled; how many drafted tokens are accepted: a key, not a prediction",
     "tuning that a page does not state: identical published layouts of one mixture lie up to 41 % apart",
 )
 """What the tool cannot predict."""

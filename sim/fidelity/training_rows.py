@@ -12,7 +12,13 @@ from sim.costs.training.ranks import Ranks
 from sim.costs.training.stage_times import StageTimes
 from sim.costs.training.training import Rates, rates_of
 from sim.fidelity.published import Row
-from sim.fidelity.published_training import PublishedStep, is_plain, read_steps, shape_of
+from sim.fidelity.published_training import (
+    PublishedStep,
+    is_plain,
+    kind_of_attention,
+    read_steps,
+    shape_of,
+)
 from streamrl.hardware.activations import activation_bytes, logit_bytes
 from streamrl.hardware.memory import model_states
 from streamrl.hardware.profiles import Gpu, load_gpu
@@ -25,6 +31,14 @@ SMALL_A100 = (Size(40e9), Bandwidth(1.555e12))
 
 MESH = 4
 """GPUs of a node whose NVLinks go to each other directly."""
+
+
+ATTENTION = {
+    "latent": "latent attention",
+    "windows": "sliding windows",
+    "linear": "linear attention",
+}
+"""What groups of steps that were not fitted are called."""
 
 
 def training_rows() -> list[Row]:
@@ -104,7 +118,7 @@ def _composed(
         gpu=_gpu(step),
         gpu_name=name,
         trainer=_trainer(step),
-        gpus_per_node=step.gpus_per_node,
+        nvlink_domain=step.gpus_per_node,
         dtype="bfloat16",
         computes_in=step.dtype,
         collective=constants.collective,
@@ -127,6 +141,7 @@ def _trainer(step: PublishedStep) -> TrainerConfig:
     return TrainerConfig(
         pool="published",
         data_parallel=step.data_parallel,
+        context_parallel=step.context_parallel,
         tensor_parallel=step.tensor_parallel,
         pipeline_parallel=step.pipeline_parallel,
         virtual_stages=step.virtual_stages,
@@ -156,6 +171,7 @@ def _gpu(step: PublishedStep) -> Gpu:
 
 def _name(step: PublishedStep) -> str:
     degrees = f"DP{step.data_parallel} TP{step.tensor_parallel} PP{step.pipeline_parallel}"
+    degrees += f" CP{step.context_parallel}" if step.context_parallel > 1 else ""
     experts = f" EP{step.expert_parallel} {step.routing}" if shape_of(step.model).experts else ""
     load = f"{step.sequences} x {step.tokens}"
     return (
@@ -165,6 +181,8 @@ def _name(step: PublishedStep) -> str:
 
 def _group(step: PublishedStep) -> str:
     kind = "" if shape_of(step.model).experts is None else f", {step.routing} routing"
-    latent = "" if shape_of(step.model).latent is None else ", latent attention"
+    attention = kind_of_attention(step.model)
+    latent = "" if attention == "plain" else f", {ATTENTION[attention]}"
+    context = ", context ranks" if step.context_parallel > 1 else ""
     dtype = "" if step.dtype == "bfloat16" else f", {step.dtype}"
-    return f"{step.framework}{kind}{latent}{dtype}"
+    return f"{step.framework}{kind}{latent}{context}{dtype}"

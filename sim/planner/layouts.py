@@ -19,6 +19,7 @@ from streamrl.hardware.memory import (
     kv_capacity,
     longest_sequence,
     num_models,
+    splits_context,
     trainer_memory,
 )
 from streamrl.hardware.profiles import load_gpu, load_model
@@ -40,6 +41,8 @@ RANKS = "trainer: more data-parallel ranks than rollouts in a step"
 OF_FRAMEWORK = "trainer: framework {} splits none so"
 
 
+MOST_STAGES = 16
+"""Pipeline stages of a replica that are tried unasked."""
 FINE = 16
 """Sizes of a side between a number of nodes and twice that, in a pool that has so many."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "mlp", "full")
@@ -56,6 +59,8 @@ class Replicas(NamedTuple):
     max_running: int
     beside: Replicas | None = None
     """Replicas of another kind."""
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
 
     @property
     def kinds(self) -> tuple[Replicas, ...]:
@@ -66,7 +71,12 @@ class Replicas(NamedTuple):
     @property
     def num_gpus(self) -> int:
         """GPUs of all replicas."""
-        return sum(kind.replicas * kind.tensor_parallel for kind in self.kinds)
+        return sum(kind.replicas * kind.gpus_per_replica for kind in self.kinds)
+
+    @property
+    def gpus_per_replica(self) -> int:
+        """GPUs of one replica of the first kind."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
     @property
     def num_replicas(self) -> int:
@@ -102,11 +112,13 @@ class Degrees(NamedTuple):
     recompute: Recompute
     logits: Logits | None
     offload: bool
+    context_parallel: int = 1
 
     @property
     def num_gpus(self) -> int:
         """GPUs of the trainer."""
-        return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
+        split = self.tensor_parallel * self.pipeline_parallel
+        return self.data_parallel * self.context_parallel * split
 
     @property
     def split(self) -> Degrees:
@@ -127,6 +139,7 @@ class TrainerRange:
     tensor_parallel: Sequence[int] | None = None
     pipeline_parallel: Sequence[int] | None = None
     expert_parallel: Sequence[int] = (1,)
+    context_parallel: Sequence[int] = (1,)
     micro_batch: Sequence[int]
     zero: Sequence[int]
     recompute: Sequence[Recompute]
@@ -140,22 +153,58 @@ def fitting_replicas(
 ) -> Iterator[Replicas]:
     """Yield the ways to generate on `num_gpus` of a pool, the smallest tensor parallelism first.
 
-    A mixture whose run deals experts out goes on doing so.
+    A mixture whose run deals experts out goes on doing so. Replicas of several pipeline stages, or with attention ranks,
+    are tried where `[plan]` or the run says so, or where a replica holds no rollout otherwise.
     """
-    per_node = run.cluster.pools[pool].gpus_per_node
-    for degree in powers_of_two(per_node) if degrees is None else degrees:
-        if per_node % degree or num_gpus % degree:
+    domain = run.cluster.pools[pool].domain
+    tried = powers_of_two(domain) if degrees is None else list(degrees)
+    has_any = False
+    for degree in tried:
+        if (domain % degree and degree % domain) or num_gpus % degree:
             cut[DIVISIBILITY] += 1
             continue
         if not load_model(run.model).splits_over(degree):
             cut[HEADS] += 1
             continue
-        experts = degree if run.rollout.expert_parallel > 1 else 1
-        found = Replicas(pool, num_gpus // degree, degree, experts, run.rollout.max_running)
+        for found in _replicas_of(run, pool, num_gpus, degree):
+            if holds_rollouts(found.apply(run)):
+                has_any = True
+                yield found
+            else:
+                cut[ROLLOUT_MEMORY] += 1
+    if not has_any and run.plan.rollout_pipeline_parallel is None and domain in tried:
+        yield from _piped(run, pool, num_gpus, domain)
+
+
+def _replicas_of(run: Run, pool: str, num_gpus: int, degree: int) -> Iterator[Replicas]:
+    """Yield replicas of a tensor degree, with the stages and the attention ranks that a plan may have."""
+    most, plan, rollout = run.rollout.max_running, run.plan, run.rollout
+    experts = degree if rollout.expert_parallel > 1 else 1
+    stages = plan.rollout_pipeline_parallel or sorted({1, rollout.pipeline_parallel})
+    for each in stages:
+        if num_gpus % (degree * each) == 0:
+            one = Replicas(pool, num_gpus // degree // each, degree, experts, most)
+            yield one._replace(pipeline_parallel=each)
+    model = load_model(run.model)
+    for ranks in plan.rollout_data_parallel or [rollout.data_parallel]:
+        if ranks == 1 or num_gpus % (degree * ranks) or model.experts is None:
+            continue
+        if model.experts.num_experts % (degree * ranks) == 0:
+            replicas, shared = num_gpus // degree // ranks, degree * ranks
+            yield Replicas(pool, replicas, degree, shared, most, data_parallel=ranks)
+
+
+def _piped(run: Run, pool: str, num_gpus: int, degree: int) -> Iterator[Replicas]:
+    """Yield the replicas of fewest stages, each all of a domain, that hold a rollout; none where none does."""
+    experts = degree if run.rollout.expert_parallel > 1 else 1
+    for stages in powers_of_two(min(num_gpus // degree, MOST_STAGES))[1:]:
+        if num_gpus % (degree * stages) or not load_model(run.model).splits_over(degree):
+            continue
+        one = Replicas(pool, num_gpus // degree // stages, degree, experts, run.rollout.max_running)
+        found = one._replace(pipeline_parallel=stages)
         if holds_rollouts(found.apply(run)):
             yield found
-        else:
-            cut[ROLLOUT_MEMORY] += 1
+            return
 
 
 def holds_rollouts(run: Run, least: int = 1) -> bool:
@@ -173,23 +222,26 @@ def fitting_trainers(
 
     Offloading is tried only where models do not fit beside each other: it moves bytes for nothing else.
     """
-    per_node = run.cluster.pools[pool].gpus_per_node
+    per_node = run.cluster.pools[pool].domain
     for tensor in among.tensor_parallel or powers_of_two(per_node):
         if not load_model(run.model).splits_over(tensor):
             cut[HEADS] += 1
             continue
-        for pipeline in among.pipeline_parallel or powers_of_two(num_gpus // tensor):
-            data, rest = divmod(num_gpus, tensor * pipeline)
+        pipelines = among.pipeline_parallel or powers_of_two(num_gpus // tensor)
+        for pipeline, context in product(pipelines, among.context_parallel):
+            data, rest = divmod(num_gpus, tensor * pipeline * context)
+            if not data:
+                continue
             if rest or per_node % tensor:
                 cut[DIVISIBILITY] += 1
                 continue
             for expert, zero, micro in product(
                 among.expert_parallel, among.zero, among.micro_batch
             ):
-                if zero == 3 and (pipeline > 1 or data == 1) and len(among.zero) > 1:
+                if zero == 3 and (pipeline > 1 or data * context == 1) and len(among.zero) > 1:
                     continue  # stages would gather weights for each pass, and one rank has nobody to split with
                 split = (pool, data, tensor, pipeline, expert, micro, zero)
-                degrees = Degrees(*split, among.recompute[0], run.trainer.logits, False)
+                degrees = Degrees(*split, among.recompute[0], run.trainer.logits, False, context)
                 if (found := _fit(run, degrees, among, cut)) is not None:
                     yield found
 
@@ -205,13 +257,17 @@ def _fit(run: Run, degrees: Degrees, among: TrainerRange, cut: Counter[str]) -> 
     if degrees.data_parallel > run.algorithm.rollouts_per_step:
         cut[RANKS] += 1
         return None
-    if degrees.data_parallel * degrees.tensor_parallel % degrees.expert_parallel:
+    copies = degrees.data_parallel * degrees.context_parallel
+    if copies * degrees.tensor_parallel % degrees.expert_parallel:
         cut[DIVISIBILITY] += 1
         return None
     model, memory = (
         load_model(run.model),
         load_gpu(run.cluster.pools[degrees.pool].gpu).usable_memory,
     )
+    if not splits_context(model, degrees.apply(run).trainer):
+        cut[HEADS] += 1
+        return None
     is_split_too_far = degrees.apply(run).trainer.num_slices > model.num_layers
     if is_split_too_far or (degrees.expert_parallel > 1 and model.experts is None):
         cut[LAYERS] += 1

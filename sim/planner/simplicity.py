@@ -35,12 +35,22 @@ def complexities(space: Space) -> Counts:
 
 
 def _of_replicas(replicas: Replicas) -> int:
-    degrees = [d for kind in replicas.kinds for d in (kind.tensor_parallel, kind.expert_parallel)]
+    degrees = [
+        degree
+        for kind in replicas.kinds
+        for degree in (
+            *(kind.tensor_parallel, kind.expert_parallel),
+            *(kind.pipeline_parallel, kind.data_parallel),
+        )
+    ]
     return sum(degree > 1 for degree in degrees) + len(replicas.kinds) - 1
 
 
 def _of_trainer(trainer: Degrees) -> int:
-    degrees = (trainer.tensor_parallel, trainer.pipeline_parallel, trainer.expert_parallel)
+    degrees = (
+        *(trainer.tensor_parallel, trainer.pipeline_parallel),
+        *(trainer.expert_parallel, trainer.context_parallel),
+    )
     return sum(degree > 1 for degree in degrees) + (trainer.zero == 3) + trainer.offload
 
 

@@ -30,7 +30,7 @@ from sim.planner.rented import with_rent
 from sim.planner.stages import refuse_profile
 from sim.planner.train_time import FallingLengths, TrainTimes, train_times
 from streamrl.engine.systems import System, choose_system
-from streamrl.hardware.memory import ROOMY, kv_capacity
+from streamrl.hardware.memory import ROOMY, kv_capacity, longest_sequence
 from streamrl.hardware.precision import check_precision
 from streamrl.hardware.profiles import check_profiles, load_model
 from streamrl.runfile.config import Run
@@ -42,6 +42,8 @@ MOST_RUNNING = 1024
 NEAR_BEST, MOST_ALIKE = 1.3, 8
 """Of trainers on the same GPUs those are compared whose closed form is so near the best's, and so many."""
 MOST_EXPERT_RANKS = 64
+LEAST_PART, LONG_IN_PARTS, MOST_CONTEXT_RANKS = 8192, 4, 16
+"""Tokens of a rank below which context ranks are not tried: products of fewer are slow, and passes of 8K fit a GPU."""
 SLOW = "trainer: another on the same GPUs is faster by its closed form"
 
 
@@ -250,6 +252,7 @@ def find_trainers(run: Run, cut: Counter[str], *, tight: bool = False) -> list[D
         tensor_parallel=plan.trainer_tensor_parallel,
         pipeline_parallel=plan.pipeline_parallel,
         expert_parallel=_expert_degrees(run),
+        context_parallel=_context_degrees(run),
         micro_batch=plan.micro_batch or MICRO_BATCHES,
         zero=plan.zero or sorted({1, 3, run.trainer.zero}),
         recompute=[each for each in RECOMPUTES if each in (plan.recompute or RECOMPUTES)],
@@ -319,6 +322,13 @@ def _expert_degrees(run: Run) -> Sequence[int]:
     own, experts = run.trainer.expert_parallel, load_model(run.model).experts
     usual = [1] if experts is None else [1, 2, 4, 8, 16, 32, MOST_EXPERT_RANKS]
     return run.plan.expert_parallel or sorted({own, *usual})
+
+
+def _context_degrees(run: Run) -> Sequence[int]:
+    """Return the degrees that leave each rank of the longest rollout a part worth having; 1 and the run's own else."""
+    parts = longest_sequence(run) // LEAST_PART
+    usual = powers_of_two(min(parts, MOST_CONTEXT_RANKS)) if parts >= LONG_IN_PARTS else [1]
+    return run.plan.context_parallel or sorted({1, run.trainer.context_parallel, *usual})
 
 
 # What several ask ---------------------------------------------------------------------------------

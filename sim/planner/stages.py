@@ -140,10 +140,12 @@ class Stages:
         """Return the replicas to try."""
         run, pool = self._run, self._run.rollout.pool
         least = FEWEST_LONGEST if self._smallest else 1
+        own = (run.rollout.pipeline_parallel, run.rollout.data_parallel)
         fitting = [
             choice
             for choice in fitting_replicas(run, pool, num_gpus, None, Counter())
-            if holds_rollouts(choice.apply(run), least)
+            if (choice.pipeline_parallel, choice.data_parallel) == own
+            and holds_rollouts(choice.apply(run), least)
         ]
         return fitting[:1] if self._smallest else fitting
 
@@ -193,6 +195,7 @@ class Stages:
         config = self._run.trainer
         among = TrainerRange(
             expert_parallel=(config.expert_parallel,),
+            context_parallel=(config.context_parallel,),
             micro_batch=(config.micro_batch,),
             zero=(config.zero,),
             recompute=(config.recompute,),
@@ -230,7 +233,9 @@ def _with_replicas(run: Run, replicas: int, degree: int) -> Run:
         run.rollout,
         replicas=replicas,
         tensor_parallel=degree,
-        expert_parallel=degree if run.rollout.expert_parallel > 1 else 1,
+        expert_parallel=degree * run.rollout.data_parallel
+        if run.rollout.expert_parallel > 1
+        else 1,
     )
     return replace(run, rollout=rollout)
 

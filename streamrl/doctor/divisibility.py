@@ -139,10 +139,11 @@ def _rollout_degrees(run: Run) -> Iterator[Changes]:
     rollout = run.rollout
     for degree in _nearest(rollout.tensor_parallel, run.cluster.pools[rollout.pool].gpus_per_node):
         changes: dict[str, object] = {"rollout.tensor_parallel": degree}
-        if (replicas := max(1, rollout.num_gpus // degree)) != rollout.replicas:
+        others = rollout.pipeline_parallel * rollout.data_parallel
+        if (replicas := max(1, rollout.num_gpus // degree // others)) != rollout.replicas:
             changes["rollout.replicas"] = replicas
         if rollout.expert_parallel > 1:
-            changes["rollout.expert_parallel"] = degree
+            changes["rollout.expert_parallel"] = degree * rollout.data_parallel
         yield changes
 
 
@@ -154,8 +155,9 @@ def _trainer_degrees(run: Run) -> Iterator[Changes]:
             ("data_parallel", trainer.pipeline_parallel),
             ("pipeline_parallel", trainer.data_parallel),
         ):
-            if trainer.num_gpus % (degree * other) == 0:
-                rest = trainer.num_gpus // degree // other
+            ranks = trainer.num_gpus // trainer.context_parallel
+            if ranks % (degree * other) == 0:
+                rest = ranks // degree // other
                 yield {"trainer.tensor_parallel": degree, f"trainer.{key}": rest}
         yield {"trainer.tensor_parallel": degree}
 
@@ -167,8 +169,9 @@ def _trainer_stages(run: Run) -> Iterator[Changes]:
             ("data_parallel", trainer.tensor_parallel),
             ("tensor_parallel", trainer.data_parallel),
         ):
-            if trainer.num_gpus % (stages * other) == 0:
-                rest = trainer.num_gpus // stages // other
+            ranks = trainer.num_gpus // trainer.context_parallel
+            if ranks % (stages * other) == 0:
+                rest = ranks // stages // other
                 yield {"trainer.pipeline_parallel": stages, f"trainer.{key}": rest}
         yield {"trainer.pipeline_parallel": stages}
 

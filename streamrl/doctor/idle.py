@@ -69,10 +69,10 @@ def _more_work(run: Run, name: str) -> Iterator[Changes]:
     """Yield more replicas, ranks or workers, as many as the idle GPUs hold."""
     idle = run.cluster.pools[name].num_gpus - gpus_used(run, name)
     if run.rollout.pool == name:
-        yield {"rollout.replicas": run.rollout.replicas + idle // run.rollout.tensor_parallel}
+        yield {"rollout.replicas": run.rollout.replicas + idle // run.rollout.gpus_per_replica}
     for number, trainer in enumerate(run.trainers):
         if trainer.pool == name:
-            ranks = trainer.tensor_parallel * trainer.pipeline_parallel
+            ranks = trainer.num_gpus // trainer.data_parallel
             key = f"{trainer_key(number)}.data_parallel"
             yield {key: trainer.data_parallel + idle // ranks}
     if run.verifier.pool == name and run.verifier.gpus_per_worker:

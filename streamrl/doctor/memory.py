@@ -11,13 +11,13 @@ from streamrl.doctor.lengths import mean_lengths
 from streamrl.doctor.replica_batch import replica_batch
 from streamrl.hardware.memory import (
     ROOMY,
+    fullest_stage,
     kv_capacity,
     longest_sequence,
     most_running,
     replica_workspace,
     trainer_memory,
 )
-from streamrl.hardware.precision import replica_token_bytes, replica_weight_bytes
 from streamrl.hardware.profiles import Gpu, load_gpu
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import kind_name, trainer_names
@@ -76,11 +76,11 @@ def _gpu(run: Run, pool: str) -> Gpu:
 
 def replica_side(run: Run) -> SideMemory:
     """Return the memory of a GPU that generates: weights, and the cache that fills what is left."""
-    rollout, gpu = run.rollout, _gpu(run, run.rollout.pool)
-    weights, per_token = replica_weight_bytes(run), replica_token_bytes(run)
+    rollout, gpu, fullest = run.rollout, _gpu(run, run.rollout.pool), fullest_stage(run)
     usable = gpu.usable_memory * rollout.memory_utilization
     workspace = replica_workspace(run)
-    room = usable - weights - workspace
+    held, per_token = fullest.held, fullest.token
+    room = usable - held - workspace
     num_tokens = max(int(max(0.0, room) // per_token), longest_sequence(run))
     return SideMemory(
         side="rollout",
@@ -89,7 +89,7 @@ def replica_side(run: Run) -> SideMemory:
         capacity=gpu.usable_memory,
         usable=usable,
         parts={
-            "weights": weights,
+            "weights": held,
             "workspace": workspace,
             "kv_cache": num_tokens * per_token,
         },

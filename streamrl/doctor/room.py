@@ -18,6 +18,9 @@ from streamrl.runfile.pools import powers_of_two
 MOST_GROWTH = 6
 """Doublings of the trainer's GPUs that are tried where no split of those that are there fits."""
 
+MOST_CONTEXT_RANKS, LEAST_PART = 16, 16384
+"""Context ranks that are proposed, and tokens of a rollout that each has at least."""
+
 
 # The rollout side ---------------------------------------------------------------------------------
 
@@ -25,21 +28,36 @@ MOST_GROWTH = 6
 def _wider_replicas(run: Run) -> Iterator[Changes]:
     """Yield replicas of more GPUs, as many GPUs in all, then more memory of each, then shorter outputs."""
     rollout = run.rollout
-    per_node = run.cluster.pools[rollout.pool].gpus_per_node
-    for degree in range(rollout.tensor_parallel + 1, per_node + 1):
-        replicas = max(1, rollout.num_gpus // degree)
+    domain = run.cluster.pools[rollout.pool].domain
+    others = rollout.pipeline_parallel * rollout.data_parallel
+    for degree in range(rollout.tensor_parallel + 1, domain + 1):
+        replicas = max(1, rollout.num_gpus // degree // others)
         changes: dict[str, object] = {"rollout.tensor_parallel": degree}
         if replicas != rollout.replicas:
             changes["rollout.replicas"] = replicas
         if rollout.expert_parallel > 1:
-            changes["rollout.expert_parallel"] = degree
+            changes["rollout.expert_parallel"] = degree * rollout.data_parallel
         yield changes
         if load_model(run.model).experts is not None and rollout.expert_parallel == 1:
             yield {**changes, "rollout.expert_parallel": degree}
+    yield from _longer_replicas(run)
     yield {"rollout.memory_utilization": 0.95}
     for tokens in (2**power for power in range(20, 7, -1)):
         if tokens < rollout.max_tokens:
             yield {"rollout.max_tokens": tokens}
+
+
+def _longer_replicas(run: Run) -> Iterator[Changes]:
+    """Yield replicas of several stages, each all of a domain, where no domain alone holds the model."""
+    rollout, domain = run.rollout, run.cluster.pools[run.rollout.pool].domain
+    for stages in powers_of_two(rollout.num_gpus // domain):
+        if stages > rollout.pipeline_parallel and rollout.data_parallel == 1:
+            yield {
+                "rollout.tensor_parallel": domain,
+                "rollout.pipeline_parallel": stages,
+                "rollout.replicas": rollout.num_gpus // domain // stages,
+                "rollout.expert_parallel": domain if rollout.expert_parallel > 1 else 1,
+            }
 
 
 # The training side --------------------------------------------------------------------------------
@@ -69,16 +87,25 @@ def _layouts(run: Run, num_gpus: int) -> Iterator[dict[str, object]]:
     trainer, pool = run.trainer, run.cluster.pools[run.trainer.pool]
     others = run.rollout.num_gpus if run.rollout.pool == trainer.pool and not run.shares_gpus else 0
     nodes = -(-(num_gpus + others) // pool.gpus_per_node)
-    for tensor, pipeline in product(powers_of_two(pool.gpus_per_node), powers_of_two(num_gpus)):
-        if num_gpus % (tensor * pipeline):
+    degrees = (powers_of_two(pool.gpus_per_node), powers_of_two(num_gpus))
+    for tensor, pipeline, context in product(*degrees, _context_degrees(run)):
+        if num_gpus % (tensor * pipeline * context):
             continue
+        data = num_gpus // tensor // pipeline // context
         layout = {
-            "trainer.data_parallel": (num_gpus // tensor // pipeline, trainer.data_parallel),
+            "trainer.data_parallel": (data, trainer.data_parallel),
+            "trainer.context_parallel": (context, trainer.context_parallel),
             "trainer.tensor_parallel": (tensor, trainer.tensor_parallel),
             "trainer.pipeline_parallel": (pipeline, trainer.pipeline_parallel),
             pool_key(trainer.pool, "nodes"): (max(nodes, pool.nodes), pool.nodes),
         }
         yield {key: new for key, (new, old) in layout.items() if new != old}
+
+
+def _context_degrees(run: Run) -> list[int]:
+    """Return the run's own degree, and those that leave each rank of a long rollout a part of it."""
+    usual = powers_of_two(min(MOST_CONTEXT_RANKS, longest_sequence(run) // LEAST_PART))
+    return sorted({run.trainer.context_parallel, *usual})
 
 
 def _fits(run: Run, changes: Changes) -> bool:

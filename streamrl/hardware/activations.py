@@ -84,7 +84,14 @@ def layer_activations(model: ModelShape) -> LayerActivations:
 def _attention(model: ModelShape) -> tuple[float, float]:
     """Return the channels of attention that are kept, and those that latent vectors are expanded to."""
     if model.latent is None:
-        return 2.0 * (model.num_heads + model.num_kv_heads) * model.head_dim, 0.0
+        gates = model.num_heads * model.head_dim * model.has_output_gate
+        plain = 2.0 * (model.num_heads + model.num_kv_heads) * model.head_dim + gates
+        if model.linear is None:
+            return plain, 0.0
+        linear = model.linear
+        deltas = linear.projected_dim + linear.mixed_dim + linear.value_dim
+        num_linear, num_plain = linear.num_layers, model.num_attention_layers
+        return (num_plain * plain + num_linear * deltas) / model.num_layers, 0.0
     return _latent_attention(model.latent, model.num_heads)
 
 
@@ -129,7 +136,8 @@ def activation_bytes(
 
     Stage s of p has p - s micro-batches under way in its layers (one forward, one backward in turn), or with v
     interleaved slices up to (p - s - 1) 2 + (v - 1) p + 1 slices of 1/v of them (Narayanan et al. 2021). Tensor
-    ranks split every activation (sequence parallelism, Korthikanti et al. 2022, section 4.2).
+    ranks split every activation (sequence parallelism, Korthikanti et al. 2022, section 4.2), and context ranks the tokens
+    of all but the keys and values that one layer attends to, which its GPU is sent.
     """
     stages, slices = trainer.pipeline_parallel, trainer.virtual_stages
     kept, again = layer_bytes(model, trainer, dtype)
@@ -139,22 +147,60 @@ def activation_bytes(
         if slices > 1:
             under_way = ((stages - stage - 1) * 2 + (slices - 1) * stages + 1) / slices
         per_token = under_way * num_layers * kept + again
-        found.append(num_tokens * per_token / trainer.tensor_parallel)
-    return found
+        found.append(num_tokens * per_token / trainer.tensor_parallel / trainer.context_parallel)
+    sent = exchanged_bytes(model, trainer, dtype) * num_tokens
+    return [kept + sent for kept in found]
+
+
+def exchanged_bytes(model: ModelShape, trainer: TrainerConfig, dtype: str) -> float:
+    """Return the bytes that a GPU holds of one layer's exchange between context ranks, for each token of a pass.
+
+    In a ring keys and values that are computed with and those that arrive meanwhile; gathered ones whole; heads dealt out
+    replace those of a rank's own tokens one by one, as much as those.
+    """
+    ranks = trainer.context_parallel
+    if ranks == 1:
+        return 0.0
+    queries, caches = context_channels(model, trainer)
+    match trainer.context_exchange:
+        case "ring":
+            held = 2 * caches / ranks
+        case "all-gather":
+            held = caches
+        case "all-to-all":
+            held = (2 * queries + caches) / ranks
+        case other:
+            assert_never(other)
+    return held * BYTES[dtype]
+
+
+def context_channels(model: ModelShape, trainer: TrainerConfig) -> tuple[float, float]:
+    """Return the channels of a token's queries, or of their output, and of its keys and values on a tensor rank.
+
+    Latent vectors are expanded to the keys and values of every head before they are sent.
+    """
+    degree = trainer.tensor_parallel
+    heads, caches = model.num_heads / degree, max(1.0, model.num_kv_heads / degree)
+    values = model.head_dim if model.latent is None else model.latent.v_head_dim
+    return heads * values, caches * (model.head_dim + values)
 
 
 def logit_bytes(model: ModelShape, trainer: TrainerConfig, num_tokens: int) -> float:
-    """Return the bytes of logits and their gradients on a GPU of the last stage; tensor ranks split the vocabulary."""
+    """Return the bytes of logits and their gradients on a GPU of the last stage.
+
+    Tensor ranks split the vocabulary, context ranks the tokens.
+    """
     match trainer.logits or ("fused" if trainer.kernels == "fused" else "eager"):
         case "eager":
             held = num_tokens * EAGER_LOGIT_BYTES
         case "fused":
             held = num_tokens * FUSED_LOGIT_BYTES
         case "chunked":
-            held = min(num_tokens, LOGIT_CHUNK) * EAGER_LOGIT_BYTES
+            chunk = LOGIT_CHUNK * trainer.context_parallel
+            held = min(num_tokens, chunk) * EAGER_LOGIT_BYTES
         case other:
             assert_never(other)
-    return held * model.vocab_size / trainer.tensor_parallel
+    return held * model.vocab_size / trainer.tensor_parallel / trainer.context_parallel
 
 
 def tokens_in_pass(trainer: TrainerConfig, longest: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from streamrl.hardware.layer_types import num_window_layers, read_linear, shared_experts
 from streamrl.hardware.model_shape import Experts, LatentAttention, ModelShape
 from streamrl.hardware.nearest_type import SHAPE_KEYS, tell_nearest
 from streamrl.runfile.errors import RunError, shown
@@ -12,6 +13,8 @@ from streamrl.runfile.errors import RunError, shown
 MODEL_TYPES = tuple(SHAPE_KEYS)
 """The `model_type`s that are known; keys and defaults are those of their config classes in transformers."""
 
+WINDOWED = ("mistral", "mixtral", "gpt_oss", "gemma3_text")
+"""Types that have a window where they name one."""
 WINDOW = 4096
 """Of a sliding window whose size is not named."""
 
@@ -55,7 +58,7 @@ def _read_shape(table: dict[str, object], path: Path) -> ModelShape:
         known = ", ".join(MODEL_TYPES)
         raise ValueError(f"model_type {kind!r} is none of {known}; {tell_nearest(table)}")
     for key in ("attention_bias", "mlp_bias"):
-        if _flag(table, key):
+        if _flag(table, key) and (kind, key) != ("gpt_oss", "attention_bias"):
             raise ValueError(f"{key} = true is not known for {kind}")
     if table.get("quantization_config"):
         raise ValueError(
@@ -63,6 +66,7 @@ def _read_shape(table: dict[str, object], path: Path) -> ModelShape:
         )
     num_heads = _count(table, "num_attention_heads")
     latent = _read_latent(table) if kind == "deepseek_v3" else None
+    has_window = _sliding_window(table) is not None
     return ModelShape(
         name=path.absolute().parent.name,
         source=str(path),
@@ -73,12 +77,18 @@ def _read_shape(table: dict[str, object], path: Path) -> ModelShape:
         head_dim=_head_dim(table, latent),
         intermediate_size=_count(table, "intermediate_size"),
         vocab_size=_count(table, "vocab_size"),
-        has_qkv_bias=kind == "qwen2",
-        has_tied_embeddings=_flag(table, "tie_word_embeddings"),
-        has_qk_norm=kind in ("qwen3", "qwen3_moe"),
+        has_qkv_bias=kind == "qwen2" or _flag(table, "attention_bias"),
+        has_output_bias=_flag(table, "attention_bias"),
+        has_sinks=kind == "gpt_oss",
+        has_output_gate=kind == "qwen3_next",
+        norms_per_layer=4 if kind == "gemma3_text" else 2,
+        has_tied_embeddings=_flag(table, "tie_word_embeddings", default=kind == "gemma3_text"),
+        has_qk_norm=kind in ("qwen3", "qwen3_moe", "qwen3_next", "gemma3_text"),
         experts=_read_experts(table),
         latent=latent,
+        linear=read_linear(table) if kind == "qwen3_next" else None,
         sliding_window=_sliding_window(table),
+        num_window_layers=num_window_layers(table) if has_window else None,
     )
 
 
@@ -86,7 +96,7 @@ def _sliding_window(table: dict[str, object]) -> int | None:
     """Mistral and Mixtral have the window that they name, and Mistral one by default; Qwen where it is switched on."""
     default = WINDOW if table["model_type"] != "mixtral" else None
     window = table.get("sliding_window", default)
-    has_window = table["model_type"] in ("mistral", "mixtral") or _flag(table, "use_sliding_window")
+    has_window = table["model_type"] in WINDOWED or _flag(table, "use_sliding_window")
     return (
         None
         if window is None or not has_window
@@ -137,6 +147,25 @@ def _read_experts(table: dict[str, object]) -> Experts | None:
                 intermediate_size=_count(table, "moe_intermediate_size"),
                 num_dense_layers=_num_first_dense(table),
             )
+        case "qwen3_next":
+            return Experts(
+                num_experts=_count(
+                    table, "num_experts" if "num_experts" in table else "num_local_experts"
+                ),
+                experts_per_token=_count(table, "num_experts_per_tok"),
+                intermediate_size=_count(table, "moe_intermediate_size"),
+                num_shared_experts=shared_experts(table),
+                num_dense_layers=_num_first_dense(table),
+                has_shared_gate=True,
+            )
+        case "gpt_oss":
+            return Experts(
+                num_experts=_count(table, "num_local_experts"),
+                experts_per_token=_count(table, "num_experts_per_tok"),
+                intermediate_size=_count(table, "intermediate_size"),
+                has_router_bias=True,
+                has_bias=True,
+            )
         case "mixtral":
             return Experts(
                 num_experts=_count(table, "num_local_experts"),
@@ -174,9 +203,9 @@ def _count(table: dict[str, object], key: str, least: int = 1) -> int:
     return value
 
 
-def _flag(table: dict[str, object], key: str) -> bool:
-    """Read a boolean that is false where absent, as in every config class of `MODEL_TYPES`."""
-    value = table.get(key, False)
+def _flag(table: dict[str, object], key: str, *, default: bool = False) -> bool:
+    """Read a boolean that is false where absent, as in most config classes of `MODEL_TYPES`."""
+    value = table.get(key, default)
     if not isinstance(value, bool):
         raise ValueError(f"{key} must be true or false, got {value!r}")
     return value

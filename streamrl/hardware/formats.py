@@ -61,8 +61,12 @@ def shard_weight_bytes(
 ) -> float:
     """Return the bytes of weights on a GPU of a replica whose linear layers are kept in `dtype`, all else in `wide`."""
     whole = model.shard_parameters(tensor_parallel, expert_parallel)
+    linear = model.linear_parameters(tensor_parallel, expert_parallel)
+    return kept_bytes(whole, linear, dtype, wide, model.hidden_size)
+
+
+def kept_bytes(whole: float, linear: float, dtype: str, wide: str, row: float) -> float:
+    """Return the bytes of `whole` parameters, those of linear layers among them in `dtype`, all else in `wide`."""
     if dtype not in FORMATS:
         return whole * BYTES[dtype]
-    linear = model.linear_parameters(tensor_parallel, expert_parallel)
-    width = width_of(dtype, model.hidden_size)
-    return whole * BYTES[wide] + linear * (width - BYTES[wide])
+    return whole * BYTES[wide] + linear * (width_of(dtype, row) - BYTES[wide])

@@ -17,16 +17,17 @@ from streamrl.hardware.activations import activation_bytes, logit_bytes, tokens_
 from streamrl.hardware.formats import shard_weight_bytes
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.precision import (
-    replica_token_bytes,
-    replica_weight_bytes,
     rollout_precision,
     trained_dtype,
 )
 from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.hardware.replica_shards import over_stages
 from streamrl.hardware.slices import stage_layers
+from streamrl.hardware.stage_bytes import StageBytes, stage_bytes
 from streamrl.hardware.workspace import workspace_bytes
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError
+from streamrl.runfile.pools import divisors
 from streamrl.runfile.sides_config import TrainerConfig
 
 OPTIMIZER_BYTES = 12
@@ -58,36 +59,54 @@ def kv_capacity(run: Run) -> int:
         RunError: the weights alone, or one rollout of the longest kind, do not fit.
     """
     model, gpu = load_model(run.model), load_gpu(run.cluster.pools[run.rollout.pool].gpu)
-    gpus, weights = run.rollout.tensor_parallel, replica_weight_bytes(run)
-    usable = gpu.usable_memory * run.rollout.memory_utilization
+    rollout = run.rollout
+    usable = gpu.usable_memory * rollout.memory_utilization
     workspace = replica_workspace(run)
-    room = max(0.0, usable - weights - workspace)
-    capacity = int(room // replica_token_bytes(run))
-    longest = longest_sequence(run)
+    capacity, weights = _least_room(run, usable - workspace)
+    longest, gpus = longest_sequence(run), rollout.gpus_per_replica
     if capacity < longest:
+        others = {
+            "pipeline_parallel": rollout.pipeline_parallel,
+            "data_parallel": rollout.data_parallel,
+        }
+        more = "".join(f" x {key}={degree}" for key, degree in others.items() if degree > 1)
         raise RunError(
             "rollout.tensor_parallel",
-            gpus,
+            rollout.tensor_parallel,
             None,
-            f"rollout.tensor_parallel={gpus}: {model.name} needs {gpus * weights / 1e9:.1f} GB of "
+            f"rollout.tensor_parallel={rollout.tensor_parallel}{more}: {model.name} needs {gpus * weights / 1e9:.1f} GB of "
             f"weights, {gpus * workspace / 1e9:.1f} GB of workspace and {longest} tokens of KV cache, "
             f"but {gpus} x {gpu.name} at memory_utilization {run.rollout.memory_utilization} hold "
             f"{gpus * usable / 1e9:.1f} GB, which leaves {capacity} tokens",
             ("rollout.memory_utilization", "rollout.max_tokens"),
         )
-    return capacity
+    return capacity * rollout.data_parallel
+
+
+def _least_room(run: Run, usable: float) -> tuple[int, float]:
+    """Return the tokens that fit beside the weights of the stage with least room for them, and its bytes of weights."""
+    return min(
+        (int(max(0.0, usable - stage.held) // stage.token), stage.held)
+        for stage in stage_bytes(run, replica_model(run))
+    )
+
+
+def fullest_stage(run: Run) -> StageBytes:
+    """Return what a GPU holds of the pipeline stage that has most weights.
+
+    Raises:
+        RunError: the model cannot be split as the run file says.
+    """
+    return max(stage_bytes(run, replica_model(run)))
 
 
 def replica_workspace(run: Run) -> float:
-    """Bytes on one GPU of a replica beside weights and KV cache."""
-    rollout = run.rollout
-    return workspace_bytes(
-        load_model(run.model),
-        rollout_precision(run).wide,
-        rollout.max_running,
-        rollout.tensor_parallel,
-        rollout.expert_parallel,
-    )
+    """Bytes on one GPU of a replica beside weights and KV cache: of a pass, and what rollouts keep whatever their length."""
+    rollout, model, wide = run.rollout, replica_model(run), rollout_precision(run).wide
+    most, degree = -(-rollout.max_running // rollout.data_parallel), rollout.tensor_parallel
+    states = most * model.shard_state_bytes(wide, degree)
+    work = workspace_bytes(model, wide, most, degree, min(rollout.expert_parallel, degree))
+    return work + states / rollout.pipeline_parallel
 
 
 def most_running(run: Run) -> int:
@@ -124,9 +143,9 @@ def replica_memory(run: Run) -> dict[str, float]:
     Raises:
         ValueError: as `kv_capacity`.
     """
-    gpu = load_gpu(run.cluster.pools[run.rollout.pool].gpu)
-    weights, workspace = replica_weight_bytes(run), replica_workspace(run)
-    cache = kv_capacity(run) * replica_token_bytes(run)
+    gpu, fullest = load_gpu(run.cluster.pools[run.rollout.pool].gpu), fullest_stage(run)
+    weights, workspace = fullest.held, replica_workspace(run)
+    cache = kv_capacity(run) / run.rollout.data_parallel * fullest.token
     unused = gpu.usable_memory - weights - workspace - cache
     return {
         "weights": weights,
@@ -135,6 +154,11 @@ def replica_memory(run: Run) -> dict[str, float]:
         "unused": unused,
         "reserve": gpu.reserve,
     }
+
+
+def replica_model(run: Run) -> ModelShape:
+    """Return the model as the longest rollouts see it."""
+    return load_model(run.model).seen_by(longest_sequence(run))
 
 
 def longest_sequence(run: Run) -> int:
@@ -167,8 +191,8 @@ def num_models(run: Run) -> int:
 def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[ModelState]:
     """Return the bytes of one model on a GPU of each pipeline stage.
 
-    Tensor and pipeline ranks split weights and gradients; data-parallel ranks split nothing (ZeRO 0), the optimizer
-    (1), gradients too (2), and weights as well (3), and gather the float32 weights in `dtype` when they need them, so
+    Tensor and pipeline ranks split weights and gradients; data-parallel ranks, each of which may be several context
+    ranks, split nothing (ZeRO 0), the optimizer (1), gradients too (2), and weights as well (3), and gather the float32 weights in `dtype` when they need them, so
     that there is no copy in 16 bits beside the optimizer's (PyTorch's FSDP2). Experts that ranks share out have fewer
     copies to split over.
 
@@ -176,11 +200,10 @@ def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[
         ValueError: the model has fewer layers than there are pipeline stages, or cannot be split.
     """
     shards, experts = stage_parameters(model, trainer), shared_out_parameters(model, trainer)
-    copies = max(1, trainer.data_parallel * trainer.tensor_parallel // trainer.expert_parallel)
     layers = stage_layers(model.num_layers, trainer.pipeline_parallel)
     states = []
     for parameters, num_layers in zip(shards, layers, strict=True):
-        split = (parameters - experts) / trainer.data_parallel + experts / copies
+        split = (parameters - experts) / trainer.copies + experts / trainer.expert_copies
         held = split if trainer.zero == 3 else parameters
         gathered = parameters * GATHERED_LAYERS / num_layers if trainer.zero == 3 else 0.0
         second_copy = BYTES[dtype] if trainer.zero == 3 else 0
@@ -210,15 +233,8 @@ def stage_parameters(model: ModelShape, trainer: TrainerConfig) -> list[float]:
     Raises:
         RunError: the model has fewer layers than there are pipeline stages, or cannot be split.
     """
-    table = model.num_embedding_parameters / trainer.tensor_parallel
-    tables = table * (1 if model.has_tied_embeddings else 2)
     shard = shard_parameters(model, trainer) * trainer.pipeline_parallel
-    each = (shard - tables) / model.num_layers
-    counts = stage_layers(model.num_layers, trainer.pipeline_parallel)
-    stages = [each * count for count in counts]
-    if len(stages) == 1:
-        return [stages[0] + tables]
-    return [stages[0] + table, *stages[1:-1], stages[-1] + table]
+    return over_stages(model, shard, trainer.pipeline_parallel, trainer.tensor_parallel)
 
 
 def shared_out_parameters(model: ModelShape, trainer: TrainerConfig) -> float:
@@ -268,6 +284,22 @@ def check_split(model: ModelShape, trainer: TrainerConfig, key: str = "trainer")
             f"{key}.expert_parallel must be 1: {model.name} has no experts, "
             f"got {trainer.expert_parallel}",
         )
+    if not splits_context(model, trainer):
+        heads = model.num_heads // trainer.tensor_parallel
+        raise RunError(
+            f"{key}.context_parallel",
+            trainer.context_parallel,
+            OneOf(divisors(heads)),
+            f"{key}.context_parallel must divide the {heads} heads of a tensor rank of {model.name}, which "
+            f"context_exchange 'all-to-all' deals out, got {trainer.context_parallel}",
+            (f"{key}.context_exchange", f"{key}.tensor_parallel"),
+        )
+
+
+def splits_context(model: ModelShape, trainer: TrainerConfig) -> bool:
+    """Whether context ranks can share a pass: as all do that exchange keys and values, of heads whole ones."""
+    heads = model.num_heads // trainer.tensor_parallel
+    return trainer.context_exchange != "all-to-all" or heads % trainer.context_parallel == 0
 
 
 def trainer_memory(run: Run) -> dict[str, float]:
@@ -319,13 +351,16 @@ def check_trainer_memory(run: Run, key: str) -> None:
     need = sum(items.values())
     if need > gpu.usable_memory:
         trainer = run.trainer
+        context = (
+            f"context_parallel={trainer.context_parallel}, " if trainer.context_parallel > 1 else ""
+        )
         listed = " + ".join(f"{size / 1e9:.1f} of {name}" for name, size in items.items())
         raise RunError(
             f"{key}.tensor_parallel",
             trainer.tensor_parallel,
             None,
             f"{key}: {need / 1e9:.1f} GB a GPU ({listed}) with data_parallel="
-            f"{trainer.data_parallel}, tensor_parallel={trainer.tensor_parallel}, "
+            f"{trainer.data_parallel}, {context}tensor_parallel={trainer.tensor_parallel}, "
             f"pipeline_parallel={trainer.pipeline_parallel}, but {gpu.name} has "
             f"{gpu.usable_memory / 1e9:.1f} GB for tensors{_way_out(run, key, items)}",
             (f"{key}.pipeline_parallel", f"{key}.data_parallel"),

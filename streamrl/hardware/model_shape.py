@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
+from msgspec.structs import replace
 
-import msgspec
-
-from streamrl.hardware.profile_table import ProfileTable
+from streamrl.hardware.linear_attention import LinearAttention
+from streamrl.hardware.profile_table import ProfileTable, check_positive
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 """Bytes of one value by dtype."""
@@ -24,7 +23,11 @@ class Experts(ProfileTable, frozen=True, kw_only=True):
     num_dense_layers: int = 0
     """First layers that have a plain MLP."""
     has_router_bias: bool = False
-    """A correction of the router's scores for each expert (DeepSeek-V3, section 2.1.2)."""
+    """A correction of the router's scores for each expert (DeepSeek-V3, section 2.1.2), or a bias of the router (gpt-oss)."""
+    has_bias: bool = False
+    """Whether the products of an expert have biases (gpt-oss)."""
+    has_shared_gate: bool = False
+    """Whether a token says how much the shared experts count (Qwen3-Next)."""
 
     def __post_init__(self) -> None:
         check_positive(self, ("num_shared_experts", "num_dense_layers"))
@@ -84,11 +87,26 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
     """One RMS norm over the channels of a query head and one over those of a key head (Qwen3)."""
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    linear: LinearAttention | None = None
     sliding_window: int | None = None
     """Tokens that layers look back at most, some or all of them; None where all look back at everything."""
+    num_window_layers: int | None = None
+    """Layers that look back no further; all that attend at all where absent."""
+    has_output_bias: bool = False
+    """Whether attention's last product has a bias (gpt-oss)."""
+    has_sinks: bool = False
+    """A learned score of each head that no token has (gpt-oss)."""
+    has_output_gate: bool = False
+    """Whether a gate as wide as the queries is made beside them (Qwen3-Next)."""
+    norms_per_layer: int = 2
 
     def __post_init__(self) -> None:
-        check_positive(self)
+        check_positive(self, ("num_window_layers",))
+        if self.num_full_layers < 0:
+            raise ValueError(
+                f"num_window_layers and linear.num_layers must be at most num_layers {self.num_layers} together, "
+                f"got {self.num_layers - self.num_full_layers}"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads must divide num_heads {self.num_heads}, got {self.num_kv_heads}"
@@ -105,6 +123,8 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
         """Whether tensor ranks get whole attention heads, and key-value heads whole or each several ranks."""
         caches = 1 if self.latent is not None else self.num_kv_heads
         is_dealt = caches % degree == 0 or degree % caches == 0
+        if self.linear is not None and self.linear.num_key_heads % degree:
+            return False
         return self.num_heads % degree == 0 and is_dealt
 
     def _check_latent(self, latent: LatentAttention) -> None:
@@ -132,8 +152,42 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
         """Layers that have experts."""
         return self.num_layers - self.num_dense_layers
 
+    @property
+    def num_linear_layers(self) -> int:
+        """Layers whose attention keeps a state of one size."""
+        return 0 if self.linear is None else self.linear.num_layers
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers that attend to keys and values."""
+        return self.num_layers - self.num_linear_layers
+
+    @property
+    def num_windowed_layers(self) -> int:
+        """Layers that look back `sliding_window` tokens at most."""
+        if self.sliding_window is None:
+            return 0
+        attending = self.num_attention_layers
+        return attending if self.num_window_layers is None else self.num_window_layers
+
+    @property
+    def num_full_layers(self) -> int:
+        """Layers that look back at everything."""
+        return self.num_attention_layers - self.num_windowed_layers
+
+    @property
+    def num_growing_layers(self) -> int:
+        """Layers whose cache grows with every token: where none looks back at everything, engines free none of theirs."""
+        return self.num_full_layers or self.num_windowed_layers
+
+    def seen_by(self, longest: int) -> ModelShape:
+        """Return the model as sequences of at most `longest` tokens see it: a window that they never fill is none."""
+        if self.sliding_window is None or longest > self.sliding_window:
+            return self
+        return replace(self, sliding_window=None, num_window_layers=None)
+
     def attention_parameters(self, tensor_parallel: int = 1) -> float:
-        """Parameters of one layer's attention on one GPU, a share of them where it has a share of the heads.
+        """Parameters of one layer's attention to keys and values on one GPU, a share of them where it has a share of the heads.
 
         A key-value head is never split: past `num_kv_heads` GPUs, several hold the same one. The norms of
         queries and keys are whole on every GPU.
@@ -143,8 +197,9 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
             return self.latent.parameters(self.hidden_size, num_heads)
         queries = num_heads * self.head_dim
         keys_values = 2 * max(1.0, self.num_kv_heads / tensor_parallel) * self.head_dim
-        projections = self.hidden_size * (2 * queries + keys_values)
-        biases = (queries + keys_values) * self.has_qkv_bias
+        projections = self.hidden_size * ((2 + self.has_output_gate) * queries + keys_values)
+        biases = (queries + keys_values) * self.has_qkv_bias + num_heads * self.has_sinks
+        biases += self.hidden_size * self.has_output_bias
         return projections + biases + 2 * self.head_dim * self.has_qk_norm
 
     @property
@@ -155,7 +210,11 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
     @property
     def expert_parameters(self) -> int:
         """Parameters of one expert; none where the model has no experts."""
-        return 0 if self.experts is None else 3 * self.hidden_size * self.experts.intermediate_size
+        if self.experts is None:
+            return 0
+        biases = 2 * self.experts.intermediate_size + self.hidden_size
+        products = 3 * self.hidden_size * self.experts.intermediate_size
+        return products + biases * self.experts.has_bias
 
     def mixture_parameters(self, tensor_parallel: int = 1, expert_parallel: int = 1) -> float:
         """Parameters of one layer's router, experts and shared experts on one GPU.
@@ -177,6 +236,7 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
         routed = self.experts.num_experts * self.expert_parameters / split
         shared = self.experts.num_shared_experts * self.expert_parameters / tensor_parallel
         router = self.experts.num_experts * (self.hidden_size + self.experts.has_router_bias)
+        router += self.hidden_size * self.experts.has_shared_gate
         return routed + shared + router
 
     def shard_parameters(self, tensor_parallel: int, expert_parallel: int = 1) -> float:
@@ -195,11 +255,15 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
             if degree < 1:
                 raise ValueError(f"{key} must be at least 1, got {degree}")
         num_tables = 1 if self.has_tied_embeddings else 2
-        norms = (2 * self.num_layers + 1) * self.hidden_size
+        norms = (self.norms_per_layer * self.num_layers + 1) * self.hidden_size
+        linear = 0.0
+        if self.linear is not None:
+            linear = self.linear.parameters(self.hidden_size, tensor_parallel)
         return (
             norms
             + num_tables * self.num_embedding_parameters / tensor_parallel
-            + self.num_layers * self.attention_parameters(tensor_parallel)
+            + self.num_attention_layers * self.attention_parameters(tensor_parallel)
+            + self.num_linear_layers * linear
             + self.num_dense_layers * self.mlp_parameters / tensor_parallel
             + self.num_expert_layers * self.mixture_parameters(tensor_parallel, expert_parallel)
         )
@@ -209,8 +273,12 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
         mixture = self.mixture_parameters(tensor_parallel, expert_parallel)
         if self.experts is not None:
             mixture -= self.experts.num_experts * (self.hidden_size + self.experts.has_router_bias)
+        linear = 0.0
+        if self.linear is not None:
+            linear = self.linear.projection_parameters(self.hidden_size) / tensor_parallel
         return (
-            self.num_layers * self.attention_parameters(tensor_parallel)
+            self.num_attention_layers * self.attention_parameters(tensor_parallel)
+            + self.num_linear_layers * linear
             + self.num_dense_layers * self.mlp_parameters / tensor_parallel
             + self.num_expert_layers * mixture
         )
@@ -237,34 +305,40 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
         return round(self.shard_kv_bytes_per_token(dtype, tensor_parallel=1))
 
     def shard_kv_bytes_per_token(self, dtype: str, tensor_parallel: int) -> float:
-        """Bytes of one token of context on each of `tensor_parallel` GPUs.
+        """Bytes of one token of context on each of `tensor_parallel` GPUs, in the layers whose cache grows with it.
 
         Key-value heads are split as far as there are any; a latent vector is whole on every GPU.
         """
+        return self.num_growing_layers * self._cached_values(tensor_parallel) * BYTES[dtype]
+
+    def shard_state_bytes(self, dtype: str, tensor_parallel: int) -> float:
+        """Bytes that a rollout keeps on each of `tensor_parallel` GPUs whatever its context: windows, and linear states."""
+        windowed = self.num_windowed_layers if self.num_full_layers else 0
+        window = (self.sliding_window or 0) * self._cached_values(tensor_parallel) * BYTES[dtype]
+        states = 0.0
+        if self.linear is not None:
+            width = max(2, BYTES[dtype])
+            states = self.linear.num_layers * self.linear.state_bytes(width, tensor_parallel)
+        return windowed * window + states
+
+    def _cached_values(self, tensor_parallel: int) -> float:
+        """Values that one token leaves in the cache of one layer on one GPU."""
         if self.latent is not None:
-            num_values = float(self.latent.kv_lora_rank + self.latent.rope_head_dim)
-        else:
-            num_values = 2 * max(1.0, self.num_kv_heads / tensor_parallel) * self.head_dim
-        return self.num_layers * num_values * BYTES[dtype]
+            return float(self.latent.kv_lora_rank + self.latent.rope_head_dim)
+        return 2 * max(1.0, self.num_kv_heads / tensor_parallel) * self.head_dim
 
     def forward_flops(self, num_tokens: float, context_pairs: float) -> float:
         """FLOPs of a forward pass over `num_tokens` that attend to `context_pairs` tokens in all.
 
         Two FLOPs a parameter and token; a pair takes two a channel of its scores and two a channel of its
         values in every head. Latent attention is counted as prefill and training do it, with keys and values
-        expanded: decoding on the latent vectors takes 2 (2 `kv_lora_rank` + `rope_head_dim`) a pair and head.
+        expanded: decoding on the latent vectors takes 2 (2 `kv_lora_rank` + `rope_head_dim`) a pair and head. A token
+        of a layer with a window is counted with a full one, linear attention by what changes its states.
         """
         values_dim = self.head_dim if self.latent is None else self.latent.v_head_dim
-        per_pair = 2.0 * self.num_layers * self.num_heads * (self.head_dim + values_dim)
-        return 2.0 * self.num_active_parameters * num_tokens + per_pair * context_pairs
-
-
-def check_positive(figures: msgspec.Struct, zero_allowed: tuple[str, ...] = ()) -> None:
-    """Raise `ValueError` naming the first number among the fields that is not positive and finite."""
-    for key in figures.__struct_fields__:
-        value = getattr(figures, key)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        if not (math.isfinite(value) and (value > 0 or (value == 0 and key in zero_allowed))):
-            kind = "finite and not negative" if key in zero_allowed else "positive and finite"
-            raise ValueError(f"{key} must be {kind}, got {value}")
+        of_pair = 2.0 * self.num_heads * (self.head_dim + values_dim)
+        of_token = 2.0 * self.num_active_parameters
+        of_token += self.num_windowed_layers * of_pair * (self.sliding_window or 0)
+        if self.linear is not None:
+            of_token += self.linear.num_layers * self.linear.token_flops
+        return of_token * num_tokens + self.num_full_layers * of_pair * context_pairs

@@ -19,6 +19,14 @@ SHAPE_KEYS: Mapping[str, frozenset[str]] = {
     "mistral": EVERY | {"sliding_window"},
     "mixtral": EVERY | {"sliding_window", "num_local_experts", "num_experts_per_tok"},
     "qwen3_moe": EVERY | _QWEN_EXPERTS | {"decoder_sparse_step", "mlp_only_layers"},
+    "gpt_oss": EVERY
+    | {"sliding_window", "num_local_experts", "num_experts_per_tok", "layer_types"},
+    "gemma3_text": EVERY | {"sliding_window", "layer_types"},
+    "qwen3_next": EVERY
+    | _QWEN_EXPERTS
+    | {"shared_expert_intermediate_size", "layer_types", "decoder_sparse_step"}
+    | {f"linear_{key}" for key in ("num_key_heads", "num_value_heads", "conv_kernel_dim")}
+    | {"linear_key_head_dim", "linear_value_head_dim"},
     "deepseek_v3": EVERY
     | {"q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"}
     | {"n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"}

@@ -8,12 +8,16 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from streamrl.hardware.linear_attention import STATE_BYTES
 from streamrl.hardware.tables import Floats
 
 HEAD_DIM = 128
 """Width of a head in every attention table."""
 LATENT_DIM, LATENT_ROPE_DIM = 512, 64
 """Widths of DeepSeek-V3's compressed keys and values, the only ones measured."""
+
+LINEAR_CHUNK = 64
+"""Tokens that gated delta kernels put together (flash-linear-attention)."""
 
 Axes: TypeAlias = Mapping[str, Floats]
 """Values of an operator's axes by name; they broadcast against each other."""
@@ -101,6 +105,19 @@ def _latent_decode_attention(axes: Axes, width: float) -> Work:
     return Work(flops, width * read * (LATENT_DIM + LATENT_ROPE_DIM), NOTHING)
 
 
+def _linear_decode(axes: Axes, width: float) -> Work:
+    """One token of each rollout: its key reads the state of every value head, changes it, and its query reads it."""
+    states = axes["batch"] * axes["heads"] * HEAD_DIM**2
+    return Work(6 * states, 2 * STATE_BYTES * states, NOTHING)
+
+
+def _linear_prefill(axes: Axes, width: float) -> Work:
+    """Chunks of tokens: products within each, of the keys with keys and with queries, and with the state before it."""
+    tokens = axes["tokens"] * axes["heads"] * HEAD_DIM
+    flops = tokens * (6 * HEAD_DIM + 8 * LINEAR_CHUNK)
+    return Work(flops, 8 * width * tokens, NOTHING)
+
+
 def _moe(axes: Axes, width: float) -> Work:
     """Gated MLPs of the experts on one GPU, tokens dealt out evenly: an expert that has any is read once.
 
@@ -148,6 +165,8 @@ OPERATORS = {
     "decode_attention": Operator(_decode_attention, _caches, fills_holes=False),
     "prefill_attention": Operator(_prefill_attention),
     "latent_decode_attention": Operator(_latent_decode_attention, fills_holes=False),
+    "linear_decode": Operator(_linear_decode),
+    "linear_prefill": Operator(_linear_prefill),
     "moe": Operator(_moe),
     "all_reduce": Operator(_ring(2.0), is_collective=True),
     "all_gather": Operator(_ring(1.0), is_collective=True),

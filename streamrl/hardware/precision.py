@@ -12,7 +12,6 @@ from streamrl.hardware.formats import (
     FORMATS,
     WEIGHT_ONLY,
     is_narrow,
-    shard_weight_bytes,
     width_of,
 )
 from streamrl.hardware.profiles import load_gpu, load_model
@@ -61,19 +60,6 @@ def rollout_precision(run: Run) -> Precision:
     return precision_of(
         rollout.dtype, rollout.kv_dtype, run.model.dtype, weight_only=rollout.weight_only
     )
-
-
-def replica_weight_bytes(run: Run) -> float:
-    """Bytes of weights on one GPU of a replica."""
-    rollout, own = run.rollout, rollout_precision(run)
-    degrees = rollout.tensor_parallel, rollout.expert_parallel
-    return shard_weight_bytes(load_model(run.model), own.weights, own.wide, *degrees)
-
-
-def replica_token_bytes(run: Run) -> float:
-    """Bytes of the keys and values of a token on one GPU of a replica."""
-    cache = rollout_precision(run).cache
-    return load_model(run.model).shard_kv_bytes_per_token(cache, run.rollout.tensor_parallel)
 
 
 def training_dtype(run: Run) -> str:

@@ -13,8 +13,8 @@ from typing import Literal, TypeVar, assert_never
 import msgspec
 
 from streamrl.hardware.config_json import read_config_json
-from streamrl.hardware.model_shape import BYTES, ModelShape, check_positive
-from streamrl.hardware.profile_table import ProfileTable
+from streamrl.hardware.model_shape import BYTES, ModelShape
+from streamrl.hardware.profile_table import ProfileTable, check_positive
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import OneOf, RunError, shown
@@ -128,6 +128,15 @@ def load_gpu(name: str) -> Gpu:
     return _read_gpu(find_profile("gpus", name, ".toml"))
 
 
+def gpu_of(pool: PoolConfig) -> Gpu:
+    """Read a pool's GPU, with its share of what the pool says of its nodes' network."""
+    gpu = load_gpu(pool.gpu)
+    if pool.node_bandwidth is None:
+        return gpu
+    share = Bandwidth(pool.node_bandwidth / pool.gpus_per_node)
+    return msgspec.structs.replace(gpu, network=share)
+
+
 def price_of(pool: PoolConfig) -> float:
     """Return the dollars of a pool's GPU for an hour: the pool's own price, else the GPU's."""
     return load_gpu(pool.gpu).price if pool.price is None else pool.price
@@ -158,6 +167,9 @@ def check_profiles(run: Run) -> None:
     check_engine(run.costs.engine)
     if run.model.name is not None:
         _check_name("model.name", "models", run.model.name, ".toml")
+    speculative = run.rollout.speculative
+    if speculative is not None and speculative.model is not None:
+        _check_name("rollout.speculative.model", "models", speculative.model, ".toml")
     lengths = run.workload.lengths
     if lengths is not None and lengths.kind != "trace" and not lengths.names_a_file:
         _check_name("workload.lengths.source", "lengths", lengths.source, ".csv")

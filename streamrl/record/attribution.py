@@ -121,7 +121,7 @@ class AttributionReader:
         self._slot = 0
         self._is_on_policy = choose_system(run.policies).max_staleness == 0
         self._degrees = [
-            (kind_name(kind), own.tensor_parallel) for kind, own in enumerate(run.rollout.kinds)
+            (kind_name(kind), own.gpus_per_replica) for kind, own in enumerate(run.rollout.kinds)
         ]
         """Name of each kind of replica, and the GPUs of one."""
 
@@ -256,7 +256,7 @@ def _all_shares(
 
 def _shared_shares(counts: Counts, run: Run, is_on_policy: bool) -> Shares:
     """Yield what the GPUs do that are both the replicas' and the leading trainer's."""
-    generating = counts.run["replica generate"] * run.rollout.tensor_parallel
+    generating = counts.run["replica generate"] * run.rollout.gpus_per_replica
     work = _work(counts, LEADER)
     if work in ("score", "train"):
         training = min(run.trainer.num_gpus, run.num_gpus - generating)
@@ -266,7 +266,7 @@ def _shared_shares(counts: Counts, run: Run, is_on_policy: bool) -> Shares:
         return
     for activity, replicas in _replica_shares(counts, 0, is_on_policy):
         cause = work if work and activity == "pipeline" else activity
-        yield SHARED, cause, replicas * run.rollout.tensor_parallel
+        yield SHARED, cause, replicas * run.rollout.gpus_per_replica
     yield SHARED, _leader_activity(counts), run.num_gpus - run.rollout.num_gpus
 
 

@@ -169,7 +169,7 @@ class ChromeReader:
     def _enter_lost(self, found: Underfilled) -> None:
         kinds = self._run.rollout.kinds
         for replica, lost in found.replicas.items():
-            degree = kinds[self._kinds.get(replica, 0)].tensor_parallel
+            degree = kinds[self._kinds.get(replica, 0)].gpus_per_replica
             for start, end, share in zip(*map(np.ndarray.tolist, lost), strict=True):
                 self._underfilled.add(start, share * degree)
                 self._underfilled.add(end, -share * degree)

@@ -51,7 +51,7 @@ class PartsReader:
         self._run = run
         self._curves = curves
         self._source: YieldSource = "curve" if curves else "unknown"
-        self._degrees = [own.tensor_parallel for own in run.rollout.kinds]
+        self._degrees = [own.gpus_per_replica for own in run.rollout.kinds]
         self._kinds: Mapping[int, int] = {}
         """By replica: of which kind it is, where that is not the first."""
         self._ledger = Ledger[tuple[int, Part]](marks)

@@ -36,7 +36,7 @@ def gpus_of_sides(run: Run, num_replicas: float | None = None) -> Iterator[tuple
     more = 0.0 if num_replicas is None else num_replicas - run.rollout.num_replicas
     for side in sides_of(run):
         is_resized = side.kind == "rollout" and not side.of_kind
-        yield side, side.num_gpus + (more * run.rollout.tensor_parallel if is_resized else 0.0)
+        yield side, side.num_gpus + (more * run.rollout.gpus_per_replica if is_resized else 0.0)
 
 
 def dollars_per_second(run: Run, num_replicas: float | None = None) -> float:

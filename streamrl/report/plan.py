@@ -18,6 +18,7 @@ SHORT = {
     "tensor_parallel": "TP",
     "pipeline_parallel": "PP",
     "expert_parallel": "EP",
+    "context_parallel": "CP",
 }
 """What the field calls the degrees."""
 

@@ -144,7 +144,10 @@ def team_of(run: Run) -> Team:
 
 
 def _rollout_side(run: Run, rollout: RolloutConfig) -> PlannedSide:
-    keys = ("replicas", "tensor_parallel", "expert_parallel")
+    keys = (
+        *("replicas", "tensor_parallel", "expert_parallel"),
+        *("pipeline_parallel", "data_parallel"),
+    )
     degrees = {key: int(getattr(rollout, key)) for key in keys}
     return _side(run, rollout.pool, rollout.num_gpus, degrees)
 

@@ -23,6 +23,7 @@ from streamrl.runfile.sides_config import (
     FollowerConfig,
     ReplicasConfig,
     RolloutConfig,
+    SpeculativeConfig,
     SyncConfig,
     TrainerConfig,
     VerifierConfig,
@@ -50,6 +51,8 @@ MOST_PER_GROUP = 2**14
 MOST_FAILURES = 10**7
 """Within a minute; each is remembered that long."""
 MOST_FAULTS = 1000
+MOST_DRAFTED = 64
+"""Tokens of a draft: engines draft up to 16."""
 OF_LOSSES = {
     "learning_rate": Bounds(0),
     "correction_cap": Bounds(1),
@@ -66,12 +69,15 @@ OF_LOSSES = {
 COUNTS = (
     *(PoolConfig, RolloutConfig, TrainerConfig, FollowerConfig, AlgorithmConfig, WorkloadConfig),
     *(VerifierConfig, SyncConfig, ExecuteConfig, FrameworkConfig, ReplicasConfig),
+    SpeculativeConfig,
 )
 """Sections whose whole numbers are all at least 1."""
 BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     Run: {"seed": Bounds(0)},
     PoolConfig: {
         "host_memory": POSITIVE,
+        "node_bandwidth": POSITIVE,
+        "nvlink_domain": Bounds(1),
         "price": MONEY,
         "spot_failures_per_gpu_day": Bounds(0),
     },
@@ -81,6 +87,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "start_time": SECONDS,
         "temperature": POSITIVE,
     },
+    SpeculativeConfig: {"tokens": Bounds(1, MOST_DRAFTED), "acceptance": SHARE},
     ReplicasConfig: {"max_running": Bounds(1), "share": POSITIVE},
     TrainerConfig: {"efficiency": POSITIVE_SHARE, "start_time": SECONDS},
     FollowerConfig: {"efficiency": POSITIVE_SHARE, "start_time": SECONDS},

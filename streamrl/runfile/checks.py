@@ -8,7 +8,7 @@ from math import ceil
 from typing import get_args
 
 from streamrl.runfile.algorithm_config import AlgorithmConfig
-from streamrl.runfile.bounds import POSITIVE, check_bounds
+from streamrl.runfile.bounds import POSITIVE, SHARE, check_bounds
 from streamrl.runfile.config import DEVICE, Run
 from streamrl.runfile.dtypes import NARROW
 from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
@@ -162,6 +162,13 @@ def _check_ranker(run: Run) -> None:
             )
 
 
+def _check_speculative(run: Run) -> None:
+    if run.rollout.speculative is not None and run.rollout.speculative.acceptance is None:
+        key = "rollout.speculative.acceptance"
+        text = f"{key} is missing: nobody knows but you how many drafted tokens are accepted"
+        raise RunError(key, None, SHARE, text)
+
+
 def _check_sync(run: Run) -> None:
     sync = run.sync
     if sync.mode == "delta" and run.model.dtype == "float32":
@@ -252,6 +259,7 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
     ),
     *(
         _check_ranker,
+        _check_speculative,
         _check_sync,
         _check_precision,
         _check_latencies,

@@ -40,6 +40,16 @@ class PoolConfig(Section, frozen=True, kw_only=True):
     figure where absent."""
     transport: Literal["tcp", "rdma"] = "rdma"
     """What its nodes speak to each other; over tcp weights reach a GPU through host memory."""
+    node_bandwidth: Bandwidth | None = None
+    """One direction between two of its nodes, all network cards together: "3200 Gbps"; for each of its GPUs the GPU's
+    own `network` where absent."""
+    nvlink_domain: int | None = None
+    """GPUs that NVLink joins, of several nodes (72 of a GB200 NVL72, of 4 a node); those of a node where absent."""
+
+    @property
+    def domain(self) -> int:
+        """GPUs that NVLink joins."""
+        return self.nvlink_domain or self.gpus_per_node
 
     @property
     def num_gpus(self) -> int:

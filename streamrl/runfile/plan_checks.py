@@ -7,8 +7,17 @@ from streamrl.runfile.errors import Bounds, OneOf, RunError
 
 LISTS = (
     *("rollout_pools", "trainer_pools", "rollout_gpus", "trainer_gpus"),
+    *("rollout_pipeline_parallel", "rollout_data_parallel"),
     *("rollout_tensor_parallel", "trainer_tensor_parallel", "pipeline_parallel"),
-    *("expert_parallel", "micro_batch", "zero", "systems", "max_staleness", "dispatch"),
+    *(
+        "expert_parallel",
+        "context_parallel",
+        "micro_batch",
+        "zero",
+        "systems",
+        "max_staleness",
+        "dispatch",
+    ),
     *("sync_modes", "order", "recompute", "max_running"),
 )
 LEAST = {"max_staleness": 0}

@@ -45,6 +45,10 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     """GPUs by which sides differ; a node where absent, one GPU in a pool of a single node."""
     rollout_tensor_parallel: list[int] | None = None
     """Powers of two that divide a node where absent."""
+    rollout_pipeline_parallel: list[int] | None = None
+    """1 and the run's own where absent, and powers of two where no replica fits an NVLink domain."""
+    rollout_data_parallel: list[int] | None = None
+    """Attention ranks of a mixture's replica beside replicas without; the run's own where absent."""
     trainer_tensor_parallel: list[int] | None = None
     """Powers of two that divide a node where absent."""
     mixes_replicas: bool = True
@@ -53,6 +57,8 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     """Powers of two where absent."""
     expert_parallel: list[int] | None = None
     """Of the trainer; 1 and its own where absent, for a mixture of experts powers of two."""
+    context_parallel: list[int] | None = None
+    """Of the trainer; 1 and its own where absent, and powers of two where rollouts are of 32K tokens and more."""
     micro_batch: list[int] | None = None
     """1, 2, 4 and 8 where absent."""
     zero: list[Literal[1, 3]] | None = None

@@ -6,7 +6,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError
 from streamrl.runfile.keys import join_key, pool_key
 from streamrl.runfile.sides import Claim, claims_of, gpus_used, kind_key, kind_name, sides_of
-from streamrl.runfile.sides_config import SyncConfig, TrainerConfig
+from streamrl.runfile.sides_config import RolloutConfig, SyncConfig, TrainerConfig
 from streamrl.runfile.trainers import trainer_key
 
 MOST_GPUS = 10**5
@@ -25,8 +25,9 @@ def find_link(run: Run) -> int | None:
 
 
 def replicas_per_node(run: Run) -> int:
-    """Return the replicas that fill a node of the rollout pool."""
-    return run.cluster.pools[run.rollout.pool].gpus_per_node // run.rollout.tensor_parallel
+    """Return the replicas that fill a node of the rollout pool; one where it takes several."""
+    per_node = run.cluster.pools[run.rollout.pool].gpus_per_node
+    return max(1, per_node // run.rollout.gpus_per_replica)
 
 
 def most_replicas(run: Run) -> int:
@@ -38,7 +39,7 @@ def most_replicas(run: Run) -> int:
         is_theirs = side.kind in ("rollout", "shared") and not side.of_kind
         if side.pool == pool and not is_theirs and not takes_turns:
             num_gpus -= side.num_gpus
-    return num_gpus // run.rollout.tensor_parallel
+    return num_gpus // run.rollout.gpus_per_replica
 
 
 def _check_names(run: Run) -> None:
@@ -90,11 +91,21 @@ def _check_owned(run: Run) -> None:
             raise RunError(key, rate, Bounds(0, 0), text, (pool_key(name, "owned"),))
 
 
+def _check_domains(run: Run) -> None:
+    for name, pool in run.cluster.pools.items():
+        if pool.domain % pool.gpus_per_node:
+            key, per_node = pool_key(name, "nvlink_domain"), pool.gpus_per_node
+            text = f"{key} must be a multiple of gpus_per_node={per_node}, got {pool.domain}"
+            raise RunError(key, pool.domain, None, text, (pool_key(name, "gpus_per_node"),))
+
+
 def _check_rollout(run: Run) -> None:
     for kind, rollout in enumerate(run.rollout.kinds):
         key, degree, experts = kind_key(kind), rollout.tensor_parallel, rollout.expert_parallel
-        _check_tensor_parallel(key, rollout.pool, degree, run)
-        if experts not in (1, degree):
+        _check_tensor_parallel(key, rollout.pool, degree, run, spans_nodes=True)
+        if rollout.data_parallel > 1:
+            _check_attention_ranks(key, rollout)
+        elif experts not in (1, degree):
             raise RunError(
                 f"{key}.expert_parallel",
                 experts,
@@ -102,6 +113,29 @@ def _check_rollout(run: Run) -> None:
                 f"{key}.expert_parallel must be 1 or tensor_parallel {degree}, got {experts}",
                 (f"{key}.tensor_parallel",),
             )
+
+
+def _check_attention_ranks(key: str, rollout: RolloutConfig) -> None:
+    """Ranks that attend each to rollouts of its own are one replica for the experts that they share out."""
+    ranks, experts = rollout.data_parallel * rollout.tensor_parallel, rollout.expert_parallel
+    if experts != ranks:
+        raise RunError(
+            f"{key}.expert_parallel",
+            experts,
+            OneOf([ranks]),
+            f"{key}.expert_parallel must be data_parallel x tensor_parallel = {ranks} where attention is "
+            f"data-parallel, got {experts}",
+            (f"{key}.data_parallel", f"{key}.tensor_parallel"),
+        )
+    if rollout.pipeline_parallel > 1:
+        raise RunError(
+            f"{key}.pipeline_parallel",
+            rollout.pipeline_parallel,
+            OneOf([1]),
+            f"{key}.pipeline_parallel must be 1 where {key}.data_parallel is {rollout.data_parallel}, "
+            f"got {rollout.pipeline_parallel}",
+            (f"{key}.data_parallel",),
+        )
 
 
 def _check_kinds(run: Run) -> None:
@@ -128,15 +162,15 @@ def _check_trainers(run: Run) -> None:
 
 def _check_trainer(run: Run, key: str, trainer: TrainerConfig) -> None:
     _check_tensor_parallel(key, trainer.pool, trainer.tensor_parallel, run)
-    ranks = trainer.data_parallel * trainer.tensor_parallel
+    ranks = trainer.copies * trainer.tensor_parallel
     if ranks % trainer.expert_parallel:
         raise RunError(
             f"{key}.expert_parallel",
             trainer.expert_parallel,
             OneOf(divisors(ranks)),
-            f"{key}.expert_parallel must divide data_parallel x tensor_parallel = {ranks}, "
+            f"{key}.expert_parallel must divide data_parallel x {_context(trainer)}tensor_parallel = {ranks}, "
             f"got {trainer.expert_parallel}",
-            (f"{key}.data_parallel", f"{key}.tensor_parallel"),
+            (f"{key}.data_parallel", f"{key}.tensor_parallel", f"{key}.context_parallel"),
         )
     if trainer.virtual_stages > 1 and trainer.pipeline_parallel == 1:
         raise RunError(
@@ -147,6 +181,10 @@ def _check_trainer(run: Run, key: str, trainer: TrainerConfig) -> None:
             f"got {trainer.virtual_stages}",
             (f"{key}.pipeline_parallel",),
         )
+
+
+def _context(trainer: TrainerConfig) -> str:
+    return "context_parallel x " if trainer.context_parallel > 1 else ""
 
 
 def _check_follower_names(run: Run) -> None:
@@ -173,12 +211,18 @@ def _check_verifier(run: Run) -> None:
         )
 
 
-def _check_tensor_parallel(side: str, pool: str, degree: int, run: Run) -> None:
-    per_node = run.cluster.pools[pool].gpus_per_node
-    if per_node % degree:
+def _check_tensor_parallel(
+    side: str, pool: str, degree: int, run: Run, *, spans_nodes: bool = False
+) -> None:
+    """Refuse tensor ranks that share no NVLink, but for those of a replica that has several whole domains."""
+    config = run.cluster.pools[pool]
+    domain, what = config.domain, "a node" if config.nvlink_domain is None else "an NVLink domain"
+    if domain % degree and not (spans_nodes and degree % domain == 0):
         key = f"{side}.tensor_parallel"
-        text = f"{key} must divide the {per_node} GPUs of a node, got {degree}"
-        raise RunError(key, degree, OneOf(divisors(per_node)), text)
+        text = f"{key} must divide the {domain} GPUs of {what}, got {degree}"
+        if spans_nodes and config.num_gpus > domain:
+            text = f"{key} must divide the {domain} GPUs of {what} or be a multiple of them, got {degree}"
+        raise RunError(key, degree, OneOf(divisors(domain)), text)
 
 
 def _check_shared(run: Run) -> None:
@@ -273,6 +317,7 @@ POOL_CHECKS = (
         _check_links,
         _check_sizes,
         _check_owned,
+        _check_domains,
         _check_rollout,
         _check_kinds,
         _check_trainers,

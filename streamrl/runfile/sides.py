@@ -15,6 +15,9 @@ from streamrl.runfile.trainers import trainer_key
 OWN_KEYS = re.compile(rf"\brollout\.(?=(?:{'|'.join(OF_REPLICAS)})\b)")
 """Where a text names a key that each kind of replica has of its own."""
 
+MORE_RANKS = ("pipeline_parallel", "data_parallel")
+"""Keys of a replica's degrees that most replicas have none of."""
+
 SideKind: TypeAlias = Literal["rollout", "trainer", "verifier", "shared"]
 
 
@@ -71,9 +74,12 @@ def own_keys(text: str, kind: int) -> str:
 def claims_of(run: Run) -> Iterator[Claim]:
     """Yield every section that has GPUs."""
     for kind, rollout in enumerate(run.rollout.kinds):
-        yield Claim(kind_key(kind), rollout, rollout.pool, ("replicas", "tensor_parallel"))
+        more = [key for key in MORE_RANKS if getattr(rollout, key) > 1]
+        factors = ("replicas", "tensor_parallel", *more)
+        yield Claim(kind_key(kind), rollout, rollout.pool, factors)
     for number, trainer in enumerate(run.trainers):
-        factors = ("data_parallel", "tensor_parallel", "pipeline_parallel")
+        shared = ("context_parallel",) if trainer.context_parallel > 1 else ()
+        factors = ("data_parallel", *shared, "tensor_parallel", "pipeline_parallel")
         yield Claim(trainer_key(number), trainer, trainer.pool, factors)
     verifier = run.verifier
     if verifier.pool is not None:

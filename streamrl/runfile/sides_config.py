@@ -25,6 +25,18 @@ AdmissionName = Literal["on-demand", "reserve"]
 Recompute = Literal["none", "selective", "mlp", "full"]
 Logits = Literal["eager", "fused", "chunked"]
 Packing = Literal["packed", "padded"]
+ContextExchange = Literal["ring", "all-gather", "all-to-all"]
+
+
+class SpeculativeConfig(Section, frozen=True, kw_only=True):
+    """Tokens that a draft proposes and the model checks together."""
+
+    tokens: int = 1
+    """Drafted for each rollout and step."""
+    acceptance: float | None = None
+    """Probability that a drafted token is accepted where all before it were: measured, on your own rollouts; never absent."""
+    model: str | None = None
+    """Name of the model in profiles/models that drafts; the model's own layer for multi-token prediction where absent."""
 
 
 class ReplicasConfig(Section, frozen=True, kw_only=True):
@@ -33,6 +45,8 @@ class ReplicasConfig(Section, frozen=True, kw_only=True):
     pool: str
     replicas: int
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
     expert_parallel: int = 1
     max_running: int | None = None
     share: float | None = None
@@ -42,7 +56,10 @@ class ReplicasConfig(Section, frozen=True, kw_only=True):
     """As `policies.latency`, of these; filled in like it."""
 
 
-OF_REPLICAS = ("pool", "replicas", "tensor_parallel", "expert_parallel", "max_running")
+OF_REPLICAS = (
+    *("pool", "replicas", "tensor_parallel", "pipeline_parallel", "data_parallel"),
+    *("expert_parallel", "max_running"),
+)
 """What each kind of replica has of its own."""
 
 
@@ -52,8 +69,17 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     pool: str
     replicas: int
     tensor_parallel: int = 1
+    """GPUs that share each layer of a replica: of a node, of an NVLink domain, or of several of these."""
+    pipeline_parallel: int = 1
+    """Simulated: stages that layers are dealt out to, each on `tensor_parallel` GPUs; as many batches are under way."""
+    data_parallel: int = 1
+    """Simulated: groups of `tensor_parallel` GPUs in a replica of a mixture that each attend to rollouts of their own,
+    with all weights but the experts, which all of them share out (wide expert parallelism)."""
     expert_parallel: int = 1
-    """1, or tensor_parallel: then each GPU of a replica holds whole experts of a mixture."""
+    """1, or tensor_parallel x data_parallel: then each GPU of a replica holds whole experts of a mixture."""
+    overlaps_dispatch: bool = False
+    """Simulated: whether tokens of attention ranks go to experts and back while GPUs compute the other half of the batch,
+    where that is faster (two-batch overlap of SGLang and vLLM)."""
     chunked_prefill: bool = True
     """Simulated: whether prefill rides on decode steps, as in vLLM, or halts them."""
     max_running: int = 256
@@ -84,6 +110,8 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     over the network, within a node over NVLink."""
     start_time: Duration = Duration(0.0)
     """Simulated seconds until a replica serves."""
+    speculative: SpeculativeConfig | None = None
+    """Simulated: speculative decoding."""
     others: tuple[ReplicasConfig, ...] = ()
     """Replicas on GPUs of another pool, or of other degrees: each gets rollouts by what it generates a second."""
 
@@ -113,7 +141,12 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     @property
     def num_gpus(self) -> int:
         """GPUs of the replicas of the kind that is named first."""
-        return self.replicas * self.tensor_parallel
+        return self.replicas * self.gpus_per_replica
+
+    @property
+    def gpus_per_replica(self) -> int:
+        """GPUs of one of them."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
 
 class TrainerConfig(Section, frozen=True, kw_only=True):
@@ -129,9 +162,17 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     micro_batch: int = 4
     """Rollouts that one data-parallel rank takes in one forward and backward pass."""
     max_tokens_per_pass: int = 16384
-    """Tokens in one forward and backward pass of a rank, padding included; a longer rollout has one of its own."""
+    """Tokens in one forward and backward pass of a data-parallel rank, padding included, which its context ranks share;
+    a longer rollout has one of its own."""
+    context_parallel: int = 1
+    """Simulated: ranks that share the tokens of each pass, every sequence in equal parts of equal work; each holds all
+    of the weights that its tensor ranks have, and data-parallel ranks are so many times as few."""
+    context_exchange: ContextExchange = "ring"
+    """Simulated: how context ranks attend to each other's tokens. ring: keys and values go round from rank to rank
+    while attention computes (Megatron's p2p, ring attention); all-gather: they are gathered first (Llama 3's);
+    all-to-all: each rank gets all tokens for its share of the heads (Ulysses, as verl and DeepSpeed)."""
     expert_parallel: int = 1
-    """Ranks that share out the experts of a mixture; they are data-parallel and tensor ranks too."""
+    """Ranks that share out the experts of a mixture; they are data-parallel, context and tensor ranks too."""
     zero: Literal[0, 1, 2, 3] = 1
     """ZeRO stage: what data-parallel ranks split. 0: nothing; 1: the optimizer; 2: gradients too, which every pass
     reduces; 3: weights too, gathered for every pass (FSDP's full shard)."""
@@ -174,7 +215,17 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     @property
     def num_gpus(self) -> int:
         """GPUs of the trainer."""
-        return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
+        return self.copies * self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def copies(self) -> int:
+        """Ranks that compute with the same weights but for experts, and split what `zero` says."""
+        return self.data_parallel * self.context_parallel
+
+    @property
+    def expert_copies(self) -> int:
+        """The same of experts that ranks share out, which are fewer."""
+        return max(1, self.copies * self.tensor_parallel // self.expert_parallel)
 
     @property
     def num_slices(self) -> int:

@@ -80,6 +80,12 @@ class Pass:
             per_pair=self.per_pair * times,
         )
 
+    def shared(self, ranks: int) -> Pass:
+        """Return the seconds of one of `ranks` that share the micro-batch; a product of few tokens is slow as before."""
+        return Pass(
+            fixed=self.fixed, per_token=self.per_token / ranks, per_pair=self.per_pair / ranks
+        )
+
     def time(self, tokens: Floats, pairs: Floats) -> Floats:
         """Return the seconds of micro-batches of so many tokens and pairs."""
         return self.fixed + self.per_token * tokens + self.per_pair * pairs
@@ -100,13 +106,13 @@ class Layer:
 
     def forward(self) -> Pass:
         """Return the forward pass."""
-        return self._computed() + self._attention() + self._reduced() + self._routed()
+        return self._computed() + self.attention() + self._reduced() + self._routed()
 
     def backward(self) -> Pass:
         """Return the backward pass, with what it computes again."""
         backward = (
             self._computed() * BACKWARD
-            + self._attention() * ATTENTION_BACKWARD
+            + self.attention() * ATTENTION_BACKWARD
             + self._reduced() * REDUCE_BACKWARD
             + self._routed()
         )
@@ -164,7 +170,15 @@ class Layer:
         if model.latent is None:
             queries = heads * model.head_dim
             caches = 2 * max(1.0, model.num_kv_heads / degree) * model.head_dim
-            return self._product(queries + caches, hidden) + self._product(hidden, queries)
+            made = queries * (1 + model.has_output_gate) + caches
+            plain = self._product(made, hidden) + self._product(hidden, queries)
+            if model.linear is None:
+                return plain
+            linear = model.linear
+            deltas = self._product(linear.projected_dim / degree, hidden)
+            deltas += self._product(hidden, linear.value_dim / degree)
+            share = linear.num_layers / model.num_layers
+            return plain * (1 - share) + deltas * share
         latent = model.latent
         rank, queries = latent.kv_lora_rank, heads * (latent.nope_head_dim + latent.rope_head_dim)
         values = heads * latent.v_head_dim
@@ -202,13 +216,29 @@ class Layer:
             case _:
                 assert_never(self.ranks.trainer.kernels)
 
-    def _attention(self) -> Pass:
-        ranks = self.ranks
-        wide = ranks.model.head_dim / HEAD_DIM
-        heads = ranks.model.num_heads / ranks.trainer.tensor_parallel
-        caches = max(1.0, ranks.model.num_kv_heads / ranks.trainer.tensor_parallel)
+    def attention(self) -> Pass:
+        """Return the attention of a forward pass; context ranks may each have some of the heads for all tokens."""
+        ranks, trainer = self.ranks, self.ranks.trainer
+        dealt = trainer.context_parallel if trainer.context_exchange == "all-to-all" else 1
+        wide, split = ranks.model.head_dim / HEAD_DIM, trainer.tensor_parallel * dealt
+        heads, caches = ranks.model.num_heads / split, max(1.0, ranks.model.num_kv_heads / split)
         line = _attention_line(ranks.gpu_name, ranks.dtype, heads * wide, caches * wide)
-        return line * self.constants.attention
+        return self._seen(line) * (dealt * self.constants.attention)
+
+    def _seen(self, line: Pass) -> Pass:
+        """Return a mean layer's attention: of full layers, of windows that every token has all of, and of linear ones."""
+        model = self.ranks.model
+        found = line * (model.num_full_layers / model.num_layers)
+        if model.num_windowed_layers:
+            window = line.per_token + line.per_pair * (model.sliding_window or 0)
+            found += Pass(per_token=window) * (model.num_windowed_layers / model.num_layers)
+        if model.linear is not None:
+            heads = model.linear.num_value_heads / self.ranks.trainer.tensor_parallel
+            kernels, tokens = Kernels(self.ranks.gpu_name, self.ranks.dtype), float(PASS_TOKENS)
+            whole = kernels.time("linear_prefill", np.array([tokens]), heads=heads).seconds[0]
+            share = model.linear.num_layers / model.num_layers
+            found += Pass(per_token=float(whole) / tokens) * share
+        return found
 
     def _reduced(self) -> Pass:
         """Return the collectives of tensor ranks with sequence parallelism."""
@@ -283,7 +313,7 @@ class Layer:
         degree = trainer.expert_parallel
         if degree == 1 or experts is None:
             return 0.0
-        nodes, chosen = max(1.0, degree / ranks.gpus_per_node), experts.experts_per_token
+        nodes, chosen = max(1.0, degree / ranks.nvlink_domain), experts.experts_per_token
         num_bytes = ranks.model.hidden_size * ranks.width / trainer.tensor_parallel
         match trainer.dispatch:
             case "deduplicated":

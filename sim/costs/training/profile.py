@@ -12,8 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.hardware.model_shape import check_positive
-from streamrl.hardware.profile_table import ProfileTable
+from streamrl.hardware.profile_table import ProfileTable, check_positive
 from streamrl.hardware.profiles import PROFILES
 from streamrl.hardware.tiers import Tier
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from streamrl.hardware.memory import (
     GRADIENT_BYTES,
     OPTIMIZER_BYTES,
+    longest_sequence,
     shared_out_parameters,
     stage_parameters,
 )
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.precision import trained_dtype, training_dtype
-from streamrl.hardware.profiles import Gpu, load_gpu, load_model
+from streamrl.hardware.profiles import Gpu, gpu_of, load_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides_config import TrainerConfig
 
@@ -26,7 +27,8 @@ class Ranks:
     gpu_name: str
     """Of its profile, where its kernel tables are found."""
     trainer: TrainerConfig
-    gpus_per_node: int
+    nvlink_domain: int
+    """GPUs that NVLink joins: those of a node, or of several."""
     dtype: str
     """Of weights, activations and what GPUs send each other."""
     computes_in: str
@@ -39,11 +41,11 @@ class Ranks:
         """Return the ranks of a run's trainer."""
         pool = run.cluster.pools[run.trainer.pool]
         return cls(
-            model=load_model(run.model),
-            gpu=load_gpu(pool.gpu),
+            model=load_model(run.model).seen_by(longest_sequence(run)),
+            gpu=gpu_of(pool),
             gpu_name=pool.gpu,
             trainer=run.trainer,
-            gpus_per_node=pool.gpus_per_node,
+            nvlink_domain=pool.domain,
             dtype=trained_dtype(run),
             computes_in=training_dtype(run),
         )
@@ -52,6 +54,17 @@ class Ranks:
     def width(self) -> int:
         """Bytes of a value."""
         return BYTES[self.dtype]
+
+    @property
+    def network(self) -> float:
+        """Bytes a second that one GPU sends to another node, one direction."""
+        return self.gpu.network
+
+    @property
+    def context_ranks_of_a_node(self) -> int:
+        """Context ranks that stand next to each other in a node or NVLink domain, each with its tensor ranks."""
+        trainer = self.trainer
+        return min(trainer.context_parallel, max(1, self.nvlink_domain // trainer.tensor_parallel))
 
     # Data-parallel ranks --------------------------------------------------------------------------
 
@@ -79,12 +92,12 @@ class Ranks:
 
         Experts that ranks share out have fewer copies.
         """
-        trainer, data = self.trainer, self.trainer.data_parallel
+        trainer = self.trainer
         experts = shared_out_parameters(self.model, trainer)
         dense = max(stage_parameters(self.model, trainer)) - experts
-        copies = max(1, data * trainer.tensor_parallel // trainer.expert_parallel)
-        return self.ring_time(num_bytes * dense, data, trainer.tensor_parallel) + self.ring_time(
-            num_bytes * experts, copies, trainer.expert_parallel
+        dense_time = self.ring_time(num_bytes * dense, trainer.copies, trainer.tensor_parallel)
+        return dense_time + self.ring_time(
+            num_bytes * experts, trainer.expert_copies, trainer.expert_parallel
         )
 
     def ring_time(self, num_bytes: float, ranks: int, spacing: int = 1) -> float:
@@ -98,12 +111,12 @@ class Ranks:
     def _ring_bandwidth(self, ranks: int, spacing: int) -> float:
         """Bytes a second that each of `ranks` GPUs, `spacing` apart, sends around their rings.
 
-        Inside a node over NVLink. Beyond it every rank of a node brings its own network port, and a ring
+        Inside a node, or another NVLink domain, over NVLink. Beyond it every rank of a node brings its own network port, and a ring
         crosses to the next node through one of them.
         """
-        if ranks * spacing <= self.gpus_per_node:
+        if ranks * spacing <= self.nvlink_domain:
             return self.gpu.nvlink
-        ports = max(1, self.gpus_per_node // spacing)
+        ports = max(1, self.nvlink_domain // spacing)
         return min(self.gpu.nvlink, ports * self.gpu.network)
 
     # Optimizer ------------------------------------------------------------------------------------
@@ -112,5 +125,5 @@ class Ranks:
         """Seconds in which one model's optimizer reads gradients, and reads and writes its state."""
         num_bytes = self.model.num_parameters * (GRADIENT_BYTES + 2 * OPTIMIZER_BYTES)
         achieved = self.gpu.memory_bandwidth * self.gpu.roofline.bandwidth_efficiency
-        copies = self.trainer.data_parallel if self.trainer.zero == 0 else 1
+        copies = self.trainer.copies if self.trainer.zero == 0 else 1
         return num_bytes * copies / self.trainer.num_gpus / achieved

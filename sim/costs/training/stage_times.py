@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from sim.costs.training.context import late_backward, late_forward
 from sim.costs.training.layer import BACKWARD, Layer, Pass
 from sim.costs.training.packing import MicroBatch
 from sim.costs.training.ranks import Ranks
@@ -35,14 +36,22 @@ class StageTimes:
     """Share of both that is hidden behind computing that lasts long enough."""
     send: float = 0.0
     """Seconds from stage to stage, of each token."""
+    late_forward: tuple[tuple[Pass, ...], ...] = ()
+    """By which context ranks wait for each other beside that, each exchange by itself, where it is more than 0."""
+    late_backward: tuple[tuple[Pass, ...], ...] = ()
+    late_scored: tuple[tuple[Pass, ...], ...] = ()
 
     @classmethod
     def compose(cls, ranks: Ranks, layer: Layer) -> StageTimes:
         """Put layers and head together; collectives of data-parallel ranks are the slowest stage's."""
-        forward, backward, head = layer.forward(), layer.backward(), layer.head()
+        shared = ranks.trainer.context_parallel
+        passes = (layer.forward(), layer.backward(), layer.head())
+        forward, backward, head = (one.shared(shared) for one in passes)
         layers = stage_layers(ranks.model.num_layers, ranks.trainer.num_slices)
         gather, scatter = ranks.gather_time(), ranks.scatter_time()
         slices = ranks.trainer.virtual_stages
+        late = [[late_forward(layer)], late_backward(layer)] if shared > 1 else [[], []]
+        lates = [tuple(tuple(one * count for count in layers) for one in some) for some in late]
         return cls(
             forward=_with_head(forward, layers, head),
             backward=_with_head(backward, layers, head * BACKWARD),
@@ -51,15 +60,18 @@ class StageTimes:
             scatter_time=(gather + scatter) / slices,
             overlap=layer.constants.gather_overlap,
             send=_send_time(ranks),
+            late_forward=lates[0],
+            late_backward=lates[1],
+            late_scored=lates[0],
         )
 
     @classmethod
     def assumed(cls, ranks: Ranks, efficiency: float) -> StageTimes:
         """Return the stages at a share of peak FLOP/s; recomputation and collectives are part of it."""
         model, trainer = ranks.model, ranks.trainer
+        ways = trainer.tensor_parallel * trainer.context_parallel
         narrow, achieved = (
-            ranks.gpu.flops[dtype] * efficiency * trainer.tensor_parallel
-            for dtype in (ranks.computes_in, ranks.dtype)
+            ranks.gpu.flops[dtype] * efficiency * ways for dtype in (ranks.computes_in, ranks.dtype)
         )
         head = 2.0 * model.num_embedding_parameters
         layer = Pass(
@@ -83,21 +95,26 @@ class StageTimes:
             gather_time=self.gather_time / train,
             scatter_time=self.scatter_time / train,
             send=self.send / train,
+            late_forward=_divided(self.late_forward, train),
+            late_backward=_divided(self.late_backward, train),
+            late_scored=_divided(self.late_scored, score),
         )
 
     # Micro-batches --------------------------------------------------------------------------------
 
     def forward_times(self, batches: Sequence[MicroBatch]) -> Floats:
         """Return (micro-batches, slices) seconds of forward passes that training needs."""
-        return self._times(self._forward_lines, batches, self.gather_time)
+        return self._times(self._forward_lines, batches, self.gather_time, self._late_forward_lines)
 
     def backward_times(self, batches: Sequence[MicroBatch]) -> Floats:
         """Return (micro-batches, slices) seconds of backward passes."""
-        return self._times(self._backward_lines, batches, self.scatter_time)
+        return self._times(
+            self._backward_lines, batches, self.scatter_time, self._late_backward_lines
+        )
 
     def scored_times(self, batches: Sequence[MicroBatch]) -> Floats:
         """Return (micro-batches, slices) seconds of forward passes alone."""
-        return self._times(self._scored_lines, batches, self.gather_time)
+        return self._times(self._scored_lines, batches, self.gather_time, self._late_scored_lines)
 
     def rollout_time(self, length: int) -> float:
         """Return the seconds of a rollout's own work, forward and backward, in all slices."""
@@ -123,9 +140,30 @@ class StageTimes:
     def _scored_lines(self) -> Lines:
         return _lines(self.scored)
 
-    def _times(self, lines: Lines, batches: Sequence[MicroBatch], wire_time: float) -> Floats:
+    @cached_property
+    def _late_forward_lines(self) -> list[Lines]:
+        return [_lines(one) for one in self.late_forward]
+
+    @cached_property
+    def _late_scored_lines(self) -> list[Lines]:
+        return [_lines(one) for one in self.late_scored]
+
+    @cached_property
+    def _late_backward_lines(self) -> list[Lines]:
+        return [_lines(one) for one in self.late_backward]
+
+    def _times(
+        self,
+        lines: Lines,
+        batches: Sequence[MicroBatch],
+        wire_time: float,
+        lates: Sequence[Lines],
+    ) -> Floats:
         fixed, slopes = lines
-        computed = fixed + np.array(batches, dtype=float).reshape(-1, 2) @ slopes
+        sizes = np.array(batches, dtype=float).reshape(-1, 2)
+        computed = fixed + sizes @ slopes
+        for at_first, late in lates:
+            computed += np.maximum(0.0, at_first + sizes @ late)
         if not wire_time:
             return computed
         return computed + np.maximum((1 - self.overlap) * wire_time, wire_time - computed)
@@ -145,6 +183,10 @@ def _with_head(one: Pass, layers: Sequence[int], head: Pass) -> tuple[Pass, ...]
     return (*stages, last + head)
 
 
+def _divided(lates: tuple[tuple[Pass, ...], ...], factor: float) -> tuple[tuple[Pass, ...], ...]:
+    return tuple(tuple(one * (1 / factor) for one in late) for late in lates)
+
+
 def _send_time(ranks: Ranks) -> float:
     """Seconds of a token between stages, each tensor rank sending its share.
 
@@ -153,6 +195,7 @@ def _send_time(ranks: Ranks) -> float:
     trainer = ranks.trainer
     if trainer.pipeline_parallel == 1:
         return 0.0
-    is_near = trainer.num_gpus <= ranks.gpus_per_node
+    is_near = trainer.num_gpus <= ranks.nvlink_domain
     wire = ranks.gpu.nvlink if is_near else ranks.gpu.network
-    return ranks.model.hidden_size * ranks.width / trainer.tensor_parallel / wire
+    split = trainer.tensor_parallel * trainer.context_parallel
+    return ranks.model.hidden_size * ranks.width / split / wire

@@ -27,8 +27,15 @@ from sim.costs.training.profile import (
 )
 from sim.costs.training.ranks import Ranks
 from sim.costs.training.stage_times import StageTimes
-from streamrl.hardware.memory import ModelState, model_state, num_models, num_trained_models
+from streamrl.hardware.memory import (
+    ModelState,
+    longest_sequence,
+    model_state,
+    num_models,
+    num_trained_models,
+)
 from streamrl.hardware.model_shape import BYTES
+from streamrl.hardware.profiles import load_model
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides_config import TrainerConfig
@@ -180,8 +187,21 @@ def _choose_stages(run: Run, ranks: Ranks) -> tuple[Ranks, StageTimes, float, Pr
     is_mixture = ranks.model.experts is not None
     own = rates.gemm[name].tier
     tier = rates.experts[name].tier if is_mixture and own == "composed" else own
-    provenance = Provenance.of(tier, *_checked(profile, rates, name, is_mixture=is_mixture))
+    sources, *errors = _checked(profile, rates, name, is_mixture=is_mixture)
+    if (unseen := _unseen(run)) is not None:
+        tier, sources, errors = "roofline", [*sources, unseen], [None, None]
+    provenance = Provenance.of(tier, sources, *errors)
     return ranks, StageTimes.compose(ranks, layer), constants.step_time, provenance
+
+
+def _unseen(run: Run) -> str | None:
+    """Say what of a model's attention no published step had; None where it is as theirs."""
+    model = load_model(run.model).seen_by(longest_sequence(run))
+    if model.linear is not None:
+        return "linear attention: kernels of H20 where the trainer has these, else roofline; no training was measured"
+    if model.num_windowed_layers:
+        return "sliding windows: pairs of tokens counted, no training was measured"
+    return None
 
 
 class Rates(NamedTuple):

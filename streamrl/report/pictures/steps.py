@@ -161,7 +161,7 @@ def _underfilled_words(trace: Trace, timeline: Timeline, window: Window) -> Iter
     """Say what of the time in which replicas generate full batches would not have needed."""
     parts, kinds = read_parts(trace, (window.start, window.end)), trace.run.rollout.kinds
     took = sum(
-        _within(spans, window, "generate") * kinds[timeline.kinds.get(replica, 0)].tensor_parallel
+        _within(spans, window, "generate") * kinds[timeline.kinds.get(replica, 0)].gpus_per_replica
         for replica, spans in timeline.replicas.items()
     )
     if parts[0].source != "unknown" and took:
@@ -184,7 +184,7 @@ def trained_on_replicas(run: Run, timeline: Timeline) -> dict[int, list[Span]]:
         return {}
     spans = timeline.trainers.get(LEADER, [])
     work = [span for span in spans if span.activity in ("score", "train")]
-    shared = min(run.rollout.replicas, -(-run.trainer.num_gpus // run.rollout.tensor_parallel))
+    shared = min(run.rollout.replicas, -(-run.trainer.num_gpus // run.rollout.gpus_per_replica))
     return dict.fromkeys(range(shared), work)
 
 

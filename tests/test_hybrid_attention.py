@@ -1,0 +1,183 @@
+"""Layers that do not look back at everything: sliding windows and linear attention, in memory, seconds and FLOPs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from sim.costs.costs import Costs
+from sim.costs.inference import Shard
+from sim.costs.kernels import Kernels
+from sim.costs.training.layer import Layer
+from sim.costs.training.profile import load_training_profile
+from sim.costs.training.ranks import Ranks
+from sim.costs.training.training import TrainingCosts
+from streamrl.hardware.memory import kv_capacity, replica_workspace
+from streamrl.hardware.model_shape import ModelShape
+from streamrl.hardware.profiles import load_model
+from streamrl.runfile.cluster_config import ModelConfig
+from streamrl.runfile.config import Run
+from tests.runs import small_run
+
+GPT_OSS = load_model(ModelConfig(name="gpt-oss-120b"))
+QWEN3_NEXT = load_model(ModelConfig(name="qwen3-next-80b-a3b"))
+FIT = load_training_profile()
+
+
+def plan(name: str, gpu: str = "h200", **rollout: Any) -> Run:
+    """Return a mixture in replicas of one node, trained on eight."""
+    return small_run(
+        {
+            "model.name": name,
+            "cluster.pools.far": {"gpu": gpu, "nodes": 2},
+            "cluster.pools.near": {"gpu": "h800", "nodes": 8},
+            "algorithm.prompts_per_step": 64,
+            "trainer": {
+                "pool": "near",
+                "data_parallel": 8,
+                "tensor_parallel": 2,
+                "pipeline_parallel": 4,
+                "expert_parallel": 16,
+                "logits": "chunked",
+            },
+            "rollout": {
+                "pool": "far",
+                "replicas": 2,
+                "tensor_parallel": 8,
+                "max_running": 64,
+                "max_tokens": 32768,
+                **rollout,
+            },
+        }
+    )
+
+
+def dense(**changes: Any) -> ModelShape:
+    """Return a model of eight layers, changed as the test says."""
+    base = load_model(ModelConfig(name="qwen3-8b"))
+    return replace(base, num_layers=8, **changes)
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+def test_a_token_grows_the_cache_of_the_layers_that_look_back_at_everything_alone() -> None:
+    assert GPT_OSS.kv_bytes_per_token("bfloat16") == 18 * 2 * 8 * 64 * 2
+    assert QWEN3_NEXT.kv_bytes_per_token("bfloat16") == 12 * 2 * 2 * 256 * 2
+    window = dense(sliding_window=1000)
+    assert window.kv_bytes_per_token("bfloat16") == dense().kv_bytes_per_token("bfloat16")
+
+
+def test_a_rollout_keeps_its_windows_and_its_states_whatever_its_length() -> None:
+    assert GPT_OSS.shard_state_bytes("bfloat16", 1) == 18 * 128 * 2 * 8 * 64 * 2
+    state = 32 * 128 * 128 * 4 + 3 * 8192 * 2
+    assert QWEN3_NEXT.shard_state_bytes("bfloat16", 4) == 36 * state / 4
+    assert dense().shard_state_bytes("bfloat16", 1) == 0.0
+
+
+def test_states_of_all_that_may_run_are_kept_free_before_the_cache_gets_the_rest() -> None:
+    few, many = (plan("qwen3-next-80b-a3b", max_running=most) for most in (8, 512))
+    states = [most * QWEN3_NEXT.shard_state_bytes("bfloat16", 8) for most in (8, 512)]
+    assert replica_workspace(many) >= states[1]
+    assert kv_capacity(few) > kv_capacity(many) > 512 * 1000
+
+
+def test_a_window_that_no_rollout_fills_is_none() -> None:
+    assert GPT_OSS.seen_by(128).sliding_window is None
+    assert GPT_OSS.seen_by(129) is GPT_OSS
+    assert GPT_OSS.seen_by(128).num_full_layers == 36
+
+
+# Seconds of a replica -----------------------------------------------------------------------------
+
+
+def attention(model: ModelShape, contexts: list[float], gpu: str = "h200") -> Any:
+    shard = Shard(model, Kernels(gpu, "bfloat16"))
+    return shard.decode_attention(32, np.array(contexts)).seconds
+
+
+def test_rollouts_that_outgrow_a_window_read_what_is_in_it() -> None:
+    mixed = dense(sliding_window=1024, num_window_layers=6)
+    full, windowed = attention(dense(), [1024.0, 16384.0]), attention(mixed, [1024.0, 16384.0])
+    assert windowed[0] == pytest.approx(full[0])
+    assert windowed[1] == pytest.approx(6 / 8 * full[0] + 2 / 8 * full[1])
+
+
+def test_prefill_past_a_window_has_a_window_of_pairs_for_each_token() -> None:
+    kernels = Kernels("h200", "bfloat16")
+    every, none = (Shard(dense(**kind), kernels) for kind in ({"sliding_window": 1024}, {}))
+    contexts = np.array([1024.0, 4096.0])
+    within = none.prefill_attention(1, contexts[:1]).seconds[0]
+    found = every.prefill_attention(1, contexts).seconds
+    assert found == pytest.approx([within, 7 * within])  # 3.5 windows of 1,024, the first half full
+    assert found[1] < none.prefill_attention(1, contexts).seconds[1]
+
+
+def test_linear_attention_takes_the_measured_kernels_whatever_the_context() -> None:
+    linear = replace(QWEN3_NEXT, num_layers=36, experts=None)
+    few, many = attention(linear, [512.0, 65536.0], "h20")
+    assert few == many == pytest.approx(36 * 81e-6)  # 32 rollouts, from the table of H20
+    elsewhere = Shard(linear, Kernels("h200", "bfloat16")).decode_attention(32, np.array([512.0]))
+    states = 2 * 4 * 32 * 32 * 128 * 128 / (0.8 * 4.8e12)
+    assert elsewhere.seconds == pytest.approx(36 * states)
+    assert elsewhere.unmeasured == pytest.approx(elsewhere.seconds)
+
+
+def test_long_contexts_slow_a_hybrid_down_less_than_a_model_that_looks_back_at_everything() -> None:
+    curve, other = (
+        Costs.load(plan(name)).decode for name in ("qwen3-next-80b-a3b", "qwen3-30b-a3b")
+    )
+    # 12 of 48 layers, of two key-value heads of 256 channels instead of four of 128
+    assert curve.per_context_token[64] < 0.5 * other.per_context_token[64]
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-120b", "qwen3-next-80b-a3b"])
+def test_hybrids_are_simulated_and_what_no_table_has_is_called_a_roofline(name: str) -> None:
+    provenance = Costs.load(plan(name)).provenance
+    assert provenance["decode"].shares["roofline"] > 0
+    assert provenance["train"].tier == "roofline"
+    assert any("no training was measured" in source for source in provenance["train"].sources)
+
+
+# Training -----------------------------------------------------------------------------------------
+
+
+def layer(model: ModelShape) -> Layer:
+    ranks = Ranks.of(plan("qwen3-235b-a22b"))
+    return Layer(
+        ranks=dataclasses.replace(ranks, model=model),
+        gemm=FIT.gemm["h800"],
+        experts=FIT.experts["h800"],
+        constants=FIT.constants,
+    )
+
+
+def test_windows_have_pairs_of_a_window_a_token_in_training() -> None:
+    full, mixed = layer(dense()), layer(dense(sliding_window=1024, num_window_layers=6))
+    whole, some = full.attention(), mixed.attention()
+    assert some.per_pair == pytest.approx(whole.per_pair / 4)
+    assert some.per_token == pytest.approx(whole.per_token + 6 / 8 * 1024 * whole.per_pair)
+
+
+def test_a_hybrids_long_rollouts_train_in_less_than_those_of_full_attention() -> None:
+    def share(name: str) -> float:
+        stages = TrainingCosts.load(plan(name)).stages
+        short, long = (stages.rollout_time(tokens) for tokens in (4096, 65536))
+        return long / short
+
+    assert 16 < share("qwen3-next-80b-a3b") < 0.85 * share("qwen3-235b-a22b")
+
+
+def test_flops_count_full_windows_and_what_changes_states() -> None:
+    pairs = dense().forward_flops(0, 1)
+    mixed = dense(sliding_window=1024, num_window_layers=6)
+    assert mixed.forward_flops(0, 1) == pairs / 4
+    assert mixed.forward_flops(1, 0) - dense().forward_flops(1, 0) == 6 / 8 * pairs * 1024
+    bare = replace(QWEN3_NEXT, linear=None)
+    more = QWEN3_NEXT.forward_flops(1, 0) - 2 * QWEN3_NEXT.num_active_parameters
+    assert more == 36 * 6 * 32 * 128 * 128
+    assert bare.forward_flops(0, 1) == 4 * QWEN3_NEXT.forward_flops(0, 1)

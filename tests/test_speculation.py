@@ -1,0 +1,124 @@
+"""Speculative decoding: how many tokens a step makes, what it costs, and where it gains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from executor.back_ends import check_back_ends
+from sim.costs.costs import Costs
+from sim.costs.curves import compose_decode
+from sim.costs.inference import Shard
+from sim.costs.kernels import Kernels
+from sim.costs.speculation import accepted_tokens, compose_speculative
+from streamrl.hardware.draft import draft_of
+from streamrl.hardware.memory import kv_capacity, replica_memory
+from streamrl.hardware.profiles import load_model
+from streamrl.runfile.cluster_config import ModelConfig
+from streamrl.runfile.errors import RunError
+from streamrl.runfile.sides_config import SpeculativeConfig
+from tests.runs import small_run
+
+DENSE = load_model(ModelConfig(name="qwen3-32b"))
+SHARD = Shard(DENSE, Kernels("h200", "bfloat16"), 2)
+SIZE = (256, 8192.0, 1e6)
+
+
+def drafting(acceptance: float, tokens: int = 3, model: str | None = None) -> SpeculativeConfig:
+    return SpeculativeConfig(tokens=tokens, acceptance=acceptance, model=model)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "acceptance", "made"),
+    [(1, 0.0, 1.0), (1, 0.85, 1.85), (3, 0.5, 1.875), (4, 1.0, 5.0)],
+)
+def test_a_step_makes_one_token_and_those_that_are_accepted(
+    tokens: int, acceptance: float, made: float
+) -> None:
+    found = accepted_tokens(drafting(acceptance, tokens))
+    assert found == pytest.approx(made)
+    if acceptance < 1:
+        assert found == pytest.approx((1 - acceptance ** (tokens + 1)) / (1 - acceptance))
+
+
+def test_as_many_tokens_come_as_drawn_one_after_the_other() -> None:
+    accepted = np.random.default_rng(0).random((20000, 3)) < 0.7
+    drawn = 1 + np.cumprod(accepted, axis=1).sum(axis=1).mean()
+    assert accepted_tokens(drafting(0.7)) == pytest.approx(drawn, rel=0.01)
+
+
+def test_a_step_is_a_check_of_all_tokens_and_so_many_steps_of_the_draft() -> None:
+    config = drafting(0.6, tokens=2)
+    found = compose_speculative(SHARD, config, *SIZE)
+    check = compose_decode(replace(SHARD, queries=3), *SIZE)
+    layer = draft_of(DENSE, config)
+    assert layer.num_layers == 1
+    batch = np.array([16.0])
+    slowdown = SHARD.engine.constants.slowdown
+    module = replace(SHARD, model=layer)
+    least = slowdown * float((module.products(batch) + module.head(batch)).seconds[0])
+    for running in (1, 16, 256):
+        assert found.base[running] * accepted_tokens(config) > check.base[running]
+    drafts = found.base[16] * accepted_tokens(config) - check.base[16]
+    assert 2 * least <= drafts < 2.5 * least
+    assert found.per_context_token[16] * 1.96 > check.per_context_token[16]
+
+
+def test_the_tail_gains_most_and_a_batch_bound_by_arithmetic_loses() -> None:
+    plain = compose_decode(SHARD, *SIZE)
+    fast = compose_speculative(SHARD, drafting(0.8), *SIZE)
+    slow = compose_speculative(SHARD, drafting(0.0), *SIZE)
+    gains = [plain.step_time(b, b * 2000) / fast.step_time(b, b * 2000) for b in (1, 32, 256)]
+    assert gains[0] > 2 and gains[0] > gains[1] > gains[2]
+    assert slow.step_time(1, 2000) > plain.step_time(1, 2000)
+
+
+def run_with(**speculative: Any) -> Any:
+    return small_run(
+        {
+            "model.name": "qwen2.5-7b",
+            "rollout.max_tokens": 4096,
+            **({"rollout.speculative": speculative} if speculative else {}),
+        }
+    )
+
+
+def test_a_draft_takes_memory_for_its_weights_and_its_cache() -> None:
+    plain, module, small = (
+        run_with(),
+        run_with(tokens=1, acceptance=0.7),
+        run_with(tokens=1, acceptance=0.7, model="qwen2.5-0.5b"),
+    )
+    model = load_model(ModelConfig(name="qwen2.5-0.5b"))
+    weights = [replica_memory(run)["weights"] for run in (plain, module, small)]
+    assert weights[2] - weights[0] == pytest.approx(2 * model.num_parameters)
+    assert 0 < weights[1] - weights[0] < weights[0] / 20
+    assert kv_capacity(plain) > kv_capacity(module) > kv_capacity(small)
+    per_token = 28 * 4 * 128 * 2 * 2, 24 * 2 * 64 * 2 * 2
+    room = kv_capacity(plain) * per_token[0] - 2 * model.num_parameters
+    assert kv_capacity(small) == pytest.approx(room / sum(per_token), rel=1e-3)
+    assert Costs.load(small).decode.base[1] < Costs.load(plain).decode.base[1]
+
+
+@pytest.mark.parametrize(
+    ("speculative", "key"),
+    [
+        ({"tokens": 0, "acceptance": 0.5}, "rollout.speculative.tokens"),
+        ({"tokens": 1, "acceptance": 1.5}, "rollout.speculative.acceptance"),
+        ({"tokens": 1}, "rollout.speculative.acceptance"),
+    ],
+)
+def test_what_no_draft_can_be_is_refused(speculative: dict[str, Any], key: str) -> None:
+    with pytest.raises(RunError) as told:
+        run_with(**speculative)
+    assert key in str(told.value)
+
+
+def test_an_unknown_draft_is_told_and_execute_drafts_nothing() -> None:
+    with pytest.raises(RunError, match=r"rollout\.speculative\.model: no profile 'qwen9'"):
+        Costs.load(run_with(tokens=1, acceptance=0.5, model="qwen9"))
+    with pytest.raises(ValueError, match=r"rollout\.speculative must be left out to be executed"):
+        check_back_ends(run_with(tokens=1, acceptance=0.5))
