@@ -22,7 +22,7 @@ from sim.surroundings import DrawnRollout, Hindrances
 from sim.trainer import Trainer
 from sim.transfer import Transfer
 from sim.verifier import Verifier
-from sim.way import Way
+from sim.way import S, Way
 from streamrl.engine.messages import (
     Abort,
     Command,
@@ -195,7 +195,7 @@ class SimWorld(World[Trace]):
             self.faults.strike(command, self.engine.version)
         match command:
             case Generate():
-                self._generate(command)
+                self._send(command, self.replicas[command.replica].generate)
             case Verify():
                 self._verifier.verify(command)
             case Take() | Resize():
@@ -217,7 +217,7 @@ class SimWorld(World[Trace]):
             case PushWeights():
                 self._transfer.push(command)
             case LoadWeights():
-                self._load(command)
+                self._send(command, self.replicas[command.replica].load)
             case Abort():
                 self._abort(command)
             case DrawPrompts():
@@ -266,28 +266,18 @@ class SimWorld(World[Trace]):
             ends += self._ways.pop(replica_id).cut()
         return ends
 
-    def _generate(self, command: Generate) -> None:
-        replica, way = self.replicas[command.replica], self._ways.get(command.replica)
+    def _send(self, command: S, take: Callable[[S], None]) -> None:
+        """Let a replica take a command, over a link once it has arrived."""
+        way = self._ways.get(command.replica)
         if way is None:
-            replica.generate(command)
+            take(command)
         else:
-            way.send(command, replica.generate)
-
-    def _load(self, command: LoadWeights) -> None:
-        replica, way = self.replicas[command.replica], self._ways.get(command.replica)
-        if way is None:
-            replica.load(command)
-        else:
-            way.send(command, replica.load)
+            way.send(command, take)
 
     def _abort(self, command: Abort) -> None:
-        replica, way = self.replicas.get(command.replica), self._ways.get(command.replica)
-        if replica is None:
-            return  # of a lost one the `Failed` is on its way
-        if way is None:
-            replica.abort(command.rollout)
-        else:
-            way.send(command, lambda sent: replica.abort(sent.rollout))
+        replica = self.replicas.get(command.replica)
+        if replica is not None:  # of a lost one the `Failed` is on its way
+            self._send(command, lambda sent: replica.abort(sent.rollout))
 
     def _draw(self, command: DrawPrompts) -> None:
         draws = self._workload.draw(self._next_group, command.num_groups)
