@@ -340,6 +340,7 @@ def test_a_simulated_run_that_was_recorded_calibrates_to_itself(tmp_path: Path) 
         (("steps.csv", "--held-out", "1"), "--held-out must be a share"),
         (("no.log",), "no.log: no such file"),
         (("made.csv",), "no column 'b' is known"),
+        (("zero.csv",), "zero.csv: nothing can be fitted to it"),
         (("steps.csv", "--format", "vrl"), "no format 'vrl' in profiles/logs; there is nemo-rl"),
     ],
 )
@@ -350,6 +351,8 @@ def test_wrong_input_is_one_line_and_writes_nothing(
     write_run(small_run(KEYS), tmp_path / "run.toml")
     (tmp_path / "steps.csv").write_text("step,train\n1,2\n")
     (tmp_path / "made.csv").write_text("train,b\n1,2\n")
+    zeros = "".join(f"{step},0,0\n" for step in range(1, 7))
+    (tmp_path / "zero.csv").write_text(f"step,generation,train\n{zeros}")
     done = streamrl("calibrate", "run.toml", *arguments, "-o", "out/calibration.toml")
     assert done.returncode == 2 and said in done.stderr
     assert done.stderr.count("\n") == 1 and not Path("out").exists()

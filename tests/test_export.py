@@ -17,6 +17,7 @@ from streamrl.runfile.errors import RunError
 from streamrl.runfile.frameworks import load_framework
 from streamrl.runfile.reading import load_run
 from tests.command_line import streamrl
+from tests.runs import small_run
 
 NAMES: tuple[ExportName, ...] = get_args(ExportName)
 MAIN = Path("examples/h20-h800.toml")
@@ -218,3 +219,25 @@ def test_a_framework_that_nothing_is_written_for_is_one_line_and_status_two(
     done = streamrl("export", MAIN, *arguments, "-o", tmp_path / "script.sh")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and part in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", get_args(ExportName))
+def test_what_a_plan_has_beyond_plain_layouts_is_an_option_or_said_to_be_none(
+    name: ExportName,
+) -> None:
+    changes = {
+        "rollout.replicas": 4,
+        "rollout.pipeline_parallel": 2,
+        "rollout.dtype": "fp8",
+        "rollout.kv_dtype": "fp8",
+        "rollout.speculative": {"tokens": 2, "acceptance": 0.7},
+        "trainer.context_parallel": 2,
+        "trainer.dtype": "fp8",
+        "cluster.pools.near.nodes": 2,
+    }
+    found = find_arguments(small_run(changes), name)
+    keys = {argument.key for argument in found.arguments} | {each.key for each in found.untold}
+    assert keys >= {
+        *("rollout.pipeline_parallel", "rollout.dtype", "rollout.kv_dtype", "trainer.dtype"),
+        *("rollout.speculative.tokens", "trainer.context_parallel"),
+    }

@@ -84,7 +84,20 @@ def gradient(model: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("kind", MODEL_TYPES)
+NOT_PACKED = {
+    "gpt_oss": "does not support .*scaled_dot_product_attention",
+    "qwen3_next": "trainer.packing must be 'padded' for this model",
+}
+"""What attends with sinks, and what mixes tokens by more than attention."""
+
+
+@pytest.mark.parametrize("kind", NOT_PACKED)
+def test_what_cannot_be_packed_is_refused_in_a_line(kind: str) -> None:
+    with pytest.raises(ValueError, match=NOT_PACKED[kind]):
+        attend_apart(make_model(kind))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MODEL_TYPES if kind not in NOT_PACKED])
 def test_packed_rollouts_have_the_log_probabilities_and_the_gradient_of_padded_ones(
     kind: str,
 ) -> None:

@@ -74,6 +74,8 @@ def calibrate(
     if output is not None:
         claim_file(output)
     found = _fit(run, measured, log_format, held_out)
+    if found.calibration.says_nothing:
+        raise ValueError(f"{measured}: nothing can be fitted to it; {'; '.join(found.notes)}")
     text = write_calibration(found.calibration)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -85,6 +85,11 @@ class Calibration(ProfileTable, frozen=True, kw_only=True):
     step: StageErrors = StageErrors()
     """Errors of whole steps."""
 
+    @property
+    def says_nothing(self) -> bool:
+        """Whether it has neither a factor nor an overhead."""
+        return self.overhead is None and all(self.stage(name) is None for name in STAGES)
+
     def stage(self, name: StageName) -> StageFactor | None:
         """Return what it says of a stage; None where it says nothing."""
         found: StageFactor | None = getattr(self, name)

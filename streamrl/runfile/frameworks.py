@@ -30,7 +30,9 @@ PARAMETERS = 1e9
 """Of a model, to which `per_billion` belongs."""
 
 Value = str | int | float | bool
-Split = Literal["tensor_parallel", "pipeline_parallel", "expert_parallel", "virtual_stages"]
+Split = Literal[
+    "tensor_parallel", "pipeline_parallel", "expert_parallel", "virtual_stages", "context_parallel"
+]
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 

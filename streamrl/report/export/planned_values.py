@@ -75,6 +75,9 @@ def conditions(run: Run) -> dict[str, bool]:
         "tensor": run.trainer.tensor_parallel > 1,
         "virtual": run.trainer.virtual_stages > 1,
         "deals-experts": run.rollout.expert_parallel > 1,
+        "context": run.trainer.context_parallel > 1,
+        "stages": run.rollout.pipeline_parallel > 1,
+        "attention-ranks": run.rollout.data_parallel > 1,
         "two-pools": run.rollout.pool != run.trainer.pool,
     }
 
@@ -110,6 +113,13 @@ def _generation(run: Run) -> Iterator[PlannedValue]:
     )
     experts = rollout.expert_parallel
     yield PlannedValue("rollout_expert_parallel", "rollout.expert_parallel", experts, (1,))
+    for name in ("pipeline_parallel", "data_parallel"):
+        degree = getattr(rollout, name)
+        yield PlannedValue(f"rollout_{name}", f"rollout.{name}", degree, (1,))
+    yield PlannedValue("replica_gpus", "GPUs of a replica", rollout.gpus_per_replica)
+    yield from _formats(run)
+    drafted = None if rollout.speculative is None else rollout.speculative.tokens
+    yield PlannedValue("drafted_tokens", "rollout.speculative.tokens", drafted, (None,))
     yield PlannedValue("max_running", "rollout.max_running", rollout.max_running, ALWAYS)
     share = rollout.memory_utilization
     yield PlannedValue("memory_utilization", "rollout.memory_utilization", share, ALWAYS)
@@ -119,11 +129,26 @@ def _generation(run: Run) -> Iterator[PlannedValue]:
         yield PlannedValue(f"others_{place}", f"rollout.others.{place}", shown, ALWAYS)
 
 
+def _formats(run: Run) -> Iterator[PlannedValue]:
+    """Yield what is kept and computed in another format than the model's."""
+    plain = (None, run.model.dtype)
+    for side, name in (("rollout", "dtype"), ("rollout", "kv_dtype"), ("trainer", "dtype")):
+        dtype = getattr(getattr(run, side), name)
+        yield PlannedValue(f"{side}_{name}", f"{side}.{name}", dtype, plain)
+    only = run.rollout.weight_only
+    yield PlannedValue("weight_only", "rollout.weight_only", only, (False,))
+
+
 def _training(run: Run) -> Iterator[PlannedValue]:
     trainer = run.trainer
     for name, plain in (
         *(("tensor_parallel", (1,)), ("pipeline_parallel", (1,)), ("expert_parallel", (1,))),
-        *(("virtual_stages", (1,)), ("data_parallel", (1,)), ("zero", ALWAYS)),
+        *(
+            ("virtual_stages", (1,)),
+            ("data_parallel", (1,)),
+            ("context_parallel", (1,)),
+            ("zero", ALWAYS),
+        ),
         *(("micro_batch", ALWAYS), ("recompute", ("none",)), ("offload", (False,))),
         *(("packing", ALWAYS), ("logits", (None, "fused"))),
     ):
