@@ -349,3 +349,12 @@ def test_the_command_line_shows_formats_and_refuses_in_one_line() -> None:
         refused = streamrl("profile", "show", "qwen2.5-7b", *options)
         assert refused.returncode == 2 and refused.stdout == ""
         assert text in refused.stderr and refused.stderr.count("\n") == 1
+
+
+def test_a_wider_cache_takes_longer_to_read() -> None:
+    base = {"model.name": "qwen2.5-7b", "rollout.max_tokens": 8192}
+    wide, plain = (
+        Costs.load(small_run({**base, "rollout.kv_dtype": dtype})).decode.step_time(4, 4 * 8000)
+        for dtype in ("float32", "bfloat16")
+    )
+    assert wide > 1.05 * plain

@@ -171,17 +171,17 @@ class Kernels:
     def cached_time(self, operator: str, contexts: Floats, **shape: float) -> Estimate:
         """Return the seconds of decode attention over contexts that are kept in `cache_dtype`.
 
-        Where a narrower cache was not measured, it is read as fast as one of fewer tokens: decode attention is bound by
-        its reads.
+        Where a narrower or wider cache was not measured, it is read as fast as one of fewer or more tokens: decode attention
+        is bound by its reads.
         """
-        if not self.has_narrow_cache:
+        share = BYTES[self.cache_dtype] / BYTES[self.wire_dtype]
+        if share == 1:
             return self.time(operator, contexts, **shape)
         surface = _surface(self._place(operator, self.cache_dtype), operator, self.cache_dtype)
         if surface is not None and self.cache_dtype in self.gpu.flops:
             return self._timed(operator, self.cache_dtype, contexts, shape)
-        share = BYTES[self.cache_dtype] / BYTES[self.wire_dtype]
         found = self.time(operator, contexts * share, **shape)
-        source = f"{operator} with a cache in {self.cache_dtype}, as of fewer tokens"
+        source = f"{operator} with a cache in {self.cache_dtype}, as of {share:g} times the tokens"
         return Estimate(found.seconds, found.seconds, (*found.sources, source))
 
     def _timed(
