@@ -13,6 +13,8 @@ from streamrl.runfile.reading import load_run
 EXAMPLES = Path(__file__).parent.parent / "examples"
 STEPS = 12
 """Optimizer steps of each run; the first ones do not count."""
+PAIR_STEPS = 36
+"""Of the runs whose difference is asked for: that of two runs of twelve steps is mostly chance."""
 LEARNING_RATE = 1e-6
 """Of published runs: within twelve steps lengths do not change, so that they can be known before. `LEARNS` has the
 quickstart's, with which its outputs grow by half meanwhile, as nobody could say before."""
@@ -96,7 +98,10 @@ CELLS = (
 def asynchrony_pair(replicas: int) -> tuple[Cell, Cell]:
     """Return one run in which generation waits for training, and one in which it does not."""
     sync, streams = (
-        cell(f"{system}, {replicas}", "first", system, replicas, algorithm__prompts_per_step=32)
+        cell(
+            *(f"{system}, {replicas}", "first", system, replicas),
+            **{"algorithm__prompts_per_step": 32, "algorithm__steps": PAIR_STEPS},
+        )
         for system in ("stream-sync", "stream-async")
     )
     return sync, streams
