@@ -289,3 +289,15 @@ def test_speeds_that_cannot_be_are_refused_with_their_row(
     write_measured(with_fields(read_measured(path), sharing=(wrong,)), path)
     with pytest.raises(ValueError, match=words):
         read_measured(path)
+
+
+def test_nobody_is_faster_in_company_than_alone_nor_all_together_than_the_cores() -> None:
+    lucky: dict[tuple[int, int], Speeds] = {
+        (2, 0): {"generating": 1.09, "training": 1.0},
+        (2, 1): {"generating": 0.8, "training": 0.9},
+    }
+    sharing = CoreSharing(lucky, 2.0)
+    assert sharing.speeds(2, 0)["generating"] == 1.0
+    three = sharing.speeds(2, 1)
+    assert 2 * three["generating"] + three["training"] == pytest.approx(2.0)
+    assert three["generating"] / three["training"] == pytest.approx(0.8 / 0.9)

@@ -1,9 +1,10 @@
 """How much slower roles are that compute at the same time on the cores of one host, as a profile measured it.
 
 Measured are companies: so many replicas that decode, alone or beside a trainer. In a larger one each role has its share
-of the cores that the largest measured one had, or of all where that left some idle. The process that decides, and the
-verifier, are not among them: while they handle a rollout, that is one thread more, and every thread has as much of the
-cores as any other.
+of the cores that the largest measured one had, or of all where that left some idle. Nobody is faster in company than
+alone, nor all together than the cores are: what is measured beyond that is the host's changing pace. The process that
+decides, and the verifier, are not among them: while they handle a rollout, that is one thread more, and every thread has
+as much of the cores as any other.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class CoreSharing:
         if replicas > nearest:
             left = min(1.0, max(nearest + trains, self.cores / self.threads) / (replicas + trains))
         found = self.measured[nearest, trains]
-        return {kind: left * speed for kind, speed in found.items()}
+        together = nearest * found["generating"] + trains * found["training"]
+        left *= min(1.0, self.cores / self.threads / together)
+        return {kind: min(1.0, left * speed) for kind, speed in found.items()}
 
 
 def _speeds(row: SharingRow) -> Speeds:
