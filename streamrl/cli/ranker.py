@@ -13,6 +13,8 @@ from rich.table import Table as Grid
 from streamrl.cli.shared import AsJson, print_json
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from streamrl.ranker.evaluation import Evaluation
 
 ranker = typer.Typer(
@@ -189,7 +191,7 @@ def evaluate(
         known = read_known(source, model)
         past = lengths_by_prompt([read_table(source, past_of)]) if past_of else None
         priors = scores_by_prompt(read_table(scores), score or ()) if scores else None
-        found = list(rank_all(known, history or (), past, priors))
+        found = _collect(rank_all(known, history or (), past, priors))
     if as_json:
         for one in found:
             print_json(one)
@@ -200,6 +202,19 @@ def evaluate(
         if family == POOLED:
             console.print("A mixture of families flatters any ranker that tells them apart.")
         console.print()
+
+
+def _collect(evaluations: Iterator[Evaluation]) -> list[Evaluation]:
+    """Return what is evaluated one after another, and say which one is done: texts and errors take minutes."""
+    from streamrl.cli.progress import make_progress
+
+    found = []
+    with make_progress() as progress:
+        task = progress.add_task("rankers", total=None, facts="")
+        for one in evaluations:
+            found.append(one)
+            progress.update(task, advance=1, facts=one.ranker)
+    return found
 
 
 def recall_table(family: str, found: list[Evaluation]) -> Grid:
