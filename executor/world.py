@@ -37,6 +37,7 @@ from streamrl.engine.messages import (
     Generate,
     Interrupted,
     LoadWeights,
+    Postpone,
     PromptsDrawn,
     PushWeights,
     ReplicaLost,
@@ -232,7 +233,7 @@ class RealWorld(World[Trace]):
                 return await self._replicas[command.replica].generate(command)
             case Verify():
                 return await self._verify(command)
-            case Take() | Resize():
+            case Take() | Postpone() | Resize():
                 return None
             case Skip():
                 self._buffer.skip(command)
@@ -351,7 +352,7 @@ class RealWorld(World[Trace]):
             if command.replica in self._replicas:
                 self._replicas.pop(command.replica).kill("did not come up")
             self._free(command.replica)
-        if not isinstance(command, Abort | Take | Skip | Drop | Resize | Stop):
+        if not isinstance(command, Abort | Take | Skip | Postpone | Drop | Resize | Stop):
             self.emit(self._what_is_left(command, error) or Failed(command, reason))
 
     def _what_is_left(self, command: Command, error: Exception) -> Event | None:

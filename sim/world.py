@@ -33,6 +33,7 @@ from streamrl.engine.messages import (
     Generate,
     Generated,
     LoadWeights,
+    Postpone,
     PromptsDrawn,
     PushWeights,
     ReplicaLost,
@@ -198,7 +199,7 @@ class SimWorld(World[Trace]):
                 self._send(command, self.replicas[command.replica].generate)
             case Verify():
                 self._verifier.verify(command)
-            case Take() | Resize():
+            case Take() | Postpone() | Resize():
                 pass
             case Skip():
                 self._drawn.leave(command.group, command.trainer)

@@ -1,6 +1,6 @@
 """What the engine and a world say to each other: commands go out, events come back.
 
-Every command ends in exactly one event. `Abort`, `Take`, `Skip`, `Drop`, `Resize` and `Stop` have none of their own: an
+Every command ends in exactly one event. `Abort`, `Take`, `Skip`, `Postpone`, `Drop`, `Resize` and `Stop` have none of their own: an
 abort makes the running `Generate` end now, the others only change what the engine plans. A command says all that a world
 needs to carry it out. Trainer 0 leads: its versions are what replicas load; the others follow on the same rollouts.
 
@@ -121,6 +121,13 @@ class Skip(Message, frozen=True):
     reason: str
 
 
+class Postpone(Message, frozen=True):
+    """Let what of `group` is not running start under `oldest_version` or newer alone, with the tokens that it has."""
+
+    group: int
+    oldest_version: int
+
+
 class Drop(Message, frozen=True):
     """Let no trainer train on `group` that has not yet; `reason` says why."""
 
@@ -195,6 +202,7 @@ Command: TypeAlias = (
     | Verify
     | Take
     | Skip
+    | Postpone
     | Score
     | Train
     | Step

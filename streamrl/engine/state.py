@@ -34,6 +34,7 @@ from streamrl.engine.messages import (
     Generated,
     Interrupted,
     LoadWeights,
+    Postpone,
     PromptsDrawn,
     PushWeights,
     ReplicaLost,
@@ -86,6 +87,8 @@ class State:
     make_side: Callable[[Sequence[TrainerSide], TrainerJoined], TrainerSide]
     """Makes the side of a trainer that joins those that are there."""
 
+    sync_every: int = 1
+    """Versions from one push to the next."""
     now: float = 0.0
     has_started: bool = False
     num_unready: int = 0
@@ -117,8 +120,15 @@ class State:
 
     @property
     def is_synced(self) -> bool:
-        """Whether every serving replica has the newest policy version."""
-        return self.pushing is None and self.fleet.is_synced(self.leader.version)
+        """Whether there is nothing to push, and every serving replica has what was pushed."""
+        is_settled = self.pushing is None and not self.must_push
+        return is_settled and self.fleet.is_synced(self.pushed_version)
+
+    @property
+    def must_push(self) -> bool:
+        """Whether what was pushed last is behind the last version that is due for it, or lost by the leader."""
+        newest = self.leader.version
+        return not newest - newest % self.sync_every <= self.pushed_version <= newest
 
     @property
     def has_all_steps(self) -> bool:
@@ -219,6 +229,8 @@ class State:
                 self.rollouts[rollout_id].is_aborting = True
             case Skip(group_id, trainer, reason):
                 self._skip(self.groups[group_id], self.trainers[trainer], reason)
+            case Postpone(group_id, oldest_version):
+                self.groups[group_id].oldest_version = oldest_version
             case Drop(group_id, reason):
                 self._drop(self.groups[group_id], reason)
             case Stop(reason):

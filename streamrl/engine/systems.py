@@ -7,6 +7,8 @@ stream-sync     as rollouts arrive     when s - 1 is loaded          while gener
 one-step-async  once it is whole       one batch ahead, whole        while both sides wait
 stream-async    as rollouts arrive     one step ahead                overlapped; replicas drain
 fully-async     as rollouts arrive     max_staleness steps ahead     overlapped, in flight
+
+Of each, `sync_every` makes the versions that replicas load fewer: see `streamrl.engine.window`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 from typing import assert_never
 
 from streamrl.engine.batch import Batch
@@ -35,12 +38,14 @@ from streamrl.engine.policies.dispatch import (
     RoundRobin,
 )
 from streamrl.engine.policies.joined import FollowJoined, LetGo
+from streamrl.engine.policies.left_over import DropLeftOver, KeepLeftOver
 from streamrl.engine.policies.migration import MoveRollouts, MoveStragglers
 from streamrl.engine.policies.order import FirstInFirstOut, LongestFirst, Order
 from streamrl.engine.policies.overrun import MoveOverrun
 from streamrl.engine.policies.resize import AdjustReplicas, KeepReplicas
 from streamrl.engine.policies.retry import RetryThenDrop, StartOver, WindDown
 from streamrl.engine.policies.skew import SkewnessAware
+from streamrl.engine.policies.stale import DropStale
 from streamrl.engine.policies.staleness import BoundedAdmission, BoundedBacklog, TakeInLine
 from streamrl.engine.policies.standstill import GiveUp
 from streamrl.engine.policies.streaming import Stream, WholeBatch
@@ -57,11 +62,14 @@ from streamrl.engine.recent import RecentLengths
 from streamrl.engine.setbacks import Setbacks
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import LEADER, TrainerSide
+from streamrl.engine.window import Window
 from streamrl.runfile.config import Run
+from streamrl.runfile.group_counts import num_extra, whole_groups
 from streamrl.runfile.policies_config import (
     ConsumptionName,
     DispatchName,
     OrderName,
+    OverStalenessName,
     PoliciesConfig,
     StreamingName,
     SystemName,
@@ -82,13 +90,25 @@ ENDLESS = sys.maxsize  # steps of a run that is ended from outside
 class System:
     """One choice for each policy."""
 
-    max_staleness: int = 0
+    max_staleness: float | int = 0
+    sync_every: int = 1
     waits_for_whole_batches: bool = False
     dispatch: DispatchName = "least-loaded"
     order: OrderName = "fifo"
     streaming: StreamingName = "stream"
     consumption: ConsumptionName = "strict-fifo"
+    over_staleness: OverStalenessName = "wait"
     weight_sync: WeightSyncName = "drain-then-load"
+
+    @property
+    def staleness_bound(self) -> int:
+        """Most versions that a rollout may be behind the one that it is trained from: see `streamrl.engine.window`."""
+        return ceil(self.max_staleness) + self.sync_every - 1
+
+    @property
+    def keeps_bound(self) -> bool:
+        """Whether nothing is trained on past the bound: groups are taken as they were drawn, or dropped in time."""
+        return self.consumption == "strict-fifo" or self.over_staleness == "drop"
 
     @property
     def halts_for_sync(self) -> bool:
@@ -123,11 +143,13 @@ def choose_system(policies: PoliciesConfig) -> System:
         key: getattr(policies, key)
         for key in (
             "max_staleness",
+            "sync_every",
             "waits_for_whole_batches",
             "dispatch",
             "order",
             "streaming",
             "consumption",
+            "over_staleness",
             "weight_sync",
         )
         if getattr(policies, key) is not None
@@ -137,7 +159,7 @@ def choose_system(policies: PoliciesConfig) -> System:
 
 def build_policies(run: Run) -> list[Policy]:
     """Make the policies of a run, in order of precedence."""
-    system = choose_system(run.policies)
+    system, window = choose_system(run.policies), window_of(run)
     return [
         VerifyOnArrival(),
         *([build_resize(run)] if run.policies.resize == "adjust" else []),
@@ -148,8 +170,10 @@ def build_policies(run: Run) -> list[Policy]:
         WindDown(),
         CheckpointEvery(LEADER, run.execute.checkpoint_every, run.policies.max_attempts),
         *_leave_out(run, LEADER),
+        *([DropStale(system.staleness_bound)] if system.over_staleness == "drop" else []),
         TakeInLine(LEADER),
-        BoundedAdmission(system.max_staleness, system.waits_for_whole_batches),
+        *_leave_over(run, window),
+        BoundedAdmission(window, system.waits_for_whole_batches),
         _streaming(run, LEADER, system.streaming),
         _weight_sync(system.weight_sync),
         *build_dispatch(run),
@@ -185,6 +209,27 @@ def _leave_out(run: Run, trainer: int) -> Iterator[Policy]:
     algorithm = run.as_seen_by(trainer).algorithm
     if algorithm.leaves_out_uniform:
         yield LeaveOutUniform(trainer, (algorithm.max_gen_batches - 1) * algorithm.prompts_per_step)
+
+
+def window_of(run: Run) -> Window:
+    """Return what the run lets start ahead of training."""
+    system, prompts = choose_system(run.policies), run.algorithm.prompts_per_step
+    return Window(
+        prompts, whole_groups(system.max_staleness, prompts), system.sync_every, num_extra(run)
+    )
+
+
+def _leave_over(run: Run, window: Window) -> Iterator[Policy]:
+    """Yield what becomes of groups that a step has no place for, where more are drawn than it takes."""
+    if not window.num_extra:
+        return
+    match run.policies.left_over:
+        case "drop":
+            yield DropLeftOver(window)
+        case "keep":
+            yield KeepLeftOver(window)
+        case _:
+            assert_never(run.policies.left_over)
 
 
 def build_dispatch(run: Run) -> list[Policy]:
@@ -237,7 +282,8 @@ def _streaming(run: Run, trainer: int, name: StreamingName) -> Policy:
         case "stream":
             return Stream(trainer, rollouts_that_fill(run), most_per_command(run, name))
         case "whole-batch":
-            return WholeBatch(trainer, most_per_command(run, name))
+            shares_gpus = trainer == LEADER and run.shares_gpus
+            return WholeBatch(trainer, most_per_command(run, name), shares_gpus)
         case _:
             assert_never(name)
 
@@ -362,6 +408,7 @@ def build_state(run: Run, *, is_endless: bool = False) -> State:
         waiting=WaitingRollouts(run.policies.learns_from_siblings),
         setbacks=Setbacks(deque(maxlen=run.policies.max_failures_per_minute)),
         make_side=partial(_side_that_joins, run),
+        sync_every=run.policies.sync_every,
     )
 
 

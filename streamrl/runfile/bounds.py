@@ -53,6 +53,8 @@ MOST_FAILURES = 10**7
 MOST_FAULTS = 1000
 MOST_DRAFTED = 64
 """Tokens of a draft: engines draft up to 16."""
+MOST_OVERSAMPLED = 16
+"""Steps' worth of prompts drawn for one step: beyond, hardly any is trained on."""
 OF_LOSSES = {
     "learning_rate": Bounds(0),
     "correction_cap": Bounds(1),
@@ -114,6 +116,8 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     CostsConfig: {"generation_factor": FACTOR, "training_factor": FACTOR},
     PoliciesConfig: {
         "max_staleness": Bounds(0),
+        "sync_every": Bounds(1),
+        "oversampling": Bounds(1, MOST_OVERSAMPLED),
         "context_time": Bounds(0),
         "tail_share": SHARE,
         "tail_every": Bounds(2),

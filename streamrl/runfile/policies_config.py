@@ -22,6 +22,8 @@ SkewObjective = Literal["max", "sum", "drain"]
 TailBatchingName = Literal["none", "defer"]
 MigrationName = Literal["none", "consolidate", "overrun"]
 ResizeName = Literal["keep", "adjust"]
+OverStalenessName = Literal["wait", "drop"]
+LeftOverName = Literal["drop", "keep"]
 SyncMode = Literal["full", "lora", "delta"]
 
 
@@ -29,7 +31,21 @@ class PoliciesConfig(Section, frozen=True, kw_only=True):
     """A system by name; each policy may be replaced by name."""
 
     system: SystemName = "stream-async"
-    max_staleness: int | None = None
+    max_staleness: float | int | None = None
+    """Steps that generation may be ahead of training; a fraction is that part of a step's prompts, rounded down to
+    whole groups."""
+    sync_every: int = 1
+    """Steps from one push of weights to the next: replicas load the versions that are multiples of it, and a rollout
+    may be that many versions less one staler than `max_staleness` alone lets it."""
+    over_staleness: OverStalenessName = "wait"
+    """What becomes of a group that would be trained on past the bound. wait: with strict-fifo consumption none is, as
+    a step waits for its groups, and greedy lets it be; drop: with greedy it is given up, and another one is drawn."""
+    oversampling: float = 1.0
+    """Prompts that are drawn for a step, over those that it is made of: it takes the groups that are done first. Needs
+    greedy consumption."""
+    left_over: LeftOverName = "drop"
+    """What becomes of the groups that oversampling leaves over once a step has all it is made of. drop: they are
+    aborted and given up; keep: what they have is kept, and they go on for the next step, under its version."""
     waits_for_whole_batches: bool | None = None
     """Whether the prompts of a batch start only once the batch before is generated."""
     dispatch: DispatchName | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError
+from streamrl.runfile.group_counts import num_extra, whole_groups
 
 
 def _check_tail_batching(run: Run) -> None:
@@ -82,5 +83,55 @@ def _check_overrun(run: Run) -> None:
         )
 
 
-POLICY_CHECKS = (_check_tail_batching, _check_learning, _check_overrun)
+def _check_fraction(run: Run) -> None:
+    """Refuse a part of a step that is less than one group."""
+    bound, prompts = run.policies.max_staleness, run.algorithm.prompts_per_step
+    if bound and not whole_groups(bound, prompts):
+        raise RunError(
+            "policies.max_staleness",
+            bound,
+            Bounds(0),
+            f"policies.max_staleness={bound} of algorithm.prompts_per_step={prompts} is less than one group",
+            ("algorithm.prompts_per_step",),
+        )
+
+
+def _check_over_staleness(run: Run) -> None:
+    """Refuse to drop what is too stale where a step waits for the very groups that were drawn for it."""
+    policies = run.policies
+    if policies.over_staleness == "drop" and policies.consumption != "greedy":
+        raise RunError(
+            "policies.over_staleness",
+            policies.over_staleness,
+            OneOf(["wait"]),
+            "policies.over_staleness 'drop' needs policies.consumption 'greedy': strict-fifo waits for what it drew, "
+            "so that nothing passes the bound",
+            ("policies.consumption",),
+        )
+
+
+def _check_oversampling(run: Run) -> None:
+    """Refuse to draw more than a step takes where that cannot leave the slow ones over."""
+    policies, key = run.policies, "policies.oversampling"
+    if policies.oversampling == 1:
+        return
+    text = ""
+    waits = policies.waits_for_whole_batches
+    if policies.consumption != "greedy":
+        text = "needs policies.consumption 'greedy', which takes the groups that are done first"
+    elif policies.system == "one-step-async" if waits is None else waits:
+        text = "needs policies.waits_for_whole_batches = false: what is drawn too much for a step is drawn with it"
+    elif not num_extra(run):
+        text = f"of algorithm.prompts_per_step={run.algorithm.prompts_per_step} adds no group"
+    elif policies.tail_batching != "none":
+        text = "draws more prompts than policies.tail_batching 'defer' has put in a step"
+    if text:
+        told = f"{key}={policies.oversampling} {text}"
+        raise RunError(key, policies.oversampling, OneOf([1.0]), told, ("policies.consumption",))
+
+
+POLICY_CHECKS = (
+    *(_check_tail_batching, _check_learning, _check_overrun),
+    *(_check_fraction, _check_over_staleness, _check_oversampling),
+)
 """Each raises `RunError` where a policy lacks what it works with."""

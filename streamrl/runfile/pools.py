@@ -241,6 +241,7 @@ def _check_shared(run: Run) -> None:
     policies, sync = run.policies, run.sync
     for key, value, only in (
         ("policies.max_staleness", policies.max_staleness, 0),
+        ("policies.sync_every", policies.sync_every, 1),
         ("policies.waits_for_whole_batches", policies.waits_for_whole_batches, False),
         ("policies.streaming", policies.streaming, "whole-batch"),
         ("policies.weight_sync", policies.weight_sync, "barrier"),

@@ -51,7 +51,7 @@ class BatchByBatch(Dispatch):
             yield from self._begin(replica)
 
     def _begin(self, replica: Replica) -> Iterator[Command]:
-        oldest = self._shares[replica.id][0].group.oldest_version
+        oldest = max(rollout.group.oldest_version for rollout in self._shares[replica.id])
         if not replica.promises(oldest):
             return  # it loads first
         for rollout in self._shares.pop(replica.id):

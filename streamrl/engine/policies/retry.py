@@ -61,11 +61,7 @@ class StartOver:
 
     def _clear(self, state: State) -> Iterator[Command]:
         for group in list(state.outlived.values()):
-            others = (trainer for trainer in state.trainers if not trainer.leads)
-            if not group.num_missing and any(trainer.wants(group) for trainer in others):
-                yield Skip(group.id, LEADER, ROLLED_BACK)
-            else:
-                yield from drop(group, ROLLED_BACK)
+            yield from give_up(state, group, ROLLED_BACK)
 
 
 class WindDown:
@@ -88,6 +84,15 @@ class WindDown:
             for trainer in state.trainers:
                 if trainer.wants(group) and trainer.id not in stepping:
                     yield Skip(group.id, trainer.id, reason)
+
+
+def give_up(state: State, group: Group, reason: str) -> Iterator[Command]:
+    """Yield what leaves a group out for the leader: what is complete the others may still train on."""
+    others = (trainer for trainer in state.trainers if not trainer.leads)
+    if not group.num_missing and any(trainer.wants(group) for trainer in others):
+        yield Skip(group.id, LEADER, reason)
+    else:
+        yield from drop(group, reason)
 
 
 def drop(group: Group, reason: str) -> Iterator[Command]:

@@ -12,31 +12,30 @@ from itertools import islice
 from streamrl.engine.messages import Command, DrawPrompts, Skip, Take
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import TrainerSide
+from streamrl.engine.window import Window
 
 BEHIND, FAILED, AWAY = "the trainer was behind", "the trainer had failed", "it was detached"
 """Why a trainer that follows gives a group up."""
 
 
 class BoundedAdmission:
-    """Draw prompts for a step once the trainer is at most `max_staleness` steps away from it.
+    """Draw prompts once the trainer is no further away from their step than the window allows.
 
-    The rollouts of step s train from version s - 1, so they may not start under a version older than
-    s - 1 - max_staleness. With strict FIFO consumption no rollout is trained on past the bound: a group
-    is trained in the step it was drawn for, or in an earlier one where groups before it were dropped.
+    With strict FIFO consumption no rollout is trained on past the bound: a group is trained in the step it was drawn
+    for, or in an earlier one where groups before it were dropped.
     """
 
-    def __init__(self, max_staleness: int, waits_for_whole_batches: bool = False) -> None:
-        self.max_staleness = max_staleness
+    def __init__(self, window: Window, waits_for_whole_batches: bool = False) -> None:
+        self.window = window
         self.waits_for_whole_batches = waits_for_whole_batches
         """Whether the next batch is drawn only after every rollout of the last one is generated."""
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield draws, one for each step they are meant for."""
-        leader = state.leader
-        last_step = leader.version + 1 + self.max_staleness
-        if last_step > state.num_steps:
-            last_step = state.num_steps
-        num_allowed = last_step * leader.prompts_per_step
+        leader, window = state.leader, self.window
+        num_allowed = window.num_allowed(leader.version, state.num_steps)
+        if window.num_extra and len(leader.batch.groups) < leader.prompts_per_step:
+            num_allowed += window.num_extra
         if state.num_admitted >= num_allowed or state.is_stopping or not leader.is_ready:
             return ()
         return self._draw(state, num_allowed)
@@ -45,12 +44,15 @@ class BoundedAdmission:
         while state.num_admitted < num_allowed:
             if self.waits_for_whole_batches and _is_generating(state):
                 return
-            batches, rest = divmod(state.num_admitted, state.leader.prompts_per_step)
-            yield DrawPrompts(
-                step=batches + 1,
-                num_groups=state.leader.prompts_per_step - rest,
-                oldest_version=max(0, batches - self.max_staleness),
-            )
+            yield self._next_draw(state, num_allowed)
+
+    def _next_draw(self, state: State, num_allowed: int) -> DrawPrompts:
+        """Return the next groups that are of one step and may start under one version."""
+        window, first = self.window, state.num_admitted
+        num_planned = window.num_allowed(state.leader.version, state.num_steps)
+        place = min(first, num_planned - 1)  # what is beyond stands beside the last of them
+        end = num_allowed if first > place else min(num_planned, window.next_border(place))
+        return DrawPrompts(window.step(place), end - first, window.oldest(place))
 
 
 class TakeInLine:

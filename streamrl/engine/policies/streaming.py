@@ -49,10 +49,12 @@ class Stream:
 class WholeBatch:
     """Train on a step's rollouts only once all of them are ready and every replica is in sync."""
 
-    def __init__(self, trainer: int, most: int) -> None:
+    def __init__(self, trainer: int, most: int, shares_gpus: bool = False) -> None:
         self.trainer = trainer
         self.most = most
         """Rollouts in one command."""
+        self.shares_gpus = shares_gpus
+        """Whether it begins only once nothing is generated any more, as what is left over of a step may be."""
 
     def decide(self, state: State) -> Iterable[Command]:
         """Return the trainer's next work when it is free and the batch is whole."""
@@ -62,6 +64,8 @@ class WholeBatch:
         if num_ready < trainer.rollouts_per_step or not trainer.is_free:
             return ()
         if state.is_stopping or (trainer.leads and not state.is_synced):
+            return ()
+        if self.shares_gpus and state.num_generating:
             return ()
         if batch.unscored:
             return (Score(_ids(batch.unscored, self.most), trainer.id),)

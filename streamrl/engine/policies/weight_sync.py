@@ -94,14 +94,13 @@ class LoadBetweenBatches:
 
 def _is_behind(state: State) -> bool:
     """Return whether any replica lacks a version that it could be given."""
-    is_behind = bool(state.fleet.outdated) or state.leader.version != state.pushed_version
-    return is_behind and not state.is_stopping
+    return (bool(state.fleet.outdated) or state.must_push) and not state.is_stopping
 
 
 def _push(state: State) -> Iterator[Command]:
-    """Yield a push where the trainer has made a version that is neither pushed nor on its way."""
+    """Yield a push where one is due that is not on its way: of the newest version, every `sync_every` of them."""
     leader = state.leader
-    if state.pushing is None and leader.is_ready and leader.version != state.pushed_version:
+    if state.pushing is None and leader.is_ready and state.must_push:
         yield PushWeights(leader.version, leader.id)
 
 
