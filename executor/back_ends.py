@@ -259,6 +259,7 @@ def _limits_of_determinism(run: Run) -> Iterator[Limit]:
         system.max_staleness == 0,
         f"one that trains on fresh rollouts alone {where}",
     )
+    yield Limit("policies.sync_every", system.sync_every, system.sync_every == 1, f"1 {where}")
     yield Limit(
         "policies.consumption",
         system.consumption,

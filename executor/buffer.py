@@ -51,6 +51,8 @@ class BufferedRollout:
     """Where its attempts were told to put tokens; the last one may have put none there yet, or not all."""
     finish: FinishReason | None = None
     """How an earlier leg of the run ended it; None where it has still to be generated to its end."""
+    lost_for: str = ""
+    """Why the trainer that leads gave it up, where it did."""
     num_holders: int = 1
     """The buffer, while the rollout is open, and calls under way that read its tokens or write them."""
 
@@ -251,15 +253,31 @@ class RolloutBuffer:
     def skip(self, command: Skip) -> None:
         """Enter that one trainer will not train on a group."""
         if command.trainer == LEADER:
-            self.turnout.give_up(self.records_of([command.group]), command.reason)
+            self._give_up(command.group, command.reason)
         self.leave(command.group, command.trainer)
 
     def drop(self, command: Drop) -> None:
         """Enter that nobody will train on a group who has not yet."""
         if not self._done_with.has_left(command.group, LEADER):
-            self.turnout.give_up(self.records_of([command.group]), command.reason)
+            self._give_up(command.group, command.reason)
         self.close_group(command.group)
         self.workload.forget(command.group)
+
+    def _give_up(self, group: int, reason: str) -> None:
+        """Enter that the trainer which leads will not train on a group."""
+        self.turnout.give_up(self.records_of([group]), reason)
+        for rollout in self._rollouts(group):
+            if (buffered := self.rollouts.get(rollout)) is not None:
+                buffered.lost_for = reason
+                self.turnout.waste(buffered.num_tokens, reason)
+
+    def end(self, buffered: BufferedRollout, completion: Completion) -> Generated:
+        """Enter what an attempt made that has ended, be it of a rollout that was given up meanwhile."""
+        num_before = buffered.num_tokens
+        event = buffered.end(completion)
+        if buffered.lost_for:
+            self.turnout.waste(buffered.num_tokens - num_before, buffered.lost_for)
+        return event
 
     def join(self) -> None:
         """Keep what is drawn from now on for one more trainer too."""

@@ -12,6 +12,8 @@ from streamrl.workload.prompt_records import FAMILY, Record
 GENERATED, TRAINED, DROPPED = FATES
 OF_REASON = "dropped for "
 """What the keys of metrics.jsonl begin with that count what the leader gave up, by reason."""
+OF_TOKENS = "tokens dropped for "
+"""The same of their output tokens."""
 
 
 class Turnout:
@@ -24,6 +26,7 @@ class Turnout:
         self._lengths: list[int] = []
         self._rewards: list[float] = []
         self._dropped = Counter[str]()
+        self._wasted = Counter[str]()
         self._families = Counter[str]()
 
     def end(self, num_tokens: int, reward: float, record: Record) -> None:
@@ -36,6 +39,11 @@ class Turnout:
         """Enter rollouts that the trainer which leads will not train on."""
         self._dropped[reason] += self._count(DROPPED, records)
 
+    def waste(self, num_tokens: int, reason: str) -> None:
+        """Enter output tokens of what was given up."""
+        if num_tokens:
+            self._wasted[reason] += num_tokens
+
     def take(self, trained: Iterable[Record]) -> dict[str, float]:
         """Return the figures since the last step, which was made of `trained`, and begin anew.
 
@@ -45,6 +53,7 @@ class Turnout:
         | generated_length_mean     | their output tokens                                                  |
         | generated_reward          | their mean reward                                                    |
         | dropped for REASON        | rollouts that were given up                                          |
+        | tokens dropped for REASON | their output tokens, those that come with their abort when they do   |
         | generated/F, trained/F, dropped/F | rollouts of family F, where prompts have several              |
         """
         self._count(TRAINED, trained)
@@ -53,6 +62,7 @@ class Turnout:
             found["generated_length_mean"] = sum(self._lengths) / len(self._lengths)
             found["generated_reward"] = math.fsum(self._rewards) / len(self._rewards)
         found |= {OF_REASON + reason: count for reason, count in self._dropped.items()}
+        found |= {OF_TOKENS + reason: tokens for reason, tokens in self._wasted.items()}
         found |= dict(sorted(self._families.items()))
         self._begin()
         return found

@@ -74,7 +74,7 @@ class Replica:
             request = self._buffer.request(command)
             completion = await self._worker.generate(request)
             check_completion(request, completion)
-            return buffered.end(completion)
+            return self._buffer.end(buffered, completion)
 
     async def abort(self, rollout: int) -> None:
         """End a rollout with what it has made so far; its `generate` returns then."""

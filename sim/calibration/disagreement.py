@@ -45,7 +45,7 @@ class Disagreement(NamedTuple):
 
 def takes_turns(run: Run) -> bool:
     """Return whether a run generates a batch and trains on it, in turns."""
-    return choose_system(run.policies).max_staleness == 0
+    return choose_system(run.policies).staleness_bound == 0
 
 
 def find_disagreements(run: Run, measured: MeasuredSteps) -> list[Disagreement]:

@@ -23,6 +23,7 @@ from streamrl.runfile.policies_config import PoliciesConfig
 POLICIES = (
     *("consumption", "weight_sync", "streaming", "max_staleness", "waits_for_whole_batches"),
     *("dispatch", "migration", "resize", "tail_batching", "learns_from_siblings"),
+    *("over_staleness", "oversampling", "left_over", "sync_every"),
 )
 """Policies that are tried at their system's own, one by one, where a run is stuck."""
 MUCH_UNDERFILLED = 0.5  # share of decode seconds from which it is worth a word
@@ -102,8 +103,8 @@ def _rate(run: Run) -> float:
 
 def _find_stale(run: Run, metrics: Metrics) -> Iterator[Finding]:
     system, reached = choose_system(run.policies), max(metrics.staleness, default=0)
-    if reached > system.max_staleness and system.consumption == "strict-fifo":
-        text = f"rollouts were {reached} versions stale, past policies.max_staleness={system.max_staleness}"
+    if reached > system.staleness_bound and system.keeps_bound:
+        text = f"rollouts were {reached} versions stale, and {system.staleness_bound} are allowed (policies.max_staleness)"
         yield _finding("error", "bound-broken", text)
 
 

@@ -139,7 +139,7 @@ def perform(world: CountingWorld, *, is_stand_in: bool = False) -> Rehearsal:
 
 def shortened(run: Run) -> Run:
     """Return the run with as few steps as show a whole turn of its policies, and nothing that breaks on purpose."""
-    ahead = min(choose_system(run.policies).max_staleness, MOST_AHEAD)
+    ahead = min(choose_system(run.policies).staleness_bound, MOST_AHEAD)
     steps = max(LEAST_STEPS, ahead + 2)
     if steps * run.algorithm.rollouts_per_step > MANY_ROLLOUTS:
         steps = 2

@@ -108,7 +108,7 @@ def search(
 def objective_of(run: Run) -> Objective:
     """Return what a step of the run's system takes."""
     system = choose_system(run.policies)
-    if system.max_staleness:
+    if system.staleness_bound:
         return "max"
     return "overlap" if system.streaming == "stream" else "sum"
 

@@ -32,7 +32,7 @@ def find_binding(estimates: Estimates, index: int, speed: Speed) -> Binding:
         "sync": lambda: _of_sync(candidate),
     }
     resource = resources[stage]()
-    overlap = "beside" if estimates.space.system(index).max_staleness else "before"
+    overlap = "beside" if estimates.space.system(index).staleness_bound else "before"
     return Binding(
         stage=stage,
         resource=resource,

@@ -255,12 +255,12 @@ class Estimates:
         self, places: Indices, mode: int, system: System, *, is_bound: bool
     ) -> StageSeconds:
         trainer, trained = self.space.of_trainer[places], self._trained
-        push, load = self._push[places], self._load[places]
+        push, load = (each[places] / system.sync_every for each in (self._push, self._load))
         streams = system.streaming == "stream"
         part = "least" if is_bound else "stream" if streams else "whole"
         training = trained[part][trainer] + trained["optimizer"][trainer]
         generation = self._generation(self.space.of_replicas[places], mode, is_bound=is_bound)
-        if system.max_staleness == 0:
+        if system.staleness_bound == 0:
             ends = generation + training
             if streams:
                 ends = self._stream_ends(places, mode, generation, training, is_bound=is_bound)
@@ -291,7 +291,7 @@ class Estimates:
         for replicas, found in self._found(mode):
             seconds = found.mean
             if self._overlaps[mode]:
-                seconds = max(found.share, seconds / (1 + system.max_staleness))
+                seconds = max(found.share, seconds / (1 + system.staleness_bound))
             seen[_degree(self.space.replicas[replicas])].append((replicas, seconds))
         return self._filled(table, seen)
 
@@ -318,7 +318,7 @@ class Estimates:
     def _bound_of(self, replicas: int, mode: int) -> float:
         """Steps that overlap share out the longest rollout's seconds; each takes as long as all its tokens do."""
         least, num_replicas = self._least[replicas], self.space.replicas[replicas].num_replicas
-        num_batches = 1 + self.space.systems[mode].max_staleness if self._overlaps[mode] else 1
+        num_batches = 1 + self.space.systems[mode].staleness_bound if self._overlaps[mode] else 1
         return max(least.longest / num_batches, least.work / num_replicas)
 
     def _paces_of(self, mode: int) -> Floats:
@@ -362,7 +362,7 @@ def _degree(replicas: Replicas) -> Degree:
 
 def _overlaps(system: System) -> bool:
     """Whether replicas begin a batch before the one before is generated."""
-    is_ahead = system.max_staleness > 0 and not system.waits_for_whole_batches
+    is_ahead = system.staleness_bound > 0 and not system.waits_for_whole_batches
     return is_ahead and not system.halts_for_sync
 
 

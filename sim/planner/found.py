@@ -60,7 +60,7 @@ class Found:
         """Return what a choice is always seen beside: the best synchronous, the best colocated and the fastest plan."""
         ranking = [self._index, *self._others()]
         kinds: dict[str, Callable[[int], bool]] = {
-            "best synchronous": lambda index: not self._search.space.system(index).max_staleness,
+            "best synchronous": lambda index: not self._search.space.system(index).staleness_bound,
             "best colocated": lambda index: self._mode(index) == "colocated",
         }
         found = []

@@ -10,12 +10,23 @@ from msgspec.structs import replace
 from streamrl.engine.systems import SYSTEMS
 from streamrl.runfile.config import Run
 from streamrl.runfile.dtypes import NARROW
-from streamrl.runfile.policies_config import DispatchName, OrderName, SyncMode, SystemName
+from streamrl.runfile.policies_config import (
+    DispatchName,
+    OrderName,
+    PoliciesConfig,
+    SyncMode,
+    SystemName,
+)
 from streamrl.runfile.sides_config import SyncConfig
 
 USUAL_SYSTEMS: tuple[SystemName, ...] = (
     *("colocated", "stream-sync", "one-step-async", "stream-async"),
 )
+OWN_LAG = {
+    key: getattr(PoliciesConfig(), key)
+    for key in ("sync_every", "over_staleness", "oversampling", "left_over")
+}
+"""What a run file says of late groups for its own system; others, which take them in order, are tried without."""
 USUAL_DISPATCH: tuple[DispatchName, ...] = ("least-loaded", "skewness-aware")
 
 
@@ -23,7 +34,7 @@ class Mode(NamedTuple):
     """What does not depend on who has which GPUs."""
 
     system: SystemName
-    max_staleness: int | None
+    max_staleness: float | int | None
     dispatch: DispatchName | None
     order: OrderName | None
     sync_mode: SyncMode
@@ -38,6 +49,7 @@ class Mode(NamedTuple):
                 streaming=None,
                 consumption=None,
                 weight_sync=None,
+                **OWN_LAG,
             )
         policies = replace(
             policies, max_staleness=self.max_staleness, dispatch=self.dispatch, order=self.order
@@ -79,7 +91,7 @@ def find_modes(run: Run) -> list[Mode]:
     ]
 
 
-def _bounds(run: Run, system: SystemName) -> list[int | None]:
+def _bounds(run: Run, system: SystemName) -> list[float | int | None]:
     """Return the bounds of staleness that a system may have; None is its own."""
     own = run.policies.max_staleness if system == run.policies.system else None
     generates_ahead = SYSTEMS[system].max_staleness > 0

@@ -47,7 +47,7 @@ class Scores:
         """Take a space, and count what there is to set up for each of its plans."""
         self.space = space
         self.complexity = complexities(space)
-        bounds = np.array([system.max_staleness for system in space.systems])
+        bounds = np.array([system.staleness_bound for system in space.systems])
         self._lags: Floats = LEAST_LAG * bounds[space.of_mode]
         """Versions that the rollouts of each plan are behind on average, at least."""
         self._class_codes = classes_of(space)
@@ -100,7 +100,7 @@ class Scores:
     def _least_of(self, name: SystemName, mode: int) -> float:
         system = self.space.systems[mode]
         kind = "whole" if system.streaming == "whole-batch" else "streams"
-        if system.max_staleness and not system.halts_for_sync:
+        if system.staleness_bound and not system.halts_for_sync:
             kind = "ahead"
         seen = self._over[name]
         if len(seen) < REMEMBERED // 2:

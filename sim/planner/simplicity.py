@@ -57,4 +57,4 @@ def _of_trainer(trainer: Degrees) -> int:
 def _of_mode(mode: Mode, system: System) -> int:
     is_plain = mode.dispatch in (None, "least-loaded")
     streams = system.streaming == "stream"
-    return system.max_staleness + streams + (not is_plain) + (mode.sync_mode == "delta")
+    return system.staleness_bound + streams + (not is_plain) + (mode.sync_mode == "delta")

@@ -6,7 +6,7 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from streamrl.doctor.lengths import mean_lengths
-from streamrl.engine.systems import choose_system
+from streamrl.engine.systems import choose_system, window_of
 from streamrl.hardware.memory import kv_capacity, most_running
 from streamrl.runfile.config import Run
 
@@ -50,6 +50,9 @@ def replica_batch(run: Run) -> ReplicaBatch | None:
 
 def rollouts_under_way(run: Run) -> int:
     """Return the most rollouts that admission lets be generated at once: of whole batches one after the other one."""
-    system = choose_system(run.policies)
-    batches = 1 if system.waits_for_whole_batches else 1 + system.max_staleness
-    return min(batches, run.algorithm.steps) * run.algorithm.rollouts_per_step
+    window, algorithm = window_of(run), run.algorithm
+    if choose_system(run.policies).waits_for_whole_batches:
+        groups = min(window.sync_every, algorithm.steps) * algorithm.prompts_per_step
+    else:
+        groups = window.num_allowed(0, algorithm.steps) + window.num_extra
+    return groups * algorithm.group_size

@@ -13,7 +13,7 @@ pipeline      replica                       the trainer, which may not be overta
               replica, trainer              rollouts that were asked for, or are done, while word of them crosses a link
               trainer that follows          complete groups, which come once the leader has made its step
               verifier                      rollouts to be generated
-staleness     replica, verifier             the trainer, which is max_staleness steps behind
+staleness     replica, verifier             the trainer, which is as many steps behind as it may be
 verifier      replica, trainer              the rewards of generated rollouts, while the trainer does nothing
 checkpoint    trainer                       the disk
 backpressure  replica                       room for finished rollouts
@@ -119,7 +119,7 @@ class AttributionReader:
         self._counts = Counts(run)
         self._swept_until = 0.0
         self._slot = 0
-        self._is_on_policy = choose_system(run.policies).max_staleness == 0
+        self._is_on_policy = choose_system(run.policies).staleness_bound == 0
         self._degrees = [
             (kind_name(kind), own.gpus_per_replica) for kind, own in enumerate(run.rollout.kinds)
         ]

@@ -192,8 +192,8 @@ class Books:
         system = choose_system(trace.run.policies)
         self._leg = trace.leg
         self._is_in_line = system.consumption == "strict-fifo"
-        """Whether the leader takes groups in the order of their draw, which alone bounds staleness."""
-        self._max_staleness = system.max_staleness if self._is_in_line else None
+        """Whether the leader takes groups in the order of their draw."""
+        self._max_staleness = system.staleness_bound if system.keeps_bound else None
         self._bound = sys.maxsize if self._max_staleness is None else self._max_staleness
         self._group_size = trace.run.algorithm.group_size
         self._num_steps = sys.maxsize if trace.is_endless else trace.run.algorithm.steps

@@ -51,6 +51,8 @@ class OpenRollout:
     runs: bool = False
     lost_in: int | None = None
     """Slot of the instant at which it was lost to the leader; None where it was not."""
+    lost_for: str = ""
+    """Why, where it was."""
     drawn_for: int = 0
     """Step that it was drawn for."""
     num_trainers: int = 0
@@ -155,17 +157,20 @@ class Flow:
         self.selection = Selection()
         """What was trained on beside what was generated."""
         self._newest = 0
-        self._lost = Ledger[None]()
-        """Tokens of what was lost to the leader, between its steps."""
+        self._lost = Ledger[str]()
+        """Tokens of what was lost to the leader, between its steps, by reason."""
 
     @property
     def leader(self) -> TrainerFlow:
         """The trainer whose versions replicas load."""
         return self.trainers[LEADER]
 
-    def lost_tokens(self, start: float, end: float) -> float:
-        """Return the output tokens of what was lost to the leader between the ends of two of its steps."""
-        return self._lost.between(start, end).get(None, 0.0)
+    def lost_tokens(self, start: float, end: float) -> dict[str, float]:
+        """Return the output tokens of what was lost to the leader between the ends of two of its steps, by reason.
+
+        What was made before an abort and gone on with counts once, where it is lost in the end.
+        """
+        return {reason: num for reason, num in self._lost.between(start, end).items() if num}
 
     def read(self, entries: Iterable[tuple[float, Event, list[Command]]]) -> None:
         """Take the entries that come after those before."""
@@ -204,7 +209,7 @@ class Flow:
                 tokens = self.trainers[trainer].fall_back()
                 if trainer == LEADER:
                     self.selection.take_back(self.leader.version, ROLLED_BACK)
-                    self._lose(self._lost.slot_of(time), tokens)
+                    self._lose(self._lost.slot_of(time), ROLLED_BACK, tokens)
             case Failed(Generate(number)):
                 self._stop(number)
             case _:
@@ -243,7 +248,7 @@ class Flow:
         if new and rollout.born is None:
             rollout.born = event.version
         if rollout.lost_in is not None:
-            self._lose(rollout.lost_in, new)
+            self._lose(rollout.lost_in, rollout.lost_for, new)
         self._stop(event.rollout)
 
     def _stop(self, number: int) -> None:
@@ -277,8 +282,8 @@ class Flow:
             slot = self._lost.slot_of(time)
             for number in rollouts:
                 rollout = self._rollouts[number]
-                rollout.lost_in = slot
-                self._lose(slot, rollout.tokens)
+                rollout.lost_in, rollout.lost_for = slot, reason
+                self._lose(slot, reason, rollout.tokens)
                 self.selection.leave_out(rollout.drawn_for, reason, rollout.tokens, rollout.reward)
         self._finish(rollouts)
 
@@ -290,9 +295,9 @@ class Flow:
             if not rollout.num_trainers and not rollout.runs:
                 del self._rollouts[number]
 
-    def _lose(self, slot: int, tokens: int) -> None:
+    def _lose(self, slot: int, reason: str, tokens: int) -> None:
         if tokens:
-            self._lost.add(slot, {None: tokens})
+            self._lost.add(slot, {reason: tokens})
 
 
 def read_flow(trace: Trace) -> Flow:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 import msgspec
@@ -88,6 +88,8 @@ class Metrics(Speed, frozen=True, kw_only=True):
     """Mean reward of each step's rollouts."""
     dropped: dict[str, int]
     """Rollouts that the leader never trained on, by reason."""
+    wasted: dict[str, float] = {}
+    """Share of the output tokens generated in the steps that count which the leader never trained on, by reason."""
     trainers: list[TrainerMetrics]
     """Every trainer, the one that leads first: all other figures of steps are its own."""
     tiers: dict[str, float]
@@ -157,6 +159,7 @@ def measure_read(
         staleness=dict(sorted(leader.made.staleness(first - 1, last).items())),
         rewards=leader.made.rewards.tolist(),
         dropped=dict(leader.lost),
+        wasted=_wasted(reader.flow, leader.made.num_tokens[first - 1 : last], window),
         trainers=list(_trainers(trace.run, reader.flow, window)),
         tiers=tiers,
         ledger=reader.books.balance(),
@@ -190,7 +193,7 @@ def _measure_speed(
         counted_steps=(first + 1, last),
         note=tell_doubts(trace, steps, steady, unfinished),
         unfinished=unfinished,
-        throughput=(num_tokens + flow.lost_tokens(began, ended)) / (ended - began),
+        throughput=(num_tokens + sum(flow.lost_tokens(began, ended).values())) / (ended - began),
         goodput=num_tokens / (ended - began),
         samples_per_second=num_rollouts / (ended - began),
         cost_per_step=steady.step_time * dollars + egress / (last - first),
@@ -200,6 +203,15 @@ def _measure_speed(
         else 0.0,
         mean_staleness=_mean_of(leader.made.staleness(first, last)),
     )
+
+
+def _wasted(
+    flow: Flow, trained: Sequence[int], window: tuple[float, float]
+) -> dict[str, float]:
+    """Return the share of tokens that nothing was learned from, by reason, of all that were trained on or lost."""
+    lost = flow.lost_tokens(*window)
+    total = sum(trained) + sum(lost.values())
+    return {reason: tokens / total for reason, tokens in lost.items()}
 
 
 def _mean_of(counts: Mapping[int, int]) -> float:

@@ -27,7 +27,7 @@ def find_steady_of(trace: Trace, steps: LeaderSteps) -> Steady:
     if trace.is_endless:
         left_out = 1
     elif num_steps >= run.algorithm.steps:
-        ahead = choose_system(run.policies).max_staleness
+        ahead = choose_system(run.policies).staleness_bound
         left_out = ahead if num_steps - ahead >= LEAST_STEPS else 0
     return find_steady_so_far(run, steps, left_out, drifts=_drifts(trace))
 

@@ -115,6 +115,7 @@ def compare(predicted: Metrics, measured: Metrics) -> dict[str, object]:
     figures["busy"] = _share_deviations(*_comparable(predicted, measured))
     figures["idle"] = _share_deviations(predicted.idle, measured.idle)
     figures["staleness"] = {"predicted": predicted.staleness, "measured": measured.staleness}
+    figures["wasted"] = {"predicted": predicted.wasted, "measured": measured.wasted}
     figures["tiers"] = {"predicted": predicted.tiers, "measured": measured.tiers}
     return figures
 
@@ -266,6 +267,14 @@ def _summary(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
         yield from _selected(metrics.selection)
     for reason, count in metrics.dropped.items():
         yield "dropped rollouts", f"{count:,}", reason
+    if metrics.wasted:
+        yield "wasted tokens", format_share(sum(metrics.wasted.values())), _wasted(metrics.wasted)
+
+
+def _wasted(shares: Mapping[str, float]) -> str:
+    """Say of which reasons the tokens are that were generated and not trained on."""
+    parts = [f"{reason} {format_share(share)}" for reason, share in shares.items()]
+    return f"of those generated in the steps that count: {', '.join(parts)}"
 
 
 def _selected(found: SelectionMetrics) -> Iterable[tuple[str, str, str]]:

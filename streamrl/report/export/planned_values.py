@@ -6,12 +6,14 @@ A value is None where the plan has no whole number of it, such as rollouts of a 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import ceil
 from typing import NamedTuple
 
 from streamrl.engine.systems import choose_system
 from streamrl.hardware.memory import longest_sequence
 from streamrl.runfile.config import Run
 from streamrl.runfile.frameworks import Framework, Value
+from streamrl.runfile.group_counts import num_extra
 
 MEGABYTE = 1e6
 IN_FLIGHT = ("load-in-flight", "abort-and-resume")
@@ -62,7 +64,11 @@ def conditions(run: Run) -> dict[str, bool]:
     algorithm, system = run.algorithm, choose_system(run.policies)
     return {
         "colocated": run.shares_gpus,
-        "async": system.max_staleness > 0,
+        "async": system.staleness_bound > 0,
+        "drops-stale": system.over_staleness == "drop",
+        "syncs-seldom": system.sync_every > 1,
+        "oversamples": run.policies.oversampling > 1,
+        "keeps-left-over": run.policies.oversampling > 1 and run.policies.left_over == "keep",
         "streams": system.streaming == "stream",
         "in-flight": system.weight_sync in IN_FLIGHT,
         "critic": algorithm.has_critic,
@@ -214,9 +220,12 @@ def _algorithm(run: Run) -> Iterator[PlannedValue]:
 def _policies(run: Run) -> Iterator[PlannedValue]:
     policies, system = run.policies, choose_system(run.policies)
     yield PlannedValue("system", "policies.system", policies.system, ALWAYS)
-    ahead = system.max_staleness
-    yield PlannedValue("max_staleness", "policies.max_staleness", ahead, (0,))
-    yield PlannedValue("batches_ahead", "policies.max_staleness, at least 1", max(1, ahead))
+    bound, every = system.staleness_bound, system.sync_every
+    key = "policies.max_staleness"
+    also = "" if every == 1 else " and policies.sync_every, in versions"
+    yield PlannedValue("max_staleness", key + also, bound, (0,))
+    yield PlannedValue("batches_ahead", f"{key}, at least 1", max(1, ceil(system.max_staleness)))
+    yield from _late_groups(run)
     yield PlannedValue("weight_sync", "policies.weight_sync", system.weight_sync)
     flies = system.weight_sync in IN_FLIGHT
     yield PlannedValue("loads_in_flight", "policies.weight_sync", flies)
@@ -228,6 +237,28 @@ def _policies(run: Run) -> Iterator[PlannedValue]:
         *(("learns_from_siblings", False), ("resize", "keep")),
     ):
         yield PlannedValue(name, f"policies.{name}", getattr(policies, name), (plain,))
+
+
+def _late_groups(run: Run) -> Iterator[PlannedValue]:
+    """Yield how often weights are pushed, and what becomes of groups that are late."""
+    policies, algorithm = run.policies, run.algorithm
+    every, prompts = policies.sync_every, algorithm.prompts_per_step
+    times = "" if every == 1 else f" x policies.sync_every={every}"
+    key = f"algorithm.prompts_per_step{times}"
+    yield PlannedValue("prompts_per_sync", key, every * prompts)
+    key = f"framework.optimizer_steps{times}"
+    yield PlannedValue("updates_per_sync", key, every * run.framework.optimizer_steps)
+    key = "algorithm.steps" if every == 1 else f"algorithm.steps / policies.sync_every={every}"
+    yield PlannedValue("num_syncs", key, ceil(algorithm.steps / every))
+    yield PlannedValue("sync_every", "policies.sync_every", every, (1,))
+    late = policies.over_staleness
+    yield PlannedValue("over_staleness", "policies.over_staleness", late, ("wait",))
+    share, drawn = policies.oversampling, prompts + num_extra(run)
+    yield PlannedValue("oversampling", "policies.oversampling", share, (1,))
+    key = f"algorithm.prompts_per_step x policies.oversampling={share}"
+    yield PlannedValue("prompts_drawn", key, drawn)
+    left = policies.left_over if share > 1 else None
+    yield PlannedValue("left_over", "policies.left_over", left, (None, "drop"))
 
 
 def _sync(run: Run) -> Iterator[PlannedValue]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from streamrl.record.run_lines import FATES, OF_FAMILY
 from streamrl.record.selection import SelectionMetrics, Share
@@ -24,7 +24,7 @@ def selection_sections(runs: Sequence[RecordedRun]) -> Iterator[PageSection]:
         return
     section = PageSection("selected", "What was trained on, of what was generated", is_pair=True)
     for number, (run, each) in enumerate(found, start=1):
-        section.text.append(f"{run.name}: {tell_selection(each)}")
+        section.text.append(f"{run.name}: {tell_selection(each)}{tell_waste(run.metrics.wasted)}")
         if is_selective(each):
             section.pictures.append(_picture(f"selected-{number}", run, each))
             section.tables.append(_fates_table(run.name, each))
@@ -67,6 +67,14 @@ def tell_selection(found: SelectionMetrics) -> str:
         parts.append(f"over the run it was {percent(whole / all_of_it)}")
     left_out = sum(share.rollouts for share in found.left_out.values())
     return "; ".join(parts) + f". {left_out:,} rollouts were left out."
+
+
+def tell_waste(shares: Mapping[str, float]) -> str:
+    """Say which share of the tokens nothing was learned from, and why; nothing where that is none."""
+    if not shares:
+        return ""
+    reasons = ", ".join(f"{reason} {percent(share)}" for reason, share in shares.items())
+    return f" {percent(sum(shares.values()))} of the tokens generated in the steps that count were not trained on: {reasons}."
 
 
 def _fates_table(name: str, found: SelectionMetrics) -> PageTable:
