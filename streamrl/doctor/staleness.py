@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import ceil
 
 from streamrl.doctor.finding import Changes, Finding, Level
 from streamrl.doctor.fix import Fix
 from streamrl.engine.systems import System, choose_system
 from streamrl.runfile.config import Run
+from streamrl.runfile.group_counts import num_extra
 
 MIXED = ("load-in-flight", "abort-and-resume")
 """Weight sync under which one rollout is sampled from several versions."""
@@ -16,13 +18,9 @@ MIXED = ("load-in-flight", "abort-and-resume")
 def find(run: Run) -> Iterator[Finding]:
     """Say how stale a rollout may be, and find what makes the bound void or leaves it uncorrected."""
     system = choose_system(run.policies)
-    bound = system.max_staleness
-    if system.consumption == "greedy" and bound:
-        text = (
-            f"policies.consumption 'greedy' trains on what is complete first: max_staleness={bound} bounds "
-            f"when a rollout may start, not how often it is overtaken, so a straggler grows staler with every step"
-        )
-        yield _finding("warning", "unbounded-staleness", text)
+    bound = system.staleness_bound
+    if not system.keeps_bound and (bound or _keeps(run)):
+        yield _finding("warning", "unbounded-staleness", _unbounded(system))
     else:
         yield _finding("ok", "staleness-bound", _bounded(run, system))
     if bound and run.algorithm.corrected_by == "none":
@@ -33,23 +31,72 @@ def find(run: Run) -> Iterator[Finding]:
         yield _finding("warning", "uncorrected", text)
     if bound >= run.algorithm.steps:
         text = (
-            f"policies.max_staleness={bound} lets every prompt of the {run.algorithm.steps} steps start from the "
+            f"{_keys_of_bound(system)} lets every prompt of the {run.algorithm.steps} steps start from the "
             f"first weights: nothing that is learned is sampled from"
         )
         yield _finding("warning", "all-at-once", text)
+    yield from _left_over(run, system)
+
+
+def _keeps(run: Run) -> bool:
+    """Whether groups that a step leaves over go on for a later one."""
+    return run.policies.oversampling > 1 and run.policies.left_over == "keep"
+
+
+def _keys_of_bound(system: System) -> str:
+    also = "" if system.sync_every == 1 else f" with policies.sync_every={system.sync_every}"
+    return f"policies.max_staleness={system.max_staleness}{also}"
+
+
+def _unbounded(system: System) -> str:
+    return (
+        f"policies.consumption 'greedy' trains on what is complete first: max_staleness={system.max_staleness} bounds "
+        f"when a rollout may start, not how often it is overtaken, so a straggler grows staler with every step"
+    )
+
+
+def _left_over(run: Run, system: System) -> Iterator[Finding]:
+    """Find what is said of groups that are left over where there are none, or where none could be used."""
+    policies = run.policies
+    if policies.left_over == "keep" and policies.oversampling == 1:
+        text = "policies.left_over 'keep' has nothing to keep: policies.oversampling=1.0 draws no group too many"
+        yield _finding("warning", "nothing-left-over", text)
+    if _keeps(run) and policies.over_staleness == "drop" and not system.staleness_bound:
+        text = (
+            "policies.left_over 'keep' goes on with rollouts one version later, where policies.over_staleness 'drop' "
+            "gives them up: policies.max_staleness=0 allows none"
+        )
+        yield _finding("warning", "kept-in-vain", text)
+    if policies.oversampling > 1 and policies.left_over == "drop":
+        drawn = run.algorithm.prompts_per_step + num_extra(run)
+        text = (
+            f"policies.oversampling={policies.oversampling} draws up to {drawn} groups for a step of "
+            f"{run.algorithm.prompts_per_step}: the longest are aborted, so that steps train on shorter rollouts"
+        )
+        yield _finding("ok", "oversampling", text)
 
 
 def _bounded(run: Run, system: System) -> str:
     """Say which bound holds and why: see `streamrl.engine.policies.staleness`."""
+    bound = system.staleness_bound
     mixed = (
         f"; {system.weight_sync} samples one rollout from several versions, its first token's counts"
-        if system.weight_sync in MIXED and system.max_staleness
+        if system.weight_sync in MIXED and bound
         else ""
     )
+    trains = (
+        f"{system.consumption} trains in the order of the draws"
+        if system.consumption == "strict-fifo" or not bound
+        else "what would be staler is dropped"
+    )
+    seldom = (
+        ""
+        if system.sync_every == 1
+        else f", weights are pushed every {system.sync_every} steps (policies.sync_every)"
+    )
     return (
-        f"{run.policies.system}: a prompt starts at most {system.max_staleness} steps ahead and "
-        f"{system.consumption} trains in the order of the draws, so no rollout is trained on more than "
-        f"{system.max_staleness} versions stale{mixed}"
+        f"{run.policies.system}: a prompt starts at most {system.max_staleness} steps ahead{seldom} and "
+        f"{trains}, so no rollout is trained on more than {bound} versions stale{mixed}"
     )
 
 
@@ -66,13 +113,21 @@ def _corrected(run: Run) -> Iterator[Changes]:
 
 
 def _fresher(run: Run) -> Iterator[Changes]:
-    for bound in range(
-        min(choose_system(run.policies).max_staleness, run.algorithm.steps) - 1, -1, -1
-    ):
+    system = choose_system(run.policies)
+    most = min(ceil(system.max_staleness), run.algorithm.steps)
+    for bound in range(most - 1, -1, -1):
         yield {"policies.max_staleness": bound}
+    for every in range(min(system.sync_every, run.algorithm.steps) - 1, 0, -1):
+        yield {"policies.sync_every": every}
+
+
+def _drop_left_over(run: Run) -> Iterator[Changes]:
+    yield {"policies.left_over": "drop"}
 
 
 FIXES = {
+    "nothing-left-over": Fix(_drop_left_over, "set policies.oversampling above 1"),
+    "kept-in-vain": Fix(_drop_left_over, "set policies.max_staleness to 1 or more"),
     "unbounded-staleness": Fix(_strict, "train on groups in the order of their draws"),
     "uncorrected": Fix(_corrected, "choose a correction, or policies.max_staleness=0"),
     "all-at-once": Fix(_fresher, "train for more steps"),

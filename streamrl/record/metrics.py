@@ -88,7 +88,7 @@ class Metrics(Speed, frozen=True, kw_only=True):
     """Mean reward of each step's rollouts."""
     dropped: dict[str, int]
     """Rollouts that the leader never trained on, by reason."""
-    wasted: dict[str, float] = {}
+    wasted: dict[str, float] = msgspec.field(default_factory=dict)
     """Share of the output tokens generated in the steps that count which the leader never trained on, by reason."""
     trainers: list[TrainerMetrics]
     """Every trainer, the one that leads first: all other figures of steps are its own."""
@@ -205,9 +205,7 @@ def _measure_speed(
     )
 
 
-def _wasted(
-    flow: Flow, trained: Sequence[int], window: tuple[float, float]
-) -> dict[str, float]:
+def _wasted(flow: Flow, trained: Sequence[int], window: tuple[float, float]) -> dict[str, float]:
     """Return the share of tokens that nothing was learned from, by reason, of all that were trained on or lost."""
     lost = flow.lost_tokens(*window)
     total = sum(trained) + sum(lost.values())

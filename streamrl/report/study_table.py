@@ -24,7 +24,10 @@ from streamrl.report.run_tables import (
 )
 from streamrl.runfile.grid import Axis
 
-BETTER_LESS = ("step_time", "cost_per_step", "cost_per_million_tokens", "dropped", "mean_staleness")
+BETTER_LESS = (
+    *("step_time", "cost_per_step", "cost_per_million_tokens", "dropped", "wasted"),
+    "mean_staleness",
+)
 UNITS = {
     "step_time": "s",
     "throughput": "tokens/s",
@@ -37,9 +40,10 @@ NAMES = {
     **LABELS,
     "mean_staleness": "mean staleness",
     "dropped": "rollouts a step never trained on",
+    "wasted": "tokens never trained on",
     "idle": "GPU time idle",
 }
-SHARES = ("idle", *(f"idle.{c}" for c in IDLE), *(f"busy.{a}" for a in BUSY))
+SHARES = ("wasted", "idle", *(f"idle.{c}" for c in IDLE), *(f"busy.{a}" for a in BUSY))
 METRICS = (*RATIOS, "mean_staleness", "dropped", *SHARES)
 """What a study can be about; `idle` is the sum of its causes."""
 
@@ -66,6 +70,7 @@ class StudyRow(msgspec.Struct, frozen=True, kw_only=True):
             **{name: getattr(metrics, name) for name in RATIOS},
             "mean_staleness": metrics.mean_staleness,
             "dropped": sum(metrics.dropped.values()) / metrics.num_steps,
+            "wasted": sum(metrics.wasted.values()),
             "idle": sum(metrics.idle.values()),
             **{f"idle.{cause}": metrics.idle.get(cause, 0.0) for cause in IDLE},
             **{f"busy.{activity}": metrics.busy.get(activity, 0.0) for activity in BUSY},
