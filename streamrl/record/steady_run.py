@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import lcm
 
 from streamrl.engine.systems import choose_system
 from streamrl.record.leader_steps import LeaderSteps
@@ -43,7 +44,9 @@ def find_steady_so_far(
     found = find_steady(
         steps.durations(),
         steps.num_generated,
-        cycle=1 if policies.tail_batching == "none" else policies.tail_every,
+        cycle=lcm(
+            policies.sync_every, 1 if policies.tail_batching == "none" else policies.tail_every
+        ),
         left_out=left_out,
         drifts=drifts,
     )
