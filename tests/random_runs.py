@@ -46,8 +46,12 @@ def runs(
     consumption: str | None = "strict-fifo",
     only_system: str | None = None,
     followers: list[dict[str, Any]] | None = None,
+    late: bool = False,
 ) -> Run:
-    """Return runs of every system with any dispatch, order, migration, degree and number of replicas."""
+    """Return runs of every system with any dispatch, order, migration, degree and number of replicas.
+
+    With `late` weights may be pushed seldom, groups drawn too many, and given up where they are late.
+    """
     system = only_system or draw(st.sampled_from(sorted(SYSTEMS)))
     consumed = consumption or draw(st.sampled_from(["strict-fifo", "greedy"]))
     changes: dict[str, Any] = {
@@ -71,8 +75,27 @@ def runs(
         changes["policies.weight_sync"] = draw(st.sampled_from(sorted(get_args(WeightSyncName))))
     if system != "colocated" and draw(st.booleans()):
         changes["policies.streaming"] = draw(st.sampled_from(["stream", "whole-batch"]))
+    if late:
+        changes |= draw(_late(changes))
     is_tight = draw(st.booleans())
     return run_with_capacity(330, changes) if is_tight else small_run(changes)
+
+
+@st.composite
+def _late(draw: st.DrawFn, changes: dict[str, Any]) -> dict[str, Any]:
+    """Return how often weights are pushed, parts of a step ahead, and what becomes of late groups, as far as a run may have it."""
+    system, prompts = changes["policies.system"], changes["algorithm.prompts_per_step"]
+    found: dict[str, Any] = {}
+    if system != "colocated":
+        found["policies.sync_every"] = draw(st.integers(1, 3))
+    if system == "fully-async" and prompts > 1:
+        found["policies.max_staleness"] = draw(st.sampled_from([0, 0.5, 1.5, 2]))
+    if changes["policies.consumption"] == "greedy":
+        found["policies.over_staleness"] = draw(st.sampled_from(["wait", "drop"]))
+        found["policies.left_over"] = draw(st.sampled_from(["drop", "keep"]))
+        if system != "one-step-async" and prompts > 1:
+            found["policies.oversampling"] = draw(st.sampled_from([1.0, 1.5, 2.0]))
+    return found
 
 
 WORKLOADS = st.fixed_dictionaries(

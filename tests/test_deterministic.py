@@ -171,6 +171,7 @@ def test_weights_lie_in_memory_as_torch_puts_them_not_as_in_their_file(project: 
     [
         ("policies.system=stream-async", "policies.system must be one that .*, got 'stream-async'"),
         ("policies.max_staleness=1", "policies.max_staleness must be one that .*, got 1"),
+        ("policies.sync_every=2", "policies.sync_every must be 1 .*, got 2"),
         ("policies.consumption=greedy", "policies.consumption must be 'strict-fifo' .* 'greedy'"),
         ("rollout.backend=transformers", "rollout.backend must be 'static' .*'transformers'"),
         ("rollout.max_running=4", "rollout.max_running must be 1 .*, got 4"),

@@ -33,7 +33,7 @@ def fixes_of(changes: dict[str, Any]) -> list[str]:
         ({"rollout.replicas": "2"}, ["set rollout.replicas=2"]),
         ({"rollout.replicas": 2.2}, ["set rollout.replicas=2"]),
         ({"rollout.replicas": float("nan")}, ["set rollout.replicas=1, or what yours needs"]),
-        ({"policies.max_staleness": 0.5}, ["set policies.max_staleness=0"]),
+        ({"policies.max_replicas": 2.5}, ["set policies.max_replicas=2"]),
         ({"policies.learns_from_siblings": "no"}, ["set policies.learns_from_siblings=false"]),
         ({"workload.lengths.kind": "histogramm"}, ["set workload.lengths.kind=histogram"]),
         ({"algorithm.correction": "tis"}, ["set algorithm.correction=token-tis"]),

@@ -21,12 +21,14 @@ from streamrl.engine.messages import (
     Event,
     Failed,
     Generated,
+    Postpone,
     ReplicaLost,
     ReplicaStarted,
     Stepped,
     TrainerLost,
     WeightsLoaded,
 )
+from streamrl.engine.policies.left_over import LEFT_OVER
 from streamrl.engine.state import State
 from streamrl.engine.systems import SYSTEMS
 from streamrl.engine.trainer_side import ROLLED_BACK
@@ -37,7 +39,7 @@ from streamrl.record.trace import Trace, read_trace, replay
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import WeightSyncName
 from streamrl.workload.prompt_records import Record
-from tests.runs import make_table
+from tests.runs import make_table, of
 from tests.scripted import ScriptedLauncher, ScriptedVerifier, make_world
 from tests.scripted_roles import tokens_of
 from tests.traces import (
@@ -109,6 +111,40 @@ def test_a_recorded_real_run_is_decided_identically(tmp_path: Path, system: str)
     recorded = read_trace(tmp_path / "run" / "trace.jsonl")
     assert recorded.world == "real" and len(recorded.entries) > 50
     assert replay(recorded) is None
+
+
+LATE: dict[str, dict[str, Any]] = {
+    "half a step ahead": {"policies__max_staleness": 0.5, "algorithm__prompts_per_step": 4},
+    "a push every two steps": {"policies__sync_every": 2},
+    "stale ones dropped": {"policies__over_staleness": "drop", "policies__consumption": "greedy"},
+    "left over, dropped": {"policies__oversampling": 1.7, "policies__consumption": "greedy"},
+    "left over, kept": {
+        "policies__oversampling": 1.7,
+        "policies__consumption": "greedy",
+        "policies__left_over": "keep",
+        "policies__system": "disaggregated",
+    },
+}
+
+
+@pytest.mark.parametrize("option", LATE)
+def test_late_groups_of_a_real_run_are_in_its_books_its_figures_and_its_replay(
+    tmp_path: Path, option: str
+) -> None:
+    run = real_run(tmp_path, **LATE[option], algorithm__steps=6)
+    trace = execute(run, slowest=0.01)
+    check_every_rollout_is_accounted_for(trace)
+    check_every_command_ends_once(trace)
+    metrics = measure(trace)
+    assert metrics.ledger.is_balanced, metrics.ledger.faults
+    assert replay(read_trace(tmp_path / "run" / "trace.jsonl")) is None
+    lines = read_metrics(tmp_path / "run")
+    if option == "left over, dropped":
+        lost = sum(line.get(f"tokens dropped for {LEFT_OVER}", 0) for line in lines)
+        rollouts = sum(line.get(f"dropped for {LEFT_OVER}", 0) for line in lines)
+        assert lost > 0 and rollouts == metrics.dropped[LEFT_OVER]
+    if option == "left over, kept":
+        assert any(of(Postpone, entry.commands) for entry in trace.entries)
 
 
 @pytest.mark.parametrize("weight_sync", sorted(get_args(WeightSyncName)))

@@ -157,8 +157,8 @@ def test_the_kind_of_lengths_is_refused_with_its_choices() -> None:
 
 
 def test_a_whole_number_that_may_be_absent_is_called_so() -> None:
-    error = error_of(table_with("policies.max_staleness", 0.5))
-    assert str(error) == "policies.max_staleness must be a whole number (or absent), got 0.5"
+    error = error_of(table_with("policies.max_replicas", 0.5))
+    assert str(error) == "policies.max_replicas must be a whole number (or absent), got 0.5"
     assert error.allowed is int
 
 
