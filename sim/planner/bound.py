@@ -319,7 +319,13 @@ class Estimates:
         """Steps that overlap share out the longest rollout's seconds; each takes as long as all its tokens do."""
         least, num_replicas = self._least[replicas], self.space.replicas[replicas].num_replicas
         num_batches = 1 + self.space.systems[mode].staleness_bound if self._overlaps[mode] else 1
-        return max(least.longest / num_batches, least.work / num_replicas)
+        longest = 0.0 if self._leaves_stragglers(mode) else least.longest / num_batches
+        return max(longest, least.work / num_replicas)
+
+    def _leaves_stragglers(self, mode: int) -> bool:
+        """Whether a step is made without the longest rollouts that were begun for it."""
+        policies = self.space.run.policies
+        return policies.oversampling > 1 and policies.system == self.space.modes[mode].system
 
     def _paces_of(self, mode: int) -> Floats:
         """Return by how much each replicas miss what they take one share after the other, in a mode in which steps overlap.

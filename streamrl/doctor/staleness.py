@@ -106,6 +106,7 @@ def _finding(level: Level, name: str, text: str) -> Finding:
 
 def _strict(run: Run) -> Iterator[Changes]:
     yield {"policies.consumption": "strict-fifo"}
+    yield {"policies.over_staleness": "drop"}
 
 
 def _corrected(run: Run) -> Iterator[Changes]:
