@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from executor.carriers.local_gpus import device_of
-from streamrl.engine.systems import choose_system
+from streamrl.engine.presets import choose_system
 from streamrl.hardware.config_json import read_positions
 from streamrl.hardware.memory import longest_sequence
 from streamrl.hardware.profiles import load_model

@@ -13,7 +13,7 @@ from executor.notices import tell
 from executor.prompt_probe import read_probe
 from executor.tokens import count_ids, encode_ids
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
-from streamrl.engine.systems import choose_system
+from streamrl.engine.presets import choose_system
 from streamrl.runfile.config import Run
 from streamrl.workload.epochs import make_order
 from streamrl.workload.expectations import Expectations

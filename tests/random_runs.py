@@ -12,7 +12,8 @@ from sim.costs.costs import Costs
 from sim.costs.fill import fill_policies
 from sim.world import SimWorld
 from streamrl.engine.messages import Event, Failed, Generate, Generated, Stop, Verified, Verify
-from streamrl.engine.systems import SYSTEMS, build_policies, build_state
+from streamrl.engine.presets import SYSTEMS
+from streamrl.engine.systems import build_policies, build_state
 from streamrl.record.trace import Trace
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import ExecuteConfig, Run

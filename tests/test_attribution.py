@@ -30,7 +30,7 @@ from streamrl.engine.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
-from streamrl.engine.systems import SYSTEMS
+from streamrl.engine.presets import SYSTEMS
 from streamrl.record.attribution import attribute, attribute_sides
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace

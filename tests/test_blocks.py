@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from sim.steady_state import measure_steady, simulate_steady
 from streamrl.engine.messages import LoadWeights, PushWeights, WeightsLoaded, WeightsPushed
-from streamrl.engine.systems import SYSTEMS
+from streamrl.engine.presets import SYSTEMS
 from streamrl.record.attribution import AttributionReader, attribute_sides
 from streamrl.record.entries import Entry
 from streamrl.record.leader_steps import read_steps

@@ -31,7 +31,7 @@ from streamrl.engine.messages import (
     TrainerLost,
     TrainerStarted,
 )
-from streamrl.engine.systems import SYSTEMS
+from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.trainer_side import ROLLED_BACK
 from streamrl.record.balance import Balance
 from streamrl.record.books import Books

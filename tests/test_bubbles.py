@@ -12,7 +12,7 @@ from rich.console import Console
 
 from sim.world import simulate
 from streamrl.engine.messages import Stepped
-from streamrl.engine.systems import SYSTEMS
+from streamrl.engine.presets import SYSTEMS
 from streamrl.record.attribution import attribute
 from streamrl.record.metrics import measure
 from streamrl.record.timeline import Span, read_timeline

@@ -12,7 +12,7 @@ from sim.simulated_rewards import BEST, REWARD, SimRewards
 from streamrl.doctor.changes import changed
 from streamrl.doctor.diagnosis import examine
 from streamrl.engine.messages import PromptsDrawn, Skip, Step, Verified
-from streamrl.engine.systems import SYSTEMS
+from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.trainer_side import LEADER, UNIFORM
 from streamrl.record.informative import informative_share
 from streamrl.record.metrics import measure

@@ -29,8 +29,8 @@ from streamrl.engine.messages import (
     WeightsLoaded,
 )
 from streamrl.engine.policies.left_over import LEFT_OVER
+from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.state import State
-from streamrl.engine.systems import SYSTEMS
 from streamrl.engine.trainer_side import ROLLED_BACK
 from streamrl.record.entries import Entry
 from streamrl.record.metrics import measure

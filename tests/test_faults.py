@@ -27,7 +27,7 @@ from streamrl.engine.messages import (
     Train,
     TrainerLost,
 )
-from streamrl.engine.systems import SYSTEMS
+from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.trainer_side import ROLLED_BACK
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace, replay

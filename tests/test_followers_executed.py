@@ -18,8 +18,8 @@ from executor.pretrained import load_pretrained
 from executor.record import RunDirectory
 from executor.world import RealWorld
 from streamrl.engine.messages import Event, RunStarted, Step, Stepped, TrainerLost
+from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.state import State
-from streamrl.engine.systems import SYSTEMS
 from streamrl.engine.trainer_side import DONE_BEFORE, LEADER, ROLLED_BACK
 from streamrl.record.books import MISSED
 from streamrl.record.legs import balance_books

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from sim.costs.costs import Costs
 from streamrl.engine.messages import Drop, Generate, Generated, Postpone, PromptsDrawn
-from streamrl.engine.systems import SYSTEMS, choose_system
+from streamrl.engine.presets import SYSTEMS, choose_system
 from streamrl.record.attribution import attribute
 from streamrl.record.timeline import read_timeline
 from streamrl.record.trace import Trace, replay

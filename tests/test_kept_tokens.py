@@ -47,8 +47,8 @@ from streamrl.engine.messages import (
     Stepped,
     Verified,
 )
+from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.state import State
-from streamrl.engine.systems import SYSTEMS
 from streamrl.record.legs import balance_books
 from streamrl.record.trace import Trace, replay
 from streamrl.runfile.config import Run

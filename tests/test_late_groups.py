@@ -24,7 +24,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.policies.left_over import LEFT_OVER
 from streamrl.engine.policies.stale import STALE
-from streamrl.engine.systems import choose_system
+from streamrl.engine.presets import choose_system
 from streamrl.record.metrics import Metrics, measure
 from streamrl.record.trace import Trace, replay
 from streamrl.runfile.errors import RunError

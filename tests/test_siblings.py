@@ -27,7 +27,7 @@ from streamrl.engine.messages import (
     PromptsDrawn,
 )
 from streamrl.engine.policies.dispatch import AHEAD
-from streamrl.engine.systems import SYSTEMS
+from streamrl.engine.presets import SYSTEMS
 from streamrl.record.attribution import attribute
 from streamrl.record.trace import Trace, replay
 from tests.runs import Script, checked_world, generated, lose_replica_at, of, script, small_run

@@ -16,7 +16,8 @@ from sim.costs.fill import fill_policies
 from sim.steady_state import Enough, sampled, simulate_steady
 from sim.step_trace import StepTrace
 from sim.world import SimWorld
-from streamrl.engine.systems import SYSTEMS, build_policies, build_state
+from streamrl.engine.presets import SYSTEMS
+from streamrl.engine.systems import build_policies, build_state
 from streamrl.record.leader_steps import LeaderSteps, read_steps
 from streamrl.record.metrics import Metrics, measure
 from streamrl.record.paired import is_beyond_chance, ratio_half_width

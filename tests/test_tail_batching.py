@@ -16,7 +16,7 @@ from executor.prompts import PromptWorkload
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_policies
 from sim.world import simulate
-from streamrl.engine.systems import SYSTEMS, choose_system
+from streamrl.engine.presets import SYSTEMS, choose_system
 from streamrl.record.informative import recorded_workload
 from streamrl.record.metrics import measure
 from streamrl.record.trace import replay

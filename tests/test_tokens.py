@@ -28,8 +28,8 @@ from executor.tokens import (
 )
 from executor.world import RealWorld
 from streamrl.engine.messages import Event, Generate, Generated, ReplicaLost, Stepped, Train
+from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.state import State
-from streamrl.engine.systems import SYSTEMS
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from tests.scripted import ScriptedTokenizer, make_world

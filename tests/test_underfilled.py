@@ -22,7 +22,7 @@ from streamrl.engine.messages import (
     WeightsLoaded,
     WeightsPushed,
 )
-from streamrl.engine.systems import SYSTEMS
+from streamrl.engine.presets import SYSTEMS
 from streamrl.hardware.machine_profile import write_measured
 from streamrl.hardware.memory import kv_capacity
 from streamrl.record.attribution import attribute

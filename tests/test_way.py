@@ -21,7 +21,7 @@ from streamrl.engine.messages import (
     Stepped,
     Woke,
 )
-from streamrl.engine.systems import SYSTEMS
+from streamrl.engine.presets import SYSTEMS
 from streamrl.record.trace import Trace, replay
 from tests.runs import checked_world, small_run
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for

@@ -8,7 +8,7 @@ from math import ceil
 
 import pytest
 
-from streamrl.engine.systems import System, window_of
+from streamrl.engine.presets import System, window_of
 from streamrl.engine.window import Window
 from streamrl.runfile.group_counts import whole_groups
 from tests.runs import small_run

@@ -10,7 +10,7 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from streamrl.engine.systems import choose_system
+from streamrl.engine.presets import choose_system
 from streamrl.logs.measured_steps import MeasuredSteps
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import shown

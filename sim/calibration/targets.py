@@ -8,7 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from sim.calibration.disagreement import takes_turns
-from streamrl.engine.systems import choose_system
+from streamrl.engine.presets import choose_system
 from streamrl.hardware.calibration_file import StageName
 from streamrl.logs.measured_steps import MeasuredStep, MeasuredSteps
 from streamrl.report.words import listing

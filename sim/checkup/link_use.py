@@ -10,7 +10,7 @@ from streamrl.doctor.changes import toml
 from streamrl.doctor.finding import Changes, Finding
 from streamrl.doctor.fix import Fix
 from streamrl.doctor.lengths import mean_lengths
-from streamrl.engine.systems import choose_system
+from streamrl.engine.presets import choose_system
 from streamrl.record.metrics import Metrics
 from streamrl.report.run_tables import format_count, format_duration, format_share
 from streamrl.runfile.config import Run

@@ -12,7 +12,7 @@ from streamrl.doctor.finding import Changes, Finding, Level, is_error
 from streamrl.doctor.fix import Fix
 from streamrl.doctor.lengths import mean_lengths
 from streamrl.doctor.replica_batch import replica_batch
-from streamrl.engine.systems import SYSTEMS, choose_system
+from streamrl.engine.presets import SYSTEMS, choose_system
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.attribution import UNDERFILLED
 from streamrl.record.metrics import Metrics

@@ -11,7 +11,7 @@ from sim.costs.fill import fill_policies
 from sim.world import SimWorld
 from streamrl.doctor.replica_batch import rollouts_under_way
 from streamrl.engine.messages import Event
-from streamrl.engine.systems import choose_system
+from streamrl.engine.presets import choose_system
 from streamrl.record.trace import Trace
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.cluster_config import ClusterConfig, LinkConfig, ModelConfig, PoolConfig

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from sim.planner.layouts import sizes
 from sim.planner.stages import Generation, Stages, Training
-from streamrl.engine.systems import choose_system
+from streamrl.engine.presets import choose_system
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 

@@ -32,7 +32,7 @@ from sim.planner.objective import values_of
 from sim.planner.space import Candidate, Space
 from sim.planner.sync_time import sync_times
 from sim.planner.train_time import FallingLengths, TrainTimes, train_times
-from streamrl.engine.systems import System
+from streamrl.engine.presets import System
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import StreamingName
 from streamrl.workload.workload import Draw

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from streamrl.engine.systems import SYSTEMS
+from streamrl.engine.presets import SYSTEMS
 from streamrl.runfile.config import Run
 from streamrl.runfile.dtypes import NARROW
 from streamrl.runfile.policies_config import (

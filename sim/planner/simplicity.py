@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from sim.planner.layouts import Degrees, Replicas
 from sim.planner.modes import Mode
 from sim.planner.space import Space
-from streamrl.engine.systems import System
+from streamrl.engine.presets import System
 
 Counts = NDArray[np.int64]
 

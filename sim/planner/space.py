@@ -29,7 +29,7 @@ from sim.planner.pairs import Floats, Indices, Pairs, plans_of
 from sim.planner.rented import with_rent
 from sim.planner.stages import refuse_profile
 from sim.planner.train_time import FallingLengths, TrainTimes, train_times
-from streamrl.engine.systems import System, choose_system
+from streamrl.engine.presets import System, choose_system
 from streamrl.hardware.memory import ROOMY, kv_capacity, longest_sequence
 from streamrl.hardware.precision import check_precision
 from streamrl.hardware.profiles import check_profiles, load_model

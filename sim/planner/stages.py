@@ -30,7 +30,7 @@ from sim.planner.layouts import (
     holds_rollouts,
 )
 from sim.planner.train_time import FallingLengths, passes_time, train_times
-from streamrl.engine.systems import choose_system
+from streamrl.engine.presets import choose_system
 from streamrl.runfile.config import Run
 from streamrl.workload.workload import Draw, SimulatedWorkload
 

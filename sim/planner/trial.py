@@ -21,7 +21,7 @@ from sim.planner.portions import costs_of_portion, portion_of, speed_of_all, wit
 from sim.planner.space import Candidate
 from sim.planner.train_time import closed_form_error
 from sim.steady_state import UnfinishedError, measure_steady, sampled, simulate_steady
-from streamrl.engine.systems import choose_system
+from streamrl.engine.presets import choose_system
 from streamrl.record.leader_steps import read_steps
 from streamrl.record.metrics import Metrics, measure_speed
 from streamrl.record.speed import Speed

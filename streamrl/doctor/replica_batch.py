@@ -6,7 +6,7 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from streamrl.doctor.lengths import mean_lengths
-from streamrl.engine.systems import choose_system, window_of
+from streamrl.engine.presets import choose_system, window_of
 from streamrl.hardware.memory import kv_capacity, most_running
 from streamrl.runfile.config import Run
 

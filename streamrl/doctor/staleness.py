@@ -7,7 +7,7 @@ from math import ceil
 
 from streamrl.doctor.finding import Changes, Finding, Level
 from streamrl.doctor.fix import Fix
-from streamrl.engine.systems import System, choose_system
+from streamrl.engine.presets import System, choose_system
 from streamrl.runfile.config import Run
 from streamrl.runfile.group_counts import num_extra
 

@@ -16,7 +16,8 @@ from streamrl.engine.messages import (
     Train,
     Verify,
 )
-from streamrl.engine.systems import choose_system, most_per_command
+from streamrl.engine.presets import choose_system
+from streamrl.engine.systems import most_per_command
 from streamrl.engine.trainer_side import LEADER
 from streamrl.runfile.config import Run
 from streamrl.runfile.faults_config import FaultConfig, FaultKind

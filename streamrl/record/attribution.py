@@ -38,7 +38,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from streamrl.engine.systems import choose_system
+from streamrl.engine.presets import choose_system
 from streamrl.engine.trainer_side import LEADER
 from streamrl.hardware.tables import Floats
 from streamrl.record.counts import ChangeReader, Counts

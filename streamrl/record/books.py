@@ -45,7 +45,7 @@ from streamrl.engine.messages import (
     TrainerStarted,
     TrainerStopped,
 )
-from streamrl.engine.systems import choose_system
+from streamrl.engine.presets import choose_system
 from streamrl.engine.trainer_side import ABSENT, LEADER, drawn_again
 from streamrl.record.balance import Balance, Faults, TrainerBalance
 from streamrl.record.saved_books import SavedBook, SavedBooks

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import lcm
 
-from streamrl.engine.systems import choose_system
+from streamrl.engine.presets import choose_system
 from streamrl.record.leader_steps import LeaderSteps
 from streamrl.record.steady import LEAST_STEPS, Steady, find_steady
 from streamrl.record.trace import Trace

@@ -1,1 +1,1 @@
-"""What the engine decides, one idea a file; `streamrl.engine.systems` puts them into named sets."""
+"""What the engine decides, one idea a file; `streamrl.engine.systems` puts them together."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from math import ceil
 from typing import NamedTuple
 
-from streamrl.engine.systems import choose_system
+from streamrl.engine.presets import choose_system
 from streamrl.hardware.memory import longest_sequence
 from streamrl.runfile.config import Run
 from streamrl.runfile.frameworks import Framework, Value
