@@ -127,8 +127,8 @@ class State:
     @property
     def must_push(self) -> bool:
         """Whether what was pushed last is behind the last version that is due for it, or lost by the leader."""
-        newest = self.leader.version
-        return not newest - newest % self.sync_every <= self.pushed_version <= newest
+        newest, pushed = self.leader.version, self.pushed_version
+        return newest != pushed and not newest - newest % self.sync_every <= pushed <= newest
 
     @property
     def has_all_steps(self) -> bool:
