@@ -103,6 +103,19 @@ SELF_EVIDENT: list[tuple[dict[str, Any], str, str]] = [
     ({"policies.consumption": "greedy"}, "unbounded-staleness", "warning"),
     ({"algorithm.correction": "none"}, "uncorrected", "warning"),
     ({"policies.max_staleness": 3}, "all-at-once", "warning"),
+    ({"policies.sync_every": 3}, "all-at-once", "warning"),
+    ({"policies.left_over": "keep"}, "nothing-left-over", "warning"),
+    (
+        {
+            "policies.system": "stream-sync",
+            "policies.consumption": "greedy",
+            "policies.over_staleness": "drop",
+            "policies.oversampling": 1.5,
+            "policies.left_over": "keep",
+        },
+        "kept-in-vain",
+        "warning",
+    ),
 ]
 
 

@@ -87,6 +87,30 @@ def test_the_exported_verl_file_keeps_to_what_verl_asserts_at_its_start() -> Non
     assert int(found[f"{actor}.ppo_max_token_len_per_gpu"]) >= longest
 
 
+def test_weights_that_are_pushed_every_few_steps_make_one_step_of_verl_of_these() -> None:
+    late = {"policies.sync_every": 2, "policies.consumption": "greedy"}
+    late |= {"policies.over_staleness": "drop", "algorithm.steps": 7}
+    found, _, rest = read_script(export(small_run(late), "verl"))
+    assert found["data.train_batch_size"] == "4"
+    assert found["actor_rollout_ref.actor.ppo_mini_batch_size"] == "2"
+    assert found["trainer.v1.separate_async.parameter_sync_step"] == "2"
+    assert found["trainer.total_training_steps"] == "4"
+    assert found["trainer.v1.sampler.max_off_policy_strategy"] == "drop"
+    assert not any("over_staleness" in line or "sync_every" in line for line in rest)
+
+
+def test_groups_too_many_and_partial_rollouts_are_options_of_slime() -> None:
+    late = {"policies.consumption": "greedy", "policies.oversampling": 1.5}
+    late |= {"policies.left_over": "keep", "policies.sync_every": 2}
+    found, _, rest = read_script(export(small_run(late), "slime"))
+    assert found["--over-sampling-batch-size"] == "3"
+    assert found["--partial-rollout"] == "true"
+    assert found["--update-weights-interval"] == "2"
+    assert not any("oversampling" in line or "left_over" in line for line in rest)
+    _, _, rest = read_script(export(small_run(late), "verl"))
+    assert any("policies.oversampling = 1.5" in line for line in rest)
+
+
 def test_the_exported_nemo_rl_file_takes_the_nodes_that_generate_out_of_the_cluster() -> None:
     found, command, _ = read_script((EXPORTS / "nemo-rl.sh").read_text())
     run = load_run(MAIN)
