@@ -183,10 +183,10 @@ def side_of(run: Run, candidate: Candidate, section: str) -> PlannedSide:
     return found
 
 
-def settings_of(candidate: Candidate) -> dict[str, str | int | bool]:
+def settings_of(candidate: Candidate) -> dict[str, str | int | float | bool]:
     """Return the keys of the run file that a plan sets."""
     mode = candidate.mode
-    found: dict[str, str | int | bool | None] = {
+    found: dict[str, str | int | float | bool | None] = {
         **{f"rollout.{key}": value for key, value in candidate.replicas.own.items()},
         **{
             f"rollout.others.{place}.{key}": value

@@ -51,7 +51,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     rollout: PlannedSide
     trainer: PlannedSide
-    settings: dict[str, str | int | bool]
+    settings: dict[str, str | int | float | bool]
     """Every key of the run file that is chosen: what `--set` would be given."""
     dollars_per_hour: float
     step_time: float
@@ -124,7 +124,7 @@ class Tighter(msgspec.Struct, frozen=True, kw_only=True):
 
     choice: str
     """What is run, in a line."""
-    settings: dict[str, str | int | bool]
+    settings: dict[str, str | int | float | bool]
     """Every key of the run file that it sets."""
     gain: float
     """Share by which its objective is below the chosen plan's, on the same prompts."""
@@ -232,7 +232,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def plan_text(
-    rollout: PlannedSide, trainer: PlannedSide, settings: dict[str, str | int | bool]
+    rollout: PlannedSide, trainer: PlannedSide, settings: dict[str, str | int | float | bool]
 ) -> str:
     """Return a plan in a line: who generates, who trains, in which mode."""
     gpus = f"{_side_text(rollout)} generate, {_side_text(trainer)} train"
