@@ -171,8 +171,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "stale ones dropped": {
         "policies.consumption": "greedy",
         "policies.over_staleness": "drop",
-        "rollout.max_running": 2,
-        "rollout.replicas": 4,
+        "algorithm.prompts_per_step": 1,
+        "algorithm.steps": 30,
     },
     "left over, dropped": {"policies.consumption": "greedy", "policies.oversampling": 1.5},
     "left over, kept": {
@@ -187,7 +187,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def simulated(option: str) -> tuple[Trace, Metrics]:
     """Return a simulated run with an option, and its figures."""
     trace = simulate(small_run({**LONG, **OPTIONS[option]}))
-    return trace, measure(trace, (1, 8))
+    return trace, measure(trace, (1, trace.run.algorithm.steps))
 
 
 @pytest.mark.parametrize("option", OPTIONS)
