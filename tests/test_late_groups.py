@@ -173,6 +173,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "policies.over_staleness": "drop",
         "algorithm.prompts_per_step": 1,
         "algorithm.steps": 30,
+        "rollout.max_tokens": 2048,
+        "workload.lengths.scale": 0.1,
     },
     "left over, dropped": {"policies.consumption": "greedy", "policies.oversampling": 1.5},
     "left over, kept": {

@@ -9,7 +9,7 @@ from math import ceil
 import pytest
 
 from streamrl.engine.presets import System, window_of
-from streamrl.engine.window import Window
+from streamrl.engine.window import AdmissionWindow
 from streamrl.runfile.group_counts import whole_groups
 from tests.runs import small_run
 
@@ -17,10 +17,10 @@ MANY = 10**6
 SHARES = (0, 0.25, 0.5, 1, 1.5, 2)
 
 
-def windows() -> list[tuple[Window, float]]:
+def windows() -> list[tuple[AdmissionWindow, float]]:
     """Return windows of several batches, shares of a step ahead and pushes."""
     return [
-        (Window(prompts, whole_groups(share, prompts), every), share)
+        (AdmissionWindow(prompts, whole_groups(share, prompts), every), share)
         for prompts, share, every in product((1, 2, 4, 6), SHARES, (1, 2, 4))
     ]
 
@@ -28,7 +28,7 @@ def windows() -> list[tuple[Window, float]]:
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_whole_steps_ahead_and_a_push_a_step_admit_the_next_batches(staleness: int) -> None:
     prompts = 3
-    window = Window(prompts, staleness * prompts)
+    window = AdmissionWindow(prompts, staleness * prompts)
     for version, place in product(range(7), range(40)):
         batches = place // prompts
         assert window.oldest(place) == max(0, batches - staleness)
@@ -75,4 +75,4 @@ def test_a_run_file_says_how_far_ahead_groups_may_start() -> None:
         "policies.oversampling": 1.5,
         "algorithm.prompts_per_step": 5,
     }
-    assert window_of(small_run(changes)) == Window(5, 2, 3, num_extra=2)
+    assert window_of(small_run(changes)) == AdmissionWindow(5, 2, 3, num_extra=2)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import assert_never
 
-from streamrl.engine.window import Window
+from streamrl.engine.window import AdmissionWindow
 from streamrl.runfile.config import Run
 from streamrl.runfile.group_counts import num_extra, whole_groups
 from streamrl.runfile.policies_config import (
@@ -103,9 +103,9 @@ def choose_system(policies: PoliciesConfig) -> System:
     return replace(SYSTEMS[policies.system], **changes)
 
 
-def window_of(run: Run) -> Window:
+def window_of(run: Run) -> AdmissionWindow:
     """Return what the run lets start ahead of training."""
     system, prompts = choose_system(run.policies), run.algorithm.prompts_per_step
-    return Window(
+    return AdmissionWindow(
         prompts, whole_groups(system.max_staleness, prompts), system.sync_every, num_extra(run)
     )

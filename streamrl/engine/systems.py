@@ -50,7 +50,7 @@ from streamrl.engine.recent import RecentLengths
 from streamrl.engine.setbacks import Setbacks
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import LEADER, TrainerSide
-from streamrl.engine.window import Window
+from streamrl.engine.window import AdmissionWindow
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import (
     OrderName,
@@ -123,7 +123,7 @@ def _leave_out(run: Run, trainer: int) -> Iterator[Policy]:
         yield LeaveOutUniform(trainer, (algorithm.max_gen_batches - 1) * algorithm.prompts_per_step)
 
 
-def _leave_over(run: Run, window: Window) -> Iterator[Policy]:
+def _leave_over(run: Run, window: AdmissionWindow) -> Iterator[Policy]:
     """Yield what becomes of groups that a step has no place for, where more are drawn than it takes."""
     if not window.num_extra:
         return

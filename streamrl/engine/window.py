@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class AdmissionWindow:
     """See the module; what a run lets start ahead of training."""
 
     prompts_per_step: int

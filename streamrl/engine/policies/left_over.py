@@ -8,7 +8,7 @@ from streamrl.engine.entities import Group
 from streamrl.engine.messages import Abort, Command, Postpone
 from streamrl.engine.policies.retry import give_up
 from streamrl.engine.state import State
-from streamrl.engine.window import Window
+from streamrl.engine.window import AdmissionWindow
 
 LEFT_OVER = "the step was full"
 """Why a group is given up that its step had no place for any more."""
@@ -20,7 +20,7 @@ class DropLeftOver:
     Those that are not complete go first, in order of their draw: the stragglers of the step.
     """
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: AdmissionWindow) -> None:
         self.window = window
 
     def decide(self, state: State) -> Iterable[Command]:
@@ -46,7 +46,7 @@ class KeepLeftOver:
     aborted with the tokens it has, and goes on from these under the next version (a partial rollout).
     """
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: AdmissionWindow) -> None:
         self.window = window
         self._looked_at: tuple[int, int, int] | None = None
         """The leader's version, how often it was lost, and the groups drawn, when all were looked at."""

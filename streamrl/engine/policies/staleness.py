@@ -12,7 +12,7 @@ from itertools import islice
 from streamrl.engine.messages import Command, DrawPrompts, Skip, Take
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import TrainerSide
-from streamrl.engine.window import Window
+from streamrl.engine.window import AdmissionWindow
 
 BEHIND, FAILED, AWAY = "the trainer was behind", "the trainer had failed", "it was detached"
 """Why a trainer that follows gives a group up."""
@@ -25,7 +25,7 @@ class BoundedAdmission:
     for, or in an earlier one where groups before it were dropped.
     """
 
-    def __init__(self, window: Window, waits_for_whole_batches: bool = False) -> None:
+    def __init__(self, window: AdmissionWindow, waits_for_whole_batches: bool = False) -> None:
         self.window = window
         self.waits_for_whole_batches = waits_for_whole_batches
         """Whether the next batch is drawn only after every rollout of the last one is generated."""
