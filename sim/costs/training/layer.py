@@ -9,6 +9,7 @@
 | experts     | grouped products at a rate that falls with few tokens or few channels  | twice    |
 | permutation | tokens into the order of their experts and back, through memory        | twice    |
 | trade       | all-to-all: once a node and GPU where copies are saved, else each copy | as much  |
+| slices      | ranks of one expert gather its tokens, and scatter their sums          | as much  |
 | routing     | counts of tokens that hosts and GPUs wait for                          | as much  |
 | reduce      | tensor ranks gather and scatter the hidden state twice                 | 1.5 x    |
 
@@ -253,8 +254,7 @@ class Layer:
         """Tokens, each counted for every expert that it goes to, on one GPU for one of its micro-batch."""
         experts, trainer = self.ranks.model.experts, self.ranks.trainer
         assert experts is not None
-        is_dealt = trainer.expert_parallel > 1
-        return experts.experts_per_token / (trainer.tensor_parallel if is_dealt else 1)
+        return experts.experts_per_token * trainer.expert_slices / trainer.tensor_parallel
 
     def _imbalance(self) -> float:
         """Return the tokens of the fullest rank over those of a mean one.
@@ -274,13 +274,12 @@ class Layer:
         ranks, constants, rate = self.ranks, self.constants, self.experts
         experts, trainer = ranks.model.experts, ranks.trainer
         assert experts is not None
-        is_dealt, hidden = trainer.expert_parallel > 1, ranks.model.hidden_size
-        width = experts.intermediate_size / (1 if is_dealt else trainer.tensor_parallel)
+        hidden, width = ranks.model.hidden_size, experts.intermediate_size / trainer.expert_slices
         copies = self._copies()
         seconds = 2 * copies * 3 * hidden * width / rate.flops
         share = copies * max(1, trainer.expert_parallel) / experts.num_experts
         traffic = constants.permutation_traffic
-        if is_dealt and trainer.dispatch == "all-to-all":
+        if trainer.deals_experts and trainer.dispatch == "all-to-all":
             traffic += constants.unfused_traffic
         moved = traffic * 2 * copies * hidden * ranks.width / ranks.gpu.memory_bandwidth
         found = Pass(
@@ -294,14 +293,28 @@ class Layer:
         return found + self._mlp(experts.num_shared_experts * experts.intermediate_size)
 
     def _routed(self) -> Pass:
-        """Return the wait for token counts, and both all-to-alls of expert ranks."""
+        """Return the wait for token counts, both all-to-alls of expert ranks, and what ranks of one expert gather and scatter."""
         model, constants = self.ranks.model, self.constants
         if model.experts is None:
             return Pass()
         shown = 1 - constants.trade_overlap if self.ranks.trainer.overlaps_dispatch else 1.0
         traded = 2 * constants.trade * self._trade_time() * self._imbalance()
         share = model.num_expert_layers / model.num_layers
-        return Pass(fixed=constants.routing_time, per_token=traded) * (share * shown)
+        sliced = 2 * constants.reduce * self._slice_time() * self._imbalance()
+        routed = Pass(fixed=constants.routing_time, per_token=traded) * (share * shown)
+        return routed + Pass(per_token=sliced) * share
+
+    def _slice_time(self) -> float:
+        """Seconds in which ranks of one expert gather each other's copies for a token of the micro-batch.
+
+        Where copies are saved they are sent to every one of these ranks at once (Megatron's flex dispatcher).
+        """
+        ranks, trainer = self.ranks, self.ranks.trainer
+        if not trainer.deals_experts or trainer.dispatch == "deduplicated":
+            return 0.0
+        num_bytes = ranks.model.hidden_size * ranks.width
+        own = self._copies() / trainer.expert_slices
+        return (trainer.expert_slices - 1) * own * num_bytes / ranks.gpu.nvlink
 
     def _trade_time(self) -> float:
         """Seconds of one all-to-all for a token of the micro-batch.
@@ -311,15 +324,16 @@ class Layer:
         """
         ranks, trainer, experts = self.ranks, self.ranks.trainer, self.ranks.model.experts
         degree = trainer.expert_parallel
-        if degree == 1 or experts is None:
+        if not trainer.deals_experts or experts is None:
             return 0.0
-        nodes, chosen = max(1.0, degree / ranks.nvlink_domain), experts.experts_per_token
+        nodes = max(1.0, trainer.expert_ranks / ranks.nvlink_domain)
+        chosen = experts.experts_per_token
         num_bytes = ranks.model.hidden_size * ranks.width / trainer.tensor_parallel
         match trainer.dispatch:
             case "deduplicated":
                 reached = nodes * (1 - (1 - 1 / nodes) ** chosen) if nodes > 1 else 0.0
                 outside = reached * (nodes - 1) / nodes
-                inside = (degree - 1) * (1 - (1 - 1 / degree) ** chosen)
+                inside = (trainer.expert_ranks - 1) * (1 - (1 - 1 / degree) ** chosen)
             case "all-to-all":
                 outside, inside = chosen * (nodes - 1) / nodes, chosen * (1 / nodes - 1 / degree)
             case _:
