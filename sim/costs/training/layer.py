@@ -4,6 +4,7 @@
 |-------------|------------------------------------------------------------------------|----------|
 | products    | FLOPs at the rate that kernel tables give for their size               | twice    |
 | attention   | the prefill kernel's seconds, a straight line in tokens and pairs      | 2.8 x    |
+| linear      | of layers with linear attention that of a chunked prefill, by tokens   | 2.55 x   |
 | activations | bytes that are kept, times `activation_traffic`, through memory        | twice    |
 | softmax     | `logit_traffic` bytes a logit through memory, on the last stage        | twice    |
 | experts     | grouped products at a rate that falls with few tokens or few channels  | twice    |
@@ -38,6 +39,10 @@ BACKWARD = 2.0
 ATTENTION_BACKWARD = 2.8
 """Forward passes of attention that its backward pass costs: five products instead of two, at 640 and 570
 TFLOP/s (FlashAttention-3, arXiv 2407.08608, Figures 5 and 6: causal, 128 channels, 16K tokens)."""
+LINEAR_BACKWARD = 2.55
+"""Forward passes of linear attention that its backward pass costs. FLA's kernels on Hopper: with the speed-ups f, b and t of
+forward, backward and both that another kernel has over them, it is (1 - t / f) / (t / b - 1): 2.48 to 2.60 for six shapes of
+32 and 64 heads, 4K to 64K tokens (github.com/NVIDIA/Megatron-LM pull 5564)."""
 REDUCE_BACKWARD = 1.5
 """Forward passes' collectives of tensor ranks that a backward pass has: inputs are gathered again for the
 gradient of weights (Korthikanti et al. 2022, section 4.2.2)."""
@@ -107,13 +112,15 @@ class Layer:
 
     def forward(self) -> Pass:
         """Return the forward pass."""
-        return self._computed() + self.attention() + self._reduced() + self._routed()
+        attention = self.attention() + self._linear()
+        return self._computed() + attention + self._reduced() + self._routed()
 
     def backward(self) -> Pass:
         """Return the backward pass, with what it computes again."""
         backward = (
             self._computed() * BACKWARD
             + self.attention() * ATTENTION_BACKWARD
+            + self._linear() * LINEAR_BACKWARD
             + self._reduced() * REDUCE_BACKWARD
             + self._routed()
         )
@@ -218,7 +225,7 @@ class Layer:
                 assert_never(self.ranks.trainer.kernels)
 
     def attention(self) -> Pass:
-        """Return the attention of a forward pass; context ranks may each have some of the heads for all tokens."""
+        """Return the attention to keys and values of a forward pass; context ranks may each have some heads for all tokens."""
         ranks, trainer = self.ranks, self.ranks.trainer
         dealt = trainer.context_parallel if trainer.context_exchange == "all-to-all" else 1
         wide, split = ranks.model.head_dim / HEAD_DIM, trainer.tensor_parallel * dealt
@@ -227,19 +234,25 @@ class Layer:
         return self._seen(line) * (dealt * self.constants.attention)
 
     def _seen(self, line: Pass) -> Pass:
-        """Return a mean layer's attention: of full layers, of windows that every token has all of, and of linear ones."""
+        """Return a mean layer's attention: of full layers, and of windows that every token has all of."""
         model = self.ranks.model
         found = line * (model.num_full_layers / model.num_layers)
         if model.num_windowed_layers:
             window = line.per_token + line.per_pair * (model.sliding_window or 0)
             found += Pass(per_token=window) * (model.num_windowed_layers / model.num_layers)
-        if model.linear is not None:
-            heads = model.linear.num_value_heads / self.ranks.trainer.tensor_parallel
-            kernels, tokens = Kernels(self.ranks.gpu_name, self.ranks.dtype), float(PASS_TOKENS)
-            whole = kernels.time("linear_prefill", np.array([tokens]), heads=heads).seconds[0]
-            share = model.linear.num_layers / model.num_layers
-            found += Pass(per_token=float(whole) / tokens) * share
         return found
+
+    def _linear(self) -> Pass:
+        """Return a mean layer's linear attention in a forward pass: training runs the kernels of prefill."""
+        linear = self.ranks.model.linear
+        if linear is None:
+            return Pass()
+        kernels, tokens = Kernels(self.ranks.gpu_name, self.ranks.dtype), float(PASS_TOKENS)
+        heads = linear.num_value_heads / self.ranks.trainer.tensor_parallel
+        whole = kernels.time("linear_prefill", np.array([tokens]), heads=heads).seconds[0]
+        return Pass(per_token=float(whole) / tokens) * (
+            linear.num_layers / self.ranks.model.num_layers
+        )
 
     def _reduced(self) -> Pass:
         """Return the collectives of tensor ranks with sequence parallelism."""
