@@ -91,7 +91,13 @@ def test_without_drafts_nothing_is_kept_for_them() -> None:
 
 def test_drafting_counts_as_something_to_set_up() -> None:
     space = Space.open(drafting())
-    counts = dict(zip((space.candidate(i).replicas.drafted for i in range(3)), complexities(space)))
+    counts = dict(
+        zip(
+            (space.candidate(i).replicas.drafted for i in range(3)),
+            complexities(space),
+            strict=True,
+        )
+    )
     assert counts[1] == counts[3] == counts[0] + 1
 
 
