@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from streamrl.runfile.bounds import MOST_DRAFTED
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError
@@ -46,7 +48,7 @@ def _check_list(name: str, entries: list[int] | list[str] | None, run: Run) -> N
     if entries is not None and not entries:
         text = f"{key} is empty, got []: leave it out, or name what is open"
         raise RunError(key, entries, list, text)
-    bounds = Bounds(LEAST.get(name, 1), MOST.get(name))
+    bounds = Bounds(LEAST.get(name, 1), MOST.get(name, inf))
     for entry in entries or []:
         if name.endswith("_pools") and entry not in run.cluster.pools:
             text = f"{key} names {entry!r}, which is none of the pools {sorted(run.cluster.pools)}"
