@@ -249,6 +249,8 @@ def test_an_export_says_how_experts_are_sliced_as_megatron_takes_the_tensor_rank
     name: ExportName, option: str
 ) -> None:
     for slices, expected in ((None, 1), (2, 2)):
-        run = train_run({"framework.name": name}, expert_tensor_parallel=slices)
+        pools = {"cluster.pools.far": {"gpu": "h20", "nodes": 1}, "rollout.tensor_parallel": 4}
+        whole_nodes = {**pools, "rollout.replicas": 2, "framework.name": name}
+        run = train_run(whole_nodes, expert_tensor_parallel=slices)
         told = find_arguments(run, name).arguments
         assert {each.option.name: each.value for each in told}[option] == expected
