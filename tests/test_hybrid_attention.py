@@ -182,6 +182,8 @@ def test_linear_attention_trains_at_the_rate_of_its_measured_kernels_and_its_own
     expected = silent._computed() * 2 + silent.attention() * ATTENTION_BACKWARD
     expected = expected + silent._linear() * LINEAR_BACKWARD + silent._reduced() * 1.5
     assert silent.backward().time(4096.0, 0.0) == pytest.approx(expected.time(4096.0, 0.0))
+    forward = silent._computed() + silent.attention() + silent._linear() + silent._reduced()
+    assert silent.forward().time(4096.0, 0.0) == pytest.approx(forward.time(4096.0, 0.0))
 
 
 def test_context_ranks_that_deal_heads_out_share_linear_attention_once() -> None:
