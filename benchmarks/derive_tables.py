@@ -54,6 +54,21 @@ DEVICES = {
 }
 GATED_HEADS = 32
 """Value heads of the gated delta net that was measured: Qwen3-Next's, of 128 channels like its 16 key heads."""
+GATED_PREFILL = {
+    2048: {8: 0.086, 32: 0.152, 64: 0.279},
+    4096: {8: 0.144, 32: 0.287, 64: 0.536},
+    8192: {8: 0.259, 32: 0.552, 64: 1.045},
+    16384: {8: 0.508, 32: 1.089, 64: 2.090},
+    32768: {8: 0.997, 32: 2.208, 64: 4.273},
+    65536: {8: 1.954, 32: 4.405, 64: 8.633},
+}
+"""Milliseconds of FLA's gated delta rule over one sequence on an H100, by its tokens and value heads of 128 channels:
+the column FLA/Triton in the pull requests of `FLASHINFER`. The convolution before it is not in them."""
+FLASHINFER = {
+    "source": "github.com/flashinfer-ai/flashinfer pulls 3788 (32 and 64 heads) and 3866 (8 heads)",
+    "licence": "Apache-2.0",
+    "version": "not stated",
+}
 MLA_HEADS = 128
 """Heads of the latent attention that was measured: DeepSeek-V3's."""
 
@@ -67,6 +82,17 @@ def main() -> None:
     _h20_3e(core / "h20e")
     for gpu in ("h20", "h800"):
         _infersim(infersim, gpu)
+    _gated_prefill("h100")
+
+
+def _gated_prefill(gpu: str) -> None:
+    rows = [
+        {"tokens": tokens, "heads": heads, "latency": latency}
+        for tokens, row in GATED_PREFILL.items()
+        for heads, latency in row.items()
+    ]
+    facts = {**FLASHINFER, "backend": "fla"}
+    _write(pd.DataFrame(rows), gpu, "linear_prefill", "bfloat16", ("heads",), "tokens", facts)
 
 
 def _vllm(folder: Path, gpu: str) -> None:

@@ -94,7 +94,7 @@ def _limits(run: Run) -> Iterator[Limit]:
         yield Limit(
             f"{kind_key(kind)}.speculative",
             "a draft",
-            own.speculative is None,
+            own.drafts is None,
             "left out to be executed: no back end drafts tokens here",
         )
         for name in ("pipeline_parallel", "data_parallel"):
@@ -191,8 +191,9 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
         f"1 {of_backend} and {algorithm.name}: several are made by torch alone, and by no dpo, whose pairs are weighed at "
         "the weights that they were scored at",
     )
-    for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel"):
-        degree = getattr(trainer, name)
+    splits = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel")
+    for name in (*splits, "expert_tensor_parallel"):
+        degree = getattr(trainer, name) or 1
         yield Limit(f"{key}.{name}", degree, degree == 1, f"1 {of_backend}")
     has_group = trainer.data_parallel > 1 or trainer.backend == "deepspeed"
     yield Limit(

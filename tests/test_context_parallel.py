@@ -19,8 +19,9 @@ from sim.planner.space import find_trainers
 from streamrl.doctor.changes import changed
 from streamrl.doctor.memory import trainer_side
 from streamrl.doctor.room import FIXES
-from streamrl.hardware.memory import check_split, model_states, trainer_memory
+from streamrl.hardware.memory import model_states, trainer_memory
 from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.hardware.split import check_split
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from tests.runs import small_run

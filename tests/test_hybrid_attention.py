@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from sim.costs.costs import Costs
 from sim.costs.inference import Shard
 from sim.costs.kernels import Kernels
-from sim.costs.training.layer import Layer
+from sim.costs.training.layer import ATTENTION_BACKWARD, LINEAR_BACKWARD, Layer
 from sim.costs.training.profile import load_training_profile
 from sim.costs.training.ranks import Ranks
 from sim.costs.training.training import TrainingCosts
@@ -21,6 +21,7 @@ from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.sides_config import TrainerConfig
 from tests.runs import small_run
 
 GPT_OSS = load_model(ModelConfig(name="gpt-oss-120b"))
@@ -161,6 +162,44 @@ def test_windows_have_pairs_of_a_window_a_token_in_training() -> None:
     whole, some = full.attention(), mixed.attention()
     assert some.per_pair == pytest.approx(whole.per_pair / 4)
     assert some.per_token == pytest.approx(whole.per_token + 6 / 8 * 1024 * whole.per_pair)
+
+
+def test_linear_attention_trains_at_the_rate_of_its_measured_kernels_and_its_own_backward_pass() -> (
+    None
+):
+    """16,384 tokens of 16 value heads a tensor rank, between the 8 and the 32 heads that H100's table has."""
+    linear = replace(QWEN3_NEXT, experts=None, intermediate_size=5120)
+    plain = replace(linear, linear=None)
+    least, most = 508e-6 / 8 * 16, 1089e-6 / 32 * 16
+    mixed, full = layer(linear), layer(plain)
+    found = mixed._linear().per_token * 16384
+    assert 36 / 48 * most < found < 36 / 48 * least
+    assert full._linear().per_token == 0.0
+    assert mixed.attention().per_pair == pytest.approx(full.attention().per_pair / 4)
+    silent = dataclasses.replace(
+        mixed, ranks=dataclasses.replace(mixed.ranks, trainer=training(recompute="none"))
+    )
+    expected = silent._computed() * 2 + silent.attention() * ATTENTION_BACKWARD
+    expected = expected + silent._linear() * LINEAR_BACKWARD + silent._reduced() * 1.5
+    assert silent.backward().time(4096.0, 0.0) == pytest.approx(expected.time(4096.0, 0.0))
+    forward = silent._computed() + silent.attention() + silent._linear() + silent._reduced()
+    assert silent.forward().time(4096.0, 0.0) == pytest.approx(forward.time(4096.0, 0.0))
+
+
+def test_context_ranks_that_deal_heads_out_share_linear_attention_once() -> None:
+    ranks = Ranks.of(plan("qwen3-235b-a22b"))
+    dealt = dataclasses.replace(
+        ranks,
+        model=QWEN3_NEXT,
+        trainer=training(context_parallel=4, context_exchange="all-to-all"),
+    )
+    one = dataclasses.replace(layer(QWEN3_NEXT), ranks=dealt)
+    assert one._linear() == layer(QWEN3_NEXT)._linear()
+
+
+def training(**changes: Any) -> TrainerConfig:
+    found: TrainerConfig = replace(plan("qwen3-235b-a22b").trainer, **changes)
+    return found
 
 
 def test_a_hybrids_long_rollouts_train_in_less_than_those_of_full_attention() -> None:

@@ -134,7 +134,7 @@ def test_a_published_config_counts_as_the_one_that_transformers_saves(tmp_path: 
     ("kind", "says"),
     [
         ("gemma2", "the nearest is gemma3_text, which would ignore query_pre_attn_scalar"),
-        ("olmo2", "the nearest is qwen2"),
+        ("olmo2", "the nearest is llama"),
         (
             "glm4_moe",
             "the nearest is deepseek_v3, which needs kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, "

@@ -30,6 +30,7 @@ LIMITS: tuple[Changes, ...] = (
         "trainer.context_parallel": 1,
         "trainer.virtual_stages": 1,
         "trainer.expert_parallel": 1,
+        "trainer.expert_tensor_parallel": None,
     },
     {"algorithm.old_log_probs": "engine"},
     {"framework.name": "streamrl"},

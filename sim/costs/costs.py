@@ -276,7 +276,7 @@ def _checked(provenance: Provenance, run: Run) -> Provenance:
     """Return where seconds of a replica come from with the error of its engine, in formats and layouts that were checked."""
     own, rollout = rollout_precision(run), run.rollout
     gpu, in_fp8 = run.cluster.pools[rollout.pool].gpu, own.compute == "fp8"
-    is_plain = rollout.speculative is None and rollout.gpus_per_replica == rollout.tensor_parallel
+    is_plain = rollout.drafts is None and rollout.gpus_per_replica == rollout.tensor_parallel
     is_checked = own.cache in CHECKED and (in_fp8 or own.weights in CHECKED)
     if provenance.tier != "composed" or not (is_plain and is_checked):
         return provenance
@@ -307,8 +307,8 @@ def _compose_replica(run: Run) -> tuple[DecodeCurve, PrefillCurve]:
     )
     most = most_running(run)
     size = (most, longest_sequence(run), kv_capacity(run))
-    if rollout.speculative is None:
+    if rollout.drafts is None:
         decode = compose_decode(shard, *size)
     else:
-        decode = compose_speculative(shard, rollout.speculative, *size)
+        decode = compose_speculative(shard, rollout.drafts, *size)
     return decode, PrefillCurve(shard, most, is_mixed=rollout.chunked_prefill)

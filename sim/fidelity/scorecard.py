@@ -19,7 +19,7 @@ TITLES = {
 }
 LIMITS = (
     "state-space layers, vision towers: no costs; refused. Linear attention and sliding windows have costs that no published "
-    "step was fitted on: training of gpt-oss and Qwen3-Next comes out a third too fast (the rows above)",
+    "step was fitted on: training of gpt-oss and Qwen3-Next comes out 27 to 33 % too fast (the rows above), of which no published figure tells the cause",
     "LoRA adapters' training, optimizers on the host: not modelled; published "
     "rows of them are left out",
     "narrow formats that nobody measured (int8, int4, nvfp4, mxfp8): rooflines; FP8 training of mixtures too",

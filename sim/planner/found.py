@@ -176,11 +176,16 @@ def side_of(run: Run, candidate: Candidate, section: str) -> PlannedSide:
             pool=side.pool,
             gpu=run.cluster.pools[side.pool].gpu,
             num_gpus=side.num_gpus,
-            degrees={key: int(value) for key, value in side._asdict().items() if key in DEGREES},
+            degrees=_degrees(side),
             beside=found,
         )
     assert found is not None
     return found
+
+
+def _degrees(side: Replicas | Degrees) -> dict[str, int]:
+    own = side._asdict().items()
+    return {key: int(value) for key, value in own if key in DEGREES and value is not None}
 
 
 def settings_of(candidate: Candidate) -> dict[str, str | int | float | bool]:
@@ -193,6 +198,7 @@ def settings_of(candidate: Candidate) -> dict[str, str | int | float | bool]:
             for place, kind in enumerate(candidate.replicas.kinds[1:])
             for key, value in kind.own.items()
         },
+        **_drafts(candidate.replicas.drafted),
         **{f"trainer.{key}": value for key, value in candidate.trainer._asdict().items()},
         "policies.system": mode.system,
         "policies.max_staleness": mode.max_staleness,
@@ -201,6 +207,13 @@ def settings_of(candidate: Candidate) -> dict[str, str | int | float | bool]:
         "sync.mode": mode.sync_mode,
     }
     return {key: value for key, value in found.items() if value is not None}
+
+
+def _drafts(drafted: int | None) -> dict[str, int | bool | None]:
+    if drafted is None:
+        return {}
+    key = "rollout.speculative"
+    return {f"{key}.enabled": drafted > 0, f"{key}.tokens": drafted or None}
 
 
 def describe(run: Run, candidate: Candidate) -> str:

@@ -19,15 +19,15 @@ from streamrl.hardware.memory import (
     kv_capacity,
     longest_sequence,
     num_models,
-    splits_context,
     trainer_memory,
 )
 from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.hardware.split import slices_experts, splits_context
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.frameworks import has_layout
 from streamrl.runfile.pools import powers_of_two
-from streamrl.runfile.sides_config import Logits, Recompute, ReplicasConfig
+from streamrl.runfile.sides_config import Logits, Recompute, ReplicasConfig, SpeculativeConfig
 
 ROLLOUT_MEMORY = "rollout: a replica holds no longest rollout beside its weights"
 TRAINER_MEMORY = "trainer: does not fit its memory"
@@ -36,6 +36,7 @@ TIGHT = (
 )
 DIVISIBILITY = "degrees do not divide the GPUs"
 HEADS = "tensor parallelism does not divide the attention heads"
+SLICES = "trainer: expert_tensor_parallel does not divide the channels of an expert"
 LAYERS = "trainer: more pipeline stages than layers, or experts than there are"
 RANKS = "trainer: more data-parallel ranks than rollouts in a step"
 OF_FRAMEWORK = "trainer: framework {} splits none so"
@@ -61,6 +62,8 @@ class Replicas(NamedTuple):
     """Replicas of another kind."""
     pipeline_parallel: int = 1
     data_parallel: int = 1
+    drafted: int | None = None
+    """Tokens that each drafts a step, 0: none; None: the run's own. All kinds draft alike."""
 
     @property
     def kinds(self) -> tuple[Replicas, ...]:
@@ -91,12 +94,20 @@ class Replicas(NamedTuple):
     @property
     def own(self) -> dict[str, Any]:
         """What the section of the first kind says."""
-        return {key: value for key, value in self._asdict().items() if key != "beside"}
+        shared = ("beside", "drafted")
+        return {key: value for key, value in self._asdict().items() if key not in shared}
 
     def apply(self, run: Run) -> Run:
         """Return the run with these replicas."""
         others = tuple(ReplicasConfig(**kind.own) for kind in self.kinds[1:])
-        return replace(run, rollout=replace(run.rollout, **self.own, others=others))
+        rollout = replace(run.rollout, **self.own, others=others)
+        return replace(run, rollout=replace(rollout, speculative=self._drafting(run)))
+
+    def _drafting(self, run: Run) -> SpeculativeConfig | None:
+        own = run.rollout.speculative
+        if own is None or self.drafted is None:
+            return own
+        return replace(own, tokens=self.drafted or own.tokens, enabled=self.drafted > 0)
 
 
 class Degrees(NamedTuple):
@@ -113,6 +124,7 @@ class Degrees(NamedTuple):
     logits: Logits | None
     offload: bool
     context_parallel: int = 1
+    expert_tensor_parallel: int | None = None
 
     @property
     def num_gpus(self) -> int:
@@ -139,6 +151,7 @@ class TrainerRange:
     tensor_parallel: Sequence[int] | None = None
     pipeline_parallel: Sequence[int] | None = None
     expert_parallel: Sequence[int] = (1,)
+    expert_tensor_parallel: Sequence[int | None] = (None,)
     context_parallel: Sequence[int] = (1,)
     micro_batch: Sequence[int]
     zero: Sequence[int]
@@ -166,7 +179,8 @@ def fitting_replicas(
         if not load_model(run.model).splits_over(degree):
             cut[HEADS] += 1
             continue
-        for found in _replicas_of(run, pool, num_gpus, degree):
+        ways = _replicas_of(run, pool, num_gpus, degree)
+        for found in _drafting(run, ways):
             if holds_rollouts(found.apply(run)):
                 has_any = True
                 yield found
@@ -174,6 +188,12 @@ def fitting_replicas(
                 cut[ROLLOUT_MEMORY] += 1
     if not has_any and run.plan.rollout_pipeline_parallel is None and domain in tried:
         yield from _piped(run, pool, num_gpus, domain)
+
+
+def _drafting(run: Run, ways: Iterable[Replicas]) -> Iterator[Replicas]:
+    """Yield each way to generate with each number of drafted tokens that a plan may choose."""
+    drafts: Sequence[int | None] = run.plan.speculative or [None]
+    yield from (each._replace(drafted=tokens) for each in ways for tokens in drafts)
 
 
 def _replicas_of(run: Run, pool: str, num_gpus: int, degree: int) -> Iterator[Replicas]:
@@ -201,9 +221,9 @@ def _piped(run: Run, pool: str, num_gpus: int, degree: int) -> Iterator[Replicas
         if num_gpus % (degree * stages) or not load_model(run.model).splits_over(degree):
             continue
         one = Replicas(pool, num_gpus // degree // stages, degree, experts, run.rollout.max_running)
-        found = one._replace(pipeline_parallel=stages)
-        if holds_rollouts(found.apply(run)):
-            yield found
+        ways = _drafting(run, [one._replace(pipeline_parallel=stages)])
+        if found := [each for each in ways if holds_rollouts(each.apply(run))]:
+            yield from found
             return
 
 
@@ -235,13 +255,15 @@ def fitting_trainers(
             if rest or per_node % tensor:
                 cut[DIVISIBILITY] += 1
                 continue
-            for expert, zero, micro in product(
-                among.expert_parallel, among.zero, among.micro_batch
+            for expert, slices, zero, micro in product(
+                among.expert_parallel, among.expert_tensor_parallel, among.zero, among.micro_batch
             ):
                 if zero == 3 and (pipeline > 1 or data * context == 1) and len(among.zero) > 1:
                     continue  # stages would gather weights for each pass, and one rank has nobody to split with
                 split = (pool, data, tensor, pipeline, expert, micro, zero)
-                degrees = Degrees(*split, among.recompute[0], run.trainer.logits, False, context)
+                degrees = Degrees(
+                    *(*split, among.recompute[0], run.trainer.logits, False, context, slices)
+                )
                 if (found := _fit(run, degrees, among, cut)) is not None:
                     yield found
 
@@ -257,19 +279,24 @@ def _fit(run: Run, degrees: Degrees, among: TrainerRange, cut: Counter[str]) -> 
     if degrees.data_parallel > run.algorithm.rollouts_per_step:
         cut[RANKS] += 1
         return None
-    copies = degrees.data_parallel * degrees.context_parallel
-    if copies * degrees.tensor_parallel % degrees.expert_parallel:
+    trainer = degrees.apply(run).trainer
+    domain = run.cluster.pools[degrees.pool].domain
+    is_folded = trainer.copies * trainer.tensor_parallel % trainer.expert_ranks == 0
+    if not is_folded or domain % (degrees.expert_tensor_parallel or 1):
         cut[DIVISIBILITY] += 1
         return None
     model, memory = (
         load_model(run.model),
         load_gpu(run.cluster.pools[degrees.pool].gpu).usable_memory,
     )
-    if not splits_context(model, degrees.apply(run).trainer):
+    if not splits_context(model, trainer):
         cut[HEADS] += 1
         return None
-    is_split_too_far = degrees.apply(run).trainer.num_slices > model.num_layers
-    if is_split_too_far or (degrees.expert_parallel > 1 and model.experts is None):
+    if not slices_experts(model, trainer):
+        cut[SLICES] += 1
+        return None
+    has_too_many = trainer.expert_parallel > 1 or (trainer.expert_tensor_parallel or 1) > 1
+    if trainer.num_slices > model.num_layers or (has_too_many and model.experts is None):
         cut[LAYERS] += 1
         return None
     offloads = (False, True) if num_models(run) > 1 else (False,)

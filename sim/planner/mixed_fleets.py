@@ -64,7 +64,8 @@ def _beside(run: Run, kept: Replicas, trainers: Sequence[Degrees]) -> Iterator[R
         for size in _spread(open_sizes):
             degrees = plan.rollout_tensor_parallel
             for choice in fitting_replicas(run, pool, size, degrees, Counter()):
-                if (pool, choice.tensor_parallel) != (kept.pool, kept.tensor_parallel):
+                is_other = (pool, choice.tensor_parallel) != (kept.pool, kept.tensor_parallel)
+                if is_other and choice.drafted == kept.drafted:
                     yield choice._replace(max_running=kept.max_running)
 
 

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from sim.costs.framework_time import framework_sources
 from sim.planner.binding import find_binding
+from sim.planner.drafts import drafts_text
 from sim.planner.found import Found, describe
 from sim.planner.framework_scope import Scope, keep_to_framework
 from sim.planner.objective import UNITS
@@ -127,6 +128,7 @@ def _plan(
         uncertainty=metrics.uncertainty,
         steps=open_trial(search.base)[0].simulate.max_steps,
         framework=_of_framework(planned, scope),
+        drafts=drafts_text(run),
     )
     return Planned(planned, plan)
 

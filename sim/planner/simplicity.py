@@ -17,7 +17,7 @@ def complexities(space: Space) -> Counts:
     """Count what there is to set up for each plan of a space.
 
     That is every parallel degree above one, ZeRO 3, offloading, every pool and every kind of replica beyond one, each
-    step that generation is ahead, streaming, dispatch by a ranker, a delta instead of weights.
+    step that generation is ahead, streaming, dispatch by a ranker, a delta instead of weights, tokens that are drafted.
     """
     replicas = np.array([_of_replicas(each) for each in space.replicas])
     trainers = np.array([_of_trainer(each) for each in space.trainers])
@@ -43,13 +43,15 @@ def _of_replicas(replicas: Replicas) -> int:
             *(kind.pipeline_parallel, kind.data_parallel),
         )
     ]
-    return sum(degree > 1 for degree in degrees) + len(replicas.kinds) - 1
+    drafts = bool(replicas.drafted)
+    return sum(degree > 1 for degree in degrees) + len(replicas.kinds) - 1 + drafts
 
 
 def _of_trainer(trainer: Degrees) -> int:
     degrees = (
         *(trainer.tensor_parallel, trainer.pipeline_parallel),
-        *(trainer.expert_parallel, trainer.context_parallel),
+        *(trainer.expert_parallel, trainer.expert_tensor_parallel or 1),
+        trainer.context_parallel,
     )
     return sum(degree > 1 for degree in degrees) + (trainer.zero == 3) + trainer.offload
 

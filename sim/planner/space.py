@@ -252,6 +252,8 @@ def find_trainers(run: Run, cut: Counter[str], *, tight: bool = False) -> list[D
         tensor_parallel=plan.trainer_tensor_parallel,
         pipeline_parallel=plan.pipeline_parallel,
         expert_parallel=_expert_degrees(run),
+        expert_tensor_parallel=run.plan.expert_tensor_parallel
+        or [run.trainer.expert_tensor_parallel],
         context_parallel=_context_degrees(run),
         micro_batch=plan.micro_batch or MICRO_BATCHES,
         zero=plan.zero or sorted({1, 3, run.trainer.zero}),

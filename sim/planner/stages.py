@@ -99,7 +99,8 @@ class Stages:
             ValueError: its costs were measured for one parallelism, or the trainer fits no GPUs of its pool.
         """
         refuse_profile(run)
-        self._run = replace(run, policies=replace(run.policies, resize="keep"))
+        policies, plan = replace(run.policies, resize="keep"), replace(run.plan, speculative=None)
+        self._run = replace(run, policies=policies, plan=plan)
         self._smallest = smallest_tensor_parallel
         self._num_batches = num_batches
         self._generations: dict[int, Generation | None] = {}
@@ -195,6 +196,7 @@ class Stages:
         config = self._run.trainer
         among = TrainerRange(
             expert_parallel=(config.expert_parallel,),
+            expert_tensor_parallel=(config.expert_tensor_parallel,),
             context_parallel=(config.context_parallel,),
             micro_batch=(config.micro_batch,),
             zero=(config.zero,),

@@ -42,6 +42,7 @@ def find_trainer(run: Run) -> Iterator[Finding]:
     yield from _find_heads(model, "trainer", trainer.tensor_parallel)
     yield from _find_layers(model, trainer.pipeline_parallel)
     yield from _find_experts(model, "trainer", trainer.expert_parallel)
+    yield from _find_slices(model, trainer.expert_tensor_parallel or 1)
 
 
 def _find_heads(model: ModelShape, side: str, degree: int) -> Iterator[Finding]:
@@ -115,6 +116,19 @@ def _find_experts(model: ModelShape, side: str, degree: int) -> Iterator[Finding
         yield _finding("error", f"{side}-experts", text)
 
 
+def _find_slices(model: ModelShape, degree: int) -> Iterator[Finding]:
+    """Find ranks that one expert cannot be dealt out to."""
+    if degree == 1:
+        return
+    key = f"trainer.expert_tensor_parallel={degree}"
+    if model.experts is None:
+        yield _finding("error", "trainer-slices", f"{key}, but {model.name} has no experts")
+    elif model.experts.intermediate_size % degree:
+        width = model.experts.intermediate_size
+        text = f"{key} must divide the {width:,} channels of an expert of {model.name}"
+        yield _finding("error", "trainer-slices", text)
+
+
 def _finding(level: Level, name: str, text: str) -> Finding:
     return Finding(level=level, topic="divisibility", name=name, text=text)
 
@@ -122,11 +136,13 @@ def _finding(level: Level, name: str, text: str) -> Finding:
 def _all_even(run: Run, model: ModelShape) -> str:
     experts = f", {model.experts.num_experts} experts" if model.experts is not None else ""
     stages = run.trainer.pipeline_parallel
+    own = run.trainer.expert_tensor_parallel
+    slices = "" if own is None else f" ETP{own}"
     fullest = f", the fullest stage with {-(-model.num_layers // stages)} layers"
     return (
         f"{model.name}: {model.num_heads} heads, {model.num_kv_heads} key-value heads, "
         f"{model.num_layers} layers{experts} divide over rollout TP{run.rollout.tensor_parallel} and trainer "
-        f"TP{run.trainer.tensor_parallel} PP{stages} EP{run.trainer.expert_parallel}"
+        f"TP{run.trainer.tensor_parallel} PP{stages} EP{run.trainer.expert_parallel}{slices}"
         f"{fullest if model.num_layers % stages else ''}"
     )
 
@@ -186,6 +202,12 @@ def _trainer_experts(run: Run) -> Iterator[Changes]:
         yield {"trainer.expert_parallel": degree}
 
 
+def _trainer_slices(run: Run) -> Iterator[Changes]:
+    for degree in _nearest(run.trainer.expert_tensor_parallel or 1, MOST_DEGREE):
+        yield {"trainer.expert_tensor_parallel": degree}
+    yield {"trainer.expert_tensor_parallel": None}
+
+
 def _nearest(degree: int, most: int) -> list[int]:
     """Return other degrees up to `most`: those by the least factor away first, of equals the smaller."""
     others = [other for other in range(1, most + 1) if other != degree]
@@ -206,4 +228,7 @@ FIXES = {
     ),
     "rollout-experts": Fix(_rollout_experts, "choose an expert_parallel that divides the experts"),
     "trainer-experts": Fix(_trainer_experts, "choose an expert_parallel that divides the experts"),
+    "trainer-slices": Fix(
+        _trainer_slices, "choose an expert_tensor_parallel that divides the channels of an expert"
+    ),
 }

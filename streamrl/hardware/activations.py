@@ -108,9 +108,12 @@ def _latent_attention(latent: LatentAttention, heads: int) -> tuple[float, float
 def layer_bytes(model: ModelShape, trainer: TrainerConfig, dtype: str) -> tuple[float, float]:
     """Return the bytes that a layer keeps of a token, and those that it needs while it is made again.
 
-    Eager experts have their outputs beside their inputs, whose weighted sum needs them in the backward pass.
+    Eager experts have their outputs beside their inputs, whose weighted sum needs them in the backward pass. Ranks that
+    share each expert hold each other's copies.
     """
     found = layer_activations(model)
+    if trainer.deals_experts:
+        found = found._replace(dispatched=trainer.expert_slices * found.dispatched)
     if trainer.kernels != "fused":
         found = found._replace(dispatched=2 * found.dispatched)
     cheap = found.norms + found.expanded + found.products

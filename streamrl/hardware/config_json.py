@@ -7,7 +7,7 @@ from pathlib import Path
 
 from streamrl.hardware.layer_types import num_window_layers, read_linear, shared_experts
 from streamrl.hardware.model_shape import Experts, LatentAttention, ModelShape
-from streamrl.hardware.nearest_type import SHAPE_KEYS, tell_nearest
+from streamrl.hardware.nearest_type import SHAPE_KEYS, WITH_QK_NORM, tell_nearest
 from streamrl.runfile.errors import RunError, shown
 
 MODEL_TYPES = tuple(SHAPE_KEYS)
@@ -83,7 +83,7 @@ def _read_shape(table: dict[str, object], path: Path) -> ModelShape:
         has_output_gate=kind == "qwen3_next",
         norms_per_layer=4 if kind == "gemma3_text" else 2,
         has_tied_embeddings=_flag(table, "tie_word_embeddings", default=kind == "gemma3_text"),
-        has_qk_norm=kind in ("qwen3", "qwen3_moe", "qwen3_next", "gemma3_text"),
+        has_qk_norm=kind in WITH_QK_NORM,
         experts=_read_experts(table),
         latent=latent,
         linear=read_linear(table) if kind == "qwen3_next" else None,

@@ -32,12 +32,12 @@ def draft_bytes(run: Run, model: ModelShape) -> tuple[float, float]:
     It is in the formats of the replica. A module shares embedding and head with its model.
     """
     rollout, own = run.rollout, rollout_precision(run)
-    if rollout.speculative is None:
+    if rollout.drafts is None:
         return 0.0, 0.0
-    draft, degree = draft_of(model, rollout.speculative), rollout.tensor_parallel
+    draft, degree = draft_of(model, rollout.drafts), rollout.tensor_parallel
     experts = rollout.expert_parallel if draft.experts is not None else 1
     weights = shard_weight_bytes(draft, own.weights, own.wide, degree, experts)
-    if rollout.speculative.model is None:
+    if rollout.drafts.model is None:
         num_tables = 1 if draft.has_tied_embeddings else 2
         weights -= num_tables * draft.num_embedding_parameters / degree * BYTES[own.wide]
     return weights, draft.shard_kv_bytes_per_token(own.cache, degree)

@@ -23,11 +23,11 @@ from streamrl.hardware.precision import (
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.hardware.replica_shards import over_stages
 from streamrl.hardware.slices import stage_layers
+from streamrl.hardware.split import check_split
 from streamrl.hardware.stage_bytes import StageBytes, stage_bytes
 from streamrl.hardware.workspace import workspace_bytes
 from streamrl.runfile.config import Run
-from streamrl.runfile.errors import Bounds, OneOf, RunError
-from streamrl.runfile.pools import divisors
+from streamrl.runfile.errors import RunError
 from streamrl.runfile.sides_config import TrainerConfig
 
 OPTIMIZER_BYTES = 12
@@ -239,10 +239,10 @@ def stage_parameters(model: ModelShape, trainer: TrainerConfig) -> list[float]:
 
 def shared_out_parameters(model: ModelShape, trainer: TrainerConfig) -> float:
     """Parameters of experts on one GPU, where ranks share them out, on average over pipeline stages."""
-    if model.experts is None or trainer.expert_parallel == 1:
+    if model.experts is None or not trainer.deals_experts:
         return 0.0
     routed = model.num_expert_layers * model.experts.num_experts * model.expert_parameters
-    return routed / trainer.expert_parallel / trainer.pipeline_parallel
+    return routed / trainer.expert_ranks / trainer.pipeline_parallel
 
 
 def shard_parameters(model: ModelShape, trainer: TrainerConfig) -> float:
@@ -252,54 +252,10 @@ def shard_parameters(model: ModelShape, trainer: TrainerConfig) -> float:
         RunError: the model has fewer layers than there are pipeline stages, or cannot be split.
     """
     check_split(model, trainer)
-    shard = model.shard_parameters(trainer.tensor_parallel, trainer.expert_parallel)
+    shard = model.shard_parameters(
+        trainer.tensor_parallel, trainer.expert_parallel, trainer.expert_slices
+    )
     return shard / trainer.pipeline_parallel
-
-
-def check_split(model: ModelShape, trainer: TrainerConfig, key: str = "trainer") -> None:
-    """Raise `RunError` where the model cannot be split as a trainer, whose section is `key`, says."""
-    if trainer.pipeline_parallel > model.num_layers:
-        raise RunError(
-            f"{key}.pipeline_parallel",
-            trainer.pipeline_parallel,
-            Bounds(1, model.num_layers),
-            f"{key}.pipeline_parallel must be at most the {model.num_layers} layers of "
-            f"{model.name}, got {trainer.pipeline_parallel}",
-        )
-    if trainer.num_slices > model.num_layers + 2:
-        raise RunError(
-            f"{key}.virtual_stages",
-            trainer.virtual_stages,
-            Bounds(1, (model.num_layers + 2) // trainer.pipeline_parallel),
-            f"{key}.virtual_stages={trainer.virtual_stages} x pipeline_parallel="
-            f"{trainer.pipeline_parallel} must be at most the {model.num_layers} layers, embedding and "
-            f"head of {model.name}",
-            (f"{key}.pipeline_parallel",),
-        )
-    if trainer.expert_parallel > 1 and model.experts is None:
-        raise RunError(
-            f"{key}.expert_parallel",
-            trainer.expert_parallel,
-            OneOf([1]),
-            f"{key}.expert_parallel must be 1: {model.name} has no experts, "
-            f"got {trainer.expert_parallel}",
-        )
-    if not splits_context(model, trainer):
-        heads = model.num_heads // trainer.tensor_parallel
-        raise RunError(
-            f"{key}.context_parallel",
-            trainer.context_parallel,
-            OneOf(divisors(heads)),
-            f"{key}.context_parallel must divide the {heads} heads of a tensor rank of {model.name}, which "
-            f"context_exchange 'all-to-all' deals out, got {trainer.context_parallel}",
-            (f"{key}.context_exchange", f"{key}.tensor_parallel"),
-        )
-
-
-def splits_context(model: ModelShape, trainer: TrainerConfig) -> bool:
-    """Whether context ranks can share a pass: as all do that exchange keys and values, of heads whole ones."""
-    heads = model.num_heads // trainer.tensor_parallel
-    return trainer.context_exchange != "all-to-all" or heads % trainer.context_parallel == 0
 
 
 def trainer_memory(run: Run) -> dict[str, float]:

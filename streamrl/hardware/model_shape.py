@@ -216,11 +216,14 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
         products = 3 * self.hidden_size * self.experts.intermediate_size
         return products + biases * self.experts.has_bias
 
-    def mixture_parameters(self, tensor_parallel: int = 1, expert_parallel: int = 1) -> float:
+    def mixture_parameters(
+        self, tensor_parallel: int = 1, expert_parallel: int = 1, expert_slices: int | None = None
+    ) -> float:
         """Parameters of one layer's router, experts and shared experts on one GPU.
 
         Over `expert_parallel` GPUs each holds whole experts; without it, `tensor_parallel` GPUs hold a slice
-        of every expert. Shared experts are sliced over `tensor_parallel`, the router is whole on every GPU.
+        of every expert. With `expert_slices` so many GPUs share each expert instead. Shared experts are sliced over
+        `tensor_parallel`, the router is whole on every GPU.
 
         Raises:
             ValueError: the experts cannot be dealt out evenly.
@@ -232,14 +235,18 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
                 f"expert_parallel must divide the {self.experts.num_experts} experts of {self.name}, "
                 f"got {expert_parallel}"
             )
-        split = expert_parallel if expert_parallel > 1 else tensor_parallel
+        if expert_slices is None:
+            expert_slices = 1 if expert_parallel > 1 else tensor_parallel
+        split = expert_parallel * expert_slices
         routed = self.experts.num_experts * self.expert_parameters / split
         shared = self.experts.num_shared_experts * self.expert_parameters / tensor_parallel
         router = self.experts.num_experts * (self.hidden_size + self.experts.has_router_bias)
         router += self.hidden_size * self.experts.has_shared_gate
         return routed + shared + router
 
-    def shard_parameters(self, tensor_parallel: int, expert_parallel: int = 1) -> float:
+    def shard_parameters(
+        self, tensor_parallel: int, expert_parallel: int = 1, expert_slices: int | None = None
+    ) -> float:
         """Parameters on one GPU; more in all than the model has, for some are whole on every GPU.
 
         Embedding tables, plain MLPs and attention heads are split over `tensor_parallel`, experts as
@@ -265,7 +272,8 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
             + self.num_attention_layers * self.attention_parameters(tensor_parallel)
             + self.num_linear_layers * linear
             + self.num_dense_layers * self.mlp_parameters / tensor_parallel
-            + self.num_expert_layers * self.mixture_parameters(tensor_parallel, expert_parallel)
+            + self.num_expert_layers
+            * self.mixture_parameters(tensor_parallel, expert_parallel, expert_slices)
         )
 
     def linear_parameters(self, tensor_parallel: int = 1, expert_parallel: int = 1) -> float:

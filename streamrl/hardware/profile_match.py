@@ -25,7 +25,7 @@ def check_fits(profile: MeasuredProfile, run: Run, path: Path) -> None:
         ("trainer.dtype", trainer.dtype or profile.dtype, profile.dtype),
         ("rollout.backend", rollout.backend, profile.backend),
         ("rollout.tensor_parallel", rollout.tensor_parallel, profile.tensor_parallel),
-        ("rollout.speculative", rollout.speculative, None),
+        ("rollout.speculative", rollout.drafts, None),
         ("rollout.shares_prefixes", rollout.shares_prefixes, profile.shares_prefixes),
         ("trainer GPUs", trainer.num_gpus, 1),
     )

@@ -18,6 +18,7 @@ SHORT = {
     "tensor_parallel": "TP",
     "pipeline_parallel": "PP",
     "expert_parallel": "EP",
+    "expert_tensor_parallel": "ETP",
     "context_parallel": "CP",
 }
 """What the field calls the degrees."""
@@ -209,6 +210,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     uncertainty: Uncertainty | None = None
     """How far its simulated seconds may be off."""
     framework: PlannedFramework | None = None
+    drafts: str = ""
+    """What was taken of drafted tokens, and from where; nothing where none were chosen among."""
     steps: int
     """Steps by which a search compares plans; a finalist has as many as its interval needs."""
 
@@ -241,6 +244,8 @@ def plan_text(
     mode = [str(settings["policies.system"])]
     if dispatch := settings.get("policies.dispatch"):
         mode.append(str(dispatch))
+    if drafted := settings.get("rollout.speculative.tokens"):
+        mode.append(f"{drafted} drafted")
     if settings["sync.mode"] != "full":
         mode.append(f"{settings['sync.mode']} sync")
     return f"{gpus}; {', '.join(mode)}"

@@ -70,6 +70,8 @@ def head_lines(plan: Plan) -> Iterator[str]:
         )
     if plan.staleness_model:
         yield f"  as {plan.staleness_model}"
+    if plan.drafts:
+        yield f"  {plan.drafts}"
     tiers = ", ".join(f"{share:.0%} {tier}" for tier, share in plan.tiers.items() if share > 0)
     yield f"  seconds are {tiers}; planned in {plan.seconds:.1f} s"
     if plan.framework is not None:

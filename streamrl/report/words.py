@@ -153,7 +153,8 @@ def _rollout_side(run: Run, rollout: RolloutConfig) -> PlannedSide:
 
 
 def _trainer_side(run: Run, trainer: TrainerConfig) -> PlannedSide:
-    degrees = {key: int(getattr(trainer, key)) for key in (*SHORT, "micro_batch", "offload")}
+    keys = (*SHORT, "micro_batch", "offload")
+    degrees = {key: int(own) for key in keys if (own := getattr(trainer, key)) is not None}
     return _side(run, trainer.pool, trainer.num_gpus, degrees)
 
 

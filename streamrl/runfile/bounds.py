@@ -68,6 +68,11 @@ OF_LOSSES = {
     "second_moment": POSITIVE,
     "max_grad_norm": POSITIVE,
 }
+OF_TRAINERS = {
+    "efficiency": POSITIVE_SHARE,
+    "start_time": SECONDS,
+    "expert_tensor_parallel": Bounds(1),
+}
 COUNTS = (
     *(PoolConfig, RolloutConfig, TrainerConfig, FollowerConfig, AlgorithmConfig, WorkloadConfig),
     *(VerifierConfig, SyncConfig, ExecuteConfig, FrameworkConfig, ReplicasConfig),
@@ -91,8 +96,8 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     },
     SpeculativeConfig: {"tokens": Bounds(1, MOST_DRAFTED), "acceptance": SHARE},
     ReplicasConfig: {"max_running": Bounds(1), "share": POSITIVE},
-    TrainerConfig: {"efficiency": POSITIVE_SHARE, "start_time": SECONDS},
-    FollowerConfig: {"efficiency": POSITIVE_SHARE, "start_time": SECONDS},
+    TrainerConfig: OF_TRAINERS,
+    FollowerConfig: OF_TRAINERS,
     AlgorithmConfig: {"group_size": Bounds(1, MOST_PER_GROUP), **OF_LOSSES},
     AlgorithmChanges: {"prompts_per_step": Bounds(1), "max_gen_batches": Bounds(1), **OF_LOSSES},
     WorkloadConfig: {"informative_share": SHARE},

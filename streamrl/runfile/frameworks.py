@@ -31,7 +31,12 @@ PARAMETERS = 1e9
 
 Value = str | int | float | bool
 Split = Literal[
-    "tensor_parallel", "pipeline_parallel", "expert_parallel", "virtual_stages", "context_parallel"
+    "tensor_parallel",
+    "pipeline_parallel",
+    "expert_parallel",
+    "expert_tensor_parallel",
+    "virtual_stages",
+    "context_parallel",
 ]
 SPLITS: tuple[Split, ...] = get_args(Split)
 
@@ -150,7 +155,7 @@ class Framework(_Table, frozen=True, kw_only=True):
     def layout_for(self, run: Run) -> Layout | None:
         """Return the first back end that splits a trainer as a run does; None where none does so."""
         trainer = run.trainer
-        degrees: dict[Split, int] = {split: getattr(trainer, split) for split in SPLITS}
+        degrees: dict[Split, int] = {split: getattr(trainer, split) or 1 for split in SPLITS}
         able = (layout for layout in self.layouts if layout.holds(trainer.zero, degrees))
         return next(able, None)
 

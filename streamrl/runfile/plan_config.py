@@ -49,6 +49,9 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     """1 and the run's own where absent, and powers of two where no replica fits an NVLink domain."""
     rollout_data_parallel: list[int] | None = None
     """Attention ranks of a mixture's replica beside replicas without; the run's own where absent."""
+    speculative: list[int] | None = None
+    """Tokens that replicas draft a step, 0: none; each is accepted as `rollout.speculative.acceptance` says, however many there
+    are. The run's own where absent."""
     trainer_tensor_parallel: list[int] | None = None
     """Powers of two that divide a node where absent."""
     mixes_replicas: bool = True
@@ -57,6 +60,8 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     """Powers of two where absent."""
     expert_parallel: list[int] | None = None
     """Of the trainer; 1 and its own where absent, for a mixture of experts powers of two."""
+    expert_tensor_parallel: list[int] | None = None
+    """Of the trainer of a mixture: ranks that share each expert; the run's own where absent."""
     context_parallel: list[int] | None = None
     """Of the trainer; 1 and its own where absent, and powers of two where rollouts are of 32K tokens and more."""
     micro_batch: list[int] | None = None

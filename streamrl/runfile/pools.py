@@ -162,6 +162,7 @@ def _check_trainers(run: Run) -> None:
 
 def _check_trainer(run: Run, key: str, trainer: TrainerConfig) -> None:
     _check_tensor_parallel(key, trainer.pool, trainer.tensor_parallel, run)
+    _check_expert_slices(run, key, trainer)
     ranks = trainer.copies * trainer.tensor_parallel
     if ranks % trainer.expert_parallel:
         raise RunError(
@@ -180,6 +181,26 @@ def _check_trainer(run: Run, key: str, trainer: TrainerConfig) -> None:
             f"{key}.virtual_stages must be 1 where {key}.pipeline_parallel is 1, "
             f"got {trainer.virtual_stages}",
             (f"{key}.pipeline_parallel",),
+        )
+
+
+def _check_expert_slices(run: Run, key: str, trainer: TrainerConfig) -> None:
+    """Refuse slices of experts that share no NVLink, or that other ranks of a stage cannot be folded into."""
+    slices, ranks = trainer.expert_tensor_parallel, trainer.copies * trainer.tensor_parallel
+    if slices is None:
+        return
+    name, domain = f"{key}.expert_tensor_parallel", run.cluster.pools[trainer.pool].domain
+    others = (f"{key}.expert_parallel", f"{key}.data_parallel", f"{key}.tensor_parallel")
+    if domain % slices:
+        text = f"{name} must divide the {domain} GPUs that NVLink joins, got {slices}"
+        raise RunError(name, slices, OneOf(divisors(domain)), text)
+    if ranks % trainer.expert_parallel == 0 and ranks % trainer.expert_ranks:
+        text = (
+            f"{name} x expert_parallel = {trainer.expert_ranks} must divide data_parallel x {_context(trainer)}"
+            f"tensor_parallel = {ranks}, got expert_tensor_parallel {slices}"
+        )
+        raise RunError(
+            name, slices, OneOf(divisors(ranks // trainer.expert_parallel)), text, others
         )
 
 

@@ -37,6 +37,8 @@ class SpeculativeConfig(Section, frozen=True, kw_only=True):
     """Probability that a drafted token is accepted where all before it were: measured, on your own rollouts; never absent."""
     model: str | None = None
     """Name of the model in profiles/models that drafts; the model's own layer for multi-token prediction where absent."""
+    enabled: bool = True
+    """Whether tokens are drafted at all: what a plan switches off where drafts do not pay."""
 
 
 class ReplicasConfig(Section, frozen=True, kw_only=True):
@@ -116,6 +118,12 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Replicas on GPUs of another pool, or of other degrees: each gets rollouts by what it generates a second."""
 
     @property
+    def drafts(self) -> SpeculativeConfig | None:
+        """How tokens are drafted; None where they are not."""
+        own = self.speculative
+        return own if own is not None and own.enabled else None
+
+    @property
     def kinds(self) -> tuple[RolloutConfig, ...]:
         """What each kind of replica is by itself, those that are named first before `others`."""
         if not self.others:
@@ -173,6 +181,10 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     all-to-all: each rank gets all tokens for its share of the heads (Ulysses, as verl and DeepSpeed)."""
     expert_parallel: int = 1
     """Ranks that share out the experts of a mixture; they are data-parallel, context and tensor ranks too."""
+    expert_tensor_parallel: int | None = None
+    """Simulated: ranks that share each expert (Megatron's expert_tensor_parallel_size); experts times these are folded into
+    data-parallel, context and tensor ranks. Absent: whole experts where `expert_parallel` is above 1, else those that
+    share attention."""
     zero: Literal[0, 1, 2, 3] = 1
     """ZeRO stage: what data-parallel ranks split. 0: nothing; 1: the optimizer; 2: gradients too, which every pass
     reduces; 3: weights too, gathered for every pass (FSDP's full shard)."""
@@ -225,7 +237,24 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     @property
     def expert_copies(self) -> int:
         """The same of experts that ranks share out, which are fewer."""
-        return max(1, self.copies * self.tensor_parallel // self.expert_parallel)
+        return max(1, self.copies * self.tensor_parallel // self.expert_ranks)
+
+    @property
+    def expert_slices(self) -> int:
+        """Ranks that share each expert of a mixture."""
+        if self.expert_tensor_parallel is not None:
+            return self.expert_tensor_parallel
+        return 1 if self.expert_parallel > 1 else self.tensor_parallel
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that hold all experts of a layer together."""
+        return self.expert_parallel * self.expert_slices
+
+    @property
+    def deals_experts(self) -> bool:
+        """Whether experts are not simply split over the ranks that share attention, so that tokens have to go to them."""
+        return self.expert_parallel > 1 or self.expert_slices != self.tensor_parallel
 
     @property
     def num_slices(self) -> int:

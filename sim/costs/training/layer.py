@@ -4,11 +4,13 @@
 |-------------|------------------------------------------------------------------------|----------|
 | products    | FLOPs at the rate that kernel tables give for their size               | twice    |
 | attention   | the prefill kernel's seconds, a straight line in tokens and pairs      | 2.8 x    |
+| linear      | of layers with linear attention that of a chunked prefill, by tokens   | 2.55 x   |
 | activations | bytes that are kept, times `activation_traffic`, through memory        | twice    |
 | softmax     | `logit_traffic` bytes a logit through memory, on the last stage        | twice    |
 | experts     | grouped products at a rate that falls with few tokens or few channels  | twice    |
 | permutation | tokens into the order of their experts and back, through memory        | twice    |
 | trade       | all-to-all: once a node and GPU where copies are saved, else each copy | as much  |
+| slices      | ranks of one expert gather its tokens, and scatter their sums          | as much  |
 | routing     | counts of tokens that hosts and GPUs wait for                          | as much  |
 | reduce      | tensor ranks gather and scatter the hidden state twice                 | 1.5 x    |
 
@@ -37,6 +39,10 @@ BACKWARD = 2.0
 ATTENTION_BACKWARD = 2.8
 """Forward passes of attention that its backward pass costs: five products instead of two, at 640 and 570
 TFLOP/s (FlashAttention-3, arXiv 2407.08608, Figures 5 and 6: causal, 128 channels, 16K tokens)."""
+LINEAR_BACKWARD = 2.55
+"""Forward passes of linear attention that its backward pass costs. FLA's kernels on Hopper: with the speed-ups f, b and t of
+forward, backward and both that another kernel has over them, it is (1 - t / f) / (t / b - 1): 2.48 to 2.60 for six shapes of
+32 and 64 heads, 4K to 64K tokens (github.com/NVIDIA/Megatron-LM pull 5564)."""
 REDUCE_BACKWARD = 1.5
 """Forward passes' collectives of tensor ranks that a backward pass has: inputs are gathered again for the
 gradient of weights (Korthikanti et al. 2022, section 4.2.2)."""
@@ -106,13 +112,15 @@ class Layer:
 
     def forward(self) -> Pass:
         """Return the forward pass."""
-        return self._computed() + self.attention() + self._reduced() + self._routed()
+        attention = self.attention() + self._linear()
+        return self._computed() + attention + self._reduced() + self._routed()
 
     def backward(self) -> Pass:
         """Return the backward pass, with what it computes again."""
         backward = (
             self._computed() * BACKWARD
             + self.attention() * ATTENTION_BACKWARD
+            + self._linear() * LINEAR_BACKWARD
             + self._reduced() * REDUCE_BACKWARD
             + self._routed()
         )
@@ -217,7 +225,7 @@ class Layer:
                 assert_never(self.ranks.trainer.kernels)
 
     def attention(self) -> Pass:
-        """Return the attention of a forward pass; context ranks may each have some of the heads for all tokens."""
+        """Return the attention to keys and values of a forward pass; context ranks may each have some heads for all tokens."""
         ranks, trainer = self.ranks, self.ranks.trainer
         dealt = trainer.context_parallel if trainer.context_exchange == "all-to-all" else 1
         wide, split = ranks.model.head_dim / HEAD_DIM, trainer.tensor_parallel * dealt
@@ -226,19 +234,25 @@ class Layer:
         return self._seen(line) * (dealt * self.constants.attention)
 
     def _seen(self, line: Pass) -> Pass:
-        """Return a mean layer's attention: of full layers, of windows that every token has all of, and of linear ones."""
+        """Return a mean layer's attention: of full layers, and of windows that every token has all of."""
         model = self.ranks.model
         found = line * (model.num_full_layers / model.num_layers)
         if model.num_windowed_layers:
             window = line.per_token + line.per_pair * (model.sliding_window or 0)
             found += Pass(per_token=window) * (model.num_windowed_layers / model.num_layers)
-        if model.linear is not None:
-            heads = model.linear.num_value_heads / self.ranks.trainer.tensor_parallel
-            kernels, tokens = Kernels(self.ranks.gpu_name, self.ranks.dtype), float(PASS_TOKENS)
-            whole = kernels.time("linear_prefill", np.array([tokens]), heads=heads).seconds[0]
-            share = model.linear.num_layers / model.num_layers
-            found += Pass(per_token=float(whole) / tokens) * share
         return found
+
+    def _linear(self) -> Pass:
+        """Return a mean layer's linear attention in a forward pass: training runs the kernels of prefill."""
+        linear = self.ranks.model.linear
+        if linear is None:
+            return Pass()
+        kernels, tokens = Kernels(self.ranks.gpu_name, self.ranks.dtype), float(PASS_TOKENS)
+        heads = linear.num_value_heads / self.ranks.trainer.tensor_parallel
+        whole = kernels.time("linear_prefill", np.array([tokens]), heads=heads).seconds[0]
+        return Pass(per_token=float(whole) / tokens) * (
+            linear.num_layers / self.ranks.model.num_layers
+        )
 
     def _reduced(self) -> Pass:
         """Return the collectives of tensor ranks with sequence parallelism."""
@@ -253,8 +267,7 @@ class Layer:
         """Tokens, each counted for every expert that it goes to, on one GPU for one of its micro-batch."""
         experts, trainer = self.ranks.model.experts, self.ranks.trainer
         assert experts is not None
-        is_dealt = trainer.expert_parallel > 1
-        return experts.experts_per_token / (trainer.tensor_parallel if is_dealt else 1)
+        return experts.experts_per_token * trainer.expert_slices / trainer.tensor_parallel
 
     def _imbalance(self) -> float:
         """Return the tokens of the fullest rank over those of a mean one.
@@ -274,13 +287,12 @@ class Layer:
         ranks, constants, rate = self.ranks, self.constants, self.experts
         experts, trainer = ranks.model.experts, ranks.trainer
         assert experts is not None
-        is_dealt, hidden = trainer.expert_parallel > 1, ranks.model.hidden_size
-        width = experts.intermediate_size / (1 if is_dealt else trainer.tensor_parallel)
+        hidden, width = ranks.model.hidden_size, experts.intermediate_size / trainer.expert_slices
         copies = self._copies()
         seconds = 2 * copies * 3 * hidden * width / rate.flops
         share = copies * max(1, trainer.expert_parallel) / experts.num_experts
         traffic = constants.permutation_traffic
-        if is_dealt and trainer.dispatch == "all-to-all":
+        if trainer.deals_experts and trainer.dispatch == "all-to-all":
             traffic += constants.unfused_traffic
         moved = traffic * 2 * copies * hidden * ranks.width / ranks.gpu.memory_bandwidth
         found = Pass(
@@ -294,14 +306,28 @@ class Layer:
         return found + self._mlp(experts.num_shared_experts * experts.intermediate_size)
 
     def _routed(self) -> Pass:
-        """Return the wait for token counts, and both all-to-alls of expert ranks."""
+        """Return the wait for token counts, both all-to-alls of expert ranks, and what ranks of one expert gather and scatter."""
         model, constants = self.ranks.model, self.constants
         if model.experts is None:
             return Pass()
         shown = 1 - constants.trade_overlap if self.ranks.trainer.overlaps_dispatch else 1.0
         traded = 2 * constants.trade * self._trade_time() * self._imbalance()
         share = model.num_expert_layers / model.num_layers
-        return Pass(fixed=constants.routing_time, per_token=traded) * (share * shown)
+        sliced = 2 * constants.reduce * self._slice_time() * self._imbalance()
+        routed = Pass(fixed=constants.routing_time, per_token=traded) * (share * shown)
+        return routed + Pass(per_token=sliced) * share
+
+    def _slice_time(self) -> float:
+        """Seconds in which ranks of one expert gather each other's copies for a token of the micro-batch.
+
+        Where copies are saved they are sent to every one of these ranks at once (Megatron's flex dispatcher).
+        """
+        ranks, trainer = self.ranks, self.ranks.trainer
+        if not trainer.deals_experts or trainer.dispatch == "deduplicated":
+            return 0.0
+        num_bytes = ranks.model.hidden_size * ranks.width
+        own = self._copies() / trainer.expert_slices
+        return (trainer.expert_slices - 1) * own * num_bytes / ranks.gpu.nvlink
 
     def _trade_time(self) -> float:
         """Seconds of one all-to-all for a token of the micro-batch.
@@ -311,15 +337,16 @@ class Layer:
         """
         ranks, trainer, experts = self.ranks, self.ranks.trainer, self.ranks.model.experts
         degree = trainer.expert_parallel
-        if degree == 1 or experts is None:
+        if not trainer.deals_experts or experts is None:
             return 0.0
-        nodes, chosen = max(1.0, degree / ranks.nvlink_domain), experts.experts_per_token
+        nodes = max(1.0, trainer.expert_ranks / ranks.nvlink_domain)
+        chosen = experts.experts_per_token
         num_bytes = ranks.model.hidden_size * ranks.width / trainer.tensor_parallel
         match trainer.dispatch:
             case "deduplicated":
                 reached = nodes * (1 - (1 - 1 / nodes) ** chosen) if nodes > 1 else 0.0
                 outside = reached * (nodes - 1) / nodes
-                inside = (degree - 1) * (1 - (1 - 1 / degree) ** chosen)
+                inside = (trainer.expert_ranks - 1) * (1 - (1 - 1 / degree) ** chosen)
             case "all-to-all":
                 outside, inside = chosen * (nodes - 1) / nodes, chosen * (1 / nodes - 1 / degree)
             case _:

@@ -96,7 +96,7 @@ class PipelinedLine:
         """Rollouts since the last optimizer step, or those of it that are under way."""
         self._batch: list[int] = []
         """Rollouts of the step so far, where there are epochs to come."""
-        self._goes_in_step = trainer.zero >= 2 or trainer.expert_parallel > 1
+        self._goes_in_step = trainer.zero >= 2 or trainer.deals_experts
         num_clocks = 1 if self._goes_in_step else trainer.data_parallel
         self._ranks = [Pipeline(trainer.pipeline_parallel) for _ in range(num_clocks)]
 

@@ -97,7 +97,7 @@ class Ranks:
         dense = max(stage_parameters(self.model, trainer)) - experts
         dense_time = self.ring_time(num_bytes * dense, trainer.copies, trainer.tensor_parallel)
         return dense_time + self.ring_time(
-            num_bytes * experts, trainer.expert_copies, trainer.expert_parallel
+            num_bytes * experts, trainer.expert_copies, trainer.expert_ranks
         )
 
     def ring_time(self, num_bytes: float, ranks: int, spacing: int = 1) -> float:

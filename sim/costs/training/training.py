@@ -198,7 +198,7 @@ def _unseen(run: Run) -> str | None:
     """Say what of a model's attention no published step had; None where it is as theirs."""
     model = load_model(run.model).seen_by(longest_sequence(run))
     if model.linear is not None:
-        return "linear attention: kernels of H20 where the trainer has these, else roofline; no training was measured"
+        return "linear attention: measured kernels where the trainer's GPU has these, else roofline; no training was measured"
     if model.num_windowed_layers:
         return "sliding windows: pairs of tokens counted, no training was measured"
     return None

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from streamrl.engine.presets import choose_system
 from streamrl.hardware.memory import longest_sequence
+from streamrl.hardware.profiles import load_model
 from streamrl.runfile.config import Run
 from streamrl.runfile.frameworks import Framework, Value
 from streamrl.runfile.group_counts import num_extra
@@ -79,6 +80,7 @@ def conditions(run: Run) -> dict[str, bool]:
         "group": algorithm.group_size > 1,
         "offload": run.trainer.offload,
         "tensor": run.trainer.tensor_parallel > 1,
+        "mixture": load_model(run.model).experts is not None,
         "virtual": run.trainer.virtual_stages > 1,
         "deals-experts": run.rollout.expert_parallel > 1,
         "context": run.trainer.context_parallel > 1,
@@ -124,7 +126,7 @@ def _generation(run: Run) -> Iterator[PlannedValue]:
         yield PlannedValue(f"rollout_{name}", f"rollout.{name}", degree, (1,))
     yield PlannedValue("replica_gpus", "GPUs of a replica", rollout.gpus_per_replica)
     yield from _formats(run)
-    drafted = None if rollout.speculative is None else rollout.speculative.tokens
+    drafted = None if rollout.drafts is None else rollout.drafts.tokens
     yield PlannedValue("drafted_tokens", "rollout.speculative.tokens", drafted, (None,))
     yield PlannedValue("max_running", "rollout.max_running", rollout.max_running, ALWAYS)
     share = rollout.memory_utilization
@@ -159,6 +161,10 @@ def _training(run: Run) -> Iterator[PlannedValue]:
         *(("packing", ALWAYS), ("logits", (None, "fused"))),
     ):
         yield PlannedValue(name, f"trainer.{name}", getattr(trainer, name), plain)
+    slices = trainer.expert_slices
+    plain = (1, trainer.tensor_parallel)
+    key = "trainer.expert_tensor_parallel, or what it is where absent"
+    yield PlannedValue("expert_tensor_parallel", key, slices, plain)
     tokens, longest = trainer.max_tokens_per_pass, longest_sequence(run)
     yield PlannedValue("tokens_per_pass", "trainer.max_tokens_per_pass", tokens, ALWAYS)
     yield PlannedValue(
