@@ -71,10 +71,19 @@ def runs(
         changes["policies.weight_sync"] = draw(st.sampled_from(sorted(get_args(WeightSyncName))))
     if system != "colocated" and draw(st.booleans()):
         changes["policies.streaming"] = draw(st.sampled_from(["stream", "whole-batch"]))
+    if changes.get("policies.weight_sync") != "between-batches" and draw(st.booleans()):
+        changes |= COUNTING_PLACES
+        if changes["policies.migration"] == "overrun":
+            changes["policies.migration"] = "consolidate"
     is_tight = draw(st.booleans())
     return run_with_capacity(330, changes) if is_tight else small_run(changes)
 
 
+COUNTING_PLACES = {
+    "policies.concurrency": "kv-pressure",
+    "policies.dispatch": "least-loaded",
+    "policies.group_placement": "split",
+}
 WORKLOADS = st.fixed_dictionaries(
     {
         "algorithm.name": st.sampled_from(["grpo", "ppo", "reinforce++"]),
