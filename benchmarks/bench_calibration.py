@@ -21,10 +21,13 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from sim.calibration.calibrate import calibrate_steps
 from sim.calibration.stepwise import simulate_steps
 from sim.fidelity.rl_steps import EIGHT, SEVENTY, SMALL
 from streamrl.hardware.calibration_file import write_calibration
+from streamrl.hardware.profiles import load_model
 from streamrl.logs.imported import scale_to_mean
 from streamrl.logs.measured_steps import MeasuredStep, MeasuredSteps, parse_steps
 from streamrl.runfile.config import Run
@@ -76,15 +79,19 @@ def main() -> None:
 
 
 def compare_all(rows: list[PublishedStep]) -> Iterator[dict[str, float]]:
-    """Yield the errors of every row that is predicted by the one before it or after it."""
+    """Yield the errors of every row that is predicted by the one before it or after it, of another model too.
+
+    A run file refuses factors of another model; here they are passed off as its own, to see what they are worth.
+    """
     for number, base in enumerate(rows):
         others = [rows[place] for place in (number - 1, number + 1) if 0 <= place < len(rows)]
         with TemporaryDirectory() as directory:
             path = Path(directory) / "calibration.toml"
             measured = MeasuredSteps(source=base.name, framework="csv", steps=(base.step,))
             made = calibrate_steps(make(base.table), measured).calibration
-            path.write_text(write_calibration(made), encoding="utf-8")
             for other in others:
+                passed_off = replace(made, model=load_model(make(other.table).model).name)
+                path.write_text(write_calibration(passed_off), encoding="utf-8")
                 yield compare(base, other, path)
 
 

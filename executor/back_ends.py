@@ -113,6 +113,13 @@ def _limits(run: Run) -> Iterator[Limit]:
     if rollout.backend == "vllm":
         yield from _limits_of_vllm(run)
     yield Limit(
+        "policies.concurrency",
+        run.policies.concurrency,
+        run.policies.concurrency == "fixed" or rollout.backend != "static",
+        "'fixed' for backend static, whose batch is full or at its end",
+    )
+    yield from _limits_of_attention(run)
+    yield Limit(
         "rollout.admission",
         rollout.admission,
         rollout.admission == "on-demand",
@@ -145,6 +152,22 @@ def _limits(run: Run) -> Iterator[Limit]:
     )
     if run.execute.deterministic:
         yield from _limits_of_determinism(run)
+
+
+def _limits_of_attention(run: Run) -> Iterator[Limit]:
+    """Yield what torch's attention (`sdpa`) does not compute: a learned sink of each head, as gpt_oss has.
+
+    transformers says so only as it loads the model (5.23, models/gpt_oss: `_supports_sdpa = False`).
+    """
+    if run.model.path is None or not load_model(run.model).has_sinks:
+        return
+    whose = "whose attention has sinks (gpt_oss), which torch's (sdpa) does not compute"
+    for kind, own in enumerate(run.rollout.kinds):
+        key, is_met = f"{kind_key(kind)}.backend", own.backend == "vllm"
+        yield Limit(key, own.backend, is_met, f"'vllm' for {run.model.path}, {whose}")
+    for number, trainer in enumerate(run.trainers):
+        key, is_met = f"{trainer_key(number)}.packing", trainer.packing == "padded"
+        yield Limit(key, trainer.packing, is_met, f"'padded' for {run.model.path}, {whose}")
 
 
 def _limits_of_vllm(run: Run) -> Iterator[Limit]:

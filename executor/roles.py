@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from executor.samples import (
     Arrived,
+    CacheState,
     Completion,
     Loaded,
     Manifest,
@@ -60,6 +61,9 @@ class ReplicaRole(Protocol):
         what it brings. With `drain` the running rollouts end first. A bad manifest is an error, and the old
         weights go on serving.
         """
+
+    async def cache(self) -> CacheState | None:
+        """Return what its KV cache is like now; None where its engine has none that it tells of."""
 
     async def sleep(self) -> None:
         """Give the device's memory back until `wake`; nothing may be generated meanwhile. Nothing where it sleeps."""

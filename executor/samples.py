@@ -31,6 +31,17 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Where to put the output tokens; None: into the completion."""
 
 
+class CacheState(msgspec.Struct, frozen=True, kw_only=True):
+    """What the KV cache of an inference engine is like."""
+
+    tokens: int | None
+    """That it holds; None where the engine does not tell."""
+    use: float
+    """Share of it that is in use."""
+    num_preempted: int
+    """Times since the start that what ran was put off for want of room."""
+
+
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """What one attempt made: only the tokens after the request's prefix."""
 
@@ -50,6 +61,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from leaving the replica's queue to the last token."""
     prefill_time: float
     """Seconds, at the start of `run_time`, until the rollout's prefix was computed."""
+    cache: CacheState | None = None
+    """Its replica's when it ended; None where an engine has none that it tells of, or the attempt was left by a lost one."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):

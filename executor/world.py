@@ -293,7 +293,9 @@ class RealWorld(World[Trace]):
         model = self._initial_model()
         handle = await self._launcher.replica(command.replica, command.kind, model)
         self._transfer.join(command.replica, self._launcher.place_of(command.replica))
-        replica = Replica(self._faults.expose(command.replica, handle), self._buffer)
+        handle = self._faults.expose(command.replica, handle)
+        tells_pressure = self._run.policies.follows_pressure
+        replica = Replica(handle, self._buffer, tells_pressure=tells_pressure)
         self._replicas[command.replica] = replica
         manifest = await self._transfer.fetch(command.version, command.replica)
         return await replica.start(command, manifest)

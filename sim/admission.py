@@ -31,6 +31,11 @@ class KvCache:
         """Tokens that still fit."""
         return self.capacity - self.held
 
+    @property
+    def use(self) -> float:
+        """Share that is held."""
+        return self.held / self.capacity
+
     def lacks_prompt(self, attempt: Attempt) -> bool:
         """Whether no running rollout has brought the prompt."""
         return attempt.prefix not in self._sharing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sim.surroundings import DrawnRollout
-from streamrl.engine.messages import Generate
+from streamrl.engine.messages import Finish, Generate, Generated
 
 
 @dataclass(slots=True, eq=False)
@@ -51,3 +51,18 @@ class Attempt:
     def ahead(self) -> int:
         """Tokens of its context less the replica's step: the same from one to the next while it runs."""
         return self.prompt_tokens + self.length - self.finish_at
+
+    def ended(
+        self, finish: Finish, now: float, cache_use: float | None = None, num_preempted: int = 0
+    ) -> Generated:
+        """Return the event of its end at `now` seconds, with what its replica tells of the cache."""
+        run_time = 0.0 if self.began_at is None else now - self.began_at
+        rollout, tokens, version, prefill_time = (
+            self.rollout,
+            self.done,
+            self.version,
+            self.prefill_time,
+        )
+        return Generated(
+            rollout, tokens, finish, version, run_time, prefill_time, cache_use, num_preempted
+        )

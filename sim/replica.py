@@ -75,6 +75,8 @@ class Replica:
         self._aborted: list[int] = []
         self.num_preempted = 0
         """Times that a running rollout was put off as no room was left."""
+        self._num_told = 0 if around.run_file.policies.follows_pressure else None
+        """How many of these ends of rollouts have told of; None where no policy asks."""
         self.recompute_time = 0.0
         """Seconds of computing again what rollouts had made before."""
         self._load: LoadWeights | None = None
@@ -364,15 +366,10 @@ class Replica:
         self._emit(self._ended(attempt, finish))
 
     def _ended(self, attempt: Attempt, finish: Finish) -> Generated:
-        run_time = 0.0 if attempt.began_at is None else self._env.now - attempt.began_at
-        return Generated(
-            attempt.rollout,
-            attempt.done,
-            finish,
-            attempt.version,
-            run_time,
-            attempt.prefill_time,
-        )
+        if self._num_told is None:
+            return attempt.ended(finish, self._env.now)
+        put_off, self._num_told = self.num_preempted - self._num_told, self.num_preempted
+        return attempt.ended(finish, self._env.now, self._cache.use, put_off)
 
     def _preempt(self) -> None:
         """Put the rollout that joined last back into the queue; its KV cache is recomputed later.

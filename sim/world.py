@@ -296,7 +296,12 @@ class SimWorld(World[Trace]):
         replica = Replica(self, command.replica, command.version, command.kind, emit)
         self.replicas[command.replica] = replica
         self._failures.watch(replica)
-        emit(ReplicaStarted(command.replica, command.version))
+        tokens = (
+            self.costs.of_kind(command.kind).kv_capacity
+            if self.run_file.policies.follows_pressure
+            else None
+        )
+        emit(ReplicaStarted(command.replica, command.version, cache_tokens=tokens))
 
     def _stop_replica(self, command: StopReplica) -> Generator[simpy.Event, Any, None]:
         yield self.env.timeout(0)  # what emitted the event that led here comes to rest first

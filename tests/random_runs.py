@@ -78,6 +78,10 @@ def runs(
         changes["policies.streaming"] = draw(st.sampled_from(["stream", "whole-batch"]))
     if late:
         changes |= draw(_late(changes))
+    if changes.get("policies.weight_sync") != "between-batches" and draw(st.booleans()):
+        changes |= COUNTING_PLACES
+        if changes["policies.migration"] == "overrun":
+            changes["policies.migration"] = "consolidate"
     is_tight = draw(st.booleans())
     return run_with_capacity(330, changes) if is_tight else small_run(changes)
 
@@ -99,6 +103,11 @@ def _late(draw: st.DrawFn, changes: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+COUNTING_PLACES = {
+    "policies.concurrency": "kv-pressure",
+    "policies.dispatch": "least-loaded",
+    "policies.group_placement": "split",
+}
 WORKLOADS = st.fixed_dictionaries(
     {
         "algorithm.name": st.sampled_from(["grpo", "ppo", "reinforce++"]),

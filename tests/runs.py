@@ -196,6 +196,14 @@ class Script:
         replicas = [c for c in started if isinstance(c, StartReplica)]
         return self.tell(TrainerStarted(0, 0), *(ReplicaStarted(c.replica, 0) for c in replicas))
 
+    def begin_with(self, *cache_tokens: int) -> list[Command]:
+        """Bring everyone up, replicas with caches of so many tokens; return what the engine wants then."""
+        self.tell(RunStarted(0, 0))
+        started = enumerate(cache_tokens)
+        return self.tell(
+            TrainerStarted(0, 0), *(ReplicaStarted(n, 0, cache_tokens=c) for n, c in started)
+        )
+
     def draw(self, commands: list[Command], prompt_tokens: int = 40) -> list[Command]:
         """Answer every draw among `commands`."""
         answers: list[Command] = []

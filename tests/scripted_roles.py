@@ -23,7 +23,7 @@ from executor.rollout.inference_engine import (
     TimedPass,
 )
 from executor.rollout.replica_worker import ReplicaWorker
-from executor.samples import Completion, Manifest, Request, Sample
+from executor.samples import CacheState, Completion, Manifest, Request, Sample
 from executor.tokens import TokenSegment, encode_ids, read_blocks
 
 VOCABULARY = 20
@@ -40,6 +40,8 @@ class ScriptedConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 1_000_000
     max_prompt_tokens: int = 1_000_000
     save_time: float = 5.0
+    cache_tokens: int | None = None
+    """That the cache of a replica is said to hold; None where it has none that it tells of."""
 
 
 class ScriptedReplica(ReplicaWorker):
@@ -113,6 +115,14 @@ class ScriptedEngine:
     @property
     def has_room(self) -> bool:
         return self._is_stopped or len(self._runs) < self._config.max_running
+
+    @property
+    def cache(self) -> CacheState | None:
+        tokens = self._config.cache_tokens
+        if tokens is None:
+            return None
+        held = sum(len(run.tokens) for run in self._runs.values())
+        return CacheState(tokens=tokens, use=min(1.0, held / tokens), num_preempted=0)
 
     def submit(
         self, tokens: list[int], max_new_tokens: int, on_end: OnEnd, seed: int | None, priority: int

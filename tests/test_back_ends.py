@@ -13,6 +13,7 @@ from executor.back_ends import check_back_ends
 from executor.checkup import readiness, run_paths
 from executor.execute import execute
 from executor.prompts import PromptWorkload
+from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.reading import make_run
 from tests.patients import NOWHERE, bad, local_table
 from tests.scripted import ScriptedTokenizer
@@ -24,6 +25,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"framework.name": "slime"}, "framework.name=streamrl"),
     ({"framework.optimizer_steps": 4, "algorithm.name": "dpo"}, "framework.optimizer_steps=1"),
     ({"framework.epochs": 2}, "framework.epochs=1"),
+    (
+        {"policies.concurrency": "kv-pressure", "rollout.backend": "static"},
+        "policies.concurrency=fixed",
+    ),
 ]
 
 
@@ -121,6 +126,22 @@ def test_verifiers_on_gpus_are_simulated_only(tmp_path: Path) -> None:
     on_gpus = {**table, "verifier": {"pool": table["trainer"]["pool"], "gpus_per_worker": 1}}
     with pytest.raises(ValueError, match=r"^verifier.pool must be left out to be executed"):
         check_back_ends(make_run(on_gpus, NOWHERE.parent))
+
+
+def test_a_model_with_sinks_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    run = make_run(local_table(tmp_path, {"model.dtype": "bfloat16"}), NOWHERE.parent)
+    config = tmp_path / "model" / "config.json"
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 128}
+    sinks = {"model_type": "gpt_oss", "tie_word_embeddings": False, **experts}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **sinks}))
+    with pytest.raises(ValueError, match=r"^rollout\.backend must be 'vllm' for .*sinks") as told:
+        execute(run)
+    assert "\n" not in str(told.value) and not (tmp_path / "run").exists()
+    vllm = replace(run, rollout=replace(run.rollout, backend="vllm"))
+    vllm = replace(vllm, cluster=replace(run.cluster, pools={"here": PoolConfig(gpu="h100")}))
+    with pytest.raises(ValueError, match=r"^trainer\.packing must be 'padded' for .*sinks"):
+        check_back_ends(vllm)
+    check_back_ends(replace(vllm, trainer=replace(vllm.trainer, packing="padded")))
 
 
 def test_vllm_on_cpus_refuses_heads_that_its_kernels_do_not_compute(tmp_path: Path) -> None:

@@ -119,6 +119,16 @@ def test_a_wrong_calibration_is_named_with_what_is_wrong_in_it(
         Costs.load(run)
 
 
+def test_factors_of_another_model_are_refused_with_both_names(tmp_path: Path) -> None:
+    other = FACTORS.replace('model = "qwen2.5-7b"', 'model = "Llama-3.1-8B"')
+    with pytest.raises(
+        ValueError, match=r"made for model 'Llama-3\.1-8B', but model\.name is of"
+    ) as told:
+        Costs.load(calibrated(tmp_path, other))
+    assert "'Qwen2.5-7B'" in str(told.value) and "calibration.toml" in str(told.value)
+    assert Costs.load(calibrated(tmp_path, FACTORS.replace('"qwen2.5-7b"', '"Qwen2.5-7B"')))
+
+
 def test_a_missing_calibration_is_named(tmp_path: Path) -> None:
     run = small_run({"costs.calibration": str(tmp_path / "no.toml")})
     with pytest.raises(ValueError, match=r"costs\.calibration: .*no\.toml: No such file"):

@@ -161,6 +161,26 @@ def test_a_rollout_ends_with_one_logprob_a_token_and_the_version_of_each(served:
     served.run(go)
 
 
+def test_a_replica_tells_how_full_its_cache_is_or_that_it_has_none_of_one_size(
+    served: Served, request: pytest.FixtureRequest
+) -> None:
+    async def go() -> None:
+        first = task(served.role.generate(long(0)))
+        await asyncio.sleep(SLOWNESS / 2)
+        during = await served.role.cache()
+        await served.role.abort(0)
+        done = await first
+        after = await served.role.cache()
+        if request.node.callspec.params["served"][0] not in ("transformers", "vllm"):
+            assert during is after is done.cache is None
+            return
+        assert during is not None and after is not None and done.cache is not None
+        assert after.tokens == during.tokens and (after.tokens or 0) >= MAX_TOKENS
+        assert 0 <= after.use < during.use <= 1 and done.cache.num_preempted == 0
+
+    served.run(go)
+
+
 def test_the_smallest_priority_starts_first_and_ties_by_rollout(served: Served) -> None:
     ended: list[int] = []
 

@@ -151,6 +151,7 @@ def test_replicas_that_put_rollouts_off_are_warned_of_and_mended_only_where_they
         and "a rollout is put off 2.4 times on average, and computing it again takes 8% of"
         in finding.text
     )
+    assert finding.changes == {"policies.concurrency": "kv-pressure"}
     assert "preempted" not in bad(doctor({**crowded, **finding.changes}).findings)
     roomy = {**crowded, "rollout.max_running": 512, "rollout.memory_utilization": 0.9}
     found = check_up(full_run({**roomy, "algorithm.prompts_per_step": 300}))

@@ -148,6 +148,21 @@ Files = Callable[[Path], tuple[str, ...]]
         ),
         (ROWS, ("--format", "verl"), "has no seconds of a step as verl writes them"),
         ([{"step": 1, "data": {"timing_s/step": 2.0}}], (), "has no lengths of rollouts"),
+        (
+            [{"step": 1, "data": {"timing_s/step": 2.0}}],
+            (),
+            "no workload can be made of it: response_length/mean is missing",
+        ),
+        (
+            [{"prompt": "1+1=", "response": "2"}],
+            (),
+            "no column says how many tokens a rollout took; it has prompt, response: name one with --field",
+        ),
+        (
+            [{"prompt": "1+1=", "response_length": None}, {"prompt": "2", "response_length": 3}],
+            (),
+            "row 1: response_length must be a whole number of tokens, and is missing",
+        ),
     ],
 )
 def test_what_cannot_be_imported_is_said_in_one_line_and_nothing_is_written(
@@ -157,6 +172,12 @@ def test_what_cannot_be_imported_is_said_in_one_line_and_nothing_is_written(
     done = streamrl("import", path, "-o", tmp_path / "out", *arguments)
     assert done.returncode == 2 and said in done.stderr, done.stderr
     assert done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_steps_without_lengths_name_the_column_that_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "steps.csv").write_text("step,step_time\n1,2.5\n")
+    done = streamrl("import", tmp_path / "steps.csv", "-o", tmp_path / "out")
+    assert done.returncode == 2 and "the column output_tokens is missing" in done.stderr
 
 
 def test_a_column_of_another_name_is_read_where_it_is_said(tmp_path: Path) -> None:

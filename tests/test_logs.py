@@ -24,6 +24,8 @@ from streamrl.record.trace import read_trace
 from tests.made_logs import MADE, VERL_LINE
 from tests.runs import small_run
 
+NEMO_STEP = "========================= Step 1/10 =========================\n"
+
 
 def read(tmp_path: Path, name: str, text: str, log_format: str | None = None) -> list[MeasuredStep]:
     (tmp_path / name).write_text(text)
@@ -116,6 +118,51 @@ def test_rows_of_json_and_of_a_table_of_wandb_are_read_by_the_same_keys(tmp_path
             "has no seconds of a step as verl writes them: it needs one of timing_s/step",
         ),
         ("no.log", "step:1 - timing_s/step:-3\n", "step 1: step_time cannot be -3 s"),
+        (
+            "no.log",
+            "x\nstep:1 - timing_s/step:-3\n",
+            "no.log:2: step 1: step_time cannot be -3 s (timing_s/step)",
+        ),
+        (
+            "no.log",
+            "step:1 - timing_s/step:fast - timing_s/gen:2.0\n",
+            "no.log:1: timing_s/step must be a finite number, got 'fast'",
+        ),
+        (
+            "no.log",
+            "step:1 - timing_s/step:nan - timing_s/gen:2.0\n",
+            "no.log:1: timing_s/step must be a finite number, got 'nan'",
+        ),
+        (
+            "no.log",
+            f"{NEMO_STEP}  • Total step time: soon\n",
+            "no.log:2: Total step time must be a finite number, got 'soon'",
+        ),
+        (
+            "no.jsonl",
+            '{"step": 1, "data": {}}\n{"step": 2, "data": {"timing_s/step": NaN}}\n',
+            "no.jsonl:2: timing_s/step must be a finite number, got nan",
+        ),
+        (
+            "no.jsonl",
+            '{"step": 1, "data": {"timing_s/step": 2}}\n{"step": 2, "da\n{"step": 3}\n',
+            "no.jsonl:2: no JSON: ",
+        ),
+        (
+            "no.csv",
+            "step,timing_s/step\n1,2.5\n2,n/a\n",
+            "no.csv: row 2: timing_s/step must be a finite number, got 'n/a'",
+        ),
+        (
+            "no.csv",
+            "step,step_time\n4,2\n5,3\n4,2\n",
+            "no.csv: step 4 is told twice: in row 1, then in row 3",
+        ),
+        (
+            "no.log",
+            "step:4 - timing_s/step:2\nstep:4 - timing_s/step:3\n",
+            "no.log:2: step 4 is told twice: timing_s/step is 2 s, then 3 s",
+        ),
     ],
 )
 def test_what_is_no_log_is_said_in_one_line(
@@ -124,6 +171,31 @@ def test_what_is_no_log_is_said_in_one_line(
     with pytest.raises(ValueError, match=r"no.*: ") as error:
         read(tmp_path, name, text)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "part"),
+    [
+        (
+            "cut.jsonl",
+            '{"step": 1, "data": {"timing_s/step": 2.0}}\n',
+            '{"step": 2, "data": {"timing_s/st',
+        ),
+        ("cut.log", "step:1 - timing_s/step:2.0\n", "step:2 - timing_s/step:2.0 - timing_s/gen:-"),
+    ],
+)
+def test_a_last_line_that_was_cut_off_is_left_out_and_said(
+    name: str, whole: str, part: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(whole + part)
+    found = read_measured_file(tmp_path / name)
+    assert found.steps[0].step_time == 2.0
+    assert f"{name}: its last line is cut off, so what that says is left out" in found.notes
+
+
+def test_what_two_handlers_wrote_alike_is_one_step(tmp_path: Path) -> None:
+    line = "step:1 - timing_s/step:2.0\n"
+    assert read(tmp_path, "twice.log", line * 2) == [MeasuredStep(step=1, step_time=2.0)]
 
 
 def test_a_dict_that_is_no_literal_is_named_by_its_line_and_nothing_is_run(tmp_path: Path) -> None:

@@ -19,7 +19,13 @@ from sim.costs.kernels import Kernels
 from sim.costs.sync import SyncSide
 from sim.costs.training.ranks import Ranks
 from sim.costs.wires import Wires
-from sim.planner.layouts import Replicas, fitting_replicas
+from sim.planner.layouts import (
+    DIVISIBILITY,
+    EXPERTS,
+    Replicas,
+    check_attention_ranks,
+    fitting_replicas,
+)
 from streamrl.hardware.memory import kv_capacity, longest_sequence
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.hardware.replica_shards import replica_shards
@@ -247,6 +253,25 @@ def test_attention_ranks_are_planned_where_the_offer_names_them() -> None:
     assert {one.data_parallel for one in found} == {1, 8, 16}
     wide = next(one for one in found if one.data_parallel == 16 and one.tensor_parallel == 4)
     assert wide.expert_parallel == 64 and wide.num_gpus == 64
+
+
+def test_attention_ranks_that_divide_no_experts_are_refused_and_those_that_fit_rarely_counted() -> (
+    None
+):
+    run = plan({"nodes": 16}, name="qwen3-235b-a22b", tensor_parallel=8)
+    told = (
+        r"plan\.rollout_data_parallel must divide the experts of .*, which has 128 experts, got 3"
+    )
+    with pytest.raises(RunError, match=told):
+        check_attention_ranks(small_run_with(run, [1, 3]))
+    with pytest.raises(RunError, match="which has no experts, got 2"):
+        check_attention_ranks(small_run_with(plan(), [2]))
+    check_attention_ranks(small_run_with(run, [1, 8]))
+    cut: Counter[str] = Counter()
+    list(fitting_replicas(small_run_with(run, [64]), "far", 128, [4], cut))
+    assert cut[DIVISIBILITY] == 1
+    list(fitting_replicas(small_run_with(run, [32]), "far", 256, [8], cut))
+    assert cut[EXPERTS] == 1
 
 
 def small_run_with(run: Run, ranks: list[int]) -> Run:

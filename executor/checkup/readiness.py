@@ -23,6 +23,8 @@ LIMITS: tuple[Changes, ...] = (
     },
     {"rollout.admission": "on-demand"},
     {"rollout.migration_transfer": "recompute"},
+    {"policies.concurrency": "fixed"},
+    {"trainer.packing": "padded"},
     {
         "trainer.data_parallel": 1,
         "trainer.tensor_parallel": 1,

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import msgspec
 
-from executor.samples import Manifest
+from executor.samples import CacheState, Manifest
 from streamrl.runfile.sides_config import RolloutBackend
 
 
@@ -127,6 +127,10 @@ class InferenceEngine(Protocol):
     @property
     def has_room(self) -> bool:
         """Whether a sequence submitted now joins the next forward pass; True where `submit` raises."""
+
+    @property
+    def cache(self) -> CacheState | None:
+        """What its KV cache is like now; None where it has none of one size."""
 
     def submit(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 
+import msgspec
+
 from executor.buffer import RolloutBuffer
 from executor.carriers.handles import Handle, WorkerLostError
 from executor.carriers.remote import remote
@@ -51,8 +53,14 @@ def check_completion(request: Request, completion: Completion) -> None:
 class Replica:
     """A `ReplicaWorker` at the other end of a handle, and the buffer that its rollouts go to."""
 
-    def __init__(self, handle: Handle, buffer: RolloutBuffer) -> None:
+    def __init__(
+        self, handle: Handle, buffer: RolloutBuffer, *, tells_pressure: bool = False
+    ) -> None:
+        """Reach a worker; with `tells_pressure` what it reports says how full its KV cache is."""
         self._handle = handle
+        self._tells_pressure = tells_pressure
+        self._num_told = 0
+        """Preemptions that completions have told of."""
         self._worker = remote(ReplicaRole, handle)
         self._buffer = buffer
         self._may_generate = asyncio.Event()
@@ -62,7 +70,9 @@ class Replica:
     async def start(self, command: StartReplica, manifest: Manifest | None) -> ReplicaStarted:
         """Load the model, then the manifest's weights if there are any newer, and begin to serve."""
         checksum = await self._worker.start(manifest, command.version)
-        return ReplicaStarted(command.replica, command.version, checksum)
+        cache = await self._worker.cache() if self._tells_pressure else None
+        tokens = None if cache is None else cache.tokens
+        return ReplicaStarted(command.replica, command.version, checksum, tokens)
 
     async def generate(self, command: Generate) -> Generated:
         """Generate a rollout, and put what was made of it into the buffer; one that an earlier leg has ended is there."""
@@ -74,7 +84,15 @@ class Replica:
             request = self._buffer.request(command)
             completion = await self._worker.generate(request)
             check_completion(request, completion)
-            return self._buffer.end(buffered, completion)
+            return self._with_pressure(self._buffer.end(buffered, completion), completion)
+
+    def _with_pressure(self, event: Generated, completion: Completion) -> Generated:
+        """Say with what ended how full the cache is, and what was put off since that was last told."""
+        cache = completion.cache
+        if not self._tells_pressure or cache is None:
+            return event
+        put_off, self._num_told = cache.num_preempted - self._num_told, cache.num_preempted
+        return msgspec.structs.replace(event, cache_use=cache.use, num_preempted=put_off)
 
     async def abort(self, rollout: int) -> None:
         """End a rollout with what it has made so far; its `generate` returns then."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from executor.prompts import load_tokenizer
@@ -27,7 +28,7 @@ from executor.rollout.inference_engine import (
     ReplicaSettings,
     RunningSequence,
 )
-from executor.samples import Completion, FinishReason, Loaded, Manifest, Request
+from executor.samples import CacheState, Completion, FinishReason, Loaded, Manifest, Request
 from executor.token_files import (
     Head,
     TokenRecord,
@@ -147,7 +148,8 @@ class ReplicaWorker(ReplicaRole):
         # Deferred, so that requests which arrive together are admitted by priority.
         asyncio.get_running_loop().call_soon(self._admit)
         try:
-            return self._completion(attempt, await attempt.ended)
+            done = self._completion(attempt, await attempt.ended)
+            return msgspec.structs.replace(done, cache=self._engine.cache)
         except asyncio.CancelledError:
             await self._withdraw(attempt)
             raise
@@ -183,6 +185,10 @@ class ReplicaWorker(ReplicaRole):
         finally:
             self._num_loads -= 1
             self._admit()
+
+    async def cache(self) -> CacheState | None:
+        """Return what the engine's KV cache is like now."""
+        return self._engine.cache
 
     async def sleep(self) -> None:
         """Give the device's memory back until `wake`; raises `RuntimeError` where something is being generated."""

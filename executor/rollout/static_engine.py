@@ -94,6 +94,11 @@ class StaticEngine:
         is_open = self._batch is None and len(self._rows) < self._settings.max_running
         return is_open or self._end is not None
 
+    @property
+    def cache(self) -> None:
+        """None: it is as large as the batch under way wants it."""
+        return None
+
     def submit(
         self,
         tokens: list[int],

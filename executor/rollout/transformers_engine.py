@@ -32,7 +32,7 @@ from executor.rollout.inference_engine import (
 from executor.rollout.row_attention import BY_ROW, attend_by_row
 from executor.rollout.stopwatch import PassContent, PassLog
 from executor.rollout.torch_model import ATTENTION, end_tokens, load_model, move, read_weights
-from executor.samples import Manifest
+from executor.samples import CacheState, Manifest
 
 PAGE_TOKENS = 256
 """What long pages are a multiple of, as flash attention's kernels ask for; windows have pages of this length."""
@@ -77,6 +77,17 @@ class TransformersEngine:
     def has_room(self) -> bool:
         """Whether one more sequence fits the batch, which changes from pass to pass."""
         return len(self._on_end) < self._settings.max_running
+
+    @property
+    def cache(self) -> CacheState | None:
+        """What is allocated of pages for `max_running` longest rollouts, of which none is ever put off."""
+        batching = None if self._manager is None else self._manager.batch_processor
+        if batching is None:
+            return None
+        settings = self._settings
+        tokens = settings.max_running * settings.max_length
+        use = 1.0 - float(batching.cache.compute_free_capacity())
+        return CacheState(tokens=tokens, use=use, num_preempted=0)
 
     def submit(
         self,

@@ -35,7 +35,8 @@ from executor.rollout.inference_engine import (
 )
 from executor.rollout.torch_model import empty_model, end_tokens, read_pairs
 from executor.rollout.vllm_settings import environment, make_arguments, make_sampling
-from executor.samples import Manifest
+from executor.rollout.vllm_stats import CacheWatch
+from executor.samples import CacheState, Manifest
 
 QUIET_TURNS = 10
 """Turns of the event loop without a token after which none is on its way: it takes a token three, from the socket
@@ -108,6 +109,7 @@ class VllmEngine:
         self._num_loads = 0
         self._is_stopped = False
         self._guard: ChildGuard | None = None
+        self._watch = CacheWatch()
         self._llm: Any = None
         self._model: Any = None
         """The model as Hugging Face has it, without weights."""
@@ -144,6 +146,11 @@ class VllmEngine:
     def has_room(self) -> bool:
         """Whether one more sequence fits the batch."""
         return len(self._runs) < self._settings.max_running or self._is_over
+
+    @property
+    def cache(self) -> CacheState | None:
+        """What vLLM said of it after its last pass."""
+        return None if self._is_over else self._watch.state(self._llm.vllm_config)
 
     def submit(
         self,
@@ -236,7 +243,8 @@ class VllmEngine:
         os.environ.update(environment(self._settings))
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        return AsyncLLM.from_engine_args(make_arguments(self._settings))
+        arguments = make_arguments(self._settings)
+        return AsyncLLM.from_engine_args(arguments, stat_loggers=[self._watch])
 
     async def _warm_up(self) -> None:
         prompt, num_tokens = WARM_UP

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from sim.checkup import link_use, progress
+from sim.checkup import format_pace, link_use, progress
 from sim.checkup.rehearsal import Rehearsal, rehearse, shortened
 from sim.costs.costs import Costs
 from streamrl.doctor.diagnosis import diagnose
@@ -26,7 +26,7 @@ class Checkup(NamedTuple):
 def examine(run: Run) -> list[Finding]:
     """Return what a rehearsal shows, with fixes that were rehearsed too."""
     findings, metrics = check_up(run)
-    fixes = {**progress.fixes(metrics), **link_use.FIXES}
+    fixes = {**progress.fixes(metrics), **link_use.FIXES, **format_pace.FIXES}
     return [
         finding if finding.level == "ok" else treat(run, finding, fixes[finding.name], _all)
         for finding in findings
@@ -40,6 +40,7 @@ def check_up(run: Run) -> Checkup:
     found = list(progress.find(run, rehearsal, metrics))
     if not any(map(is_error, found)):
         found += _find_link_use(run, None if rehearsal.is_stand_in else metrics)
+        found += _find_slow_format(run)
     return Checkup(found, metrics)
 
 
@@ -51,6 +52,13 @@ def _all(run: Run) -> Iterator[Finding]:
 def _find_link_use(run: Run, metrics: Metrics | None) -> list[Finding]:
     try:
         return list(link_use.find(run, Costs.load(shortened(run)), metrics))
+    except ValueError:
+        return []  # what does not fit is a finding of memory
+
+
+def _find_slow_format(run: Run) -> list[Finding]:
+    try:
+        return list(format_pace.find(run))
     except ValueError:
         return []  # what does not fit is a finding of memory
 

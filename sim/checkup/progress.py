@@ -24,6 +24,7 @@ POLICIES = (
     *("consumption", "weight_sync", "streaming", "max_staleness", "waits_for_whole_batches"),
     *("dispatch", "migration", "resize", "tail_batching", "learns_from_siblings"),
     *("over_staleness", "oversampling", "left_over", "sync_every"),
+    "concurrency",
 )
 """Policies that are tried at their system's own, one by one, where a run is stuck."""
 MUCH_UNDERFILLED = 0.5  # share of decode seconds from which it is worth a word
@@ -129,7 +130,8 @@ def _unstuck(run: Run) -> Iterator[Changes]:
         yield from ({"failures.per_gpu_day": rate / 4**n} for n in range(1, MOST_TRIALS))
 
 
-def _as_many_as_fit(run: Run) -> Iterator[Changes]:
+def _less_crowded(run: Run) -> Iterator[Changes]:
+    yield {"policies.concurrency": "kv-pressure"}
     batch = replica_batch(run)
     assert batch is not None, "it was simulated"
     for share in LESS:
@@ -151,7 +153,9 @@ def _enough_restarts(step_time: float) -> Fix:
 def fixes(metrics: Metrics | None) -> dict[str, Fix]:
     """Return what may mend each kind of finding."""
     return {
-        "preempted": Fix(_as_many_as_fit, "lower rollout.max_running or rollout.max_tokens"),
+        "preempted": Fix(
+            _less_crowded, "let policies.concurrency follow it, or lower rollout.max_running"
+        ),
         "no-progress": Fix(_unstuck, "go back to the policies of a system as it is"),
         "stops-early": Fix(_more_restarts, "see why replicas are lost: more restarts do not help"),
         "restarts": _enough_restarts(0.0 if metrics is None else metrics.step_time),

@@ -21,7 +21,7 @@ def stated_overhead(run: Run) -> float | None:
     """Return the seconds of a step beside its stages: the run file's, else the calibration's; None where neither says."""
     if run.framework.step_time is not None:
         return run.framework.step_time
-    calibration = load_calibration(run.costs)
+    calibration = load_calibration(run)
     if calibration is None or calibration.overhead is None:
         return None
     return calibration.overhead.seconds
@@ -29,7 +29,7 @@ def stated_overhead(run: Run) -> float | None:
 
 def calibrated_sources(run: Run) -> dict[str, str]:
     """Return by operation what the calibration says of its seconds; those that it says nothing of are left out."""
-    calibration = load_calibration(run.costs)
+    calibration = load_calibration(run)
     if calibration is None:
         return {}
     path, pools = str(run.costs.calibration), run.cluster.pools
@@ -44,5 +44,5 @@ def calibrated_sources(run: Run) -> dict[str, str]:
 
 
 def _factor(run: Run, stage: StageName, pool: str) -> float:
-    calibration = load_calibration(run.costs)
+    calibration = load_calibration(run)
     return 1.0 if calibration is None else calibration.factor(stage, run.cluster.pools[pool].gpu)

@@ -122,7 +122,7 @@ class SyncCosts:
 
     def calibrated(self, run: Run) -> SyncCosts:
         """Return what it takes by the calibration that a run names, where that knows the GPUs of its replicas."""
-        calibration, gpu = load_calibration(run.costs), run.cluster.pools[run.rollout.pool].gpu
+        calibration, gpu = load_calibration(run), run.cluster.pools[run.rollout.pool].gpu
         if calibration is None or calibration.sync is None:
             return self
         factor = calibration.factor("sync", gpu)

@@ -25,6 +25,7 @@ from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.hardware.split import slices_experts, splits_context
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.errors import RunError
 from streamrl.runfile.frameworks import has_layout
 from streamrl.runfile.pools import powers_of_two
 from streamrl.runfile.sides_config import Logits, Recompute, ReplicasConfig, SpeculativeConfig
@@ -37,6 +38,7 @@ TIGHT = (
 DIVISIBILITY = "degrees do not divide the GPUs"
 HEADS = "tensor parallelism does not divide the attention heads"
 SLICES = "trainer: expert_tensor_parallel does not divide the channels of an expert"
+EXPERTS = "rollout: attention ranks do not divide the experts"
 LAYERS = "trainer: more pipeline stages than layers, or experts than there are"
 RANKS = "trainer: more data-parallel ranks than rollouts in a step"
 OF_FRAMEWORK = "trainer: framework {} splits none so"
@@ -179,7 +181,7 @@ def fitting_replicas(
         if not load_model(run.model).splits_over(degree):
             cut[HEADS] += 1
             continue
-        ways = _replicas_of(run, pool, num_gpus, degree)
+        ways = _replicas_of(run, pool, num_gpus, degree, cut)
         for found in _drafting(run, ways):
             if holds_rollouts(found.apply(run)):
                 has_any = True
@@ -196,7 +198,25 @@ def _drafting(run: Run, ways: Iterable[Replicas]) -> Iterator[Replicas]:
     yield from (each._replace(drafted=tokens) for each in ways for tokens in drafts)
 
 
-def _replicas_of(run: Run, pool: str, num_gpus: int, degree: int) -> Iterator[Replicas]:
+def check_attention_ranks(run: Run) -> None:
+    """Raise `RunError` where a plan names attention ranks of a replica that divide no experts, whatever its tensor degree."""
+    key, experts = "plan.rollout_data_parallel", load_model(run.model).experts
+    num_experts = 0 if experts is None else experts.num_experts
+    for ranks in run.plan.rollout_data_parallel or []:
+        degrees = run.plan.rollout_tensor_parallel or [1]
+        if ranks == 1 or any(num_experts and num_experts % (d * ranks) == 0 for d in degrees):
+            continue
+        has = f"{num_experts} experts" if num_experts else "no experts"
+        beside = f", with tensor degrees of {degrees}" if run.plan.rollout_tensor_parallel else ""
+        text = f"{key} must divide the experts of {load_model(run.model).name}, which has {has}, got {ranks}{beside}"
+        raise RunError(
+            key, run.plan.rollout_data_parallel, list, text, ("plan.rollout_tensor_parallel",)
+        )
+
+
+def _replicas_of(
+    run: Run, pool: str, num_gpus: int, degree: int, cut: Counter[str]
+) -> Iterator[Replicas]:
     """Yield replicas of a tensor degree, with the stages and the attention ranks that a plan may have."""
     most, plan, rollout = run.rollout.max_running, run.plan, run.rollout
     experts = degree if rollout.expert_parallel > 1 else 1
@@ -207,11 +227,16 @@ def _replicas_of(run: Run, pool: str, num_gpus: int, degree: int) -> Iterator[Re
             yield one._replace(pipeline_parallel=each)
     model = load_model(run.model)
     for ranks in plan.rollout_data_parallel or [rollout.data_parallel]:
-        if ranks == 1 or num_gpus % (degree * ranks) or model.experts is None:
+        if ranks == 1 or model.experts is None:
             continue
-        if model.experts.num_experts % (degree * ranks) == 0:
-            replicas, shared = num_gpus // degree // ranks, degree * ranks
-            yield Replicas(pool, replicas, degree, shared, most, data_parallel=ranks)
+        if num_gpus % (degree * ranks):
+            cut[DIVISIBILITY] += 1
+            continue
+        if model.experts.num_experts % (degree * ranks):
+            cut[EXPERTS] += 1
+            continue
+        replicas, shared = num_gpus // degree // ranks, degree * ranks
+        yield Replicas(pool, replicas, degree, shared, most, data_parallel=ranks)
 
 
 def _piped(run: Run, pool: str, num_gpus: int, degree: int) -> Iterator[Replicas]:

@@ -49,7 +49,9 @@ def _together(first: Replicas, second: Replicas) -> Replicas:
 def can_mix(run: Run) -> bool:
     """Whether an offer leaves open what replicas there are, and no policy knows one kind alone."""
     policies, plan = run.policies, run.plan
-    knows_one = policies.migration != "none" or policies.learns_from_siblings
+    knows_one = (
+        policies.migration != "none" or policies.learns_from_siblings or policies.follows_pressure
+    )
     return plan.mixes_replicas and plan.rollout_gpus is None and not knows_one
 
 

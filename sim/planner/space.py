@@ -20,6 +20,7 @@ from sim.planner.layouts import (
     Degrees,
     Replicas,
     TrainerRange,
+    check_attention_ranks,
     fitting_replicas,
     fitting_trainers,
     sizes,
@@ -135,6 +136,7 @@ class Space:
         """
         check_profiles(run)
         check_precision(run)
+        check_attention_ranks(run)
         refuse_profile(run)
         if run.policies.resize != "keep":
             raise ValueError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from streamrl.engine.messages import DrawnGroup
+from streamrl.engine.places import Places
 
 Phase = Literal["waiting", "generating", "finished", "verifying", "ready"]
 """Where a rollout is on its way from prompt to gradient.
@@ -99,6 +100,13 @@ class Replica:
     """Whether what it has, or loads, are weights that its trainer has lost: it may be sent nothing before it loads."""
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     """What was sent there and has not ended, queued or running."""
+    places: Places | None = None
+    """How many of these it may have, where that follows its KV cache."""
+
+    @property
+    def has_place(self) -> bool:
+        """Whether it may be sent one more."""
+        return self.places is None or len(self.rollouts) < self.places.limit
 
     def promises(self, oldest_version: int) -> bool:
         """Whether what is sent there now starts under `oldest_version` or newer."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from streamrl.engine.entities import Replica, Rollout
-from streamrl.engine.messages import Resize, StartReplica, StopReplica
+from streamrl.engine.messages import Generated, ReplicaStarted, Resize, StartReplica, StopReplica
+from streamrl.engine.places import FinalLengths, Places
 
 LOADS_PER_REPLICA = (
     8  # entries that a load heap may hold per replica before outdated ones are swept
@@ -39,6 +40,10 @@ class Fleet:
     """Replicas that were told to end and have not."""
     kinds: list[Kind] = field(default_factory=lambda: [Kind(0)])
     """What replicas there should be; the first kind is the one that `Resize` changes."""
+    final: FinalLengths | None = None
+    """How long rollouts get, where the places of replicas follow their KV caches."""
+    most_places: int = 0
+    """Most rollouts that a replica may have then."""
     num_started: int = 0
     """Replicas ever started; the next one gets this id."""
     num_lost: int = 0
@@ -137,6 +142,8 @@ class Fleet:
         """Enter a replica that is coming up with `version`."""
         share = self.kinds[kind].share
         replica = Replica(replica_id, version, kind, share, load=1 / share, loading=version)
+        if self.final is not None:
+            replica.places = Places(self.most_places)
         self.replicas[replica_id] = replica
         self.num_started = max(self.num_started, replica_id + 1)
 
@@ -164,6 +171,23 @@ class Fleet:
             self.has_come_up = self.num_up == len(self.replicas)
         if version != pushed_version or replica.must_load:
             self.outdated[replica_id] = replica
+
+    def come_up(self, event: ReplicaStarted, pushed_version: int, num_running: int) -> None:
+        """Enter that a replica is there, with a cache of so many tokens; others run so many rollouts."""
+        places = self.replicas[event.replica].places
+        if places is not None and self.final is not None:
+            places.open(event.cache_tokens, self.final.expected(num_running))
+        self.serve(event.replica, event.version, pushed_version)
+
+    def see_pressure(self, rollout: Rollout, event: Generated, num_running: int) -> None:
+        """Enter how full a replica's cache was when one of its rollouts ended, before that is released."""
+        replica = rollout.replica
+        if replica is None or replica.places is None or self.final is None:
+            return
+        if event.finish != "aborted":
+            self.final.add(rollout.group.prompt_tokens + event.tokens)
+        left, expected = len(replica.rollouts) - 1, self.final.expected(num_running)
+        replica.places.see(event.cache_use, event.num_preempted, left, expected)
 
     def lose(self, replica_id: int) -> None:
         """Forget a replica that is gone; what ran there fails on its own."""
@@ -259,7 +283,8 @@ class Fleet:
             del self._loads[promised]
 
     def _note_load(self, replica: Replica) -> None:
-        replica.load = (len(replica.rollouts) + 1) / replica.share
+        width = replica.share if replica.places is None else replica.places.limit
+        replica.load = (len(replica.rollouts) + 1) / width
         if replica.rollouts or replica.loading is not None or not replica.is_serving:
             self.idle.pop(replica.id, None)
         else:

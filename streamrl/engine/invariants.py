@@ -13,7 +13,8 @@ def check(state: State) -> None:
     2. A rollout is on a replica exactly while it is being generated.
     3. Only rollouts of taken groups are in a trainer's lines or gradient.
     4. No step holds more groups than a batch.
-    5. No replica is newer than the pushed weights, nor those newer than the trainer's, but what it has lost.
+    5. A replica that counts its places has one at least, and no more than a replica may run.
+    6. No replica is newer than the pushed weights, nor those newer than the trainer's, but what it has lost.
     """
     _check_accounts(state)
     _check_replicas(state)
@@ -50,6 +51,10 @@ def _check_replicas(state: State) -> None:
             serving[replica.version] = serving.get(replica.version, 0) + 1
         assert not (replica.must_load and replica.promised is not None), (
             f"replica {replica.id} promises what is lost"
+        )
+        limit = 1 if replica.places is None else replica.places.limit
+        assert 1 <= limit <= max(1, state.fleet.most_places), (
+            f"replica {replica.id}: {limit} places"
         )
         is_idle = replica.is_serving and replica.loading is None and not replica.rollouts
         assert is_idle == (replica.id in state.fleet.idle), f"replica {replica.id}: idle or not?"

@@ -244,6 +244,8 @@ class ReplicaStarted(Message, frozen=True, omit_defaults=True):
     replica: int
     version: int
     checksum: str = ""
+    cache_tokens: int | None = None
+    """Tokens whose keys and values it can hold; None where no policy asks, or its engine does not tell."""
 
 
 class ReplicaStopped(Message, frozen=True):
@@ -325,7 +327,7 @@ class ExpectationsChanged(Message, frozen=True, omit_defaults=True):
     reason: str = ""  # why the ranker is no longer heeded, or is again, or was fitted anew
 
 
-class Generated(Message, frozen=True):
+class Generated(Message, frozen=True, omit_defaults=True):
     """A `Generate` ended: finished, or aborted with what it has made so far."""
 
     rollout: int
@@ -338,6 +340,11 @@ class Generated(Message, frozen=True):
     """Seconds from leaving the replica's queue to the end."""
     prefill_time: float
     """Seconds, at the start of `run_time`, until the rollout's prefix was computed, alone or with others, or sent."""
+    cache_use: float | None = None
+    """Share of its replica's KV cache that is in use then, this rollout's part counted or not; None where no policy asks,
+    or the engine does not tell."""
+    num_preempted: int = 0
+    """Rollouts that the replica has put off for want of cache since it last told this."""
 
 
 class Verified(Message, frozen=True):

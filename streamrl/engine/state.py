@@ -171,8 +171,10 @@ class State:
                 self.pushing, self.pushed_version = None, version
                 self.setbacks.num_failed_pushes = 0
                 self.fleet.find_outdated(version)
-            case WeightsLoaded(replica_id, version) | ReplicaStarted(replica_id, version):
+            case WeightsLoaded(replica_id, version):
                 self.fleet.serve(replica_id, version, self.pushed_version)
+            case ReplicaStarted():
+                self.fleet.come_up(event, self.pushed_version, self.num_generating)
             case TrainerStarted(trainer, version):
                 self.trainers[trainer].come_up(version)
                 self._look_at_trainers()
@@ -264,8 +266,9 @@ class State:
 
     def _end_generate(self, event: Generated) -> None:
         rollout = self.rollouts[event.rollout]
-        self.fleet.release(rollout)
         self.num_generating -= 1
+        self.fleet.see_pressure(rollout, event, self.num_generating)
+        self.fleet.release(rollout)
         self.leader.pace.end_generation(rollout.group.step, self.now)
         rollout.tokens = event.tokens
         if rollout.born is None and event.tokens:

@@ -10,7 +10,7 @@ from typing import assert_never
 
 from streamrl.engine.batch import Batch
 from streamrl.engine.engine import Engine, Policy
-from streamrl.engine.fleet import Fleet, Kind
+from streamrl.engine.first_fleet import make_fleet
 from streamrl.engine.latency import Latency
 from streamrl.engine.lines import WaitingRollouts
 from streamrl.engine.messages import TrainerJoined
@@ -154,7 +154,7 @@ def _choose_dispatch(run: Run) -> Dispatch:
     order = _order(system.order)
     together = policies.group_placement == "together"
     match system.dispatch:
-        case "least-loaded" if policies.learns_from_siblings:
+        case "least-loaded" if policies.learns_from_siblings or policies.follows_pressure:
             return JustInTime(order, run.rollout.max_running)
         case "least-loaded":
             return LeastLoaded(order, together)
@@ -307,26 +307,13 @@ def build_state(run: Run, *, is_endless: bool = False) -> State:
         num_steps=ENDLESS if is_endless else run.algorithm.steps,
         trainers=trainers,
         leader=trainers[LEADER],
-        fleet=Fleet(kinds=list(_kinds(run))),
+        fleet=make_fleet(run),
         recent=RecentLengths(enough=run.algorithm.rollouts_per_step),
         waiting=WaitingRollouts(run.policies.learns_from_siblings),
         setbacks=Setbacks(deque(maxlen=run.policies.max_failures_per_minute)),
         make_side=partial(_side_that_joins, run),
         sync_every=run.policies.sync_every,
     )
-
-
-def _kinds(run: Run) -> Iterator[Kind]:
-    """Yield what replicas there should be.
-
-    Raises:
-        ValueError: nobody has filled in what share of rollouts those of another kind get.
-    """
-    yield Kind(run.rollout.replicas)
-    for other in run.rollout.others:
-        if other.share is None:
-            raise ValueError("rollout.others: share is missing, by which each kind gets rollouts")
-        yield Kind(other.replicas, other.share)
 
 
 def _side_that_joins(run: Run, sides: Sequence[TrainerSide], event: TrainerJoined) -> TrainerSide:

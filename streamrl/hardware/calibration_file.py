@@ -16,8 +16,8 @@ import msgspec
 import tomli_w
 
 from streamrl.hardware.profile_table import ProfileTable
-from streamrl.hardware.profiles import read_profile
-from streamrl.runfile.config import CostsConfig
+from streamrl.hardware.profiles import load_model, read_profile
+from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 
 StageName = Literal["generation", "score", "train", "sync"]
@@ -111,23 +111,34 @@ class Calibration(ProfileTable, frozen=True, kw_only=True):
         return f"{path}: {name} at {found.factor:.3g}{within} of the profiles' speed, from {self.source}"
 
 
-def load_calibration(costs: CostsConfig) -> Calibration | None:
+def load_calibration(run: Run) -> Calibration | None:
     """Read the calibration that a run file names; None where it names none.
 
     Raises:
-        RunError: the file is none.
+        RunError: the file is none, or was made for another model.
     """
-    if costs.calibration is None:
+    named = run.costs.calibration
+    if named is None:
         return None
-    path = Path(costs.calibration)
+    path = Path(named)
     try:
         stat = path.stat()
-        return _read(path, stat.st_mtime_ns, stat.st_size)
+        found = _read(path, stat.st_mtime_ns, stat.st_size)
     except OSError as error:
-        text = f"{SECTION}: {path}: {error.strerror}"
+        raise RunError(SECTION, named, None, f"{SECTION}: {path}: {error.strerror}") from None
     except ValueError as error:
-        text = f"{SECTION}: {error}"
-    raise RunError(SECTION, costs.calibration, None, text)
+        raise RunError(SECTION, named, None, f"{SECTION}: {error}") from None
+    _check_model(found, run, path)
+    return found
+
+
+def _check_model(found: Calibration, run: Run, path: Path) -> None:
+    """Refuse factors of another model: kernels that are slow with its shapes say little of these."""
+    name, key = load_model(run.model).name, "model.path" if run.model.name is None else "model.name"
+    names = {each.lower() for each in (name, run.model.name) if each is not None}
+    if found.model.lower() not in names:
+        text = f"{SECTION}: {path} was made for model {found.model!r}, but {key} is of {name!r}: calibrate on what you run"
+        raise RunError(SECTION, str(path), None, text, (key,))
 
 
 def write_calibration(calibration: Calibration) -> str:

@@ -15,6 +15,8 @@ MODEL_TYPES = tuple(SHAPE_KEYS)
 
 WINDOWED = ("mistral", "mixtral", "gpt_oss", "gemma3_text")
 """Types that have a window where they name one."""
+DRAFTING = ("deepseek_v3", "qwen3_next")
+"""Types that may come with layers for multi-token prediction."""
 WINDOW = 4096
 """Of a sliding window whose size is not named."""
 
@@ -89,7 +91,16 @@ def _read_shape(table: dict[str, object], path: Path) -> ModelShape:
         linear=read_linear(table) if kind == "qwen3_next" else None,
         sliding_window=_sliding_window(table),
         num_window_layers=num_window_layers(table) if has_window else None,
+        num_draft_layers=_num_draft_layers(table),
     )
+
+
+def _num_draft_layers(table: dict[str, object]) -> int:
+    """Qwen3-Next comes with one and does not say so (vLLM's qwen3_next_mtp.py reads 1 where the key is absent)."""
+    key, kind = "num_nextn_predict_layers", table["model_type"]
+    if kind not in DRAFTING or (key not in table and kind == "deepseek_v3"):
+        return 0
+    return _count({key: table.get(key, 1)}, key, least=0)
 
 
 def _sliding_window(table: dict[str, object]) -> int | None:

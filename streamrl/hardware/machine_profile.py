@@ -214,10 +214,14 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     """None where an earlier version measured."""
 
 
+NO_PASSES = ("name", "source", "num_draft_layers")
+"""What of a shape changes no pass that was measured."""
+
+
 def shape_digest(shape: ModelShape) -> str:
     """Tell shapes apart by what they compute, not by what they are called."""
     facts = msgspec.to_builtins(shape)
-    numbers = {key: value for key, value in facts.items() if key not in ("name", "source")}
+    numbers = {key: value for key, value in facts.items() if key not in NO_PASSES}
     encoded = msgspec.json.encode(numbers, order="deterministic")
     return hashlib.sha256(encoded).hexdigest()[:DIGEST_LENGTH]
 

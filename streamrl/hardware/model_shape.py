@@ -99,9 +99,11 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
     has_output_gate: bool = False
     """Whether a gate as wide as the queries is made beside them (Qwen3-Next)."""
     norms_per_layer: int = 2
+    num_draft_layers: int = 0
+    """Layers beside `num_layers` that draft tokens (multi-token prediction); 0 where the model comes with none."""
 
     def __post_init__(self) -> None:
-        check_positive(self, ("num_window_layers",))
+        check_positive(self, ("num_window_layers", "num_draft_layers"))
         if self.num_full_layers < 0:
             raise ValueError(
                 f"num_window_layers and linear.num_layers must be at most num_layers {self.num_layers} together, "

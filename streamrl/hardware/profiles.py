@@ -167,12 +167,26 @@ def check_profiles(run: Run) -> None:
     check_engine(run.costs.engine)
     if run.model.name is not None:
         _check_name("model.name", "models", run.model.name, ".toml")
-    speculative = run.rollout.speculative
-    if speculative is not None and speculative.model is not None:
-        _check_name("rollout.speculative.model", "models", speculative.model, ".toml")
+    _check_draft(run)
     lengths = run.workload.lengths
     if lengths is not None and lengths.kind != "trace" and not lengths.names_a_file:
         _check_name("workload.lengths.source", "lengths", lengths.source, ".csv")
+
+
+def _check_draft(run: Run) -> None:
+    """Refuse to draft with a model that is unknown, or with layers that the model does not come with."""
+    speculative, key = run.rollout.speculative, "rollout.speculative.model"
+    if speculative is None:
+        return
+    if speculative.model is not None:
+        _check_name(key, "models", speculative.model, ".toml")
+    elif not (shape := load_model(run.model)).num_draft_layers:
+        text = (
+            f"{key} is missing: {shape.name} comes with no layer for multi-token prediction (num_draft_layers = 0 in "
+            f"{Path(shape.source).name if run.model.path else f'profiles/models/{run.model.name}.toml'}), so a smaller model "
+            "has to draft"
+        )
+        raise RunError(key, None, None, text, ("rollout.speculative",))
 
 
 def known_engines() -> list[str]:

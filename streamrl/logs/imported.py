@@ -11,6 +11,7 @@ import numpy as np
 import tomli_w
 
 from streamrl.hardware.profiles import find_profile
+from streamrl.logs.log_format import known_formats, load_format
 from streamrl.logs.measured_steps import MeasuredSteps
 from streamrl.logs.rollout_set import RecordedRollouts
 from streamrl.runfile.workload_config import LengthsConfig, LengthsKind
@@ -98,7 +99,8 @@ def replay_steps(measured: MeasuredSteps, shape: str = SHAPE) -> Fragment:
     outputs = measured.values("output_tokens")
     if not outputs:
         raise ValueError(
-            f"{measured.source}: has no lengths of rollouts, so no workload can be made of it"
+            f"{measured.source}: has no lengths of rollouts, so no workload can be made of it: {_missing(measured)} is "
+            "missing"
         )
     mean, longest = fmean(outputs), max(measured.values("longest_output"), default=None)
     kind = _kind_of(shape)
@@ -123,6 +125,15 @@ def replay_steps(measured: MeasuredSteps, shape: str = SHAPE) -> Fragment:
         "scale": float(f"{scale:.5g}"),
     }
     return Fragment(_written(notes, {"lengths": table}), facts)
+
+
+def _missing(measured: MeasuredSteps) -> str:
+    """Return the key, or the column of our own CSV, that would say how long rollouts were."""
+    for log in map(load_format, known_formats()):
+        if log.name == measured.framework:
+            keys = log.keys(is_asynchronous=bool(measured.is_asynchronous))["output_tokens"]
+            return " or ".join(map(str, keys))
+    return "the column output_tokens"
 
 
 def _written(notes: list[str], workload: dict[str, object]) -> str:

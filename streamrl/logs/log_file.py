@@ -56,11 +56,13 @@ def _find_format(path: Path) -> LogFormat:
     for name in known_formats():
         log = load_format(name)
         try:
-            records = read_records(path, log)
+            found = read_records(path, log)
         except ValueError as error:
             damaged.append(str(error))
             continue  # or not its lines
-        scores[name] = len({c for known in (False, True) for c in _columns(records, log, known)})
+        damaged += found.damage[:1]
+        both = (_columns(found.steps, log, known) for known in (False, True))
+        scores[name] = len(set().union(*both))
     most = max(scores.values(), default=0)
     best = [name for name, score in scores.items() if score == most]
     if not most and damaged:
@@ -84,7 +86,10 @@ def _columns(records: Records, log: LogFormat, is_asynchronous: bool) -> set[str
 
 
 def _read(path: Path, log: LogFormat, is_asynchronous: bool | None) -> MeasuredSteps:
-    records = read_records(path, log)
+    found = read_records(path, log)
+    if found.damage:
+        raise ValueError(found.damage[0])
+    records = found.steps
     is_marked = any(
         key.startswith(mark)
         for figures in records.values()
@@ -97,7 +102,7 @@ def _read(path: Path, log: LogFormat, is_asynchronous: bool | None) -> MeasuredS
         MeasuredStep(step=step, **_picked(keys, figures))
         for step, figures in sorted(records.items())
     ]
-    notes = []
+    notes = found.notes
     if known is None and log.asynchronous:
         notes.append(
             f"{path.name}: nothing in it is of an asynchronous mode alone, so it is read as of one that takes turns"

@@ -71,6 +71,17 @@ class LogFormat(ProfileTable, frozen=True, kw_only=True):
                     raise ValueError(f"{column!r} is no column; there is {', '.join(COLUMNS)}")
 
     @property
+    def column_of(self) -> dict[str, str]:
+        """Return the column that each known key is read for, whichever mode writes it."""
+        found: dict[str, str] = {}
+        for table in (self.columns, self.synchronous, self.asynchronous):
+            for column, aliases in table.items():
+                for alias in aliases:
+                    names = [alias] if isinstance(alias, str) else alias
+                    found.update(dict.fromkeys(names, column))
+        return found
+
+    @property
     def told(self) -> str:
         """Say whose logs these are, for a source."""
         return f"log of {self.name}, keys of {self.source.split(':')[0]} @ {self.commit[:9]}"

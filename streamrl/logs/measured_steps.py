@@ -106,7 +106,19 @@ def parse_steps(name: str, rows: Iterable[Mapping[str, str | None]]) -> list[Mea
             )
     if not set(header) & set(SECONDS):
         raise ValueError(f"{name}: has no column of seconds; there is {', '.join(SECONDS)}")
-    return [_parse(name, number, row) for number, row in enumerate(rows, start=1)]
+    steps = [_parse(name, number, row) for number, row in enumerate(rows, start=1)]
+    _refuse_twice(name, steps)
+    return steps
+
+
+def _refuse_twice(name: str, steps: Iterable[MeasuredStep]) -> None:
+    """Raise `ValueError` where two rows are of one step, which would weigh twice."""
+    rows: dict[int, int] = {}
+    for row, step in enumerate(steps, start=1):
+        if step.step in rows:
+            text = f"step {step.step} is told twice: in row {rows[step.step]}, then in row {row}"
+            raise ValueError(f"{name}: {text}")
+        rows[step.step] = row
 
 
 def write_steps(steps: Iterable[MeasuredStep], source: str) -> str:

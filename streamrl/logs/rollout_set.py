@@ -105,7 +105,8 @@ def looks_like_rollouts(path: str) -> bool:
     except ValueError:
         return False
     known = load_columns()
-    return bool(rows) and _find(rows[0], (*known.output_tokens, *known.turns)) is not None
+    names = (*known.output_tokens, *known.turns, *TEXTS)
+    return bool(rows) and any(_has(rows[0], name) for name in names)
 
 
 def write_prompts(found: RecordedRollouts) -> str:
@@ -131,7 +132,7 @@ def write_lengths(found: RecordedRollouts, source: str) -> str:
 def _gather(path: str, rows: Sequence[Row], fields: dict[str, str]) -> RecordedRollouts:
     known = load_columns()
     for name, column in fields.items():
-        if _value(rows[0], column) is None:
+        if not _has(rows[0], column):
             have = ", ".join(rows[0])
             raise ValueError(f"--field {name}={column}: {path} has no such column; it has {have}")
     output, turns, prompt, tokens = (
@@ -144,9 +145,11 @@ def _gather(path: str, rows: Sequence[Row], fields: dict[str, str]) -> RecordedR
         )
     )
     if output is None and turns is None:
+        output = next((name for name in known.output_tokens if name in rows[0]), None)
+    if output is None and turns is None:
         raise ValueError(
             f"{path}: no column says how many tokens a rollout took; it has {', '.join(rows[0])}: name one with "
-            "--field output_tokens=COLUMN"
+            f"--field output_tokens=COLUMN, or call it {', '.join(known.output_tokens[:4])} or the like"
         )
     groups: dict[str, list[int]] = {}
     of_prompts: dict[str, int] = {}
@@ -188,6 +191,8 @@ def _lengths(where: str, row: Row, output: str | None, turns: str | None) -> lis
 
 
 def _count(where: str, column: str, value: object) -> int:
+    if value is None or value == "":
+        raise ValueError(f"{where}: {column} must be a whole number of tokens, and is missing")
     number = read_number(value)
     if number is None or not 0 <= number < 1e9 or number != int(number):
         raise ValueError(f"{where}: {column} must be a whole number of tokens, got {value!r}")
@@ -196,6 +201,11 @@ def _count(where: str, column: str, value: object) -> int:
 
 def _find(row: Row, names: Iterable[str]) -> str | None:
     return next((name for name in names if _value(row, name) is not None), None)
+
+
+def _has(row: Row, column: str) -> bool:
+    """Whether a row has a column, be it empty."""
+    return column in row or _value(row, column) is not None
 
 
 def _value(row: Row, column: str) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, assert_never
 
 from streamrl.runfile.section import Section
 from streamrl.runfile.units import SECONDS_PER_DAY, Duration
@@ -24,6 +24,7 @@ MigrationName = Literal["none", "consolidate", "overrun"]
 ResizeName = Literal["keep", "adjust"]
 OverStalenessName = Literal["wait", "drop"]
 LeftOverName = Literal["drop", "keep"]
+ConcurrencyName = Literal["fixed", "kv-pressure"]
 SyncMode = Literal["full", "lora", "delta"]
 
 
@@ -70,6 +71,10 @@ class PoliciesConfig(Section, frozen=True, kw_only=True):
     learns_from_siblings: bool = False
     """Whether a rollout that waits is expected to be as long as its siblings were that finished; then replicas
     get no more than they run, and one rollout of each group goes first. Pays where `max_running` is small."""
+    concurrency: ConcurrencyName = "fixed"
+    """kv-pressure: a replica is sent no more at a time than its KV cache holds by the lengths seen lately, more while it
+    hardly preempts and less while it often does, `rollout.max_running` at most (as prime-rl's
+    `orchestrator.concurrency`); the others wait in the engine."""
     migration: MigrationName = "none"
     """consolidate: near the end of a step, rollouts that share a batch move to replicas that stand idle; overrun:
     with skewness-aware dispatch, one that outgrows what the others were expected to take moves to the tail's replicas."""
@@ -104,3 +109,14 @@ class PoliciesConfig(Section, frozen=True, kw_only=True):
     max_step_time: Duration = Duration(7 * SECONDS_PER_DAY)
     """Longest time without a step, after which the run stops at whatever happens next. A week is longer than any step
     that somebody waits for, or simulates to learn that nobody would: set it by what your steps take."""
+
+    @property
+    def follows_pressure(self) -> bool:
+        """Whether the places of a replica follow the pressure on its KV cache, which its world then tells."""
+        match self.concurrency:
+            case "fixed":
+                return False
+            case "kv-pressure":
+                return True
+            case _:
+                assert_never(self.concurrency)

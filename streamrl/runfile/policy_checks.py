@@ -130,8 +130,31 @@ def _check_oversampling(run: Run) -> None:
         raise RunError(key, policies.oversampling, OneOf([1.0]), told, ("policies.consumption",))
 
 
+def _check_concurrency(run: Run) -> None:
+    """Refuse to count places where rollouts are sent without asking for one."""
+    policies, others = run.policies, ("policies.concurrency",)
+    if policies.concurrency == "fixed":
+        return
+    for key, value, only in (
+        ("policies.dispatch", policies.dispatch or "least-loaded", "least-loaded"),
+        ("policies.group_placement", policies.group_placement, "split"),
+    ):
+        if value != only:
+            text = f"{key} must be {only!r} where policies.concurrency is {policies.concurrency!r}, got {value!r}"
+            raise RunError(key, value, OneOf([only]), text, others)
+    if policies.weight_sync == "between-batches":
+        raise RunError(
+            "policies.weight_sync",
+            policies.weight_sync,
+            None,
+            f"policies.weight_sync 'between-batches' deals whole batches at once, which leaves no place to count: "
+            f"choose another, or policies.concurrency = 'fixed', got {policies.concurrency!r}",
+            others,
+        )
+
+
 POLICY_CHECKS = (
     *(_check_tail_batching, _check_learning, _check_overrun),
-    *(_check_fraction, _check_over_staleness, _check_oversampling),
+    *(_check_fraction, _check_over_staleness, _check_oversampling, _check_concurrency),
 )
 """Each raises `RunError` where a policy lacks what it works with."""

@@ -149,6 +149,7 @@ def _check_kinds(run: Run) -> None:
         ("policies.migration", policies.migration, "consolidate"),
         ("policies.migration", policies.migration, "overrun"),
         ("policies.learns_from_siblings", policies.learns_from_siblings, True),
+        ("policies.concurrency", policies.concurrency, "kv-pressure"),
     ):
         if value == only:
             text = f"{key} {value!r} knows one kind of replica, and rollout.others names {len(others)} more"

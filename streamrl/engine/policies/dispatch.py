@@ -62,7 +62,8 @@ class LeastLoaded(Dispatch):
 class JustInTime(LeastLoaded):
     """Send a rollout only once a replica has room to run it: until then its place in line may change.
 
-    A replica gets `AHEAD` more than it runs, so that a place that becomes free is taken at once.
+    A replica gets `AHEAD` more than it runs, so that a place that becomes free is taken at once; or no more than its
+    KV cache has places for, where these are counted (`streamrl.engine.places`).
     """
 
     def __init__(self, order: Order, max_running: int) -> None:
@@ -72,7 +73,9 @@ class JustInTime(LeastLoaded):
     def choose(self, state: State, rollout: Rollout) -> Replica | None:
         """Return the least loaded replica that is fresh enough, if it has room."""
         replica = super().choose(state, rollout)
-        return None if replica is None or len(replica.rollouts) >= self.most else replica
+        if replica is None or len(replica.rollouts) >= self.most or not replica.has_place:
+            return None
+        return replica
 
 
 class RoundRobin(Dispatch):

@@ -240,7 +240,7 @@ def _policies(run: Run) -> Iterator[PlannedValue]:
     yield PlannedValue("consumption", "policies.consumption", system.consumption, ("strict-fifo",))
     for name, plain in (
         *(("tail_batching", "none"), ("migration", "none"), ("group_placement", "split")),
-        *(("learns_from_siblings", False), ("resize", "keep")),
+        *(("learns_from_siblings", False), ("resize", "keep"), ("concurrency", "fixed")),
     ):
         yield PlannedValue(name, f"policies.{name}", getattr(policies, name), (plain,))
 
