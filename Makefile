@@ -17,6 +17,7 @@
 # make bench-costs    how far costs can be trusted: tables, decode curve, training, weight sync
 # make bench-fidelity how the paper's figures take to other readings, dispatch and adjustment; ten minutes
 # make bench-handover what a rollout costs the controller, of a thousand tokens and of twenty thousand
+# make bench-learners PPO, DAPO and a reward model executed and predicted from a profile of this machine; a quarter of an hour on a quiet machine
 # make bench-profile  how well a profile of this machine predicts runs on it; quarter of an hour
 # make bench-reality  how near simulations come to executed runs, 12 run files, and what asynchrony gains; an hour on a quiet machine
 # make bench-ranker   what a ranker that learns is worth here, executed and simulated; quarter of an hour on a quiet machine
@@ -39,7 +40,7 @@ DEMO := build/demo
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test test-oldest test-vllm test-deepspeed test-ray test-trl lock fuzz mutants faults lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-handover bench-offers bench-profile bench-plan bench-ranker bench-reality bench-trl bench-workers soak clean
+.PHONY: demo test test-oldest test-vllm test-deepspeed test-ray test-trl lock fuzz mutants faults lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -136,6 +137,9 @@ bench-fidelity: $(READY)
 
 bench-handover: $(READY)
 	$(BIN)/python -m benchmarks.bench_handover
+
+bench-learners: $(READY)
+	$(BIN)/python -m benchmarks.bench_learners
 
 bench-profile: $(READY)
 	$(BIN)/python benchmarks/bench_profile.py

@@ -25,9 +25,12 @@ from streamrl.engine.messages import (
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.entries import Entry
 from streamrl.record.trace import Trace
-from streamrl.runfile.faults_config import FaultKind
+from streamrl.runfile.faults_config import OF_REWARD_MODEL, FaultKind
 
-KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+KINDS: tuple[FaultKind, ...] = tuple(
+    kind for kind in get_args(FaultKind) if kind not in OF_REWARD_MODEL
+)
+"""What strikes a run without a reward model, as those here are; tests strike one that has one."""
 SIMULATED = ("stream-sync", "one-step-async", "stream-async", "fully-async", "colocated")
 
 

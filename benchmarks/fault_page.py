@@ -24,6 +24,9 @@ FAULTS: dict[FaultKind, str] = {
     "link-drops": "A push is lost. It is made again, up to `policies.max_attempts` times in a row, with the newest weights.",
     "verifier-stalls": "The scoring processes are stopped for a while. Rewards wait; were it for longer than the limit "
     "of a command, the verifier would be killed and asked again.",
+    "reward-model-dies": "A replica of the reward model is killed. What it was scoring fails and is scored again, by another "
+    "replica or by the one that is started in its place (not among the runs below, which have no reward model).",
+    "reward-model-hangs": "The same of one that is stopped (SIGSTOP), once it has been silent for `execute.patience`.",
     "disk-full": "A checkpoint is written to a disk without room. It is tried again, up to `policies.max_attempts` times "
     "in a row, and the one before stays as it was.",
     "driver-dies": "The process that decides is killed (SIGKILL), which no simulation has. Its workers end, and "

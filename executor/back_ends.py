@@ -74,8 +74,14 @@ def _limits(run: Run) -> Iterator[Limit]:
     yield Limit(
         "verifier.pool",
         run.verifier.pool,
-        not run.verifier.num_gpus,
-        "left out to be executed: rewards are computed on CPUs",
+        not run.verifier.num_gpus or run.verifier.reward_model is not None,
+        "left out to be executed, where no reward-model scores in it: other rewards are computed on CPUs",
+    )
+    yield Limit(
+        "verifier.gpus_per_worker",
+        run.verifier.gpus_per_worker,
+        run.verifier.gpus_per_worker <= 1,
+        "1 to be executed: a replica of the reward model has one GPU",
     )
     yield Limit(
         "execute.launcher",

@@ -45,6 +45,8 @@ class BufferedRollout:
     reward: float = 0.0
     fault: str | None = None
     """What became of it where it could not be scored; see `Scoring`."""
+    verify_time: float = 0.0
+    """Seconds from its end to its reward."""
     scores: Mapping[str, float] = field(default_factory=dict)
     """What each of several scorers gave."""
     paths: list[str] = field(default_factory=list)

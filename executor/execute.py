@@ -24,6 +24,7 @@ from executor.notices import tell
 from executor.rollout.engines import extra_of, modules_of
 from executor.trackers import MODULES
 from executor.verifier.records import check_prompts
+from executor.verifier.reward_files import check_reward_model
 from streamrl.engine.messages import Event
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_engine
@@ -80,6 +81,7 @@ def check_executable(run: Run) -> None:
             "workload.prompts and verifier.scorer are missing: nothing to generate from"
         )
     check_prompts(run)
+    check_reward_model(run)
     check_back_ends(run)
     if run.execute.launcher != "ray":
         claim_gpus(run)
@@ -169,7 +171,8 @@ async def _execute_in(
 
     assert run.model.path is not None, "check_executable wants weights"
     workload = PromptWorkload(run, load_tokenizer(run.model.path))
-    verifier = Verifier(run.verifier, directory.logs / "verifier.log")
+    launcher = make_launcher(run, directory)
+    verifier = Verifier(run.verifier, directory.logs / "verifier.log", launcher.reward_model)
     prompts = [decode_ids(prompt) for prompt in workload.prompts]
     if resume:
         check_prompt_tokens(directory.path, prompts)
@@ -193,7 +196,6 @@ async def _execute_in(
         if kept is not None and kept.num_rollouts:
             what = f"{kept.num_rollouts:,} rollouts with {kept.num_tokens:,} tokens"
             tell(f"{what} of earlier legs are gone on with")
-        launcher = make_launcher(run, directory)
         world = RealWorld(
             Trace(
                 run,

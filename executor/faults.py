@@ -160,19 +160,32 @@ class RealFaults:
                 task = asyncio.ensure_future(self._stall(fault.duration))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
+            case "reward-model-dies":
+                self._signal_reward_model(signal.SIGKILL)
+            case "reward-model-hangs":
+                self._signal_reward_model(signal.SIGSTOP)
             case "driver-dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             case _:
                 assert_never(fault.kind)
 
+    def _signal_reward_model(self, number: signal.Signals) -> None:
+        for victim in self._verifier.reward_models()[:1]:  # none where none is up
+            assert isinstance(victim, Process), "back_ends wants processes where there are faults"
+            victim.send_signal(number)
+
     async def _stall(self, duration: float) -> None:
         """Stop the processes that score, and let them go on after a while, as far as nobody has killed them."""
         process = await self._verifier.start()
         assert isinstance(process, ForkServerProcess)
-        os.killpg(process.pid, signal.SIGSTOP)
-        await asyncio.sleep(duration)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGCONT)
+        models = [each for each in self._verifier.reward_models() if isinstance(each, Process)]
+        for number, wait_time in ((signal.SIGSTOP, duration), (signal.SIGCONT, 0.0)):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            for model in models:
+                if not model.is_lost:
+                    model.send_signal(number)
+            await asyncio.sleep(wait_time)
 
 
 # Blows --------------------------------------------------------------------------------------------

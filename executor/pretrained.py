@@ -5,7 +5,11 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 _LOADING = threading.Lock()
 """While it loads, transformers takes `tie_weights` out of its base class: two loads that overlap in threads put
@@ -33,3 +37,23 @@ def load_pretrained(
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
     return model
+
+
+def load_reward_model(model: str, *, by_token: bool, **options: Any) -> Any:
+    """Load a model that scores, on the CPU.
+
+    Args:
+        model: its directory, or its name on the hub.
+        by_token: whether it scores each token, or a sequence as a whole.
+        options: those of `from_pretrained`.
+
+    Raises:
+        ValueError: it has no weights for what scores.
+    """
+    kind = AutoModelForTokenClassification if by_token else AutoModelForSequenceClassification
+    load: Any = kind.from_pretrained
+    with _LOADING:
+        found, report = load(model, output_loading_info=True, **options)
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"{model} is no reward model: it lacks {', '.join(missing[:3])}")
+    return found

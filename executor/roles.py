@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -14,8 +14,10 @@ from executor.samples import (
     Arrived,
     CacheState,
     Completion,
+    Exchange,
     Loaded,
     Manifest,
+    ModelScore,
     Parcel,
     Request,
     Sample,
@@ -120,6 +122,22 @@ class Scoring(NamedTuple):
     """Of several scorers, what each gave, by its name."""
 
 
+class RewardRole(Protocol):
+    """Scores completions with a model of its own."""
+
+    async def start(self) -> None:
+        """Load the model."""
+
+    async def score(self, exchanges: list[Exchange]) -> list[ModelScore]:
+        """Return what the model makes of each, in order, in as few passes as may be.
+
+        An exchange that it cannot score says so and keeps none of the others from their score.
+        """
+
+    async def stop(self) -> None:
+        """Finish the work that was called for, and end."""
+
+
 class VerifierRole(Protocol):
     """Scores completions."""
 
@@ -133,8 +151,12 @@ class VerifierRole(Protocol):
             RuntimeError: no completion of this record can be scored.
         """
 
+    def reward_models(self) -> Sequence[object]:
+        """Return handles on the replicas of a reward model that are up, those with work first; none where there is none."""
+        return ()
+
     def close(self) -> None:
-        """End at once, whatever is under way."""
+        """End at once, whatever is under way; `verify` begins anew."""
 
 
 Write = Callable[[int, Path], Awaitable[Manifest]]

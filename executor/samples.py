@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -151,3 +151,22 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True):
     manifest: Manifest
     seconds: float
     """That decoding took, with checking and writing."""
+
+
+class Exchange(msgspec.Struct, frozen=True, kw_only=True):
+    """A completion that a reward model scores, and what it answers."""
+
+    prompt: str | list[dict[str, Any]]
+    """A text, or the messages of a chat."""
+    completion: str
+
+
+class ModelScore(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reward model made of an exchange."""
+
+    num_tokens: int
+    """That it read, or would have had to."""
+    score: float | None = None
+    """None where it cannot score it."""
+    fault: str = ""
+    """Why it cannot."""

@@ -270,8 +270,9 @@ class RealWorld(World[Trace]):
     async def _verify(self, command: Verify) -> Event:
         rollout = command.rollout
         buffered, text = self._buffer.rollouts[rollout], self._buffer.text(rollout)
-        record = self._buffer.record(rollout)
+        record, began_at = self._buffer.record(rollout), self.now
         buffered.enter(await self._verifier.verify(text, buffered.num_tokens, record))
+        buffered.verify_time = self.now - began_at
         self._buffer.turnout.end(buffered.num_tokens, buffered.reward, record)
         self._directory.write_rollout(rollout, buffered, text, {"time": self.now})
         self._stream.publish(rollout, buffered, text, record.get("prompt"))

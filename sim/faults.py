@@ -10,6 +10,7 @@ import simpy
 from sim.replica import Replica
 from sim.surroundings import Surroundings
 from sim.trainer import Trainer
+from sim.verifier import Verifier
 from streamrl.engine.fault_plan import Fault, FaultPlan, Struck
 from streamrl.engine.messages import (
     CheckpointSaved,
@@ -34,6 +35,7 @@ class Victims(Surroundings, Protocol):
 
     replicas: dict[int, Replica]
     trainers: dict[int, Trainer]
+    verifier: Verifier
 
     def lose(self, replica_id: int, reason: str) -> None:
         """Let a replica die."""
@@ -114,6 +116,10 @@ class SimFaults:
             case "verifier-stalls":
                 assert fault.duration is not None
                 self._hindrances.stalled_until = self._victims.env.now + fault.duration
+            case "reward-model-dies" | "reward-model-hangs":
+                patience = self._victims.run_file.execute.patience
+                hang_time = patience if fault.kind == "reward-model-hangs" else 0.0
+                self._victims.env.process(self._lose_reward_model(hang_time))
             case "driver-dies":
                 raise AssertionError("is not simulated")
             case _:
@@ -129,13 +135,18 @@ class SimFaults:
             replicas[replica_id].stop()  # and nobody hears of it
             yield self._victims.env.timeout(hang_time)
         if replica_id in replicas:
-            silence = f"gave no sign of life for {hang_time:g} s" if hang_time else "died"
-            self._victims.lose(replica_id, f"a fault: it {silence}")
+            self._victims.lose(replica_id, f"a fault: it {_how(hang_time)}")
 
     def _lose_trainer(self) -> Process:
         yield self._victims.env.timeout(0)
         if LEADER in self._victims.trainers:
             self._victims.lose_trainer(LEADER, "a fault: it died")
+
+    def _lose_reward_model(self, hang_time: float) -> Process:
+        for _ in range(2):  # one that is idle has taken by then what it is struck with
+            yield self._victims.env.timeout(0)
+        for victim in self._victims.verifier.reward_models()[:1]:
+            victim.lose(f"a fault: it {_how(hang_time)}", hang_time)
 
     def _slow_down(self, fault: FaultConfig) -> Process:
         """Let pushes that begin from now on take longer, for a while."""
@@ -143,3 +154,7 @@ class SimFaults:
         self._hindrances.slowness = fault.factor
         yield self._victims.env.timeout(fault.duration)
         self._hindrances.slowness = 1.0
+
+
+def _how(hang_time: float) -> str:
+    return f"gave no sign of life for {hang_time:g} s" if hang_time else "died"

@@ -126,7 +126,7 @@ class SimWorld(World[Trace]):
         self.trainers: dict[int, Trainer] = {}
         self.hindrances = Hindrances()
         self._transfer = Transfer(self)
-        self._verifier = Verifier(self)
+        self.verifier = Verifier(self)
         self._failures = Failures(self, self.lose, self.lose_trainer)
         self.faults = SimFaults(self) if run.faults else None
 
@@ -198,7 +198,7 @@ class SimWorld(World[Trace]):
             case Generate():
                 self._send(command, self.replicas[command.replica].generate)
             case Verify():
-                self._verifier.verify(command)
+                self.verifier.verify(command)
             case Take() | Postpone() | Resize():
                 pass
             case Skip():

@@ -25,6 +25,7 @@ from tests.scripted_roles import VOCABULARY
 from tests.verifying import score
 
 REPLICA = "tests.scripted_roles:ScriptedReplica"
+REWARD_MODEL = "tests.scripted_roles:ScriptedRewardModel"
 TRAINER = "tests.scripted_roles:ScriptedTrainer"
 
 
@@ -148,7 +149,7 @@ def make_world(
     launcher_options: dict[str, Any],
     resume: bool = False,
     launcher_class: type[ScriptedLauncher] = ScriptedLauncher,
-    verifier_class: type[ScriptedVerifier] = ScriptedVerifier,
+    verifier_class: Callable[[], VerifierRole] = ScriptedVerifier,
     make_transfer: Callable[[Write], TransferRole] = ScriptedTransfer,
     tokens: Path | None = None,
     **kwargs: Any,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from executor.roles import TrainerRole
+from executor.roles import RewardRole, TrainerRole
 from executor.rollout.inference_engine import (
     STOPPED,
     Copy,
@@ -23,7 +23,15 @@ from executor.rollout.inference_engine import (
     TimedPass,
 )
 from executor.rollout.replica_worker import ReplicaWorker
-from executor.samples import CacheState, Completion, Manifest, Request, Sample
+from executor.samples import (
+    CacheState,
+    Completion,
+    Exchange,
+    Manifest,
+    ModelScore,
+    Request,
+    Sample,
+)
 from executor.tokens import TokenSegment, encode_ids, read_blocks
 
 VOCABULARY = 20
@@ -249,6 +257,31 @@ class ScriptedTrainer(TrainerRole):
         async with self._turn:
             await asyncio.sleep(self._random.random() * self._config.slowest)
             yield
+
+
+class ScriptedRewardModel(RewardRole):
+    """Scores by the length of a completion, one call after the other, and knows the sizes of its calls."""
+
+    def __init__(self, config: ScriptedConfig) -> None:
+        self._config = config
+        self._turn = asyncio.Lock()
+
+    async def start(self) -> None:
+        if self._config.failure_rate:
+            raise ValueError("a scripted failure")
+
+    async def score(self, exchanges: list[Exchange]) -> list[ModelScore]:
+        async with self._turn:
+            await asyncio.sleep(self._config.slowest)
+            return [self._score(each, len(exchanges)) for each in exchanges]
+
+    def _score(self, exchange: Exchange, at_once: int) -> ModelScore:
+        if not exchange.completion:
+            return ModelScore(num_tokens=0, fault="nothing to score")
+        return ModelScore(num_tokens=at_once, score=len(exchange.completion) + at_once / 100)
+
+    async def stop(self) -> None:
+        pass
 
 
 def check_tokens(samples: list[Sample]) -> None:

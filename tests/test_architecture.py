@@ -154,7 +154,16 @@ LAYERS = {
     ),
     "sim": (
         *("costs", "cores", "surroundings", "simulated_rewards", "attempt", "admission"),
-        *("replica", "trainer", "transfer", "verifier", "failures", "faults", "drawn"),
+        *(
+            "reward_replica",
+            "replica",
+            "trainer",
+            "transfer",
+            "verifier",
+            "failures",
+            "faults",
+            "drawn",
+        ),
         *("step_trace", "way", "world", "steady_state"),
         *("batch_time", "parallel", "studies", "planner", "calibration"),
         *("checkup", "fidelity"),

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from executor.carriers.handles import Handle, InProcess, LocalProcess, Process, WorkerLostError
-from executor.carriers.launch import RELAY, REPLICA, TRAINER
+from executor.carriers.launch import RELAY, REPLICA, REWARD_MODEL, TRAINER
 from executor.carriers.remote import remote
 from executor.checksums import combine
-from executor.roles import ReplicaRole, TrainerRole, TransferRole, VerifierRole, Write
-from executor.samples import Bucket, Completion, Manifest, Request, Sample
+from executor.roles import ReplicaRole, RewardRole, TrainerRole, TransferRole, VerifierRole, Write
+from executor.samples import Bucket, Completion, Exchange, Manifest, Request, Sample
 from executor.tokens import TokenSegment, count_tokens, encode_ids, read_block, write_block
 from executor.transfer.relayed_transfer import RelayedTransfer
 from executor.transfer.shared_memory import write_buckets
@@ -30,7 +30,7 @@ from tests import scripted
 from tests.engines import HANG, NAMES, params
 from tests.ray_actors import start_actor
 from tests.scripted_roles import tokens_of
-from tests.tiny_model import WIDE_HEADS, tiny_model
+from tests.tiny_model import WIDE_HEADS, save_tiny_reward_model, tiny_model
 from tests.verifying import config as verifier_config
 
 T = TypeVar("T")
@@ -400,6 +400,41 @@ def test_a_trainer_makes_versions_in_order_of_all_it_was_given_and_comes_back_fr
                 await handle.close()
 
     asyncio.run(asyncio.wait_for(go(), timeout=120))
+
+
+# The reward model --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind_and_carrier",
+    [*params(["torch"], "in-process", "ray"), *params(["scripted"], *CARRIERS)],
+)
+def test_a_reward_model_answers_in_order_and_one_it_cannot_score_costs_no_other_its_score(
+    kind_and_carrier: tuple[str, str], tmp_path: Path
+) -> None:
+    kind, carrier = kind_and_carrier
+    path, config = scripted.REWARD_MODEL, dict(SCRIPTED)
+    if kind == "torch":
+        judge = save_tiny_reward_model(tmp_path / "judge", ["<pad>", "<eos>", "p", "x"])
+        path, config = REWARD_MODEL, {"model": str(judge)}
+    completions = ["x" * length for length in (1, 3, 2)]
+    none = "x" * 99 if kind == "torch" else ""
+
+    async def go() -> None:
+        handle = await start(carrier, path, config, tmp_path / "log")
+        try:
+            role = remote(RewardRole, handle)
+            await role.start()
+            asked = [Exchange(prompt="p", completion=text) for text in (*completions, none)]
+            *scored, last = await role.score(asked)
+            assert last.score is None and last.fault
+            alone = [(await role.score([each]))[0].score for each in asked[:3]]
+            wanted = pytest.approx([each.score for each in scored], abs=0.05)
+            assert alone == wanted and None not in alone
+        finally:
+            await handle.close()
+
+    asyncio.run(asyncio.wait_for(go(), timeout=HANG))
 
 
 # The verifier and the transfer --------------------------------------------------------------------

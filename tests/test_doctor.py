@@ -20,6 +20,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
 from tests.command_line import streamrl
 from tests.patients import NOWHERE, bad, doctor, full_run, full_table, local_table
+from tests.tiny_model import save_tiny_reward_model
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
@@ -312,7 +313,12 @@ def test_no_example_has_an_error(example: Path, tmp_path: Path) -> None:
         here = local_table(tmp_path)
         table["model"]["path"] = here["model"]["path"]
         table["workload"]["prompts"] = here["workload"]["prompts"]
-        table["verifier"]["scorer"] = "exact"
+        if "reward" in table["verifier"]:
+            judge = save_tiny_reward_model(tmp_path / "judge", ["<pad>", "<eos>"])
+            of_model = {"scorer": "reward-model", "model": str(judge)}
+            table["verifier"]["reward"] = [{"scorer": "exact"}, of_model]
+        else:
+            table["verifier"]["scorer"] = "exact"
         table["workload"]["lengths"] = here["workload"]["lengths"]
     report = examine(table, example)
     assert [finding for finding in report.findings if finding.level == "error"] == []

@@ -26,13 +26,15 @@ from streamrl.engine.messages import (
     Stop,
     Train,
     TrainerLost,
+    Verified,
+    Verify,
 )
 from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.trainer_side import ROLLED_BACK
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace, replay
 from streamrl.runfile.config import Run
-from streamrl.runfile.faults_config import FaultKind
+from streamrl.runfile.faults_config import OF_REWARD_MODEL, FaultKind
 from streamrl.runfile.reading import load_run
 from streamrl.runfile.writing import write_run
 from tests.command_line import streamrl
@@ -44,6 +46,14 @@ SAID: dict[str, dict[str, Any]] = {
     "link-slows": {"factor": 50.0, "duration": "30 s"},
     "verifier-stalls": {"duration": "30 s"},
 }
+REWARDED: dict[str, Any] = {
+    "cluster.pools.third": {"gpu": "h20"},
+    "verifier.reward": [{"scorer": "reward-model", "model": "hf://nobody/knows"}],
+    "verifier.pool": "third",
+    "verifier.gpus_per_worker": 1,
+    "verifier.time": "100 ms",
+}
+"""A reward model, for what strikes one."""
 SIMULATED = sorted(kind for kind in get_args(FaultKind) if kind != "driver-dies")
 STEPS = 6
 
@@ -55,6 +65,8 @@ def fault(kind: str, **moment: Any) -> dict[str, Any]:
 
 def faulty(*faults: dict[str, Any], **changes: Any) -> Run:
     keys = {key.replace("__", "."): value for key, value in changes.items()}
+    if any(each["kind"] in OF_REWARD_MODEL for each in faults):
+        keys = {**REWARDED, **keys}
     table = {"algorithm.steps": STEPS, "execute.checkpoint_every": 2, "faults": [*faults], **keys}
     return small_run(table)
 
@@ -206,7 +218,7 @@ def test_random_moments_are_those_of_the_seed_and_lie_within_the_run() -> None:
         found = drawn(kind)
         last = STEPS - 1 if STRUCK[kind] is PushWeights else STEPS  # type: ignore[index]
         assert {step for step, _ in found} == set(range(1, last + 1))
-        is_generation = kind.startswith(("replica", "verifier"))
+        is_generation = kind.startswith(("replica", "verifier", "reward"))
         assert {spared for _, spared in found} == (set(range(4)) if is_generation else {0})
 
 
@@ -232,7 +244,7 @@ def test_what_has_struck_before_a_resume_does_not_strike_again() -> None:
 
 
 def test_without_faults_a_run_is_byte_for_byte_what_it_was_and_far_ones_change_no_event() -> None:
-    calm = simulate(faulty())[0]
+    calm = simulate(faulty(**{key.replace(".", "__"): value for key, value in REWARDED.items()}))[0]
     far = simulate(faulty(*(fault(kind, time="20 d") for kind in SIMULATED)))[0]
     assert far.entries == calm.entries
 
@@ -274,6 +286,29 @@ def test_a_replica_that_dies_is_lost_at_once_and_one_that_hangs_after_its_patien
         assert lost.time - struck_at == patience
         assert any(isinstance(event.command, Generate) for event in events(trace, Failed))
     assert seconds_lost("replica-hangs", execute__patience="45 s") > 40
+
+
+@pytest.mark.parametrize(
+    ("kind", "patience"), [("reward-model-dies", 0.0), ("reward-model-hangs", 45.0)]
+)
+def test_what_a_lost_reward_model_was_scoring_fails_and_is_scored_again(
+    kind: str, patience: float
+) -> None:
+    trace, struck_at = struck(kind, execute__patience="45 s")
+    lost = [entry for entry in trace.entries if isinstance(entry.event, Failed)]
+    assert lost and {entry.time - struck_at for entry in lost} == {patience}
+    assert all(isinstance(each.command, Verify) for each in events(trace, Failed))
+    scored = {event.rollout for event in events(trace, Verified)}
+    assert {each.command.rollout for each in events(trace, Failed)} <= scored
+    assert len(events(trace, Stepped)) == STEPS
+
+
+def test_what_strikes_a_reward_model_needs_one() -> None:
+    plan = fault("reward-model-dies", step=1)
+    with pytest.raises(
+        ValueError, match=r"faults\.0\.kind 'reward-model-dies' strikes a reward mo"
+    ):
+        small_run({"algorithm.steps": STEPS, "faults": [plan]})
 
 
 def test_an_answer_that_is_none_is_asked_for_again() -> None:

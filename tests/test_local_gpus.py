@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from executor.carriers import local_gpus
+from executor.carriers.local_cores import roles_on_cores
 from executor.carriers.local_gpus import LocalGpus, claim_gpus, gpus_needed, usable_gpus
 from executor.carriers.local_launch import LocalLauncher
 from executor.carriers.placement import Place, Placement
@@ -134,6 +135,20 @@ def test_a_trainer_has_the_first_gpu_where_replicas_have_none(tmp_path: Path) ->
     run = local_run(tmp_path, **changes, trainer={"pool": "there", "micro_batch": 2})
     assert gpus_needed(run) == 1
     assert seen(run, "a", Place("here", 0, (0,)), Place("there", 0, (0,))) == ["", "a"]
+
+
+def test_each_replica_of_a_reward_model_has_a_gpu_after_the_trainers(tmp_path: Path) -> None:
+    pools = {"here": {"gpu": "h800", "gpus_per_node": 2}, "third": {"gpu": "a100"}}
+    model = {"scorer": "reward-model", "model": "hf://nobody/knows"}
+    verifier = {"pool": "third", "gpus_per_worker": 1, "workers": 2, "reward": [model]}
+    run = local_run(tmp_path, cluster__pools=pools, verifier=verifier)
+    assert gpus_needed(run) == 4 and roles_on_cores(run) == 0
+    assert Placement(run).reward_models == [Place("third", 0, (0,)), Place("third", 0, (1,))]
+    both = [*Placement(run).trainers[0], *Placement(run).reward_models]
+    assert seen(run, "abcd", Placement(run).replica(0), *both) == ["a", "b", "c", "d"]
+    pools["third"]["gpu"] = "cpu"
+    run = local_run(tmp_path, cluster__pools=pools, verifier=verifier)
+    assert gpus_needed(run) == 2 and roles_on_cores(run) == 2
 
 
 def test_fewer_gpus_than_needed_are_refused_before_anything_is_written(

@@ -13,7 +13,7 @@ from streamrl.cli.main import app
 from streamrl.hardware.machine_profile import read_measured
 from streamrl.record.metrics import measure
 from tests.measured_profile import measured_run
-from tests.tiny_model import tiny_model
+from tests.tiny_model import save_tiny_reward_model, tiny_model
 
 LIMITS = ["--max-running", "4", "--max-context", "64", "--max-tokens-per-pass", "128"]
 
@@ -28,7 +28,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def profile(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("profiles") / "tiny.toml"
-    done = CliRunner().invoke(app, ["profile", str(model), "--quick", *LIMITS, "-o", str(path)])
+    judge = save_tiny_reward_model(path.with_name("judge"), ["<pad>", "<eos>", *"0123456789"])
+    more = ["--quick", "--reward-model", str(judge), *LIMITS, "-o", str(path)]
+    done = CliRunner().invoke(app, ["profile", str(model), *more])
     assert done.exit_code == 0, done.output
     assert str(path) in done.output
     return path
@@ -41,6 +43,8 @@ def test_a_profile_has_every_table_and_says_what_it_was_taken_on(profile: Path) 
     assert {(row.rollouts, row.tokens) for row in found.train} == set(
         quick_plan(Limits(max_running=4, max_context=64, max_tokens_per_pass=128)).passes
     )
+    assert {(row.rollouts, row.tokens) for row in found.reward} == {(1, 15), (4, 15), (1, 63)}
+    assert found.reward_model is not None and found.reward_model.name == "judge"
     assert found.push.bytes == found.load.bytes > 4 * found.model.num_parameters
     assert (found.gpu, found.dtype, found.backend) == ("cpu", "float32", "transformers")
     assert not found.shares_prefixes and found.pads_context

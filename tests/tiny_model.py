@@ -13,9 +13,18 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    Qwen2ForTokenClassification,
 )
 
 Weights = dict[str, torch.Tensor]
+SHAPE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+}
 WIDE_HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 """A shape that every engine computes: vLLM's kernels for CPUs take no heads of less than 32."""
 
@@ -24,25 +33,37 @@ def tiny_model(vocab_size: int, **changes: Any) -> Any:
     """Make the same random two-layer model every time, with options of its config replaced."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    shape = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 64,
-    }
-    return Qwen2ForCausalLM(Qwen2Config(vocab_size=vocab_size, **{**shape, **changes}))
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=vocab_size, **{**SHAPE, **changes}))
 
 
 def save_tiny_model(directory: Path, symbols: Sequence[str]) -> None:
     """Write such a model and its tokenizer, to which each symbol is a token: "<pad>" and "<eos>" first, then characters."""
+    _save_tokenizer(directory, symbols)
+    ids = {"pad_token_id": 0, "eos_token_id": 1}
+    model = tiny_model(len(symbols), max_position_embeddings=64, **WIDE_HEADS, **ids)
+    model.save_pretrained(directory)
+
+
+def save_tiny_reward_model(
+    directory: Path, symbols: Sequence[str], *, by_token: bool = False, outputs: int = 1
+) -> Path:
+    """Write a random model that scores sequences, or tokens, with a tokenizer as `save_tiny_model` does; return where."""
+    _save_tokenizer(directory, symbols)
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    kind: Any = Qwen2ForTokenClassification if by_token else Qwen2ForSequenceClassification
+    shape = {**SHAPE, **WIDE_HEADS, "max_position_embeddings": 64, "pad_token_id": 0}
+    kind(Qwen2Config(vocab_size=len(symbols), num_labels=outputs, **shape)).save_pretrained(
+        directory
+    )
+    return directory
+
+
+def _save_tokenizer(directory: Path, symbols: Sequence[str]) -> None:
     core = Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, unk_token="<pad>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
     tokenizer.save_pretrained(directory)
-    ids = {"pad_token_id": 0, "eos_token_id": 1}
-    model = tiny_model(len(symbols), max_position_embeddings=64, **WIDE_HEADS, **ids)
-    model.save_pretrained(directory)
 
 
 def reference(path: Path, weights: Weights | None = None) -> Any:

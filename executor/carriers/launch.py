@@ -11,6 +11,7 @@ from streamrl.runfile.config import Run
 
 REPLICA = "executor.rollout.replica_worker:ReplicaWorker"
 TRAINER = "executor.trainer.trainer_worker:TrainerWorker"
+REWARD_MODEL = "executor.verifier.reward_worker:RewardWorker"
 RELAY = "executor.transfer.relay:RelayWorker"
 KEPT_BYTES = 2**30
 """Freed host memory that a worker keeps for its next tensors. glibc hands tensors of more than about a megabyte
@@ -99,6 +100,20 @@ class Launcher(ABC):
         ranks = [{**config, "rank": rank} for rank in range(num_ranks)]
         return await self._start_ranks(number, ranks)
 
+    async def reward_model(self, number: int) -> Handle:
+        """Start the role of a replica of the reward model."""
+        verifier = self._run.verifier
+        reward, pool = verifier.reward_model, verifier.pool
+        assert reward is not None and pool is not None, "check_rewards wants both"
+        config: Config = {
+            "model": reward.model,
+            "step_end": reward.step_end,
+            "over_steps": reward.over_steps,
+            "max_tokens_per_pass": verifier.max_tokens_per_pass,
+            **self._common(pool),
+        }
+        return await self._start_reward_model(number, config)
+
     async def relay(self, place: str | None) -> Handle:
         """Start the relay of a place, or the one beside the trainer."""
         run = self._run
@@ -126,6 +141,9 @@ class Launcher(ABC):
 
     @abstractmethod
     async def _start_ranks(self, number: int, configs: list[Config]) -> Handle: ...
+
+    @abstractmethod
+    async def _start_reward_model(self, number: int, config: Config) -> Handle: ...
 
     @abstractmethod
     async def _start_relay(self, place: str | None, config: Config, name: str) -> Handle: ...

@@ -6,7 +6,7 @@ import os
 from math import ceil
 from pathlib import Path
 
-from executor.carriers.local_gpus import device_of
+from executor.carriers.local_gpus import device_of, on_cpus
 from streamrl.hardware.host_cores import threads_of_each
 from streamrl.runfile.config import Run
 
@@ -21,10 +21,11 @@ def usable_cores() -> int:
 
 
 def roles_on_cores(run: Run) -> int:
-    """Return how many processes of a run compute on the CPU: replicas at the start, and trainers' ranks."""
+    """Return how many processes of a run compute on the CPU: replicas at the start, trainers' ranks, reward models."""
     kinds = [own.replicas for own in run.rollout.kinds if device_of(run, own.pool) == "cpu"]
     ranks = [own.num_gpus for own in run.trainers if device_of(run, own.pool) == "cpu"]
-    return sum(kinds) + sum(ranks)
+    rewards = run.verifier.workers if run.verifier.pool is not None and on_cpus(run) else 0
+    return sum(kinds) + sum(ranks) + rewards
 
 
 def threads_of(run: Run) -> int:

@@ -1,7 +1,7 @@
 """Which GPUs of this machine the places of a run stand for.
 
 All pools are on this one machine, whatever their nodes: GPUs are numbered as the run takes them. Those of the first
-replicas come first, then the trainers', then those of replicas that are added. Roles on the CPU have none.
+replicas come first, then the trainers', the reward model's, then those of replicas that are added. Roles on the CPU have none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def gpus_needed(run: Run) -> int:
     trainers = [
         0 if device_of(run, trainer.pool) == "cpu" else trainer.num_gpus for trainer in run.trainers
     ]
-    if not on_gpus and not any(trainers):
+    rewards = 0 if on_cpus(run) else run.verifier.num_gpus
+    if not on_gpus and not any(trainers) and not rewards:
         return 0
     match = DEVICE.fullmatch(run.execute.device)
     if match is not None and match["index"] is not None:
@@ -46,7 +47,13 @@ def gpus_needed(run: Run) -> int:
     for_replicas = sum(own.num_gpus for own in on_gpus) + (added if kinds[0] in on_gpus else 0)
     leader, *followers = trainers
     for_both = max(for_replicas, leader) if run.shares_gpus else for_replicas + leader
-    return for_both + sum(followers)
+    return for_both + sum(followers) + rewards
+
+
+def on_cpus(run: Run) -> bool:
+    """Whether what scores needs no GPU of its own."""
+    pool = run.verifier.pool
+    return pool is None or device_of(run, pool) == "cpu"
 
 
 class LocalGpus:
@@ -135,6 +142,7 @@ def _places_in_order(run: Run) -> Iterator[Place]:
     yield from (placement.replica(replica, kind) for replica, kind in enumerate(first))
     for places in placement.trainers:
         yield from places
+    yield from placement.reward_models
     yield from map(placement.replica, range(len(first), _most_replicas(run)))
 
 

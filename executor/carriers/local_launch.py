@@ -8,7 +8,15 @@ import sys
 from collections.abc import Sequence
 
 from executor.carriers.handles import Config, Handle, InProcess, LocalProcess
-from executor.carriers.launch import RELAY, REPLICA, TRAINER, Launcher, name_of, worker_environment
+from executor.carriers.launch import (
+    RELAY,
+    REPLICA,
+    REWARD_MODEL,
+    TRAINER,
+    Launcher,
+    name_of,
+    worker_environment,
+)
 from executor.carriers.local_cores import threads_of
 from executor.carriers.local_gpus import LocalGpus, device_of
 from executor.carriers.placement import Place, Placement
@@ -86,6 +94,10 @@ class LocalLauncher(Launcher):
             )
         ]
         return RankHandles(await asyncio.gather(*ranks), lambda: rendezvous.unlink(missing_ok=True))
+
+    async def _start_reward_model(self, number: int, config: Config) -> Handle:
+        place = self._placement.reward_models[number]
+        return await self._start(REWARD_MODEL, config, f"reward-model-{number}", place)
 
     async def _start_relay(self, place: str | None, config: Config, name: str) -> Handle:
         return await self._start(RELAY, config, name, self._placement.trainers[LEADER][0])

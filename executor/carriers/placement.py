@@ -1,11 +1,12 @@
 """Which GPUs of which node each role of a run has; what a launcher makes of them is its own business.
 
-Replicas have the lowest GPUs of their pool, then the trainers, then replicas that are added. The GPUs of one replica,
+Replicas have the lowest GPUs of their pool, then the trainers, the reward model, then replicas that are added. The GPUs of one replica,
 and of one tensor-parallel group of the trainer, are on one node, where they talk over NVLink.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from streamrl.runfile.config import Run
@@ -40,6 +41,8 @@ class Placement:
         """The place of each rank of each trainer, one GPU each, since a rank is a process of its own. Ranks of one
         tensor-parallel group follow each other, then those of data parallelism, then stages:
         rank = (stage x data + d) x tensor + t."""
+        self.reward_models = list(self._take_reward_models())
+        """The place of each replica of the reward model."""
         for replica in range(len(first)):
             self.free(replica)
 
@@ -86,6 +89,12 @@ class Placement:
         return tuple(
             Place(group.pool, group.node, (gpu,)) for group in groups for gpu in group.gpus
         )
+
+    def _take_reward_models(self) -> Iterator[Place]:
+        verifier = self._run.verifier
+        if verifier.pool is not None:
+            for number in range(verifier.workers):
+                yield self._take(verifier.pool, verifier.gpus_per_worker, f"reward model {number}")
 
     def _take(self, pool: str, num_gpus: int, role: str) -> Place:
         for node, free in enumerate(self._free[pool]):

@@ -74,6 +74,8 @@ def check_cluster(run: Run, nodes: list[dict[str, Any]]) -> None:
         largest[own.pool] = max(largest[own.pool], own.tensor_parallel)
     for trainer in run.trainers:
         wanted[trainer.pool] += trainer.num_gpus
+    if run.verifier.pool is not None:
+        wanted[run.verifier.pool] += run.verifier.num_gpus
     for pool, count in wanted.items():
         resource = pool_resource(pool)
         members = [node for node in nodes if node.get(resource)]

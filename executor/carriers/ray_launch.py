@@ -4,6 +4,7 @@
 |-------------------|-----------------------------------------------------------------------------------------|
 | a replica         | on one node of its pool, in a placement group of its own, so that replicas come and go    |
 | a trainer         | in one placement group, a bundle a rank, on as few nodes of its pool as can be            |
+| a reward model's replica | on one node of the verifier's pool, in a placement group of its own                 |
 | a relay           | on the node whose replicas it serves, and one on the node of the leader's first rank      |
 
 A node says which pool it is of by a resource, `ray start --resources='{"pool-NAME": 1}'`, so that a pool is a datacenter.
@@ -23,7 +24,15 @@ from ray.util.scheduling_strategies import (
 
 from executor.carriers.handles import Config, Handle
 from executor.carriers.heartbeat import FACTOR
-from executor.carriers.launch import RELAY, REPLICA, TRAINER, Launcher, name_of, worker_environment
+from executor.carriers.launch import (
+    RELAY,
+    REPLICA,
+    REWARD_MODEL,
+    TRAINER,
+    Launcher,
+    name_of,
+    worker_environment,
+)
 from executor.carriers.local_gpus import device_of
 from executor.carriers.rank_handles import RankHandles
 from executor.carriers.ray_actor import RayActor
@@ -96,6 +105,13 @@ class RayLauncher(Launcher):
             )
         )
         return RankHandles(actors, lambda: None)
+
+    async def _start_reward_model(self, number: int, config: Config) -> Handle:
+        verifier, name = self._run.verifier, f"reward-model-{number}"
+        assert verifier.pool is not None, "check_rewards wants one"
+        (actor,) = await self._reserve([name], [self._bundle(verifier.pool, 1)])
+        await self._begin(actor, REWARD_MODEL, config, name)
+        return actor
 
     async def _start_relay(self, place: str | None, config: Config, name: str) -> Handle:
         node = self._trainer_node if place is None else place

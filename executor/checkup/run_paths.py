@@ -10,6 +10,7 @@ from typing import get_args
 from executor.prompts import expecting_policy
 from executor.record import RunDirectory
 from executor.verifier.records import check_prompts, find_lacks
+from executor.verifier.reward_files import check_reward_model
 from streamrl.doctor.changes import say
 from streamrl.doctor.finding import Changes, Finding, Level
 from streamrl.runfile.config import Run
@@ -21,6 +22,7 @@ def find(run: Run) -> Iterator[Finding]:
     """Find prompts and run directories that `execute` would refuse, of a run that has weights to execute."""
     if run.model.path is not None:
         yield from _find_prompts(run)
+        yield from _find_reward_model(run)
         yield from _find_output(run)
 
 
@@ -57,6 +59,19 @@ def _find_prompts(run: Run) -> Iterator[Finding]:
         by = ", ".join(reward.label for reward in rewards)
         text = f"workload.prompts: {num_prompts:,} prompts, with all that scoring reads: {by}"
         yield _finding("ok", "prompts", text)
+
+
+def _find_reward_model(run: Run) -> Iterator[Finding]:
+    """Find a reward model that lies here and is none."""
+    try:
+        check_reward_model(run)
+    except ValueError as error:
+        fix = "name a directory with a model that was trained to score, or hf://NAME of one on the hub"
+        yield _finding("error", "reward-model", str(error), fix)
+        return
+    if run.verifier.reward_model is not None:
+        text = f"verifier.reward: {run.verifier.reward_model.model} is what a replica of the reward model loads"
+        yield _finding("ok", "reward-model", text)
 
 
 def _find_output(run: Run) -> Iterator[Finding]:

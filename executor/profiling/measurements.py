@@ -19,6 +19,8 @@ JOIN_STEPS = 96
 """Decode steps beside which prefixes join."""
 COMPANIES = ((1, 1), (2, 0), (2, 1), (3, 0), (3, 1))
 """(replicas, trainers) that compute at the same time: what more lose is reckoned from these."""
+REWARDED = (1, 4, 16)
+"""Rollouts of a call of the reward model: those that end together, of a group or of several."""
 SHORT = 16
 """Tokens of the shortest prefix measured: what a rollout costs whatever its length shows best here."""
 
@@ -61,6 +63,8 @@ class Measurements:
     """(rollouts, tokens of each)"""
     calls: list[tuple[int, int]]
     """(rollouts, tokens of each)"""
+    rewards: list[tuple[int, int]]
+    """(rollouts, tokens of each), in one call of the reward model's replica"""
     companies: list[tuple[int, int]]
     """(replicas that decode, trainers that train), at the same time on the cores of one host"""
 
@@ -85,6 +89,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     plan: Measurements
     packing: Packing
     """Of the trainer's passes."""
+    reward_model: str | None = None
+    """Hugging Face directory of a reward model whose calls are measured too; none where absent."""
     ray: RayPlace | None = None
     """Where to measure what Ray takes; nowhere where absent."""
 
@@ -124,6 +130,7 @@ def _plan(
             if length <= PREFILL_TOKENS
         ],
         passes=passes,
+        rewards=[(n, w) for w in widths for n in REWARDED if n == 1 or n * w <= room],
         calls=[(1, SHORT), (max(1, room // widths[-1]), widths[-1])],
         companies=[*companies],
     )

@@ -57,6 +57,7 @@ def make_setup(
     is_quick: bool,
     packing: Packing = "packed",
     ray: RayPlace | None = None,
+    reward_model: Path | None = None,
 ) -> Setup:
     """Say what to measure; without `threads` a replica and a trainer on the CPU share its cores.
 
@@ -66,7 +67,8 @@ def make_setup(
     if not (model / "config.json").is_file():
         raise ValueError(f"{model} is no model directory: it has no config.json")
     load_gpu(gpu)
-    load_model(ModelConfig(path=str(model)))
+    for directory in (model, *([reward_model] if reward_model else [])):
+        load_model(ModelConfig(path=str(directory)))
     plan = quick_plan(limits) if is_quick else full_plan(limits)
     if gpu != "cpu":
         plan = replace(plan, companies=[])  # each role has GPUs of its own
@@ -79,6 +81,7 @@ def make_setup(
         plan=plan,
         packing=packing,
         ray=ray,
+        reward_model=None if reward_model is None else str(reward_model),
     )
 
 
@@ -132,9 +135,7 @@ def _tables(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
         prefill_tokens=PREFILL_TOKENS,
         refill_passes=round(float(np.median(readings.refill_passes))),
         repeats=setup.plan.repeats,
-        model=MeasuredModel(
-            name=shape.name, num_parameters=shape.num_parameters, digest=shape_digest(shape)
-        ),
+        model=_measured_model(setup.model),
         host=_host(setup),
         versions=versions,
         decode=[
@@ -153,6 +154,8 @@ def _tables(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
         join=_join_rows(readings),
         train=_pass_rows(readings.train),
         score=_pass_rows(readings.score),
+        reward=tuple(_pass_rows(readings.reward)),
+        reward_model=None if setup.reward_model is None else _measured_model(setup.reward_model),
         call=[
             CallRow(tokens=tokens, seconds=quartiles(seconds))
             for tokens, seconds in sorted(readings.call.items())
@@ -181,6 +184,13 @@ def _tables(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
         ),
         handling=_once(readings.handling),
         handling_over_ray=_once(readings.handling_over_ray),
+    )
+
+
+def _measured_model(directory: str) -> MeasuredModel:
+    shape = load_model(ModelConfig(path=directory))
+    return MeasuredModel(
+        name=shape.name, num_parameters=shape.num_parameters, digest=shape_digest(shape)
     )
 
 

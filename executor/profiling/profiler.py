@@ -26,6 +26,7 @@ from executor.profiling.made_up import MadeUp
 from executor.profiling.measurements import JOIN_STEPS, SHORT, WINDOW, RayPlace, Setup
 from executor.profiling.readings import Readings, RefillStream
 from executor.profiling.relaying import RelayBench
+from executor.profiling.rewarding_bench import time_rewards
 from executor.profiling.timed_roles import TimedReplicaRole, TimedTrainerRole
 from executor.rollout.transformers_engine import PREFILL_TOKENS
 from executor.samples import Request
@@ -74,6 +75,7 @@ def num_points(setup: Setup) -> int:
     replica = len(plan.decode) + len(plan.mixed) + len(plan.prefill) + len(plan.join) + 1
     trainer = len(plan.passes) + len(plan.calls) + 1
     points = plan.repeats * (replica + trainer + len(plan.passes) + len(plan.companies))
+    points += plan.repeats * len(plan.rewards) if setup.reward_model is not None else 0
     return points + bool(plan.companies) + (setup.ray is not None)
 
 
@@ -102,6 +104,8 @@ async def _measure(setup: Setup, watch: Watch) -> Readings:
         async with bench.trainer("decoupled") as scorer:
             for _ in range(setup.plan.repeats):
                 await bench.time_scores(scorer)
+        if setup.reward_model is not None:
+            await time_rewards(setup, common, Path(scratch), readings, watch)
     return readings
 
 

@@ -41,6 +41,8 @@ class Readings:
     )
     train: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     score: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    reward: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    """By (rollouts, tokens that the reward model read of each)."""
     call: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     """By tokens sent."""
     optimizer: list[float] = field(default_factory=list)

@@ -28,6 +28,7 @@ def step_figures(
     | cut_off         | share as long as `max_tokens` lets them be                                 |
     | staleness_mean  | version trained, less the version that their first token was sampled under |
     | staleness_max   |                                                                            |
+    | verify_time     | mean seconds from the end of a rollout to its reward                       |
     | unscored        | how many could not be scored, and have the worst score for it              |
     """
     rewards = [buffered.reward for buffered in trained]
@@ -49,6 +50,7 @@ def step_figures(
         "cut_off": sum(length >= max_tokens for length in lengths) / len(lengths),
         "staleness_mean": sum(staleness) / len(staleness),
         "staleness_max": max(staleness),
+        "verify_time": math.fsum(buffered.verify_time for buffered in trained) / len(trained),
         "unscored": sum(buffered.fault is not None for buffered in trained),
     }
 

@@ -10,6 +10,7 @@ from executor.verifier.text_scorers import (
     format_scorer,
     judge_scorer,
     length_scorer,
+    model_scorer,
     regex_scorer,
 )
 from executor.verifier.unit_tests import unit_tests_scorer
@@ -45,6 +46,8 @@ def make_scorer(reward: RewardConfig) -> Scorer:
             return unit_tests_scorer(reward.credit)
         case "judge":
             return judge_scorer(reward.bounds)
+        case "reward-model":
+            return model_scorer()
         case _:
             assert_never(name)
 

@@ -73,7 +73,7 @@ def length_scorer(beyond: int, until: int) -> Scorer:
 
 def _grades_nothing() -> Grader:
     def grade(record: Record) -> NoReturn:
-        raise RuntimeError("a judge is not asked from the sandbox")
+        raise RuntimeError("a model is not asked from the sandbox")
 
     return grade
 
@@ -81,3 +81,8 @@ def _grades_nothing() -> Grader:
 def judge_scorer(bounds: tuple[float, float]) -> Scorer:
     """Return the scorer of a judge, as far as it has one: it reads whole completions, and knows no right answers."""
     return Scorer(whole, lambda record: None, _grades_nothing, False, (), bounds=bounds)
+
+
+def model_scorer() -> Scorer:
+    """Return the scorer of a reward model, as far as it has one: see `executor.verifier.reward_pool`."""
+    return Scorer(whole, lambda record: None, _grades_nothing, False, ())

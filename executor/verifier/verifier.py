@@ -8,11 +8,15 @@ from math import fsum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from executor.carriers.handles import Handle
 from executor.roles import Scoring, VerifierRole
+from executor.samples import Exchange
 from executor.verifier.judge import Judge
 from executor.verifier.process import ForkServerProcess, Reply
+from executor.verifier.reward_pool import RewardPool, Start
 from executor.verifier.rewards import is_scored, make_scorer
 from executor.verifier.sandbox import SandboxLimits
+from streamrl.runfile.reward_config import REWARD_MODEL
 from streamrl.runfile.sides_config import VerifierConfig
 
 if TYPE_CHECKING:
@@ -34,7 +38,13 @@ class Verifier(VerifierRole):
     record, the limits or the scorer are at fault, and that is an error.
     """
 
-    def __init__(self, config: VerifierConfig, log: Path = Path(os.devnull)) -> None:
+    def __init__(
+        self,
+        config: VerifierConfig,
+        log: Path = Path(os.devnull),
+        start_model: Start | None = None,
+    ) -> None:
+        """Take what scores, and who starts replicas of a reward model where that is among it."""
         self._rewards = config.rewards
         self._names_each = bool(config.reward)
         self._scorers = [make_scorer(reward) for reward in self._rewards]
@@ -48,9 +58,14 @@ class Verifier(VerifierRole):
         self._free = asyncio.Semaphore(config.workers)
         self._starting = asyncio.Lock()
         self._process: ForkServerProcess | None = None
+        self._models: RewardPool | None = None
+        if start_model is not None and config.reward_model is not None:
+            self._models = RewardPool(start_model, config.workers, config.max_rollouts_per_call)
 
     async def start(self) -> ForkServerProcess:
-        """Begin to load the scorers, unless they are loaded; return the process that does."""
+        """Begin to load the scorers, unless they are loaded; return the process that does, a reward model beside."""
+        if self._models is not None:
+            self._models.begin()
         async with self._starting:
             if self._process is None or self._process.is_lost:
                 self._process = await ForkServerProcess.start(
@@ -77,6 +92,10 @@ class Verifier(VerifierRole):
                 faults.append(f"{reward.label}: {fault}" if self._names_each else fault)
         return Scoring(fsum(total), "; ".join(faults) or None, scores if self._names_each else {})
 
+    def reward_models(self) -> list[Handle]:
+        """Return handles on the replicas of a reward model that are up, those with work first."""
+        return [] if self._models is None else self._models.handles()
+
     async def try_out(self, place: int, record: Record) -> None:
         """Let one scorer score the answer that a record knows, or an empty completion where it knows none.
 
@@ -90,6 +109,8 @@ class Verifier(VerifierRole):
 
     def close(self) -> None:
         """End the processes at once, whatever they do."""
+        if self._models is not None:
+            self._models.close()
         if self._process is not None:
             self._process.close()
 
@@ -97,6 +118,8 @@ class Verifier(VerifierRole):
         self, place: int, completion: str, num_tokens: int, record: Record
     ) -> tuple[float, str | None]:
         """Return a score, the worst one where there is none, and why there is none."""
+        if self._rewards[place].scorer == REWARD_MODEL:
+            return await self._ask_model(completion, record), None
         answer = self._scorers[place].read(completion, num_tokens)
         if len(answer) > MOST_CHARACTERS:
             return self._worst(place), "too long"
@@ -109,6 +132,12 @@ class Verifier(VerifierRole):
                 return reply.reward, None
             await self._check(place, record)
             return self._worst(place), reply.fault
+
+    async def _ask_model(self, completion: str, record: Record) -> float:
+        """Return the score of a reward model, whose replicas are begun where nobody has."""
+        assert self._models is not None, "a run with a reward model has who starts it"
+        self._models.begin()
+        return await self._models.score(Exchange(prompt=record["prompt"], completion=completion))
 
     def _worst(self, place: int) -> float:
         least, most = self._scorers[place].bounds

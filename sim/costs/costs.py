@@ -18,6 +18,7 @@ from sim.costs.inference import Shard
 from sim.costs.kernels import Kernels
 from sim.costs.machine import MachineCosts, MeasuredPrefill
 from sim.costs.overheads import decode_errors, load_engine
+from sim.costs.rewarding import ModelRewards, StatedRewards, reward_costs
 from sim.costs.sharing import CoreSharing
 from sim.costs.speculation import compose_speculative
 from sim.costs.sync import SyncCosts
@@ -75,11 +76,13 @@ class Costs(TrainerCosts):
     """Seconds of prefill are divided by it; those of `decode` are already."""
     followers: tuple[FollowerCosts, ...] = ()
     """Of the trainers that follow, in order."""
+    rewards: StatedRewards | ModelRewards | None = None
+    """Of the replicas of a reward model; None where there is none."""
     others: tuple[Costs, ...] = ()
     """Of a run that had replicas of one kind of `rollout.others` alone, in order."""
     provenance: dict[str, Provenance]
-    """Where the seconds of each operation come from: prefill, decode, score, train, sync, and cache_transfer
-    where a run moves caches."""
+    """Where the seconds of each operation come from: prefill, decode, score, train, sync, cache_transfer
+    where a run moves caches, and verify where a reward model's seconds do not stand in the run file."""
 
     @classmethod
     def load(cls, run: Run) -> Costs:
@@ -100,7 +103,7 @@ class Costs(TrainerCosts):
         training = TrainingCosts.load(run)
         sync = sync_costs(run)
         trained = training.provenance
-        moved = CacheTransfer.load(run)
+        moved, rewards = CacheTransfer.load(run), reward_costs(run)
         costs = cls(
             decode=decode,
             prefill=prefill,
@@ -110,6 +113,7 @@ class Costs(TrainerCosts):
             cache_transfer=moved,
             message_time=_message_time(run),
             followers=tuple(FollowerCosts.load(run, n) for n in range(1, run.num_trainers)),
+            rewards=rewards,
             provenance={
                 "prefill": _checked(prefill.provenance, run),
                 "decode": _checked(decode.provenance, run),
@@ -121,6 +125,8 @@ class Costs(TrainerCosts):
         )
         if run.costs.profile is not None:
             costs = _with_machine(costs, MachineCosts.load(run, Path(run.costs.profile)))
+        if rewards is not None and rewards.provenance is not None:
+            costs = replace(costs, provenance={**costs.provenance, "verify": rewards.provenance})
         return _with_framework(_with_factors(costs, run), run)
 
     def prefill_time(

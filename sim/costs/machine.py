@@ -198,6 +198,7 @@ def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
     if wanted > longest:
         notes.append(f"decode extrapolated from {longest:.0f} to {wanted} tokens of a rollout")
     roles = run.rollout.num_replicas + run.num_trainers
+    roles += run.verifier.workers if run.verifier.reward_model is not None else 0
     threads = run.execute.threads or threads_of_each(profile.host.cores, roles)
     if run.trainer.packing != profile.packing:
         notes.append(f"training measured {profile.packing}, not {run.trainer.packing}")

@@ -51,6 +51,13 @@ def measure(
             help="Measure also what Ray takes of a rollout: on the cluster that this machine is part of, on nodes of this pool.",
         ),
     ] = None,
+    reward_model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Measure also the calls of a reward model: a Hugging Face directory.",
+        ),
+    ] = None,
     ray_address: Annotated[str, typer.Option(help="Of that cluster's head.")] = "auto",
     quick: Annotated[
         bool, typer.Option("--quick", help="Few points, to see that it runs.")
@@ -85,6 +92,7 @@ def measure(
         is_quick=quick,
         packing=packing,
         ray=None if ray is None else RayPlace(ray, ray_address),
+        reward_model=reward_model,
     )
     with make_progress() as progress:
         task = progress.add_task("measure", total=num_points(setup), facts="starting")
@@ -117,6 +125,9 @@ def _summary(found: MeasuredProfile) -> Table:
         ("push", f"{found.push.bytes / 1e6:.1f} MB", found.push),
         ("load", f"{found.load.bytes / 1e6:.1f} MB", found.load),
     ]
+    if found.reward:
+        call = max(found.reward, key=lambda row: row.rollouts * row.tokens)
+        rows.append(("reward model", f"{call.rollouts} x {call.tokens} tokens", call))
     for name, point, row in rows:
         low, median, high = (f"{seconds * 1e3:.2f} ms" for seconds in row.seconds)
         table.add_row(name, point, median, f"{low} to {high}")

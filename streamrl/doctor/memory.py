@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from streamrl.doctor.finding import Finding
+from streamrl.doctor.finding import Finding, Level
 from streamrl.doctor.lengths import mean_lengths
 from streamrl.doctor.replica_batch import replica_batch
 from streamrl.hardware.memory import (
@@ -19,6 +19,7 @@ from streamrl.hardware.memory import (
     trainer_memory,
 )
 from streamrl.hardware.profiles import Gpu, load_gpu
+from streamrl.hardware.reward_memory import reward_model_bytes
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import kind_name, trainer_names
 
@@ -45,7 +46,7 @@ class SideMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def memory_of(run: Run) -> list[SideMemory]:
-    """Return the memory of every side that holds the policy.
+    """Return the memory of every side that holds a model whose shape is known.
 
     Also where it does not fit: then with the cache of one longest rollout.
 
@@ -60,7 +61,7 @@ def memory_of(run: Run) -> list[SideMemory]:
         msgspec.structs.replace(replica_side(run.of_kind(kind)), side=kind_name(kind))
         for kind in range(run.num_kinds)
     ]
-    return [*replicas, *trainers]
+    return [*replicas, *trainers, *verifier_side(run)]
 
 
 def find(run: Run) -> Iterator[Finding]:
@@ -68,6 +69,7 @@ def find(run: Run) -> Iterator[Finding]:
     yield find_replica(run)
     yield from _find_room(run)
     yield from find_trainer(run)
+    yield from _find_verifier(run)
 
 
 def _gpu(run: Run, pool: str) -> Gpu:
@@ -107,6 +109,21 @@ def trainer_side(run: Run) -> SideMemory:
         usable=gpu.usable_memory,
         parts=trainer_memory(run),
     )
+
+
+def verifier_side(run: Run) -> Iterator[SideMemory]:
+    """Yield the memory of a GPU that computes rewards, where there are such and their model is known."""
+    parts, pool = reward_model_bytes(run), run.verifier.pool
+    if parts and pool is not None:
+        gpu = _gpu(run, pool)
+        yield SideMemory(
+            side="verifier",
+            gpu=gpu.name,
+            num_gpus=run.verifier.num_gpus,
+            capacity=gpu.usable_memory,
+            usable=gpu.usable_memory,
+            parts=parts,
+        )
 
 
 def _listed(side: SideMemory) -> str:
@@ -179,3 +196,24 @@ def find_trainer(run: Run) -> Iterator[Finding]:
         yield Finding(level="warning", topic="memory", name="trainer-tight", text=text)
     else:
         yield Finding(level="ok", topic="memory", name="trainer-fits", text=text)
+
+
+# The verifier's side ------------------------------------------------------------------------------
+
+
+def _find_verifier(run: Run) -> Iterator[Finding]:
+    """Find that a GPU does not hold the reward model, or that nobody knows."""
+    reward = run.verifier.reward_model
+    if reward is not None and not reward_model_bytes(run):
+        text = f"verifier: the shape of {reward.model} is not here, so what it takes of a GPU is not known"
+        yield Finding(level="ok", topic="memory", name="verifier-unknown", text=text)
+    for side in verifier_side(run):
+        text = (
+            f"verifier: {side.need / GB:.1f} of {side.capacity / GB:.0f} GB a GPU of the reward model "
+            f"({_listed(side)}) on {side.gpu}"
+        )
+        fits = side.need <= side.capacity
+        level: Level = "ok" if fits else "error"
+        name = "verifier-fits" if fits else "verifier-memory"
+        fix = "" if fits else "a smaller verifier.max_tokens_per_pass, or a pool of larger GPUs"
+        yield Finding(level=level, topic="memory", name=name, text=text, fix=fix)

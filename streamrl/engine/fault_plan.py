@@ -33,6 +33,8 @@ STRUCK: dict[FaultKind, type[Struck]] = {
     "link-slows": PushWeights,
     "link-drops": PushWeights,
     "verifier-stalls": Verify,
+    "reward-model-dies": Verify,
+    "reward-model-hangs": Verify,
     "disk-full": SaveCheckpoint,
     "driver-dies": Train,
 }

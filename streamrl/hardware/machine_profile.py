@@ -13,6 +13,7 @@ Every `seconds` is [lower quartile, median, upper quartile] of the repeats. Tabl
 | call     | what a call of the trainer takes beside its passes, for `tokens` of rollouts sent  |
 | optimizer, push, load | an optimizer step; weights out of the trainer; weights into a replica |
 | sharing  | speeds of roles that compute at the same time on one host's cores, as shares of those alone |
+| reward   | a call of the reward model's replica that scores `rollouts` of `tokens` each, the way there and back included |
 | turnover | what a rollout's coming and going adds to a replica's passes, beyond what the tables say of them |
 | handling | CPU seconds that a rollout takes of the process that decides and of the verifier, on those cores |
 | handling_over_ray | the same where roles are actors, and Ray's own processes bring what they say |
@@ -212,6 +213,10 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     """The same where roles are actors of a Ray cluster; None where that was not measured."""
     turnover: Once | None = None
     """None where an earlier version measured."""
+    reward: tuple[PassRow, ...] = ()
+    """Empty where no reward model was measured."""
+    reward_model: MeasuredModel | None = None
+    """Whose calls those of `reward` are."""
 
 
 NO_PASSES = ("name", "source", "num_draft_layers")
@@ -270,6 +275,10 @@ def find_problems(profile: MeasuredProfile) -> Iterator[str]:
         yield from _row_problems(f"mixed row {number}", mixed)
         if mixed.longest < mixed.context:
             yield f"mixed row {number}: longest must be at least context={mixed.context}, got {mixed.longest}"
+    for number, call in enumerate(profile.reward, start=1):
+        yield from _row_problems(f"reward row {number}", call)
+    if bool(profile.reward) != (profile.reward_model is not None):
+        yield "reward and reward_model must both be there, or neither"
     for number, shared in enumerate(profile.sharing, start=1):
         yield from _sharing_problems(f"sharing row {number}", shared)
 

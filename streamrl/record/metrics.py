@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from statistics import median
 
 import msgspec
@@ -30,6 +30,9 @@ from streamrl.record.underfilled import YieldSource
 from streamrl.record.whole_run import WholeRun, make_whole_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import sides_of, trainer_names
+
+VERIFY = "verify"
+"""What a verifier's GPUs do, and the operation whose costs say how long."""
 
 TRAINING = ("score", "train")
 
@@ -259,7 +262,7 @@ def _tiers(trace: Trace, shares: SidesAttribution) -> dict[str, float]:
         return {"measured": 1.0}
     tiers: dict[str, float] = {}
     weights: dict[str, float] = defaultdict(float)
-    for operation, weight in _weights(trace.run, shares):
+    for operation, weight in _weights(trace.run, shares, trace.facts):
         weights[operation] += weight
     busy = sum(weights.values()) or 1.0
     for operation, weight in weights.items():
@@ -270,8 +273,13 @@ def _tiers(trace: Trace, shares: SidesAttribution) -> dict[str, float]:
     return tiers
 
 
-def _weights(run: Run, shares: SidesAttribution) -> Iterator[tuple[str, float]]:
-    """Yield each operation with its share of all GPU-seconds; trainers that follow have costs of their own."""
+def _weights(
+    run: Run, shares: SidesAttribution, known: Container[str]
+) -> Iterator[tuple[str, float]]:
+    """Yield each operation with its share of all GPU-seconds; trainers that follow have costs of their own.
+
+    That of verifiers only where it is among those whose tier is known.
+    """
     others = dict.fromkeys(TRAINING, 0.0)
     for follower in run.followers:
         of_side = shares.sides[follower.name]
@@ -281,3 +289,5 @@ def _weights(run: Run, shares: SidesAttribution) -> Iterator[tuple[str, float]]:
         yield f"train {follower.name}", sum(own.values())
     for activity, operation in OPERATION_OF_ACTIVITY.items():
         yield operation, shares.whole.busy.get(activity, 0.0) - others.get(activity, 0.0)
+    if VERIFY in known:
+        yield VERIFY, shares.whole.busy.get(VERIFY, 0.0)

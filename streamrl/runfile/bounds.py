@@ -114,6 +114,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     },
     VerifierConfig: {
         "gpus_per_worker": Bounds(0),
+        "start_time": SECONDS,
         "time_limit": POSITIVE,
         "memory_limit": POSITIVE,
     },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError
-from streamrl.runfile.faults_config import FaultConfig, FaultKind
+from streamrl.runfile.faults_config import OF_REWARD_MODEL, FaultConfig, FaultKind
 
 MOMENTS = ("step", "time", "count")
 SAYS: dict[FaultKind, tuple[str, ...]] = {
@@ -18,9 +18,16 @@ def check_faults(run: Run) -> None:
     """Raise `RunError` where a fault has no moment, or several, or says too little or too much."""
     for number, fault in enumerate(run.faults):
         key = f"faults.{number}"
+        _check_victim(fault, f"{key}.kind", run)
         _check_moment(fault, key, run.algorithm.steps)
         for name in ("duration", "factor"):
             _check_said(fault, key, name)
+
+
+def _check_victim(fault: FaultConfig, key: str, run: Run) -> None:
+    if fault.kind in OF_REWARD_MODEL and run.verifier.reward_model is None:
+        text = f"{key} {fault.kind!r} strikes a reward model, and no [[verifier.reward]] is one"
+        raise RunError(key, fault.kind, None, text, ("verifier.reward",))
 
 
 def _check_moment(fault: FaultConfig, key: str, steps: int) -> None:

@@ -17,10 +17,13 @@ FaultKind = Literal[
     "link-slows",
     "link-drops",
     "verifier-stalls",
+    "reward-model-dies",
+    "reward-model-hangs",
     "disk-full",
     "driver-dies",
 ]
 
+OF_REWARD_MODEL: tuple[FaultKind, ...] = ("reward-model-dies", "reward-model-hangs")
 AT_A_PUSH: tuple[FaultKind, ...] = ("trainer-dies-pushing", "link-slows", "link-drops")
 
 
@@ -28,14 +31,15 @@ class FaultConfig(Section, frozen=True, kw_only=True):
     """A fault, at one moment (`step` or `time`) or at `count` random ones.
 
     It strikes with work that the engine gives out: what happens to a replica with a rollout that it is sent, to the
-    trainer with a micro-batch, a push or a checkpoint, to the link with a push, to the verifier with a rollout, to the
-    disk with a checkpoint, to the driver with a micro-batch.
+    trainer with a micro-batch, a push or a checkpoint, to the link with a push, to the verifier or a replica of the
+    reward model with a rollout, to the disk with a checkpoint, to the driver with a micro-batch.
     """
 
     kind: FaultKind
     """replica-hangs: it is stopped, and says so to nobody; replica-garbles: its answer is none; link-slows: a push takes
-    `factor` times as long; link-drops: a push is lost on its way; verifier-stalls: no reward comes; disk-full: a
-    checkpoint finds no room; driver-dies: whoever decides is killed, for `--resume` to go on (executed only)."""
+    `factor` times as long; link-drops: a push is lost on its way; verifier-stalls: no reward comes; reward-model-dies,
+    reward-model-hangs: as replicas of the policy; disk-full: a checkpoint finds no room; driver-dies: whoever decides is
+    killed, for `--resume` to go on (executed only)."""
     step: int | None = None
     """Strike with the first work of this step, or with the push or checkpoint of its version, or the next after it."""
     time: Duration | None = None

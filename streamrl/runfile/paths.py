@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from streamrl.runfile.config import Run
-from streamrl.runfile.reward_config import file_of, with_file
+from streamrl.runfile.reward_config import REWARD_MODEL, file_of, with_file
 from streamrl.runfile.section import Section
 from streamrl.runfile.workload_config import HUB
 
@@ -28,6 +28,8 @@ PATH_KEYS = (
 """Dotted keys; `workload.lengths.source` may be a name in profiles/lengths instead."""
 SCORER = ".scorer"
 """What the keys end with whose values may have a path in them."""
+MODEL = ".model"
+"""What the key of a reward model ends with."""
 
 
 def paths_of(run: Run) -> dict[str, str]:
@@ -36,12 +38,19 @@ def paths_of(run: Run) -> dict[str, str]:
         *PATH_KEYS,
         *(f"workload.source.{place}.prompts" for place in range(len(run.workload.source))),
         *map(run.verifier.key, range(len(run.verifier.rewards))),
+        *_model_keys(run),
     ]
     found = {key: _path_in(key, _value(run, key)) for key in keys}
     lengths = run.workload.lengths
     if lengths is not None and not lengths.names_a_file:
         del found["workload.lengths.source"]
     return {key: path for key, path in found.items() if path is not None}
+
+
+def _model_keys(run: Run) -> list[str]:
+    """Return the key of the directory of a run's reward model, where it has one."""
+    rewards = enumerate(run.verifier.reward)
+    return [f"verifier.reward.{at}{MODEL}" for at, each in rewards if each.scorer == REWARD_MODEL]
 
 
 def with_paths(run: Run, paths: Mapping[str, str]) -> Run:
@@ -52,8 +61,8 @@ def with_paths(run: Run, paths: Mapping[str, str]) -> Run:
 
 
 def _path_in(key: str, value: str | None) -> str | None:
-    """Return what of a key's value is a path: of a scorer its file, of a data set of the hub nothing."""
-    if value is None or (key.endswith(".prompts") and value.startswith(HUB)):
+    """Return what of a key's value is a path: of a scorer its file, of what lies on the hub nothing."""
+    if value is None or (key.endswith((".prompts", MODEL)) and value.startswith(HUB)):
         return None
     return file_of(value) if key.endswith(SCORER) else value
 

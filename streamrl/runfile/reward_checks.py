@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
-from streamrl.runfile.reward_config import RewardConfig, ScorerName, function_of
+from streamrl.runfile.reward_config import REWARD_MODEL, RewardConfig, ScorerName, function_of
 
 MOST_AT_ONCE = 256
 POSITIVE_SECONDS = Bounds(0, 1e6, excludes_least=True)
@@ -19,7 +19,7 @@ PARAMETERS = {
     "beyond": ("length-penalty",),
     "until": ("length-penalty",),
     "endpoint": ("judge",),
-    "model": ("judge",),
+    "model": ("judge", "reward-model"),
 }
 """Keys that some scorers need, and no other has."""
 
@@ -34,6 +34,7 @@ def check_rewards(run: Run) -> None:
         _check_scorer(verifier.key(place), reward)
     for place, reward in enumerate(verifier.reward):
         _check_numbers(f"verifier.reward.{place}", reward, run.rollout.max_tokens)
+    _check_reward_model(run)
     labels = [reward.label for reward in verifier.rewards]
     for place, label in enumerate(labels):
         if label in labels[:place]:
@@ -58,6 +59,24 @@ def _check_scorer(key: str, reward: RewardConfig) -> None:
         if scorer not in scorers and value is not None:
             text = f"{here} is known by {' and '.join(scorers)} alone, got {shown(value)} of scorer {shown(scorer)}"
             raise RunError(here, value, text=text, others=(key,))
+
+
+def _check_reward_model(run: Run) -> None:
+    """Refuse a reward model without GPUs, a second one, and keys of one where there is none."""
+    verifier = run.verifier
+    models = [at for at, each in enumerate(verifier.rewards) if each.scorer == REWARD_MODEL]
+    if models and verifier.pool is None:
+        text = f"verifier.pool is missing: {verifier.key(models[0])} {REWARD_MODEL!r} computes in a pool"
+        raise RunError("verifier.pool", None, str, text, (verifier.key(models[0]),))
+    if len(models) > 1:
+        key = verifier.key(models[1])
+        text = f"{key} {REWARD_MODEL!r} stands beside {verifier.key(models[0])}: verifier.pool has one reward model"
+        raise RunError(key, REWARD_MODEL, text=text, others=(verifier.key(models[0]),))
+    for at, reward in enumerate(verifier.rewards):
+        if reward.step_end is not None and (reward.scorer != REWARD_MODEL or not reward.step_end):
+            key = f"verifier.reward.{at}.step_end"
+            text = f"{key} must be the end of a step, of {REWARD_MODEL} alone, got {shown(reward.step_end)} of {reward.scorer}"
+            raise RunError(key, reward.step_end, str, text, (verifier.key(at),))
 
 
 def _check_judge(key: str, reward: RewardConfig) -> None:

@@ -17,7 +17,11 @@ ScorerName = Literal[
     "length-penalty",
     "unit-tests",
     "judge",
+    "reward-model",
 ]
+OverSteps = Literal["min", "mean", "last"]
+REWARD_MODEL = "reward-model"
+"""The scorer that computes on GPUs of the verifier's own."""
 OF_A_FILE = "python:"
 """What a scorer begins with that is a function in a file."""
 _OF_A_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -56,7 +60,13 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     endpoint: str | None = None
     """Of judge: where an OpenAI-compatible server is, such as "http://127.0.0.1:8000/v1"."""
     model: str | None = None
-    """Of judge: the model that the server is asked for."""
+    """Of judge: the model that the server is asked for. Of reward-model: a Hugging Face directory, or "hf://NAME" on the hub:
+    a sequence classifier with one output, or with `step_end` a token classifier."""
+    step_end: str | None = None
+    """Of reward-model: what a step of a completion ends with, such as "\n\n": the model scores each step at its last token
+    (a process reward), and not the whole at its last one."""
+    over_steps: OverSteps = "min"
+    """Of reward-model with `step_end`: which of the scores of its steps a completion gets."""
     template: str | None = None
     """Of judge: what it is asked, a Jinja template of the record's fields, `completion`, `least` and `most`; its last
     "Score: X" counts. A question of our own where absent."""

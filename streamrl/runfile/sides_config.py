@@ -15,7 +15,7 @@ from streamrl.runfile.algorithm_config import (
 )
 from streamrl.runfile.dtypes import CacheDtype, TrainingDtype, WeightDtype
 from streamrl.runfile.policies_config import SyncMode
-from streamrl.runfile.reward_config import RewardConfig
+from streamrl.runfile.reward_config import REWARD_MODEL, RewardConfig
 from streamrl.runfile.section import Section
 from streamrl.runfile.units import Duration, Size
 
@@ -309,12 +309,19 @@ class VerifierConfig(Section, frozen=True, kw_only=True):
     reward: tuple[RewardConfig, ...] = ()
     """Executed: what a completion is scored by, where these are several scorers, or one with parameters."""
     workers: int = 1
+    """Rollouts that scorers on CPUs look at at a time; in `pool`, replicas of the reward model."""
     pool: str | None = None
-    """Simulated: the pool whose GPUs score, such as a reward model's; CPUs beside the run where absent."""
+    """The pool whose GPUs score: a reward model's; CPUs beside the run where absent."""
     gpus_per_worker: int = 0
-    """Simulated: GPUs that each worker has in `pool`."""
+    """GPUs that each worker has in `pool`; 1 to be executed."""
     time: Duration = Duration(0.0)
-    """Simulated seconds of one worker for one rollout."""
+    """Simulated seconds of one worker for one rollout. Of a reward model: what the costs say where it is 0."""
+    start_time: Duration = Duration(0.0)
+    """Simulated seconds until a replica of the reward model is up."""
+    max_rollouts_per_call: int = 16
+    """Most rollouts that a replica of the reward model takes at once, of those that wait."""
+    max_tokens_per_pass: int = 16384
+    """Of the reward model: tokens in one forward pass, padding included; a longer rollout has one of its own."""
     time_limit: Duration = Duration(10.0)
     """Executed: seconds after which a completion that a scorer still works on gets the least of its scores."""
     memory_limit: Size = Size(1e9)
@@ -324,6 +331,11 @@ class VerifierConfig(Section, frozen=True, kw_only=True):
     def rewards(self) -> tuple[RewardConfig, ...]:
         """What a completion is scored by, in order; nothing where the run file does not say."""
         return self.reward if self.scorer is None else (RewardConfig(scorer=self.scorer),)
+
+    @property
+    def reward_model(self) -> RewardConfig | None:
+        """The reward that replicas in `pool` compute; None where none is."""
+        return next((each for each in self.rewards if each.scorer == REWARD_MODEL), None)
 
     def key(self, place: int) -> str:
         """Return the key of the scorer at a place of `rewards`."""

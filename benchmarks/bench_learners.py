@@ -1,0 +1,175 @@
+"""How well `simulate` predicts learners beyond the quickstart's, executed here, from a profile that is measured here and now.
+
+| run          | beside the quickstart                                                                       |
+|--------------|---------------------------------------------------------------------------------------------|
+| ppo          | a critic: a second model on the trainer's cores                                              |
+| dapo         | groups of one reward are passed over and others drawn; clips higher; means over tokens       |
+| reward-model | a replica of a reward model on a pool of its own, beside the right answer                    |
+
+As in `bench_profile.py` a simulation gets the output lengths and the share of informative groups that the run had, as
+`streamrl compare` does; the machine is profiled before the runs of a round and after them, and the mean of both predicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean, median
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.bench_profile import Outcome, middle, predict, report
+from executor.execute import execute
+from executor.profiling.measurements import Limits
+from executor.profiling.profile_file import make_setup, profile_model
+from executor.profiling.profiler import num_points
+from streamrl.cli.progress import make_progress
+from streamrl.hardware.machine_profile import write_measured
+from streamrl.record.metrics import measure
+from streamrl.record.trace import Trace
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import load_run
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+ROUNDS, STEPS = 3, 12
+LEARNERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "ppo": ("quickstart.toml", ("algorithm.name=ppo",)),
+    "dapo": (
+        "quickstart.toml",
+        (
+            "algorithm.dynamic_sampling=true",
+            "algorithm.clip_high=0.28",
+            "algorithm.loss_mean=token",
+        ),
+    ),
+    "reward-model": ("quickstart-reward-model.toml", ()),
+}
+"""The example of each, and what is changed of it."""
+WITHIN = 0.15
+"""Of the step, that predictions should be within."""
+
+
+def main() -> None:
+    """Print every run, then one JSON object a figure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, default=Path("build/quickstart"))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--only", choices=LEARNERS, action="append", help="all if absent")
+    parser.add_argument(
+        "--quick", action="store_true", help="profile few points, to see that it runs"
+    )
+    args = parser.parse_args()
+    make_models(args.data)
+    names = args.only or list(LEARNERS)
+    runs = {name: make_run(name, args.data, args.steps) for name in names}
+    with tempfile.TemporaryDirectory(prefix="bench-learners-") as scratch:
+        show(compare(runs, args.data, Path(scratch), args.rounds, is_quick=args.quick))
+
+
+def make_models(data: Path) -> None:
+    """Make the quickstart's model and its reward model, where they are not there."""
+    for directory, makes in (
+        ("model", ("make_quickstart.py", "--out")),
+        ("reward-model", ("make_reward_model.py", "--data")),
+    ):
+        if not (data / directory / "config.json").is_file():
+            script, option = makes
+            subprocess.run(
+                [sys.executable, str(EXAMPLES / script), option, str(data)],
+                check=True,
+            )
+
+
+def make_run(name: str, data: Path, steps: int) -> Run:
+    """Return the run file of a learner, with the models of a directory."""
+    example, changes = LEARNERS[name]
+    places = [
+        f"model.path={(data / 'model').resolve()}",
+        f"workload.prompts={(data / 'prompts.jsonl').resolve()}",
+        f"workload.lengths.source={(data / 'lengths.csv').resolve()}",
+        f"algorithm.steps={steps}",
+        f"execute.checkpoint_every={10**6}",
+    ]
+    run = load_run(EXAMPLES / example, [*places, *changes])
+    model = str((data / "reward-model").resolve())
+    rewards = tuple(
+        msgspec.structs.replace(each, model=model) if each.scorer == "reward-model" else each
+        for each in run.verifier.reward
+    )
+    verifier = msgspec.structs.replace(run.verifier, reward=rewards)
+    found: Run = msgspec.structs.replace(run, verifier=verifier)
+    return found
+
+
+def compare(
+    runs: dict[str, Run], data: Path, scratch: Path, rounds: int, *, is_quick: bool
+) -> dict[str, list[Outcome]]:
+    """Profile, execute each run once, profile again, and so on; return measured and predicted steps."""
+    profiles = [scratch / f"profile-{number}.toml" for number in range(rounds + 1)]
+    write_profile(data, next(iter(runs.values())), profiles[0], is_quick=is_quick)
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in runs}
+    for number in range(rounds):
+        done: list[tuple[str, Trace, Path]] = []
+        for name, run in runs.items():
+            output = scratch / f"{name}-{number}"
+            place = msgspec.structs.replace(run.execute, output=str(output))
+            trace = execute(msgspec.structs.replace(run, execute=place))
+            done.append((name, trace, output / "trace.jsonl"))
+            shutil.rmtree(output / "checkpoints")
+        write_profile(data, next(iter(runs.values())), profiles[number + 1], is_quick=is_quick)
+        for name, trace, file in done:
+            around = profiles[number : number + 2]
+            expected = mean(predict(trace, file, profile).step_time for profile in around)
+            outcomes[name].append(Outcome(measure(trace).step_time, expected))
+    return outcomes
+
+
+def write_profile(data: Path, run: Run, path: Path, *, is_quick: bool) -> None:
+    """Profile both models within the limits of a run file."""
+    limits = Limits(
+        max_running=run.rollout.max_running,
+        max_context=run.rollout.max_tokens + run.workload.max_prompt_tokens,
+        max_tokens_per_pass=run.trainer.max_tokens_per_pass,
+    )
+    setup = make_setup(
+        data / "model",
+        gpu="cpu",
+        dtype=run.model.dtype,
+        threads=run.execute.threads,
+        limits=limits,
+        is_quick=is_quick,
+        reward_model=data / "reward-model",
+    )
+    with make_progress() as progress:
+        task = progress.add_task("profile", total=num_points(setup), facts="")
+        found = profile_model(setup, "cpu", lambda what: progress.update(task, advance=1))
+    write_measured(found, path)
+
+
+def show(outcomes: dict[str, list[Outcome]]) -> None:
+    """Print every run, then the figures of each learner as JSON."""
+    table = Table("run", "measured", "predicted", "error")
+    for name, ones in outcomes.items():
+        for one in [*ones, middle(ones)]:
+            what = name if one in ones else f"{name}, median"
+            seconds = f"{one.measured:.3f} s", f"{one.predicted:.3f} s"
+            table.add_row(what, *seconds, f"{one.predicted / one.measured - 1:+.1%}")
+    Console(width=100).print(table)
+    for name, ones in outcomes.items():
+        errors = [one.predicted / one.measured - 1 for one in ones]
+        report(f"step time of the {name} run, measured", middle(ones).measured, "s")
+        report(f"step time of the {name} run, predicted", middle(ones).predicted, "s")
+        report(f"error of the {name} run, median of rounds", median(errors), "ratio")
+        within = sum(abs(error) <= WITHIN for error in errors) / len(errors)
+        report(f"rounds of the {name} run within {WITHIN:.0%}", within, "ratio")
+
+
+if __name__ == "__main__":
+    main()
