@@ -129,6 +129,7 @@ class Members:
         number = len(run.followers)
         check_run(run)
         check_back_end_of(run, number)
+        self._buffer.workload.join(run)
         self._launcher.join(run)
         self._trainers.join(run, self._directory.join(run))
         self._buffer.join()

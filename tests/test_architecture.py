@@ -41,6 +41,7 @@ CONTROL = [
             "pace",
             "latency",
             "setbacks",
+            "stream_share",
         ),
         *("state", "invariants", "engine"),
     )

@@ -297,6 +297,8 @@ class DrawnGroup(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Line of the prompts file, whose token ids lie beside the trace; None where there is none."""
     kept: tuple[tuple[int, int], ...] = ()
     """Of each rollout the output tokens from before the run was resumed, and the version of the first; () where none are."""
+    family: str | None = None
+    """Of the prompt, where a trainer takes groups by it; None where none does, or the prompt has none."""
 
 
 class PromptsDrawn(Message, frozen=True):

@@ -280,7 +280,7 @@ class State:
         group.num_missing -= 1
         self.setbacks.recover(rollout)
         for trainer in self.trainers:
-            trainer.see_ready(rollout)
+            trainer.see_ready(rollout, self.leader.version)
 
     def _expect(self, rollouts: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         """Enter what is expected of rollouts now; of one that nobody waits for any more it does not matter."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import assert_never
 
@@ -40,6 +40,7 @@ from streamrl.engine.policies.order import FirstInFirstOut, LongestFirst, Order
 from streamrl.engine.policies.overrun import MoveOverrun
 from streamrl.engine.policies.resize import AdjustReplicas, KeepReplicas
 from streamrl.engine.policies.retry import RetryThenDrop, StartOver, WindDown
+from streamrl.engine.policies.share import LeaveOutShare
 from streamrl.engine.policies.skew import SkewnessAware
 from streamrl.engine.policies.staleness import BoundedAdmission, BoundedBacklog, TakeInLine
 from streamrl.engine.policies.standstill import GiveUp
@@ -56,6 +57,7 @@ from streamrl.engine.policies.weight_sync import (
 from streamrl.engine.recent import RecentLengths
 from streamrl.engine.setbacks import Setbacks
 from streamrl.engine.state import State
+from streamrl.engine.stream_share import StreamShare
 from streamrl.engine.trainer_side import LEADER, TrainerSide
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import (
@@ -119,19 +121,8 @@ SYSTEMS: dict[SystemName, System] = {
 
 def choose_system(policies: PoliciesConfig) -> System:
     """Return the preset that `policies` names, with what it replaces by name."""
-    changes = {
-        key: getattr(policies, key)
-        for key in (
-            "max_staleness",
-            "waits_for_whole_batches",
-            "dispatch",
-            "order",
-            "streaming",
-            "consumption",
-            "weight_sync",
-        )
-        if getattr(policies, key) is not None
-    }
+    named = {field.name: getattr(policies, field.name) for field in fields(System)}
+    changes = {key: value for key, value in named.items() if value is not None}
     return replace(SYSTEMS[policies.system], **changes)
 
 
@@ -172,6 +163,8 @@ def _follow(run: Run, trainer: int) -> Iterator[Policy]:
     """Yield the policies of a trainer that follows: it works on what is complete, as it comes, in its own time."""
     seen = run.as_seen_by(trainer)
     backlog = run.followers[trainer - 1].backlog
+    if run.followers[trainer - 1].takes_share:
+        yield LeaveOutShare(trainer)
     yield CheckpointEvery(trainer, run.execute.checkpoint_every, run.policies.max_attempts)
     yield LetGo(trainer)
     yield from _leave_out(run, trainer)
@@ -395,5 +388,6 @@ def _build_side(run: Run, trainer: int) -> TrainerSide:
         batch=Batch(algorithm.trains_whole_groups, algorithm.needs_score),
         takes_unfinished=trainer == LEADER
         and choose_system(run.policies).consumption == "strict-fifo",
+        share=StreamShare.of(run.followers[trainer - 1]) if trainer else None,
         leaves_out_uniform=algorithm.leaves_out_uniform,
     )

@@ -180,6 +180,16 @@ class Run(Section, frozen=True, kw_only=True):
         return seen
 
     @property
+    def heeds_families(self) -> bool:
+        """Whether a trainer takes groups by the family of their prompt, so that the engine is told of it."""
+        return any(follower.families for follower in self.followers)
+
+    @property
+    def heeds_rewards(self) -> bool:
+        """Whether a trainer takes groups by their mean reward."""
+        return any(follower.heeds_rewards for follower in self.followers)
+
+    @property
     def leaves_out_uniform(self) -> bool:
         """Whether any trainer passes over groups whose rewards are all equal."""
         seen = (self.as_seen_by(trainer).algorithm for trainer in range(self.num_trainers))
