@@ -104,8 +104,7 @@ class RealWorld(World[Trace]):
             lambda: self.now,
         )
         self._transfer = make_transfer(self._trainers.leader.push)
-        size, port = trace.run.algorithm.group_size, trace.run.execute.stream_port
-        self._stream = GroupStream(directory.path, port, size)
+        self._stream = GroupStream(directory.path, trace.run, buffer)
         self.members = Members(trace, directory, self._trainers, launcher, buffer, self.emit)
         self._tasks: set[asyncio.Task[None]] = set()
         self._began_at = 0.0
@@ -173,6 +172,7 @@ class RealWorld(World[Trace]):
     def emit(self, event: Event) -> None:
         """Let the engine handle `event`; notice when that ends the run."""
         super().emit(event)
+        self._stream.see(event)
         if isinstance(event, TrainerStopped | TrainerLost):
             self.members.see_stopped(event.trainer)
         self._watch(event, self.engine.state, self.now)

@@ -343,4 +343,4 @@ def test_a_family_that_no_prompt_is_of_is_refused_before_the_run_begins(tmp_path
 
 def test_a_report_says_which_groups_a_trainer_takes() -> None:
     follower = run_of({"every": 2, "max_staleness": 2, "families": ["a", "b"]}).followers[0]
-    assert share_text(follower) == "one in 2 of a and b and with staleness at most 2"
+    assert share_text(follower) == "one in 2 of a and b, with staleness at most 2"

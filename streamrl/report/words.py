@@ -185,13 +185,13 @@ def split_text(side: PlannedSide) -> str:
 
 def share_text(follower: FollowerConfig) -> str:
     """Say which complete groups a trainer takes: "one in 2 with staleness at most 2"."""
-    limits = [f"of {listing(follower.families)}"] if follower.families else []
+    limits = [f"of {listing(list(follower.families))}"] if follower.families else []
     for what in ("staleness", "reward"):
         least, most = getattr(follower, f"min_{what}"), getattr(follower, f"max_{what}")
         limits += [f"with {what} at least {least:g}"] if least is not None else []
         limits += [f"with {what} at most {most:g}"] if most is not None else []
     which = "every one" if follower.every == 1 else f"one in {follower.every}"
-    return " ".join([which, listing(limits)]) if limits else which
+    return f"{which} {', '.join(limits)}" if limits else which
 
 
 def rent_text(team: Team, system: str) -> str:
