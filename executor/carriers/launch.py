@@ -11,6 +11,7 @@ from streamrl.runfile.config import Run
 
 REPLICA = "executor.rollout.replica_worker:ReplicaWorker"
 TRAINER = "executor.trainer.trainer_worker:TrainerWorker"
+COUNTER = "executor.trainer.counting:CountingTrainer"
 RELAY = "executor.transfer.relay:RelayWorker"
 KEPT_BYTES = 2**30
 """Freed host memory that a worker keeps for its next tensors. glibc hands tensors of more than about a megabyte
@@ -98,6 +99,10 @@ class Launcher(ABC):
         config |= {"zero": run.trainer.zero, "num_ranks": num_ranks}
         ranks = [{**config, "rank": rank} for rank in range(num_ranks)]
         return await self._start_ranks(number, ranks)
+
+    def _trainer_role(self, number: int) -> str:
+        """Return what a trainer of one rank is."""
+        return COUNTER if self._run.only_counts(number) else TRAINER
 
     async def relay(self, place: str | None) -> Handle:
         """Start the relay of a place, or the one beside the trainer."""

@@ -21,9 +21,10 @@ def usable_cores() -> int:
 
 
 def roles_on_cores(run: Run) -> int:
-    """Return how many processes of a run compute on the CPU: replicas at the start, and trainers' ranks."""
+    """Return how many processes of a run compute on the CPU: replicas at the start, and ranks of trainers that learn."""
     kinds = [own.replicas for own in run.rollout.kinds if device_of(run, own.pool) == "cpu"]
-    ranks = [own.num_gpus for own in run.trainers if device_of(run, own.pool) == "cpu"]
+    learning = [own for n, own in enumerate(run.trainers) if not run.only_counts(n)]
+    ranks = [own.num_gpus for own in learning if device_of(run, own.pool) == "cpu"]
     return sum(kinds) + sum(ranks)
 
 

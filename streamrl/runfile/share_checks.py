@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import fsum
 
 from streamrl.runfile.config import Run
-from streamrl.runfile.errors import Bounds, RunError, shown
+from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
 from streamrl.runfile.keys import join_key
 from streamrl.runfile.sides_config import FollowerConfig
 from streamrl.runfile.trainers import trainer_key
@@ -15,12 +15,13 @@ ROUNDING = 1e-6
 
 
 def check_shares(run: Run) -> None:
-    """Refuse bounds that no group lies within, families without a name, and rewards whose shares do not add up."""
+    """Refuse bounds that no group lies within, families without a name, several GPUs of one that counts, and rewards whose shares do not add up."""
     for number, follower in enumerate(run.followers, start=1):
         key = trainer_key(number)
         _check_order(key, follower, "staleness")
         _check_order(key, follower, "reward")
         _check_families(key, follower)
+        _check_counting(key, follower)
     _check_group_rewards(run)
 
 
@@ -40,6 +41,15 @@ def _check_families(key: str, follower: FollowerConfig) -> None:
             what = "have a name each" if not family else "be named once each"
             text = f"{here} must {what}, got {shown(list(follower.families))}"
             raise RunError(here, list(follower.families), None, text)
+
+
+def _check_counting(key: str, follower: FollowerConfig) -> None:
+    if follower.counts_only and follower.num_gpus > 1:
+        here = join_key(key, "counts_only")
+        text = (
+            f"{here} must be false for {follower.num_gpus} GPUs: who only counts has one, got True"
+        )
+        raise RunError(here, True, OneOf([False]), text, (join_key(key, "data_parallel"),))
 
 
 def _check_group_rewards(run: Run) -> None:

@@ -270,6 +270,9 @@ class FollowerConfig(TrainerConfig, frozen=True, kw_only=True):
     backlog: int = 2
     """Batches of the leader's of complete groups that may wait for it, as groups come in such bursts; the oldest
     beyond are lost to it, and counted."""
+    counts_only: bool = False
+    """Whether it has no model and learns nothing: it takes groups and counts them, on one CPU or GPU of its pool, to tell
+    what being subscribed costs a run."""
     every: int = 1
     """Of so many complete groups that the keys below let pass it takes one, from the first on."""
     min_staleness: int | None = None

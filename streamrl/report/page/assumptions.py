@@ -98,7 +98,8 @@ def _of_work(run: Run, model: ModelShape) -> Iterator[Assumption]:
     yield Assumption("algorithm", value, f"{RUN_FILE}: algorithm")
     for number, follower in enumerate(run.followers, start=1):
         own = run.as_seen_by(number).algorithm
-        value = f"{own.name.upper()}, {own.prompts_per_step:,} prompts a step, in its own time"
+        does = "none: it only counts" if follower.counts_only else own.name.upper()
+        value = f"{does}, {own.prompts_per_step:,} prompts a step, in its own time"
         value += f"; of complete groups {share_text(follower)}" if follower.takes_share else ""
         yield Assumption(
             f"algorithm of {follower.name}", value, f"{RUN_FILE}: {trainer_key(number)}"
