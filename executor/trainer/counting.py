@@ -59,10 +59,10 @@ class CountingTrainer(TrainerRole):
 
     async def step(self, version: int) -> Figures:
         """Count a step; see `TrainerRole`."""
-        if version != self._counts.version + 1 or not self._rollouts:
-            raise ValueError(
-                f"step {version} cannot follow {self._counts.version} on {self._rollouts} rollouts"
-            )
+        if version != self._counts.version + 1:
+            raise ValueError(f"step makes version {self._counts.version + 1}, got {version}")
+        if not self._rollouts:
+            raise ValueError("nothing was trained on since the last step")
         rollouts, tokens = self._rollouts, self._tokens
         self._counts = Counts(
             version=version,
