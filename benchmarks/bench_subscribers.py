@@ -201,7 +201,7 @@ def time_engine() -> None:
         trace = SimWorld(run, Costs.load(run), SimulatedWorkload(run)).run()
         rollouts = sum(isinstance(event, Generated) for _, event, _ in trace.entries)
         found = [told_again(trace) / rollouts * 1000 for _ in range(ROUNDS)]
-        steps = [trainer.steps for trainer in measure(trace).trainers]
+        steps = [trainer.num_steps for trainer in measure(trace).trainers]
         name = f"engine CPU time a rollout, {number} followers"
         report(name, median(found), "ms", least=min(found), rollouts=rollouts, steps=steps)
 
