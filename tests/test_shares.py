@@ -144,7 +144,7 @@ def test_what_is_left_out_is_never_taken_nor_waited_for() -> None:
     s = script(
         policies__system="stream-sync",
         algorithm__steps=5,
-        followers=[{**FOLLOWER, "every": 2, "algorithm": {"prompts_per_step": 1}}],
+        followers=[{**FOLLOWER, "pool": "near", "tensor_parallel": 4, "every": 2}],
     )
     s.draw(s.begin())
     s.tell(TrainerStarted(1, 0))
@@ -271,8 +271,8 @@ def test_an_executed_run_leaves_the_same_out_and_its_ledger_balances(
         assert sum(share for _, share in measured) == pytest.approx(1)
         means = {mean for mean, _ in measured}
         assert means <= {0.0, 0.5, 1.0} and len(means) > 1
-    report = streamrl("report", tmp_path / "run", "--json")
-    assert report.returncode == 0 and reason in report.stdout
+    told = streamrl("replay", tmp_path / "run")
+    assert told.returncode == 0 and reason in told.stdout
 
 
 def test_a_resume_judges_what_it_draws_again_and_the_ledger_of_all_legs_balances(
