@@ -37,6 +37,7 @@ from streamrl.engine.messages import (
     Generate,
     Interrupted,
     LoadWeights,
+    Promote,
     PromptsDrawn,
     PushWeights,
     ReplicaLost,
@@ -259,7 +260,11 @@ class RealWorld(World[Trace]):
                 return await self._start_replica(command)
             case StopReplica():
                 return await self._stop_replica(command)
-            case StartTrainer() | StopTrainer() | SaveCheckpoint():
+            case StartTrainer() | StopTrainer():
+                return await self._trainers.carry_out(command)
+            case Promote():
+                return self.members.promote(command)
+            case SaveCheckpoint():
                 return await self._trainers.carry_out(command)
             case WakeAt():
                 return await self._wake(command)

@@ -37,8 +37,8 @@ class CountingTrainer(TrainerRole):
         self._rollouts = self._tokens = 0
         """Of the coming step."""
 
-    async def start(self, checkpoint: str | None) -> int:
-        """Begin at nothing, or where a checkpoint of its own left off.
+    async def start(self, checkpoint: str | None, version: int | None = None) -> int:
+        """Begin at nothing, or where a checkpoint of its own left off; it is never given another version.
 
         Raises:
             ValueError: that is another trainer's.

@@ -9,6 +9,7 @@ needs to carry it out. Trainer 0 leads: its versions are what replicas load; the
     StopReplica     ReplicaStopped      replica
     StartTrainer    TrainerStarted      trainer
     StopTrainer     TrainerStopped      trainer
+    Promote         TrainerLeaving      trainer
     DrawPrompts     PromptsDrawn        workload
     Generate        Generated           replica
     Verify          Verified            verifier
@@ -70,6 +71,13 @@ class StopTrainer(Message, frozen=True):
     """End trainer `trainer`, which follows no longer and has nothing on its hands."""
 
     trainer: int
+
+
+class Promote(Message, frozen=True):
+    """Let `trainer`, which follows, end; from then on trainer 0 is what it was, and begins at `version` with its newest weights."""
+
+    trainer: int
+    version: int
 
 
 class DrawPrompts(Message, frozen=True):
@@ -209,6 +217,7 @@ Command: TypeAlias = (
     | Resize
     | StartTrainer
     | StopTrainer
+    | Promote
     | SaveCheckpoint
     | WakeAt
 )
@@ -228,6 +237,8 @@ class RunStarted(Message, frozen=True, omit_defaults=True):
     """Checkpoints that trainers which follow go on from, in their order; those without begin at version 0."""
     away: tuple[int, ...] = ()
     """Trainers that do not follow now, as they were detached before the run was resumed."""
+    promoted: int | None = None
+    """The one of them that trainer 0 has been since before the run was resumed; None where it is itself."""
 
 
 class ReplicaStarted(Message, frozen=True, omit_defaults=True):

@@ -34,6 +34,7 @@ from streamrl.engine.messages import (
     Generated,
     Interrupted,
     LoadWeights,
+    Promote,
     PromptsDrawn,
     PushWeights,
     ReplicaLost,
@@ -90,6 +91,10 @@ class State:
     has_started: bool = False
     num_unready: int = 0
     """Trainers that are not up."""
+    promoted: int | None = None
+    """Trainer that was promoted: trainer 0 is what it was, once it has ended."""
+    must_push: bool = False
+    """Whether the leader's version has to be pushed though it was: it has other weights now."""
     pushed_version: int = 0
     pushing: int | None = None
     stop_reason: str | None = None
@@ -118,7 +123,8 @@ class State:
     @property
     def is_synced(self) -> bool:
         """Whether every serving replica has the newest policy version."""
-        return self.pushing is None and self.fleet.is_synced(self.leader.version)
+        is_pushed = self.pushing is None and not self.must_push
+        return is_pushed and self.fleet.is_synced(self.leader.version)
 
     @property
     def has_all_steps(self) -> bool:
@@ -158,7 +164,7 @@ class State:
             case ExpectationsChanged(rollouts, tokens):
                 self._expect(rollouts, tokens)
             case WeightsPushed(version):
-                self.pushing, self.pushed_version = None, version
+                self.pushing, self.pushed_version, self.must_push = None, version, False
                 self.setbacks.num_failed_pushes = 0
                 self.fleet.find_outdated(version)
             case WeightsLoaded(replica_id, version) | ReplicaStarted(replica_id, version):
@@ -208,6 +214,10 @@ class State:
                 self.trainers[command.trainer].take(command, self.groups[command.group])
             case Score() | Train() | Step() | StartTrainer() | StopTrainer() | SaveCheckpoint():
                 self.trainers[command.trainer].begin(command, self.now)
+            case Promote(trainer, version):
+                self._promote(self.trainers[trainer])
+                self.must_push = True
+                self.fleet.fall_back(version - 1)
             case DrawPrompts(_, num_groups):
                 self.num_admitted += num_groups
                 self.num_drawing += num_groups
@@ -239,7 +249,13 @@ class State:
             self.trainers[saved.trainer].begin_at(saved.version, drawn_again(event, saved))
         for trainer in event.away:
             self.trainers[trainer].is_away = True
+        if event.promoted is not None:
+            self._promote(self.trainers[event.promoted])
         self._look_at_trainers()
+
+    def _promote(self, trainer: TrainerSide) -> None:
+        self.promoted = trainer.id
+        self.leader.become(trainer)
 
     def _join(self, event: TrainerJoined) -> None:
         if event.trainer < len(self.trainers):

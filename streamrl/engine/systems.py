@@ -38,7 +38,7 @@ from streamrl.engine.policies.joined import FollowJoined, LetGo
 from streamrl.engine.policies.migration import MoveRollouts, MoveStragglers
 from streamrl.engine.policies.order import FirstInFirstOut, LongestFirst, Order
 from streamrl.engine.policies.overrun import MoveOverrun
-from streamrl.engine.policies.resize import AdjustReplicas, KeepReplicas
+from streamrl.engine.policies.resize import AdjustReplicas, KeepReplicas, Promotion
 from streamrl.engine.policies.retry import RetryThenDrop, StartOver, WindDown
 from streamrl.engine.policies.share import LeaveOutShare
 from streamrl.engine.policies.skew import SkewnessAware
@@ -132,7 +132,7 @@ def build_policies(run: Run) -> list[Policy]:
     return [
         VerifyOnArrival(),
         *([build_resize(run)] if run.policies.resize == "adjust" else []),
-        KeepReplicas(run.policies.max_restarts),
+        KeepReplicas(run.policies.max_restarts, Promotion.of(run)),
         RetryThenDrop(run.policies.max_attempts),
         GiveUp(run.policies.max_dropped_groups, run.policies.max_step_time),
         StartOver(),

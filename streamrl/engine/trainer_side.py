@@ -155,6 +155,11 @@ class TrainerSide:
         self.num_lost = self.num_failed_saves = 0
         self.failure = None
 
+    def become(self, other: TrainerSide) -> None:
+        """Enter that it is what another was, before it begins anew: with that one's batches, in steps as large as before."""
+        self.batch = Batch(other.batch.trains_whole_groups, other.batch.needs_score)
+        self.num_lost = self.num_failed_saves = 0
+
     def see_drawn(self, group: Group) -> None:
         """Enter that a group was drawn."""
         if group.id in self.done_before:

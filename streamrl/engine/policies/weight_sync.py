@@ -94,17 +94,22 @@ class LoadBetweenBatches:
 
 def _is_behind(state: State) -> bool:
     """Return whether any replica lacks a version that it could be given."""
-    is_behind = bool(state.fleet.outdated) or state.leader.version != state.pushed_version
+    is_behind = bool(state.fleet.outdated) or _must_push(state)
     return is_behind and not state.is_stopping
 
 
 def _push(state: State) -> Iterator[Command]:
     """Yield a push where the trainer has made a version that is neither pushed nor on its way."""
     leader = state.leader
-    if state.pushing is None and leader.is_ready and leader.version != state.pushed_version:
+    if state.pushing is None and leader.is_ready and _must_push(state):
         yield PushWeights(leader.version, leader.id)
 
 
 def _to_load(state: State) -> list[int]:
-    """Return who should load what is pushed; nobody where the trainer has lost that version."""
-    return list(state.fleet.outdated) if state.pushed_version <= state.leader.version else []
+    """Return who should load what is pushed; nobody where that version is lost, or has other weights now."""
+    is_lost = state.pushed_version > state.leader.version or state.must_push
+    return [] if is_lost else list(state.fleet.outdated)
+
+
+def _must_push(state: State) -> bool:
+    return state.leader.version != state.pushed_version or state.must_push
