@@ -118,7 +118,7 @@ def _is_leaders(event: Event) -> bool:
 def test_a_leader_is_restarted_as_often_as_it_may_be_before_another_takes_its_place() -> None:
     changes = {"policies.on_leader_loss": "restart", "policies.max_restarts": 1}
     world = checked_world(small_run({**TWO, **changes}))
-    for when in (6.0, 12.0, 20.0, 26.0):
+    for when in (6.0, 12.0, 20.0):
         lose_trainer_at(world, when, LEADER)
     trace = world.run()
     (promoted,) = (n for n, e in enumerate(trace.entries) if of(Promote, e.commands))
@@ -228,13 +228,13 @@ def test_a_killed_leader_is_followed_by_the_one_promoted_with_its_weights_and_it
     assert attached.away == ("second",)
 
 
-@pytest.mark.parametrize(("dies_at", "leads"), [(11, True), (5, False)])
+@pytest.mark.parametrize(("dies_at", "leads"), [(11, True), (4, False)])
 def test_a_resume_goes_on_with_whoever_made_the_checkpoint(
     tmp_path: Path, dies_at: int, leads: bool
 ) -> None:
     run = real(tmp_path, policies__system="stream-async")
     with pytest.raises(DeathError):
-        execute(run, dies_at=dies_at if leads else 6)
+        execute(run, dies_at=dies_at)
     before = read_attached(tmp_path / "run")
     assert before.promoted == "second"
     trace = execute(run, resume=True, kills=False)

@@ -87,8 +87,8 @@ class KeepReplicas:
         if state.promoted is not None:
             return state.trainers[state.promoted].is_up
         other = state.trainers[promotion.trainer]
-        is_fit = other.failure is None and not other.is_away
-        return is_fit and state.leader.num_lost > promotion.after
+        lives = other.failure is None and other.num_lost <= self.max_restarts
+        return lives and not other.is_away and state.leader.num_lost > promotion.after
 
     def _start_replicas(self, state: State) -> Iterator[Command]:
         fleet = state.fleet
