@@ -144,7 +144,7 @@ class Members:
             raise ValueError(f"name {name!r}: the trainer of that name leads now")
         if number not in self.away or number in self._leaving:
             raise ValueError(f"name {name!r}: a trainer of that name follows already")
-        if section != section_of(run.followers[number - 1]):
+        if with_follower(run, section).followers[-1] != run.followers[number - 1]:
             raise ValueError(
                 f"name {name!r}: the trainer that was detached had other settings; attach it as it was, "
                 "or by another name"

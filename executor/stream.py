@@ -49,7 +49,7 @@ KINDS = {"/rollouts": "rollout", "/groups": "group"}
 TOKENS = "tokens=1"
 
 
-class Asked(NamedTuple):
+class Wish(NamedTuple):
     """What a reader wants."""
 
     kind: str
@@ -59,7 +59,7 @@ class Asked(NamedTuple):
 class Reader:
     """What waits for one reader."""
 
-    def __init__(self, asked: Asked, connection: asyncio.WriteTransport) -> None:
+    def __init__(self, asked: Wish, connection: asyncio.WriteTransport) -> None:
         self.asked = asked
         self.connection = connection
         self.is_dropped = False
@@ -278,7 +278,7 @@ class GroupStream:
                 await self._feed(asked, writer)
         writer.close()
 
-    def _judge(self, head: str) -> tuple[str, Asked | None]:
+    def _judge(self, head: str) -> tuple[str, Wish | None]:
         """Return the status that a request is answered with, and what it wants where it may have it."""
         first, *lines = head.split("\r\n")
         fields = {
@@ -297,9 +297,9 @@ class GroupStream:
             return "404 Not Found", None
         if len(self._readers) >= MOST_READERS:
             return "503 Service Unavailable", None
-        return "200 OK", Asked(kind, query == TOKENS)
+        return "200 OK", Wish(kind, query == TOKENS)
 
-    async def _feed(self, asked: Asked, writer: asyncio.StreamWriter) -> None:
+    async def _feed(self, asked: Wish, writer: asyncio.StreamWriter) -> None:
         mine, task = Reader(asked, writer.transport), asyncio.current_task()
         assert task is not None, "a connection is served by a task"
         self._readers[mine] = task

@@ -19,9 +19,9 @@ from executor.stream import (
     MANY_BYTES,
     MOST_BYTES,
     MOST_WAITING,
-    Asked,
     GroupStream,
     Reader,
+    Wish,
     encode_event,
 )
 from executor.stream_client import HOST, STREAM, StreamAddress
@@ -117,7 +117,7 @@ def test_who_reads_too_slowly_loses_its_oldest_events_is_told_how_many_and_delay
     tmp_path: Path,
 ) -> None:
     async def go() -> None:
-        slow = Reader(Asked("rollout"), asyncio.Transport())
+        slow = Reader(Wish("rollout"), asyncio.Transport())
         for number in range(MOST_WAITING + 7):
             slow.put(encode_event("rollout", {"rollout": number}))
         told = (await slow.take()).split(b"\n\n")
@@ -301,7 +301,7 @@ def test_who_reads_tokens_too_slowly_is_dropped_and_told_so() -> None:
                 self.aborted = True
 
         line = Line()
-        reader = Reader(Asked("rollout", with_tokens=True), line)
+        reader = Reader(Wish("rollout", with_tokens=True), line)
         assert not reader.put(b"x" * (MANY_BYTES + 1))
         waiting = asyncio.create_task(reader.wait_for_room())
         await asyncio.sleep(0)
