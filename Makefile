@@ -24,6 +24,7 @@
 # make bench-drift    how soon a ranker's drift is noticed, how often imagined, and how often to fit one anew; five minutes
 # make faults         what breaks on purpose, in every system, and what becomes of the run: docs/reliability.md; twenty minutes
 # make soak           does a long run grow? 10,000 simulated steps, half an hour executed under random faults
+# make bench-subscribers  what trainers that follow cost, and whether they learn; half an hour on a quiet machine
 # make bench-offers   is a chosen plan the best of its offer? other searches of seventeen offers; hours
 # make bench-plan     how fast the planner is, and how near its choice to the best of all plans; half an hour
 
@@ -40,7 +41,7 @@ DEMO := build/demo
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test test-oldest test-vllm test-deepspeed test-ray test-trl lock fuzz mutants faults lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-trl bench-workers soak clean
+.PHONY: demo test test-oldest test-vllm test-deepspeed test-ray test-trl lock fuzz mutants faults lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-subscribers bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -154,6 +155,9 @@ bench-ranker: $(READY)
 bench-drift: $(READY)
 	$(BIN)/python -m benchmarks.bench_drift
 	$(BIN)/python -m benchmarks.bench_retune
+
+bench-subscribers: $(READY)
+	$(BIN)/python -m benchmarks.bench_subscribers
 
 bench-offers: $(READY)
 	$(BIN)/python benchmarks/bench_offers.py

@@ -23,6 +23,10 @@ class Attached(msgspec.Struct, frozen=True):
     """Sections as JSON has them."""
     away: tuple[str, ...] = ()
     """Names of trainers that were detached, those of the run file among them."""
+    promoted: str = ""
+    """Name of the one that took the leading trainer's place; nothing where none did."""
+    leads_from: int = 0
+    """The version at which it did."""
 
 
 def read_attached(directory: Path) -> Attached:

@@ -138,6 +138,12 @@ def _limits(run: Run) -> Iterator[Limit]:
         rollout.migration_transfer == "recompute",
         f"'recompute' for backend {rollout.backend}, which cannot send a KV cache",
     )
+    yield Limit(
+        "policies.promote",
+        run.policies.promote,
+        run.policies.promote is None or not uses_relays(run),
+        "left out where weights go over relays (launcher ray, sync.mode lora or delta): these are where the leader began",
+    )
     for number in range(run.num_trainers):
         yield from _limits_of_trainer(run.as_seen_by(number), number)
     yield Limit(

@@ -15,7 +15,7 @@ from executor.checkpoints import Checkpoint, Position
 from executor.control import TICK, Attach, ControlAnswer, ControlFiles, ControlRequest, Detach
 from executor.record import RunDirectory
 from executor.trainer.all_trainers import Trainers
-from streamrl.engine.messages import Event, RunStarted, TrainerJoined, TrainerLeaving
+from streamrl.engine.messages import Event, Promote, RunStarted, TrainerJoined, TrainerLeaving
 from streamrl.engine.trainer_side import LEADER, drawn_again
 from streamrl.record.trace import Trace
 from streamrl.runfile.checks import check_run
@@ -46,6 +46,10 @@ class Members:
         """Trainers that follow by the run file itself."""
         self.away = {names.index(name) + 1 for name in attached.away if name in names}
         """Numbers of those that do not follow now."""
+        self._promoted: Promote | None = None
+        if attached.promoted in names:
+            number = 1 + names.index(attached.promoted)
+            self._promoted = Promote(number, attached.leads_from)
         self._leaving: dict[int, asyncio.Event] = {}
         """Set once one that was told to leave has ended."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -58,12 +62,34 @@ class Members:
             self._buffer.begin_at(at.groups_done, at.done_ahead)
         found = ((n, each.resumed_from) for n, each in enumerate(self._directory.followers, 1))
         followers = (each.position.as_saved(number) for number, each in found if each is not None)
+        promoted = self._resume_promoted(at.version)
         away = tuple(sorted(self.away))
-        begun = RunStarted(at.version, at.groups_done, tuple(followers), away)
+        begun = RunStarted(at.version, at.groups_done, tuple(followers), away, promoted)
         for saved in begun.followers:
             for group in drawn_again(begun, saved):
                 self._buffer.leave(group, saved.trainer)
         return begun
+
+    def _resume_promoted(self, version: int) -> int | None:
+        """Return who leads in trainer 0's place at `version`; where that was saved before, its own checkpoint leads again."""
+        promoted = self._promoted
+        if promoted is None:
+            return None
+        if version > promoted.version:
+            self._trainers.promote(promoted)
+            return promoted.trainer
+        self._promoted = None
+        self.away.discard(promoted.trainer)
+        self._write()
+        return None
+
+    def promote(self, command: Promote) -> TrainerLeaving:
+        """Let a trainer take the leading one's place, once it has ended itself."""
+        self._trainers.promote(command)
+        self._promoted = command
+        self.away.add(command.trainer)
+        self._write()
+        return TrainerLeaving(command.trainer)
 
     async def serve(self) -> None:
         """Carry out what is asked in the run's directory, as long as you let it."""
@@ -114,9 +140,11 @@ class Members:
     def _come_back(self, section: dict[str, Any]) -> int:
         run, name = self._trace.run, section["name"]
         number = 1 + run.follower_names.index(name)
+        if self._promoted is not None and number == self._promoted.trainer:
+            raise ValueError(f"name {name!r}: the trainer of that name leads now")
         if number not in self.away or number in self._leaving:
             raise ValueError(f"name {name!r}: a trainer of that name follows already")
-        if section != section_of(run.followers[number - 1]):
+        if with_follower(run, section).followers[-1] != run.followers[number - 1]:
             raise ValueError(
                 f"name {name!r}: the trainer that was detached had other settings; attach it as it was, "
                 "or by another name"
@@ -129,6 +157,7 @@ class Members:
         number = len(run.followers)
         check_run(run)
         check_back_end_of(run, number)
+        self._buffer.workload.join(run)
         self._launcher.join(run)
         self._trainers.join(run, self._directory.join(run))
         self._buffer.join()
@@ -163,4 +192,6 @@ class Members:
         run = self._trace.run
         attached = tuple(section_of(f) for f in run.followers[self._num_in_file :])
         away = tuple(run.follower_names[number - 1] for number in sorted(self.away))
-        write_attached(self._directory.path, Attached(attached, away))
+        promoted, names = self._promoted, run.follower_names
+        leads = ("", 0) if promoted is None else (names[promoted.trainer - 1], promoted.version)
+        write_attached(self._directory.path, Attached(attached, away, *leads))

@@ -17,6 +17,7 @@ from streamrl.engine.presets import choose_system
 from streamrl.runfile.config import Run
 from streamrl.workload.epochs import make_order
 from streamrl.workload.expectations import Expectations
+from streamrl.workload.prompt_families import check_families, told_family
 from streamrl.workload.prompt_records import EXPECTED, PromptSource, read_sources
 from streamrl.workload.tail_batching import TailBatches
 from streamrl.workload.workload import Draw
@@ -39,6 +40,8 @@ class PromptWorkload:
         self._max_tokens = run.rollout.max_tokens
         self._order = make_order(run, [len(source.records) for source in sources])
         self._told = Expectations(run)
+        self._tells_families = False
+        self.join(run)
         self._expected = self._priors(run)
         """Output tokens that are expected of each line before anything is learnt."""
         self._tails: TailBatches | None = None
@@ -48,6 +51,17 @@ class PromptWorkload:
             every = run.policies.tail_every
             self._tails = TailBatches(run.algorithm.prompts_per_step, every, self._expect)
         self._check_prompts(sources, run.workload.max_prompt_tokens)
+
+    def join(self, run: Run) -> None:
+        """Tell of the families of prompts from now on, where a trainer of the run heeds them.
+
+        Raises:
+            RunError: it names one that no prompt is of.
+        """
+        if run.heeds_families:
+            known = {told_family(record) for record in self.records}
+            check_families(run, {family for family in known if family is not None})
+            self._tells_families = True
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:
         """Return groups by id; their lengths are for generation to tell."""
@@ -87,7 +101,8 @@ class PromptWorkload:
         rollouts = tuple(range(group * size, group * size + size))
         line = self.line(group)
         num_tokens, expected = count_ids(self.prompts[line]), (self._expected[line],) * size
-        drawn = DrawnGroup(group, rollouts, num_tokens, expected, line)
+        family = told_family(self.records[line]) if self._tells_families else None
+        drawn = DrawnGroup(group, rollouts, num_tokens, expected, line, family=family)
         return Draw(self._told.draw(drawn, line), ())
 
     def _priors(self, run: Run) -> list[int]:

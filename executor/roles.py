@@ -80,8 +80,8 @@ class ReplicaRole(Protocol):
 class TrainerRole(Protocol):
     """Trains on rollouts as they arrive, makes and pushes weight versions; calls take effect in order."""
 
-    async def start(self, checkpoint: str | None) -> int:
-        """Load the initial weights (version 0) or a checkpoint, and return the version."""
+    async def start(self, checkpoint: str | None, version: int | None = None) -> int:
+        """Load the initial weights (version 0) or a checkpoint, and return the version: `version` where it is given."""
 
     async def score(self, samples: list[Sample]) -> Figures:
         """Run the forward passes that training on these samples needs first."""

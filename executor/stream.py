@@ -1,12 +1,14 @@
 """Scored rollouts and finished groups of a run, as they come, for whoever asks on this machine: server-sent events.
 
-    GET /rollouts    event "rollout" for each that has its reward
-    GET /groups      event "group" for each whose last rollout has its reward
+    GET /rollouts             event "rollout" for each that has its reward
+    GET /groups               event "group" for each whose last rollout has its reward
+    GET /rollouts?tokens=1    before it event "tokens" for what replicas have made of it since the last one; /groups too
 
-Tokens go from replicas to trainers past the process that decides, so what is told of a rollout is told once it is scored.
-It listens on loopback alone, where `stream.json` of the run directory says, which only its owner may read: the port, and
+Tokens go from replicas to trainers past the process that decides, which reads them where replicas put them, and only where
+a reader wants them. It listens on loopback alone, where `stream.json` of the run directory says, which only its owner may read: the port, and
 the token that `Authorization: Bearer` must name. Who reads too slowly loses the oldest events, is told how many (event
-"lost"), and delays nobody: events wait in a bounded line of the reader's own.
+"lost"), and delays nobody: events wait in a bounded line of the reader's own. Who is told of tokens would miss some: it is
+dropped instead (event "dropped").
 """
 
 from __future__ import annotations
@@ -16,17 +18,26 @@ import contextlib
 import hmac
 import secrets
 from collections import deque
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from executor.buffer import BufferedRollout
+from executor.buffer import BufferedRollout, RolloutBuffer
 from executor.notices import tell
 from executor.stream_client import HOST, STREAM, StreamAddress
+from executor.token_teller import TokenTeller
+from streamrl.engine.messages import Event
+from streamrl.runfile.config import Run
 
 MOST_WAITING = 1000
 """Events that wait for one reader: of some kilobytes each."""
+MANY_BYTES, MOST_BYTES = 2**23, 2**25
+"""Of events that wait for one reader who is told of tokens: whoever tells waits for it, and what nobody waits with."""
+DROP_TIME = 2.0
+"""Seconds that a reader who is told of tokens may take nothing of many, and then gets to learn that it was dropped."""
 MOST_READERS = 16
 MOST_ASKED = 16_384
 """Bytes of a request's head."""
@@ -35,21 +46,34 @@ PATIENCE = 10.0
 END_TIME = 2.0
 """Seconds that readers get at the end to take what waits for them."""
 KINDS = {"/rollouts": "rollout", "/groups": "group"}
+TOKENS = "tokens=1"
+
+
+class Wish(NamedTuple):
+    """What a reader wants."""
+
+    kind: str
+    with_tokens: bool = False
 
 
 class Reader:
     """What waits for one reader."""
 
-    def __init__(self, kind: str, connection: asyncio.WriteTransport) -> None:
-        self.kind = kind
+    def __init__(self, asked: Wish, connection: asyncio.WriteTransport) -> None:
+        self.asked = asked
         self.connection = connection
+        self.is_dropped = False
         self.lost = 0
         """Events that it was too slow for, and was not told of yet."""
         self._waiting: deque[bytes] = deque()
+        self._num_bytes = 0
+        self._has_taken = asyncio.Event()
         self._something = asyncio.Event()
 
     def put(self, event: bytes) -> bool:
         """Let an event wait, in the oldest one's place where there are too many; return whether that was so."""
+        if self.asked.with_tokens:
+            return self._put_or_drop(event)
         is_full = len(self._waiting) == MOST_WAITING
         if is_full:
             self._waiting.popleft()
@@ -57,6 +81,39 @@ class Reader:
         self._waiting.append(event)
         self._something.set()
         return is_full
+
+    def _put_or_drop(self, event: bytes) -> bool:
+        """Let an event wait, or drop a reader for whom too much waits; return whether the event is lost."""
+        if self.is_dropped:
+            return True
+        self._num_bytes += len(event)
+        is_full = self._num_bytes > MOST_BYTES
+        if is_full:
+            self.drop()
+        else:
+            self._waiting.append(event)
+            self._something.set()
+        return is_full
+
+    async def wait_for_room(self) -> None:
+        """Wait while much waits for the reader, and drop it where it takes nothing of that."""
+        if self.is_dropped or self._num_bytes <= MANY_BYTES:
+            return
+        self._has_taken.clear()
+        try:
+            async with asyncio.timeout(DROP_TIME):
+                await self._has_taken.wait()
+        except TimeoutError:
+            self.drop()
+
+    def drop(self) -> None:
+        """Tell the reader that it is told no more; whoever does not even read that is cut off."""
+        self.is_dropped = True
+        self._waiting.clear()
+        self._waiting.append(DROPPED)
+        self._something.set()
+        with contextlib.suppress(RuntimeError):  # no loop: nobody is connected
+            asyncio.get_running_loop().call_later(DROP_TIME, self.connection.abort)
 
     async def take(self) -> bytes:
         """Return all that waits, once anything does; before it, how many events were lost."""
@@ -66,16 +123,23 @@ class Reader:
         told = [encode_event("lost", {"events": lost})] if lost else []
         found = b"".join([*told, *self._waiting])
         self._waiting.clear()
+        self._num_bytes = 0
+        self._has_taken.set()
         return found
 
 
 class GroupStream:
     """Serves a run's rollouts and groups; does nothing where no port is asked for."""
 
-    def __init__(self, directory: Path, port: int | None, group_size: int) -> None:
+    def __init__(self, directory: Path, run: Run, buffer: RolloutBuffer) -> None:
         self._path = directory / STREAM
-        self._port = port
-        self._group_size = group_size
+        self._port = run.execute.stream_port
+        self._group_size = run.algorithm.group_size
+        every = run.execute.save_tokens_every
+        self._teller = TokenTeller(
+            buffer, self._group_size, every, self._tell_tokens, self._drop_readers_of_tokens
+        )
+        self._telling: asyncio.Task[None] | None = None
         self._server: asyncio.Server | None = None
         self._token = secrets.token_urlsafe(32)
         self._readers: dict[Reader, asyncio.Task[None]] = {}
@@ -99,6 +163,8 @@ class GroupStream:
             )
         except OSError as error:
             raise RuntimeError(f"execute.stream_port {self._port}: {error.strerror}") from None
+        self._telling = asyncio.create_task(self._teller.serve())
+        self._telling.add_done_callback(self._end_telling)
         port = self._server.sockets[0].getsockname()[1]
         partial = self._path.with_name(f".{STREAM}.tmp")
         partial.unlink(missing_ok=True)
@@ -129,22 +195,54 @@ class GroupStream:
             self._send("group", {"group": group, "prompt": prompt, "rollouts": siblings})
             del self._groups[group]
 
+    def see(self, event: Event) -> None:
+        """Take note of what an event says of the tokens of a rollout."""
+        self._teller.see(event)
+
     def forget(self, group: int) -> None:
         """Enter that a group will never be whole."""
         self._groups.pop(group, None)
+        first = group * self._group_size
+        self._teller.forget(range(first, first + self._group_size))
 
     def _send(self, kind: str, data: dict[str, Any]) -> None:
-        readers = [reader for reader in self._readers if reader.kind == kind]
+        """Tell those who want it: who is told of tokens once they have those before it."""
+        readers = [reader for reader in self._readers if reader.asked.kind == kind]
         if readers:
             event = encode_event(kind, data)
-            for reader in readers:
-                self.num_lost += reader.put(event)
+            self._put(event, [reader for reader in readers if not reader.asked.with_tokens])
+            later = [r for r in readers if r.asked.with_tokens and not r.is_dropped]
+            if later:
+                self._teller.then(partial(self._put, event, later))
+
+    async def _tell_tokens(self, data: dict[str, Any]) -> None:
+        event = encode_event("tokens", data)
+        for reader in [reader for reader in self._readers if reader.asked.with_tokens]:
+            await reader.wait_for_room()
+            self._put(event, [reader])
+
+    def _put(self, event: bytes, readers: Iterable[Reader]) -> None:
+        for reader in readers:
+            self.num_lost += reader.put(event)
+
+    def _drop_readers_of_tokens(self) -> None:
+        for reader in self._readers:
+            if reader.asked.with_tokens and not reader.is_dropped:
+                reader.drop()
+        self._teller.want(False)
+
+    def _end_telling(self, task: asyncio.Task[None]) -> None:
+        """Go on without whoever is told of tokens, where these cannot be told any more."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            tell(f"tokens are told to nobody any more: {type(error).__name__}: {error}")
+            self._drop_readers_of_tokens()
 
     async def close(self) -> None:
         """Tell readers that it is over, and listen no longer."""
         if self._server is None:
             return
         self._server.close()
+        await self._tell_all()
         for reader in self._readers:
             reader.put(encode_event("end", {}))
         if self._readers:
@@ -156,20 +254,31 @@ class GroupStream:
         if self.num_lost:
             tell(f"readers of the stream were too slow for {self.num_lost:,} events, and lost them")
 
+    async def _tell_all(self) -> None:
+        """Let readers have the tokens that there are, and tell no more."""
+        assert self._telling is not None, "it has started"
+        if self._teller.is_wanted:
+            is_told = asyncio.Event()
+            self._teller.then(is_told.set)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(is_told.wait(), END_TIME)
+        self._telling.cancel()
+        self._teller.want(False)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one connection; whatever goes wrong with it is its own affair."""
         with contextlib.suppress(Exception):
             async with asyncio.timeout(PATIENCE):
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-            status, kind = self._judge(head)
-            if kind is None:
+            status, asked = self._judge(head)
+            if asked is None:
                 writer.write(f"HTTP/1.1 {status}\r\nConnection: close\r\n\r\n".encode())
                 await writer.drain()
             else:
-                await self._feed(kind, writer)
+                await self._feed(asked, writer)
         writer.close()
 
-    def _judge(self, head: str) -> tuple[str, str | None]:
+    def _judge(self, head: str) -> tuple[str, Wish | None]:
         """Return the status that a request is answered with, and what it wants where it may have it."""
         first, *lines = head.split("\r\n")
         fields = {
@@ -182,17 +291,19 @@ class GroupStream:
         method, _, rest = first.partition(" ")
         if method != "GET":
             return "405 Method Not Allowed", None
-        kind = KINDS.get(rest.partition(" ")[0])
-        if kind is None:
+        path, _, query = rest.partition(" ")[0].partition("?")
+        kind = KINDS.get(path)
+        if kind is None or query not in ("", TOKENS):
             return "404 Not Found", None
         if len(self._readers) >= MOST_READERS:
             return "503 Service Unavailable", None
-        return "200 OK", kind
+        return "200 OK", Wish(kind, query == TOKENS)
 
-    async def _feed(self, kind: str, writer: asyncio.StreamWriter) -> None:
-        mine, task = Reader(kind, writer.transport), asyncio.current_task()
+    async def _feed(self, asked: Wish, writer: asyncio.StreamWriter) -> None:
+        mine, task = Reader(asked, writer.transport), asyncio.current_task()
         assert task is not None, "a connection is served by a task"
         self._readers[mine] = task
+        self._look_who_reads()
         try:
             writer.write(
                 b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
@@ -202,10 +313,17 @@ class GroupStream:
                 events = await mine.take()
                 writer.write(events)
                 await writer.drain()
-                if events.endswith(END):
+                if events.endswith((END, DROPPED)):
                     return
         finally:
             del self._readers[mine]
+            self._look_who_reads()
+
+    def _look_who_reads(self) -> None:
+        """Let tokens be told as long as anybody wants them."""
+        is_over = self._telling is None or self._telling.done()
+        wants = (r.asked.with_tokens and not r.is_dropped for r in self._readers)
+        self._teller.want(not is_over and any(wants))
 
 
 def encode_event(kind: str, data: dict[str, Any]) -> bytes:
@@ -214,3 +332,4 @@ def encode_event(kind: str, data: dict[str, Any]) -> bytes:
 
 
 END = encode_event("end", {})
+DROPPED = encode_event("dropped", {})

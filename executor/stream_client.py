@@ -24,7 +24,10 @@ class StreamAddress(msgspec.Struct, frozen=True):
 
 
 async def read_stream(
-    directory: Path | str, kind: Literal["groups", "rollouts"] = "groups"
+    directory: Path | str,
+    kind: Literal["groups", "rollouts"] = "groups",
+    *,
+    tokens: bool = False,
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield what a run finishes from now on, each as it comes, until the run is over.
 
@@ -32,9 +35,15 @@ async def read_stream(
     (spans of (version, first token)), `reward`, `rewards` by scorer, and `fault`. Where you were too slow, one that has
     `lost` alone says how many were lost.
 
+    With `tokens` there come, before it, ids of new output tokens of each rollout as its replica reports them
+    (`execute.save_tokens_every`), in order: `rollout`, `group`, `start` (output tokens before these), `tokens`, `versions`
+    (spans of (version, output token from which on it sampled)), and with the last ones `finish`: "stop", "length" or
+    "dropped". One that has `taken_back` instead says that so many tokens from `start` on were lost, and are made anew.
+    Where you are too slow for tokens, you are dropped.
+
     Raises:
         ValueError: no run streams there.
-        RuntimeError: the run refuses, or went away without a word.
+        RuntimeError: the run refuses, drops you because you are too slow, or went away without a word.
     """
     try:
         address = msgspec.json.decode(Path(directory, STREAM).read_bytes(), type=StreamAddress)
@@ -43,8 +52,9 @@ async def read_stream(
         what = f"{directory}: no run streams there (execute.stream_port)"
         raise ValueError(what) from None
     try:
+        path = f"{kind}?tokens=1" if tokens else kind
         request = (
-            f"GET /{kind} HTTP/1.1\r\nHost: {HOST}\r\nAuthorization: Bearer {address.token}\r\n\r\n"
+            f"GET /{path} HTTP/1.1\r\nHost: {HOST}\r\nAuthorization: Bearer {address.token}\r\n\r\n"
         )
         writer.write(request.encode())
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
@@ -65,4 +75,6 @@ async def _read_event(reader: asyncio.StreamReader) -> dict[str, Any] | None:
     kind, found = name.removeprefix(b"event: "), msgspec.json.decode(data)
     if kind == b"end":
         return None
+    if kind == b"dropped":
+        raise RuntimeError("the run's tokens came faster than they were read: it tells no more")
     return {"lost": found["events"]} if kind == b"lost" else dict(found)

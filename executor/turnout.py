@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from streamrl.record.run_lines import FATES, OF_FAMILY
-from streamrl.workload.prompt_records import FAMILY, Record
+from streamrl.workload.prompt_families import told_family
+from streamrl.workload.prompt_records import Record
 
 GENERATED, TRAINED, DROPPED = FATES
 OF_REASON = "dropped for "
@@ -71,7 +72,7 @@ class Turnout:
         num = 0
         for record in records:
             num += 1
-            family = record.get("task", record.get(FAMILY))
+            family = told_family(record)
             if family is not None:
                 self._families[f"{fate}{OF_FAMILY}{family}"] += 1
         return num

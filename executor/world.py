@@ -38,6 +38,7 @@ from streamrl.engine.messages import (
     Interrupted,
     LoadWeights,
     Postpone,
+    Promote,
     PromptsDrawn,
     PushWeights,
     ReplicaLost,
@@ -105,8 +106,7 @@ class RealWorld(World[Trace]):
             lambda: self.now,
         )
         self._transfer = make_transfer(self._trainers.leader.push)
-        size, port = trace.run.algorithm.group_size, trace.run.execute.stream_port
-        self._stream = GroupStream(directory.path, port, size)
+        self._stream = GroupStream(directory.path, trace.run, buffer)
         self.members = Members(trace, directory, self._trainers, launcher, buffer, self.emit)
         self._tasks: set[asyncio.Task[None]] = set()
         self._began_at = 0.0
@@ -174,6 +174,7 @@ class RealWorld(World[Trace]):
     def emit(self, event: Event) -> None:
         """Let the engine handle `event`; notice when that ends the run."""
         super().emit(event)
+        self._stream.see(event)
         if isinstance(event, TrainerStopped | TrainerLost):
             self.members.see_stopped(event.trainer)
         self._watch(event, self.engine.state, self.now)
@@ -260,7 +261,11 @@ class RealWorld(World[Trace]):
                 return await self._start_replica(command)
             case StopReplica():
                 return await self._stop_replica(command)
-            case StartTrainer() | StopTrainer() | SaveCheckpoint():
+            case StartTrainer() | StopTrainer():
+                return await self._trainers.carry_out(command)
+            case Promote():
+                return self.members.promote(command)
+            case SaveCheckpoint():
                 return await self._trainers.carry_out(command)
             case WakeAt():
                 return await self._wake(command)

@@ -34,6 +34,7 @@ from streamrl.engine.messages import (
     Generated,
     LoadWeights,
     Postpone,
+    Promote,
     PromptsDrawn,
     PushWeights,
     ReplicaLost,
@@ -53,6 +54,7 @@ from streamrl.engine.messages import (
     StopTrainer,
     Take,
     Train,
+    TrainerLeaving,
     TrainerLost,
     TrainerStopped,
     Verify,
@@ -124,6 +126,8 @@ class SimWorld(World[Trace]):
         self._workload = workload
         self._next_group = 0
         self.trainers: dict[int, Trainer] = {}
+        self._leads_as = LEADER
+        """Whose costs the trainer that leads has."""
         self.hindrances = Hindrances()
         self._transfer = Transfer(self)
         self.verifier = Verifier(self)
@@ -231,6 +235,9 @@ class SimWorld(World[Trace]):
                 self._start_trainer(command)
             case StopTrainer():
                 self.env.process(self._stop_trainer(command))
+            case Promote():
+                self._leads_as = command.trainer
+                self.env.process(self._promote(command))
             case SaveCheckpoint():
                 self.trainers[command.trainer].save(command)
             case WakeAt():
@@ -310,7 +317,7 @@ class SimWorld(World[Trace]):
 
     def _start_trainer(self, command: StartTrainer) -> None:
         everyone: tuple[TrainerCosts, ...] = (self.costs, *self.costs.followers)
-        costs = everyone[command.trainer]
+        costs = everyone[command.trainer or self._leads_as]
         trainer = self.trainers[command.trainer] = Trainer(self, command.trainer, costs)
         self._failures.watch_trainer(trainer)
         trainer.start(command)
@@ -319,6 +326,10 @@ class SimWorld(World[Trace]):
         yield self.env.timeout(0)  # what emitted the event that led here comes to rest first
         self.trainers.pop(command.trainer).stop()
         self.emit(TrainerStopped(command.trainer))
+
+    def _promote(self, command: Promote) -> Generator[simpy.Event, Any, None]:
+        yield self.env.timeout(0)  # what emitted the event that led here comes to rest first
+        self.emit(TrainerLeaving(command.trainer))
 
     def _wake(self, command: WakeAt) -> Generator[simpy.Event, Any, None]:
         yield self.env.timeout(max(0.0, command.time - self.now))

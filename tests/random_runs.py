@@ -190,6 +190,8 @@ FOLLOWERS = st.builds(
     start_time=st.sampled_from([Duration(0.0), Duration(2.0)]),
     algorithm=st.builds(AlgorithmChanges, prompts_per_step=st.integers(1, 6)),
     backlog=st.integers(1, 2),
+    every=st.integers(1, 2),
+    max_staleness=st.sampled_from([None, 0, 1]),
 )
 
 

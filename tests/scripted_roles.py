@@ -205,10 +205,15 @@ class ScriptedTrainer(TrainerRole):
         self._turn = asyncio.Lock()
         self._version = 0
         self._num_trained = 0
+        self._origin = config.seed
+        """Of the trainer whose weights it goes on with."""
 
-    async def start(self, checkpoint: str | None) -> int:
+    async def start(self, checkpoint: str | None, version: int | None = None) -> int:
         if checkpoint is not None:
             self._version = int((Path(checkpoint) / "version").read_text())
+            self._origin = int((Path(checkpoint) / "origin").read_text())
+        if version is not None:
+            self._version = version
         return self._version
 
     async def score(self, samples: list[Sample]) -> dict[str, float]:
@@ -229,7 +234,7 @@ class ScriptedTrainer(TrainerRole):
             if not self._num_trained:
                 raise ValueError("nothing was trained on")
             self._version, num_trained, self._num_trained = version, self._num_trained, 0
-            return {"loss": 0.0, "rollouts": num_trained}
+            return {"loss": 0.0, "rollouts": num_trained, "origin": self._origin}
 
     async def push(self, version: int, directory: str) -> Manifest:
         async with self._work():
@@ -241,6 +246,7 @@ class ScriptedTrainer(TrainerRole):
         async with self._turn:
             Path(path).mkdir(parents=True, exist_ok=True)
             (Path(path) / "version").write_text(str(self._version))
+            (Path(path) / "origin").write_text(str(self._origin))
 
     async def sleep(self) -> None:
         async with self._turn:

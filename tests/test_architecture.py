@@ -41,6 +41,7 @@ CONTROL = [
             "pace",
             "latency",
             "setbacks",
+            "stream_share",
         ),
         *("state", "invariants", "engine"),
     )
@@ -170,7 +171,7 @@ LAYERS = {
     ),
     "executor": (
         *("notices", "checksums", "tokens", "samples", "token_files", "kept_tokens"),
-        *("prompt_probe", "prompts", "roles", "pretrained", "turnout", "buffer"),
+        *("prompt_probe", "prompts", "roles", "pretrained", "turnout", "buffer", "token_teller"),
         *(
             "checkpoints",
             "directory_lock",

@@ -65,7 +65,9 @@ def is_section(kind: Any) -> bool:
 
 
 def wrong_values(kind: Any) -> list[Any]:
-    return VALUES[Section if is_section(kind) else get_origin(kind) or kind]
+    found = VALUES[Section if is_section(kind) else get_origin(kind) or kind]
+    pairs = tuple[tuple[float, float], ...]
+    return found[:-1] if kind == pairs else found  # [[0.5, 1]] is a pair of numbers
 
 
 KEYS = dict(keys())

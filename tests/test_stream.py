@@ -5,20 +5,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from executor.buffer import BufferedRollout
-from executor.stream import MOST_WAITING, GroupStream, Reader, encode_event
+from executor.buffer import BufferedRollout, RolloutBuffer
+from executor.prompts import PromptWorkload
+from executor.stream import (
+    DROPPED,
+    MANY_BYTES,
+    MOST_BYTES,
+    MOST_WAITING,
+    GroupStream,
+    Reader,
+    Wish,
+    encode_event,
+)
 from executor.stream_client import HOST, STREAM, StreamAddress
+from executor.world import RealWorld
 from streamrl.api import read_stream
-from streamrl.engine.messages import Event, RunStarted, Verified
+from streamrl.engine.messages import Drop, Event, Failed, Generated, RunStarted, Verified
 from streamrl.engine.state import State
 from streamrl.record.trace import Trace
-from tests.scripted import make_world
+from streamrl.runfile.config import Run
+from tests.scripted import ScriptedTokenizer, make_world
+from tests.scripted_roles import tokens_of
 from tests.test_execute import real_run
 
 
@@ -57,6 +71,13 @@ def test_a_reader_is_told_of_every_group_and_of_every_rollout_until_the_run_is_o
     assert not (tmp_path / "run" / STREAM).exists()
 
 
+def stream_in(directory: Path, port: int | None) -> GroupStream:
+    """Return the stream of a run with groups of two, of which nothing is drawn."""
+    given = {} if port is None else {"execute__stream_port": port}
+    run = real_run(directory, algorithm__group_size=2, **given)
+    return GroupStream(directory, run, RolloutBuffer(run, PromptWorkload(run, ScriptedTokenizer())))
+
+
 async def answer(port: int, request: bytes) -> bytes:
     reader, writer = await asyncio.open_connection(HOST, port)
     writer.write(request)
@@ -69,7 +90,7 @@ def test_who_has_no_token_is_told_nothing_and_who_is_not_the_owner_cannot_read_i
     tmp_path: Path,
 ) -> None:
     async def go() -> None:
-        stream = GroupStream(tmp_path, 0, 2)
+        stream = stream_in(tmp_path, port=0)
         await stream.start()
         address = msgspec.json.decode((tmp_path / STREAM).read_bytes(), type=StreamAddress)
         assert (tmp_path / STREAM).stat().st_mode & 0o077 == 0
@@ -79,6 +100,8 @@ def test_who_has_no_token_is_told_nothing_and_who_is_not_the_owner_cannot_read_i
             ("GET", "/groups", "Authorization: Bearer \xe9\r\n", "401"),
             ("POST", "/groups", right, "405"),
             ("GET", "/../trace.jsonl", right, "404"),
+            ("GET", "/groups?tokens=2", right, "404"),
+            ("GET", "/groups?tokens=1", right, "200"),
             ("GET", "/groups", right, "200"),
         ):
             request = f"{method} {path} HTTP/1.1\r\n{fields}\r\n".encode("latin-1")
@@ -94,12 +117,12 @@ def test_who_reads_too_slowly_loses_its_oldest_events_is_told_how_many_and_delay
     tmp_path: Path,
 ) -> None:
     async def go() -> None:
-        slow = Reader("rollout", asyncio.Transport())
+        slow = Reader(Wish("rollout"), asyncio.Transport())
         for number in range(MOST_WAITING + 7):
             slow.put(encode_event("rollout", {"rollout": number}))
         told = (await slow.take()).split(b"\n\n")
         assert told[0] == b'event: lost\ndata: {"events":7}' and b'"rollout":7}' in told[1]
-        stream = GroupStream(tmp_path, 0, 2)
+        stream = stream_in(tmp_path, port=0)
         await stream.start()
         address = msgspec.json.decode((tmp_path / STREAM).read_bytes(), type=StreamAddress)
         _, writer = await asyncio.open_connection(HOST, address.port)  # which reads nothing
@@ -134,10 +157,177 @@ def test_where_no_run_streams_a_reader_is_told_so(tmp_path: Path) -> None:
 
 def test_a_run_that_was_asked_for_no_port_listens_nowhere(tmp_path: Path) -> None:
     async def go() -> None:
-        stream = GroupStream(tmp_path, None, 2)
+        stream = stream_in(tmp_path, port=None)
+        before = {*tmp_path.iterdir()}
         await stream.start()
         stream.publish(0, BufferedRollout((0, 1), 0), "text", "p")
-        assert not stream._groups and not list(tmp_path.iterdir())
+        assert not stream._groups and {*tmp_path.iterdir()} == before
         await stream.close()
 
     asyncio.run(go())
+
+
+# Tokens -------------------------------------------------------------------------------------------
+
+LIVE: dict[str, Any] = {"fastest": 0.05, "slowest": 0.2, "save_time": 0.02}
+"""Of rollouts that say often what they have made."""
+
+
+def read_tokens(
+    run: Run, options: dict[str, Any], act: Callable[[RealWorld, Event], None] = lambda w, e: None
+) -> tuple[Trace, list[dict[str, Any]]]:
+    """Execute a run, and return its trace and all that a reader of tokens was told from its first moment on."""
+    found: list[dict[str, Any]] = []
+    directory = Path(run.execute.output)
+
+    async def read() -> None:
+        async for each in read_stream(directory, "rollouts", tokens=True):
+            found.append(each)
+
+    async def go() -> Trace:
+        readers: list[asyncio.Task[None]] = []
+
+        def watch(event: Event, state: State, now: float) -> None:
+            if isinstance(event, RunStarted):
+                readers.append(asyncio.create_task(read()))
+            asyncio.get_running_loop().call_soon(act, world, event)
+
+        tokens = directory / "tokens"
+        tokens.mkdir(parents=True)
+        world = make_world(run, options, tokens=tokens, watch=watch)
+        with contextlib.closing(world._directory):
+            trace = await world.run()
+        await asyncio.gather(*readers)
+        assert not list(tokens.glob("*.*")) or run.execute.deterministic
+        return trace
+
+    return asyncio.run(asyncio.wait_for(go(), timeout=60)), found
+
+
+def put_together(found: list[dict[str, Any]]) -> dict[int, list[int]]:
+    """Return the tokens of each rollout, told in order and each once, but for what was taken back."""
+    told: dict[int, list[int]] = {}
+    ended: set[int] = set()
+    for each in found:
+        rollout = each["rollout"]
+        tokens = told.setdefault(rollout, [])
+        if "taken_back" in each:
+            assert len(tokens) == each["start"] + each["taken_back"]
+            del tokens[each["start"] :]
+        elif "tokens" in each:
+            assert each["start"] == len(tokens) and rollout not in ended
+            spans = [start for _, start in each["versions"]]
+            assert spans == sorted(spans) and spans[:1] == [len(tokens)][: len(each["tokens"])]
+            tokens += each["tokens"]
+            ended |= {rollout} if "finish" in each else set()
+        else:
+            assert rollout in ended and each["num_tokens"] == len(tokens), (
+                "scored before it was told"
+            )
+    return told
+
+
+@pytest.mark.parametrize("system", ["stream-async", "fully-async"])
+def test_tokens_are_told_while_they_are_made_in_order_and_each_once(
+    tmp_path: Path, system: str
+) -> None:
+    policies = {"policies__system": system, "policies__weight_sync": "abort-and-resume"}
+    run = real_run(
+        tmp_path,
+        execute__stream_port=0,
+        execute__save_tokens_every="0.05 s",
+        algorithm__steps=3,
+        **policies,
+    )
+    trace, found = read_tokens(run, LIVE)
+    told = put_together(found)
+    whole = {
+        e.event.rollout: e.event
+        for e in trace.entries
+        if isinstance(e.event, Generated) and e.event.finish != "aborted"
+    }
+    assert len(whole) >= 18
+    for rollout in whole:
+        assert told[rollout] == tokens_of(rollout)[: run.rollout.max_tokens]
+    aborted = {e.event.rollout for e in trace.entries if _is_aborted(e.event)}
+    assert aborted & told.keys()
+    chunks = [each for each in found if each.get("tokens")]
+    assert len(chunks) > 1.3 * len(whole), "they were told at their ends alone"
+    versions = {
+        r: [tuple(s) for c in chunks if c["rollout"] == r for s in c["versions"]] for r in whole
+    }
+    scored = {each["rollout"]: each["versions"] for each in found if "reward" in each}
+    for rollout, spans in scored.items():
+        merged = [
+            s
+            for n, s in enumerate(versions[rollout])
+            if not n or s[0] != versions[rollout][n - 1][0]
+        ]
+        known = [tuple(s) for n, s in enumerate(spans) if not n or s[0] != spans[n - 1][0]]
+        assert merged == known
+
+
+def _is_aborted(event: Event) -> bool:
+    return isinstance(event, Generated) and event.finish == "aborted" and event.tokens > 0
+
+
+def test_what_fails_is_taken_back_and_what_is_dropped_ends_so(tmp_path: Path) -> None:
+    run = real_run(
+        tmp_path,
+        execute__stream_port=0,
+        execute__save_tokens_every="0.05 s",
+        algorithm__steps=4,
+        policies__max_attempts=2,
+        policies__max_dropped_groups=1000,
+    )
+    trace, found = read_tokens(run, {**LIVE, "failure_rate": 0.3})
+    told = put_together(found)
+    failed = [e for e in trace.entries if isinstance(e.event, Failed)]
+    dropped = {c.group for e in trace.entries for c in e.commands if isinstance(c, Drop)}
+    assert failed and dropped
+    assert any("taken_back" in each for each in found)
+    ends = {each["group"] for each in found if each.get("finish") == "dropped"}
+    assert ends and ends <= dropped
+    for rollout, tokens in told.items():
+        assert tokens == tokens_of(rollout)[: len(tokens)]
+
+
+def test_who_reads_tokens_too_slowly_is_dropped_and_told_so() -> None:
+    async def go() -> None:
+        class Line(asyncio.Transport):
+            aborted = False
+
+            def abort(self) -> None:
+                self.aborted = True
+
+        line = Line()
+        reader = Reader(Wish("rollout", with_tokens=True), line)
+        assert not reader.put(b"x" * (MANY_BYTES + 1))
+        waiting = asyncio.create_task(reader.wait_for_room())
+        await asyncio.sleep(0)
+        assert not waiting.done() and len(await reader.take()) > MANY_BYTES
+        await waiting
+        assert not reader.is_dropped
+        for _ in range(5):
+            reader.put(b"x" * (MOST_BYTES // 4))
+        assert reader.is_dropped and await reader.take() == DROPPED
+        assert reader.put(b"more")
+
+    asyncio.run(asyncio.wait_for(go(), timeout=30))
+
+
+def test_nothing_of_tokens_is_read_while_nobody_asks(tmp_path: Path) -> None:
+    run = real_run(tmp_path, execute__stream_port=0, algorithm__steps=2)
+    seen: list[bool] = []
+
+    async def go() -> None:
+        def watch(event: Event, state: State, now: float) -> None:
+            teller = world._stream._teller
+            seen.append(teller.is_wanted or bool(teller._queue or teller._told))
+
+        world = make_world(run, {"slowest": 0.01}, watch=watch)
+        with contextlib.closing(world._directory):
+            await world.run()
+
+    asyncio.run(asyncio.wait_for(go(), timeout=60))
+    assert seen and not any(seen)

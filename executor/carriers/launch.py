@@ -12,6 +12,7 @@ from streamrl.runfile.config import Run
 REPLICA = "executor.rollout.replica_worker:ReplicaWorker"
 TRAINER = "executor.trainer.trainer_worker:TrainerWorker"
 REWARD_MODEL = "executor.verifier.reward_worker:RewardWorker"
+COUNTER = "executor.trainer.counting:CountingTrainer"
 RELAY = "executor.transfer.relay:RelayWorker"
 KEPT_BYTES = 2**30
 """Freed host memory that a worker keeps for its next tensors. glibc hands tensors of more than about a megabyte
@@ -113,6 +114,10 @@ class Launcher(ABC):
             **self._common(pool),
         }
         return await self._start_reward_model(number, config)
+
+    def _trainer_role(self, number: int) -> str:
+        """Return what a trainer of one rank is."""
+        return COUNTER if self._run.only_counts(number) else TRAINER
 
     async def relay(self, place: str | None) -> Handle:
         """Start the relay of a place, or the one beside the trainer."""

@@ -21,9 +21,10 @@ def usable_cores() -> int:
 
 
 def roles_on_cores(run: Run) -> int:
-    """Return how many processes of a run compute on the CPU: replicas at the start, trainers' ranks, reward models."""
+    """Return how many processes of a run compute on the CPU: replicas at the start, ranks of trainers that learn, reward models."""
     kinds = [own.replicas for own in run.rollout.kinds if device_of(run, own.pool) == "cpu"]
-    ranks = [own.num_gpus for own in run.trainers if device_of(run, own.pool) == "cpu"]
+    learning = [own for n, own in enumerate(run.trainers) if not run.only_counts(n)]
+    ranks = [own.num_gpus for own in learning if device_of(run, own.pool) == "cpu"]
     rewards = run.verifier.workers if run.verifier.pool is not None and on_cpus(run) else 0
     return sum(kinds) + sum(ranks) + rewards
 

@@ -73,9 +73,8 @@ class LocalLauncher(Launcher):
         return await self._start(REPLICA, config, f"replica-{replica_id}", place)
 
     async def _start_trainer(self, number: int, config: Config) -> Handle:
-        return await self._start(
-            TRAINER, config, name_of(number), self._placement.trainers[number][0]
-        )
+        place = self._placement.trainers[number][0]
+        return await self._start(self._trainer_role(number), config, name_of(number), place)
 
     async def _start_ranks(self, number: int, configs: list[Config]) -> Handle:
         self._num_trainers += 1

@@ -83,7 +83,7 @@ class RayLauncher(Launcher):
     async def _start_trainer(self, number: int, config: Config) -> Handle:
         name, bundle = name_of(number), self._bundle(self._run.trainers[number].pool, 1)
         (actor,) = await self._reserve([name], [bundle])
-        await self._begin(actor, TRAINER, config, name)
+        await self._begin(actor, self._trainer_role(number), config, name)
         assert actor.whereabouts is not None
         if number == LEADER:
             self._trainer_node = actor.whereabouts.node

@@ -15,6 +15,7 @@ from executor.trainer.trainer import Trainer
 from executor.trainer_record import TrainerRecord
 from streamrl.engine.messages import (
     Event,
+    Promote,
     SaveCheckpoint,
     Score,
     StartTrainer,
@@ -49,6 +50,8 @@ class Trainers:
             for number, record in enumerate((directory, *directory.followers))
         ]
         self._up: set[int] = set()
+        self._promoted: Promote | None = None
+        """As which trainer the leading one is started, and at which version first."""
 
     def join(self, run: Run, record: TrainerRecord) -> None:
         """Take one more trainer, the last of those in `run`."""
@@ -60,6 +63,11 @@ class Trainers:
     def leader(self) -> Trainer:
         """The one whose weights replicas load."""
         return self._all[LEADER]
+
+    def promote(self, command: Promote) -> None:
+        """Let the one that leads be what another was, from its next start on."""
+        self._promoted = command
+        self.leader.become(self._all[command.trainer])
 
     async def carry_out(self, command: TrainerCommand) -> Event:
         """Let the trainer that a command names do what it says; return the event that it ends in."""
@@ -83,8 +91,19 @@ class Trainers:
                 assert_never(command)
 
     async def _start(self, command: StartTrainer, trainer: Trainer) -> Event:
-        checkpoint = trainer.record.checkpoints.read(command.version) if command.version else None
-        handle = await self._launcher.trainer(command.trainer)
+        number, promoted = command.trainer, self._promoted
+        checkpoint = None
+        if number == LEADER and promoted is not None:
+            number = promoted.trainer
+        if (
+            number != command.trainer
+            and promoted is not None
+            and command.version == promoted.version
+        ):
+            checkpoint = self._all[number].record.checkpoints.newest()
+        elif command.version:
+            checkpoint = trainer.record.checkpoints.read(command.version)
+        handle = await self._launcher.trainer(number)
         if command.trainer == LEADER:
             handle = self._expose(handle)
         self._up.add(command.trainer)

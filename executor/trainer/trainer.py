@@ -62,7 +62,7 @@ class Trainer:
     async def start(
         self, command: StartTrainer, handle: Handle, checkpoint: Checkpoint | None
     ) -> TrainerStarted:
-        """Come up behind `handle`, with the initial weights or those of a checkpoint."""
+        """Come up behind `handle`, with the initial weights or those of a checkpoint, be it of another version by its own count."""
         await self.stop()
         self._handle = handle
         self._remote = remote(TrainerRole, handle)
@@ -70,8 +70,17 @@ class Trainer:
         self._estimator.baseline = baseline
         self._seconds.clear()
         self._num_trained = 0
-        path = None if checkpoint is None else str(checkpoint.path)
-        return TrainerStarted(command.trainer, await self._worker.start(path))
+        path, version = (
+            (None, 0) if checkpoint is None else (str(checkpoint.path), checkpoint.version)
+        )
+        if version == command.version:
+            return TrainerStarted(command.trainer, await self._worker.start(path))
+        return TrainerStarted(command.trainer, await self._worker.start(path, command.version))
+
+    def become(self, other: Trainer) -> None:
+        """Train from the next start on by the settings of another, which has ended or will."""
+        self._run = other._run
+        self._estimator = AdvantageEstimator(other._run.algorithm, self._buffer)
 
     async def score(self, command: Score) -> Scored:
         """Run the forward passes that training needs first."""

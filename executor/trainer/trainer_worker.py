@@ -44,10 +44,12 @@ class TrainerWorker(TrainerRole):
         self._push_over.set()
         self._learner: Learner | None = None
 
-    async def start(self, checkpoint: str | None) -> int:
-        """Load the initial weights (version 0) or a checkpoint, and return the version."""
+    async def start(self, checkpoint: str | None, version: int | None = None) -> int:
+        """Load the initial weights (version 0) or a checkpoint, and return the version: `version` where it is given."""
         load = functools.partial(load_learner, self.config, checkpoint)
         self._learner = await asyncio.get_running_loop().run_in_executor(self._thread, load)
+        if version is not None:
+            self._learner.version = version
         return self._learner.version
 
     async def score(self, samples: list[Sample]) -> dict[str, float]:

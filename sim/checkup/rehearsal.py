@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -62,6 +62,10 @@ class Rehearsal(NamedTuple):
     """Share of the replicas' seconds in which they compute again what rollouts had made before."""
     refusal: str = ""
     """What a simulation of the run itself says; empty where it has nothing to say."""
+
+
+ALL_GROUPS: dict[str, Any] = {"families": (), "min_reward": None, "max_reward": None}
+"""What a follower of a stand-in heeds of prompts and rewards, of which there are none."""
 
 
 class CountingWorld(SimWorld):
@@ -185,7 +189,11 @@ def stand_in(run: Run) -> Run:
         trainer=trainer,
         followers=tuple(
             replace(
-                own, pool="trainer", algorithm=_with_few_prompts(run, n, own.algorithm), **apart
+                own,
+                pool="trainer",
+                algorithm=_with_few_prompts(run, n, own.algorithm),
+                **apart,
+                **ALL_GROUPS,
             )
             for n, own in enumerate(run.followers, start=1)
         ),

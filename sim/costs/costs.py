@@ -167,7 +167,7 @@ class Costs(TrainerCosts):
             operation: {str(tier): share for tier, share in found.shares.items()}
             for operation, found in self.provenance.items()
         }
-        for costs in self.followers:
+        for costs in (each for each in self.followers if each.provenance.shares):
             own = costs.provenance.shares.items()
             shares[f"train {costs.name}"] = {str(tier): share for tier, share in own}
         errors = {name: p.error for name, p in self.provenance.items() if p.error is not None}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sim.costs.calibrated import calibrated_sources
 from sim.costs.machine import MachineCosts, MeasuredTraining
-from sim.costs.training.line import Line
+from sim.costs.training.line import Line, SerialLine
 from sim.costs.training.training import TrainingCosts
 from streamrl.hardware.memory import check_trainer_memory
 from streamrl.hardware.tiers import Provenance
@@ -16,11 +16,23 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.trainers import trainer_key
 
 
+@dataclass(frozen=True)
+class NoTraining:
+    """Of a trainer that only counts: nothing takes it any time, as far as anybody has measured."""
+
+    optimizer_time: float = 0.0
+    overhead_time: float = 0.0
+
+    def line(self) -> Line:
+        """Return a line that is never in the way."""
+        return SerialLine(lambda lengths: 0.0, lambda lengths: 0.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainerCosts:
     """Seconds of one trainer."""
 
-    training: TrainingCosts | MeasuredTraining
+    training: TrainingCosts | MeasuredTraining | NoTraining
     training_factor: float = 1.0
     """Seconds of score, train and the optimizer step are divided by it."""
 
@@ -70,6 +82,9 @@ class FollowerCosts(TrainerCosts):
             ValueError: a profile is missing, or the trainer does not fit its memory.
         """
         seen, config = run.as_seen_by(trainer), run.costs
+        name = run.followers[trainer - 1].name
+        if run.only_counts(trainer):
+            return cls(name=name, training=NoTraining(), provenance=Provenance(shares={}))
         check_trainer_memory(seen, trainer_key(trainer))
         training: TrainingCosts | MeasuredTraining
         if config.profile is not None:
@@ -84,7 +99,7 @@ class FollowerCosts(TrainerCosts):
             source = f"run file: costs.training_factor={config.training_factor:g}"
             provenance = provenance.adjusted(source)
         return cls(
-            name=run.followers[trainer - 1].name,
+            name=name,
             training=training,
             training_factor=config.training_factor,
             provenance=provenance,

@@ -21,6 +21,8 @@ OWN = re.compile(r"\btrainer\.(?=[a-z])")
 def find(run: Run) -> Iterator[Finding]:
     """Find what is wrong with each trainer that follows."""
     for number, follower in enumerate(run.followers, start=1):
+        if follower.counts_only:
+            continue  # has neither a model nor passes
         seen, key = run.as_seen_by(number), trainer_key(number)
         for look in (memory.find_trainer, divisibility.find_trainer, batch.find_trainer):
             for finding in look(seen):

@@ -56,6 +56,7 @@ def memory_of(run: Run) -> list[SideMemory]:
     trainers = [
         msgspec.structs.replace(trainer_side(run.as_seen_by(number)), side=name)
         for number, name in enumerate(trainer_names(run))
+        if not run.only_counts(number)
     ]
     replicas = [
         msgspec.structs.replace(replica_side(run.of_kind(kind)), side=kind_name(kind))

@@ -51,6 +51,8 @@ class Group:
     """Rollouts that are not ready yet."""
     is_told: bool = False
     """Whether other lengths are expected of its rollouts than when it was drawn."""
+    family: str | None = None
+    """Of its prompt, where anybody heeds it."""
 
     @property
     def is_uniform(self) -> bool:
@@ -62,6 +64,7 @@ class Group:
         """Make a group, with its rollouts, as it was drawn for `step`."""
         group = cls(drawn.group, step, oldest_version, drawn.prompt_tokens)
         group.num_missing = len(drawn.rollouts)
+        group.family = drawn.family
         group.rollouts = [
             Rollout(rollout, group, expected)
             for rollout, expected in zip(drawn.rollouts, drawn.expected_tokens, strict=True)

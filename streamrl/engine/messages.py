@@ -9,6 +9,7 @@ needs to carry it out. Trainer 0 leads: its versions are what replicas load; the
     StopReplica     ReplicaStopped      replica
     StartTrainer    TrainerStarted      trainer
     StopTrainer     TrainerStopped      trainer
+    Promote         TrainerLeaving      trainer
     DrawPrompts     PromptsDrawn        workload
     Generate        Generated           replica
     Verify          Verified            verifier
@@ -70,6 +71,13 @@ class StopTrainer(Message, frozen=True):
     """End trainer `trainer`, which follows no longer and has nothing on its hands."""
 
     trainer: int
+
+
+class Promote(Message, frozen=True):
+    """Let `trainer`, which follows, end; from then on trainer 0 is what it was, and begins at `version` with its newest weights."""
+
+    trainer: int
+    version: int
 
 
 class DrawPrompts(Message, frozen=True):
@@ -217,6 +225,7 @@ Command: TypeAlias = (
     | Resize
     | StartTrainer
     | StopTrainer
+    | Promote
     | SaveCheckpoint
     | WakeAt
 )
@@ -236,6 +245,8 @@ class RunStarted(Message, frozen=True, omit_defaults=True):
     """Checkpoints that trainers which follow go on from, in their order; those without begin at version 0."""
     away: tuple[int, ...] = ()
     """Trainers that do not follow now, as they were detached before the run was resumed."""
+    promoted: int | None = None
+    """The one of them that trainer 0 has been since before the run was resumed; None where it is itself."""
 
 
 class ReplicaStarted(Message, frozen=True, omit_defaults=True):
@@ -307,6 +318,8 @@ class DrawnGroup(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Line of the prompts file, whose token ids lie beside the trace; None where there is none."""
     kept: tuple[tuple[int, int], ...] = ()
     """Of each rollout the output tokens from before the run was resumed, and the version of the first; () where none are."""
+    family: str | None = None
+    """Of the prompt, where a trainer takes groups by it; None where none does, or the prompt has none."""
 
 
 class PromptsDrawn(Message, frozen=True):

@@ -35,6 +35,7 @@ from streamrl.engine.messages import (
     Interrupted,
     LoadWeights,
     Postpone,
+    Promote,
     PromptsDrawn,
     PushWeights,
     ReplicaLost,
@@ -93,6 +94,10 @@ class State:
     has_started: bool = False
     num_unready: int = 0
     """Trainers that are not up."""
+    promoted: int | None = None
+    """Trainer that was promoted: trainer 0 is what it was, once it has ended."""
+    has_new_weights: bool = False
+    """Whether the leader's version has to be pushed though it was: it has other weights now."""
     pushed_version: int = 0
     pushing: int | None = None
     stop_reason: str | None = None
@@ -128,7 +133,8 @@ class State:
     def must_push(self) -> bool:
         """Whether what was pushed last is behind the last version that is due for it, or lost by the leader."""
         newest, pushed = self.leader.version, self.pushed_version
-        return newest != pushed and not newest - newest % self.sync_every <= pushed <= newest
+        is_due = newest != pushed and not newest - newest % self.sync_every <= pushed <= newest
+        return is_due or self.has_new_weights
 
     @property
     def has_all_steps(self) -> bool:
@@ -168,7 +174,7 @@ class State:
             case ExpectationsChanged(rollouts, tokens):
                 self._expect(rollouts, tokens)
             case WeightsPushed(version):
-                self.pushing, self.pushed_version = None, version
+                self.pushing, self.pushed_version, self.has_new_weights = None, version, False
                 self.setbacks.num_failed_pushes = 0
                 self.fleet.find_outdated(version)
             case WeightsLoaded(replica_id, version):
@@ -220,6 +226,10 @@ class State:
                 self.trainers[command.trainer].take(command, self.groups[command.group])
             case Score() | Train() | Step() | StartTrainer() | StopTrainer() | SaveCheckpoint():
                 self.trainers[command.trainer].begin(command, self.now)
+            case Promote(trainer, version):
+                self._promote(self.trainers[trainer])
+                self.has_new_weights = True
+                self.fleet.fall_back(version - 1)
             case DrawPrompts(_, num_groups):
                 self.num_admitted += num_groups
                 self.num_drawing += num_groups
@@ -253,7 +263,13 @@ class State:
             self.trainers[saved.trainer].begin_at(saved.version, drawn_again(event, saved))
         for trainer in event.away:
             self.trainers[trainer].is_away = True
+        if event.promoted is not None:
+            self._promote(self.trainers[event.promoted])
         self._look_at_trainers()
+
+    def _promote(self, trainer: TrainerSide) -> None:
+        self.promoted = trainer.id
+        self.leader.become(trainer)
 
     def _join(self, event: TrainerJoined) -> None:
         if event.trainer < len(self.trainers):
@@ -295,7 +311,7 @@ class State:
         group.num_missing -= 1
         self.setbacks.recover(rollout)
         for trainer in self.trainers:
-            trainer.see_ready(rollout)
+            trainer.see_ready(rollout, self.leader.version)
 
     def _expect(self, rollouts: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         """Enter what is expected of rollouts now; of one that nobody waits for any more it does not matter."""

@@ -29,8 +29,9 @@ from streamrl.engine.policies.left_over import DropLeftOver, KeepLeftOver
 from streamrl.engine.policies.migration import MoveRollouts, MoveStragglers
 from streamrl.engine.policies.order import FirstInFirstOut, LongestFirst, Order
 from streamrl.engine.policies.overrun import MoveOverrun
-from streamrl.engine.policies.resize import AdjustReplicas, KeepReplicas
+from streamrl.engine.policies.resize import AdjustReplicas, KeepReplicas, Promotion
 from streamrl.engine.policies.retry import RetryThenDrop, StartOver, WindDown
+from streamrl.engine.policies.share import LeaveOutShare
 from streamrl.engine.policies.skew import SkewnessAware
 from streamrl.engine.policies.stale import DropStale
 from streamrl.engine.policies.staleness import BoundedAdmission, BoundedBacklog, TakeInLine
@@ -49,6 +50,7 @@ from streamrl.engine.presets import choose_system, window_of
 from streamrl.engine.recent import RecentLengths
 from streamrl.engine.setbacks import Setbacks
 from streamrl.engine.state import State
+from streamrl.engine.stream_share import StreamShare
 from streamrl.engine.trainer_side import LEADER, TrainerSide
 from streamrl.engine.window import AdmissionWindow
 from streamrl.runfile.config import Run
@@ -75,7 +77,7 @@ def build_policies(run: Run) -> list[Policy]:
     return [
         VerifyOnArrival(),
         *([build_resize(run)] if run.policies.resize == "adjust" else []),
-        KeepReplicas(run.policies.max_restarts),
+        KeepReplicas(run.policies.max_restarts, Promotion.of(run)),
         RetryThenDrop(run.policies.max_attempts),
         GiveUp(run.policies.max_dropped_groups, run.policies.max_step_time),
         StartOver(),
@@ -108,6 +110,8 @@ def _follow(run: Run, trainer: int) -> Iterator[Policy]:
     """Yield the policies of a trainer that follows: it works on what is complete, as it comes, in its own time."""
     seen = run.as_seen_by(trainer)
     backlog = run.followers[trainer - 1].backlog
+    if run.followers[trainer - 1].takes_share:
+        yield LeaveOutShare(trainer)
     yield CheckpointEvery(trainer, run.execute.checkpoint_every, run.policies.max_attempts)
     yield LetGo(trainer)
     yield from _leave_out(run, trainer)
@@ -333,5 +337,6 @@ def _build_side(run: Run, trainer: int) -> TrainerSide:
         batch=Batch(algorithm.trains_whole_groups, algorithm.needs_score),
         takes_unfinished=trainer == LEADER
         and choose_system(run.policies).consumption == "strict-fifo",
+        share=StreamShare.of(run.followers[trainer - 1]) if trainer else None,
         leaves_out_uniform=algorithm.leaves_out_uniform,
     )

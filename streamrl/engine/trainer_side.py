@@ -26,6 +26,7 @@ from streamrl.engine.messages import (
     Trained,
 )
 from streamrl.engine.pace import Pace
+from streamrl.engine.stream_share import StreamShare
 from streamrl.runfile.config import Run
 
 LEADER = 0
@@ -94,6 +95,10 @@ class TrainerSide:
     """Rollouts that it will never train on, by reason, those of steps that were rolled back among them."""
     done_before: frozenset[int] = frozenset()
     """Groups that it was done with before a resume, which draws them again for others."""
+    share: StreamShare | None = None
+    """What part of the complete groups it takes; None where all."""
+    outside: dict[int, tuple[Group, str]] = field(default_factory=dict)
+    """Those outside of it that it has not given up yet, by id, and why."""
     leaves_out_uniform: bool = False
     """Whether it passes over groups whose rewards are all equal."""
     uniform: dict[int, Group] = field(default_factory=dict)
@@ -150,6 +155,11 @@ class TrainerSide:
         self.num_lost = self.num_failed_saves = 0
         self.failure = None
 
+    def become(self, other: TrainerSide) -> None:
+        """Enter that it is what another was, before it begins anew: with that one's batches, in steps as large as before."""
+        self.batch = Batch(other.batch.trains_whole_groups, other.batch.needs_score)
+        self.num_lost = self.num_failed_saves = 0
+
     def see_drawn(self, group: Group) -> None:
         """Enter that a group was drawn."""
         if group.id in self.done_before:
@@ -157,15 +167,21 @@ class TrainerSide:
         elif self.takes_unfinished:
             self.line.add(group)
 
-    def see_ready(self, rollout: Rollout) -> None:
-        """Enter that a rollout has its reward, and with it perhaps its group all of them."""
+    def see_ready(self, rollout: Rollout, version: int) -> None:
+        """Enter that a rollout has its reward, and with it perhaps its group all, the leader being at `version`."""
         group = rollout.group
         if self.takes_unfinished:
             self.batch.add_ready(rollout)
         elif not group.num_missing and self._may_see(group):
-            self.line.add(group)
+            self._see_complete(group, version)
         if self.leaves_out_uniform and group.is_uniform and self.wants(group):
             self.uniform[group.id] = group
+
+    def _see_complete(self, group: Group, version: int) -> None:
+        self.line.add(group)
+        reason = None if self.share is None else self.share.leaves_out(group, version)
+        if reason is not None:
+            self.outside[group.id] = group, reason
 
     def take(self, command: Take, group: Group) -> None:
         """Enter that its coming step will be made of `group` too."""
@@ -224,6 +240,7 @@ class TrainerSide:
         self.batch.leave_out(group)
         self.line.remove(group)
         self.uniform.pop(group.id, None)
+        self.outside.pop(group.id, None)
         self.num_uniform += is_left and reason == UNIFORM
         if is_left:
             self._lose(len(group.rollouts), reason)

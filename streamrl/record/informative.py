@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from math import fsum
 from pathlib import Path
 from statistics import mean
 
@@ -22,6 +24,9 @@ from streamrl.engine.trainer_side import LEADER, UNIFORM
 from streamrl.record.trace import Trace
 from streamrl.runfile.workload_config import LengthsConfig, WorkloadConfig
 
+MOST_MEANS = 100
+"""Different mean rewards of groups that are told apart: rewards of right or wrong have one more than a group has rollouts."""
+
 
 def recorded_workload(trace: Trace, file: Path) -> WorkloadConfig:
     """Return the workload that a run had: lengths and what was expected of them in its trace file, the share of its advantages."""
@@ -36,8 +41,34 @@ def recorded_workload(trace: Trace, file: Path) -> WorkloadConfig:
         config,
         lengths=lengths,
         informative_share=informative_share(trace),
+        group_rewards=group_rewards(trace),
     )
     return workload
+
+
+def group_rewards(trace: Trace) -> tuple[tuple[float, float], ...]:
+    """Return mean rewards of groups, each with the share of groups that had it: of an executed run in which a trainer heeds it.
+
+    Of more than `MOST_MEANS` they are so many quantiles. What a simulation was told stands in its run file.
+    """
+    if trace.world == "simulated" or not trace.run.heeds_rewards:
+        return trace.run.workload.group_rewards
+    means = sorted(_mean_rewards(trace))
+    if len(set(means)) > MOST_MEANS:
+        means = [means[(2 * n + 1) * len(means) // (2 * MOST_MEANS)] for n in range(MOST_MEANS)]
+    return tuple((mean, count / len(means)) for mean, count in Counter(means).items())
+
+
+def _mean_rewards(trace: Trace) -> Iterator[float]:
+    """Yield the mean reward of each group that became complete."""
+    size = trace.run.algorithm.group_size
+    found: dict[int, list[float]] = {}
+    for _, event, _ in trace.entries:
+        if isinstance(event, Verified):
+            rewards = found.setdefault(event.rollout // size, [])
+            rewards.append(event.reward)
+            if len(rewards) == size:
+                yield fsum(found.pop(event.rollout // size)) / size
 
 
 def informative_share(trace: Trace) -> float:

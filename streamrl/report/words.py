@@ -9,7 +9,7 @@ from streamrl.report.plan import SHORT, PlannedSide
 from streamrl.report.run_tables import format_dollars, format_step_time
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import kind_name
-from streamrl.runfile.sides_config import RolloutConfig, TrainerConfig
+from streamrl.runfile.sides_config import FollowerConfig, RolloutConfig, TrainerConfig
 
 NBSP = "\N{NO-BREAK SPACE}"
 CAUSES = {
@@ -182,6 +182,17 @@ def split_text(side: PlannedSide) -> str:
         return f"{replicas}{NBSP}{word}" + (f" of {split}" if split else "")
     offload = " with offload" if side.degrees.get("offload") else ""
     return (split or "one GPU") + offload
+
+
+def share_text(follower: FollowerConfig) -> str:
+    """Say which complete groups a trainer takes: "one in 2 with staleness at most 2"."""
+    limits = [f"of {listing(list(follower.families))}"] if follower.families else []
+    for what in ("staleness", "reward"):
+        least, most = getattr(follower, f"min_{what}"), getattr(follower, f"max_{what}")
+        limits += [f"with {what} at least {least:g}"] if least is not None else []
+        limits += [f"with {what} at most {most:g}"] if most is not None else []
+    which = "every one" if follower.every == 1 else f"one in {follower.every}"
+    return f"{which} {', '.join(limits)}" if limits else which
 
 
 def rent_text(team: Team, system: str) -> str:

@@ -40,6 +40,7 @@ from streamrl.runfile.workload_config import (
 
 POSITIVE = Bounds(0, excludes_least=True)
 SHARE = Bounds(0, 1)
+REWARD = Bounds(-1e9, 1e9)
 MONEY = Bounds(0, 10**6)
 """Dollars of a GPU-hour, or of a gigabyte."""
 SECONDS = Bounds(0, 1e7)
@@ -97,7 +98,13 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     SpeculativeConfig: {"tokens": Bounds(1, MOST_DRAFTED), "acceptance": SHARE},
     ReplicasConfig: {"max_running": Bounds(1), "share": POSITIVE},
     TrainerConfig: OF_TRAINERS,
-    FollowerConfig: OF_TRAINERS,
+    FollowerConfig: {
+        **OF_TRAINERS,
+        "min_staleness": Bounds(0),
+        "max_staleness": Bounds(0),
+        "min_reward": REWARD,
+        "max_reward": REWARD,
+    },
     AlgorithmConfig: {"group_size": Bounds(1, MOST_PER_GROUP), **OF_LOSSES},
     AlgorithmChanges: {"prompts_per_step": Bounds(1), "max_gen_batches": Bounds(1), **OF_LOSSES},
     WorkloadConfig: {"informative_share": SHARE},

@@ -19,6 +19,7 @@ from streamrl.runfile.policy_checks import POLICY_CHECKS
 from streamrl.runfile.pools import POOL_CHECKS
 from streamrl.runfile.prompt_checks import check_prompt_sources
 from streamrl.runfile.reward_checks import check_rewards
+from streamrl.runfile.share_checks import check_shares
 from streamrl.runfile.sides import kind_key
 from streamrl.runfile.trainers import trainer_key
 from streamrl.runfile.workload_config import FreeRanker
@@ -268,6 +269,7 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
         check_faults,
         check_rewards,
         check_prompt_sources,
+        check_shares,
         _check_paths,
         _check_device,
     ),

@@ -155,6 +155,10 @@ class Run(Section, frozen=True, kw_only=True):
         """Every trainer, the one that leads first."""
         return (self.trainer, *self.followers)
 
+    def only_counts(self, trainer: int) -> bool:
+        """Return whether a trainer has no model, and only counts what it is given."""
+        return trainer > 0 and self.followers[trainer - 1].counts_only
+
     def as_seen_by(self, trainer: int) -> Run:
         """Return the run as one trainer sees it: alone, with its own section, GPUs and algorithm."""
         if not trainer:
@@ -178,6 +182,16 @@ class Run(Section, frozen=True, kw_only=True):
             followers=(),
         )
         return seen
+
+    @property
+    def heeds_families(self) -> bool:
+        """Whether a trainer takes groups by the family of their prompt, so that the engine is told of it."""
+        return any(follower.families for follower in self.followers)
+
+    @property
+    def heeds_rewards(self) -> bool:
+        """Whether a trainer takes groups by their mean reward."""
+        return any(follower.heeds_rewards for follower in self.followers)
 
     @property
     def leaves_out_uniform(self) -> bool:

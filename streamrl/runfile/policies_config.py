@@ -25,6 +25,7 @@ ResizeName = Literal["keep", "adjust"]
 OverStalenessName = Literal["wait", "drop"]
 LeftOverName = Literal["drop", "keep"]
 ConcurrencyName = Literal["fixed", "kv-pressure"]
+LeaderLoss = Literal["restart", "promote"]
 SyncMode = Literal["full", "lora", "delta"]
 
 
@@ -101,6 +102,11 @@ class PoliciesConfig(Section, frozen=True, kw_only=True):
     stops."""
     max_restarts: int = 4
     """Lost replicas that are replaced before the run stops."""
+    on_leader_loss: LeaderLoss = "restart"
+    """What becomes of a leading trainer that is lost. restart: it begins again at its checkpoint, and once that was so
+    `max_restarts` times `promote` takes its place, or the run stops; promote: that one does at once."""
+    promote: str | None = None
+    """Name of the trainer that follows whose weights replicas load from then on."""
     max_dropped_groups: int = 64
     """Groups dropped in a row, none complete between them, after which the run stops."""
     max_failures_per_minute: int = 10_000

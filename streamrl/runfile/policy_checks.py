@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.runfile.config import Run
-from streamrl.runfile.errors import Bounds, OneOf, RunError
+from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
 from streamrl.runfile.group_counts import num_extra, whole_groups
 
 
@@ -153,8 +153,36 @@ def _check_concurrency(run: Run) -> None:
         )
 
 
+def _check_promotion(run: Run) -> None:
+    """Refuse to promote nobody, or somebody who cannot lead."""
+    policies, key = run.policies, "policies.promote"
+    if policies.promote is None:
+        if policies.on_leader_loss == "promote":
+            text = f"{key} is missing: policies.on_leader_loss 'promote' says that a trainer takes the leader's place"
+            raise RunError(key, None, str, text, ("policies.on_leader_loss",))
+        return
+    names = run.follower_names
+    if policies.promote not in names:
+        known = OneOf(names) if names else "left out where no trainer follows"
+        text = f"{key} must be {known}, got {shown(policies.promote)}"
+        raise RunError(key, policies.promote, OneOf([*names, None]), text)
+    follower = run.followers[names.index(policies.promote)]
+    for is_wrong, why in (
+        (follower.counts_only, "which only counts and has no weights"),
+        (
+            follower.pool != run.trainer.pool,
+            f"which is not in the leader's pool {run.trainer.pool!r}",
+        ),
+        (run.shares_gpus, "as the leader shares its GPUs with replicas"),
+        (run.framework.optimizer_steps > 1, "where a batch has several optimizer steps"),
+    ):
+        if is_wrong:
+            text = f"{key} cannot be {policies.promote!r}, {why}"
+            raise RunError(key, policies.promote, OneOf([None]), text)
+
+
 POLICY_CHECKS = (
-    *(_check_tail_batching, _check_learning, _check_overrun),
+    *(_check_tail_batching, _check_learning, _check_overrun, _check_promotion),
     *(_check_fraction, _check_over_staleness, _check_oversampling, _check_concurrency),
 )
 """Each raises `RunError` where a policy lacks what it works with."""

@@ -15,6 +15,8 @@ from streamrl.runfile.trainers import trainer_key
 
 GUESSES = ("workload.lengths.ranker", "workload.ranker")
 """Keys that begin so say what is known of lengths, not how long outputs are."""
+OF_SHARE = ("every", "min_staleness", "max_staleness", "min_reward", "max_reward", "families")
+"""Keys of a trainer that follows which say what it learns from."""
 
 
 def check_same_work(one: Run, other: Run, names: tuple[str, str] = ("in A", "in B")) -> None:
@@ -49,6 +51,8 @@ def work_of(run: Run) -> dict[str, object]:
     for number in range(1, run.num_trainers):
         key = join_key(trainer_key(number), "algorithm")
         found |= _entries(key, run.as_seen_by(number).algorithm)
+        follower = run.followers[number - 1]
+        found |= {join_key(trainer_key(number), name): getattr(follower, name) for name in OF_SHARE}
     return {key: value for key, value in found.items() if not key.startswith(GUESSES)}
 
 

@@ -299,6 +299,31 @@ class FollowerConfig(TrainerConfig, frozen=True, kw_only=True):
     backlog: int = 2
     """Batches of the leader's of complete groups that may wait for it, as groups come in such bursts; the oldest
     beyond are lost to it, and counted."""
+    counts_only: bool = False
+    """Whether it has no model and learns nothing: it takes groups and counts them, on one CPU or GPU of its pool, to tell
+    what being subscribed costs a run."""
+    every: int = 1
+    """Of so many complete groups that the keys below let pass it takes one, from the first on."""
+    min_staleness: int | None = None
+    """Least versions that the oldest token of a group must be behind the leader's when the group is complete."""
+    max_staleness: int | None = None
+    """Most versions that it may be behind."""
+    min_reward: float | None = None
+    """Least mean reward of a group; a simulation goes by `workload.group_rewards`."""
+    max_reward: float | None = None
+    families: tuple[str, ...] = ()
+    """Of prompts that it takes groups of: the "task" of their record, or else its "family"; all where empty."""
+
+    @property
+    def takes_share(self) -> bool:
+        """Whether it leaves out groups that it could have."""
+        bounds = (self.min_staleness, self.max_staleness, self.min_reward, self.max_reward)
+        return self.every > 1 or bool(self.families) or any(each is not None for each in bounds)
+
+    @property
+    def heeds_rewards(self) -> bool:
+        """Whether it takes groups by their rewards."""
+        return self.min_reward is not None or self.max_reward is not None
 
 
 class VerifierConfig(Section, frozen=True, kw_only=True):

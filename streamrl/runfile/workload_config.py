@@ -24,7 +24,7 @@ class LengthsConfig(Section, frozen=True, kw_only=True):
 
     kind: LengthsKind
     """histogram: bins of `start,end,density`; empirical: one length a row (column output_tokens); groups: lengths by prompt
-    (columns prompt_id and output_tokens, and prompt_tokens where known), resampled whole; trace: what a recorded run generated, rollout by rollout."""
+    (columns prompt_id and output_tokens, and prompt_tokens and family where known), resampled whole; trace: what a recorded run generated, rollout by rollout."""
     source: str
     """A name in profiles/lengths, or the path of a CSV file (a trace: its JSONL file)."""
     scale: float = 1.0
@@ -129,6 +129,9 @@ class WorkloadConfig(Section, frozen=True, kw_only=True):
     max_prompt_tokens: int = 2048
     informative_share: float = 1.0
     """Simulated share of rollouts with a non-zero advantage; without a KL term a trainer skips the others."""
+    group_rewards: tuple[tuple[float, float], ...] = ()
+    """Simulated: mean rewards of groups, each with the share of groups that have it, such as [[0.0, 0.25], [1.0, 0.75]];
+    heeded where a trainer takes groups by their rewards, and measured then: nobody knows it but you."""
     lengths: LengthsConfig | None = None
     ranker: RankerConfig | None = None
     """What expects longer outputs of some prompts than of others, learns, and is watched; none where absent."""

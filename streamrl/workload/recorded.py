@@ -64,6 +64,15 @@ class Recorded:
         lines = [group.prompt for group in self._picks(first, num_groups, group_size)]
         return [line for line in lines if line is not None] if None not in lines else []
 
+    @property
+    def known_families(self) -> set[str]:
+        """The families that recorded groups are of, as far as the record says."""
+        return {group.family for group in self._groups if group.family is not None}
+
+    def families(self, first: int, num_groups: int, group_size: int) -> list[str | None]:
+        """Return the family of the prompt of each of these groups; None where the record does not say."""
+        return [group.family for group in self._picks(first, num_groups, group_size)]
+
     def _picks(self, first: int, num_groups: int, group_size: int) -> list[DrawnGroup]:
         size = len(self._finished[0].rollouts)
         if size != group_size:

@@ -18,6 +18,7 @@ from streamrl.workload.csv_rows import read_csv
 from streamrl.workload.drift import Drift
 from streamrl.workload.epochs import PromptOrder, make_order
 from streamrl.workload.expectations import Expectations
+from streamrl.workload.prompt_families import check_families
 from streamrl.workload.ranker import load_ranker
 from streamrl.workload.recorded import Recorded
 from streamrl.workload.tail_batching import TailBatches
@@ -80,6 +81,9 @@ class SimulatedWorkload:
         self._group_size = run.algorithm.group_size
         self._max_tokens = run.rollout.max_tokens
         self._source = load_source(config)
+        self._tells_families = run.heeds_families
+        if run.heeds_families:
+            check_families(run, self._known_families())
         self._drift = Drift(run)
         self._order: PromptOrder | None = None
         if config.epochs and isinstance(self._source, Groups):
@@ -106,6 +110,10 @@ class SimulatedWorkload:
         """Expect nothing more of a group that was dropped."""
         self._told.forget(group)
 
+    def _known_families(self) -> set[str]:
+        source = self._source
+        return source.known_families if isinstance(source, Recorded | Groups) else set()
+
     def _longest(self, first: int, num: int) -> list[int]:
         """Return the expected tokens of the longest rollout of groups of the data."""
         found = []
@@ -126,21 +134,27 @@ class SimulatedWorkload:
         size = self._group_size
         expected = tuple(drawn.expected[offset]) if drawn.expected else (self._mean,) * size
         rollouts = tuple(range(group * size, group * size + size))
-        plain = DrawnGroup(group, rollouts, drawn.prompt_tokens[offset], expected)
+        family = drawn.families[offset] if drawn.families else None
+        plain = DrawnGroup(group, rollouts, drawn.prompt_tokens[offset], expected, family=family)
         prompt = drawn.prompts[offset] if drawn.prompts else None
         return Draw(self._told.draw(plain, prompt), tuple(drawn.lengths[offset]))
 
     def _sample(self, block: int) -> _Block:
         """Draw a block of groups."""
         ids: list[int] = []
+        families: list[str | None] = []
         if isinstance(self._source, Recorded):
             ids = self._source.prompts(block * BLOCK, BLOCK, self._group_size)
+            if self._tells_families:
+                families = self._source.families(block * BLOCK, BLOCK, self._group_size)
             lengths, prompts = self._source.block(block * BLOCK, BLOCK, self._group_size)
         else:
             rng = np.random.default_rng([self._seed, block])
             if isinstance(self._source, Groups):
                 ids = self._pick(block, rng)
                 lengths, prompts = self._source.sample_of(ids, rng, self._group_size)
+                if self._tells_families:
+                    families = self._source.families_of(ids)
                 ids = ids if self._config.kind == "groups" else []
             else:
                 lengths, prompts = self._source.sample(rng, BLOCK, self._group_size)
@@ -153,7 +167,7 @@ class SimulatedWorkload:
         elif isinstance(self._source, Recorded) and self._config.ranker == "recorded":
             known = self._source.expected(block * BLOCK, BLOCK, self._group_size)
             expected = self._scaled(known, scale)
-        return _Block(self._scaled(lengths, scale), expected, prompts.tolist(), ids)
+        return _Block(self._scaled(lengths, scale), expected, prompts.tolist(), ids, families)
 
     def _pick(self, block: int, rng: np.random.Generator) -> list[int]:
         """Return which prompts a block of groups is of."""
@@ -189,6 +203,8 @@ class _Block(NamedTuple):
     prompt_tokens: list[int]
     prompts: list[int]
     """Which prompt each is of; empty where prompts cannot be told apart."""
+    families: list[str | None]
+    """Of their prompts; empty where nobody heeds them."""
 
 
 class Histogram:
@@ -217,9 +233,16 @@ class Groups:
     Args:
         groups: output tokens of the rollouts of each prompt.
         prompt_tokens: of each prompt, or of every one.
+        families: of each prompt, where known.
     """
 
-    def __init__(self, groups: list[list[int]], prompt_tokens: list[int] | int) -> None:
+    def __init__(
+        self,
+        groups: list[list[int]],
+        prompt_tokens: list[int] | int,
+        families: list[str | None] | None = None,
+    ) -> None:
+        self._families = families or [None] * len(groups)
         self._groups = [np.array(group, dtype=np.int64) for group in groups]
         self._prompt_tokens = np.broadcast_to(np.array(prompt_tokens), len(groups))
 
@@ -227,6 +250,15 @@ class Groups:
     def num_prompts(self) -> int:
         """Prompts whose groups these are."""
         return len(self._groups)
+
+    @property
+    def known_families(self) -> set[str]:
+        """The families that prompts are of."""
+        return {family for family in self._families if family is not None}
+
+    def families_of(self, picks: list[int]) -> list[str | None]:
+        """Return the families of prompts."""
+        return [self._families[pick] for pick in picks]
 
     def pick(self, rng: np.random.Generator, num_groups: int) -> list[int]:
         """Return which prompts groups are of, drawn at random."""
@@ -301,7 +333,8 @@ def _read_source(config: LengthsConfig) -> Source | Recorded:
             return Groups([_output_tokens(path, rows)], config.prompt_tokens)
         case "groups":
             groups = _by_prompt(path, rows)
-            return Groups(groups, _prompts_of(path, rows) or config.prompt_tokens)
+            prompt_tokens = _prompts_of(path, rows) or config.prompt_tokens
+            return Groups(groups, prompt_tokens, _families_of(rows))
         case _:
             assert_never(config.kind)
 
@@ -330,6 +363,14 @@ def _prompts_of(path: Path, rows: list[dict[str, str]]) -> list[int]:
         if row["prompt_id"] not in found:
             tokens = _numbers(path, row, ("prompt_tokens",))["prompt_tokens"]
             found[row["prompt_id"]] = max(1, int(tokens))
+    return list(found.values())
+
+
+def _families_of(rows: list[dict[str, str]]) -> list[str | None]:
+    """Return the family of each prompt as its first row has it; None where it has none."""
+    found: dict[str, str | None] = {}
+    for row in rows:
+        found.setdefault(row["prompt_id"], row.get("family") or None)
     return list(found.values())
 
 

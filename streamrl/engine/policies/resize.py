@@ -5,11 +5,38 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from statistics import median
+from typing import NamedTuple
 
 from streamrl.engine.latency import Latency
-from streamrl.engine.messages import Command, Resize, StartReplica, StartTrainer, Stop, StopReplica
+from streamrl.engine.messages import (
+    Command,
+    Promote,
+    Resize,
+    StartReplica,
+    StartTrainer,
+    Stop,
+    StopReplica,
+)
 from streamrl.engine.pace import StepPace
 from streamrl.engine.state import State
+from streamrl.runfile.config import Run
+
+
+class Promotion(NamedTuple):
+    """Who takes the leading trainer's place."""
+
+    trainer: int
+    after: int
+    """Losses of the leader's after which it does."""
+
+    @classmethod
+    def of(cls, run: Run) -> Promotion | None:
+        """Return what a run file says; None where nobody does."""
+        policies = run.policies
+        if policies.promote is None:
+            return None
+        after = 0 if policies.on_leader_loss == "promote" else policies.max_restarts
+        return cls(1 + run.follower_names.index(policies.promote), after)
 
 
 class KeepReplicas:
@@ -17,11 +44,13 @@ class KeepReplicas:
 
     A replica's replacement gets an id of its own, a trainer's begins at its last checkpoint. After `max_restarts` of
     them the run stops, or goes on without a trainer that follows: what kills them so often will kill the next one
-    too. A replica too many ends once it is idle, so no rollout is interrupted.
+    too. Where another trainer may take the leader's place, it does so once the leader was lost more often than that allows,
+    unless it has failed or was detached itself. A replica too many ends once it is idle, so no rollout is interrupted.
     """
 
-    def __init__(self, max_restarts: int) -> None:
+    def __init__(self, max_restarts: int, promotion: Promotion | None = None) -> None:
         self.max_restarts = max_restarts
+        self.promotion = promotion
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield what is missing, or who may go."""
@@ -33,7 +62,8 @@ class KeepReplicas:
 
     def _start(self, state: State) -> Iterator[Command]:
         yield from self._start_trainers(state)
-        if state.pushed_version <= state.leader.version:  # else what is pushed is lost
+        is_lost = state.pushed_version > state.leader.version or state.has_new_weights
+        if not is_lost:  # what is pushed
             yield from self._start_replicas(state)
 
     def _start_trainers(self, state: State) -> Iterator[Command]:
@@ -42,12 +72,23 @@ class KeepReplicas:
                 continue
             if trainer.is_away:
                 continue
+            if trainer.leads and self.promotion is not None and self._waits(state, self.promotion):
+                yield from _promote(state, self.promotion)
+                continue
             if trainer.num_lost <= self.max_restarts:
                 yield StartTrainer(trainer.id, trainer.version)
             elif trainer.leads:
                 yield self._stop(
                     f"the trainer was restarted {self.max_restarts} times and lost again", state
                 )
+
+    def _waits(self, state: State, promotion: Promotion) -> bool:
+        """Return whether the leader is not to start yet, because another trainer is to take its place."""
+        if state.promoted is not None:
+            return state.trainers[state.promoted].is_up
+        other = state.trainers[promotion.trainer]
+        lives = other.failure is None and other.num_lost <= self.max_restarts
+        return lives and not other.is_away and state.leader.num_lost > promotion.after
 
     def _start_replicas(self, state: State) -> Iterator[Command]:
         fleet = state.fleet
@@ -66,6 +107,12 @@ class KeepReplicas:
 
     def _stop(self, what: str, state: State) -> Stop:
         return Stop(f"{what} (policies.max_restarts){state.setbacks}")
+
+
+def _promote(state: State, promotion: Promotion) -> Iterator[Command]:
+    """Yield the promotion, once who is promoted is up."""
+    if state.promoted is None and state.trainers[promotion.trainer].is_ready:
+        yield Promote(promotion.trainer, state.leader.version)
 
 
 class AdjustReplicas:

@@ -15,6 +15,7 @@ from streamrl.engine.trainer_side import TrainerSide
 from streamrl.engine.window import AdmissionWindow
 
 BEHIND, FAILED, AWAY = "the trainer was behind", "the trainer had failed", "it was detached"
+PROMOTED = "it leads now"
 """Why a trainer that follows gives a group up."""
 
 
@@ -93,7 +94,8 @@ class BoundedBacklog:
             return [Skip(group.id, trainer.id, FAILED) for group in trainer.open_groups()]
         if trainer.is_away:
             given_up = trainer.line if trainer.command is not None else trainer.open_groups()
-            return [Skip(group.id, trainer.id, AWAY) for group in given_up]
+            reason = PROMOTED if state.promoted == trainer.id else AWAY
+            return [Skip(group.id, trainer.id, reason) for group in given_up]
         if len(trainer.line) <= self.most_groups or state.is_stopping:
             return ()
         return self._give_up(trainer)

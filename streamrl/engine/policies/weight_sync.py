@@ -105,5 +105,6 @@ def _push(state: State) -> Iterator[Command]:
 
 
 def _to_load(state: State) -> list[int]:
-    """Return who should load what is pushed; nobody where the trainer has lost that version."""
-    return list(state.fleet.outdated) if state.pushed_version <= state.leader.version else []
+    """Return who should load what is pushed; nobody where that version is lost, or has other weights now."""
+    is_lost = state.pushed_version > state.leader.version or state.has_new_weights
+    return [] if is_lost else list(state.fleet.outdated)

@@ -12,7 +12,7 @@ from streamrl.hardware.precision import rollout_precision
 from streamrl.hardware.profiles import PROFILES, load_gpu, price_of
 from streamrl.record.trace import Trace
 from streamrl.report.plan import Plan
-from streamrl.report.words import dollars, listing, percent, tiers_text
+from streamrl.report.words import dollars, listing, percent, share_text, tiers_text
 from streamrl.runfile.config import Run
 from streamrl.runfile.frameworks import framework_of, settings_of
 from streamrl.runfile.trainers import trainer_key
@@ -98,10 +98,16 @@ def _of_work(run: Run, model: ModelShape) -> Iterator[Assumption]:
     yield Assumption("algorithm", value, f"{RUN_FILE}: algorithm")
     for number, follower in enumerate(run.followers, start=1):
         own = run.as_seen_by(number).algorithm
-        value = f"{own.name.upper()}, {own.prompts_per_step:,} prompts a step, in its own time"
+        does = "none: it only counts" if follower.counts_only else own.name.upper()
+        value = f"{does}, {own.prompts_per_step:,} prompts a step, in its own time"
+        value += f"; of complete groups {share_text(follower)}" if follower.takes_share else ""
         yield Assumption(
             f"algorithm of {follower.name}", value, f"{RUN_FILE}: {trainer_key(number)}"
         )
+    if run.heeds_rewards and run.workload.group_rewards:
+        pairs = [f"{reward:g} of {share:.0%}" for reward, share in run.workload.group_rewards]
+        source = f"{RUN_FILE}: workload.group_rewards"
+        yield Assumption("mean rewards of groups, simulated", listing(pairs), source)
     lengths = run.workload.lengths
     if lengths is not None:
         value = f"{KINDS[lengths.kind]} {lengths.source}"

@@ -1,0 +1,334 @@
+"""What subscribers cost a run, and whether they learn: executed here, on a machine that does nothing else.
+
+| part       | what it says                                                                                     |
+|------------|--------------------------------------------------------------------------------------------------|
+| generation | output tokens a second with 1, 2 and 4 followers that only count (`counts_only`), over those of a  |
+|            | run without any beside it in time: pairs, every other one the other way round; then with real ones |
+|            | (RLOO, REINFORCE++) on the same cores, executed, and simulated from a profile of this machine      |
+| engine     | CPU time of the engine a rollout, with no follower and with four: a simulated run's events, told    |
+|            | again to a fresh engine; the median of the rounds                                                  |
+| learning   | a leader (GRPO) and three followers (RLOO, DPO, REINFORCE++) on one stream: held-out prompts that   |
+|            | each one's last checkpoint solves, sampled outside the run, less those that the initial model       |
+|            | solves with the same random numbers; then the same with learning rate 0                            |
+
+    python -m benchmarks.bench_subscribers --part engine
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Any
+
+import msgspec
+
+from benchmarks.reality_runs import profile
+from executor.execute import execute
+from sim.costs.costs import Costs
+from sim.world import SimWorld, simulate
+from streamrl.engine.messages import Generated, Stepped
+from streamrl.engine.systems import build_engine
+from streamrl.record.informative import recorded_workload
+from streamrl.record.legs import balance_books
+from streamrl.record.metrics import measure
+from streamrl.record.run_lines import follower_directory
+from streamrl.record.trace import Trace
+from streamrl.runfile.config import CostsConfig, Run
+from streamrl.runfile.reading import make_run, read_table
+from streamrl.workload.workload import SimulatedWorkload
+
+HERE = Path(__file__).parent
+RUN_FILE, ENGINE_FILE = HERE / "subscribers.toml", HERE / "engine.toml"
+FIRST_STEP = 2
+"""Tokens count from the end of this step of the leader's on: before it processes come up."""
+COUNTS = 1, 2, 4
+REAL = "rloo", "reinforce++"
+LEARNING = ("rloo", 4e-4), ("dpo", 4e-4), ("reinforce++", 2e-4)
+"""Algorithms of the followers that should learn, and their learning rates."""
+ROUNDS = 7
+"""Of the engine's time."""
+SAMPLES = 2
+"""Outputs of each held-out prompt."""
+MOST_TOKENS = 128
+PARTS = "generation", "engine", "learning"
+
+
+def main() -> None:
+    """Print one JSON object a figure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", choices=PARTS, action="append", help="all where absent")
+    parser.add_argument("--data", type=Path, default=Path("build/quickstart"))
+    parser.add_argument("--pairs", type=int, default=6, help="of each number of subscribers")
+    parser.add_argument("--seeds", type=int, default=3, help="runs that should learn")
+    parser.add_argument("--steps", type=int, default=16, help="of those runs, the leader's")
+    parser.add_argument("--prompts", type=int, default=200, help="held out")
+    parser.add_argument("--quick", action="store_true", help="a profile of few points")
+    args = parser.parse_args()
+    if not (args.data / "model" / "config.json").is_file():
+        script = HERE.parent / "examples" / "make_quickstart.py"
+        subprocess.run([sys.executable, str(script), "--out", str(args.data)], check=True)
+    with tempfile.TemporaryDirectory(prefix="bench-subscribers-") as scratch:
+        for part in args.part or PARTS:
+            match part:
+                case "generation":
+                    time_generation(args.data, Path(scratch), args.pairs, is_quick=args.quick)
+                case "engine":
+                    time_engine()
+                case "learning":
+                    learn(args.data, Path(scratch), args.seeds, args.steps, args.prompts)
+
+
+def report(name: str, value: float, unit: str, **more: object) -> None:
+    """Print one figure."""
+    print(json.dumps({"name": name, "value": value, "unit": unit, **more}), flush=True)
+
+
+def run_with(
+    followers: list[dict[str, Any]], data: Path, output: Path, changes: dict[str, Any]
+) -> Run:
+    """Return the benchmark's run with others that follow.
+
+    Args:
+        followers: what each section says beside pool and portions.
+        data: where the quickstart's model and prompts are.
+        output: the run directory.
+        changes: of the sections "algorithm" and "run" (the file's own keys).
+    """
+    table = read_table(RUN_FILE)
+    leader = table["trainer"]
+    table["trainer"] = [leader, *({**leader, **own} for own in followers)]
+    table["algorithm"] |= changes.get("algorithm", {})
+    table |= changes.get("run", {})
+    table["model"]["path"] = str((data / "model").resolve())
+    table["workload"]["prompts"] = str((data / "prompts.jsonl").resolve())
+    table["workload"]["lengths"]["source"] = str((data / "lengths.csv").resolve())
+    table["execute"]["output"] = str(output.resolve())
+    return make_run(table, HERE)
+
+
+def counters(number: int) -> list[dict[str, Any]]:
+    """Return followers that only count."""
+    return [{"name": f"counter-{n}", "counts_only": True} for n in range(1, number + 1)]
+
+
+def learners(algorithms: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return followers that learn, each by an algorithm."""
+    return [{"name": name, "algorithm": {"name": name}} for name in algorithms]
+
+
+# Generation ---------------------------------------------------------------------------------------
+
+
+def time_generation(data: Path, scratch: Path, pairs: int, *, is_quick: bool) -> None:
+    """Report what subscribers that count, and real ones, slow generation by."""
+    for number in COUNTS:
+        found = [slowed(counters(number), data, scratch, n)[0] for n in range(pairs)]
+        tell_ratios(f"tokens a second with {number} who only count, over those alone", found)
+    (scratch / "first").mkdir()
+    (scratch / "first" / "model").symlink_to((data / "model").resolve())
+    path = profile(scratch, "first", scratch / "profile.toml", is_quick=is_quick)
+    real, simulated = [], []
+    for number in range(pairs):
+        ratio, traces = slowed(learners(REAL), data, scratch, number)
+        real.append(ratio)
+        alone, followed = (throughput(predicted(*each, path)) for each in traces)
+        simulated.append(followed / alone)
+    what = f"tokens a second with {' and '.join(REAL)} on the same cores, over those alone"
+    tell_ratios(f"{what}, executed", real)
+    tell_ratios(f"{what}, simulated", simulated)
+
+
+def tell_ratios(name: str, ratios: list[float]) -> None:
+    """Report the mean of some ratios with its standard error."""
+    error = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else None
+    report(name, mean(ratios), "ratio", error=error, median=median(ratios), each=ratios)
+
+
+def slowed(
+    followers: list[dict[str, Any]], data: Path, scratch: Path, number: int
+) -> tuple[float, list[tuple[Trace, Path]]]:
+    """Execute a run alone and with followers, in the order of an even or an odd pair; return the ratio of their speeds."""
+    done: dict[bool, tuple[Trace, Path]] = {}
+    for is_followed in (False, True) if number % 2 == 0 else (True, False):
+        output = Path(tempfile.mkdtemp(dir=scratch))
+        run = run_with(followers if is_followed else [], data, output, {"run": {"seed": number}})
+        done[is_followed] = execute(run), output / "trace.jsonl"
+        assert balance_books(done[is_followed][0], output).is_balanced, output
+        shutil.rmtree(output / "checkpoints")
+    traces = [done[False], done[True]]
+    alone, followed = (throughput(trace) for trace, _ in traces)
+    return followed / alone, traces
+
+
+def throughput(trace: Trace) -> float:
+    """Return the output tokens of a second between the ends of two steps of the leader's, what was aborted counted once."""
+    made = [time for time, event, _ in trace.entries if _is_leaders(event)]
+    first, last = made[FIRST_STEP - 1], made[-1]
+    known: dict[int, int] = {}
+    tokens = 0
+    for at, event, _ in trace.entries:
+        if isinstance(event, Generated):
+            tokens += (event.tokens - known.get(event.rollout, 0)) * (first < at <= last)
+            known[event.rollout] = event.tokens
+    return tokens / (last - first)
+
+
+def _is_leaders(event: object) -> bool:
+    return isinstance(event, Stepped) and event.trainer == 0
+
+
+def predicted(trace: Trace, file: Path, profile_file: Path) -> Trace:
+    """Simulate an executed run from a profile of this machine, with the lengths and advantages that it had."""
+    replace = msgspec.structs.replace
+    run = replace(trace.run, workload=recorded_workload(trace, file))
+    return simulate(replace(run, costs=CostsConfig(profile=str(profile_file))))
+
+
+# Engine -------------------------------------------------------------------------------------------
+
+
+def time_engine() -> None:
+    """Report the CPU time of the engine a rollout, with no follower and with four."""
+    for number in (0, 4):
+        run = engine_run(number)
+        trace = SimWorld(run, Costs.load(run), SimulatedWorkload(run)).run()
+        rollouts = sum(isinstance(event, Generated) for _, event, _ in trace.entries)
+        found = [told_again(trace) / rollouts * 1000 for _ in range(ROUNDS)]
+        steps = [trainer.num_steps for trainer in measure(trace).trainers]
+        name = f"engine CPU time a rollout, {number} followers"
+        report(name, median(found), "ms", least=min(found), rollouts=rollouts, steps=steps)
+
+
+def engine_run(followers: int) -> Run:
+    """Return a run of 1,024 rollouts a step with so many followers of four algorithms."""
+    table = read_table(ENGINE_FILE)
+    table["model"]["name"] = "qwen2.5-1.5b"
+    leader = table["trainer"]
+    names = ("rloo", "dpo", "reinforce++", "dr-grpo")[:followers]
+    own = ({**leader, "name": name, "algorithm": {"name": name}} for name in names)
+    table["trainer"] = [leader, *own]
+    table["cluster"]["pools"]["h800"]["nodes"] = 1 + followers
+    table["algorithm"] |= {"name": "grpo", "steps": 4, "prompts_per_step": 128, "group_size": 8}
+    table["rollout"] |= {"replicas": 20}
+    table["cluster"]["pools"]["h200"]["nodes"] = 3
+    table["policies"]["system"] = "stream-async"
+    return make_run(table, HERE)
+
+
+def told_again(trace: Trace) -> float:
+    """Return the CPU seconds that a fresh engine takes to handle a trace's events."""
+    engine = build_engine(trace.run)
+    began_at = time.process_time()
+    for at, event, _ in trace.entries:
+        engine.handle(event, at)
+    return time.process_time() - began_at
+
+
+# Learning -----------------------------------------------------------------------------------------
+
+
+def learn(data: Path, scratch: Path, seeds: int, steps: int, num_prompts: int) -> None:
+    """Report what each trainer's checkpoint solves more than the initial model, over seeds, and with learning rate 0."""
+    names = ["grpo", *(name for name, _ in LEARNING)]
+    prompts = held_out(num_prompts)
+    before = solved(data / "model", data / "model", prompts)
+    report(f"{num_prompts} held-out prompts, initial model", mean(before), "mean reward")
+    gains: dict[str, list[float]] = {name: [] for name in names}
+    for seed in range(seeds):
+        output = scratch / f"learning-{seed}"
+        for name, gain in learned(data, output, prompts, before, steps, seed, 1.0).items():
+            gains[name].append(gain)
+    for name, found in gains.items():
+        report(f"{name} beats the initial model by, least of the seeds", min(found), "mean reward")
+    still = learned(data, scratch / "still", prompts, before, min(steps, 4), 0, 0.0)
+    report("learning rate 0 beats the initial model by, most", max(still.values()), "mean reward")
+    assert all(gain > 0 for found in gains.values() for gain in found), gains
+    assert all(gain <= 0 for gain in still.values()), still
+
+
+def learned(
+    data: Path,
+    output: Path,
+    prompts: list[dict[str, Any]],
+    before: list[float],
+    steps: int,
+    seed: int,
+    rate: float,
+) -> dict[str, float]:
+    """Execute one run, its learning rates times `rate`; return each trainer's gain over the initial model."""
+    followers = [
+        {
+            "name": name,
+            "backlog": 4,
+            "algorithm": {"name": name, "learning_rate": rate * own},
+        }
+        for name, own in LEARNING
+    ]
+    algorithm = {"steps": steps, "learning_rate": rate * 4e-4}
+    run = run_with(followers, data, output, {"algorithm": algorithm, "run": {"seed": seed}})
+    trace = execute(run)
+    balance = balance_books(trace, output)
+    assert balance.is_balanced, balance.faults
+    places = {"grpo": output} | {
+        name: follower_directory(output, n, name) for n, (name, _) in enumerate(LEARNING, start=1)
+    }
+    found = {}
+    for book, (name, place) in zip(balance.trainers, places.items(), strict=True):
+        newest = max(p.parent for p in (place / "checkpoints").glob("v*/position.json"))
+        after = solved(newest, data / "model", prompts)
+        found[name] = mean(after) - mean(before)
+        gains = [b - a for a, b in zip(before, after, strict=True)]
+        report(
+            f"{name}, seed {seed}, learning rates times {rate:g}: more than the initial model",
+            found[name],
+            "mean reward",
+            error=stdev(gains) / len(gains) ** 0.5,
+            checkpoint=newest.name,
+            trained=book.trained,
+            lost=book.dropped,
+        )
+    return found
+
+
+def held_out(num_prompts: int) -> list[dict[str, Any]]:
+    """Return records of the quickstart's task that neither its teaching nor its runs have."""
+    from examples.make_quickstart import TASKS, entries, make_record
+
+    unseen = entries(9_000_000_000, TASKS["even"])  # taught from 1e9 on, asked from 1.5e9 on
+    return [make_record(next(unseen)) for _ in range(num_prompts)]
+
+
+def solved(model: Path, tokenizer: Path, records: list[dict[str, Any]]) -> list[float]:
+    """Return the mean reward of each record's outputs, sampled with the same random numbers of every model."""
+    import torch
+    from transformers import AutoTokenizer, Qwen2ForCausalLM
+
+    from examples.make_quickstart import sample
+    from executor.verifier.rewards import make_scorer
+    from streamrl.runfile.reward_config import RewardConfig
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    network = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    asked = [record for record in records for _ in range(SAMPLES)]
+    rows = sample(network, words, [record["prompt"] for record in asked], MOST_TOKENS)
+    scorer = make_scorer(RewardConfig(scorer="reasoning-gym"))
+    grade = scorer.load()
+    texts = [words.decode(row, skip_special_tokens=True) for row in rows]
+    rewards = [
+        grade(record)(scorer.read(text, len(row)))
+        for record, text, row in zip(asked, texts, rows, strict=True)
+    ]
+    return [mean(rewards[n : n + SAMPLES]) for n in range(0, len(rewards), SAMPLES)]
+
+
+if __name__ == "__main__":
+    main()

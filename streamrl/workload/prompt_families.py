@@ -1,0 +1,38 @@
+"""Families of prompts, by which trainers that follow may take groups."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from streamrl.runfile.config import Run
+from streamrl.runfile.errors import OneOf, RunError, shown
+from streamrl.runfile.keys import join_key
+from streamrl.runfile.trainers import trainer_key
+from streamrl.workload.prompt_records import FAMILY
+
+
+def told_family(record: Mapping[str, object]) -> str | None:
+    """Return the family that figures of a run count a prompt to: its task, or else its family; None of one without."""
+    family = record.get("task", record.get(FAMILY))
+    return None if family is None else str(family)
+
+
+def check_families(run: Run, known: Collection[str]) -> None:
+    """Refuse families that no prompt is of, so that a trainer does not wait for what never comes.
+
+    Raises:
+        RunError: naming the trainer's key and the family.
+    """
+    for number, follower in enumerate(run.followers, start=1):
+        for family in follower.families:
+            if family not in known:
+                raise _no_such(join_key(trainer_key(number), "families"), family, known)
+
+
+def _no_such(key: str, family: str, known: Collection[str]) -> RunError:
+    if not known:
+        where = "the data of this run says of no prompt which it is of: a task or family in each record of the prompts, to be "
+        where += "simulated a column family beside prompt_id in workload.lengths.source"
+        return RunError(key, family, None, f"{key} names {shown(family)}, but {where}")
+    allowed = OneOf(sorted(known))
+    return RunError(key, family, allowed, f"{key} must name {allowed}, got {shown(family)}")
