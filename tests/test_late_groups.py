@@ -171,6 +171,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "stale ones dropped": {
         "policies.consumption": "greedy",
         "policies.over_staleness": "drop",
+        "policies.weight_sync": "load-in-flight",
         "algorithm.prompts_per_step": 1,
         "algorithm.steps": 30,
         "rollout.max_tokens": 2048,
