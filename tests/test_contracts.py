@@ -176,7 +176,7 @@ def test_a_replica_tells_how_full_its_cache_is_or_that_it_has_none_of_one_size(
             return
         assert during is not None and after is not None and done.cache is not None
         assert after.tokens == during.tokens and (after.tokens or 0) >= MAX_TOKENS
-        assert 0 <= after.use < during.use <= 1 and done.cache.num_preempted == 0
+        assert 0 < during.use <= 1 and 0 <= after.use <= 1 and done.cache.num_preempted == 0
 
     served.run(go)
 
