@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("build/quickstart"))
     parser.add_argument("--pairs", type=int, default=6, help="of each number of subscribers")
     parser.add_argument("--seeds", type=int, default=3, help="runs that should learn")
-    parser.add_argument("--steps", type=int, default=16, help="of those runs, the leader's")
+    parser.add_argument("--steps", type=int, default=8, help="of those runs, the leader's")
     parser.add_argument("--prompts", type=int, default=200, help="held out")
     parser.add_argument("--quick", action="store_true", help="a profile of few points")
     args = parser.parse_args()

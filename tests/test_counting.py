@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from executor.carriers.local_cores import roles_on_cores
-from executor.trainer.counting import COUNTS, Counted
+from executor.trainer.counting import COUNTS, Tally
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.engine.messages import Stepped
 from streamrl.record.legs import balance_books
@@ -78,9 +78,9 @@ def test_executed_it_counts_what_the_ledger_has_and_goes_on_counting_after_a_res
     assert "it only counts" in (counted / "report.html").read_text()
 
 
-def newest(directory: Path) -> Counted:
+def newest(directory: Path) -> Tally:
     *_, last = sorted((directory / "checkpoints").glob("v*"))
-    return msgspec.json.decode((last / COUNTS).read_bytes(), type=Counted)
+    return msgspec.json.decode((last / COUNTS).read_bytes(), type=Tally)
 
 
 def test_threads_are_dealt_to_those_who_compute(counted: Path) -> None:

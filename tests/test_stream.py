@@ -169,7 +169,7 @@ def test_a_run_that_was_asked_for_no_port_listens_nowhere(tmp_path: Path) -> Non
 
 # Tokens -------------------------------------------------------------------------------------------
 
-LIVE: dict[str, Any] = {"fastest": 0.05, "slowest": 0.2, "save_time": 0.02}
+LIVE: dict[str, Any] = {"fastest": 0.05, "slowest": 0.3, "save_time": 0.02}
 """Of rollouts that say often what they have made."""
 
 
@@ -236,7 +236,7 @@ def test_tokens_are_told_while_they_are_made_in_order_and_each_once(
         tmp_path,
         execute__stream_port=0,
         execute__save_tokens_every="0.05 s",
-        algorithm__steps=3,
+        algorithm__steps=5,
         **policies,
     )
     trace, found = read_tokens(run, LIVE)
@@ -246,7 +246,7 @@ def test_tokens_are_told_while_they_are_made_in_order_and_each_once(
         for e in trace.entries
         if isinstance(e.event, Generated) and e.event.finish != "aborted"
     }
-    assert len(whole) >= 18
+    assert len(whole) >= 30
     for rollout in whole:
         assert told[rollout] == tokens_of(rollout)[: run.rollout.max_tokens]
     aborted = {e.event.rollout for e in trace.entries if _is_aborted(e.event)}

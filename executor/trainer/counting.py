@@ -15,7 +15,7 @@ COUNTS = "counts.json"
 """In its checkpoints, in place of weights."""
 
 
-class Counted(msgspec.Struct, frozen=True, kw_only=True):
+class Tally(msgspec.Struct, frozen=True, kw_only=True):
     """What it was given so far."""
 
     version: int = 0
@@ -33,7 +33,7 @@ class CountingTrainer(TrainerRole):
 
     def __init__(self, config: CountingSettings) -> None:
         self.config = config
-        self._counts = Counted()
+        self._counts = Tally()
         self._rollouts = self._tokens = 0
         """Of the coming step."""
 
@@ -43,7 +43,7 @@ class CountingTrainer(TrainerRole):
         Raises:
             ValueError: that is another trainer's.
         """
-        self._counts = Counted() if checkpoint is None else _read(Path(checkpoint))
+        self._counts = Tally() if checkpoint is None else _read(Path(checkpoint))
         self._rollouts = self._tokens = 0
         return self._counts.version
 
@@ -64,7 +64,7 @@ class CountingTrainer(TrainerRole):
         if not self._rollouts:
             raise ValueError("nothing was trained on since the last step")
         rollouts, tokens = self._rollouts, self._tokens
-        self._counts = Counted(
+        self._counts = Tally(
             version=version,
             rollouts=self._counts.rollouts + rollouts,
             tokens=self._counts.tokens + tokens,
@@ -97,9 +97,9 @@ class CountingTrainer(TrainerRole):
         """Do nothing."""
 
 
-def _read(checkpoint: Path) -> Counted:
+def _read(checkpoint: Path) -> Tally:
     try:
-        return msgspec.json.decode((checkpoint / COUNTS).read_bytes(), type=Counted)
+        return msgspec.json.decode((checkpoint / COUNTS).read_bytes(), type=Tally)
     except (OSError, msgspec.MsgspecError) as error:
         text = f"{checkpoint}: no checkpoint of a trainer that only counts: {error}"
         raise ValueError(text) from None
