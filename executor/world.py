@@ -246,7 +246,7 @@ class RealWorld(World[Trace]):
                 self._stream.forget(command.group)
                 self._buffer.drop(command)
                 return None
-            case Score() | Train() | Step():
+            case Score() | Train() | Step() | StartTrainer() | StopTrainer() | SaveCheckpoint():
                 return await self._trainers.carry_out(command)
             case PushWeights():
                 return await self._transfer.push(command)
@@ -261,12 +261,8 @@ class RealWorld(World[Trace]):
                 return await self._start_replica(command)
             case StopReplica():
                 return await self._stop_replica(command)
-            case StartTrainer() | StopTrainer():
-                return await self._trainers.carry_out(command)
             case Promote():
                 return self.members.promote(command)
-            case SaveCheckpoint():
-                return await self._trainers.carry_out(command)
             case WakeAt():
                 return await self._wake(command)
             case _:
