@@ -32,8 +32,8 @@ from streamrl.engine.messages import (
     TrainerStopped,
 )
 from streamrl.engine.policies.staleness import PROMOTED
-from streamrl.engine.state import State
 from streamrl.engine.presets import SYSTEMS
+from streamrl.engine.state import State
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.legs import balance_books
 from streamrl.record.metrics import measure
