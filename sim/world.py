@@ -219,6 +219,12 @@ class SimWorld(World[Trace]):
             case Step():
                 self._stepping[command.trainer] = command.groups
                 self.trainers[command.trainer].step(command)
+            case StartTrainer():
+                self._start_trainer(command)
+            case StopTrainer():
+                self.env.process(self._stop_trainer(command))
+            case SaveCheckpoint():
+                self.trainers[command.trainer].save(command)
             case PushWeights():
                 self._transfer.push(command)
             case LoadWeights():
@@ -231,15 +237,9 @@ class SimWorld(World[Trace]):
                 self.env.process(self._start_replica(command))
             case StopReplica():
                 self.env.process(self._stop_replica(command))
-            case StartTrainer():
-                self._start_trainer(command)
-            case StopTrainer():
-                self.env.process(self._stop_trainer(command))
             case Promote():
                 self._leads_as = command.trainer
                 self.env.process(self._promote(command))
-            case SaveCheckpoint():
-                self.trainers[command.trainer].save(command)
             case WakeAt():
                 self.env.process(self._wake(command))
             case _:

@@ -158,7 +158,12 @@ def test_every_number_of_a_run_file_has_bounds() -> None:
     rewards = [
         f"RewardConfig.{name}" for name in ("at_once", "beyond", "bounds", "until", "weight")
     ]
-    of_checks = ["LengthsConfig.prompt_tokens", *latencies, *rewards]
+    of_checks = [
+        "LengthsConfig.prompt_tokens",
+        *latencies,
+        *rewards,
+        "WorkloadConfig.group_rewards",
+    ]
     assert sorted(numbers_without_bounds()) == of_checks
 
 

@@ -33,7 +33,8 @@ NARROW: dict[str, Any] = {
     "pipeline_parallel": [1],
     "zero": [1],
 }
-DRAFT: dict[str, Any] = {"tokens": 2, "acceptance": 0.8}
+DRAFTER = "qwen2.5-0.5b"
+DRAFT: dict[str, Any] = {"tokens": 2, "acceptance": 0.8, "model": DRAFTER}
 
 
 def drafting(changes: dict[str, Any] | None = None, **plan: Any) -> Run:
@@ -74,7 +75,10 @@ def test_every_way_to_generate_is_tried_with_each_number_of_drafted_tokens() -> 
     space = Space.open(drafting())
     assert [each.drafted for each in space.replicas] == [0, 1, 3]
     own = [each.apply(space.run).rollout.drafts for each in space.replicas]
-    assert own == [None, *(SpeculativeConfig(tokens=n, acceptance=0.8) for n in (1, 3))]
+    assert own == [
+        None,
+        *(SpeculativeConfig(tokens=n, acceptance=0.8, model=DRAFTER) for n in (1, 3)),
+    ]
     absent = Space.open(drafting(speculative=None))
     assert {each.drafted for each in absent.replicas} == {None}
     assert (
@@ -116,14 +120,15 @@ def test_replicas_of_two_kinds_draft_alike() -> None:
 
 
 def test_a_plan_says_whose_drafts_it_reckons_with_and_what_it_took_for_accepted() -> None:
-    said = drafts_text(drafting())
-    assert said == (
-        "drafts of the model's own layer for multi-token prediction are accepted with probability 0.8 each where all "
-        "before were, as rollout.speculative.acceptance says: 1 drafted make 1.80 tokens a step, 3 drafted make 2.95 "
-        "tokens a step"
+    run = drafting()
+    said = (
+        "are accepted with probability 0.8 each where all before were, as rollout.speculative.acceptance says: "
+        "1 drafted make 1.80 tokens a step, 3 drafted make 2.95 tokens a step"
     )
-    assert "drafts of qwen2.5-0.5b" in drafts_text(
-        drafting({"rollout.speculative": {**DRAFT, "model": "qwen2.5-0.5b"}})
+    assert drafts_text(run) == f"drafts of {DRAFTER} {said}"
+    own = replace(run.rollout, speculative=SpeculativeConfig(tokens=2, acceptance=0.8))
+    assert drafts_text(replace(run, rollout=own)) == (
+        f"drafts of the model's own layer for multi-token prediction {said}"
     )
     assert drafts_text(drafting(speculative=None)) == ""
 
@@ -142,7 +147,7 @@ def test_a_planned_file_drafts_as_chosen_and_can_be_planned_again(
     write_run(run, tmp_path / "plan.toml", stated=settings)
     loaded = load_run(tmp_path / "plan.toml")
     assert loaded.rollout.speculative == SpeculativeConfig(
-        tokens=tokens, acceptance=0.8, enabled=drafted > 0
+        tokens=tokens, acceptance=0.8, model=DRAFTER, enabled=drafted > 0
     )
     assert len(Space.open(replace(loaded, plan=space.run.plan)).replicas) == 3
 

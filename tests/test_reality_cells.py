@@ -12,6 +12,7 @@ from executor.back_ends import check_back_ends
 from streamrl.engine.presets import choose_system
 from streamrl.runfile.reading import load_run
 from streamrl.workload.prompt_records import EXPECTED
+from tests.measured_profile import model_directory
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 
@@ -20,6 +21,8 @@ QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 def test_a_run_file_of_the_benchmark_can_be_executed_within_the_profiles_limits(
     one: Cell, tmp_path: Path
 ) -> None:
+    (tmp_path / one.model).mkdir()
+    model_directory(tmp_path / one.model / "model")
     run, tuned = make_run(one, tmp_path, tmp_path / "run"), load_run(QUICKSTART)
     check_back_ends(run)
     assert run.rollout.max_tokens <= LONG and run.workload.max_prompt_tokens <= MAX_PROMPT

@@ -32,7 +32,7 @@ def rollout(group: int, reward: float, num_tokens: int, born: int, **more: Any) 
 
 def test_the_figures_of_a_step_are_those_of_its_rollouts() -> None:
     trained = [
-        rollout(0, 1.0, 10, 3),
+        rollout(0, 1.0, 10, 3, verify_time=0.2),
         rollout(0, 0.0, 20, 2),
         rollout(1, 0.0, 40, 1, fault="time limit"),
         rollout(1, 0.0, 30, 3),
@@ -48,6 +48,7 @@ def test_the_figures_of_a_step_are_those_of_its_rollouts() -> None:
         "staleness_mean": 0.75,
         "staleness_max": 2,
         "unscored": 1,
+        "verify_time": pytest.approx(0.05),
     }
 
 

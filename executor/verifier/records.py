@@ -15,7 +15,8 @@ from executor.verifier.verifier import Verifier
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import shown
 from streamrl.runfile.reward_config import RewardConfig
-from streamrl.workload.prompt_records import FAMILY, PromptSource, Record, read_sources
+from streamrl.workload.prompt_families import FAMILY
+from streamrl.workload.prompt_records import PromptSource, Record, read_sources
 
 SHOWN = 3
 """Lines of a prompts file that are named."""

@@ -8,7 +8,9 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import OneOf, RunError, shown
 from streamrl.runfile.keys import join_key
 from streamrl.runfile.trainers import trainer_key
-from streamrl.workload.prompt_records import FAMILY
+
+FAMILY = "family"
+"""Of a prompt's record, where it has no task."""
 
 
 def told_family(record: Mapping[str, object]) -> str | None:

@@ -12,13 +12,13 @@ from jinja2.sandbox import SandboxedEnvironment
 from streamrl.runfile.errors import shown
 from streamrl.runfile.workload_config import HUB, SourceConfig, TemplateConfig, WorkloadConfig
 from streamrl.workload.data_files import read_rows
+from streamrl.workload.prompt_families import FAMILY
 
 Record = dict[str, Any]
 """A prompt with what completions to it are scored by: a row, with the run file's names for its columns."""
 
 MOST_EXPECTED = 10**9
 EXPECTED = "expected_tokens"  # of a record: the output tokens that a ranker expects of its rollouts
-FAMILY = "family"
 
 
 class PromptSource(NamedTuple):
