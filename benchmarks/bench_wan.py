@@ -4,8 +4,9 @@
 
 examples/two-datacenters.toml is executed on a Ray cluster of two nodes, each in a network namespace of its own, between
 which `benchmarks.wan_link` carries packets late; it needs root. This machine is profiled first. Each run is simulated with
-its recorded lengths and the share of values that it changed. One JSON object per figure: step times, their errors, and
-what deltas and adapters gain on whole weights, measured and simulated.
+its recorded lengths and the share of values that it changed, at the pace that the machine had around it. One JSON object
+per figure: step times, their errors, and what deltas and adapters gain on whole weights, measured and simulated; then the
+medians of the rounds.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
 
+from benchmarks.pace import measure_pace
 from benchmarks.reality_runs import push_time
 from benchmarks.wan_link import ADDRESSES, FAR, NEAR, inside, wan_link
+from executor.profiling.measurements import Limits
 from sim.world import simulate
 from streamrl.engine.messages import WeightsPushed
 from streamrl.hardware.machine_profile import read_measured
@@ -60,6 +64,8 @@ class Figure(NamedTuple):
     pushes: list[WeightsPushed]
     push_time: float
     simulated_push: float
+    pace: float
+    """Of the machine around the run: seconds over those of its profile."""
 
 
 def main() -> None:
@@ -70,6 +76,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="*", default=MODES, choices=MODES)
     parser.add_argument("--systems", nargs="*", default=SYSTEMS)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--profile", type=Path, help="measured before; else it is now")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-wan-") as name:
@@ -78,22 +85,21 @@ def main() -> None:
             if not path.is_file():
                 profile(path)
             figures = [
-                compare(Path(name), path, mode, system, options)
+                compare(Path(name) / str(number), path, mode, system, options)
+                for number in range(options.rounds)
                 for system in options.systems
                 for mode in options.modes
             ]
     for figure in figures:
         tell(figure)
-    tell_gains(figures)
+    tell_medians(figures)
 
 
 def profile(path: Path, *, is_quick: bool = False) -> None:
     """Measure this machine with the model and within the limits of the run file, and what Ray takes on the trainer's side."""
     run = load_run(RUN_FILE, [])
     limits = {
-        "max-running": run.rollout.max_running,
-        "max-context": run.rollout.max_tokens + run.workload.max_prompt_tokens,
-        "max-tokens-per-pass": run.trainer.max_tokens_per_pass,
+        **{name.replace("_", "-"): value for name, value in asdict(limits_of(run)).items()},
         "dtype": run.model.dtype,
         "threads": 1,
         "ray": run.trainer.pool,
@@ -203,20 +209,41 @@ def compare(
         "cluster.links.0.latency": f"{1000 * options.delay:g} ms",
     }
     settings = [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
+    before = pace_of(path)
     streamrl("execute", str(RUN_FILE), *settings)
+    pace = (before + pace_of(path)) / 2
     trace = read_trace(output / "trace.jsonl")
     pushes = [e.event for e in trace.entries if isinstance(e.event, WeightsPushed)]
-    simulated = simulate(simulation_of(trace, output / "trace.jsonl", path, pushes))
+    simulated = simulate(simulation_of(trace, output / "trace.jsonl", path, pushes, pace))
     measured = measure(trace)
     again = measure(simulated, measured.counted_steps)
-    print(f"{mode}, {system}: {measured.step_time:.3f} s a step", file=sys.stderr)
-    return Figure(mode, system, measured, again, pushes, push_time(trace), push_time(simulated))
+    print(f"{mode}, {system}: {measured.step_time:.3f} s a step, pace {pace:.2f}", file=sys.stderr)
+    times = push_time(trace), push_time(simulated)
+    return Figure(mode, system, measured, again, pushes, *times, pace)
 
 
-def simulation_of(trace: Trace, file: Path, path: Path, pushes: list[WeightsPushed]) -> Run:
+def limits_of(run: Run) -> Limits:
+    """Return how far a profile of a run goes."""
+    return Limits(
+        max_running=run.rollout.max_running,
+        max_context=run.rollout.max_tokens + run.workload.max_prompt_tokens,
+        max_tokens_per_pass=run.trainer.max_tokens_per_pass,
+    )
+
+
+def pace_of(path: Path) -> float:
+    """Return how long this machine takes now over what it took in its profile."""
+    run = load_run(RUN_FILE, [])
+    return measure_pace(Path(str(run.model.path)), read_measured(path), limits_of(run))
+
+
+def simulation_of(
+    trace: Trace, file: Path, path: Path, pushes: list[WeightsPushed], pace: float
+) -> Run:
     """Return the run as it is simulated: its own lengths, this machine's seconds, as many values changed as were."""
     run: Run = msgspec.structs.replace(trace.run, workload=recorded_workload(trace, file))
-    run = msgspec.structs.replace(run, costs=CostsConfig(profile=str(path)))
+    costs = CostsConfig(profile=str(path), generation_factor=1 / pace, training_factor=1 / pace)
+    run = msgspec.structs.replace(run, costs=costs)
     if run.sync.mode != "delta":
         return run
     row = next(row for row in read_measured(path).relay if row.mode == "delta")
@@ -233,6 +260,7 @@ def tell(figure: Figure) -> None:
         "step_time": round(measured, 4),
         "simulated": round(simulated, 4),
         "error_percent": round(100 * (simulated / measured - 1), 1),
+        "pace": round(figure.pace, 2),
         "push": round(figure.push_time, 4),
         "simulated_push": round(figure.simulated_push, 4),
         "bytes": round(median(push.num_bytes for push in figure.pushes)),
@@ -244,23 +272,32 @@ def tell(figure: Figure) -> None:
     print(json.dumps(line), flush=True)
 
 
-def tell_gains(figures: list[Figure]) -> None:
-    """Print what a mode saves of the step with whole weights, in percent, measured and simulated."""
-    whole = {figure.system: figure for figure in figures if figure.mode == "full"}
+def tell_medians(figures: list[Figure]) -> None:
+    """Print what steps take in the middle of the rounds, and what a mode saves of that with whole weights, in percent."""
+    steps: dict[tuple[str, str], list[Figure]] = {}
     for figure in figures:
-        base = whole.get(figure.system)
-        if base is None or figure is base:
-            continue
-        gains = [
-            100 * (1 - one.step_time / other.step_time)
-            for one, other in (
-                (figure.measured, base.measured),
-                (figure.simulated, base.simulated),
-            )
-        ]
-        line = {"name": f"wan.gain.{figure.mode}.{figure.system}"}
-        values = {"measured_percent": gains[0], "simulated_percent": gains[1]}
-        print(json.dumps({**line, **{k: round(v, 1) for k, v in values.items()}}), flush=True)
+        steps.setdefault((figure.system, figure.mode), []).append(figure)
+    middle = {key: middle_of(rounds) for key, rounds in steps.items()}
+    for (system, mode), (measured, simulated) in middle.items():
+        line = {
+            "name": f"wan.median.{mode}.{system}",
+            "step_time": round(measured, 4),
+            "simulated": round(simulated, 4),
+            "error_percent": round(100 * (simulated / measured - 1), 1),
+        }
+        base = middle.get((system, "full"))
+        if base is not None and mode != "full":
+            line["gain_percent"] = round(100 * (1 - measured / base[0]), 1)
+            line["simulated_gain_percent"] = round(100 * (1 - simulated / base[1]), 1)
+        print(json.dumps(line), flush=True)
+
+
+def middle_of(rounds: list[Figure]) -> tuple[float, float]:
+    """Return the median steps, executed and simulated, in seconds at the pace of the profile."""
+    return (
+        median(figure.measured.step_time / figure.pace for figure in rounds),
+        median(figure.simulated.step_time / figure.pace for figure in rounds),
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from executor.profiling.handling import STEPS, has_tokenizer, time_handling
+from executor.profiling.handling import NOTHING, STEPS, Taken, has_tokenizer, time_handling
 from executor.profiling.profile_file import turnover_times
 from executor.profiling.readings import RefillStream
 from executor.rollout.inference_engine import TimedPass
@@ -79,8 +79,17 @@ def test_handling_is_timed_by_executing_a_run(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model", SYMBOLS)
     assert has_tokenizer(tmp_path / "model")
     assert not has_tokenizer(model_directory(tmp_path / "bare"))
-    seconds = time_handling(tmp_path / "model", 8, "float32", 1, tmp_path / "run")
-    assert len(seconds) == STEPS - 1 and all(0 < each < 1 for each in seconds)
+    taken = time_handling(tmp_path / "model", 8, "float32", 1, tmp_path / "run")
+    for seconds in taken:
+        assert len(seconds) == STEPS - 1 and all(0 < each < 1 for each in seconds)
+
+
+def test_what_actors_take_beyond_their_roles_is_handling() -> None:
+    local = Taken(handling=[0.5, 0.5, 0.5], roles=[2.0, 3.0, 9.0])
+    over_ray = Taken(handling=[1.0, 1.0, 1.0], roles=[5.0, 4.0, 2.5])
+    assert over_ray.handling_over_ray(local) == [3.0, 2.0, 1.0]
+    assert over_ray.handling_over_ray(NOTHING) == [6.0, 5.0, 3.5]
+    assert NOTHING.handling_over_ray(local) == []
 
 
 @pytest.mark.parametrize("table", ["handling", "turnover"])

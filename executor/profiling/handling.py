@@ -1,11 +1,16 @@
-"""What a rollout takes of the process that decides, and of the verifier: CPU seconds, of a few steps that are executed."""
+"""What a rollout takes of the process that decides, and of the verifier: CPU seconds, of a few steps that are executed.
+
+Over Ray, what it takes beyond: Ray's own processes bring what roles say, and threads of each actor read and write it. So
+all that Ray runs on this machine counts, less what the same roles take as processes of this one.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 import psutil
 
@@ -21,8 +26,8 @@ STEPS = 8
 PROMPTS, GROUP_SIZE = 12, 8
 WORKER = "executor.carriers.worker"
 """What the command of a replica or a trainer has in it: they are timed by what they compute."""
-RAY_PROCESSES = ("raylet", "gcs_server")
-"""What brings calls and answers of actors, and knows where they are."""
+RAY_PROCESSES = ("raylet", "gcs_server", "ray::")
+"""How names of Ray's own processes begin, and of its actors."""
 SCORER = "reasoning-gym"
 """Grades what may be code in a process of its own, as most scorers do."""
 RECORD = {
@@ -30,6 +35,27 @@ RECORD = {
     "task": "chain_sum",
     "entry": {"question": "1 + 1 =", "answer": "2", "metadata": {}},
 }
+
+
+class Taken(NamedTuple):
+    """CPU seconds of a rollout, a mean for each step."""
+
+    handling: list[float]
+    """Of the process that decides, and of the verifier's."""
+    roles: list[float]
+    """Of replica and trainer; over Ray, of all that Ray runs here."""
+
+    def handling_over_ray(self, local: Taken) -> list[float]:
+        """Return what is neither replica's nor trainer's where roles are actors; `local` is of processes of this one."""
+        own = median(local.roles or [0.0])
+        return [
+            decides + max(0.0, taken - own)
+            for decides, taken in zip(self.handling, self.roles, strict=True)
+        ]
+
+
+NOTHING = Taken([], [])
+"""Of a model whose runs cannot be executed."""
 
 
 def has_tokenizer(model: Path) -> bool:
@@ -42,8 +68,8 @@ def has_tokenizer(model: Path) -> bool:
 
 def time_handling(
     model: Path, tokens: int, dtype: str, threads: int, scratch: Path, ray: RayPlace | None = None
-) -> list[float]:
-    """Execute a short run and return the CPU seconds of a rollout, a mean for each step.
+) -> Taken:
+    """Execute a short run and return what its rollouts take.
 
     Args:
         model: Hugging Face directory, with its tokenizer.
@@ -57,7 +83,7 @@ def time_handling(
     scratch.mkdir()
     prompts = scratch / "prompts.jsonl"
     prompts.write_text(f"{json.dumps(RECORD)}\n" * PROMPTS, encoding="utf-8")
-    clock = _Clock(counts_ray=ray is not None)
+    clock = _Clock(is_over_ray=ray is not None)
     run = make_run(
         {
             "model": {"path": str(model), "dtype": dtype},
@@ -87,35 +113,51 @@ def time_handling(
         }
     )
     execute(run, watch=clock)
-    return clock.seconds[1:]
+    return Taken(clock.handling[1:], clock.roles[1:])
 
 
 class _Clock:
-    """Reads the CPU time of this process, of those below it that are no role, and of Ray's own where they work for it, once a step."""
+    """Reads CPU times once a step."""
 
-    def __init__(self, *, counts_ray: bool) -> None:
-        self._counts_ray = counts_ray
-        self.seconds: list[float] = []
-        """Of a rollout, in each step."""
-        self._last = 0.0
+    def __init__(self, *, is_over_ray: bool) -> None:
+        self._is_over_ray = is_over_ray
+        self.handling: list[float] = []
+        self.roles: list[float] = []
+        self._last = (0.0, 0.0)
 
     def __call__(self, event: Event, state: State, now: float) -> None:
         if isinstance(event, Stepped):
-            so_far = sum(_cpu_times(counts_ray=self._counts_ray))
-            self.seconds.append((so_far - self._last) / (PROMPTS * GROUP_SIZE))
+            so_far = _cpu_times(is_over_ray=self._is_over_ray)
+            for seconds, last, now_is in zip(
+                (self.handling, self.roles), self._last, so_far, strict=True
+            ):
+                seconds.append((now_is - last) / (PROMPTS * GROUP_SIZE))
             self._last = so_far
 
 
-def _cpu_times(*, counts_ray: bool) -> Iterator[float]:
-    yield time.process_time()
-    below = {process.pid: process for process in psutil.Process().children(recursive=True)}
-    if counts_ray:
-        rays = (p for p in psutil.process_iter(["name"]) if p.info["name"] in RAY_PROCESSES)
-        below |= {process.pid: process for process in rays}
-    for process in below.values():
-        try:
-            if WORKER not in process.cmdline():
-                used = process.cpu_times()
-                yield used.user + used.system
-        except psutil.Error:
-            pass  # it has ended
+def _cpu_times(*, is_over_ray: bool) -> tuple[float, float]:
+    """Return what was taken so far: of this process and of those below it that are no role, and of roles."""
+    below = psutil.Process().children(recursive=True)
+    roles = [process for process in below if not is_over_ray and _says(process, WORKER)]
+    if is_over_ray:
+        roles = [
+            p for p in psutil.process_iter(["name"]) if p.info["name"].startswith(RAY_PROCESSES)
+        ]
+    known = {process.pid for process in roles}
+    others = [process for process in below if process.pid not in known]
+    return time.process_time() + sum(map(_cpu_time, others)), sum(map(_cpu_time, roles))
+
+
+def _says(process: psutil.Process, word: str) -> bool:
+    try:
+        return word in process.cmdline()
+    except psutil.Error:
+        return False  # it has ended
+
+
+def _cpu_time(process: psutil.Process) -> float:
+    try:
+        used = process.cpu_times()
+    except psutil.Error:
+        return 0.0  # it has ended
+    return used.user + used.system
