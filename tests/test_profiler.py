@@ -93,3 +93,11 @@ def test_a_full_plan_reaches_the_limits_and_stays_within_them() -> None:
     assert all(rollouts * tokens <= 1000 for rollouts, tokens in plan.passes)
     assert all(0 < long < running for running, long in plan.mixed)
     assert all(running + joining <= 24 for running, joining, _ in plan.join)
+
+
+def test_few_rollouts_are_measured_more_often() -> None:
+    repeats = [
+        full_plan(Limits(max_running=running, max_context=300, max_tokens_per_pass=1000)).repeats
+        for running in (4, 8, 9, 64)
+    ]
+    assert repeats == [15, 15, 5, 5]

@@ -12,6 +12,8 @@ from streamrl.runfile.sides_config import Packing
 
 BATCHES = (1, 2, 4, 8, 16, 32, 48)
 """Batches of the decode step below the largest one: dense where Python's share of a step falls fast."""
+REPEATS, FEW = 5, 8
+"""Rounds of a profile, three times as many where no more rollouts than `FEW` run at a time."""
 NUM_CONTEXTS = 4
 WINDOW = 16
 """Decode steps at each batch and context: a rollout gains so many tokens, which its context is the mean of."""
@@ -96,9 +98,14 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def full_plan(limits: Limits) -> Measurements:
-    """Cover the limits densely enough to interpolate; a few minutes for a small model on a CPU."""
+    """Cover the limits densely enough to interpolate; a few minutes for a small model on a CPU.
+
+    Of steps of few rollouts, which are short, the pace of a shared host hides what contexts and padding cost: where there
+    are no others, all is measured more often.
+    """
     batches = [b for b in BATCHES if b < limits.max_running] + [limits.max_running]
-    return _plan(limits, 5, batches, NUM_CONTEXTS, COMPANIES)
+    repeats = REPEATS * (3 if limits.max_running <= FEW else 1)
+    return _plan(limits, repeats, batches, NUM_CONTEXTS, COMPANIES)
 
 
 def quick_plan(limits: Limits) -> Measurements:
