@@ -13,7 +13,7 @@
 # make bench-start    CPU seconds of a command from the shell; AGAINST=DIR beside another checkout
 # make bench-workers  tokens of a CPU second that replica and trainer make; AGAINST=DIR beside another checkout
 # make bench-trl      execute beside TRL's GRPOTrainer, in an environment of its own; quarter of an hour on a quiet machine
-# make bench-calibration  published RL steps predicted from a neighbour that was calibrated on
+# make bench-calibration  published RL steps predicted from a neighbour that was calibrated on, and executed runs here; quarter of an hour on a quiet machine
 # make bench-costs    how far costs can be trusted: tables, decode curve, training, weight sync
 # make bench-fidelity how the paper's figures take to other readings, dispatch and adjustment; ten minutes
 # make bench-handover what a rollout costs the controller, of a thousand tokens and of twenty thousand
@@ -124,6 +124,7 @@ bench-trl: $(TRL)/.ready
 
 bench-calibration: $(READY)
 	$(BIN)/python benchmarks/bench_calibration.py
+	$(BIN)/python -m benchmarks.bench_calibrated_runs
 
 bench-costs: $(READY)
 	$(BIN)/python benchmarks/bench_costs.py

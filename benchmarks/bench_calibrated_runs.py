@@ -1,0 +1,163 @@
+"""How well an executed run of the quickstart, calibrated on, predicts other runs of it on this machine.
+
+| run            | beside the quickstart, which has one replica, `stream-async` and outputs of at most 128 tokens |
+|----------------|-------------------------------------------------------------------------------------------------|
+| two replicas   | a second one on the same cores                                                                   |
+| stream-sync    | generation waits for training                                                                    |
+| shorter        | outputs of at most 48 tokens                                                                     |
+
+Before and after each of them the quickstart itself is executed and calibrated on; the mean of what both predict is what a
+machine whose pace drifts is judged by. A simulation gets the lengths and advantages that its run had. Steps after the
+first count, and the machine is profiled once, before all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean, median
+from typing import NamedTuple
+
+from msgspec.structs import replace
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.bench_profile import write_profile
+from executor.execute import execute
+from sim.calibration.recorded_steps import calibrate_recorded
+from sim.world import simulate
+from streamrl.hardware.calibration_file import write_calibration
+from streamrl.record.informative import recorded_workload
+from streamrl.record.metrics import measure
+from streamrl.record.trace import Trace
+from streamrl.runfile.config import CostsConfig, Run
+from streamrl.runfile.reading import load_run
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+OTHERS = {
+    "two replicas": ("rollout.replicas=2", "cluster.pools.local.gpus_per_node=3"),
+    "stream-sync": ("policies.system=stream-sync",),
+    "shorter": ("rollout.max_tokens=48",),
+}
+
+
+class Executed(NamedTuple):
+    """A run that was, and where its trace lies."""
+
+    trace: Trace
+    file: Path
+
+    @property
+    def step_time(self) -> float:
+        """Mean seconds of a step."""
+        return measure(self.trace).step_time
+
+    def predicted(self, profile: Path, calibration: Path | None = None) -> float:
+        """Return the mean seconds of a step by a profile, and by what was calibrated."""
+        costs = CostsConfig(
+            profile=str(profile), calibration=None if calibration is None else str(calibration)
+        )
+        workload = recorded_workload(self.trace, self.file)
+        simulated = simulate(replace(self.trace.run, workload=workload, costs=costs))
+        return measure(simulated, measure(self.trace).counted_steps).step_time
+
+
+class Outcome(NamedTuple):
+    """Errors of a run's step time, as shares."""
+
+    measured: float
+    before: float
+    calibrated: float
+
+
+def main() -> None:
+    """Print every run, then one JSON object a figure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, default=Path("build/quickstart"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=16)
+    args = parser.parse_args()
+    if not (args.data / "model" / "config.json").is_file():
+        make = [sys.executable, str(EXAMPLES / "make_quickstart.py"), "--out", str(args.data)]
+        subprocess.run(make, check=True)
+    with tempfile.TemporaryDirectory(prefix="bench-calibrated-") as scratch:
+        show(compare(args.data, Path(scratch), args.rounds, args.steps))
+
+
+def compare(data: Path, scratch: Path, rounds: int, steps: int) -> dict[str, list[Outcome]]:
+    """Execute the others, the quickstart before and after each, and predict each by both."""
+    profile = scratch / "profile.toml"
+    base = make(data, steps)
+    write_profile(data, base, profile)
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in OTHERS}
+    calibration = calibrate(base, profile, scratch / "base-first")
+    for number in range(rounds):
+        for name, changes in OTHERS.items():
+            done = carry_out(make(data, steps, changes), scratch / f"{name}-{number}")
+            around = [calibration, calibrate(base, profile, scratch / f"base-{name}-{number}")]
+            calibration = around[1]
+            measured = done.step_time
+            found = mean(done.predicted(profile, one) for one in around)
+            plain = done.predicted(profile)
+            outcomes[name].append(Outcome(measured, plain / measured - 1, found / measured - 1))
+            print(
+                f"{name}: {measured:.3f} s a step, {outcomes[name][-1].calibrated:+.1%}",
+                file=sys.stderr,
+            )
+    return outcomes
+
+
+def make(data: Path, steps: int, changes: tuple[str, ...] = ()) -> Run:
+    """Return the quickstart with keys replaced."""
+    places = [
+        f"model.path={(data / 'model').resolve()}",
+        f"workload.prompts={(data / 'prompts.jsonl').resolve()}",
+        f"workload.lengths.source={(data / 'lengths.csv').resolve()}",
+        f"algorithm.steps={steps}",
+        f"execute.checkpoint_every={10**6}",
+    ]
+    return load_run(EXAMPLES / "quickstart.toml", [*places, *changes])
+
+
+def carry_out(run: Run, output: Path) -> Executed:
+    """Execute a run."""
+    trace = execute(replace(run, execute=replace(run.execute, output=str(output))))
+    shutil.rmtree(output / "checkpoints")
+    return Executed(trace, output / "trace.jsonl")
+
+
+def calibrate(base: Run, profile: Path, output: Path) -> Path:
+    """Execute the quickstart, and return the calibration that its steps give."""
+    done = carry_out(base, output)
+    run = replace(done.trace.run, costs=CostsConfig(profile=str(profile)))
+    found = calibrate_recorded(run, done.trace, done.file).calibration
+    path = output / "calibration.toml"
+    path.write_text(write_calibration(found), encoding="utf-8")
+    return path
+
+
+def show(outcomes: dict[str, list[Outcome]]) -> None:
+    """Print every run, then figures."""
+    table = Table("run", "a step", "by the profile", "calibrated")
+    for name, ones in outcomes.items():
+        for one in ones:
+            table.add_row(
+                name, f"{one.measured:.3f} s", f"{one.before:+.1%}", f"{one.calibrated:+.1%}"
+            )
+    Console(width=100).print(table)
+    for name, ones in outcomes.items():
+        for what, errors in (
+            ("by the profile alone", [one.before for one in ones]),
+            ("calibrated on the quickstart", [one.calibrated for one in ones]),
+        ):
+            line = {"name": f"{name}, {what}: error of a step, median of rounds"}
+            print(json.dumps({**line, "value": round(median(errors), 4), "unit": "share"}))
+
+
+if __name__ == "__main__":
+    main()
