@@ -7,6 +7,7 @@ all that Ray runs on this machine counts, less what the same roles take as proce
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import psutil
 
 from executor.execute import execute
-from executor.profiling.measurements import RayPlace
+from executor.profiling.measurements import SHORT, RayPlace, Setup
 from executor.prompts import load_tokenizer
 from streamrl.engine.messages import Event, Stepped
 from streamrl.engine.state import State
@@ -64,6 +65,15 @@ def has_tokenizer(model: Path) -> bool:
         return len(load_tokenizer(str(model)).encode(RECORD["prompt"])) > 0
     except (OSError, ValueError):
         return False
+
+
+def measure_handling(setup: Setup, ray: RayPlace | None = None) -> Taken:
+    """Return what rollouts of the model to be measured take; nothing where its runs cannot be executed."""
+    model, tokens = Path(setup.model), min(2 * SHORT, setup.limits.max_context // 2)
+    if not has_tokenizer(model):
+        return NOTHING
+    with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
+        return time_handling(model, tokens, setup.dtype, setup.threads, Path(scratch, "run"), ray)
 
 
 def time_handling(

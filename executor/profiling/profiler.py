@@ -21,9 +21,9 @@ from executor.carriers.launch import worker_environment
 from executor.carriers.remote import remote
 from executor.profiling.company import side_by_side
 from executor.profiling.endless_model import vocabulary_of, without_end
-from executor.profiling.handling import NOTHING, Taken, has_tokenizer, time_handling
+from executor.profiling.handling import NOTHING, measure_handling
 from executor.profiling.made_up import MadeUp
-from executor.profiling.measurements import JOIN_STEPS, SHORT, WINDOW, RayPlace, Setup
+from executor.profiling.measurements import JOIN_STEPS, SHORT, WINDOW, Setup
 from executor.profiling.readings import Readings, RefillStream
 from executor.profiling.relaying import RelayBench
 from executor.profiling.rewarding_bench import time_rewards
@@ -51,24 +51,15 @@ def measure(setup: Setup, watch: Watch) -> Readings:
         RuntimeError: a worker failed; the message says why, its log is gone with the scratch directory.
     """
     readings = asyncio.run(_measure(setup, watch))
-    local = _measure_handling(setup) if setup.plan.companies or setup.ray is not None else NOTHING
+    local = measure_handling(setup) if setup.plan.companies or setup.ray is not None else NOTHING
     if setup.plan.companies:
         readings.handling += local.handling
         watch("handling")
     if setup.ray is not None:
-        over_ray = _measure_handling(setup, setup.ray)
+        over_ray = measure_handling(setup, setup.ray)
         readings.handling_over_ray += over_ray.handling_over_ray(local)
         watch("handling over Ray")
     return readings
-
-
-def _measure_handling(setup: Setup, ray: RayPlace | None = None) -> Taken:
-    """Return what rollouts take of those who decide and reward; nothing where the model's runs cannot be executed."""
-    model, tokens = Path(setup.model), min(2 * SHORT, setup.limits.max_context // 2)
-    if not has_tokenizer(model):
-        return NOTHING
-    with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
-        return time_handling(model, tokens, setup.dtype, setup.threads, Path(scratch, "run"), ray)
 
 
 def num_points(setup: Setup) -> int:
