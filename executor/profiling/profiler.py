@@ -21,7 +21,7 @@ from executor.carriers.launch import worker_environment
 from executor.carriers.remote import remote
 from executor.profiling.company import side_by_side
 from executor.profiling.endless_model import vocabulary_of, without_end
-from executor.profiling.handling import NOTHING, measure_handling
+from executor.profiling.handling import NOTHING, has_tokenizer, measure_handling
 from executor.profiling.made_up import MadeUp
 from executor.profiling.measurements import JOIN_STEPS, SHORT, WINDOW, Setup
 from executor.profiling.readings import Readings, RefillStream
