@@ -42,6 +42,8 @@ SLOWNESS = 0.1
 """Seconds of everything that scripted roles do."""
 REPLICAS = (*NAMES, "scripted")
 CARRIERS = ("in-process", "local", "ray")
+TRIALS = 3
+"""A machine that stalls for seconds lets a rollout end before it is asked, or begin after: it is tried so often."""
 SCRIPTED = {"seed": 0, "fastest": SLOWNESS, "slowest": SLOWNESS}
 
 
@@ -225,26 +227,36 @@ def test_who_slept_generates_as_before_and_who_generates_does_not_sleep(served: 
         for _ in range(2):
             await served.role.wake()
         check(await served.role.generate(short(1)), short(1), [served.version])
-        running = task(served.role.generate(long(0)))
-        await asyncio.sleep(SLOWNESS / 2)
-        with pytest.raises(Exception, match="1 rollouts are being generated"):
-            await served.role.sleep()
-        await served.role.abort(0)
-        assert (await running).finish == "aborted"
+        for _ in range(TRIALS):
+            running = task(served.role.generate(long(0)))
+            await asyncio.sleep(SLOWNESS / 2)
+            try:
+                await served.role.sleep()
+            except Exception as error:
+                assert "1 rollouts are being generated" in str(error)
+                await served.role.abort(0)
+                assert (await running).finish == "aborted"
+                return
+            assert running.done() and (await running).finish != "aborted"
+            await served.role.wake()
+        pytest.fail("it always ended before it was asked")
 
     served.run(go)
 
 
 def test_a_load_in_flight_changes_the_version_amid_what_runs(served: Served) -> None:
     async def go() -> None:
-        old = served.version
-        running = task(served.role.generate(long(0)))
-        await asyncio.sleep(SLOWNESS * 0.7)
-        manifest = served.next_manifest()
-        loaded = await served.role.load(manifest, drain=False)
-        assert loaded.load_time >= 0 and loaded.checksum == manifest.checksum
-        await asyncio.sleep(SLOWNESS / 5)
-        await served.role.abort(0)
+        for _ in range(TRIALS):
+            old = served.version
+            running = task(served.role.generate(long(0)))
+            await asyncio.sleep(SLOWNESS * 0.7)
+            manifest = served.next_manifest()
+            loaded = await served.role.load(manifest, drain=False)
+            assert loaded.load_time >= 0 and loaded.checksum == manifest.checksum
+            await asyncio.sleep(SLOWNESS / 5)
+            await served.role.abort(0)
+            if len((await running).versions) > 1:
+                break
         check(await running, long(0), [old, served.version])
 
     served.run(go)
