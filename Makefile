@@ -144,7 +144,7 @@ bench-learners: $(READY)
 	$(BIN)/python -m benchmarks.bench_learners
 
 bench-profile: $(READY)
-	$(BIN)/python benchmarks/bench_profile.py
+	$(BIN)/python -m benchmarks.bench_profile
 
 bench-reality: $(READY)
 	$(BIN)/python -m benchmarks.bench_reality --page docs/fidelity.md

@@ -7,8 +7,8 @@
 | shorter        | outputs of at most 48 tokens                                                                     |
 
 Before and after each of them the quickstart itself is executed and calibrated on; the mean of what both predict is what a
-machine whose pace drifts is judged by. A simulation gets the lengths and advantages that its run had. Steps after the
-first count, and the machine is profiled once, before all.
+machine whose pace drifts is judged by. A simulation gets the lengths and advantages that its run had, and both are judged
+by the same steps, those that count in the run's metrics. The machine is profiled once, before all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -27,18 +26,16 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.bench_profile import write_profile
+from benchmarks.bench_profile import predict, write_profile
+from benchmarks.quickstart import EXAMPLES, make_quickstart, settings_of
 from executor.execute import execute
 from sim.calibration.recorded_steps import calibrate_recorded
-from sim.world import simulate
 from streamrl.hardware.calibration_file import write_calibration
-from streamrl.record.informative import recorded_workload
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.reading import load_run
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 OTHERS = {
     "two replicas": ("rollout.replicas=2", "cluster.pools.local.gpus_per_node=3"),
     "stream-sync": ("policies.system=stream-sync",),
@@ -52,27 +49,16 @@ class Executed(NamedTuple):
     trace: Trace
     file: Path
 
-    @property
-    def step_time(self) -> float:
-        """Mean seconds of a step."""
-        return measure(self.trace).step_time
-
-    def predicted(self, profile: Path, calibration: Path | None = None) -> float:
-        """Return the mean seconds of a step by a profile, and by what was calibrated."""
-        costs = CostsConfig(
-            profile=str(profile), calibration=None if calibration is None else str(calibration)
-        )
-        workload = recorded_workload(self.trace, self.file)
-        simulated = simulate(replace(self.trace.run, workload=workload, costs=costs))
-        return measure(simulated, measure(self.trace).counted_steps).step_time
-
 
 class Outcome(NamedTuple):
-    """Errors of a run's step time, as shares."""
+    """A run's mean step, and the errors of what was predicted of it."""
 
     measured: float
+    """Seconds."""
     before: float
+    """By the profile alone: a share."""
     calibrated: float
+    """The same with what was calibrated."""
 
 
 def main() -> None:
@@ -82,9 +68,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=16)
     args = parser.parse_args()
-    if not (args.data / "model" / "config.json").is_file():
-        make = [sys.executable, str(EXAMPLES / "make_quickstart.py"), "--out", str(args.data)]
-        subprocess.run(make, check=True)
+    make_quickstart(args.data)
     with tempfile.TemporaryDirectory(prefix="bench-calibrated-") as scratch:
         show(compare(args.data, Path(scratch), args.rounds, args.steps))
 
@@ -101,9 +85,9 @@ def compare(data: Path, scratch: Path, rounds: int, steps: int) -> dict[str, lis
             done = carry_out(make(data, steps, changes), scratch / f"{name}-{number}")
             around = [calibration, calibrate(base, profile, scratch / f"base-{name}-{number}")]
             calibration = around[1]
-            measured = done.step_time
-            found = mean(done.predicted(profile, one) for one in around)
-            plain = done.predicted(profile)
+            measured = measure(done.trace).step_time
+            found = mean(predict(*done, profile, one).step_time for one in around)
+            plain = predict(*done, profile).step_time
             outcomes[name].append(Outcome(measured, plain / measured - 1, found / measured - 1))
             print(
                 f"{name}: {measured:.3f} s a step, {outcomes[name][-1].calibrated:+.1%}",
@@ -114,14 +98,7 @@ def compare(data: Path, scratch: Path, rounds: int, steps: int) -> dict[str, lis
 
 def make(data: Path, steps: int, changes: tuple[str, ...] = ()) -> Run:
     """Return the quickstart with keys replaced."""
-    places = [
-        f"model.path={(data / 'model').resolve()}",
-        f"workload.prompts={(data / 'prompts.jsonl').resolve()}",
-        f"workload.lengths.source={(data / 'lengths.csv').resolve()}",
-        f"algorithm.steps={steps}",
-        f"execute.checkpoint_every={10**6}",
-    ]
-    return load_run(EXAMPLES / "quickstart.toml", [*places, *changes])
+    return load_run(EXAMPLES / "quickstart.toml", [*settings_of(data, steps), *changes])
 
 
 def carry_out(run: Run, output: Path) -> Executed:

@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.bench_profile import Outcome, middle, predict, report
+from benchmarks.quickstart import EXAMPLES, limits_of, make_quickstart, settings_of
 from executor.execute import execute
-from executor.profiling.measurements import Limits
 from executor.profiling.profile_file import make_setup, profile_model
 from executor.profiling.profiler import num_points
 from streamrl.cli.progress import make_progress
@@ -36,7 +36,6 @@ from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 ROUNDS, STEPS = 3, 12
 LEARNERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ppo": ("quickstart.toml", ("algorithm.name=ppo",)),
@@ -75,29 +74,16 @@ def main() -> None:
 
 def make_models(data: Path) -> None:
     """Make the quickstart's model and its reward model, where they are not there."""
-    for directory, makes in (
-        ("model", ("make_quickstart.py", "--out")),
-        ("reward-model", ("make_reward_model.py", "--data")),
-    ):
-        if not (data / directory / "config.json").is_file():
-            script, option = makes
-            subprocess.run(
-                [sys.executable, str(EXAMPLES / script), option, str(data)],
-                check=True,
-            )
+    make_quickstart(data)
+    if not (data / "reward-model" / "config.json").is_file():
+        make = [sys.executable, str(EXAMPLES / "make_reward_model.py"), "--data", str(data)]
+        subprocess.run(make, check=True)
 
 
 def make_run(name: str, data: Path, steps: int) -> Run:
     """Return the run file of a learner, with the models of a directory."""
     example, changes = LEARNERS[name]
-    places = [
-        f"model.path={(data / 'model').resolve()}",
-        f"workload.prompts={(data / 'prompts.jsonl').resolve()}",
-        f"workload.lengths.source={(data / 'lengths.csv').resolve()}",
-        f"algorithm.steps={steps}",
-        f"execute.checkpoint_every={10**6}",
-    ]
-    run = load_run(EXAMPLES / example, [*places, *changes])
+    run = load_run(EXAMPLES / example, [*settings_of(data, steps), *changes])
     model = str((data / "reward-model").resolve())
     rewards = tuple(
         msgspec.structs.replace(each, model=model) if each.scorer == "reward-model" else each
@@ -133,17 +119,12 @@ def compare(
 
 def write_profile(data: Path, run: Run, path: Path, *, is_quick: bool) -> None:
     """Profile both models within the limits of a run file."""
-    limits = Limits(
-        max_running=run.rollout.max_running,
-        max_context=run.rollout.max_tokens + run.workload.max_prompt_tokens,
-        max_tokens_per_pass=run.trainer.max_tokens_per_pass,
-    )
     setup = make_setup(
         data / "model",
         gpu="cpu",
         dtype=run.model.dtype,
         threads=run.execute.threads,
-        limits=limits,
+        limits=limits_of(run),
         is_quick=is_quick,
         reward_model=data / "reward-model",
     )

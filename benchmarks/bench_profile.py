@@ -19,8 +19,6 @@ import argparse
 import json
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,8 +29,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.quickstart import EXAMPLES, limits_of, make_quickstart
 from executor.execute import execute
-from executor.profiling.measurements import Limits
 from executor.profiling.profile_file import make_setup, profile_model
 from executor.profiling.profiler import num_points
 from sim.world import simulate
@@ -44,7 +42,6 @@ from streamrl.record.trace import Trace
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.reading import load_run
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 ROUNDS = 5
 STEPS = {"decode": 10, "train": 8, "mixed": 8}
 """Optimizer steps of each run; the first is warm-up."""
@@ -74,9 +71,7 @@ def main() -> None:
         "--only", choices=STEPS, action="append", help="kinds of run, all if absent"
     )
     args = parser.parse_args()
-    if not (args.data / "model" / "config.json").is_file():
-        make = [sys.executable, str(EXAMPLES / "make_quickstart.py"), "--out", str(args.data)]
-        subprocess.run(make, check=True)
+    make_quickstart(args.data)
     with tempfile.TemporaryDirectory(prefix="bench-profile-") as scratch:
         show(*compare(args.data, Path(scratch), args.rounds, args.only or list(STEPS)))
 
@@ -106,12 +101,14 @@ def compare(
     return outcomes, [predict(trace, file, profile).step_time for profile in profiles]
 
 
-def predict(trace: Trace, file: Path, profile: Path) -> Metrics:
-    """Simulate an executed run from a profile, with the lengths and advantages that it had."""
+def predict(trace: Trace, file: Path, profile: Path, calibration: Path | None = None) -> Metrics:
+    """Simulate an executed run from a profile, and what was calibrated, with the lengths and advantages that it had."""
     replace, run = msgspec.structs.replace, trace.run
     workload = recorded_workload(trace, file)
     rollout = replace(run.rollout, shares_prefixes=False)
-    costs = CostsConfig(profile=str(profile))
+    costs = CostsConfig(
+        profile=str(profile), calibration=None if calibration is None else str(calibration)
+    )
     predicted = simulate(replace(run, workload=workload, rollout=rollout, costs=costs))
     return measure(predicted, measure(trace).counted_steps)
 
@@ -164,17 +161,12 @@ def write_lines(path: Path, records: Iterator[dict[str, object]]) -> None:
 
 def write_profile(data: Path, run: Run, path: Path) -> None:
     """Profile the quickstart's model within the limits of its run file."""
-    limits = Limits(
-        max_running=run.rollout.max_running,
-        max_context=run.rollout.max_tokens + run.workload.max_prompt_tokens,
-        max_tokens_per_pass=run.trainer.max_tokens_per_pass,
-    )
     setup = make_setup(
         data / "model",
         gpu="cpu",
         dtype=run.model.dtype,
         threads=run.execute.threads,
-        limits=limits,
+        limits=limits_of(run),
         is_quick=False,
     )
     with make_progress() as progress:

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from benchmarks.quickstart import limits_of
 from executor.execute import execute
-from executor.profiling.measurements import Limits
 from executor.profiling.profile_file import make_setup, profile_model
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_policies
@@ -221,17 +221,12 @@ def write_opposites(scratch: Path) -> None:
 
 def _profile(path: Path) -> None:
     run = load_run(RUN_FILE, [])
-    limits = Limits(
-        max_running=run.rollout.max_running,
-        max_context=run.rollout.max_tokens + run.workload.max_prompt_tokens,
-        max_tokens_per_pass=run.trainer.max_tokens_per_pass,
-    )
     setup = make_setup(
         *(Path(str(run.model.path)),),
         gpu="cpu",
         dtype=run.model.dtype,
         threads=1,
-        limits=limits,
+        limits=limits_of(run),
         is_quick=False,
     )
     write_measured(profile_model(setup, "cpu", lambda what: None), path)

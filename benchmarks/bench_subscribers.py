@@ -19,8 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -29,6 +27,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.quickstart import make_quickstart
 from benchmarks.reality_runs import profile
 from executor.execute import execute
 from sim.costs.costs import Costs
@@ -71,9 +70,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=200, help="held out")
     parser.add_argument("--quick", action="store_true", help="a profile of few points")
     args = parser.parse_args()
-    if not (args.data / "model" / "config.json").is_file():
-        script = HERE.parent / "examples" / "make_quickstart.py"
-        subprocess.run([sys.executable, str(script), "--out", str(args.data)], check=True)
+    make_quickstart(args.data)
     with tempfile.TemporaryDirectory(prefix="bench-subscribers-") as scratch:
         for part in args.part or PARTS:
             match part:

@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from benchmarks.pace import measure_pace
+from benchmarks.quickstart import limits_of
 from benchmarks.reality_runs import push_time
 from benchmarks.wan_link import ADDRESSES, FAR, NEAR, inside, wan_link
-from executor.profiling.measurements import Limits
 from sim.world import simulate
 from streamrl.engine.messages import WeightsPushed
 from streamrl.hardware.machine_profile import read_measured
@@ -220,15 +220,6 @@ def compare(
     print(f"{mode}, {system}: {measured.step_time:.3f} s a step, pace {pace:.2f}", file=sys.stderr)
     times = push_time(trace), push_time(simulated)
     return Figure(mode, system, measured, again, pushes, *times, pace)
-
-
-def limits_of(run: Run) -> Limits:
-    """Return how far a profile of a run goes."""
-    return Limits(
-        max_running=run.rollout.max_running,
-        max_context=run.rollout.max_tokens + run.workload.max_prompt_tokens,
-        max_tokens_per_pass=run.trainer.max_tokens_per_pass,
-    )
 
 
 def pace_of(path: Path) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from statistics import median
@@ -13,8 +12,8 @@ from typing import NamedTuple
 import msgspec
 
 from benchmarks.pace import measure_pace
+from benchmarks.quickstart import make_quickstart
 from benchmarks.reality_cells import (
-    EXAMPLES,
     LONG,
     MAX_PROMPT,
     SECOND_MODEL,
@@ -126,9 +125,7 @@ def profile(data: Path, model: str, path: Path, *, is_quick: bool) -> Path:
 
 def make_models(quickstart: Path, scratch: Path) -> Path:
     """Put both models, their prompts and what is known of their lengths into a directory."""
-    if not (quickstart / "model" / "config.json").is_file():
-        make = [sys.executable, str(EXAMPLES / "make_quickstart.py"), "--out", str(quickstart)]
-        subprocess.run(make, check=True)
+    make_quickstart(quickstart)
     lines = (quickstart / "prompts.jsonl").read_text().splitlines()
     (scratch / "prompts.jsonl").write_text("".join(with_expectations(lines)))
     (scratch / "first").mkdir()

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from msgspec.structs import replace
 
-from executor.profiling.handling import NOTHING, STEPS, Taken, has_tokenizer, time_handling
+from executor.profiling.handling import (
+    NOTHING,
+    STEPS,
+    WORKER,
+    Taken,
+    cpu_times_so_far,
+    has_tokenizer,
+    time_handling,
+)
 from executor.profiling.profile_file import turnover_times
 from executor.profiling.readings import RefillStream
 from executor.rollout.inference_engine import TimedPass
@@ -82,6 +94,24 @@ def test_handling_is_timed_by_executing_a_run(tmp_path: Path) -> None:
     taken = time_handling(tmp_path / "model", 8, "float32", 1, tmp_path / "run")
     for seconds in taken:
         assert len(seconds) == STEPS - 1 and all(0 < each < 1 for each in seconds)
+
+
+def test_what_a_worker_takes_is_its_roles_and_what_others_take_is_handling() -> None:
+    def taken_beside(argument: str) -> tuple[float, float]:
+        """Return what handling and roles took while a process with this in its command computed for 0.3 s."""
+        before = cpu_times_so_far(is_over_ray=False)
+        endless = [sys.executable, "-c", "while True: pass", argument]
+        with subprocess.Popen(endless) as busy:
+            while sum(psutil.Process(busy.pid).cpu_times()[:2]) < 0.3:
+                time.sleep(0.02)
+            after = cpu_times_so_far(is_over_ray=False)
+            busy.kill()
+        return after[0] - before[0], after[1] - before[1]
+
+    handling, roles = taken_beside(WORKER)
+    assert roles >= 0.3 and handling < 0.2
+    handling, roles = taken_beside("anything")
+    assert handling >= 0.3 and roles == 0
 
 
 def test_what_actors_take_beyond_their_roles_is_handling() -> None:

@@ -1,7 +1,7 @@
 """What a rollout takes of the process that decides, and of the verifier: CPU seconds, of a few steps that are executed.
 
 Over Ray, what it takes beyond: Ray's own processes bring what roles say, and threads of each actor read and write it. So
-all that Ray runs on this machine counts, less what the same roles take as processes of this one.
+they count too, and of the actors on this machine what they take more than the same roles as processes of this one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ STEPS = 8
 PROMPTS, GROUP_SIZE = 12, 8
 WORKER = "executor.carriers.worker"
 """What the command of a replica or a trainer has in it: they are timed by what they compute."""
-RAY_PROCESSES = ("raylet", "gcs_server", "ray::")
-"""How names of Ray's own processes begin, and of its actors."""
+RAY_PROCESSES = ("raylet", "gcs_server")
+"""What brings calls and answers of actors, and knows where they are."""
+ACTOR = "ray::"
+"""How names of actors begin."""
 SCORER = "reasoning-gym"
 """Grades what may be code in a process of its own, as most scorers do."""
 RECORD = {
@@ -42,9 +44,9 @@ class Taken(NamedTuple):
     """CPU seconds of a rollout, a mean for each step."""
 
     handling: list[float]
-    """Of the process that decides, and of the verifier's."""
+    """Of the process that decides, of the verifier's, and of Ray's own where they bring what roles say."""
     roles: list[float]
-    """Of replica and trainer; over Ray, of all that Ray runs here."""
+    """Of replica and trainer, or of the actors that they are."""
 
     def handling_over_ray(self, local: Taken) -> list[float]:
         """Return what is neither replica's nor trainer's where roles are actors; `local` is of processes of this one."""
@@ -137,37 +139,35 @@ class _Clock:
 
     def __call__(self, event: Event, state: State, now: float) -> None:
         if isinstance(event, Stepped):
-            so_far = _cpu_times(is_over_ray=self._is_over_ray)
-            for seconds, last, now_is in zip(
-                (self.handling, self.roles), self._last, so_far, strict=True
-            ):
-                seconds.append((now_is - last) / (PROMPTS * GROUP_SIZE))
+            so_far = cpu_times_so_far(is_over_ray=self._is_over_ray)
+            handling, roles = (
+                (now_is - last) / (PROMPTS * GROUP_SIZE)
+                for now_is, last in zip(so_far, self._last, strict=True)
+            )
+            self.handling.append(handling)
+            self.roles.append(roles)
             self._last = so_far
 
 
-def _cpu_times(*, is_over_ray: bool) -> tuple[float, float]:
-    """Return what was taken so far: of this process and of those below it that are no role, and of roles."""
-    below = psutil.Process().children(recursive=True)
-    roles = [process for process in below if not is_over_ray and _says(process, WORKER)]
+def cpu_times_so_far(*, is_over_ray: bool) -> tuple[float, float]:
+    """Return what was taken so far: of this process and of those for it that are no role, and of roles."""
+    known = {process.pid: process for process in psutil.Process().children(recursive=True)}
     if is_over_ray:
-        roles = [
-            p for p in psutil.process_iter(["name"]) if p.info["name"].startswith(RAY_PROCESSES)
-        ]
-    known = {process.pid for process in roles}
-    others = [process for process in below if process.pid not in known]
-    return time.process_time() + sum(map(_cpu_time, others)), sum(map(_cpu_time, roles))
+        rays = (p for p in psutil.process_iter(["name"]) if _is_of_ray(p.info["name"] or ""))
+        known |= {process.pid: process for process in rays}
+    handling, roles = time.process_time(), 0.0
+    for process in known.values():
+        try:
+            used = sum(process.cpu_times()[:2])  # in user mode, and in the kernel for it
+            is_role = WORKER in process.cmdline() or process.name().startswith(ACTOR)
+        except psutil.Error:
+            continue  # it has ended
+        if is_role:
+            roles += used
+        else:
+            handling += used
+    return handling, roles
 
 
-def _says(process: psutil.Process, word: str) -> bool:
-    try:
-        return word in process.cmdline()
-    except psutil.Error:
-        return False  # it has ended
-
-
-def _cpu_time(process: psutil.Process) -> float:
-    try:
-        used = process.cpu_times()
-    except psutil.Error:
-        return 0.0  # it has ended
-    return used.user + used.system
+def _is_of_ray(name: str) -> bool:
+    return name in RAY_PROCESSES or name.startswith(ACTOR)

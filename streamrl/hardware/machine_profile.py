@@ -16,7 +16,7 @@ Every `seconds` is [lower quartile, median, upper quartile] of the repeats. Tabl
 | reward   | a call of the reward model's replica that scores `rollouts` of `tokens` each, the way there and back included |
 | turnover | what a rollout's coming and going adds to a replica's passes, beyond what the tables say of them |
 | handling | CPU seconds that a rollout takes of the process that decides and of the verifier, on those cores |
-| handling_over_ray | the same where roles are actors, and Ray's own processes bring what they say |
+| handling_over_ray | the same where roles are actors: Ray's own processes too, and what actors take beyond their roles |
 """
 
 from __future__ import annotations

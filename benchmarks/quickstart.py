@@ -1,0 +1,39 @@
+"""The quickstart's model and prompts for benchmarks that execute it: made where absent, named in run files, profiled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from executor.profiling.measurements import Limits
+from streamrl.runfile.config import Run
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def make_quickstart(data: Path) -> None:
+    """Make model, prompts and lengths in a directory, where they are not there."""
+    if not (data / "model" / "config.json").is_file():
+        make = [sys.executable, str(EXAMPLES / "make_quickstart.py"), "--out", str(data)]
+        subprocess.run(make, check=True)
+
+
+def settings_of(data: Path, steps: int) -> list[str]:
+    """Return what a run file's keys are for a run of so many steps on what lies in a directory, without checkpoints."""
+    return [
+        f"model.path={(data / 'model').resolve()}",
+        f"workload.prompts={(data / 'prompts.jsonl').resolve()}",
+        f"workload.lengths.source={(data / 'lengths.csv').resolve()}",
+        f"algorithm.steps={steps}",
+        f"execute.checkpoint_every={10**6}",
+    ]
+
+
+def limits_of(run: Run) -> Limits:
+    """Return how far a profile has to go for a run."""
+    return Limits(
+        max_running=run.rollout.max_running,
+        max_context=run.rollout.max_tokens + run.workload.max_prompt_tokens,
+        max_tokens_per_pass=run.trainer.max_tokens_per_pass,
+    )
