@@ -231,7 +231,7 @@ class RealWorld(World[Trace]):
         """Hand a command to the role it is for, and return the event that it ends in, if any."""
         match command:
             case Generate():
-                return await self._replicas[command.replica].generate(command)
+                return await self._replica(command.replica).generate(command)
             case Verify():
                 return await self._verify(command)
             case Take() | Postpone() | Resize():
@@ -255,16 +255,18 @@ class RealWorld(World[Trace]):
             case Abort():
                 await self._abort(command)
                 return None
-            case DrawPrompts():
-                return self._draw(command)
+            case DrawPrompts(step, num_groups, oldest_version):
+                groups = self._buffer.draw(num_groups, oldest_version)
+                return PromptsDrawn(step, oldest_version, groups)
             case StartReplica():
                 return await self._start_replica(command)
             case StopReplica():
                 return await self._stop_replica(command)
             case Promote():
                 return self.members.promote(command)
-            case WakeAt():
-                return await self._wake(command)
+            case WakeAt(time_then):
+                await asyncio.sleep(max(0.0, time_then - self.now))
+                return Woke(time_then)
             case _:
                 assert_never(command)
 
@@ -280,16 +282,18 @@ class RealWorld(World[Trace]):
         return Verified(rollout, buffered.reward)
 
     async def _load(self, command: LoadWeights) -> Event:
-        fetched = self._transfer.fetch(command.version, command.replica)
-        return await self._replicas[command.replica].load(command, fetched)
+        replica = self._replica(command.replica)
+        return await replica.load(command, self._transfer.fetch(command.version, command.replica))
+
+    def _replica(self, number: int) -> Replica:
+        """Return a replica, unless it was lost between a command and its beginning."""
+        if number not in self._replicas:
+            raise WorkerLostError(f"replica {number} is lost")
+        return self._replicas[number]
 
     async def _abort(self, command: Abort) -> None:
         if command.replica in self._replicas:  # of a lost one the `Failed` is on its way
             await self._replicas[command.replica].abort(command.rollout)
-
-    def _draw(self, command: DrawPrompts) -> Event:
-        groups = self._buffer.draw(command.num_groups, command.oldest_version)
-        return PromptsDrawn(command.step, command.oldest_version, groups)
 
     async def _start_replica(self, command: StartReplica) -> Event:
         model = self._initial_model()
@@ -307,10 +311,6 @@ class RealWorld(World[Trace]):
         self._free(command.replica)
         del self._replicas[command.replica]
         return ReplicaStopped(command.replica)
-
-    async def _wake(self, command: WakeAt) -> Event:
-        await asyncio.sleep(max(0.0, command.time - self.now))
-        return Woke(command.time)
 
     def _initial_model(self) -> str:
         """Return the directory that a replica loads first; a manifest of newer weights comes on top."""

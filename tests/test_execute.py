@@ -15,11 +15,13 @@ import pytest
 
 from executor.carriers.handles import LocalProcess
 from executor.roles import Scoring
+from executor.samples import Manifest
 from executor.world import RealWorld
 from streamrl.engine.messages import (
     CheckpointSaved,
     Event,
     Failed,
+    Generate,
     Generated,
     Postpone,
     ReplicaLost,
@@ -40,7 +42,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import WeightSyncName
 from streamrl.workload.prompt_records import Record
 from tests.runs import make_table, of
-from tests.scripted import ScriptedLauncher, ScriptedVerifier, make_world
+from tests.scripted import ScriptedLauncher, ScriptedTransfer, ScriptedVerifier, make_world
 from tests.scripted_roles import tokens_of
 from tests.traces import (
     check_every_command_ends_once,
@@ -214,6 +216,26 @@ def test_a_replica_killed_at_any_moment_is_replaced_and_nothing_is_lost(
     check_every_command_ends_once(trace)
     assert replay(trace) is None
     assert measure(trace).num_steps == 6
+
+
+def test_a_replica_that_weights_cannot_reach_takes_what_was_sent_after_them_with_it(
+    tmp_path: Path,
+) -> None:
+    class Broken(ScriptedTransfer):
+        is_broken = True
+
+        async def fetch(self, version: int, replica: int) -> Manifest | None:
+            if version and self.is_broken:
+                self.is_broken = False
+                raise ConnectionError("the link is down")
+            return await super().fetch(version, replica)
+
+    run = real_run(tmp_path, policies__system="stream-sync")
+    trace = asyncio.run(make_world(run, {}, make_transfer=Broken).run())
+    failed = [entry.event for entry in trace.entries if isinstance(entry.event, Failed)]
+    assert {event.reason.split(":")[0] for event in failed} == {"WorkerLostError"}
+    assert any(isinstance(event.command, Generate) for event in failed)
+    assert measure(trace).num_steps == 4
 
 
 @pytest.mark.parametrize("seed", range(8))

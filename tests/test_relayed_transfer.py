@@ -218,6 +218,26 @@ def test_a_version_that_is_made_anew_replaces_the_old_one() -> None:
     run(go, Bench())
 
 
+def test_a_version_on_its_way_stays_where_an_older_one_is_let_go_of() -> None:
+    async def go(bench: Bench) -> None:
+        await bench.push(1)
+        bench.transfer.hold(1)
+        far = bench.relays[FAR][0]
+        call = far.call
+
+        async def late(method: str, *arguments: object, returns: Any) -> Any:
+            result = await call(method, *arguments, returns=returns)
+            if method == "unpack":  # 2 is here, and at no other place
+                bench.transfer.release(1)
+            return result
+
+        far.call = late  # type: ignore[method-assign]
+        await bench.push(2)
+        await bench.check(2)
+
+    run(go, Bench())
+
+
 def test_a_relay_that_dies_is_replaced(tmp_path: Path) -> None:
     async def go(bench: Bench) -> None:
         await bench.push(1)

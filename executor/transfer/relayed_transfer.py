@@ -110,6 +110,7 @@ class RelayedTransfer(TransferRole):
     async def push(self, command: PushWeights) -> WeightsPushed:
         """Bring a version to every place that has replicas."""
         version, near = command.version, await self._near_place()
+        self._wanted.begin(version)
         manifest = await self._write(version, near.directory)
         before = near.manifests.get(version)
         if before is not None:  # the trainer was rolled back, and its files are overwritten

@@ -6,13 +6,18 @@ from collections import Counter
 
 
 class WantedVersions:
-    """The newest version and those that are held: a few numbers, however long a run goes on."""
+    """The newest version, one on its way and those that are held: a few numbers, however long a run goes on."""
 
     def __init__(self) -> None:
         self._held: Counter[int] = Counter()
         """How many replicas load a version, or are about to."""
         self._oldest: int | None = None
         self._newest: int | None = None
+        self._on_its_way: int | None = None
+
+    def begin(self, version: int) -> None:
+        """Want a version that is about to be pushed; also if that fails, until another one is: it is tried again."""
+        self._on_its_way = version
 
     def enter(self, version: int) -> None:
         """Enter that a version was pushed, which is the newest now."""
@@ -34,4 +39,4 @@ class WantedVersions:
             del self._held[version]
 
     def __contains__(self, version: int) -> bool:
-        return version == self._newest or version in self._held
+        return version in (self._newest, self._on_its_way) or version in self._held
