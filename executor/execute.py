@@ -177,6 +177,8 @@ async def _execute_in(
     if resume:
         check_prompt_tokens(directory.path, prompts)
     checkpoint = directory.open(run, resume)
+    if directory.changes:
+        tell(f"other than in the leg before: {'; '.join(directory.changes.values())}")
     for damage in directory.damaged:
         tell(f"a damaged checkpoint is passed over: {damage}")
     if resume and run.workload.ranker is not None:
@@ -192,6 +194,8 @@ async def _execute_in(
         if run.execute.live_trace:
             live = LiveTrace(directory.path, run, decode)
             listen = open_files.enter_context(contextlib.closing(live)).take
+        if tokens is not None:
+            forget_other_samples(directory, tokens)
         kept = None if tokens is None else find_kept(run, tokens, checkpoint)
         if kept is not None and kept.num_rollouts:
             what = f"{kept.num_rollouts:,} rollouts with {kept.num_tokens:,} tokens"
@@ -267,6 +271,17 @@ def token_directory(run: Run, *, is_resumed: bool = False) -> Iterator[Path | No
     path.mkdir(parents=True, exist_ok=True)
     yield path
     remove_all(path)
+
+
+def forget_other_samples(directory: RunDirectory, tokens: Path) -> None:
+    """Remove what earlier legs sampled from another distribution than this one does."""
+    from executor.changed_settings import SAMPLED_WITH
+    from executor.kept_tokens import remove_all
+
+    if others := [key for key in SAMPLED_WITH if key in directory.changes]:
+        remove_all(tokens)
+        tokens.mkdir(exist_ok=True)
+        tell(f"rollouts under way were sampled with another {others[0]}: they are begun anew")
 
 
 def find_kept(run: Run, tokens: Path, checkpoint: Checkpoint | None) -> KeptTokens:

@@ -32,6 +32,7 @@ import msgspec
 
 from executor.attached import ATTACHED, replace_file
 from executor.buffer import BufferedRollout
+from executor.changed_settings import changes
 from executor.checkpoints import Checkpoint, Checkpoints, Position
 from executor.directory_lock import DirectoryLock
 from executor.notices import tell
@@ -73,6 +74,8 @@ class RunDirectory(TrainerRecord):
         self._files: list[LineFile] = []
         self._trackers = Trackers((), path)
         self._lock = DirectoryLock(path)
+        self.changes: dict[str, str] = {}
+        """Keys that a resumed run has otherwise than the leg before it, each with both values."""
         self.damaged: list[str] = []
         """Checkpoints that a resume passed over, and what is wrong with each."""
 
@@ -230,6 +233,7 @@ class RunDirectory(TrainerRecord):
             if value != was:
                 text = f"{key} is {value!r}, but the run in {str(self.path)!r} was begun with {was!r}: --resume needs the same"
                 raise RunError(key, value, text=text)
+        self.changes = changes(begun, run)
 
     def _mark_resume(self, checkpoint: Checkpoint | None) -> None:
         """Add a line to metrics.jsonl and rollouts.jsonl: what comes after the checkpoint will be made again."""

@@ -218,6 +218,9 @@ class TransferRole(Protocol):
     def leave(self, replica: int) -> None:
         """Enter that a replica is gone."""
 
+    async def prepare(self) -> None:
+        """Be ready to be given weights, now that the trainer is up: its next step must not overtake a push that waits."""
+
     async def push(self, command: PushWeights) -> WeightsPushed:
         """Send a version to where replicas can load it."""
 

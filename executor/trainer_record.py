@@ -45,7 +45,8 @@ class FollowerRecord(TrainerRecord):
         self.path = path
         self.checkpoints = Checkpoints(path / "checkpoints")
         self.resumed_from: Checkpoint | None = None
-        self._metrics: LineFile
+        self._metrics: LineFile | None = None
+        """None before it is opened."""
 
     def open(self, leg: int, *, is_resumed: bool) -> list[str]:
         """Make or reopen the directory; return what is wrong with checkpoints that a resume passes over.
@@ -65,14 +66,16 @@ class FollowerRecord(TrainerRecord):
 
     def write_step(self, figures: Mapping[str, object]) -> None:
         """Add a line to metrics.jsonl."""
+        assert self._metrics is not None, "call open first"
         self._metrics.write(json.dumps(figures).encode() + b"\n")
 
     def write_samples(self, make: Callable[[], SampledGroup | Mapping[str, object]]) -> None:
         """Write nothing: the trainer that leads has the same rollouts."""
 
     def close(self) -> None:
-        """Close its file."""
-        self._metrics.close()
+        """Close its file, if it was ever opened."""
+        if self._metrics is not None:
+            self._metrics.close()
 
 
 def followers_of(run: Run, path: Path) -> list[FollowerRecord]:

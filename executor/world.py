@@ -113,11 +113,10 @@ class RealWorld(World[Trace]):
         self._over = asyncio.Event()
         self._error: BaseException | None = None
         self._is_interrupted = False
-        execute = trace.run.execute
-        self._watchdog = Watchdog(execute.patience, trace.run.rollout.max_tokens)
-        self._turns = None
-        if trace.run.shares_gpus:
-            self._turns = DeviceTurns(self._members, FACTOR * execute.patience)
+        patience = trace.run.execute.patience
+        self._watchdog = Watchdog(patience, trace.run.rollout.max_tokens)
+        turns = DeviceTurns(self._members, FACTOR * patience)
+        self._turns = turns if trace.run.shares_gpus else None
 
     @property
     def now(self) -> float:
@@ -247,7 +246,10 @@ class RealWorld(World[Trace]):
                 self._buffer.drop(command)
                 return None
             case Score() | Train() | Step() | StartTrainer() | StopTrainer() | SaveCheckpoint():
-                return await self._trainers.carry_out(command)
+                event = await self._trainers.carry_out(command)
+                if isinstance(command, StartTrainer):
+                    await self._transfer.prepare()
+                return event
             case PushWeights():
                 return await self._transfer.push(command)
             case LoadWeights():
@@ -314,10 +316,9 @@ class RealWorld(World[Trace]):
 
     def _initial_model(self) -> str:
         """Return the directory that a replica loads first; a manifest of newer weights comes on top."""
-        if self._resume_from is not None:
-            return str(self._resume_from.path)
-        assert self._run.model.path is not None, "check_executable wants a path"
-        return self._run.model.path
+        path = self._run.model.path if self._resume_from is None else self._resume_from.path
+        assert path is not None, "check_executable wants a path"
+        return str(path)
 
     # What goes wrong, and the end -----------------------------------------------------------------
 

@@ -62,12 +62,16 @@ class ScriptedTransfer(TransferRole):
         self.manifests: dict[int, Manifest] = {}
         self._held: list[int] = []
         self._pushed: set[int] = set()
+        self._is_prepared = False
 
     def join(self, replica: int, place: str) -> None:
         pass
 
     def leave(self, replica: int) -> None:
         pass
+
+    async def prepare(self) -> None:
+        self._is_prepared = True
 
     async def fetch(self, version: int, replica: int) -> Manifest | None:
         if version not in self.manifests and version in self._pushed:
@@ -78,6 +82,7 @@ class ScriptedTransfer(TransferRole):
         self.stop()
 
     async def push(self, command: PushWeights) -> WeightsPushed:
+        assert self._is_prepared, "a trainer that is up is one that can push"
         manifest = await self._write(command.version, Path(os.devnull))
         self.manifests[command.version] = self.manifests.pop(command.version, manifest)
         self._pushed.add(command.version)

@@ -170,9 +170,10 @@ LAYERS = {
         *("checkup", "fidelity"),
     ),
     "executor": (
-        *("notices", "checksums", "tokens", "samples", "token_files", "kept_tokens"),
+        *("notices", "libc", "checksums", "tokens", "samples", "token_files", "kept_tokens"),
         *("prompt_probe", "prompts", "roles", "pretrained", "turnout", "buffer", "token_teller"),
         *(
+            "changed_settings",
             "checkpoints",
             "directory_lock",
             "attached",

@@ -515,6 +515,7 @@ def test_a_transfer_keeps_what_is_wanted_and_leaves_nothing(
         transfer = kind(write)
         num_bytes = sum(bucket.num_bytes for bucket in buckets)
         checksum = combine(bucket.checksum for bucket in buckets)
+        await transfer.prepare()
         transfer.join(0, "here")
         assert await versions(transfer) == []
         assert await pushed(transfer, 1) == WeightsPushed(1, num_bytes, checksum)

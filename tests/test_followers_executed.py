@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 from collections import Counter
@@ -216,6 +217,18 @@ def test_a_run_is_not_gone_on_with_by_other_trainers(tmp_path: Path) -> None:
         RunError, match=r"^follower_names is \('quick one',\), but the run in .*'slow'"
     ):
         RunDirectory(tmp_path / "run").find_checkpoint(other, resume=True)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_directory_is_refused_to_a_run_with_followers_in_its_own_words(
+    tmp_path: Path, resume: bool
+) -> None:
+    run = run_of(tmp_path)
+    if not resume:
+        die_after_step(run, 3)
+    directory = RunDirectory(tmp_path / "run")
+    with contextlib.closing(directory), pytest.raises(ValueError, match=r"holds (a|no) run"):
+        directory.find_checkpoint(run, resume)
 
 
 def test_a_follower_whose_every_checkpoint_is_damaged_is_for_a_person_to_decide_about(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
 from executor.carriers.remote import remote
 from executor.roles import RoleLostError
+from tests.verifying import wait_until_gone
 
 ROLE = "tests.test_handles:Counter"
 
@@ -212,3 +215,27 @@ def test_closing_ends_a_worker_that_computes_and_kills_one_that_hangs(
         return handle.exit_status
 
     assert asyncio.run(go()) == status
+
+
+PARENT = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from executor.carriers.handles import LocalProcess
+
+async def go():
+    handle = await LocalProcess.start(ROLE, {"first": 0}, Path(os.devnull), {})
+    await handle.call("count", returns=int)
+    handle.send_signal(signal.SIGSTOP)
+    print(handle.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+ROLE = sys.argv[1]
+asyncio.run(go())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills children with their parent")
+def test_a_worker_that_stands_still_dies_with_its_controller() -> None:
+    done = subprocess.run([sys.executable, "-c", PARENT, ROLE], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    wait_until_gone([int(done.stdout)], 5)

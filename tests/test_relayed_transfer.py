@@ -218,6 +218,25 @@ def test_a_version_that_is_made_anew_replaces_the_old_one() -> None:
     run(go, Bench())
 
 
+def test_once_prepared_a_push_reaches_the_trainer_before_what_is_begun_after_it() -> None:
+    async def go(bench: Bench) -> None:
+        order = []
+
+        async def write(version: int, directory: Path) -> Manifest:
+            order.append("push")
+            return await bench.write(version, directory)
+
+        async def step() -> None:
+            order.append("step")
+
+        bench.transfer._write = write
+        await bench.transfer.prepare()
+        await asyncio.gather(bench.transfer.push(PushWeights(1, 0)), step())
+        assert order == ["push", "step"]
+
+    run(go, Bench())
+
+
 def test_a_version_on_its_way_stays_where_an_older_one_is_let_go_of() -> None:
     async def go(bench: Bench) -> None:
         await bench.push(1)

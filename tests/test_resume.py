@@ -20,6 +20,7 @@ from executor.checkpoints import Checkpoint, Checkpoints, Position
 from executor.checksums import CHECKSUMS, find_damage, write_checksums
 from executor.checkup import run_paths
 from executor.execute import execute as execute_for_real
+from executor.execute import forget_other_samples
 from executor.record import RunDirectory
 from streamrl.engine.messages import Event, SaveCheckpoint, Step, Stepped
 from streamrl.engine.state import State
@@ -313,3 +314,32 @@ def test_a_directory_has_one_run_at_a_time_and_a_dead_one_holds_nothing(tmp_path
         holder.send_signal(signal.SIGKILL)
         holder.communicate()
     execute(run, resume=True)
+
+
+# Other settings -----------------------------------------------------------------------------------
+
+
+def test_what_a_resume_changes_is_known_by_key_with_both_values(tmp_path: Path) -> None:
+    die_after_step(real_run(tmp_path), 2)
+    run = real_run(tmp_path, algorithm__steps=9, rollout__temperature=0.5)
+    directory = RunDirectory(tmp_path / "run")
+    with contextlib.closing(directory):
+        directory.find_checkpoint(run, resume=True)
+    assert sorted(directory.changes.values()) == [
+        "algorithm.steps 4 -> 9",
+        "rollout.temperature 1.0 -> 0.5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "is_kept"), [("rollout.temperature", False), ("algorithm.steps", True)]
+)
+def test_tokens_of_another_distribution_are_not_gone_on_with(
+    key: str, is_kept: bool, tmp_path: Path
+) -> None:
+    directory, tokens = RunDirectory(tmp_path / "run"), tmp_path / "tokens"
+    directory.changes = {key: f"{key} 1 -> 2"}
+    tokens.mkdir()
+    (tokens / "7.0").write_bytes(b"tokens")
+    forget_other_samples(directory, tokens)
+    assert [path.name for path in tokens.iterdir()] == (["7.0"] if is_kept else [])

@@ -217,11 +217,11 @@ def test_a_scorer_that_cannot_be_loaded_is_an_error_with_its_reason(
 Use = Callable[[Verifier], Awaitable[None]]
 
 
-def use(do: Use) -> None:
+def use(do: Use, time_limit: float = 600) -> None:
     """Let a test have a verifier, and end it afterwards."""
 
     async def go() -> None:
-        verifier = Verifier(config("math-verify", time_limit=600))
+        verifier = Verifier(config("math-verify", time_limit=time_limit))
         try:
             await do(verifier)
         finally:
@@ -272,6 +272,21 @@ def test_a_fork_server_that_is_killed_is_replaced_and_its_verifications_fail() -
         assert (await verifier.verify(*EASY)).reward == 1.0
 
     use(do)
+
+
+def test_a_fork_server_that_stands_still_is_given_up_long_before_one_that_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("executor.verifier.verifier.ANSWER_TIME", 0.1)
+
+    async def do(verifier: Verifier) -> None:
+        assert (await verifier.verify(*EASY)).reward == 1.0
+        os.kill((await verifier.start()).pid, signal.SIGSTOP)
+        with pytest.raises(RuntimeError, match="status -9"):
+            await verifier.verify(*EASY)
+        assert (await verifier.verify(*EASY)).reward == 1.0
+
+    use(do, time_limit=1.0)
 
 
 def test_closing_does_not_wait_for_a_scorer_that_hangs_and_leaves_no_process() -> None:

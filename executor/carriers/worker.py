@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -67,5 +68,14 @@ def typed_arguments(method: Any, arguments: list[Any]) -> list[Any]:
     return [msgspec.convert(value, kind) for value, kind in zip(arguments, kinds, strict=True)]
 
 
+def die_with_parent() -> None:
+    """Let the kernel kill this process with the one that started it, be it stopped; only Linux knows how."""
+    if sys.platform == "linux":
+        from executor.libc import PR_SET_PDEATHSIG, prctl
+
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 if __name__ == "__main__":
+    die_with_parent()
     asyncio.run(serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2]))))

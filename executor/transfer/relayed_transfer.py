@@ -107,6 +107,13 @@ class RelayedTransfer(TransferRole):
         """Enter that a replica is gone; its place stays, for the one that replaces it."""
         self._place_of.pop(replica, None)
 
+    async def prepare(self) -> None:
+        """Start the relay beside the trainer, so that no push waits for it while the trainer goes on."""
+        try:
+            await self._near_place()
+        except ConnectionError as error:
+            tell(f"{error}; the next push tries again")
+
     async def push(self, command: PushWeights) -> WeightsPushed:
         """Bring a version to every place that has replicas."""
         version, near = command.version, await self._near_place()

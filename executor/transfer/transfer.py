@@ -26,6 +26,9 @@ class Transfer(TransferRole):
     def leave(self, replica: int) -> None:
         """Nothing was kept for it."""
 
+    async def prepare(self) -> None:
+        """The directory is there."""
+
     async def push(self, command: PushWeights) -> WeightsPushed:
         """Send a version to where replicas can load it."""
         try:

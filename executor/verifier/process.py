@@ -64,6 +64,8 @@ class ForkServerProcess:
         self._num_requests = 0
         self._listener = asyncio.create_task(self._listen(reader))
         self.is_lost = False
+        self.has_answered = False
+        """Whether its scorers are loaded."""
 
     @classmethod
     async def start(
@@ -146,6 +148,7 @@ class ForkServerProcess:
         with suppress(ValueError, ConnectionError):  # what is no reply ends it too
             while line := await reader.readline():
                 reply = msgspec.json.decode(line, type=Reply)
+                self.has_answered = True
                 waiting = self._replies.get(reply.id)
                 if waiting is not None and not waiting.done():  # its caller may have given up
                     waiting.set_result(reply)

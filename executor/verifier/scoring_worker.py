@@ -15,7 +15,7 @@ from itertools import pairwise
 from math import isfinite
 from typing import NamedTuple, NoReturn
 
-from executor.verifier.libc import prctl
+from executor.libc import PR_SET_PDEATHSIG, prctl
 from executor.verifier.sandbox import Sandbox
 from executor.verifier.scorers import Grader
 
@@ -23,7 +23,6 @@ REWARD, ERROR, MEMORY = b"R", b"E", b"M"
 """The first byte of a verdict: 8 bytes of a float follow, a text, or nothing."""
 MOST_BYTES = 4096  # of a verdict: what a pipe delivers in one piece
 MOST_FILES = 1 << 16  # more than a fork server ever opens
-PR_SET_PDEATHSIG = 1
 
 
 class ScoringOutcome(NamedTuple):

@@ -22,9 +22,10 @@ from streamrl.runfile.sides_config import VerifierConfig
 if TYPE_CHECKING:
     from streamrl.workload.prompt_records import Record
 
-START_TIME = (
-    120.0  # seconds for an answer beyond its time limit: a scorer loads slowly from a cold disk
-)
+START_TIME = 120.0
+"""Seconds for the first answer beyond its time limit: a scorer loads slowly from a cold disk."""
+ANSWER_TIME = 30.0
+"""Seconds for each later one: a process that takes longer has been stopped, or hangs."""
 
 MOST_CHARACTERS = 150_000
 """Of an answer: some 40,000 tokens, which as JSON fill a pipe of 1 MiB at most, so that nobody waits to write one."""
@@ -164,4 +165,5 @@ class Verifier(VerifierRole):
 
     async def _ask(self, place: int, answer: str, record: Record) -> Reply:
         process = await self.start()
-        return await process.ask(place, answer, record, START_TIME + self._limits.time)
+        beyond = ANSWER_TIME if process.has_answered else START_TIME
+        return await process.ask(place, answer, record, beyond + self._limits.time)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 
+PR_SET_PDEATHSIG = 1
+"""The signal that a process gets when the thread that started it dies."""
+
 _LIBRARY = ctypes.CDLL(None, use_errno=True)
 
 
