@@ -135,7 +135,7 @@ def test_the_exported_nemo_rl_file_takes_the_nodes_that_generate_out_of_the_clus
 def test_options_refer_to_values_and_facts_that_plans_have(name: ExportName) -> None:
     run, table, framework = load_run(MAIN), load_options(name), load_framework(name)
     values, facts = planned_values(run), conditions(run)
-    kinds = ("algorithm", "correction", "dtype", "layout", "recompute", "serves", "sync", "system")
+    kinds = ("algorithm", "correction", "dtype", "layout", "recompute", "sends", "serves", "sync")
     layouts = {layout.name for layout in framework.layouts}
     for option in table.options:
         assert option.of == "" or option.of in values, option.name
@@ -143,7 +143,11 @@ def test_options_refer_to_values_and_facts_that_plans_have(name: ExportName) -> 
     for entry in (*table.launch, *table.options, *table.notes):
         for fact in (each.removeprefix("!") for each in entry.when):
             kind, _, which = fact.partition(":")
-            assert kind in (*kinds, "zero") if which else fact in {*facts, "packed", "padded"}, fact
+            assert (
+                kind in (*kinds, "system", "zero")
+                if which
+                else fact in {*facts, "packed", "padded"}
+            ), fact
             assert kind != "layout" or which in layouts, fact
     names = {option.name for option in table.options}
     for relation in table.relations:

@@ -1,5 +1,7 @@
 """Seconds that a framework takes of its own, each with where it comes from: of a step, and of a switch of shared GPUs.
 
+What nothing measured stands for, and what the framework has not, is said beside them.
+
 A figure is, in this order: the run file's, its calibration's, that of the framework it names, and what published frameworks
 usually take.
 """
@@ -12,7 +14,13 @@ from typing import Literal, NamedTuple
 from sim.costs.calibrated import stated_overhead
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.config import Run
-from streamrl.runfile.frameworks import USUAL, framework_of, load_usual, settings_of
+from streamrl.runfile.frameworks import (
+    SYNC_BACKEND,
+    USUAL,
+    framework_of,
+    load_usual,
+    settings_of,
+)
 
 Figure = Literal["step_time", "switch_time"]
 FOLDER = "profiles/frameworks"
@@ -57,6 +65,17 @@ def framework_sources(run: Run) -> Iterator[str]:
             yield f"framework {framework.name} has {setting.key} = {own}: {setting.source}"
         else:
             yield f"run file: {setting.key} = {own}, where framework {framework.name} has {setting.value}"
+    if not framework.generates_with(run.costs.engine):
+        yield (
+            f"run file: costs.engine = {run.costs.engine}, where framework {framework.name} generates with "
+            f"{framework.engine_names}"
+        )
+    why = framework.roofline_sync(run)
+    if why is not None:
+        yield (
+            f"{SYNC_BACKEND} of framework {framework.name} is unknown ({why}): {run.sync.backend} stands in, "
+            "a roofline of what the wires need and nothing else"
+        )
     times = [own_step_time(run), *([own_switch_time(run)] if run.shares_gpus else [])]
     yield from (time.source for time in times)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from sim.planner.modes import Choices, find_choices
+from streamrl.hardware.profiles import known_engines
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import OneOf, RunError, shown
 from streamrl.runfile.frameworks import Framework, framework_of
@@ -27,16 +28,29 @@ def keep_to_framework(run: Run) -> Scope:
     """Return an offer with a section `[plan]` that holds only what its framework can do.
 
     Raises:
-        RunError: of what `[plan]` names for a key the framework has nothing.
+        RunError: of what `[plan]` names for a key the framework has nothing, or it does not generate with
+            `costs.engine`.
     """
     framework = framework_of(run)
     if framework is None:
         return Scope(run, [])
+    _check_engine(run, framework)
     wanted, able = find_choices(run), _able(run, framework)
     kept = {key: _kept(run, key, getattr(wanted, key), getattr(able, key)) for key in able._fields}
     mixes = run.plan.mixes_replicas and framework.mixes_replicas
     plan = replace(run.plan, mixes_replicas=mixes, **kept)
     return Scope(replace(run, plan=plan), list(_left_out(run, framework, wanted, able)))
+
+
+def _check_engine(run: Run, framework: Framework) -> None:
+    engine = run.costs.engine
+    if not framework.generates_with(engine):
+        able = [name for name in known_engines() if framework.generates_with(name)]
+        text = (
+            f"costs.engine {shown(engine)}: framework {framework.name} generates with "
+            f"{framework.engine_names}, so there is {', '.join(able)}"
+        )
+        raise RunError("costs.engine", engine, OneOf(able), text, ("framework.name",))
 
 
 def _able(run: Run, framework: Framework) -> Choices:

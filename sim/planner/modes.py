@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from streamrl.engine.presets import SYSTEMS
 from streamrl.runfile.config import Run
 from streamrl.runfile.dtypes import NARROW
+from streamrl.runfile.frameworks import keep_filled_in
 from streamrl.runfile.policies_config import (
     DispatchName,
     OrderName,
@@ -54,7 +55,8 @@ class Mode(NamedTuple):
         policies = replace(
             policies, max_staleness=self.max_staleness, dispatch=self.dispatch, order=self.order
         )
-        return replace(run, policies=policies, sync=replace(run.sync, mode=self.sync_mode))
+        sync = replace(run.sync, mode=self.sync_mode)
+        return keep_filled_in(run, replace(run, policies=policies, sync=sync))
 
 
 class Choices(NamedTuple):
@@ -80,15 +82,15 @@ def find_choices(run: Run) -> Choices:
 def find_modes(run: Run) -> list[Mode]:
     """Return every mode, those of one system beside each other."""
     choices = find_choices(run)
-    return [
+    modes = (
         Mode(system, staleness, dispatch, order, sync)
         for system in choices.systems
         for staleness in _bounds(run, system)
         for dispatch in choices.dispatch
         for order in choices.order
         for sync in choices.sync_modes
-        if system != "colocated" or _is_colocatable(run, sync)
-    ]
+    )
+    return [mode for mode in modes if mode.system != "colocated" or _is_colocatable(run, mode)]
 
 
 def _bounds(run: Run, system: SystemName) -> list[float | int | None]:
@@ -126,5 +128,6 @@ def _usual_sync(run: Run) -> list[SyncMode]:
     return ["full", "delta"] if own == "full" and is_tight else [own]
 
 
-def _is_colocatable(run: Run, sync: SyncMode) -> bool:
-    return sync == "full" and run.sync.backend == SyncConfig().backend
+def _is_colocatable(run: Run, mode: Mode) -> bool:
+    sync = mode.apply(run).sync
+    return sync.mode == "full" and sync.backend == SyncConfig().backend

@@ -7,11 +7,13 @@ import numpy as np
 from sim.costs.costs import kernels_of
 from sim.costs.curves import compose_decode
 from sim.costs.inference import Shard
+from sim.costs.wires import Wires
 from streamrl.hardware.formats import is_narrow, shard_weight_bytes
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.precision import check_units, precision_of
 from streamrl.hardware.workspace import workspace_bytes
 from streamrl.report.generation import GenerationCurve, GenerationPoint
+from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR
 
 
@@ -31,15 +33,19 @@ def study_generation(
 ) -> GenerationCurve:
     """Compose the decode step at batches of powers of two, as many as memory holds.
 
+    Nodes are of 8 GPUs, which NVLink joins; tensor ranks of several of them reduce over the GPUs' own network.
+
     Raises:
-        ValueError: the GPU is unknown, does not compute in this dtype, or cannot hold one rollout.
+        ValueError: the GPU is unknown, does not compute in this dtype, or cannot hold one rollout; or tensor ranks fill no
+            whole nodes.
     """
     wide = "bfloat16" if is_narrow(dtype) else dtype
     own, degrees = (
         precision_of(dtype, kv_dtype, wide, weight_only=weight_only),
         (tensor_parallel, expert_parallel),
     )
-    shard = Shard(model, kernels_of(gpu, own, backend), *degrees)
+    kernels, wires = kernels_of(gpu, own, backend), _wires(gpu, tensor_parallel)
+    shard = Shard(model, kernels, *degrees, wires=wires)
     hardware = shard.kernels.gpu
     check_units(own, hardware.name, hardware.flops)
     weights = shard_weight_bytes(model, own.weights, own.wide, *degrees)
@@ -71,6 +77,19 @@ def study_generation(
         points=points,
         provenance=curve.provenance,
     )
+
+
+def _wires(gpu: str, tensor_parallel: int) -> Wires | None:
+    """Return what joins the nodes of a replica, as a pool's of which a run file says no more; None where one holds it."""
+    pool = PoolConfig(gpu=gpu)
+    if pool.domain % tensor_parallel == 0:
+        return None
+    if tensor_parallel % pool.domain:
+        raise ValueError(
+            f"--tensor-parallel must divide the {pool.domain} GPUs of a node or be a multiple of them, "
+            f"got {tensor_parallel}"
+        )
+    return Wires.of(pool)
 
 
 def _point(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from streamrl.doctor.finding import Changes, Finding, Level
 from streamrl.doctor.fix import Fix
+from streamrl.hardware.profiles import known_engines
 from streamrl.runfile.config import Run
 from streamrl.runfile.frameworks import (
     SPLITS,
@@ -17,7 +18,7 @@ from streamrl.runfile.frameworks import (
 )
 
 SECONDS = ("step_time", "switch_time")
-CHOICES = ("system", "sync", "dispatch", "order")
+CHOICES = ("system", "sync", "dispatch", "order", "engine")
 """Kinds of findings of what a framework has several of, each `framework-KIND`."""
 
 
@@ -62,6 +63,8 @@ def _seconds(run: Run, framework: Framework) -> str:
             parts.append(f"{name} unknown, those of profiles/frameworks/usual.toml stand in")
         else:
             parts.append(f"{name} {_formula(known)}")
+    if framework.roofline_sync(run) is not None:
+        parts.append(f"weight sync unknown, {run.sync.backend} stands in, a roofline of the wires")
     return f"seconds of framework {framework.name}: {', '.join(parts)}"
 
 
@@ -103,9 +106,21 @@ def _choices(run: Run, framework: Framework) -> Iterator[Chosen]:
         ("sync.mode", run.sync.mode, framework.sync_modes(run.costs.engine)),
         ("policies.dispatch", policies.dispatch or "least-loaded", framework.dispatch),
         ("policies.order", policies.order or "fifo", framework.order),
+        ("costs.engine", run.costs.engine, _engines(framework)),
     )
     for what, (key, value, able) in zip(CHOICES, of_each, strict=True):
         yield Chosen(f"framework-{what}", key, value, list(able))
+
+
+def _engines(framework: Framework) -> list[str]:
+    """Return the engines of profiles/engines that a framework generates with, the newest of each first."""
+    known = filter(framework.generates_with, known_engines())
+    return sorted(known, key=_version, reverse=True)
+
+
+def _version(engine: str) -> tuple[str, list[int]]:
+    name, _, version = engine.rpartition("-")
+    return name, [int(part) for part in version.split(".") if part.isdigit()]
 
 
 def _finding(level: Level, name: str, text: str) -> Finding:

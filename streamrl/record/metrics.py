@@ -31,7 +31,7 @@ from streamrl.record.whole_run import WholeRun, make_whole_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.sides import sides_of, trainer_names
 
-VERIFY = "verify"
+VERIFY, SYNC = "verify", "sync"
 """What a verifier's GPUs do, and the operation whose costs say how long."""
 
 TRAINING = ("score", "train")
@@ -96,7 +96,8 @@ class Metrics(Speed, frozen=True, kw_only=True):
     trainers: list[TrainerMetrics]
     """Every trainer, the one that leads first: all other figures of steps are its own."""
     tiers: dict[str, float]
-    """Share of busy seconds, but those of verifiers, by where they came from: measured, composed, roofline."""
+    """Share of the seconds in which GPUs work or wait for weights, by where they came from: measured, composed, roofline.
+    Those of verifiers only where a reward model's are composed."""
     ledger: Balance
     """What became of every rollout and every version, of what is recorded here."""
     uncertainty: Uncertainty | None = None
@@ -257,7 +258,7 @@ def _side(shares: Attribution) -> SideMetrics:
 
 
 def _tiers(trace: Trace, shares: SidesAttribution) -> dict[str, float]:
-    """Weigh the tier of each operation with its share of the busy seconds."""
+    """Weigh the tier of each operation with its share of the seconds that operations take."""
     if trace.world == "real":
         return {"measured": 1.0}
     tiers: dict[str, float] = {}
@@ -278,7 +279,7 @@ def _weights(
 ) -> Iterator[tuple[str, float]]:
     """Yield each operation with its share of all GPU-seconds; trainers that follow have costs of their own.
 
-    That of verifiers only where it is among those whose tier is known.
+    Those of verifiers, and those in which GPUs wait for weights, only where their tier is known.
     """
     others = dict.fromkeys(TRAINING, 0.0)
     for follower in run.followers:
@@ -291,3 +292,5 @@ def _weights(
         yield operation, shares.whole.busy.get(activity, 0.0) - others.get(activity, 0.0)
     if VERIFY in known:
         yield VERIFY, shares.whole.busy.get(VERIFY, 0.0)
+    if SYNC in known:
+        yield SYNC, shares.whole.idle.get(SYNC, 0.0)

@@ -8,6 +8,8 @@ drift unforeseen nor an error of the costs is in it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import takewhile
 from math import ceil
 from typing import NamedTuple, TypeVar
 
@@ -59,7 +61,10 @@ class WholeRun(msgspec.Struct, frozen=True, kw_only=True):
     egress: float
     """Dollars of weights that cross links."""
     start_time: float
-    """Seconds that the start takes beyond what as many steady steps do."""
+    """Seconds by which the steps at the start are longer than mean ones, up to the first that is not: replicas come up,
+    and nothing is generated yet. What later steps before the steady state take more or less is in `seconds` alone."""
+    start_time_interval: tuple[float, float] | None = None
+    """95 % interval of that, from that of the mean step."""
     checkpoint_time: float
     """Seconds of all checkpoints."""
     tokens: float
@@ -79,6 +84,7 @@ class WholeTime(NamedTuple):
     seconds: float
     interval: tuple[float, float] | None
     start_time: float
+    start_interval: tuple[float, float] | None
     checkpoint_time: float
 
 
@@ -97,12 +103,29 @@ def whole_time(run: Run, speed: Speed, *, is_recorded: bool = False) -> WholeTim
     checkpoints = -(-steps // run.execute.checkpoint_every)
     saving = 0.0 if is_recorded else checkpoints * run.framework.checkpoint_time
     known = before + saving
-    interval = None
+    start, interval, start_interval = speed.step_times[:num_before], None, None
     if speed.step_time_interval is not None:
         least, most = speed.step_time_interval
         interval = (known + rest * least, known + rest * most)
-    start_time = before - num_before * speed.step_time
-    return WholeTime(steps, known + rest * speed.step_time, interval, start_time, saving)
+        start_interval = (_held_up(start, most), _held_up(start, least))
+    return WholeTime(
+        steps,
+        known + rest * speed.step_time,
+        interval,
+        _held_up(start, speed.step_time),
+        start_interval,
+        saving,
+    )
+
+
+def _held_up(step_times: Sequence[float], step_time: float) -> float:
+    """Return the seconds by which the first steps are longer than a mean one, up to the first that is not.
+
+    Steps that follow are shorter than mean ones where they train on what was generated meanwhile, and as long as they
+    were by chance: neither is the start's.
+    """
+    longer = takewhile(lambda seconds: seconds > step_time, step_times)
+    return sum(seconds - step_time for seconds in longer)
 
 
 def whole_dollars(speed: Speed, time: WholeTime, seconds: float) -> float:
@@ -147,6 +170,7 @@ def make_whole_run(
         pools=pools,
         egress=time.steps * speed.egress_per_step,
         start_time=time.start_time,
+        start_time_interval=time.start_interval,
         checkpoint_time=time.checkpoint_time,
         tokens=time.steps * speed.step_time * speed.goodput,
         rollouts=round(time.steps * speed.step_time * speed.samples_per_second),

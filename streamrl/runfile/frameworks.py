@@ -20,12 +20,14 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.framework_config import FrameworkName
 from streamrl.runfile.keys import place_of
 from streamrl.runfile.policies_config import DispatchName, OrderName, SyncMode, SystemName
+from streamrl.runfile.sides_config import SyncConfig
 from streamrl.runfile.trainers import full_key
 from streamrl.runfile.units import Duration, read_quantity
 
 FRAMEWORKS = Path(__file__).resolve().parents[2] / "profiles" / "frameworks"
 USUAL = "usual"
 """The file whose seconds stand in for those that a framework's own file has not."""
+SYNC_BACKEND, SYNC_MODE = "sync.backend", "sync.mode"
 PARAMETERS = 1e9
 """Of a model, to which `per_billion` belongs."""
 
@@ -86,6 +88,13 @@ class WayToSync(_Table, frozen=True, kw_only=True):
     """How `costs.engine` begins, where only that inference engine takes it."""
 
 
+class WayToGenerate(_Table, frozen=True, kw_only=True):
+    """An inference engine that the framework generates with."""
+
+    name: str
+    """How `costs.engine` begins."""
+
+
 class Layout(_Table, frozen=True, kw_only=True):
     """A training back end of the framework: degrees above 1 that it has, and its ZeRO stages."""
 
@@ -132,6 +141,8 @@ class Framework(_Table, frozen=True, kw_only=True):
     passes: list[ExtraPass] = []
     systems: list[WayToRun]
     sync: list[WayToSync]
+    engines: list[WayToGenerate] = []
+    """None where it generates with whatever `costs.engine` names."""
     layouts: list[Layout]
     dispatch: list[DispatchName]
     order: list[OrderName]
@@ -151,6 +162,22 @@ class Framework(_Table, frozen=True, kw_only=True):
     def sync_modes(self, engine: str) -> list[SyncMode]:
         """Return what a sync may send to an inference engine of profiles/engines."""
         return [way.mode for way in self.sync if engine.startswith(way.engine)]
+
+    def generates_with(self, engine: str) -> bool:
+        """Whether it has an inference engine of profiles/engines."""
+        return not self.engines or any(engine.startswith(each.name) for each in self.engines)
+
+    @property
+    def engine_names(self) -> str:
+        """Name the inference engines that it generates with."""
+        return " or ".join(each.name for each in self.engines)
+
+    def roofline_sync(self, run: Run) -> str | None:
+        """Return why nothing measured stands for a run's weight sync; None where something does, or nothing is sent."""
+        if run.shares_gpus or run.sync.backend != SyncConfig().backend:
+            return None
+        own = self.unknown.get(f"{SYNC_BACKEND} where {SYNC_MODE} is {run.sync.mode}")
+        return own or self.unknown.get(SYNC_BACKEND)
 
     def layout_for(self, run: Run) -> Layout | None:
         """Return the first back end that splits a trainer as a run does; None where none does so."""
@@ -217,6 +244,31 @@ def settings_of(run: Run) -> Iterator[tuple[Setting, object]]:
             yield setting, value_at(run, setting.key)
 
 
+def keep_filled_in(run: Run, changed: Run) -> Run:
+    """Return a changed run with what its framework fills in for it; what the run before has otherwise stays.
+
+    A key that has what the framework fills in is taken for filled in.
+    """
+    framework = framework_of(run)
+    for key in {setting.key for setting in framework.settings} if framework else ():
+        before, now = (_filled_in(each, key) for each in (run, changed))
+        if before != now and value_at(run, key) == before:
+            changed = _with_value(changed, key, now)
+    return changed
+
+
+def _filled_in(run: Run, key: str) -> object:
+    """Return what a run has at a key that its file leaves out."""
+    filled = (setting.value for setting, _ in settings_of(run) if setting.key == key)
+    return next(filled, _default_of(key))
+
+
+def _with_value(run: Run, key: str, value: object) -> Run:
+    section, name = key.split(".")
+    changed = msgspec.structs.replace(getattr(run, section), **{name: value})
+    return msgspec.structs.replace(run, **{section: changed})
+
+
 def value_at(run: Run, key: str) -> object:
     """Return the value of a key of a section; of `[[trainer]]` that of the first."""
     section, name = key.split(".")
@@ -226,11 +278,15 @@ def value_at(run: Run, key: str) -> object:
 def _value_in(table: dict[str, Any], key: str) -> object:
     """Return what a table has at a key, or the key's default."""
     place, last = _place_in(table, key)
+    return place.get(last, _default_of(key))
+
+
+@functools.cache
+def _default_of(key: str) -> object:
+    """Return what a key of a section has where neither the run file nor a framework says."""
     section, name = key.split(".")
-    defaults = {
-        field.name: field.default for field in msgspec.structs.fields(get_type_hints(Run)[section])
-    }
-    return place.get(last, defaults[name])
+    fields = msgspec.structs.fields(get_type_hints(Run)[section])
+    return next(field.default for field in fields if field.name == name)
 
 
 def _place_in(table: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:

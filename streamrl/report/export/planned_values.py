@@ -52,6 +52,7 @@ def planned_facts(run: Run, framework: Framework) -> set[str]:
         f"dtype:{run.model.dtype}",
         f"layout:{'none' if layout is None else layout.name}",
         f"recompute:{run.trainer.recompute}",
+        f"sends:{run.sync.backend}",
         f"serves:{run.costs.engine.partition('-')[0]}",
         f"sync:{run.sync.mode}",
         f"system:{run.policies.system}",
