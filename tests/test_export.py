@@ -186,6 +186,16 @@ def test_a_trainer_that_no_back_end_splits_so_is_said_first() -> None:
     assert "trainer.tensor_parallel = 4" in comments
 
 
+def test_a_way_of_sending_weights_that_verl_has_an_option_for_is_in_no_comment() -> None:
+    option = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+    for stated, named in (("nccl-buckets", "nccl"), ("checkpoint-engine", "kimi_ckpt_engine")):
+        run = load_run(MAIN, [f"sync.backend={stated}"])
+        found, _, comments = read_script(export(run, "verl"))
+        assert found[option] == named and "sync.backend" not in comments
+    comments = read_script(export(load_run(MAIN, ["sync.backend=nccl-reshard"]), "verl"))[2]
+    assert "sync.backend = nccl-reshard" in comments
+
+
 def test_slime_keeps_its_relation_of_batch_and_steps() -> None:
     settings = ["algorithm.name=grpo", "algorithm.group_size=8", "framework.optimizer_steps=4"]
     found, command, _ = read_script(export(load_run(MAIN, settings), "slime"))

@@ -11,13 +11,14 @@ import pytest
 
 from sim.costs.costs import Costs
 from sim.costs.framework_time import framework_sources, own_step_time, own_switch_time
+from sim.costs.sync import SyncCosts
 from sim.costs.training.training import TrainingCosts
 from sim.planner.framework_scope import keep_to_framework
 from sim.planner.layouts import OF_FRAMEWORK
 from sim.planner.modes import find_modes
 from sim.planner.space import find_trainers
 from streamrl.doctor.diagnosis import examine
-from streamrl.hardware.profiles import load_model
+from streamrl.hardware.profiles import known_engines, load_model
 from streamrl.report.page.assumptions import assumptions_of
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
@@ -75,6 +76,8 @@ def test_the_page_of_frameworks_has_what_their_files_say() -> None:
     (steps,) = (row for row in rows if row[0] == "`framework.optimizer_steps`")
     (seconds,) = (row for row in rows if row[0].startswith("seconds of a step"))
     (switch,) = (row for row in rows if row[0].startswith("seconds of a switch"))
+    (sends,) = (row for row in rows if row[0].startswith("`sync.backend`"))
+    (engines,) = (row for row in rows if row[0] == "`costs.engine`")
     for place, name in enumerate(head, start=1):
         found = load_framework(name)  # type: ignore[arg-type]
         (filled,) = [
@@ -86,6 +89,10 @@ def test_the_page_of_frameworks_has_what_their_files_say() -> None:
         assert steps[place] == str(filled)
         assert seconds[place] == f"{stands_in[0]}{step.base:g}"
         assert switch[place] == f"{stands_in[1]}{turn.base:g}, {turn.per_billion:g}"
+        run = of_framework(name)
+        unknown = "unknown: " if "sync.backend" in found.unknown else ""
+        assert sends[place] == f"{unknown}{run.sync.backend}"
+        assert engines[place] == run.costs.engine
 
 
 def test_seconds_of_a_switch_are_the_least_squares_of_what_was_published() -> None:
@@ -195,6 +202,86 @@ def test_a_report_takes_for_granted_what_a_framework_fills_in() -> None:
 def test_published_seconds_say_nothing_of_cpus() -> None:
     cpus = {"cluster.pools": {"far": {"gpu": "cpu"}, "near": {"gpu": "cpu"}}}
     assert own_step_time(of_framework("verl", cpus)).seconds == 0.0
+
+
+# How weights are sent, and what generates ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("verl", "nccl-buckets"), ("openrlhf", "nccl-broadcast"), ("trl", "nccl-broadcast")],
+)
+def test_a_framework_sends_weights_in_its_own_way_where_that_was_measured(
+    name: str, backend: str
+) -> None:
+    link = {"between": ["far", "near"], "bandwidth": "80 Gbps", "transport": "rdma"}
+    run = of_framework(name, {"cluster.links": [link]})
+    assert run.sync.backend == backend and SyncCosts.load(run).tier == "composed"
+    told = "\n".join(framework_sources(run))
+    assert f"framework {name} has sync.backend = {backend}" in told and "roofline" not in told
+    assert of_framework(name, {"sync.backend": "checkpoint-engine"}).sync.backend != backend
+
+
+def test_verls_push_of_72b_takes_what_verl_measured() -> None:
+    pools = {name: {"gpu": "h100", "nodes": 8} for name in ("far", "near")}
+    changes = {"model": {"name": "qwen2.5-72b"}, "cluster.pools": pools}
+    assert SyncCosts.load(of_framework("verl", changes)).push_time == pytest.approx(28.8, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["nemo-rl", "slime"])
+def test_a_sync_that_nobody_measured_is_told_to_be_a_roofline(name: str) -> None:
+    run = of_framework(name)
+    assert run.sync.backend == "broadcast-tree"
+    (told,) = (each for each in framework_sources(run) if each.startswith("sync.backend"))
+    assert f"of framework {name} is unknown" in told and "a roofline" in told
+    found = {each.name: each.text for each in examine(run)}
+    assert "weight sync unknown, broadcast-tree stands in" in found["framework-seconds"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"policies.system": "colocated"}, {"sync.mode": "delta"}, {"sync.mode": "lora"}]
+)
+def test_a_way_of_sending_is_not_filled_in_for_what_it_was_not_measured_for(
+    changes: dict[str, Any],
+) -> None:
+    shared = {"rollout.pool": "near"} if "policies.system" in changes else {}
+    assert of_framework("verl", {**changes, **shared}).sync.backend == "broadcast-tree"
+
+
+def test_every_mode_of_a_plan_sends_as_its_framework_does_for_that_mode() -> None:
+    run, _ = keep_to_framework(load_run(OFFER, ["framework.name=verl", "costs.engine=sglang-0.5"]))
+    sent = {(m.system, m.sync_mode): m.apply(run).sync.backend for m in find_modes(run)}
+    assert sent == {
+        ("colocated", "full"): "broadcast-tree",
+        ("fully-async", "full"): "nccl-buckets",
+        ("fully-async", "delta"): "broadcast-tree",
+    }
+
+
+def test_a_backend_that_the_run_file_states_stays_in_every_mode_of_a_plan() -> None:
+    stated = load_run(OFFER, ["framework.name=verl", "sync.backend=checkpoint-engine"])
+    run, _ = keep_to_framework(stated)
+    assert {mode.apply(run).sync.backend for mode in find_modes(run)} == {"checkpoint-engine"}
+
+
+def test_slime_generates_with_the_newest_sglang_and_a_stated_engine_wins() -> None:
+    newest = max(name for name in known_engines() if name.startswith("sglang"))
+    assert of_framework("slime").costs.engine == newest
+    run = of_framework("slime", {"costs.engine": "vllm-0.11"})
+    assert run.costs.engine == "vllm-0.11"
+    told = "\n".join(framework_sources(run))
+    assert f"costs.engine = vllm-0.11, where framework slime has {newest}" in told
+
+
+def test_an_engine_that_a_framework_has_not_is_told_warned_of_and_not_planned_with() -> None:
+    run = of_framework("openrlhf", {"costs.engine": "sglang-0.5"})
+    assert any("framework openrlhf generates with vllm" in each for each in framework_sources(run))
+    found = {each.name: each for each in examine(run) if each.level == "warning"}
+    assert found["framework-engine"].changes == {"costs.engine": "vllm-0.11"}
+    offer = load_run(OFFER, ["framework.name=slime", "costs.engine=vllm-0.11"])
+    line = r"costs\.engine 'vllm-0\.11': framework slime generates with sglang"
+    with pytest.raises(RunError, match=line):
+        keep_to_framework(offer)
 
 
 # What a plan may choose among ---------------------------------------------------------------------

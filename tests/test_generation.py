@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from sim.costs.sync_profiles import load_transport
 from sim.studies.replica_speed import study_generation
 from streamrl.cli.main import app
 from streamrl.hardware.operators import Peak
@@ -23,6 +24,7 @@ from streamrl.report.generation import (
     generation_table,
 )
 from streamrl.runfile.cluster_config import ModelConfig
+from tests.command_line import streamrl
 from tests.test_tables import make_table
 
 RUNNER = CliRunner()
@@ -180,3 +182,21 @@ def test_work_that_gets_faster_as_it_grows_is_wrong_where_it_is_not_noise() -> N
     )
     assert finding.is_wrong and "column 64 2%" in finding.text
     assert np.isfinite(reverse).all()
+
+
+def test_tensor_ranks_of_two_nodes_reduce_over_the_network_between_them() -> None:
+    model = load_model(ModelConfig(name="llama-3.1-70b"))
+    one, two = (
+        study_generation(model, "h100", tensor_parallel=degree, max_running=1) for degree in (8, 16)
+    )
+    network = "roofline of NVIDIA H100 80 GB SXM: network between nodes"
+    assert network in two.provenance.sources and network not in one.provenance.sources
+    messages = 2 * model.num_layers * 2 * load_transport("rdma").message_latency
+    assert two.points[0].step_time > one.points[0].step_time / 2 + messages
+
+
+def test_tensor_ranks_that_fill_no_whole_nodes_are_one_line_and_status_two() -> None:
+    done = streamrl("profile", "show", "llama-3.1-70b", "--gpu", "h100", "--tp", "12")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    line = "--tensor-parallel must divide the 8 GPUs of a node or be a multiple of them, got 12"
+    assert line in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
+from sim.steady_state import simulate_steady
 from streamrl.engine.messages import (
     Abort,
     CheckpointSaved,
@@ -30,6 +31,7 @@ from streamrl.record.trace import Trace
 from streamrl.runfile.config import Run
 from tests.hand_traces import LEARNERS, HandTrace
 from tests.random_runs import FaultyWorld, failures, runs_of_several
+from tests.runs import small_run
 
 BOTH, ALL = (1, 2), (1, 3)
 """First and last step that count."""
@@ -124,6 +126,22 @@ def test_tiers_weigh_busy_seconds() -> None:
         "measured": pytest.approx(20 / 32),
         "roofline": pytest.approx(12 / 32),
     }
+
+
+def test_seconds_that_wait_for_weights_are_of_the_tier_of_the_sync() -> None:
+    link = {"between": ["far", "near"], "bandwidth": "80 Gbps", "transport": "rdma"}
+    changes = {"simulate.max_steps": 6, "cluster.links": [link]}
+    by_wires, as_measured = (
+        measure(simulate_steady(small_run({**changes, "sync.backend": backend})))
+        for backend in ("broadcast-tree", "nccl-buckets")
+    )
+    for metrics, tier in ((by_wires, "roofline"), (as_measured, "composed")):
+        worked = sum(metrics.busy.values()) - metrics.busy.get("verify", 0.0)
+        waited = metrics.idle["sync"]
+        assert waited > 0.01
+        assert metrics.tiers[tier] > waited / (worked + waited) - 1e-9
+        assert sum(metrics.tiers.values()) == pytest.approx(1.0)
+    assert as_measured.tiers.get("roofline", 0.0) < as_measured.idle["sync"]
 
 
 def test_a_trace_without_a_step_is_refused() -> None:

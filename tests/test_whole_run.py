@@ -75,6 +75,16 @@ def test_the_start_is_as_it_was_and_all_other_steps_are_mean_ones_with_their_int
     assert whole_time(run_of(1), SPEED).interval == (30, 30)
 
 
+def test_a_start_is_as_long_as_its_steps_are_longer_and_never_less_than_nothing() -> None:
+    fast = replace(SPEED, step_times=[15.0, 4.0, 10.5, 10.0, 10.0], counted_steps=(4, 5))
+    time = whole_time(run_of(100), fast)
+    assert time.seconds == 15 + 4 + 10.5 + 97 * 10
+    assert (time.start_time, time.start_interval) == (5, (4, 6))
+    even = replace(fast, step_times=[10.0, 9.0, 10.0, 10.0, 10.0])
+    assert whole_time(run_of(100), even).start_time == 0
+    assert whole_time(run_of(100), replace(fast, step_time_interval=None)).start_interval is None
+
+
 def test_dollars_are_gpus_by_the_second_and_egress_by_the_step() -> None:
     time = whole_time(run_of(100), SPEED)
     assert whole_dollars(SPEED, time, time.seconds) == pytest.approx(1022 * 0.5 + 100 * 2)

@@ -23,7 +23,7 @@ from streamrl.runfile.frameworks import (
 )
 
 Figure = Literal["step_time", "switch_time"]
-FOLDER = "profiles/frameworks"
+FOLDER, ENGINE = "profiles/frameworks", "costs.engine"
 
 
 class StatedTime(NamedTuple):
@@ -65,9 +65,10 @@ def framework_sources(run: Run) -> Iterator[str]:
             yield f"framework {framework.name} has {setting.key} = {own}: {setting.source}"
         else:
             yield f"run file: {setting.key} = {own}, where framework {framework.name} has {setting.value}"
-    if not framework.generates_with(run.costs.engine):
+    is_told = any(setting.key == ENGINE for setting in framework.settings)
+    if not (is_told or framework.generates_with(run.costs.engine)):
         yield (
-            f"run file: costs.engine = {run.costs.engine}, where framework {framework.name} generates with "
+            f"run file: {ENGINE} = {run.costs.engine}, where framework {framework.name} generates with "
             f"{framework.engine_names}"
         )
     why = framework.roofline_sync(run)

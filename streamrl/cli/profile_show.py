@@ -31,7 +31,10 @@ def show(
     ],
     gpu: Annotated[str, typer.Option(help="A name in profiles/gpus; several with commas.")] = "h20",
     tensor_parallel: Annotated[
-        int, typer.Option("--tensor-parallel", "--tp", min=1, help="GPUs of one replica.")
+        int,
+        typer.Option(
+            "--tensor-parallel", "--tp", min=1, help="GPUs of one replica; above 8, whole nodes."
+        ),
     ] = 1,
     expert_parallel: Annotated[
         int, typer.Option("--expert-parallel", "--ep", min=1, help="1, or as many as --tp.")
