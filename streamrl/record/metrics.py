@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
 import msgspec
@@ -145,8 +145,8 @@ def measure_read(
     first, last = speed.counted_steps
     window = leader.window(first, last)
     shares = reader.attribution.between(*window)
-    tiers = _tiers(trace, shares)
-    notes = [note for note in (speed.note, tell_unmeasured(tiers)) if note]
+    worked = _tiers(trace, _weights(trace.run, shares, trace.facts))
+    notes = [note for note in (speed.note, tell_unmeasured(worked)) if note]
     speed = msgspec.structs.replace(speed, note="; ".join(notes))
     return Metrics(
         world=trace.world,
@@ -165,7 +165,7 @@ def measure_read(
         dropped=dict(leader.lost),
         wasted=_wasted(reader.flow, leader.made.num_tokens[first - 1 : last], window),
         trainers=list(_trainers(trace.run, reader.flow, window)),
-        tiers=tiers,
+        tiers=_tiers(trace, [*_weights(trace.run, shares, trace.facts), *_waits(trace, shares)]),
         ledger=reader.books.balance(),
         selection=reader.flow.selection.metrics(),
         uncertainty=read_uncertainty(trace, shares),
@@ -257,13 +257,13 @@ def _side(shares: Attribution) -> SideMetrics:
     )
 
 
-def _tiers(trace: Trace, shares: SidesAttribution) -> dict[str, float]:
-    """Weigh the tier of each operation with its share of the seconds that operations take."""
+def _tiers(trace: Trace, operations: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Weigh the tier of each operation with its share of the seconds that they take together."""
     if trace.world == "real":
         return {"measured": 1.0}
     tiers: dict[str, float] = {}
     weights: dict[str, float] = defaultdict(float)
-    for operation, weight in _weights(trace.run, shares, trace.facts):
+    for operation, weight in operations:
         weights[operation] += weight
     busy = sum(weights.values()) or 1.0
     for operation, weight in weights.items():
@@ -279,7 +279,7 @@ def _weights(
 ) -> Iterator[tuple[str, float]]:
     """Yield each operation with its share of all GPU-seconds; trainers that follow have costs of their own.
 
-    Those of verifiers, and those in which GPUs wait for weights, only where their tier is known.
+    That of verifiers only where it is among those whose tier is known.
     """
     others = dict.fromkeys(TRAINING, 0.0)
     for follower in run.followers:
@@ -292,5 +292,9 @@ def _weights(
         yield operation, shares.whole.busy.get(activity, 0.0) - others.get(activity, 0.0)
     if VERIFY in known:
         yield VERIFY, shares.whole.busy.get(VERIFY, 0.0)
-    if SYNC in known:
+
+
+def _waits(trace: Trace, shares: SidesAttribution) -> Iterator[tuple[str, float]]:
+    """Yield the sync with the share of all GPU-seconds in which somebody waits for weights, where its tier is known."""
+    if SYNC in trace.facts:
         yield SYNC, shares.whole.idle.get(SYNC, 0.0)
