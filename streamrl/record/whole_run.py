@@ -125,7 +125,7 @@ def _held_up(step_times: Sequence[float], step_time: float) -> float:
     were by chance: neither is the start's.
     """
     longer = takewhile(lambda seconds: seconds > step_time, step_times)
-    return sum(seconds - step_time for seconds in longer)
+    return sum((seconds - step_time for seconds in longer), 0.0)
 
 
 def whole_dollars(speed: Speed, time: WholeTime, seconds: float) -> float:

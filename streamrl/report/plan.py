@@ -206,7 +206,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Plans that none beats in both seconds and dollars of a step; empty for other objectives."""
     sensitivity: list[Change]
     tiers: dict[str, float]
-    """Share of the busy seconds of the chosen plan by where they come from."""
+    """Share of the seconds of the chosen plan, those that wait for weights counted, by where they come from."""
     uncertainty: Uncertainty | None = None
     """How far its simulated seconds may be off."""
     framework: PlannedFramework | None = None

@@ -15,7 +15,7 @@ class FrameworkConfig(Section, frozen=True, kw_only=True):
 
     name: FrameworkName | None = None
     """Whose training is planned and simulated: it fills in the keys that this run file leaves out as profiles/frameworks/NAME.toml
-    says (passes, optimizer steps, seconds), and `plan` keeps to what that framework can do."""
+    says (passes, optimizer steps, weight sync, engine, seconds), and `plan` keeps to what that framework can do."""
     optimizer_steps: int = 1
     """Optimizer steps that a batch is split into; each lets pipelines run dry, and waits for the slowest rank. Executed,
     with the torch backend: each on so many rollouts as they come, at one policy version for all of a batch."""

@@ -380,7 +380,8 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     backend: Literal[
         "broadcast-tree", "nccl-broadcast", "nccl-buckets", "checkpoint-engine", "nccl-reshard"
     ] = "broadcast-tree"
-    """Who moves it, as measured in profiles/sync; broadcast-tree adds nothing to what the wires need."""
+    """Who moves it, as measured in profiles/sync; broadcast-tree adds nothing to what the wires need. A `framework.name`
+    whose own way was measured fills it in."""
     bucket_size: Size = Size(1e9)
     """Most bytes that are sent in one piece; pieces follow each other through gather, link and broadcast."""
     lora_rank: int = 32
