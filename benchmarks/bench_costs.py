@@ -69,7 +69,7 @@ def validate_tables() -> RichTable:
         users = [gpu for gpu in GPUS if _uses(gpu, table)]
         for gpu in users:
             pooled.setdefault((gpu, facts.operator), []).append(errors)
-        figures = f"{np.median(errors):.1%}", f"{np.quantile(errors, 0.9):.1%}"
+        figures = [f"{np.quantile(errors, q):.1%}" if len(errors) else "-" for q in (0.5, 0.9)]
         names = facts.operator, facts.gpu, f"{facts.backend} {facts.version}", facts.dtype
         view.add_row(*names, f"{len(errors):,}", *figures, ", ".join(users) or "by costs.backend")
     for gpu in GPUS:
@@ -89,7 +89,10 @@ def _uses(gpu: str, table: Table) -> bool:
 
 
 def held_out_errors(table: Table, seed: int = 0) -> Floats:
-    """Return the relative errors of all cells, each predicted by a table that lacks it and others."""
+    """Return the relative errors of all cells, each predicted by a table that lacks it and others.
+
+    A table of one row or one column has none that lies between others.
+    """
     num_folds = 20 if table.seconds.size < SPARSE else 5
     folds = np.random.default_rng(seed).integers(0, num_folds, table.seconds.shape)
     is_measured = ~np.isnan(table.seconds)
@@ -98,13 +101,15 @@ def held_out_errors(table: Table, seed: int = 0) -> Floats:
         for fold in range(num_folds)
         for error in _errors_of(table, (folds == fold) & is_measured)
     ]
-    return np.concatenate(errors)
+    return np.concatenate([np.zeros(0), *errors])
 
 
 def _errors_of(table: Table, is_held: np.ndarray) -> Iterator[Floats]:
     peak = peak_of(load_gpu(table.facts.gpu), table.facts.dtype)
     kept = np.where(is_held, np.nan, table.seconds)
     is_row_left = ~np.isnan(kept).all(axis=1)
+    if not is_row_left.any():  # of a table of one row
+        return
     rest = replace(table, rows=table.rows[is_row_left], seconds=kept[is_row_left])
     surface = Surface(rest, peak)
     for row in np.flatnonzero(is_held.any(axis=1)):
