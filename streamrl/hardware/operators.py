@@ -54,6 +54,8 @@ class Operator:
     fills_holes: bool = True
     """Whether a shape that was not measured is estimated from its neighbours along every axis."""
     is_collective: bool = False
+    reads_caches: bool = False
+    """Whether the last coordinate counts caches, each of as many tokens as the column says."""
 
     def roofline(self, peak: Peak) -> Callable[[Axes], Floats]:
         """Return seconds at the peak: the longest of arithmetic, memory traffic and wire."""
@@ -162,9 +164,11 @@ def _ring(factor: float) -> Callable[[Axes, float], Work]:
 OPERATORS = {
     "gemm": Operator(_gemm),
     "quantise": Operator(_quantise),
-    "decode_attention": Operator(_decode_attention, _caches, fills_holes=False),
+    "decode_attention": Operator(_decode_attention, _caches, fills_holes=False, reads_caches=True),
     "prefill_attention": Operator(_prefill_attention),
-    "latent_decode_attention": Operator(_latent_decode_attention, fills_holes=False),
+    "latent_decode_attention": Operator(
+        _latent_decode_attention, fills_holes=False, reads_caches=True
+    ),
     "linear_decode": Operator(_linear_decode),
     "linear_prefill": Operator(_linear_prefill),
     "moe": Operator(_moe),

@@ -2,7 +2,8 @@
 
 Interpolated is how much longer than its roofline an operator takes: the logarithm of that ratio, linearly
 in the logarithm of every axis. Outside the measured range the ratio of the nearest edge holds, which is an
-extrapolation by roofline, and on a GPU that differs in bandwidth or FLOP/s the ratio is kept as well.
+extrapolation by roofline, and on a GPU that differs in bandwidth or FLOP/s the ratio is kept as well. Decode
+attention over longer contexts than a batch was measured with: `streamrl.hardware.longer_contexts`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from streamrl.hardware.longer_contexts import carry_on
 from streamrl.hardware.operators import OPERATORS, Peak
 from streamrl.hardware.tables import Floats, Table
 
@@ -35,11 +37,14 @@ class Surface:
         points = np.log(np.stack(self._operator.coordinates(axes), axis=1))
         grid = {name: values[:, None] for name, values in axes.items()}
         grid[table.facts.columns] = table.columns[None, :]
-        ratios = np.log(table.seconds / self._roofline(grid))
+        rooflines = self._roofline(grid)
+        ratios = np.log(table.seconds / rooflines)
         columns = np.log(table.columns)
         if self._operator.fills_holes:
             ratios = _fill(points, ratios, columns)
-        self._tree = _grow(points, ratios, columns)
+        self._tree = _grow(
+            points, ratios, columns, rooflines if self._operator.reads_caches else None
+        )
 
     def seconds(
         self, shape: Mapping[str, float], columns: Floats, peak: Peak
@@ -65,10 +70,11 @@ class Surface:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """Ratios along the columns."""
+    """Ratios along the columns, of which those behind `last` were not measured."""
 
     columns: Floats
     ratios: Floats
+    last: float
 
 
 @dataclass(frozen=True)
@@ -82,15 +88,45 @@ class _Branch:
 _Node: TypeAlias = _Leaf | _Branch
 
 
-def _grow(points: Floats, ratios: Floats, columns: Floats) -> _Node:
-    """Sort rows into a tree, one axis a level; rows at one point become their median."""
+def _grow(
+    points: Floats, ratios: Floats, columns: Floats, rooflines: Floats | None = None
+) -> _Node:
+    """Sort rows into a tree, one axis a level; rows at one point become their median.
+
+    Rows that differ in the last axis alone, caches, are carried on along the columns where `rooflines` are given.
+    """
     if not points.shape[1]:
         is_measured = ~np.isnan(ratios).all(axis=0)
-        return _Leaf(columns[is_measured], _medians(ratios[:, is_measured]))
+        measured = columns[is_measured]
+        return _Leaf(measured, _medians(ratios[:, is_measured]), measured[-1])
     values = points[:, 0].round(9)
     levels = sorted(set(values.tolist()))
-    children = [_grow(points[values == v, 1:], ratios[values == v], columns) for v in levels]
+    parts = [values == level for level in levels]
+    below = [None if rooflines is None else rooflines[part] for part in parts]
+    children = [
+        _grow(points[part, 1:], ratios[part], columns, under)
+        for part, under in zip(parts, below, strict=True)
+    ]
+    if rooflines is not None and points.shape[1] == 1:
+        children = _lengthened(levels, children, columns, rooflines[[p.argmax() for p in parts]])
     return _Branch(levels, children)
+
+
+def _lengthened(
+    caches: list[float], rows: list[_Node], columns: Floats, rooflines: Floats
+) -> list[_Node]:
+    """Return rows that go on to the last column; both axes are logarithms, as everywhere here."""
+    leaves = [row for row in rows if isinstance(row, _Leaf)]
+    ratios = np.full((len(leaves), len(columns)), np.nan)
+    for i, leaf in enumerate(leaves):
+        ratios[i, np.searchsorted(columns, leaf.columns)] = leaf.ratios
+    seconds = np.exp(ratios) * rooflines
+    carried = carry_on(np.exp(caches), np.exp(columns), seconds, rooflines)
+    longer = np.log(carried / rooflines)
+    return [
+        _Leaf(columns[~np.isnan(row)], row[~np.isnan(row)], leaf.last)
+        for leaf, row in zip(leaves, longer, strict=True)
+    ]
 
 
 def _medians(ratios: Floats) -> Floats:
@@ -109,7 +145,7 @@ def _medians(ratios: Floats) -> Floats:
 def _descend(node: _Node, point: list[float], columns: Floats) -> tuple[Floats, Bools]:
     """Interpolate at a point: the two nearest branches of each level, weighed by distance."""
     if isinstance(node, _Leaf):
-        is_inside = (columns >= node.columns[0] - NEAR) & (columns <= node.columns[-1] + NEAR)
+        is_inside = (columns >= node.columns[0] - NEAR) & (columns <= node.last + NEAR)
         return np.interp(columns, node.columns, node.ratios), is_inside
     value, values = point[0], node.values
     right = min(bisect_left(values, value - NEAR), len(values) - 1)
