@@ -39,7 +39,10 @@ H20_3E = {
 VLLM = {"h100": "0.24.0", "h200": "0.24.0", "a100": "0.14.0"}
 TRTLLM = "1.3.0rc20"
 MARLIN = "0.5.10"
-"""Version of SGLang whose experts with weights in int4 were measured: Marlin's kernels, which vLLM has too."""
+"""Version of SGLang whose experts with weights in int4 were measured: Marlin's kernels, which vLLM has too. Of one GPU that
+has all experts, or of tensor ranks: with expert ranks its collector asked for the choices of other GPUs' experts too, of
+which rows were computed as if they had an expert here (at 8,192 tokens 8 ranks take as long as one; with 0.5.14, which
+skips them, a sixth)."""
 TRITON_EXPERTS = "0.19.0"
 """Version of vLLM whose grouped fp8 experts, with a scale for each block of 128 by 128, were measured as Triton's at
 every degree of expert parallelism, on H200 alone; later ones are FlashInfer's, which 0.11 does not use."""
@@ -120,7 +123,8 @@ def _vllm(folder: Path, gpu: str) -> None:
     marlin = folder / f"moe_int4_sglang_{MARLIN}.csv"
     if marlin.exists():
         own = {**CORE, "backend": "sglang", "version": MARLIN}
-        _moe(pd.read_csv(marlin), gpu, "int4", own)
+        table = pd.read_csv(marlin)
+        _moe(table[table.moe_ep_size == 1], gpu, "int4", own)
     _collectives(pd.read_csv(folder / f"nccl_{NCCL[gpu]}.csv"), gpu, {**CORE, "version": NCCL[gpu]})
     custom = pd.read_csv(folder / f"custom_allreduce_vllm_{VLLM[gpu]}.csv")
     custom = custom[custom.backend == "vllm_graph"]

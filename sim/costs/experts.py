@@ -13,6 +13,7 @@ import numpy as np
 
 from sim.costs.kernels import Estimate, Kernels
 from sim.costs.padded_experts import padded_time
+from sim.costs.skipped_experts import skipping_time
 from streamrl.hardware.model_shape import Experts
 from streamrl.hardware.tables import Floats
 
@@ -52,6 +53,8 @@ def experts_time(
     if is_padded and kernels.dtype == "fp8":
         degrees = (hidden_size, tensor_parallel, expert_parallel)
         return padded_time(kernels, tokens, experts, num_read, *degrees)
+    if expert_parallel > 1 and not kernels.has_expert_ranks:
+        return skipping_time(kernels, tokens, experts, num_read, hidden_size, expert_parallel)
     shape = {
         "hidden": float(hidden_size),
         "intermediate": float(experts.intermediate_size),

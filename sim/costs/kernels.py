@@ -146,6 +146,13 @@ class Kernels:
         surface = _surface(self._place(operator, self.dtype), operator, self.dtype)
         return (surface.table.facts.distribution if surface else "") or "even"
 
+    @property
+    def has_expert_ranks(self) -> bool:
+        """Whether experts were measured where several GPUs share them out, or not at all."""
+        dtype = self.kept if self.kept in WEIGHT_ONLY else self.dtype
+        surface = _surface(self._place("moe", dtype), "moe", dtype)
+        return surface is None or surface.largest("expert_parallel") > 1
+
     def backend(self, operator: str) -> str | None:
         """Return whose kernels an operator's table has; None where there is no table."""
         surface = _surface(self._place(operator, self.dtype), operator, self.dtype)

@@ -14,6 +14,7 @@ import numpy as np
 from sim.costs.experts import experts_time, num_experts_read
 from sim.costs.kernels import Estimate, Kernels
 from sim.costs.padded_experts import padded_time
+from sim.costs.skipped_experts import skipping_time
 from streamrl.hardware.model_shape import Experts
 from streamrl.hardware.tables import Floats
 
@@ -32,10 +33,14 @@ def dealt_experts_time(
 ) -> Estimate:
     """Return the seconds of one layer's routed experts for `tokens` tokens of all `ranks` GPUs.
 
-    Padded blocks (`sim.costs.padded_experts`) are counted, of the rows that a GPU is sent.
+    Padded blocks (`sim.costs.padded_experts`) are counted, of the rows that a GPU is sent, and so are choices that it skips
+    of tokens that it is sent (`sim.costs.skipped_experts`).
     """
+    num_read = num_experts_read(tokens, experts, ranks)
+    if ranks > 1 and not kernels.has_expert_ranks:
+        given = 1 - (1 - 1 / ranks) ** experts.experts_per_token
+        return skipping_time(kernels, tokens, experts, num_read, hidden_size, ranks, given)
     if is_padded and kernels.dtype == "fp8":
-        num_read = num_experts_read(tokens, experts, ranks)
         return padded_time(kernels, tokens / ranks, experts, num_read, hidden_size, 1, ranks)
 
     def of_ranks(some: Floats, degree: int) -> Estimate:
@@ -46,6 +51,6 @@ def dealt_experts_time(
     if ranks == near:
         return found
     fixed = min(float(of_ranks(np.ones(1), near).seconds[0]), float(found.seconds.min()))
-    reads = num_experts_read(tokens, experts, ranks) / num_experts_read(tokens, experts, near)
+    reads = num_read / num_experts_read(tokens, experts, near)
     seconds = fixed + (found.seconds - fixed) * reads
     return Estimate(seconds, found.unmeasured * (seconds / found.seconds), found.sources)

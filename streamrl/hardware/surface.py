@@ -46,6 +46,10 @@ class Surface:
             points, ratios, columns, rooflines if self._operator.reads_caches else None
         )
 
+    def largest(self, axis: str) -> float:
+        """Return the largest measured value of an axis of the rows."""
+        return float(self.table.rows[:, self.table.keys.index(axis)].max())
+
     def seconds(
         self, shape: Mapping[str, float], columns: Floats, peak: Peak
     ) -> tuple[Floats, Bools]:
