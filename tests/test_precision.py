@@ -122,10 +122,10 @@ def test_int4_weights_are_read_fast_at_few_rollouts_and_computed_in_16_bits_at_m
 
 def test_experts_that_are_narrow_in_memory_alone_are_as_measured_or_read_as_little() -> None:
     shape = {"hidden": 4096.0, "intermediate": 1536.0, "topk": 8.0, "experts": 128.0}
-    shape |= {"tensor_parallel": 1.0, "expert_parallel": 8.0}
-    read = 128 * 3 * 4096 * 1536 / 8
+    shape |= {"tensor_parallel": 1.0, "expert_parallel": 1.0}
+    read = 128 * 3 * 4096 * 1536
     for gpu, kept, seconds in (
-        ("h100", "int4", 104.9e-6),  # Marlin's, at 16 tokens
+        ("h100", "int4", 473.4e-6),  # Marlin's, at 16 tokens
         ("h100", "fp8", read * width_of("fp8") / (3.35e12 * 0.8)),
         ("a100", "int4", read * width_of("int4") / (2.039e12 * 0.8)),
     ):
@@ -152,6 +152,19 @@ def test_int8_inputs_are_quantised_and_products_run_at_the_datasheets_rate() -> 
     assert found.seconds[0] == pytest.approx(2 * 4096 * 8192**2 / (6.24e14 * 0.7))
     own = replica("qwen2.5-7b", "a100", "int8")
     assert any("quantise in int8" in source for source in own.products(tokens).sources)
+
+
+def test_a_format_without_a_table_is_as_far_from_its_roofline_as_the_nearest_that_has_one() -> None:
+    tokens, shape = np.array([16.0, 4096.0]), {"n": 8192.0, "k": 8192.0}
+    experts = {"hidden": 2048.0, "intermediate": 768.0, "topk": 8.0, "experts": 128.0}
+    experts |= {"tensor_parallel": 1.0, "expert_parallel": 1.0}
+    for operator, axes in (("gemm", shape), ("moe", experts)):
+        own, other = (
+            Kernels("h200", dtype).time(operator, tokens, **axes) for dtype in ("int8", "fp8")
+        )
+        assert own.seconds == pytest.approx(other.seconds, rel=1e-2)
+        assert (own.unmeasured == own.seconds).all() and (other.unmeasured == 0).all()
+        assert own.sources[0].endswith(other.sources[0]) and "int8" in own.sources[0]
 
 
 def test_a_step_has_a_stated_error_where_its_formats_were_checked_alone() -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sim.costs.kernels import peak_of
+from streamrl.hardware.longer_contexts import carry_on
 from streamrl.hardware.operators import OPERATORS, Peak
-from streamrl.hardware.profiles import PROFILES
+from streamrl.hardware.profiles import PROFILES, load_gpu
 from streamrl.hardware.surface import Surface
 from streamrl.hardware.tables import Facts, Table, read_table
 
@@ -268,3 +270,51 @@ def test_a_shape_that_was_measured_several_times_takes_its_median_of_what_is_the
     # of an even number the geometric mean of the middle two: what is interpolated are logarithms
     assert found == pytest.approx([3e-3, 4e-3, 7e-3])
     assert is_inside.all()
+
+
+# Longer contexts ---------------------------------------------------------------------------------
+
+CONTEXTS = 512.0 * 2 ** np.arange(6)
+BATCHES = [1.0, 4.0, 16.0, 64.0]
+
+
+def test_a_batch_goes_on_as_smaller_ones_did_at_as_many_tokens() -> None:
+    """A launch, a start of each rollout, and tokens: beyond its last column a batch pays for further tokens alone."""
+    keys = {"heads": [8.0], "kv_heads": [8.0], "batch": BATCHES}
+    table = make_table("decode_attention", keys, {"context": CONTEXTS.tolist()})
+    batch = table.rows[:, 2][:, None]
+    seconds = 10e-6 + 0.5e-6 * batch + 2e-9 * batch * table.columns
+    seen = np.where(batch * table.columns <= 64 * 512, seconds, np.nan)
+    surface = Surface(replace(table, seconds=seen), PEAK)
+    for row, size in enumerate(BATCHES):
+        shape = {"heads": 8, "kv_heads": 8, "batch": size}
+        found, is_inside = surface.seconds(shape, CONTEXTS, PEAK)
+        assert found == pytest.approx(seconds[row])
+        assert is_inside.tolist() == (~np.isnan(seen[row])).tolist()
+
+
+def test_further_tokens_are_no_faster_than_memory_and_no_slower_than_those_before() -> None:
+    caches, columns = np.array([1.0, 2.0]), np.array([1.0, 2.0, 4.0, 8.0])
+    roofline = caches[:, None] * columns
+    for seconds, carried in (
+        ([[9, 9.1, 9.2, 9.3], [9, np.nan, np.nan, np.nan]], [9, 11, 15, 23]),  # at the roofline
+        ([[2, 4, 99, 299], [5, np.nan, np.nan, np.nan]], [5, 10, 20, 40]),  # at its own rate
+    ):
+        found = carry_on(caches, columns, np.array(seconds, dtype=float), roofline)
+        assert found[1] == pytest.approx(carried)
+
+
+@pytest.mark.parametrize("name", ["vllm.fp8", "vllm.bfloat16", "trtllm.fp8"])
+def test_more_rollouts_and_longer_ones_take_longer_and_are_read_no_slower(name: str) -> None:
+    table = read_table(PROFILES / "measured" / "h100" / f"decode_attention.{name}.csv")
+    peak = peak_of(load_gpu("h100"), table.facts.dtype)
+    surface, contexts = Surface(table, peak), np.geomspace(512, 131_072, 25)
+    for heads, kv_heads in ((40, 8), (32, 8), (16, 4)):
+        seconds = []
+        for batch in (64, 96, 128, 200, 256, 512, 1024):
+            shape = {"heads": heads, "kv_heads": kv_heads, "batch": batch}
+            found, is_inside = surface.seconds(shape, contexts, peak)
+            slower = found[1:] / contexts[1:] > found[:-1] / contexts[:-1] * (1 + 1e-9)
+            assert not slower[~is_inside[1:]].any()
+            seconds.append(found)
+        assert (np.diff(seconds, axis=0) > 0).all() and (np.diff(seconds, axis=1) > 0).all()
