@@ -22,7 +22,7 @@ LIMITS = (
     "step was fitted on: training of gpt-oss and Qwen3-Next comes out 27 to 33 % too fast (the rows above), of which no published figure tells the cause",
     "LoRA adapters' training, optimizers on the host: not modelled; published "
     "rows of them are left out",
-    "narrow formats that nobody measured (int8, int4, nvfp4, mxfp8): rooflines; FP8 training of mixtures too",
+    "narrow formats that nobody measured: rooflines (int4 products, nvfp4), or as far from them as fp8 (int8, mxfp8); FP8 training of mixtures too",
     "critics or reward models of another size than the actor, and rollout engines of mixed degrees: not expressible",
     "steps whose output lengths are not published: lengths decide generation, and nothing can stand in for them",
     "prefix caches between steps, disaggregated prefill: not modelled; how many drafted tokens are accepted: a key, not a prediction",
