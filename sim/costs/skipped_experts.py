@@ -7,9 +7,10 @@ expert's rows are padded to what e times as many would fill. And the activation 
     seconds = fixed + (seconds of one GPU at T tokens - fixed) x experts read / experts read at T
             + bytes of rows that were skipped / (PASSING x bandwidth)
 
-T tokens give an expert of one GPU as many rows as are computed here, padding included. Against SGLang 0.5.14 with Kimi K2's
-experts (7168 x 2048, 8 of 384, 2 to 128 ranks, 4 to 16,384 tokens) that is within 14 % on H100 and 21 % on H200, most of it
-within 5 %; against vLLM 0.24.0 on H200, whose launches take longer, within 23 % (PyPI aiconfigurator-core 0.12.0, Apache-2.0).
+T tokens give an expert of one GPU as many rows as are computed here, padding included. SGLang 0.5.14 and vLLM 0.24.0 were
+measured with Kimi K2's experts (7168 x 2048, 8 of 384) on 2 to 128 ranks (PyPI aiconfigurator-core 0.12.0, Apache-2.0). From
+SGLang 0.5.14's own rows of one GPU, its ranks follow within 17 % from 16 tokens on. From the tables here, of 0.5.10, they are
+off by 6 % in median on H200 and 13 % on H100, vLLM's by 10 % and 6 %; by half at worst, where the rows of one GPU are noisy.
 """
 
 from __future__ import annotations
