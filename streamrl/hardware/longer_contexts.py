@@ -30,6 +30,8 @@ def carry_on(caches: Floats, columns: Floats, seconds: Floats, roofline: Floats)
     carried = seconds.copy()
     for row in range(len(caches)):
         last = int(np.flatnonzero(~np.isnan(seconds[row]))[-1])
+        if last == len(columns) - 1:
+            continue
         smaller = max(0, row - 1)  # the smallest has its own last rate
         contexts = caches[row] / caches[smaller] * columns[last:]
         further = np.diff(_along(columns, carried[smaller], contexts))
