@@ -156,7 +156,11 @@ class TrainerSide:
         self.failure = None
 
     def become(self, other: TrainerSide) -> None:
-        """Enter that it is what another was, before it begins anew: with that one's batches, in steps as large as before."""
+        """Enter that it is what another was, before it begins anew: with that one's batches, in steps as large as before.
+
+        What was taken since it was lost lies ahead of it again: the step that it is for is that one's to make.
+        """
+        self._put_back()
         self.batch = Batch(other.batch.trains_whole_groups, other.batch.needs_score)
         self.num_lost = self.num_failed_saves = 0
 
@@ -258,14 +262,8 @@ class TrainerSide:
         self._go_back()
 
     def _go_back(self) -> int:
-        """Go back to the last checkpoint, and return the steps that this takes back.
-
-        What its coming step was to be made of lies ahead of it again, before all else.
-        """
-        begun = self.batch.abandon()
-        line, self.line = self.line, GroupLine()
-        for group in (*begun, *line):
-            self.line.add(group)
+        """Go back to the last checkpoint, and return the steps that this takes back."""
+        self._put_back()
         self.is_ready = self.is_up = False
         self.pace.forget()
         num_steps = self.version - self.checkpoint_version
@@ -275,6 +273,13 @@ class TrainerSide:
             self._lose(taken_back, ROLLED_BACK)
         self.num_trained -= taken_back
         return num_steps
+
+    def _put_back(self) -> None:
+        """Let what its coming step was to be made of lie ahead of it again, before all else."""
+        begun = self.batch.abandon()
+        line, self.line = self.line, GroupLine()
+        for group in (*begun, *line):
+            self.line.add(group)
 
     def end_failed(self, reason: str) -> None:
         """Enter that what it did has failed: it can do nothing any more, unless it was lost and begins again.
