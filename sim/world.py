@@ -324,7 +324,9 @@ class SimWorld(World[Trace]):
 
     def _stop_trainer(self, command: StopTrainer) -> Generator[simpy.Event, Any, None]:
         yield self.env.timeout(0)  # what emitted the event that led here comes to rest first
-        self.trainers.pop(command.trainer).stop()
+        trainer = self.trainers.pop(command.trainer, None)
+        if trainer is not None:  # one that was lost meanwhile has ended
+            trainer.stop()
         self.emit(TrainerStopped(command.trainer))
 
     def _promote(self, command: Promote) -> Generator[simpy.Event, Any, None]:

@@ -258,6 +258,7 @@ class TrainerSide:
 
     def stop(self) -> None:
         """Enter that it has ended as it was told to, and would begin again at its last checkpoint."""
+        self.is_lost = False
         self.command = None
         self._go_back()
 
