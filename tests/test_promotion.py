@@ -188,15 +188,24 @@ def real(directory: Path, **changes: Any) -> Run:
     return real_run(directory, **{**given, **changes})
 
 
+IN_A_STEP: Event = Stepped(5, LEADER)
+AFTER_A_CHECKPOINT: Event = CheckpointSaved(3, LEADER)
+"""With what is taken for the fourth step, of which nothing is made yet, and no step to roll back."""
+
+
 def execute(
-    run: Run, resume: bool = False, dies_at: int | None = None, kills: bool = True
+    run: Run,
+    resume: bool = False,
+    dies_at: int | None = None,
+    kills: bool = True,
+    killed_by: Event = IN_A_STEP,
 ) -> Trace:
-    """Run scripted roles, kill the leader after its fifth step, and the run itself after a later one."""
+    """Run scripted roles, kill the leader after an event, and the run itself after a later step."""
     done: list[str] = []
 
     async def go() -> Trace:
         def watch(event: Event, state: State, now: float) -> None:
-            if kills and event == Stepped(5, LEADER) and not done:
+            if kills and event == killed_by and not done:
                 done.append("killed")
                 asyncio.get_running_loop().call_soon(
                     world._trainers.kill, LEADER, "was killed by a test"
@@ -212,11 +221,12 @@ def execute(
     return asyncio.run(asyncio.wait_for(go(), timeout=60))
 
 
+@pytest.mark.parametrize("killed_by", [IN_A_STEP, AFTER_A_CHECKPOINT])
 @pytest.mark.parametrize("system", ["stream-async", "stream-sync", "fully-async"])
 def test_a_killed_leader_is_followed_by_the_one_promoted_with_its_weights_and_its_algorithm(
-    tmp_path: Path, system: str
+    tmp_path: Path, system: str, killed_by: Event
 ) -> None:
-    trace = execute(real(tmp_path, policies__system=system))
+    trace = execute(real(tmp_path, policies__system=system), killed_by=killed_by)
     promote = check_promoted(trace)
     balance = balance_books(trace, tmp_path / "run")
     assert balance.is_balanced, balance.faults
@@ -236,13 +246,14 @@ def test_a_killed_leader_is_followed_by_the_one_promoted_with_its_weights_and_it
     assert attached.away == ("second",)
 
 
+@pytest.mark.parametrize("killed_by", [IN_A_STEP, AFTER_A_CHECKPOINT])
 @pytest.mark.parametrize(("dies_at", "leads"), [(11, True), (4, False)])
 def test_a_resume_goes_on_with_whoever_made_the_checkpoint(
-    tmp_path: Path, dies_at: int, leads: bool
+    tmp_path: Path, dies_at: int, leads: bool, killed_by: Event
 ) -> None:
     run = real(tmp_path, policies__system="stream-async")
     with pytest.raises(DeathError):
-        execute(run, dies_at=dies_at)
+        execute(run, dies_at=dies_at, killed_by=killed_by)
     before = read_attached(tmp_path / "run")
     assert before.promoted == "second"
     trace = execute(run, resume=True, kills=False)
