@@ -15,6 +15,7 @@ from streamrl.engine.messages import (
     Event,
     Promote,
     SaveCheckpoint,
+    Skip,
     Step,
     Stepped,
     StopTrainer,
@@ -24,7 +25,7 @@ from streamrl.engine.messages import (
     TrainerStarted,
 )
 from streamrl.engine.state import State
-from streamrl.engine.trainer_side import LEADER
+from streamrl.engine.trainer_side import LEADER, UNIFORM
 from streamrl.record.trace import Trace, replay
 from streamrl.runfile.config import Run
 from tests.runs import call_at, checked_world, of, small_run
@@ -128,6 +129,27 @@ def test_in_whatever_moment_of_whatever_step_a_leader_dies_nothing_that_lay_ahea
         trace = simulate(run_of(case), {LEADER: leader_is_at(case.version, case.moment)})
         promoted = [command.trainer for command in commands_of(trace, Promote)]
         assert promoted == [PROMOTED], case
+
+
+@pytest.mark.parametrize("passes_over", [True, False])
+def test_whoever_leads_passes_over_groups_of_one_reward_where_its_own_algorithm_says_so(
+    passes_over: bool,
+) -> None:
+    own = {"name": "rloo", "dynamic_sampling": not passes_over}
+    changes = {
+        **TWO,
+        **PASSES_OVER,
+        "algorithm.dynamic_sampling": passes_over,
+        "followers": [{**SECOND, "algorithm": own}],
+    }
+    trace = simulate(small_run(changes), {LEADER: leader_is_at(6, Trained)})
+    (promoted,) = (n for n, entry in enumerate(trace.entries) if of(Promote, entry.commands))
+    skips = (
+        (n, skip) for n, entry in enumerate(trace.entries) for skip in of(Skip, entry.commands)
+    )
+    when = {n for n, skip in skips if skip.trainer == LEADER and skip.reason == UNIFORM}
+    assert {n < promoted for n in when} == {passes_over}
+    assert (promoted in when) == (not passes_over), "what lay there is passed over at once"
 
 
 def test_who_is_promoted_may_be_lost_in_the_instant_in_which_it_is_to_end() -> None:

@@ -121,10 +121,11 @@ def _follow(run: Run, trainer: int) -> Iterator[Policy]:
 
 
 def _leave_out(run: Run, trainer: int) -> Iterator[Policy]:
-    """Yield what passes over groups that teach a trainer nothing, where it asks for that."""
-    algorithm = run.as_seen_by(trainer).algorithm
-    if algorithm.leaves_out_uniform:
-        yield LeaveOutUniform(trainer, (algorithm.max_gen_batches - 1) * algorithm.prompts_per_step)
+    """Yield what passes over groups that teach a trainer nothing, where it, or who may take its place, asks for that."""
+    promotion = Promotion.of(run) if trainer == LEADER else None
+    heirs = () if promotion is None else (promotion.trainer,)
+    if any(run.as_seen_by(each).algorithm.leaves_out_uniform for each in (trainer, *heirs)):
+        yield LeaveOutUniform(trainer)
 
 
 def _leave_over(run: Run, window: AdmissionWindow) -> Iterator[Policy]:
@@ -338,5 +339,5 @@ def _build_side(run: Run, trainer: int) -> TrainerSide:
         takes_unfinished=trainer == LEADER
         and choose_system(run.policies).consumption == "strict-fifo",
         share=StreamShare.of(run.followers[trainer - 1]) if trainer else None,
-        leaves_out_uniform=algorithm.leaves_out_uniform,
+        most_gen_batches=algorithm.max_gen_batches if algorithm.leaves_out_uniform else 1,
     )

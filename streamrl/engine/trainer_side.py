@@ -99,8 +99,8 @@ class TrainerSide:
     """What part of the complete groups it takes; None where all."""
     outside: dict[int, tuple[Group, str]] = field(default_factory=dict)
     """Those outside of it that it has not given up yet, by id, and why."""
-    leaves_out_uniform: bool = False
-    """Whether it passes over groups whose rewards are all equal."""
+    most_gen_batches: int = 1
+    """Batches that are generated at most for one of its steps: what is beyond the first are groups that it passes over."""
     uniform: dict[int, Group] = field(default_factory=dict)
     """Those of them that it has not passed over, by id, where it does."""
     num_uniform: int = 0
@@ -112,6 +112,11 @@ class TrainerSide:
     def leads(self) -> bool:
         """Whether its versions are what replicas load."""
         return self.id == LEADER
+
+    @property
+    def leaves_out_uniform(self) -> bool:
+        """Whether it passes over groups whose rewards are all equal."""
+        return self.most_gen_batches > 1
 
     @property
     def is_free(self) -> bool:
@@ -162,6 +167,9 @@ class TrainerSide:
         """
         self._put_back()
         self.batch = Batch(other.batch.trains_whole_groups, other.batch.needs_score)
+        self.most_gen_batches = other.most_gen_batches
+        found = (group for group in self.line if self.leaves_out_uniform and group.is_uniform)
+        self.uniform = {group.id: group for group in found}
         self.num_lost = self.num_failed_saves = 0
 
     def see_drawn(self, group: Group) -> None:

@@ -15,16 +15,17 @@ class LeaveOutUniform:
     What the trainer that leads passes over is drawn anew, as anything that it lost, so that its steps are full.
     """
 
-    def __init__(self, trainer: int, most_groups: int) -> None:
+    def __init__(self, trainer: int) -> None:
         self.trainer = trainer
-        self.most_groups = most_groups
-        """Groups that are left out at most between two steps; what comes beyond is trained on."""
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Yield the groups that are left out."""
+        """Yield the groups that are left out; what comes beyond those that a step may cost is trained on."""
         trainer = state.trainers[self.trainer]
-        num_left = self.most_groups - trainer.num_uniform
-        if not trainer.uniform or num_left <= 0 or state.is_stopping:
+        if not trainer.uniform or state.is_stopping:
+            return ()
+        most_groups = (trainer.most_gen_batches - 1) * trainer.prompts_per_step
+        num_left = most_groups - trainer.num_uniform
+        if num_left <= 0:
             return ()
         found = [g for g in trainer.uniform.values() if not trainer.batch.has_begun(g)]
         return [Skip(group.id, trainer.id, UNIFORM) for group in found[:num_left]]
