@@ -13,6 +13,7 @@ from executor.trainer.counting import COUNTS, Tally
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.engine.messages import Stepped
 from streamrl.record.legs import balance_books
+from streamrl.record.metrics import measure
 from streamrl.record.run_lines import follower_directory, read_metrics
 from streamrl.record.trace import read_trace, replay
 from streamrl.runfile.errors import RunError
@@ -81,6 +82,16 @@ def test_executed_it_counts_what_the_ledger_has_and_goes_on_counting_after_a_res
 def newest(directory: Path) -> Tally:
     *_, last = sorted((directory / "checkpoints").glob("v*"))
     return msgspec.json.decode((last / COUNTS).read_bytes(), type=Tally)
+
+
+def test_where_its_seconds_come_from_nobody_asks() -> None:
+    metrics = measure(checked_world(small_run({**ASIDE, "followers": [COUNTER]})).run())
+    alone = measure(checked_world(small_run(ASIDE)).run())
+    assert [trainer.name for trainer in metrics.trainers] == ["trainer", "counter"]
+    assert (
+        sum(metrics.tiers.values()) == pytest.approx(1)
+        and metrics.tiers.keys() == alone.tiers.keys()
+    )
 
 
 def test_threads_are_dealt_to_those_who_compute(counted: Path) -> None:

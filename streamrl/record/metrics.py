@@ -283,6 +283,8 @@ def _weights(
     """
     others = dict.fromkeys(TRAINING, 0.0)
     for follower in run.followers:
+        if follower.counts_only:  # takes no time, from nowhere
+            continue
         of_side = shares.sides[follower.name]
         part = of_side.gpu_seconds / (shares.whole.gpu_seconds or 1.0)
         own = {activity: part * of_side.busy[activity] for activity in TRAINING}
