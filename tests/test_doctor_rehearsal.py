@@ -17,7 +17,7 @@ from streamrl.engine.state import State
 from streamrl.engine.systems import build_policies, build_state
 from streamrl.report.run_tables import format_duration
 from streamrl.runfile.failure_rates import expected_losses
-from tests.patients import bad, doctor, full_run
+from tests.patients import FULL, bad, doctor, full_run
 from tests.runs import small_run
 
 
@@ -126,6 +126,20 @@ def test_what_does_not_fit_is_rehearsed_with_a_stand_in() -> None:
     went = rehearsal.rehearse(run)
     assert went.is_stand_in and went.version == went.steps and not went.problem
     assert not rehearsal.rehearse(full_run()).is_stand_in
+
+
+def test_the_stand_in_of_a_run_with_a_reward_model_is_rehearsed_without_it() -> None:
+    rewards = [{"scorer": "exact"}, {"scorer": "reward-model", "model": "nowhere/rm"}]
+    pools = {**FULL["cluster.pools"], "scores": {"gpu": "h20"}}
+    run = full_run(
+        {
+            "model.name": "deepseek-v3",
+            "cluster.pools": pools,
+            "verifier": {"pool": "scores", "gpus_per_worker": 1, "reward": rewards},
+        }
+    )
+    went = rehearsal.rehearse(run)
+    assert went.is_stand_in and went.version == went.steps and not went.problem
 
 
 def test_a_rehearsal_says_where_most_of_decoding_is_in_batches_far_from_full() -> None:

@@ -17,7 +17,8 @@ from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.cluster_config import ClusterConfig, LinkConfig, ModelConfig, PoolConfig
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.pools import most_replicas, replicas_per_node
-from streamrl.runfile.sides_config import AlgorithmChanges
+from streamrl.runfile.reward_config import REWARD_MODEL
+from streamrl.runfile.sides_config import AlgorithmChanges, VerifierConfig
 from streamrl.runfile.units import Bandwidth
 from streamrl.runfile.workload_config import LengthsConfig, RankerName
 from streamrl.workload.workload import SimulatedWorkload, Workload
@@ -197,11 +198,17 @@ def stand_in(run: Run) -> Run:
             )
             for n, own in enumerate(run.followers, start=1)
         ),
-        verifier=replace(run.verifier, pool=None, gpus_per_worker=0),
+        verifier=_without_gpus(run.verifier),
         workload=replace(run.workload, lengths=lengths, max_prompt_tokens=64),
         costs=CostsConfig(),
         policies=policies,
     )
+
+
+def _without_gpus(verifier: VerifierConfig) -> VerifierConfig:
+    """Return a verifier without a reward model, whose GPUs nobody says to hold it."""
+    rewards = tuple(each for each in verifier.reward if each.scorer != REWARD_MODEL)
+    return replace(verifier, pool=None, gpus_per_worker=0, reward=rewards)
 
 
 def _with_few_prompts(run: Run, trainer: int, algorithm: AnyAlgorithm) -> AnyAlgorithm:
