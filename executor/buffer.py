@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import chain, count, islice
 from math import isfinite
 from pathlib import Path
 
@@ -59,9 +59,14 @@ class BufferedRollout:
     """The buffer, while the rollout is open, and calls under way that read its tokens or write them."""
 
     @property
+    def born(self) -> int:
+        """The version that sampled its first token; 0 of none."""
+        return self.versions[0][0] if self.versions else 0
+
+    @property
     def kept(self) -> tuple[int, int]:
-        """Output tokens that it has, and the version that sampled the first; of none 0."""
-        return self.num_tokens, self.versions[0][0] if self.versions else 0
+        """Output tokens that it has, and the version that sampled the first."""
+        return self.num_tokens, self.born
 
     def add(self, completion: Completion) -> int:
         """Enter what an attempt made; return the output tokens that the rollout has now."""
@@ -241,9 +246,13 @@ class RolloutBuffer:
         """Leave from now on the files of rollouts that are closed: the run ends, and a resumed one goes on with them."""
         self._keeps_files = True
 
+    def numbers_of(self, groups: Iterable[int]) -> Iterator[int]:
+        """Yield the numbers of the rollouts of groups, in order."""
+        return chain.from_iterable(map(self._rollouts, groups))
+
     def rollouts_of(self, groups: Iterable[int]) -> list[BufferedRollout]:
         """Return the rollouts of groups, in order."""
-        return [self.rollouts[rollout] for group in groups for rollout in self._rollouts(group)]
+        return [self.rollouts[rollout] for rollout in self.numbers_of(groups)]
 
     def records_of(self, groups: Iterable[int]) -> Iterator[Record]:
         """Yield the record of each open rollout of groups, in order."""

@@ -23,6 +23,7 @@ from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import DONE_BEFORE, LEADER, ROLLED_BACK
 from streamrl.record.books import MISSED
+from streamrl.record.flow import read_flow
 from streamrl.record.legs import balance_books
 from streamrl.record.run_lines import follower_directory, read_metrics
 from streamrl.record.trace import Trace, read_trace, replay
@@ -100,6 +101,19 @@ def test_every_trainer_learns_from_one_stream_and_leaves_its_own_record(
 
 def is_step_of(event: Event, trainer: int) -> bool:
     return isinstance(event, Stepped) and event.trainer == trainer
+
+
+def test_metrics_say_how_far_each_trainers_rollouts_are_behind_the_leader(tmp_path: Path) -> None:
+    ahead = {"policies__consumption": "greedy", "policies__max_staleness": 4}
+    run = run_of(tmp_path, policies__system="fully-async", algorithm__steps=12, **ahead)
+    trace = execute(run, slowest=0.01)
+    directories = [tmp_path / "run", *(tmp_path / "run/followers" / name for name in DIRECTORIES)]
+    for directory, flow in zip(directories, read_flow(trace).trainers, strict=True):
+        of_steps = [flow.made.staleness(n, n + 1) for n in range(len(flow.made))]
+        found = [(sum(n * k for n, k in s.items()) / s.total(), max(s)) for s in of_steps]
+        lines = read_metrics(directory)
+        assert [(line["staleness_mean"], line["staleness_max"]) for line in lines] == found
+        assert any(most for _, most in found)
 
 
 def test_rollouts_stay_until_the_last_trainer_is_done_with_them(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_metrics_have_the_mean_of_each_scorer_over_the_rollouts_that_it_scored()
     trained = [BufferedRollout((0, 1), 0, 3, versions=[(0, 0)]) for _ in range(2)]
     trained[0].enter(Scoring(1.5, None, {"exact": 1.0, "format": 0.5}))
     trained[1].enter(Scoring(0.0, None, {"exact": 0.0}))
-    figures = step_figures(trained, 1, 8)
+    figures = step_figures(trained, [0, 0], 8)
     assert figures["reward"] == 0.75
     assert figures["reward/exact"] == 0.5 and figures["reward/format"] == 0.5
 

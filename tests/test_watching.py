@@ -37,7 +37,7 @@ def test_the_figures_of_a_step_are_those_of_its_rollouts() -> None:
         rollout(1, 0.0, 40, 1, fault="time limit"),
         rollout(1, 0.0, 30, 3),
     ]
-    assert step_figures(trained, version=4, max_tokens=40) == {
+    assert step_figures(trained, [0, 1, 2, 0], max_tokens=40) == {
         "reward": 0.25,
         "reward_std": pytest.approx(0.4330127),
         "uniform_groups": 0.5,

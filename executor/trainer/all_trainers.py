@@ -69,6 +69,10 @@ class Trainers:
         self._promoted = command
         self.leader.become(self._all[command.trainer])
 
+    def see_leader(self, command: Train, version: int) -> None:
+        """Tell a trainer which version the leader is at as it is asked to train on rollouts."""
+        self._all[command.trainer].see_leader(command, version)
+
     async def carry_out(self, command: TrainerCommand) -> Event:
         """Let the trainer that a command names do what it says; return the event that it ends in."""
         trainer = self._all[command.trainer]

@@ -12,9 +12,9 @@ from streamrl.record.run_lines import OF_SCORER
 
 
 def step_figures(
-    trained: Sequence[BufferedRollout], version: int, max_tokens: int
+    trained: Sequence[BufferedRollout], staleness: Sequence[int], max_tokens: int
 ) -> dict[str, float]:
-    """Return the figures of the step that made `version`.
+    """Return the figures of a step, by its rollouts and how stale each was when it was trained on.
 
     | key             | of the rollouts that were trained on                                       |
     |-----------------|----------------------------------------------------------------------------|
@@ -26,7 +26,7 @@ def step_figures(
     | length_mean     | output tokens                                                              |
     | length_max      | output tokens                                                              |
     | cut_off         | share as long as `max_tokens` lets them be                                 |
-    | staleness_mean  | version trained, less the version that their first token was sampled under |
+    | staleness_mean  | the leader's version by then, less the one that sampled their first token  |
     | staleness_max   |                                                                            |
     | verify_time     | mean seconds from the end of a rollout to its reward                       |
     | unscored        | how many could not be scored, and have the worst score for it              |
@@ -38,7 +38,6 @@ def step_figures(
         {buffered.reward for buffered in group}
         for _, group in groupby(trained, key=attrgetter("group"))
     ]
-    staleness = [version - 1 - buffered.versions[0][0] for buffered in trained]
     return {
         "reward": mean,
         **_means_by_scorer(trained),

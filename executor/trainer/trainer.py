@@ -54,6 +54,8 @@ class Trainer:
         """Of the step under way, by what the worker was asked for."""
         self._num_trained = 0
         """Rollouts of the coming step."""
+        self._leads: dict[int, int] = {}
+        """By rollout of the coming step: the leader's version when it was to be trained on."""
         self._stepped_at = 0.0
         """When the last step ended; of none when the run began."""
         self._handle: Handle | None = None
@@ -70,6 +72,7 @@ class Trainer:
         self._estimator.baseline = baseline
         self._seconds.clear()
         self._num_trained = 0
+        self._leads.clear()
         path, version = (
             (None, 0) if checkpoint is None else (str(checkpoint.path), checkpoint.version)
         )
@@ -87,6 +90,10 @@ class Trainer:
         with self._buffer.hold(command.rollouts), self._timed("score_time"):
             await self._worker.score(self._estimator.samples(command.rollouts))
         return Scored(command.rollouts, command.trainer)
+
+    def see_leader(self, command: Train, version: int) -> None:
+        """Take note of the leader's version at the time of a command, which its work may begin after."""
+        self._leads.update(dict.fromkeys(command.rollouts, version))
 
     async def train(self, command: Train) -> Trained:
         """Run forward and backward passes."""
@@ -117,7 +124,9 @@ class Trainer:
                 "step": command.version,
                 "time": now,
                 "step_time": now - self._stepped_at,
-                **step_figures(trained, command.version, self._run.rollout.max_tokens),
+                **step_figures(
+                    trained, self._staleness_of(command.groups), self._run.rollout.max_tokens
+                ),
                 **self._buffer.workload.figures,
                 **turnout,
                 "learning_rate": self._run.algorithm.learning_rate,
@@ -127,12 +136,20 @@ class Trainer:
         )
         self._seconds.clear()
         self._num_trained = 0
+        self._leads.clear()
         self._sample(command)
         self._estimator.end_step(command.groups)
         for group in command.groups:
             self._buffer.leave(group, command.trainer)
         self._stepped_at = now
         return Stepped(command.version, command.trainer)
+
+    def _staleness_of(self, groups: tuple[int, ...]) -> list[int]:
+        """Return how many versions each rollout was behind the leader, in order; of a version that was lost none."""
+        return [
+            max(0, self._leads[number] - self._buffer.rollouts[number].born)
+            for number in self._buffer.numbers_of(groups)
+        ]
 
     def _sample(self, command: Step) -> None:
         """Write down some of what the step was trained on, for people to read."""
