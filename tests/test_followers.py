@@ -32,7 +32,9 @@ from streamrl.engine.messages import (
 from streamrl.engine.policies.staleness import BEHIND, FAILED
 from streamrl.engine.systems import PASSES_PER_COMMAND, rollouts_that_fill
 from streamrl.engine.trainer_side import LEADER, ROLLED_BACK
+from streamrl.hardware.profiles import load_model
 from streamrl.record.trace import Trace, replay
+from streamrl.report.page.assumptions import assumptions_of
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.reading import make_run
 from tests.random_runs import runs, simulate
@@ -301,6 +303,44 @@ def test_a_follower_is_named_by_its_place_in_the_list() -> None:
             small_run({**THREE, "followers": [change]})
         assert caught.value.key == key
         assert ("renamed to 'token-tis'" in str(caught.value)) is key.endswith("correction")
+
+
+def test_a_follower_takes_of_the_leaders_algorithm_what_its_own_knows() -> None:
+    """And the report says what it does not take."""
+    leads = {"name": "ppo", "kl_in": "reward", "kl_coefficient": 0.1, "correction": "decoupled"}
+    names = ["ppo", "reinforce++", "rloo", "raft", "dpo"]
+    followers = [
+        {**QUICK, "name": f"by {n}", "tensor_parallel": 1, "algorithm": {"name": n}} for n in names
+    ]
+    changes = {f"algorithm.{key}": value for key, value in leads.items()}
+    run = small_run({**THREE, **changes, "followers": followers})
+    seen = [run.as_seen_by(number).algorithm for number in range(1, 6)]
+    assert [own.kl_in for own in seen] == ["reward", "reward", "loss", "loss", "loss"]
+    assert [own.correction for own in seen] == [*["decoupled"] * 3, None, None]
+    assert {own.kl_coefficient for own in seen} == {0.1}
+    shown = assumptions_of(run, load_model(run.model), None, None)
+    said = {each.what: each.value for each in shown if each.what.startswith("algorithm of")}
+    assert "from the leader" not in said["algorithm of by ppo"]
+    assert "; takes no kl_in from the leader" in said["algorithm of by rloo"]
+    assert "; takes no correction and kl_in from the leader" in said["algorithm of by dpo"]
+
+
+@pytest.mark.parametrize(
+    ("leader", "name", "key", "value"),
+    [
+        ("reinforce++", "rloo", "kl_in", "reward"),
+        ("rloo", "dpo", "correction", "decoupled"),
+        ("rloo", "reinforce++", "dynamic_sampling", True),
+    ],
+)
+def test_what_a_followers_algorithm_does_not_know_is_refused_where_it_says_so_itself(
+    leader: str, name: str, key: str, value: object
+) -> None:
+    leads = {**THREE, "algorithm.name": leader, f"algorithm.{key}": value}
+    small_run({**leads, "followers": [{**QUICK, "algorithm": {"name": name}}]})
+    with pytest.raises(RunError) as caught:
+        small_run({**leads, "followers": [{**QUICK, "algorithm": {"name": name, key: value}}]})
+    assert caught.value.key == f"trainer.1.algorithm.{key}"
 
 
 @pytest.mark.parametrize(

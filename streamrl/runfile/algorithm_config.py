@@ -137,6 +137,18 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
                 assert_never(self.name)
 
     @property
+    def unknown(self) -> dict[str, str | bool | None]:
+        """Keys that this algorithm does not know, as they are left out: a follower takes none of the leader's."""
+        found: dict[str, str | bool | None] = {}
+        if self.imitates:
+            found["correction"] = None
+        if not self.trains_whole_groups:
+            found["dynamic_sampling"] = False
+        if not self.has_rewards_of_tokens:
+            found["kl_in"] = "loss"
+        return found
+
+    @property
     def computes_all(self) -> bool:
         """Whether rollouts of advantage 0 have a gradient too."""
         terms = self.kl_coefficient > 0 or self.entropy_coefficient > 0

@@ -167,10 +167,7 @@ class Run(Section, frozen=True, kw_only=True):
         changes = msgspec.structs.asdict(own.algorithm)
         changes = {key: value for key, value in changes.items() if value is not None}
         algorithm = msgspec.structs.replace(self.algorithm, **changes)
-        if algorithm.imitates:  # what corrects the leader is none of its business
-            algorithm = msgspec.structs.replace(algorithm, correction=own.algorithm.correction)
-        if own.algorithm.dynamic_sampling is None and not algorithm.trains_whole_groups:
-            algorithm = msgspec.structs.replace(algorithm, dynamic_sampling=False)
+        algorithm = msgspec.structs.replace(algorithm, **{**algorithm.unknown, **changes})
         policies = self.policies
         if self.shares_gpus:  # with the leader alone
             policies = msgspec.structs.replace(policies, system="stream-sync")

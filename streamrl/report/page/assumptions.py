@@ -13,6 +13,7 @@ from streamrl.hardware.profiles import PROFILES, load_gpu, price_of
 from streamrl.record.trace import Trace
 from streamrl.report.plan import Plan
 from streamrl.report.words import dollars, listing, percent, share_text, tiers_text
+from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.frameworks import framework_of, settings_of
 from streamrl.runfile.trainers import trainer_key
@@ -100,6 +101,8 @@ def _of_work(run: Run, model: ModelShape) -> Iterator[Assumption]:
         own = run.as_seen_by(number).algorithm
         does = "none: it only counts" if follower.counts_only else own.name.upper()
         value = f"{does}, {own.prompts_per_step:,} prompts a step, in its own time"
+        if not follower.counts_only and (left := _not_inherited(algorithm, own)):
+            value += f"; takes no {listing(left)} from the leader"
         value += f"; of complete groups {share_text(follower)}" if follower.takes_share else ""
         yield Assumption(
             f"algorithm of {follower.name}", value, f"{RUN_FILE}: {trainer_key(number)}"
@@ -121,6 +124,11 @@ def _of_work(run: Run, model: ModelShape) -> Iterator[Assumption]:
             if lengths.ranker == "recall":
                 value = f"finds {percent(lengths.ranker_recall)} of the longest fifth"
             yield Assumption("predictor of lengths", value, f"{RUN_FILE}: workload.lengths.ranker")
+
+
+def _not_inherited(leader: AlgorithmConfig, own: AlgorithmConfig) -> list[str]:
+    """Return what the leader's section says that a follower's algorithm does not know."""
+    return [key for key, value in own.unknown.items() if getattr(leader, key) != value]
 
 
 def _lengths_source(lengths: LengthsConfig) -> str:
