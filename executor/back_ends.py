@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from executor.carriers.local_gpus import device_of
 from streamrl.engine.presets import choose_system
+from streamrl.engine.stream_share import check_reach
 from streamrl.hardware.config_json import read_positions
 from streamrl.hardware.memory import longest_sequence
 from streamrl.hardware.profiles import load_model
@@ -45,12 +46,14 @@ no higher ones."""
 
 
 def check_back_ends(run: Run) -> None:
-    """Raise `ValueError` where a run asks for what its back ends cannot do, or would do less of than it says."""
+    """Raise `ValueError` where a run asks for what its back ends cannot do, or nobody, or would do less of than it says."""
+    check_reach(run)
     _refuse(_limits(run))
 
 
 def check_back_end_of(run: Run, trainer: int) -> None:
-    """Raise `ValueError` where one trainer of a run asks for what its back end cannot do."""
+    """Raise `ValueError` where one trainer of a run asks for what its back end cannot do, or nobody."""
+    check_reach(run)
     _refuse(_limits_of_trainer(run.as_seen_by(trainer), trainer))
 
 

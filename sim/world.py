@@ -61,6 +61,7 @@ from streamrl.engine.messages import (
     WakeAt,
     Woke,
 )
+from streamrl.engine.stream_share import check_reach
 from streamrl.engine.systems import build_engine
 from streamrl.engine.trainer_side import LEADER
 from streamrl.engine.world import World
@@ -108,7 +109,11 @@ class SimWorld(World[Trace]):
             workload: what is generated.
             is_endless: whether it goes on past the last step, until it is left.
             trace: what records it; where absent, one that keeps all entries.
+
+        Raises:
+            RunError: a trainer wants groups that are never as stale.
         """
+        check_reach(run)
         trace = trace or StepTrace(run, costs, is_endless=is_endless)
         super().__init__(build_engine(run, is_endless=is_endless), trace, workload.learn)
         self.run_file = run

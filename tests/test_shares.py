@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from executor.back_ends import check_back_ends
 from executor.prompts import PromptWorkload
 from sim.simulated_rewards import SimRewards
 from streamrl.engine.entities import Group
@@ -21,6 +23,7 @@ from streamrl.engine.messages import (
     TrainerStarted,
     Verified,
 )
+from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.stream_share import OF_COUNT, OF_FAMILY, OF_REWARD, OF_STALENESS, StreamShare
 from streamrl.record.informative import group_rewards
 from streamrl.record.legs import balance_books
@@ -29,6 +32,7 @@ from streamrl.record.trace import Trace, read_trace, replay
 from streamrl.report.words import share_text
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.policies_config import SystemName
 from tests.command_line import streamrl
 from tests.runs import checked_world, of, script, small_run
 from tests.scripted import ScriptedTokenizer
@@ -321,6 +325,23 @@ def test_a_share_that_cannot_be_is_refused_in_a_line(share: dict[str, Any], said
     with pytest.raises(RunError) as error:
         run_of(share)
     assert str(error.value).startswith(said) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("system", sorted(SYSTEMS))
+def test_a_share_that_is_staler_than_any_group_can_be_is_refused_in_both_worlds(
+    tmp_path: Path, system: SystemName
+) -> None:
+    most = SYSTEMS[system].staleness_bound
+    checked_world(run_of({"min_staleness": most}, **{"policies.system": system}))
+    run = run_of({"min_staleness": most + 1}, **{"policies.system": system})
+    real = real_run_of(tmp_path, {"min_staleness": most + 1}, policies__system=system)
+    for check in (partial(checked_world, run), partial(check_back_ends, real)):
+        with pytest.raises(RunError) as error:
+            check()
+        said = f"trainer.1.min_staleness must be at most {most}, as policies.system"
+        assert str(error.value).startswith(said)
+    ahead = {"policies.system": system, "policies.consumption": "greedy"}
+    checked_world(run_of({"min_staleness": most + 1}, **ahead))
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,13 @@ class Rehearsal(NamedTuple):
     """What a simulation of the run itself says; empty where it has nothing to say."""
 
 
-ALL_GROUPS: dict[str, Any] = {"families": (), "min_reward": None, "max_reward": None}
-"""What a follower of a stand-in heeds of prompts and rewards, of which there are none."""
+ALL_GROUPS: dict[str, Any] = {
+    "families": (),
+    "min_reward": None,
+    "max_reward": None,
+    "min_staleness": None,
+}
+"""What a follower of a stand-in heeds of prompts and rewards, of which there are none, and what may be what is refused."""
 
 
 class CountingWorld(SimWorld):

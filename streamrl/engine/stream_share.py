@@ -10,7 +10,12 @@ import math
 from dataclasses import dataclass
 
 from streamrl.engine.entities import Group
+from streamrl.engine.presets import choose_system
+from streamrl.runfile.config import Run
+from streamrl.runfile.errors import Bounds, RunError
+from streamrl.runfile.keys import join_key
 from streamrl.runfile.sides_config import FollowerConfig
+from streamrl.runfile.trainers import trainer_key
 
 OF_FAMILY = "outside its share: family"
 OF_STALENESS = "outside its share: staleness"
@@ -62,6 +67,20 @@ class StreamShare:
             return OF_REWARD
         self.num_passed += 1
         return None if (self.num_passed - 1) % self.every == 0 else OF_COUNT
+
+
+def check_reach(run: Run) -> None:
+    """Raise `RunError` where no group is ever as stale as a trainer wants it: the leader's bound holds for all."""
+    system = choose_system(run.policies)
+    if not system.keeps_bound:
+        return
+    most = system.staleness_bound
+    for number, follower in enumerate(run.followers, start=1):
+        if (least := follower.min_staleness) is not None and least > most:
+            key = join_key(trainer_key(number), "min_staleness")
+            why = f"as policies.system {run.policies.system!r} lets no rollout be further behind"
+            text = f"{key} must be at most {most}, {why}, got {least}"
+            raise RunError(key, least, Bounds(0, most), text, ("policies.max_staleness",))
 
 
 def _staleness(group: Group, version: int) -> int:
