@@ -162,6 +162,19 @@ def test_help_has_an_example(command: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("attach", "What a [[trainer]] section"),
+        ("import", "the section [workload] that"),
+        ("ranker fit", "pip install 'streamrl[ranker]'"),
+    ],
+)
+def test_help_shows_brackets_as_they_are_written(command: str, words: str) -> None:
+    shown = streamrl(*command.split(), "--help").stdout.replace("│", " ")
+    assert words in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
     ("arguments", "shown"),
     [
         (["simulate", EXAMPLE, *SMALL], "step time"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from pkgutil import resolve_name
 from typing import Any, ClassVar, TypeAlias
 
@@ -12,6 +13,8 @@ from typer.main import get_command, get_group
 
 Click: TypeAlias = Any
 """A command or a context of click, or of typer's copy of it: which one depends on typer's version."""
+TAG = re.compile(r"\[[a-z#/@][^[]*?\]")
+"""What rich takes for a tag of its markup (`rich.markup.escape`, which is not worth its import for every command)."""
 CommandTable: TypeAlias = dict[str, tuple[str, str]]
 """Where each command is, as module:name, and the first sentence of its help."""
 
@@ -32,10 +35,20 @@ class LazyCommand(TyperCommand):
         found = resolve_name(self.place)
         gc.freeze()  # imports stay: looking for garbage among them takes a tenth of a short command
         if isinstance(found, typer.Typer):
-            return get_group(found)
+            return _as_written(get_group(found))
         alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
         alone.command(self.name)(found)
-        return get_command(alone)
+        return _as_written(get_command(alone))
+
+
+def _as_written(command: Click) -> Click:
+    """Return a command whose help, and that of those in it, shows brackets: rich would take "[[trainer]]" for markup."""
+    for each in (command, *command.params):
+        if text := getattr(each, "help", None):
+            each.help = TAG.sub(r"\\\g<0>", text)
+    for within in getattr(command, "commands", {}).values():
+        _as_written(within)
+    return command
 
 
 class LazyGroup(TyperGroup):
