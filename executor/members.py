@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -15,8 +14,9 @@ from executor.checkpoints import Checkpoint, Position
 from executor.control import TICK, Attach, ControlAnswer, ControlFiles, ControlRequest, Detach
 from executor.record import RunDirectory
 from executor.trainer.all_trainers import Trainers
-from streamrl.engine.messages import Event, Promote, RunStarted, TrainerJoined, TrainerLeaving
+from streamrl.engine.messages import Promote, RunStarted, TrainerJoined, TrainerLeaving
 from streamrl.engine.trainer_side import LEADER, drawn_again
+from streamrl.engine.world import World
 from streamrl.record.trace import Trace
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.reading import section_of, with_follower
@@ -32,14 +32,14 @@ class Members:
         trainers: Trainers,
         launcher: Launcher,
         buffer: RolloutBuffer,
-        emit: Callable[[Event], None],
+        world: World[Trace],
     ) -> None:
         self._trace = trace
         self._directory = directory
         self._trainers = trainers
         self._launcher = launcher
         self._buffer = buffer
-        self._emit = emit
+        self._world = world
         attached = read_attached(directory.path)
         names = trace.run.follower_names
         self._num_in_file = len(names) - sum(s["name"] in names for s in attached.followers)
@@ -125,7 +125,7 @@ class Members:
         """Let a trainer follow from now on; return a line that says so.
 
         Raises:
-            ValueError: it is there already, or the run cannot have it.
+            ValueError: it is there already, the run cannot have it, or nothing would come for it.
             RuntimeError: there is no room for it.
         """
         name = section.get("name")
@@ -134,8 +134,17 @@ class Members:
         else:
             number = self._join(section)
         self._write()
-        self._emit(TrainerJoined(number, section))
+        self._world.emit(TrainerJoined(number, section))
         return f"{name} follows from now on, as trainer {number}"
+
+    def _check_prompts(self, name: object) -> None:
+        """Refuse a trainer once all is drawn: of that nothing is kept for who was not there."""
+        state = self._world.engine.state
+        if state.has_all_prompts:
+            why = f"all prompts of algorithm.steps={state.num_steps} are drawn"
+            raise ValueError(
+                f"name {name!r}: {why}, and who joins gets only what is drawn after that"
+            )
 
     def _come_back(self, section: dict[str, Any]) -> int:
         run, name = self._trace.run, section["name"]
@@ -149,6 +158,7 @@ class Members:
                 f"name {name!r}: the trainer that was detached had other settings; attach it as it was, "
                 "or by another name"
             )
+        self._check_prompts(name)
         self.away.discard(number)
         return number
 
@@ -157,6 +167,7 @@ class Members:
         number = len(run.followers)
         check_run(run)
         check_back_end_of(run, number)
+        self._check_prompts(section["name"])
         self._buffer.workload.join(run)
         self._launcher.join(run)
         self._trainers.join(run, self._directory.join(run))
@@ -179,7 +190,7 @@ class Members:
         self.away.add(number)
         self._write()
         self._leaving[number] = ended = asyncio.Event()
-        self._emit(TrainerLeaving(number))
+        self._world.emit(TrainerLeaving(number))
         await ended.wait()
         return f"{name} has left: {self._trainers.describe(number)}"
 

@@ -107,7 +107,7 @@ class RealWorld(World[Trace]):
         )
         self._transfer = make_transfer(self._trainers.leader.push)
         self._stream = GroupStream(directory.path, trace.run, buffer)
-        self.members = Members(trace, directory, self._trainers, launcher, buffer, self.emit)
+        self.members = Members(trace, directory, self._trainers, launcher, buffer, self)
         self._tasks: set[asyncio.Task[None]] = set()
         self._began_at = 0.0
         self._over = asyncio.Event()

@@ -258,6 +258,31 @@ def test_a_detached_trainer_comes_back_as_it_was_and_no_other_way(tmp_path: Path
     assert balance_books(trace, tmp_path / "run").is_balanced
 
 
+@pytest.mark.parametrize("was_there", [False, True])
+def test_nobody_joins_or_comes_back_once_the_last_prompts_are_drawn(
+    tmp_path: Path, was_there: bool
+) -> None:
+    refused: list[str] = []
+
+    def act(world: RealWorld, event: Event, state: State) -> None:
+        if was_there:
+            joins(1)(world, event, state)
+            if is_step(event, 2):
+                detach(world)
+        has_left = not was_there or (len(state.trainers) > 1 and state.trainers[1].is_away)
+        if is_step(event, 7) and has_left:
+            with pytest.raises(
+                ValueError, match=r"all prompts of algorithm\.steps=8 are drawn"
+            ) as e:
+                world.members.attach(section())
+            refused.append(str(e.value))
+
+    trace = execute(run_of(tmp_path, policies__system="stream-async"), act)
+    assert len(refused) == 1 and "\n" not in refused[0]
+    assert sum(isinstance(entry.event, TrainerJoined) for entry in trace.entries) == was_there
+    assert balance_books(trace, tmp_path / "run").is_balanced
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_resume_brings_back_who_had_joined_and_leaves_out_who_had_left(
     tmp_path: Path, leaves: bool

@@ -142,6 +142,11 @@ class State:
         return self.leader.version >= self.num_steps
 
     @property
+    def has_all_prompts(self) -> bool:
+        """Whether enough is drawn for all steps: more comes only where some of it is given up."""
+        return self.num_admitted >= self.num_steps * self.leader.prompts_per_step
+
+    @property
     def is_finished(self) -> bool:
         """Whether nothing is left to do and nothing is under way."""
         return (
