@@ -40,7 +40,7 @@ from executor.trackers import Trackers
 from executor.trainer_record import FollowerRecord, TrainerRecord, followers_of
 from streamrl.record.completions import SampledGroup
 from streamrl.record.inputs import keep_inputs
-from streamrl.record.legs import KEPT_BY_A_RESUME, trace_of_leg
+from streamrl.record.legs import KEPT_BY_A_RESUME, first_difference, trace_of_leg
 from streamrl.record.line_file import LineFile, open_at_end
 from streamrl.record.run_lines import METRICS, ROLLED_BACK_TO, ROLLOUTS, RUN, SAMPLES
 from streamrl.runfile.config import Run
@@ -231,8 +231,9 @@ class RunDirectory(TrainerRecord):
         for key in KEPT_BY_A_RESUME:
             value, was = (attrgetter(key)(each) for each in (run, begun))
             if value != was:
-                text = f"{key} is {value!r}, but the run in {str(self.path)!r} was begun with {was!r}: --resume needs the same"
-                raise RunError(key, value, text=text)
+                its, now, then = first_difference(key, value, was)
+                text = f"{its} is {now}, but the run in {str(self.path)!r} was begun with {then}: --resume needs the same"
+                raise RunError(its, value, text=text)
         self.changes = changes(begun, run)
 
     def _mark_resume(self, checkpoint: Checkpoint | None) -> None:

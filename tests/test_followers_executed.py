@@ -226,11 +226,15 @@ def test_what_a_followers_checkpoint_lacks_of_the_leaders_is_missed_and_counted(
 
 def test_a_run_is_not_gone_on_with_by_other_trainers(tmp_path: Path) -> None:
     die_after_step(run_of(tmp_path), 3)
-    other = run_of(tmp_path, followers=[QUICK])
-    with pytest.raises(
-        RunError, match=r"^follower_names is \('quick one',\), but the run in .*'slow'"
+    renamed, third = {**SLOW, "name": "slower"}, {**SLOW, "name": "third"}
+    for followers, said in (
+        ([QUICK], r"^trainer\.2\.name is none, but the run in .* was begun with 'slow'"),
+        ([QUICK, renamed], r"^trainer\.2\.name is 'slower', but the run in .* with 'slow'"),
+        ([QUICK, SLOW, third], r"^trainer\.3\.name is 'third', but the run in .* with none"),
     ):
-        RunDirectory(tmp_path / "run").find_checkpoint(other, resume=True)
+        with pytest.raises(RunError, match=said):
+            other = run_of(tmp_path, followers=followers)
+            RunDirectory(tmp_path / "run").find_checkpoint(other, resume=True)
 
 
 @pytest.mark.parametrize("resume", [True, False])

@@ -83,7 +83,7 @@ def test_a_run_on_a_mixture_scores_each_family_by_its_rewards_and_resumes(projec
 def test_other_weights_or_another_order_resume_no_run(project: Path) -> None:
     text = (project / "run.toml").read_text()
     for old, new, key in (
-        ("weight = 3.0", "weight = 2.0", "workload.source_weights"),
+        ("weight = 3.0", "weight = 2.0", "workload.source.0.weight"),
         ('order = "file"', 'order = "shuffled"', "workload.order"),
     ):
         (project / "other.toml").write_text(text.replace(old, new))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import chain, zip_longest
 from operator import attrgetter
 from pathlib import Path
 
@@ -23,6 +23,23 @@ KEPT_BY_A_RESUME = (
 )
 """What says which rollouts a group has, which prompt it is of and who trains on it: with another value a checkpoint means
 other ones."""
+KEYS_OF_EACH = {
+    "workload.source_weights": (0, "workload.source.{}.weight"),
+    "follower_names": (1, "trainer.{}.name"),
+}
+"""Of those that are a value for each table of a list: the number of the first table, and the key in a run file."""
+
+
+def first_difference(name: str, one: object, other: object) -> tuple[str, str, str]:
+    """Return the key of a run file in which two runs differ in what a resume keeps, and what each has there."""
+    if name not in KEYS_OF_EACH:
+        return name, repr(one), repr(other)
+    assert isinstance(one, tuple) and isinstance(other, tuple), "of each table of a list"
+    first, key = KEYS_OF_EACH[name]
+    places = enumerate(zip_longest(one, other), start=first)
+    place, pair = next((place, pair) for place, pair in places if pair[0] != pair[1])
+    ours, theirs = ("none" if value is None else repr(value) for value in pair)
+    return key.format(place), ours, theirs
 
 
 def trace_of_leg(directory: Path, leg: int) -> Path:
@@ -87,7 +104,7 @@ def _check_same_run(path: Path, leg: Trace, last: Trace) -> None:
     for key in ("world", *(f"run.{key}" for key in KEPT_BY_A_RESUME)):
         one, other = (attrgetter(key)(each) for each in (leg, last))
         if one != other:
-            name = key.removeprefix("run.")
+            name, here, there = first_difference(key.removeprefix("run."), one, other)
             raise ValueError(
-                f"{path}: is a leg of another run: {name} is {one!r}, the last leg has {other!r}"
+                f"{path}: is a leg of another run: {name} is {here}, the last leg has {there}"
             )
