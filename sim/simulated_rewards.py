@@ -67,6 +67,6 @@ def _unknown(run: Run) -> RunError:
     key = "workload.group_rewards"
     text = (
         f"{key} is missing: {trainer_key(number)} takes groups by their rewards, and nobody knows but you what share "
-        "of them has which mean"
+        "of them has which mean, such as [[0.0, 0.25], [1.0, 0.75]]"
     )
     return RunError(key, None, list, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -49,6 +50,7 @@ FOLLOWER: dict[str, Any] = {
     "backlog": 50,
 }
 ASIDE: dict[str, Any] = {"cluster.pools.aside": {"gpu": "h20"}, "model.name": "qwen2.5-1.5b"}
+DOCS = Path(__file__).parents[1] / "docs"
 FAMILIES = "odd", "even"
 
 
@@ -248,6 +250,16 @@ def test_families_of_a_simulation_are_a_column_beside_its_prompts(tmp_path: Path
         with pytest.raises(RunError, match=said):
             more = {"workload.lengths": lengths} if "strange" in families else {}
             checked_world(run_of({"families": families}, **more))
+
+
+def test_rewards_of_groups_are_written_as_the_docs_have_them() -> None:
+    blocks = (DOCS / "subscribers.md").read_text().split("```toml\n")[1:]
+    (written,) = (text.split("```")[0] for text in blocks if "group_rewards" in text)
+    pairs = tomllib.loads(written)["workload"]["group_rewards"]
+    run = run_of({"max_reward": 0.7}, **{"workload.group_rewards": pairs, "algorithm.steps": 30})
+    (follower,) = measure(checked_world(run).run()).trainers[1:]
+    gone = follower.lost[OF_REWARD] / (30 * run.algorithm.rollouts_per_step)
+    assert gone == pytest.approx(pairs[-1][1], abs=0.08)
 
 
 # Executed -----------------------------------------------------------------------------------------
