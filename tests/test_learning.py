@@ -412,6 +412,17 @@ def test_what_a_model_wrote_does_not_steer_the_terminal(run_directory: Path) -> 
     assert "  | one\n  | \\x1b[2Jtwo \u00e9" in shown and "\x1b" not in shown
 
 
+def test_a_report_holds_no_control_character_of_what_a_model_wrote(run_directory: Path) -> None:
+    groups = read_completions(run_directory)
+    rollout = msgspec.structs.replace(groups[0].rollouts[0], text="one\n\x1b[2J\x00two \u00e9")
+    told = [msgspec.structs.replace(g, rollouts=(rollout,), prompt="why\x07?") for g in groups]
+    (run_directory / SAMPLES).write_bytes(b"".join(msgspec.json.encode(g) + b"\n" for g in told))
+    page = make_page(read_report([run_directory]))
+    for text in (render_html(page), render_markdown(page)):
+        assert "\\x1b[2J\\x00two \u00e9" in text and "why\\x07?" in text
+        assert not set(text) & set(map(chr, range(32))) - {"\n", "\t"}
+
+
 def test_samples_that_are_not_there_are_told_in_a_line(run_directory: Path, tmp_path: Path) -> None:
     done = streamrl("samples", run_directory, "--step", "99")
     assert done.returncode == 2

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from streamrl.cli.shared import AsJson, print_json
-from streamrl.record.completions import SampledGroup, SampledRollout, read_completions
+from streamrl.record.completions import SampledGroup, SampledRollout, read_completions, written_out
 from streamrl.report.words import ENDS
 
 
@@ -65,6 +65,5 @@ def _describe_rollout(rollout: SampledRollout) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Indent a text; what would steer a terminal is written out."""
-    shown = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
-    return indent(shown, "  | ", lambda line: True)
+    """Indent a text."""
+    return indent(written_out(text), "  | ", lambda line: True)

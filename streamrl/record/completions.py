@@ -74,3 +74,8 @@ def shortened(text: str, most: int) -> str:
         return text
     half = most // 2
     return f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
+
+
+def written_out(text: str) -> str:
+    """Return a text in which what would steer a terminal, or is no character of a page, is written as Python does."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

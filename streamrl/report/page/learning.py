@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from streamrl.record.completions import SampledGroup, shortened
+from streamrl.record.completions import SampledGroup, shortened, written_out
 from streamrl.record.run_lines import OF_SCORER, Line
 from streamrl.report.page.parts import PageCell, PageSection, PageTable
 from streamrl.report.page.sources import Learned, RecordedRun
@@ -155,7 +155,7 @@ def _steps_table(steps: Sequence[Line]) -> PageTable:
 
 
 def _samples_table(group: SampledGroup) -> PageTable:
-    prompt = shortened(group.prompt, MOST_TEXT)
+    prompt = written_out(shortened(group.prompt, MOST_TEXT))
     rows = [
         [
             PageCell(figure(each.reward)),
@@ -163,7 +163,7 @@ def _samples_table(group: SampledGroup) -> PageTable:
             PageCell(f"{each.num_tokens:,}"),
             PageCell(ENDS[each.finish]),
             PageCell(f"{each.version}"),
-            PageCell(shortened(each.text, MOST_TEXT)),
+            PageCell(written_out(shortened(each.text, MOST_TEXT))),
         ]
         for each in group.rollouts
     ]
