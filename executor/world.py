@@ -184,8 +184,7 @@ class RealWorld(World[Trace]):
         """Begin `command` as a task; tasks begin in the order of these calls."""
         if isinstance(command, LoadWeights | StartReplica):
             self._transfer.hold(command.version)
-        if isinstance(command, Train):
-            self._trainers.see_leader(command, self.engine.version)
+        self._trainers.see_asked(command, self.engine.version)
         task = asyncio.get_running_loop().create_task(self._carry_out(command))
         self._tasks.add(task)
         task.add_done_callback(self._end_task)

@@ -14,6 +14,7 @@ from executor.trainer.estimator import AdvantageEstimator
 from executor.trainer.trainer import Trainer
 from executor.trainer_record import TrainerRecord
 from streamrl.engine.messages import (
+    Command,
     Event,
     Promote,
     SaveCheckpoint,
@@ -69,9 +70,10 @@ class Trainers:
         self._promoted = command
         self.leader.become(self._all[command.trainer])
 
-    def see_leader(self, command: Train, version: int) -> None:
+    def see_asked(self, command: Command, version: int) -> None:
         """Tell a trainer which version the leader is at as it is asked to train on rollouts."""
-        self._all[command.trainer].see_leader(command, version)
+        if isinstance(command, Train):
+            self._all[command.trainer].see_leader(command, version)
 
     async def carry_out(self, command: TrainerCommand) -> Event:
         """Let the trainer that a command names do what it says; return the event that it ends in."""

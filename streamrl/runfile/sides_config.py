@@ -263,10 +263,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
 
 
 class AlgorithmChanges(Section, frozen=True, kw_only=True):
-    """What a trainer that follows does otherwise than `[algorithm]` says: what is absent here is as there.
-
-    But for what its algorithm does not know (`AlgorithmConfig.unknown`).
-    """
+    """What a trainer that follows does otherwise than `[algorithm]`: what is absent is as there, if its algorithm knows it."""
 
     name: AlgorithmName | None = None
     prompts_per_step: int | None = None
