@@ -90,7 +90,7 @@ def _plan(
     race = Race(search)
     chosen, verdicts = _choose(search, race, pool, progress)
     chosen, verdicts = _settle(search, race, pool, progress, chosen, verdicts)
-    gains = find_gains(search, chosen, pool, progress.on("what binds"))
+    gains = find_gains(race, chosen, pool, progress.on("what binds"))
     tighter = find_tighter(search, chosen, pool, progress.on("with less room"))
     objective, (metrics, *_) = run.plan.objective, race.steady[chosen]
     planned = with_restarts(race.planned(chosen), metrics.step_time)
