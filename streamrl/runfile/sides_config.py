@@ -215,8 +215,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     overlaps_dispatch: bool = False
     """Simulated: whether that hides behind another micro-batch (Megatron's EP overlap, DualPipe)."""
     offload: bool = False
-    """Simulated: actor, critic and reference take turns on the GPUs, and wait in host memory; a model that is alone stays
-    there, and its optimizer comes for the step and goes again, over `host_link` of the GPU."""
+    """Simulated: models take turns on the GPUs, and wait in host memory; of one that is alone the optimizer, but for steps."""
     efficiency: float | None = None
     """Simulated: share of peak FLOP/s in forward and backward passes, where you have measured yours;
     recomputation and collectives are then part of it. What the profiles give where absent."""
