@@ -114,7 +114,13 @@ def test_trainers_without_room_are_taken_where_there_are_no_others() -> None:
         "micro_batch": [8],
     }
     run = few(
-        {"trainer.logits": "chunked", "algorithm.name": "grpo", "algorithm.group_size": 2}, **only
+        {
+            "trainer.logits": "chunked",
+            "algorithm.name": "grpo",
+            "algorithm.group_size": 2,
+            "cluster.pools.h800.host_memory": "1 GB",
+        },
+        **only,
     )
     (roomy,) = find_trainers(run, Counter())
     for tokens in range(8000, 400_000, 1000):

@@ -93,6 +93,15 @@ def test_one_model_has_no_turns_to_take_and_moves_with_the_phase() -> None:
     assert count_moved(run).offloaded > 0
 
 
+def test_an_optimizer_that_comes_for_the_step_alone_moves_with_no_phase() -> None:
+    resident, offloading = (
+        shared_run(rollout__memory_utilization=1.0, trainer__offload=each) for each in (False, True)
+    )
+    state = model_state(QWEN, resident.trainer, "bfloat16")
+    saved = count_moved(resident).offloaded - count_moved(offloading).offloaded
+    assert saved == pytest.approx(state.optimizer)
+
+
 def test_a_gpu_is_sent_what_its_replica_has_beyond_its_own_shard() -> None:
     run = shared_run()
     moved = count_moved(run)

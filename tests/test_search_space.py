@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 
-from sim.planner.layouts import DIVISIBILITY, HEADS, TRAINER_MEMORY
+from sim.planner.layouts import (
+    DIVISIBILITY,
+    HEADS,
+    RECOMPUTES,
+    TRAINER_MEMORY,
+    ZERO_ALONE,
+    ZERO_STAGES,
+    Degrees,
+    TrainerRange,
+    fitting_trainers,
+)
 from sim.planner.limits import OVER
 from sim.planner.modes import Mode
 from sim.planner.pairs import LINK, POOL_SIZE, SHARED
@@ -213,3 +224,38 @@ def test_attention_heads_go_to_tensor_ranks_whole() -> None:
     degrees = {side.tensor_parallel for side in [*space.replicas, *space.trainers]}
     assert degrees == {4}, "28 heads do not divide over 8"
     assert space.cut[HEADS] > 0
+
+
+# Optimizers in host memory, and ZeRO 3 ------------------------------------------------------------
+
+
+def trainers_of_72b(
+    *, cut: Counter[str], host_memory: str = "2 TB", num_gpus: int = 16, **among: Any
+) -> list[Degrees]:
+    """Return the trainers of a model that is alone, 72B with tensor parallelism of eight."""
+    changes = {"model.name": "qwen2.5-72b", "trainer.logits": "chunked"}
+    run = offer({**changes, "cluster.pools.h800.host_memory": host_memory})
+    shared: dict[str, Any] = {"tensor_parallel": [8], "micro_batch": [1], "recompute": RECOMPUTES}
+    found = TrainerRange(**{**shared, "zero": [1], **among})
+    return list(fitting_trainers(run, "h800", num_gpus, found, cut))
+
+
+def test_an_optimizer_waits_in_host_memory_where_less_is_made_again_then() -> None:
+    resident, offloading = trainers_of_72b(pipeline_parallel=[2], cut=Counter())
+    assert resident.split == offloading.split and offloading.offload and not resident.offload
+    assert RECOMPUTES.index(offloading.recompute) < RECOMPUTES.index(resident.recompute)
+    alike = {"recompute": [resident.recompute], "pipeline_parallel": [2]}
+    assert trainers_of_72b(**alike, cut=Counter()) == [resident]
+    tight = trainers_of_72b(pipeline_parallel=[2], cut=Counter(), host_memory="100 GB")
+    assert tight == [resident]
+
+
+def test_what_is_not_tried_with_zero_3_is_counted_and_tried_where_it_is_asked_for() -> None:
+    cut: Counter[str] = Counter()
+    both = trainers_of_72b(zero=[1, 3], pipeline_parallel=[1, 2], cut=cut)
+    assert cut[ZERO_STAGES] == 1 and cut[ZERO_ALONE] == 0
+    assert not any(each.zero == 3 and each.pipeline_parallel > 1 for each in both)
+    asked = trainers_of_72b(zero=[3], pipeline_parallel=[2], cut=cut)
+    assert {each.pipeline_parallel for each in asked} == {2} and cut[ZERO_STAGES] == 1
+    trainers_of_72b(zero=[1, 3], pipeline_parallel=[1], cut=cut, num_gpus=8)
+    assert cut[ZERO_ALONE] == 1

@@ -127,13 +127,15 @@ def count_moved(run: Run) -> PhaseBytes:
     """Count the bytes that a change of phase moves on the GPU that moves most.
 
     With `trainer.offload` models come and go within score, train and step, whose seconds have that; the
-    actor steps last, so that its weights are there to be sent.
+    actor steps last, so that its weights are there to be sent. Of a model that is alone the optimizer does.
     """
     model, trained = load_model(run.model), _trained_shard(run)
     needed, is_kept = fullest_stage(run).weights, not is_narrow(rollout_precision(run).weights)
     onloaded = offloaded = 0.0
     if not (run.trainer.offload and num_models(run) > 1):
-        optimizer = model_state(model, run.trainer, trained_dtype(run)).optimizer
+        optimizer = 0.0
+        if not run.trainer.offload:
+            optimizer = model_state(model, run.trainer, trained_dtype(run)).optimizer
         changed = num_trained_models(run) * (trained + optimizer)
         unchanged = (num_models(run) - num_trained_models(run)) * trained
         room = _room_beside_generator(run)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import assert_never
+from collections.abc import Mapping
 
 from sim.planner.bound import Estimates
+from sim.planner.relief import FASTER, Relieved
 from sim.planner.space import Candidate
-from streamrl.doctor.replica_batch import replica_batch
+from streamrl.doctor.replica_batch import replica_batch, rollouts_under_way
 from streamrl.record.speed import Speed
 from streamrl.report.plan import Binding
 from streamrl.runfile.config import Run
@@ -14,9 +15,22 @@ from streamrl.runfile.config import Run
 ARITHMETIC = 0.75
 """Share of the trainer's seconds above which its arithmetic binds, not what it waits for."""
 
+SAVES = 0.01
+"""Share of a step that the relief of what binds saves at least."""
 
-def find_binding(estimates: Estimates, index: int, speed: Speed) -> Binding:
-    """Say what binds a simulated plan: of stages that overlap the longest, else the one with most of the step."""
+
+def find_binding(
+    estimates: Estimates, index: int, speed: Speed, gains: Mapping[Relieved, float] | None = None
+) -> Binding:
+    """Say what binds a simulated plan: the stage, and what in it, whose relief shortens a step.
+
+    Args:
+        estimates: of the stages of every plan.
+        index: the plan.
+        speed: what was simulated of it.
+        gains: what its reliefs save; where none was tried, the longest stage binds, by what limits its batches.
+    """
+    gains = gains or {}
     stages = estimates.estimate()
     candidate = estimates.space.candidate(index)
     run = candidate.apply(estimates.space.run)
@@ -26,8 +40,10 @@ def find_binding(estimates: Estimates, index: int, speed: Speed) -> Binding:
         "sync": float(stages.sync[index]),
     }
     stage = max(seconds, key=lambda name: seconds[name])
+    if stage != "sync" and "generation" in gains and "training" in gains:
+        stage = "generation" if gains["generation"] >= gains["training"] else "training"
     resources = {
-        "generation": lambda: _of_generation(estimates, index, run),
+        "generation": lambda: _of_generation(estimates, index, run, gains),
         "training": lambda: _of_training(estimates, index),
         "sync": lambda: _of_sync(candidate),
     }
@@ -39,27 +55,41 @@ def find_binding(estimates: Estimates, index: int, speed: Speed) -> Binding:
         seconds={**seconds, "step": speed.step_time},
         text=(
             f"{stage} binds, by {resource}: generation {seconds['generation']:.1f} s {overlap} training "
-            f"{seconds['training']:.1f} s, sync {seconds['sync']:.1f} s, a step {speed.step_time:.1f} s"
+            f"{seconds['training']:.1f} s, sync {seconds['sync']:.1f} s, a step {speed.step_time:.1f} s{_told(gains)}"
         ),
     )
 
 
-def _of_generation(estimates: Estimates, index: int, run: Run) -> str:
-    """Say why generation takes what it takes: its longest rollout, a cap on its batches, or the work."""
+def _told(gains: Mapping[Relieved, float]) -> str:
+    """Say what was tried of stages that are about as long."""
+    if "generation" not in gains or "training" not in gains:
+        return ""
+    return (
+        f"; {FASTER - 1:.0%} faster generation saves {max(0.0, gains['generation']):.1%} of it, "
+        f"training {max(0.0, gains['training']):.1%}"
+    )
+
+
+def _of_generation(
+    estimates: Estimates, index: int, run: Run, gains: Mapping[Relieved, float]
+) -> str:
+    """Say why generation takes what it takes: its longest rollout, a cap whose relief saves seconds, or the work."""
     least = estimates.least(index)
     if least.longest >= least.work:
         return "the longest rollout, token by token"
     batch = replica_batch(run)
     assert batch is not None, "it was simulated"
-    match batch.limit:
-        case "memory":
-            return f"GPU memory for KV cache, of {batch.held:.0f} rollouts a replica"
-        case "max_running":
-            return f"rollout.max_running {run.rollout.max_running}"
-        case "share":
-            return "GPU memory bandwidth"
-        case _:
-            assert_never(batch.limit)
+    if batch.limit == "max_running" and gains.get("max_running", SAVES) >= SAVES:
+        return f"rollout.max_running {run.rollout.max_running}"
+    if batch.limit == "memory":
+        return f"GPU memory for KV cache, of {batch.held:.0f} rollouts a replica"
+    if gains.get("max_staleness", 0.0) >= SAVES:
+        bound = estimates.space.system(index).staleness_bound
+        return (
+            f"policies.max_staleness {bound:g}, of {rollouts_under_way(run):,} rollouts at once, "
+            "and GPU memory bandwidth"
+        )
+    return "GPU memory bandwidth"
 
 
 def _of_training(estimates: Estimates, index: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import exp, hypot
 from statistics import median
 
 import msgspec
@@ -12,7 +13,7 @@ from sim.planner.objective import front, value_of
 from sim.planner.race import Race
 from sim.planner.search import Search
 from sim.planner.space import Candidate
-from streamrl.record.paired import is_beyond_chance
+from streamrl.record.paired import is_beyond_chance, ratio_half_width
 from streamrl.record.speed import Speed
 from streamrl.report.plan import SHORT, Beside, Choice, PlannedSide, Runner, plan_text
 from streamrl.runfile.config import Run
@@ -22,8 +23,7 @@ DEGREES = ("replicas", *SHORT, "micro_batch", "zero", "offload")
 NOTABLY = 1.1
 """Times as fast as the chosen plan from which on it is said of one that is as good."""
 SCALED = ("step_time", "median_step_time", "cost_per_step", "cost_per_million_tokens")
-"""Figures of a plan that stand as the chosen plan's times what both differ by over the steps that they share: a few
-steps are other than those of a steady state, for both alike."""
+"""Figures of a finalist that stand as the chosen plan's times what both differ by over the steps that they share."""
 RUNNERS_UP = 8
 """Plans that are named beside the chosen one."""
 
@@ -58,22 +58,44 @@ class Found:
 
     def beside(self) -> list[Beside]:
         """Return what a choice is always seen beside: the best synchronous, the best colocated and the fastest plan."""
-        ranking = [self._index, *self._others()]
+        kinds, known = self._kinds(), self._race.as_known
+        if kinds["fastest"] is not None and known(kinds["fastest"]):
+            those = [index for index in self._ranking() if known(index)]
+            kinds["fastest"] = min(those, key=lambda index: known(index)[0].step_time)
+        return [self._beside(what, index) for what, index in kinds.items()]
+
+    def _beside(self, what: str, index: int | None) -> Beside:
+        if index is None:
+            return Beside(what=what, runner=None)
+        if not self._race.as_known(index):
+            return Beside(what=what, runner=None, not_simulated=self._text(index))
+        return Beside(what=what, runner=self._runner(index))
+
+    def wanted(self) -> list[int]:
+        """Return the plans that are to be simulated for as long as the chosen one, as they stand beside it."""
+        found = [index for index in self._kinds().values() if index is not None]
+        if self._search.space.run.plan.objective == "pareto":
+            speeds = self._search.speeds
+            points = [(speeds[i].step_time, speeds[i].cost_per_step) for i in self._ranking()]
+            found += [self._ranking()[place] for place in front(points)]
+        return list(dict.fromkeys(found))
+
+    def _kinds(self) -> dict[str, int | None]:
+        """Return the best of each kind by what all have: finalists as such, the others by the few steps of the search."""
+        ranking, speeds = self._ranking(), self._search.speeds
         kinds: dict[str, Callable[[int], bool]] = {
             "best synchronous": lambda index: not self._search.space.system(index).staleness_bound,
             "best colocated": lambda index: self._mode(index) == "colocated",
         }
-        found = []
-        for what, is_kind in kinds.items():
-            index = next(filter(is_kind, ranking), None)
-            found.append(Beside(what=what, runner=None if index is None else self._runner(index)))
-        fastest = min(ranking, key=lambda index: self._times(index, "step_time"))
-        found.append(Beside(what="fastest", runner=self._runner(fastest)))
-        return found
+        found = {what: next(filter(is_kind, ranking), None) for what, is_kind in kinds.items()}
+        return {**found, "fastest": min(ranking, key=lambda index: speeds[index].step_time)}
+
+    def _ranking(self) -> list[int]:
+        return [self._index, *self._others()]
 
     def runners_up(self) -> list[Runner]:
-        """Return the plans that come next, the best first."""
-        found = [self._runner(index) for index in self._others()[:RUNNERS_UP]]
+        """Return the plans that come next, the best first, of those that were simulated for longer than a search does."""
+        found = [self._runner(index) for index in self._known()[:RUNNERS_UP]]
         return sorted(found, key=lambda runner: runner.behind)
 
     def _others(self) -> list[int]:
@@ -82,13 +104,17 @@ class Found:
         finals = sorted((i for i in others if i in race.finals), key=race.value)
         return [*finals, *(i for i in others if i not in race.finals)]
 
+    def _known(self) -> list[int]:
+        """Return the others whose figures are as well known as those of the chosen plan, or of finalists."""
+        race = self._race
+        return [i for i in self._others() if race.as_known(i) or i in race.finals]
+
     def pareto(self) -> list[Choice]:
-        """Return the simulated plans that none beats in seconds and dollars of a step, the fastest first."""
+        """Return the plans that none beats in seconds and dollars of a step, the fastest first."""
         if self._search.space.run.plan.objective != "pareto":
             return []
-        indices = [self._index, *self._others()]
-        keys = ("step_time", "cost_per_step")
-        points = [(self._times(i, keys[0]), self._times(i, keys[1])) for i in indices]
+        indices = [self._index, *self._known()]
+        points = [(self._times(i, "step_time"), self._times(i, "cost_per_step")) for i in indices]
         return [self._runner(indices[place]).choice for place in front(points)]
 
     def _times(self, index: int, key: str) -> float:
@@ -133,7 +159,7 @@ class Found:
         )
 
     def _runner(self, index: int) -> Runner:
-        """Describe a plan compared with the chosen one on the same prompts and over as many steps."""
+        """Describe a plan compared with the chosen one on the same prompts and over as many steps: steady ones where it has them."""
         race, search = self._race, self._search
         if index == self._index:
             return Runner(
@@ -141,22 +167,36 @@ class Found:
             )
         behind = race.behind(index, self._index)
         (one, *more), (other, *_) = race.pair(index, self._index)
-        value = search.value_of(race.steady[self._index][0]) * (1 + behind)
-        figures = {key: getattr(self.chosen, key) * self._times(index, key) for key in SCALED}
-        choice = msgspec.structs.replace(
-            self._choice(index, [one, *more]),
-            **figures,
-            step_time_interval=None,
-            note="",
-            least=value,
-            most=value,
-        )
+        choice = self._choice(index, [one, *more])
+        width = ratio_half_width(one, other)
+        if not race.as_known(index):
+            choice = self._scaled(choice, index, behind, width)
         return Runner(
             choice=choice,
-            value=value,
+            value=search.value_of(race.steady[self._index][0]) * (1 + behind),
             behind=behind,
+            behind_interval=None if width is None else _around(1 + behind, width),
             is_beyond_chance=is_beyond_chance(one, other, 1 + behind),
         )
+
+    def _scaled(self, choice: Choice, index: int, behind: float, width: float | None) -> Choice:
+        """Return a finalist with the chosen plan's figures times what both differ by over the steps that they share."""
+        ours = self.chosen
+        figures = {key: getattr(ours, key) * self._times(index, key) for key in SCALED}
+        value = self._search.value_of(self._race.steady[self._index][0]) * (1 + behind)
+        interval = None
+        if width is not None and ours.step_time_interval is not None:
+            own = (ours.step_time_interval[1] / ours.step_time) - 1
+            step = figures["step_time"]
+            interval = step * (1 - hypot(own, width)), step * (1 + hypot(own, width))
+        return msgspec.structs.replace(
+            choice, **figures, step_time_interval=interval, note="", least=value, most=value
+        )
+
+
+def _around(ratio: float, width: float) -> tuple[float, float]:
+    """Return the ends of the interval of a share by which something is above, of half the width of its logarithm."""
+    return ratio * exp(-width) - 1, ratio * exp(width) - 1
 
 
 def _range(value: float, speed: Speed) -> tuple[float, float]:

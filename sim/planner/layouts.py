@@ -18,7 +18,6 @@ from streamrl.hardware.memory import (
     ROOMY,
     kv_capacity,
     longest_sequence,
-    num_models,
     trainer_memory,
 )
 from streamrl.hardware.profiles import load_gpu, load_model
@@ -41,6 +40,12 @@ SLICES = "trainer: expert_tensor_parallel does not divide the channels of an exp
 EXPERTS = "rollout: attention ranks do not divide the experts"
 LAYERS = "trainer: more pipeline stages than layers, or experts than there are"
 RANKS = "trainer: more data-parallel ranks than rollouts in a step"
+ZERO_STAGES = (
+    "trainer: ZeRO 3 beside pipeline stages, which gather weights for each pass: "
+    "plan.zero = [3] tries it"
+)
+"""DeepSpeed refuses both together and Megatron's optimizer has ZeRO 1; PyTorch's FSDP2 has it (torchtitan)."""
+ZERO_ALONE = "trainer: ZeRO 3 of one rank, which has nobody to split with: plan.zero = [3] tries it"
 OF_FRAMEWORK = "trainer: framework {} splits none so"
 
 
@@ -265,7 +270,7 @@ def fitting_trainers(
 ) -> Iterator[Degrees]:
     """Yield every trainer that fits on `num_gpus` of a pool.
 
-    Offloading is tried only where models do not fit beside each other: it moves bytes for nothing else.
+    Of trainers that split alike there may be two: one with all on its GPUs, and one that offloads and makes less again.
     """
     per_node = run.cluster.pools[pool].domain
     for tensor in among.tensor_parallel or powers_of_two(per_node):
@@ -283,66 +288,91 @@ def fitting_trainers(
             for expert, slices, zero, micro in product(
                 among.expert_parallel, among.expert_tensor_parallel, among.zero, among.micro_batch
             ):
-                if zero == 3 and (pipeline > 1 or data * context == 1) and len(among.zero) > 1:
-                    continue  # stages would gather weights for each pass, and one rank has nobody to split with
+                if zero == 3 and pipeline > 1 and len(among.zero) > 1:
+                    cut[ZERO_STAGES] += 1
+                    continue
+                if zero == 3 and data * context == 1 and len(among.zero) > 1:
+                    cut[ZERO_ALONE] += 1
+                    continue
                 split = (pool, data, tensor, pipeline, expert, micro, zero)
                 degrees = Degrees(
                     *(*split, among.recompute[0], run.trainer.logits, False, context, slices)
                 )
-                if (found := _fit(run, degrees, among, cut)) is not None:
-                    yield found
+                yield from _ways_to_fit(run, degrees, among, cut)
 
 
-def _fit(run: Run, degrees: Degrees, among: TrainerRange, cut: Counter[str]) -> Degrees | None:
-    """Return the trainer that makes as little again as fits; None where none does.
+def _ways_to_fit(
+    run: Run, degrees: Degrees, among: TrainerRange, cut: Counter[str]
+) -> list[Degrees]:
+    """Return the trainers that make as little again as fits, with all on the GPUs and offloading; none where neither fits.
 
-    It takes logits in chunks and offloads only where it must.
+    One that offloads is tried only where less is made again then: it moves bytes for nothing else. Logits are taken in
+    chunks only where they must.
     """
+    if (reason := _reason_against(run, degrees)) is not None:
+        cut[reason] += 1
+        return []
+    found: list[Degrees] = []
+    is_tight = False
+    for offload in (False, True):
+        ways = _lightest_first(degrees._replace(offload=offload), among)
+        if found:
+            ways = ways[: ways.index(found[0]._replace(offload=offload, logits=ways[0].logits))]
+        way, is_close = _first_that_fits(run, ways, among.most_memory)
+        found += [way] if way is not None else []
+        is_tight = is_tight or is_close
+    if not found:
+        cut[TIGHT if is_tight else TRAINER_MEMORY] += 1
+    return found
+
+
+def _lightest_first(degrees: Degrees, among: TrainerRange) -> list[Degrees]:
+    """Return what a trainer may keep and make again, the fastest and largest first."""
+    logits: tuple[Logits | None, ...] = (degrees.logits,)
+    if degrees.logits is None:
+        logits = (None, "chunked")
+    return [
+        degrees._replace(recompute=recompute, logits=loss)
+        for recompute, loss in product(among.recompute, logits)
+    ]
+
+
+def _first_that_fits(
+    run: Run, ways: Sequence[Degrees], most_memory: float
+) -> tuple[Degrees | None, bool]:
+    """Return the first of some ways that takes no more than a share of its GPUs, and whether one would take all but that."""
+    if not ways:
+        return None, False
+    memory = load_gpu(run.cluster.pools[ways[0].pool].gpu).usable_memory
+    leanest = ways[-1].apply(run)
+    least = _trainer_bytes(leanest) / memory
+    if least > 1 or offloaded_bytes(leanest) > host_memory(leanest):
+        return None, False
+    if least > most_memory:
+        return None, True
+    shares = ((way, _trainer_bytes(way.apply(run)) / memory) for way in ways)
+    return next(way for way, share in shares if share <= most_memory), False
+
+
+def _reason_against(run: Run, degrees: Degrees) -> str | None:
+    """Return why a model cannot be split so, whatever memory there is; None where it can."""
     if not has_layout(degrees.apply(run)):
-        cut[OF_FRAMEWORK.format(run.framework.name)] += 1
-        return None
+        return OF_FRAMEWORK.format(run.framework.name)
     if degrees.data_parallel > run.algorithm.rollouts_per_step:
-        cut[RANKS] += 1
-        return None
+        return RANKS
     trainer = degrees.apply(run).trainer
     domain = run.cluster.pools[degrees.pool].domain
     is_folded = trainer.copies * trainer.tensor_parallel % trainer.expert_ranks == 0
     if not is_folded or domain % (degrees.expert_tensor_parallel or 1):
-        cut[DIVISIBILITY] += 1
-        return None
-    model, memory = (
-        load_model(run.model),
-        load_gpu(run.cluster.pools[degrees.pool].gpu).usable_memory,
-    )
+        return DIVISIBILITY
+    model = load_model(run.model)
     if not splits_context(model, trainer):
-        cut[HEADS] += 1
-        return None
+        return HEADS
     if not slices_experts(model, trainer):
-        cut[SLICES] += 1
-        return None
+        return SLICES
     has_too_many = trainer.expert_parallel > 1 or (trainer.expert_tensor_parallel or 1) > 1
     if trainer.num_slices > model.num_layers or (has_too_many and model.experts is None):
-        cut[LAYERS] += 1
-        return None
-    offloads = (False, True) if num_models(run) > 1 else (False,)
-    logits: tuple[Logits | None, ...] = (degrees.logits,)
-    if degrees.logits is None:
-        logits = (None, "chunked")
-    is_tight = False
-    for offload in offloads:
-        ways = [
-            degrees._replace(offload=offload, recompute=recompute, logits=loss)
-            for recompute, loss in product(among.recompute, logits)
-        ]
-        leanest = ways[-1].apply(run)
-        least = _trainer_bytes(leanest) / memory
-        if least > 1 or offloaded_bytes(leanest) > host_memory(leanest):
-            continue
-        if least <= among.most_memory:
-            shares = ((way, _trainer_bytes(way.apply(run)) / memory) for way in ways)
-            return next(way for way, share in shares if share <= among.most_memory)
-        is_tight = True
-    cut[TIGHT if is_tight else TRAINER_MEMORY] += 1
+        return LAYERS
     return None
 
 

@@ -17,6 +17,7 @@ from sim.planner.found import Found, describe
 from sim.planner.framework_scope import Scope, keep_to_framework
 from sim.planner.objective import UNITS
 from sim.planner.race import Race
+from sim.planner.relief import find_gains
 from sim.planner.search import Search
 from sim.planner.sensitivity import Verdict, judge
 from sim.planner.tighter import find_tighter
@@ -47,7 +48,7 @@ def make_plan(run: Run, watch: Callable[[int, str], None] = lambda *_: None) -> 
     """Choose among everything that a run's offer and its section `[plan]` leave open, on all cores.
 
     `watch` is told how many simulations are done and what comes now: simulating, finalists, what if, the
-    chosen plan, with less room. Faults that the run file plans are left out, of the plan's file too.
+    chosen plan, beside it, what binds, with less room. Faults that the run file plans are left out, of the plan's file too.
 
     Raises:
         ValueError: nothing fits, or nothing within budget: the constraint is named.
@@ -88,7 +89,8 @@ def _plan(
     search.run(pool, progress.on("simulating"))
     race = Race(search)
     chosen, verdicts = _choose(search, race, pool, progress)
-    chosen = race.settle(pool, chosen, progress.on("the chosen plan"))
+    chosen, verdicts = _settle(search, race, pool, progress, chosen, verdicts)
+    gains = find_gains(race, chosen, pool, progress.on("what binds"))
     tighter = find_tighter(search, chosen, pool, progress.on("with less room"))
     objective, (metrics, *_) = run.plan.objective, race.steady[chosen]
     planned = with_restarts(race.planned(chosen), metrics.step_time)
@@ -114,7 +116,7 @@ def _plan(
         why=found.why(),
         beside=found.beside(),
         infeasible={reason: count for reason, count in search.space.cut.items() if count},
-        binding=find_binding(search.estimates, chosen, metrics),
+        binding=find_binding(search.estimates, chosen, metrics, gains),
         lower_bound=float(bounds.min()),
         gap=value / float(bounds.min()) - 1,
         own_bound=float(bounds[chosen]),
@@ -161,6 +163,27 @@ def _choose(
         search.simulate(pool, new, progress.on("what if"))
         if not any(search.value(i) < search.value(chosen) for i in new if i in search.speeds):
             break
+    return chosen, verdicts
+
+
+def _settle(
+    search: Search,
+    race: Race,
+    pool: Executor,
+    progress: _Progress,
+    chosen: int,
+    verdicts: list[Verdict],
+) -> tuple[int, list[Verdict]]:
+    """Simulate the chosen plan until its step is known, and as well what is seen beside it; choose that where it is better."""
+    chosen = race.settle(pool, chosen, progress.on("the chosen plan"))
+    for _ in range(MOST_RETURNS):
+        wanted = [i for i in Found(search, race, chosen).wanted() if not race.as_known(i)]
+        if not wanted or not race.stand_beside(pool, chosen, wanted, progress.on("beside it")):
+            break
+        if (better := race.better_beside(chosen)) is None:
+            continue
+        chosen = race.settle(pool, better, progress.on("the chosen plan"))
+        verdicts = [] if search.is_late else judge(search, chosen, pool, progress.on("what if"))
     return chosen, verdicts
 
 

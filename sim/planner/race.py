@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from itertools import chain
@@ -19,6 +20,7 @@ from sim.planner.trial import (
     run_all,
     short_speed_of,
     shortened,
+    steady_speed_of,
     whole,
 )
 from streamrl.record.metrics import Metrics
@@ -49,6 +51,8 @@ class Race:
         """Of each finalist the paired steps that tell them apart, one simulation for each seed."""
         self.steady: dict[int, list[Metrics]] = {}
         """Of what may be chosen the steady state, one for each seed."""
+        self.beside: dict[int, Speed] = {}
+        """Of what stands beside it, on the run's own seed, as many steps."""
         self._limited: dict[int, Run] = {}
         """The run file by which each of these was simulated, with as many steps as there was time for."""
 
@@ -144,6 +148,45 @@ class Race:
             self.search.give_up(index, next(m for m in found if isinstance(m, Unfinished)))
             self.finals.pop(index, None)
 
+    def stand_beside(
+        self, pool: Executor, chosen: int, indices: Iterable[int], watch: Callable[[], None]
+    ) -> bool:
+        """Simulate plans, on the run's own seed, until each is as well known as the chosen one, or for as many steps.
+
+        Return whether all of them were: those are left out that have not begun `SETTLING` of `plan.time_limit` after it.
+        """
+        run, candidate = self._limited[chosen], self.search.space.candidate
+        most = min(run.simulate.max_steps, len(self.steady[chosen][0].step_times))
+        run = replace(run, simulate=replace(run.simulate, max_steps=most))
+        new = [index for index in indices if not self.as_known(index)]
+        trials = [(index, Trial(whole(run, run.seed), candidate(index))) for index in new]
+        until = max(time.perf_counter(), self.search.deadline) + SETTLING * run.plan.time_limit
+        found = run_all(pool, steady_speed_of, trials, watch, until)
+        for index, speed in found.items():
+            if isinstance(speed, Unfinished):
+                self.search.give_up(index, speed)
+                self.finals.pop(index, None)
+            else:
+                self.beside[index] = speed
+        return len(found) == len(new)
+
+    def as_known(self, index: int) -> list[Speed]:
+        """Return the steady steps of a plan by seed, the run's own first; none where only a few were simulated."""
+        if index in self.steady:
+            return [*self.steady[index]]
+        return [self.beside[index]] if index in self.beside else []
+
+    def better_beside(self, chosen: int) -> int | None:
+        """Return the best of the plans that were simulated for as long as the chosen one where it is clearly better; else None.
+
+        A few steps, by which a search compares, are other than those of a steady state, and more so where steps overlap.
+        """
+        speeds = {index: self.as_known(index)[0] for index in (*self.beside, *self.steady)}
+        values = {index: self.search.value_of(speed) for index, speed in speeds.items()}
+        kept = [index for index, speed in speeds.items() if self.search.is_affordable(speed)]
+        best = min(kept, key=lambda index: values[index], default=chosen)
+        return best if values[best] < (1 - ALIKE) * values[chosen] else None
+
     def _in_time(self, index: int) -> Run:
         """Return the run with no more steps than there is time for, by what those of the search took."""
         search, run = self.search, self.search.space.run
@@ -185,7 +228,10 @@ class Race:
         return ours / theirs - 1
 
     def pair(self, index: int, other: int) -> tuple[list[Speed], list[Speed]]:
-        """Return simulations of two plans on the same prompts for as many steps: those of finalists, or of the search."""
+        """Return simulations of two plans on the same prompts for as many steps: steady ones, of finalists, or of the search."""
+        ours, theirs = self.as_known(index), self.as_known(other)
+        if num := min(len(ours), len(theirs)):
+            return ours[:num], theirs[:num]
         if index in self.finals and other in self.finals:
             return self.finals[index], self.finals[other]
         return [self.search.speeds[index]], [self.search.speeds[other]]

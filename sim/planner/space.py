@@ -105,13 +105,19 @@ class Space:
         replicas, trainer, mode = candidate
         if replicas not in self.replicas or mode not in self.modes:
             return None
-        alike = [place for place, each in enumerate(self.trainers) if each.split == trainer.split]
-        is_it = (
-            (self.of_replicas == self.replicas.index(replicas))
-            & (self.of_mode == self.modes.index(mode))
-            & np.isin(self.of_trainer, alike)
+        is_it = (self.of_replicas == self.replicas.index(replicas)) & (
+            self.of_mode == self.modes.index(mode)
         )
-        return int(np.argmax(is_it)) if is_it.any() else None
+        for place in self._alike(trainer):
+            found = is_it & (self.of_trainer == place)
+            if found.any():
+                return int(np.argmax(found))
+        return None
+
+    def _alike(self, trainer: Degrees) -> list[int]:
+        """Return the places of trainers that split as one does: first those that offload, or do not, as it does."""
+        alike = [place for place, each in enumerate(self.trainers) if each.split == trainer.split]
+        return sorted(alike, key=lambda place: self.trainers[place].offload != trainer.offload)
 
     def priced(self, run: Run) -> Space:
         """Return the same plans with the prices of another offer."""

@@ -328,8 +328,16 @@ def _way_out(run: Run, key: str, items: dict[str, float]) -> str:
     ways = []
     if not run.trainer.offload and num_models(run) > 1:
         ways.append(f"{key}.offload=true lets models wait in host memory")
+    elif not run.trainer.offload and _steps_alone(run, items):
+        ways.append(f"{key}.offload=true lets the optimizer wait in host memory")
     if run.trainer.recompute != "full":
         ways.append(f'{key}.recompute="full" keeps fewer activations')
     if run.trainer.logits != "chunked" and items.get("logits", 0.0) > LARGE * sum(items.values()):
         ways.append(f'{key}.logits="chunked" holds few logits at once')
     return f"; {', '.join(ways)}" if ways else ""
+
+
+def _steps_alone(run: Run, items: dict[str, float]) -> bool:
+    """Whether a GPU holds what a step of the optimizer takes, once passes have left it."""
+    taken = items["weights"] + items["gradients"] + items["optimizer"]
+    return taken <= load_gpu(run.cluster.pools[run.trainer.pool].gpu).usable_memory

@@ -97,16 +97,18 @@ class Binding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Runner(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan that was simulated and not chosen.
+    """A plan that was simulated and not chosen, on the same prompts.
 
-    Both are simulated on the same prompts for the same few steps; its seconds and dollars are the chosen plan's times
-    what they differ by there, so that a steady state of its own may be other by its interval.
+    What stands beside the choice is simulated for as long as that, and has figures of its own. Those of a finalist are
+    the chosen plan's times what both differ by over two dozen steps.
     """
 
     choice: Choice
     value: float
     behind: float
     """Share by which its objective is above the chosen plan's."""
+    behind_interval: tuple[float, float] | None = None
+    """Its 95 % interval, by the steps that both have; None where too few tell, or in a plan of an earlier version."""
     is_beyond_chance: bool | None = None
     """Whether that is more than its 95 % interval, on the same prompts and lengths; None where too few steps tell."""
 
@@ -117,7 +119,9 @@ class Beside(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     """best synchronous, best colocated or fastest."""
     runner: Runner | None
-    """That plan, which may be the chosen one; None where the offer or `[plan]` has none."""
+    """That plan, which may be the chosen one; None where the offer or `[plan]` has none, or no time was left for it."""
+    not_simulated: str = ""
+    """What that plan is, where no time was left to simulate it for as long as the chosen one."""
 
 
 class Tighter(msgspec.Struct, frozen=True, kw_only=True):

@@ -99,8 +99,8 @@ def search_text(plan: Plan) -> str:
 
 
 PAIRED = (
-    "what is behind was simulated on the chosen plan's prompts for a few steps: its figures are the chosen plan's times "
-    "the difference there"
+    "all on the chosen plan's prompts, ± is a 95 % interval; what stands beside it was simulated for as long as the chosen "
+    "plan, of runners-up two dozen steps"
 )
 UNSAID = (".max_running", ".micro_batch", ".zero", ".recompute", ".logits", ".order", "_staleness")
 """Ends of keys that the line of a plan does not show."""
@@ -110,7 +110,9 @@ HEAD = ("behind", "step", "staleness", "$ a step", "$ an hour")
 def _beside(plan: Plan) -> Table:
     table = Table("beside it", *HEAD, box=None, pad_edge=False)
     for beside in plan.beside:
-        if beside.runner is None:
+        if beside.not_simulated:
+            table.add_row(f"{beside.what}: {beside.not_simulated}", "no time left")
+        elif beside.runner is None:
             table.add_row(f"{beside.what}: none is open")
         elif beside.runner.choice == plan.allocation:
             table.add_row(f"{beside.what}: the chosen plan")
@@ -173,6 +175,9 @@ def _behind_text(plan: Plan, runner: Runner) -> str:
     What both do alike on the same GPUs is off by the same, and says nothing of which is better.
     """
     text = f"{runner.behind:+.1%}"
+    if runner.behind_interval is not None:
+        least, most = runner.behind_interval
+        text += f" ± {50 * (most - least):.1f}"
     if runner.is_beyond_chance is False:
         return f"{text}, may be chance"
     if plan.uncertainty is None:

@@ -187,7 +187,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     share attention."""
     zero: Literal[0, 1, 2, 3] = 1
     """ZeRO stage: what data-parallel ranks split. 0: nothing; 1: the optimizer; 2: gradients too, which every pass
-    reduces; 3: weights too, gathered for every pass (FSDP's full shard)."""
+    reduces; 3: weights too, gathered for every pass (FSDP's full shard). Beside pipeline stages 2 and 3 are simulated as
+    FSDP2 has them, every pass by itself; DeepSpeed refuses that, and plans try it only where `plan.zero` says so."""
     virtual_stages: int = 1
     """Simulated: slices of the model that each pipeline stage has (Megatron's interleaved schedule)."""
     recompute: Recompute = "full"
@@ -214,7 +215,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     overlaps_dispatch: bool = False
     """Simulated: whether that hides behind another micro-batch (Megatron's EP overlap, DualPipe)."""
     offload: bool = False
-    """Simulated: actor, critic and reference take turns on the GPUs, and wait in host memory."""
+    """Simulated: models take turns on the GPUs, and wait in host memory; of one that is alone the optimizer, but for steps."""
     efficiency: float | None = None
     """Simulated: share of peak FLOP/s in forward and backward passes, where you have measured yours;
     recomputation and collectives are then part of it. What the profiles give where absent."""

@@ -86,17 +86,19 @@ def _alternatives(sources: Sources, options: list[Option]) -> PageSection:
 
 
 SCALED = (
-    "Runners-up were simulated on the chosen plan's prompts for a few steps; their seconds and dollars are the chosen plan's "
-    "times what they differ by there. A simulation of its own gives one its steady state, which may be other by the "
-    "intervals of both."
+    "All were simulated on the chosen plan's prompts. What it is seen beside was simulated for as long as the chosen plan; "
+    "seconds and dollars of other runners-up are the chosen plan's times what both differ by over two dozen steps."
 )
 
 
 def _beside(made: PlanMade) -> PageTable:
     """Set the best of other kinds beside the choice, whether they come next or far behind."""
     rows = []
-    for what, runner in ((each.what, each.runner) for each in made.plan.beside):
-        if runner is None:
+    for each in made.plan.beside:
+        what, runner = each.what, each.runner
+        if each.not_simulated:
+            rows.append(cells(what, each.not_simulated, "no time left", "", "", ""))
+        elif runner is None:
             rows.append(cells(what, "none is open", "", "", "", ""))
         elif runner.choice == made.plan.allocation:
             rows.append(cells(what, "the chosen plan", "", "", "", ""))
@@ -108,7 +110,7 @@ def _beside(made: PlanMade) -> PageTable:
                     choice.text,
                     dollars(choice.cost_per_million_tokens),
                     change(runner.behind),
-                    seconds(choice.step_time),
+                    step_seconds(choice.step_time, choice.step_time_interval),
                     f"{choice.mean_staleness:.2f}",
                 )
             )

@@ -1,0 +1,74 @@
+"""What stands beside a chosen plan is as well known as it, what is better there is chosen, and what binds shortens a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from sim.planner.binding import find_binding
+from sim.planner.found import settings_of
+from sim.planner.race import Race
+from sim.planner.relief import find_gains
+from sim.planner.search import ALIKE, Search
+from sim.planner.trial import Trial, metrics_of, whole
+from tests.test_plan import SMALL, Here, few, planned
+
+
+def test_what_stands_beside_a_plan_has_the_figures_of_its_own_simulation_as_long() -> None:
+    steps = {"algorithm.steps": 30, "simulate.max_steps": 30}
+    narrow: dict[str, Any] = {"rollout_tensor_parallel": [1], "trainer_tensor_parallel": [4]}
+    run = few({**SMALL, **steps}, **narrow)
+    plan = planned(run).plan
+    space = Search.open(run).space
+    by_settings = {str(settings_of(c)): c for c in map(space.candidate, range(len(space)))}
+    runners = [each.runner for each in plan.beside if each.runner is not None]
+    others = [each for each in runners if each.choice != plan.allocation]
+    assert others
+    for runner in others:
+        assert runner.choice.steps > 20
+        candidate = by_settings[str(runner.choice.settings)]
+        alone = metrics_of(Trial(whole(run, run.seed), candidate))
+        assert runner.choice.step_time == alone.step_time
+        assert runner.choice.step_time_interval == alone.step_time_interval is not None
+        assert runner.value == pytest.approx(alone.cost_per_million_tokens)
+        assert runner.behind_interval is not None
+        least, most = runner.behind_interval
+        assert least < runner.behind < most
+        assert runner.behind == pytest.approx(runner.value / plan.objective.value - 1)
+    assert all(each.behind > -ALIKE for each in runners)
+
+
+def test_what_turns_out_clearly_better_beside_a_plan_is_chosen() -> None:
+    search = Search.open(few(SMALL))
+    chosen, other, *_ = search.run(Here(), lambda: None)
+    race = Race(search)
+    race.steady[chosen] = [metrics_of(Trial(search.base, search.space.candidate(chosen)))]
+    cost = race.steady[chosen][0].cost_per_million_tokens
+    for share, better in ((0.9, other), (1 - ALIKE / 2, None), (1.2, None)):
+        speed = search.speeds[other]
+        race.beside[other] = replace(speed, cost_per_million_tokens=share * cost)
+        assert race.better_beside(chosen) == better
+
+
+def test_a_cap_is_named_as_what_binds_only_where_raising_it_shortens_a_step() -> None:
+    changes = {"costs": {"generation_factor": 0.005}, "rollout.max_running": 2}
+    only: dict[str, Any] = {"max_running": [2], "rollout_gpus": [8]}
+    search = Search.open(few(changes, systems=["disaggregated"], **only))
+    race = Race(search)
+    search.run(Here(), lambda: None)
+    chosen = race.run(Here(), lambda: None)
+    gains = find_gains(race, chosen, Here())
+    assert gains["max_running"] > 0.2 and set(gains) == {"max_running"}
+    speed = search.speeds[chosen]
+    binding = find_binding(search.estimates, chosen, speed, gains)
+    assert binding.resource == "rollout.max_running 2"
+    binding = find_binding(search.estimates, chosen, speed, {"max_running": 0.001})
+    assert binding.resource == "GPU memory bandwidth"
+    for stage in ("generation", "training"):
+        saved = {"generation": 0.01, "training": 0.01, "max_running": 0.0, stage: 0.08}
+        binding = find_binding(search.estimates, chosen, speed, saved)
+        assert binding.stage == stage and f"{stage} 8.0%" in binding.text.replace(
+            "saves ", ""
+        ).replace(" of it", "")
