@@ -256,3 +256,48 @@ def test_several_optimizer_steps_of_a_batch_are_those_steps_and_one_version(
     assert distance(after, dict(model.state_dict())) < 1e-5
     assert figures["grad_norm"] == pytest.approx(sum(norms) / 3, rel=1e-4)
     assert figures["rollouts"] == 12
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_a_decoupled_clip_keeps_later_optimizer_steps_near_the_weights_that_the_batch_began_with(
+    model_path: str, tmp_path: Path, is_deterministic: bool
+) -> None:
+    """Rollouts that are scored once weights have changed are scored at those of the batch's beginning."""
+    samples, size, clip, clip_high = make_samples(6, 12), 4, 0.002, 0.003
+    config = make_config(
+        model_path,
+        correction="decoupled",
+        clip=clip,
+        clip_high=clip_high,
+        max_grad_norm=1e9,
+        rollouts_per_update=size,
+        deterministic=is_deterministic,
+    )
+
+    async def run() -> tuple[Weights, dict[str, float]]:
+        async with started(config) as trainer:
+            for first in range(0, len(samples), size):
+                await trainer.score(samples[first : first + size])
+                await trainer.train(samples[first : first + size])
+            figures = await trainer.step(1)
+            return await weights(trainer, 1, tmp_path), figures
+
+    found, figures = asyncio.run(run())
+    initial, model = load_model(model_path), load_model(model_path)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    for first in range(0, len(samples), size):
+        optimizer.zero_grad()
+        terms = []
+        for sample in samples[first : first + size]:
+            chosen, before = logprobs_of(model, sample), logprobs_of(initial, sample).detach()
+            weight = (before - torch.tensor(read_blocks(sample.output)[1])).exp().clamp(max=2.0)
+            ratio = (chosen - before).exp()
+            kept = torch.minimum(
+                ratio * sample.advantage,
+                ratio.clamp(1 - clip, 1 + clip_high) * sample.advantage,
+            )
+            terms.append(-weight * kept)
+        torch.cat(terms).mean().backward()
+        optimizer.step()
+    assert figures["clip_fraction"] > 0.1
+    assert distance(found, dict(model.state_dict())) < 1e-5

@@ -49,6 +49,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss_type": "bnpo", "entropy_coef": 0.1},
     ),
 }
+CORRECTED: dict[str, Any] = {
+    "loss_type": "dapo",
+    "epsilon_high": 0.28,
+    "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_importance_sampling_clip_max": 1.2,
+}
+"""TRL's importance correction: PPO's clip to the policy before the first optimizer step, times a weight of that one."""
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +85,21 @@ def rollouts_near(path: Path) -> list[Sample]:
     return found
 
 
-def ours(initial: Path, trained: Path, samples: list[Sample], changes: dict[str, Any]) -> Any:
+def ours(
+    initial: Path,
+    trained: Path,
+    samples: list[Sample],
+    changes: dict[str, Any],
+    is_scored_first: bool = False,
+) -> Any:
     """Return the loss of one batch and its gradient, by the trainer's own way."""
     config = make_config(str(initial), **changes)
     learner = load_learner(config, None)
+    if is_scored_first:
+        learner.score(samples)
     learner.backend.model.load_state_dict(reference(trained).state_dict())
-    learner.score(samples)
+    if not is_scored_first:
+        learner.score(samples)
     learner.train(samples)
     count = learner.batch.count
     gradient = {n: p.grad / count for n, p in learner.backend.model.named_parameters()}
@@ -138,6 +154,8 @@ def theirs(trained: Path, inputs: dict[str, torch.Tensor], folder: Path, **chang
         train_dataset=Dataset.from_list([{"prompt": "a"}] * 4),
         processing_class=AutoTokenizer.from_pretrained(str(trained)),
     )
+    if "importance_sampling_ratio" in inputs:
+        trainer.use_vllm = True  # whose log-probabilities they are; nothing generates here
     model = trainer.model.eval()
     loss = trainer._compute_loss(model, inputs)
     loss.backward()
@@ -156,6 +174,22 @@ def test_the_loss_and_its_gradient_are_trls(
     )
     if changes["correction"] == "cispo":  # there it is of -A log p, here of -A at a ratio of 1
         expected = found
+    assert found == pytest.approx(expected, abs=TOLERANCE)
+    check(gradient, their_gradient)
+
+
+def test_a_decoupled_clip_is_trls_with_its_importance_correction(
+    initial: Path, trained: Path, tmp_path: Path
+) -> None:
+    """Scored at the initial weights, and trained on at others, as a batch's later optimizer steps are."""
+    changes = {"correction": "decoupled", "clip_high": 0.28, "correction_cap": 1.2}
+    samples = rollouts_near(trained)
+    found, gradient = ours(initial, trained, samples, changes, is_scored_first=True)
+    inputs = inputs_of(samples, initial)
+    sampled, scored = inputs["old_per_token_logps"], inputs["ref_per_token_logps"]
+    inputs["old_per_token_logps"] = scored
+    inputs["importance_sampling_ratio"] = (scored - sampled).exp().clamp(max=1.2)
+    expected, their_gradient = theirs(trained, inputs, tmp_path, **CORRECTED)
     assert found == pytest.approx(expected, abs=TOLERANCE)
     check(gradient, their_gradient)
 

@@ -15,14 +15,12 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from executor.checksums import write_checksums
 from executor.pretrained import load_pretrained
 from executor.samples import Manifest, Sample
-from executor.tokens import ID, LOGPROB
 from executor.trainer import losses
 from executor.trainer.adapters import adapters_of, add_adapters, load_adapters
 from executor.trainer.backends import make_backend
@@ -35,9 +33,10 @@ from executor.trainer.passes import (
     passes,
 )
 from executor.trainer.rank_group import RankGroup
-from executor.trainer.sequences import TokenSequence, read_samples
+from executor.trainer.sequences import NOTHING, TokenSequence, read_samples
 from executor.trainer.trainer_settings import DTYPES, TrainerSettings
 from executor.trainer.training_backend import TrainingBackend
+from executor.trainer.weights_in_place import weights_in_place
 from executor.transfer.shared_memory import (
     cast_tensors,
     partial_of,
@@ -47,15 +46,6 @@ from executor.transfer.shared_memory import (
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 """Files that a checkpoint does not copy from the model directory, as it does the tokenizer's."""
-NOTHING = TokenSequence(
-    rollout=-1,
-    prompt=np.zeros(1, ID),
-    tokens=np.zeros(1, ID),
-    logprobs=np.zeros(1, LOGPROB),
-    is_policy=np.ones(1, bool),
-    advantage=0.0,
-)
-"""What a rank computes, for no gradient, while others have passes left that it must take part in."""
 
 
 @dataclasses.dataclass
@@ -295,12 +285,17 @@ class Learner:
         config = self.config
         found: dict[str, Callable[[list[TokenSequence]], torch.Tensor]] = {}
         if config.correction == "decoupled" or config.algorithm == "dpo":
-            found["proximal"] = functools.partial(self._logprobs, self.backend.model)
+            found["proximal"] = self._proximal
         if self.reference is not None:
             found["reference"] = functools.partial(self._logprobs, self.reference)
         if self.critic is not None:
             found["values"] = self.critic.values
         return found
+
+    def _proximal(self, sequences: list[TokenSequence]) -> torch.Tensor:
+        """Return log-probabilities, [n], under the weights that the batch began with, whatever its steps made of them."""
+        with weights_in_place(self.backend.model, self.pushable):
+            return self._logprobs(self.backend.model, sequences)
 
     def _to_score(self, sequences: list[TokenSequence]) -> list[TokenSequence]:
         """Return those of which a score pass is made."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from executor.samples import Sample
-from executor.tokens import Ids, Logprobs, count_tokens, decode_ids, read_blocks
+from executor.tokens import ID, LOGPROB, Ids, Logprobs, count_tokens, decode_ids, read_blocks
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,6 +37,17 @@ class TokenSequence:
     def num_trained(self) -> int:
         """Output tokens that the policy sampled."""
         return int(self.is_policy.sum())
+
+
+NOTHING = TokenSequence(
+    rollout=-1,
+    prompt=np.zeros(1, ID),
+    tokens=np.zeros(1, ID),
+    logprobs=np.zeros(1, LOGPROB),
+    is_policy=np.ones(1, bool),
+    advantage=0.0,
+)
+"""What a rank computes, for no gradient, while others have passes left that it must take part in."""
 
 
 def read_samples(samples: list[Sample]) -> list[TokenSequence]:
