@@ -43,6 +43,7 @@ LEARNERS: dict[str, tuple[str, tuple[str, ...]]] = {
         "quickstart.toml",
         (
             "algorithm.dynamic_sampling=true",
+            "algorithm.correction=none",
             "algorithm.clip_high=0.28",
             "algorithm.loss_mean=token",
         ),

@@ -38,6 +38,18 @@ def fixes_of(changes: dict[str, Any]) -> list[str]:
         ({"workload.lengths.kind": "histogramm"}, ["set workload.lengths.kind=histogram"]),
         ({"algorithm.correction": "tis"}, ["set algorithm.correction=token-tis"]),
         ({"algorithm.correction": "seq_tis"}, ["set algorithm.correction=seq-tis"]),
+        (
+            {"algorithm.clip": 0.1, "algorithm.clip_high": 0.28},
+            ["set algorithm.correction=decoupled"],
+        ),
+        (
+            {"algorithm.clip": 0.1, "algorithm.correction": "m2po"},
+            ["remove algorithm.clip"],
+        ),
+        (
+            {"algorithm.name": "grop", "algorithm.beta": 0.2},
+            ["set algorithm.name=grpo", "remove algorithm.beta"],
+        ),
         ({"workload.verifier": "exact"}, ["rename workload.verifier to verifier.scorer"]),
         ({"rollout.pool": "dc1.far"}, ["set rollout.pool=far"]),
         ({"rollout.start_time": 3}, ['set rollout.start_time="3 ms"']),

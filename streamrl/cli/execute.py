@@ -23,6 +23,7 @@ from streamrl.cli.shared import (
 )
 from streamrl.cli.views import write_views
 from streamrl.cli.watch_run import RunWatch
+from streamrl.doctor.clipping import idle_clips
 from streamrl.engine.systems import needs_costs
 from streamrl.engine.world import RunInterruptedError
 from streamrl.record.legs import balance_books
@@ -53,6 +54,8 @@ def execute(
         run = fill_policies(run, Costs.load(run))
     from executor.execute import execute as execute_run
 
+    for line in idle_clips(run):
+        typer.echo(f"streamrl: {line}", err=True)
     output = Path(run.execute.output)
     try:
         with RunWatch(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from streamrl.doctor import (
     batch,
+    clipping,
     divisibility,
     followers,
     framework,
@@ -28,6 +29,7 @@ PARTS: tuple[tuple[Topic, Callable[[Run], Iterator[Finding]]], ...] = (
     ("batch", followers.find),
     ("memory", kinds.find),
     ("staleness", staleness.find),
+    ("staleness", clipping.find),
     ("run file", planned_faults.find),
     ("run file", framework.find),
 )
@@ -36,6 +38,7 @@ FIXES = {
     **divisibility.FIXES,
     **batch.FIXES,
     **staleness.FIXES,
+    **clipping.FIXES,
     **planned_faults.FIXES,
     **framework.FIXES,
 }

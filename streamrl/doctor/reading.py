@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, assert_never
 
 from streamrl.doctor.candidates import EXAMPLES, GPU, MODEL, closest_first
-from streamrl.doctor.changes import toml
+from streamrl.doctor.changes import say, toml
 from streamrl.doctor.finding import Changes, Finding
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Allowed, OneOf, RunError
@@ -18,6 +18,7 @@ from streamrl.runfile.keys import split_key
 from streamrl.runfile.reading import convert_run
 from streamrl.runfile.table_errors import find_errors
 from streamrl.runfile.units import Bandwidth, Duration, Size
+from streamrl.runfile.unused_keys import find_unused
 
 TomlTable = dict[str, Any]
 
@@ -55,15 +56,26 @@ def read_leniently(table: TomlTable, base: Path) -> Reading:
     """Read a run file's table key by key, up to what it says of keys and types."""
     findings: list[Finding] = []
     for _ in range(MOST_WRONG_KEYS):
-        errors = list(find_errors(table))
+        errors = _errors(table)
         if not errors:
             return Reading(convert_run(table, base), findings)
-        mended = next(filter(None, (_mend(table, error, len(errors)) for error in errors)), None)
+        mended = next(filter(None, (_mend(table, error) for error in errors)), None)
         if mended is None:
             break
         table = mended.table
         findings.append(mended.finding)
-    return Reading(None, findings + [_finding(error, BY_HAND, {}) for error in find_errors(table)])
+    return Reading(None, findings + [_finding(error, BY_HAND, {}) for error in _errors(table)])
+
+
+def _errors(table: TomlTable) -> list[RunError]:
+    """Return what is wrong with keys and types, or where nothing is, which keys are read by nobody."""
+    return list(find_errors(table)) or list(find_unused(table))
+
+
+def _wrongness(table: TomlTable) -> tuple[bool, int]:
+    """Return what sorts tables by what is wrong with them: any key or type is worse than all that is read by nobody."""
+    wrong = sum(1 for _ in find_errors(table))
+    return wrong > 0, wrong or sum(1 for _ in find_unused(table))
 
 
 class _Mended(NamedTuple):
@@ -71,11 +83,11 @@ class _Mended(NamedTuple):
     finding: Finding
 
 
-def _mend(table: TomlTable, error: RunError, num_errors: int) -> _Mended | None:
+def _mend(table: TomlTable, error: RunError) -> _Mended | None:
     """Return the first change after which fewer things are wrong with the table."""
     for fix, changes in _candidates(table, error):
         after = _changed(table, changes)
-        if after is not None and sum(1 for _ in find_errors(after)) < num_errors:
+        if after is not None and _wrongness(after) < _wrongness(table):
             return _Mended(after, _finding(error, fix, changes))
     return None
 
@@ -98,6 +110,11 @@ def _candidates(table: TomlTable, error: RunError) -> Iterator[tuple[str, Change
         case "unknown key":
             for meant in error.allowed if isinstance(error.allowed, OneOf) else ():
                 yield f"rename {key} to {meant}", {key: None, str(meant): error.value}
+            yield f"remove {key}", {key: None}
+        case "unused key":
+            for value in error.allowed if isinstance(error.allowed, OneOf) else ():
+                changes = dict.fromkeys(error.others, value)
+                yield say(changes), changes
             yield f"remove {key}", {key: None}
         case "missing key":
             yield from _stand_ins(table, key)

@@ -110,7 +110,9 @@ def _strict(run: Run) -> Iterator[Changes]:
 
 
 def _corrected(run: Run) -> Iterator[Changes]:
-    yield {"algorithm.correction": "token-tis"}
+    """A clip stays where one is wanted, or has several optimizer steps to act in; else weights alone do, for less."""
+    keeps_clip = run.algorithm.sets_clip or run.framework.optimizer_steps > 1
+    yield {"algorithm.correction": "decoupled" if keeps_clip else "token-tis"}
 
 
 def _fresher(run: Run) -> Iterator[Changes]:

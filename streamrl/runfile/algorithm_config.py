@@ -14,6 +14,7 @@ KlEstimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["loss", "reward"]
 LossMean = Literal["token", "rollout"]
 DEFAULT_CORRECTION: CorrectionName = "token-tis"
+CLIP = 0.2
 CRITIC_RATE = 10.0
 """Learning rate of a critic for that of its actor: verl and OpenRLHF have 10 and 18 as they come."""
 
@@ -43,8 +44,8 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     second_moment: float = 0.04
     """m2po: the mean of squared log-ratios to the policy that sampled, over a rollout, beyond which its tokens of the
     largest are left out (tau of arXiv 2510.01161)."""
-    clip: float = 0.2
-    """How far below 1 the policy's ratio counts, and above 1 where `clip_high` is absent."""
+    clip: float = CLIP
+    """How far below 1 the policy's ratio counts, and above 1 where `clip_high` is absent; none, gspo, cispo and decoupled clip."""
     clip_high: float | None = None
     """How far above 1 it counts (DAPO's clip-higher; 0.28 there)."""
     kl_coefficient: float = 0.0
@@ -68,6 +69,11 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     def corrected_by(self) -> CorrectionName | None:
         """How sampling from an older policy is corrected for; None where what is learnt does not depend on it."""
         return None if self.imitates else self.correction or DEFAULT_CORRECTION
+
+    @property
+    def sets_clip(self) -> bool:
+        """Whether a clip is wanted other than it comes."""
+        return self.clip != CLIP or self.clip_high is not None
 
     @property
     def critic_rate(self) -> float:

@@ -38,7 +38,7 @@ class Bounds(NamedTuple):
 
 Allowed: TypeAlias = OneOf | Bounds | type
 """What a value may be; of a type (bool, int, float, str, list, dict, or a quantity) any value."""
-Problem = Literal["unknown key", "missing key", "wrong value"]
+Problem = Literal["unknown key", "unused key", "missing key", "wrong value"]
 
 TYPES: dict[type, str] = {
     bool: "true or false",
@@ -70,8 +70,8 @@ class RunError(ValueError):
         Args:
             key: the dotted key, as `--set` takes it.
             value: what it has, as the run file or the run has it; None where it is missing.
-            allowed: what it may be, and for an unknown key the keys that may have been meant; None where
-                that depends on other keys.
+            allowed: what it may be, for an unknown key the keys that may have been meant, and for an unused one
+                what `others` must be for it to be read; None where that depends on other keys.
             text: the line, where "KEY must be ALLOWED, got VALUE" does not say it.
             others: further keys, of which a change may help as well, the likeliest first.
             problem: what kind of error it is.

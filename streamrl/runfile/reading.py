@@ -23,6 +23,7 @@ from streamrl.runfile.staleness_study import read_staleness_model
 from streamrl.runfile.table_errors import find_errors
 from streamrl.runfile.trainers import split_trainers
 from streamrl.runfile.units import read_quantity
+from streamrl.runfile.unused_keys import drop_unused, find_unused
 from streamrl.runfile.writing import run_table
 
 
@@ -37,8 +38,12 @@ def load_run(path: Path | str, overrides: Iterable[str] = ()) -> Run:
 
 
 def change_run(run: Run, overrides: Iterable[str]) -> Run:
-    """Return a run with `key=value` overrides applied, as if its file had them; see `load_run` for the errors."""
+    """Return a run with `key=value` overrides applied, as if its file had them; see `load_run` for the errors.
+
+    What it has that nothing reads, as older versions took it, is left out.
+    """
     table = run_table(run)
+    drop_unused(table)
     for change in overrides:
         override(table, change)
     return make_run(table)
@@ -63,6 +68,8 @@ def make_run(table: dict[str, Any], base: Path = Path()) -> Run:
     """Make a run from a table as TOML gives it; relative paths start at `base`."""
     run = convert_run(table, base)
     check_run(run)
+    for error in find_unused(table):
+        raise error
     return run
 
 
