@@ -30,6 +30,7 @@ from tests.test_trainer import (
     logprobs_of,
     make_config,
     make_samples,
+    make_step,
     model_path,
     started,
     step_by_hand,
@@ -301,3 +302,35 @@ def test_a_decoupled_clip_keeps_later_optimizer_steps_near_the_weights_that_the_
         optimizer.step()
     assert figures["clip_fraction"] > 0.1
     assert distance(found, dict(model.state_dict())) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("estimator", "changes"),
+    [("k3", {}), ("k1", {"kl_in": "reward", "algorithm": "reinforce++"})],
+)
+def test_a_step_tells_the_mean_kl_of_its_tokens_from_the_initial_policy(
+    model_path: str, tmp_path: Path, estimator: str, changes: dict[str, Any]
+) -> None:
+    config = make_config(model_path, kl_coefficient=0.1, kl_estimator=estimator, **changes)
+    samples = make_samples(6, 12)
+
+    async def run() -> tuple[list[dict[str, float]], Weights]:
+        async with started(config) as trainer:
+            first = await make_step(trainer, 1, [samples])
+            between = await weights(trainer, 1, tmp_path)
+            return [first, await make_step(trainer, 2, [samples[:5], samples[5:]])], between
+
+    (first, second), between = asyncio.run(run())
+    initial, model = load_model(model_path), load_model(model_path)
+    model.load_state_dict(between)
+    with torch.no_grad():
+        away = torch.cat([logprobs_of(model, s) - logprobs_of(initial, s) for s in samples])
+    expected = away if estimator == "k1" else away.neg().exp() - 1 + away
+    assert first["reference_kl"] == pytest.approx(0, abs=1e-6)
+    assert second["reference_kl"] == pytest.approx(float(expected.mean()), rel=1e-3)
+    assert abs(second["reference_kl"]) > 1e-6
+
+
+def test_a_step_without_a_reference_tells_no_kl_from_it(model_path: str, tmp_path: Path) -> None:
+    _, figures = step_once(make_config(model_path), [make_samples(6, 4)], tmp_path)
+    assert "reference_kl" not in figures and "kl_k3" in figures

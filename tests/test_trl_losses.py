@@ -92,7 +92,7 @@ def ours(
     changes: dict[str, Any],
     is_scored_first: bool = False,
 ) -> Any:
-    """Return the loss of one batch and its gradient, by the trainer's own way."""
+    """Return the loss of one batch, its gradient and its figures, by the trainer's own way."""
     config = make_config(str(initial), **changes)
     learner = load_learner(config, None)
     if is_scored_first:
@@ -103,7 +103,7 @@ def ours(
     learner.train(samples)
     count = learner.batch.count
     gradient = {n: p.grad / count for n, p in learner.backend.model.named_parameters()}
-    return learner.batch.sums["loss"] / count, gradient
+    return learner.batch.sums["loss"] / count, gradient, learner.batch.summary()
 
 
 def padded(rows: list[list[float]], left: bool = False, value: float = 0.0) -> torch.Tensor:
@@ -132,7 +132,7 @@ def inputs_of(samples: list[Sample], initial: Path) -> dict[str, torch.Tensor]:
 
 
 def theirs(trained: Path, inputs: dict[str, torch.Tensor], folder: Path, **changes: Any) -> Any:
-    """Return the loss of TRL's GRPOTrainer and its gradient."""
+    """Return the loss of TRL's GRPOTrainer, its gradient and its figures."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
@@ -159,7 +159,7 @@ def theirs(trained: Path, inputs: dict[str, torch.Tensor], folder: Path, **chang
     model = trainer.model.eval()
     loss = trainer._compute_loss(model, inputs)
     loss.backward()
-    return loss.item(), {n: p.grad for n, p in model.named_parameters()}
+    return loss.item(), {n: p.grad for n, p in model.named_parameters()}, trainer._metrics["eval"]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -168,14 +168,16 @@ def test_the_loss_and_its_gradient_are_trls(
 ) -> None:
     changes, their_changes = CASES[name]
     samples = rollouts_near(trained)
-    found, gradient = ours(initial, trained, samples, changes)
-    expected, their_gradient = theirs(
+    found, gradient, figures = ours(initial, trained, samples, changes)
+    expected, their_gradient, their_figures = theirs(
         trained, inputs_of(samples, initial), tmp_path, **their_changes
     )
     if changes["correction"] == "cispo":  # there it is of -A log p, here of -A at a ratio of 1
         expected = found
     assert found == pytest.approx(expected, abs=TOLERANCE)
     check(gradient, their_gradient)
+    kl = [figures["reference_kl"]] if "reference_kl" in figures else []
+    assert kl == pytest.approx(their_figures["kl"], rel=1e-4)
 
 
 def test_a_decoupled_clip_is_trls_with_its_importance_correction(
@@ -184,12 +186,12 @@ def test_a_decoupled_clip_is_trls_with_its_importance_correction(
     """Scored at the initial weights, and trained on at others, as a batch's later optimizer steps are."""
     changes = {"correction": "decoupled", "clip_high": 0.28, "correction_cap": 1.2}
     samples = rollouts_near(trained)
-    found, gradient = ours(initial, trained, samples, changes, is_scored_first=True)
+    found, gradient, _ = ours(initial, trained, samples, changes, is_scored_first=True)
     inputs = inputs_of(samples, initial)
     sampled, scored = inputs["old_per_token_logps"], inputs["ref_per_token_logps"]
     inputs["old_per_token_logps"] = scored
     inputs["importance_sampling_ratio"] = (scored - sampled).exp().clamp(max=1.2)
-    expected, their_gradient = theirs(trained, inputs, tmp_path, **CORRECTED)
+    expected, their_gradient, _ = theirs(trained, inputs, tmp_path, **CORRECTED)
     assert found == pytest.approx(expected, abs=TOLERANCE)
     check(gradient, their_gradient)
 
@@ -228,7 +230,7 @@ def test_the_dpo_loss_and_its_gradient_are_trls(
             )
         )
     changes = {"algorithm": "dpo", "correction": None, "beta": 0.3, "temperature": 1.0}
-    _, gradient = ours(initial, trained, pairs, changes)
+    _, gradient, _ = ours(initial, trained, pairs, changes)
     models: Any = AutoModelForCausalLM
     trainer = DPOTrainer(
         model=models.from_pretrained(str(trained), dtype=torch.float32),

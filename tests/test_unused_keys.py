@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
-from streamrl.cli.main import app
 from streamrl.doctor.clipping import idle_clips
 from streamrl.doctor.diagnosis import examine
 from streamrl.runfile.algorithm_config import AlgorithmConfig
@@ -16,6 +15,7 @@ from streamrl.runfile.errors import RunError
 from streamrl.runfile.reading import change_run, make_run
 from streamrl.runfile.sides_config import AlgorithmChanges
 from streamrl.runfile.unused_keys import READ_BY_CORRECTION, READ_BY_NAME, find_unused
+from tests.command_line import streamrl
 from tests.patients import bad
 from tests.runs import make_table, small_run
 
@@ -107,10 +107,13 @@ def test_what_an_older_run_recorded_in_vain_is_left_out_of_it() -> None:
         change_run(recorded, ["algorithm.clip_high=0.3"])
 
 
-def test_execute_refuses_it_before_anything_is_written(tmp_path: Any) -> None:
-    command = ["execute", "examples/quickstart.toml", "--set", "algorithm.clip_high=0.28"]
-    result = CliRunner().invoke(app, [*command, "--set", f"execute.output={tmp_path / 'run'}"])
-    assert isinstance(result.exception, RunError) or result.exit_code == 2
+def test_execute_refuses_it_before_anything_is_written(tmp_path: Path) -> None:
+    changes = ("algorithm.clip_high=0.28", f"execute.output={tmp_path / 'run'}")
+    sets = [word for change in changes for word in ("--set", change)]
+    done = streamrl("execute", "examples/quickstart.toml", *sets)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("streamrl: algorithm.clip_high does nothing with correction")
+    assert done.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 

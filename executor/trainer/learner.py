@@ -100,7 +100,8 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.objective = objective_of(self.config)
-        self._sums = ("loss", *losses.SUMS, *self.objective.sums)
+        of_reference = () if self.reference is None else (losses.REFERENCE_SUM,)
+        self._sums = ("loss", *losses.SUMS, *of_reference, *self.objective.sums)
 
     def score(self, samples: list[Sample]) -> dict[str, float]:
         """Keep what `train` needs of these samples; a deterministic step does that itself."""
@@ -326,17 +327,19 @@ class Learner:
         per_token = losses.policy_losses(tokens, config.correction, **bounds)
         if entropies is not None:
             per_token = per_token - config.entropy_coefficient * entropies
-        if config.has_kl_loss:
+        sums = Counter(losses.diagnostic_sums(tokens, config.correction, **bounds))
+        if self.reference is not None:
             reference = torch.cat([s["reference"] for s in scored])
             penalty = losses.kl_losses(logprobs, reference, config.kl_estimator)
-            per_token = per_token + config.kl_coefficient * penalty
+            sums[losses.REFERENCE_SUM] = penalty.detach().double().sum().item()
+            if config.has_kl_loss:
+                per_token = per_token + config.kl_coefficient * penalty
         shares = [objective.share(sequence) for sequence in sequences]
         loss = (per_token * torch.tensor(shares, device=config.device)[tokens.rollouts]).sum()
         self.backend.backward(loss)
         if self.critic is not None:
             values = torch.cat([each["values"] for each in scored])
             self.critic.backward(sequences, tokens.advantages + values)
-        sums = Counter(losses.diagnostic_sums(tokens, config.correction, **bounds))
         for sequence in sequences:
             sums.update(objective.summed(sequence, self.scores))
         return {"loss": loss.item(), **sums}

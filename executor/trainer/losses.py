@@ -199,6 +199,8 @@ SUMS = (
     *("entropy", "gap", "k1", "k3"),
 )
 """What `diagnostic_sums` returns."""
+REFERENCE_SUM = "reference_kl"
+"""What there is beside them where a reference model runs: the KL term of every token."""
 
 
 def diagnostic_sums(
@@ -242,12 +244,14 @@ def diagnostics(sums: Mapping[str, float]) -> dict[str, float]:
     | truncated_fraction     | share whose importance weight was capped or masked      |
     | logprob_gap            | mean abs(log policy - log behaviour), nats              |
     | kl_k1, kl_k3           | KL(behaviour || policy), nats                           |
+    | reference_kl           | KL(policy || initial policy) by `kl_estimator`, nats; where a reference runs |
 
-    At staleness 0 the gap is the mismatch of the two engines alone.
+    At staleness 0, and one optimizer step a batch, the gap is the mismatch of the two engines alone.
     """
     evaluated = sums.get("evaluated", 0.0)
     if evaluated == 0:
         return {}
+    beside = {"reference_kl": sums[REFERENCE_SUM] / evaluated} if REFERENCE_SUM in sums else {}
     return {
         "mean_ratio": sums["ratio"] / evaluated,
         "effective_sample_share": sums["ratio"] ** 2 / (evaluated * sums["ratio_squared"]),
@@ -257,6 +261,7 @@ def diagnostics(sums: Mapping[str, float]) -> dict[str, float]:
         "logprob_gap": sums["gap"] / evaluated,
         "kl_k1": sums["k1"] / evaluated,
         "kl_k3": sums["k3"] / evaluated,
+        **beside,
     }
 
 

@@ -35,6 +35,7 @@ COLUMNS = (
     Column("gradient", ("grad_norm",), "{:.2f}", "norm before clipping"),
     Column("entropy", ("entropy",), "{:.3f}"),
     Column("KL", ("kl_k3",), "{:.1e}", "from the policy that sampled"),
+    Column("KL ref", ("reference_kl",), "{:.1e}", "from the initial policy"),
     Column("tokens/s", ("speed",), "{:,.0f}"),
 )
 """Those on the right are left out where a terminal is too narrow."""

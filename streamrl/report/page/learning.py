@@ -52,6 +52,7 @@ PANELS = (
     Panel("Norm of the gradient", (("grad_norm", "before clipping"),), figure),
     Panel("Entropy, nats a token", (("entropy", "entropy"),), figure),
     Panel("KL from the policy that sampled, nats a token", (("kl_k3", "k3"),), figure),
+    Panel("KL from the initial policy, nats a token", (("reference_kl", "reference"),), figure),
     Panel(
         "Seconds of a step, and of the trainer's work in it",
         (
@@ -133,6 +134,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("gradient", "grad_norm", figure),
     ("entropy", "entropy", figure),
     ("KL", "kl_k3", figure),
+    ("KL from the initial policy", "reference_kl", figure),
     ("clipped", "clip_fraction", percent),
     ("step took", "step_time", seconds),
     ("train", "train_time", seconds),
