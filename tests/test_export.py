@@ -204,6 +204,23 @@ def test_slime_keeps_its_relation_of_batch_and_steps() -> None:
     assert command.startswith("python3 train_async.py") and "--colocate" not in found
 
 
+@pytest.mark.parametrize(
+    ("name", "weighs"),
+    [
+        ("verl", ("algorithm.rollout_correction.rollout_is", "token")),
+        ("slime", ("--use-tis", "true")),
+        ("openrlhf", ("--algo.advantage.is_correction_type", "tis")),
+    ],
+)
+def test_a_decoupled_clip_is_the_importance_correction_of_others_beside_their_clip(
+    name: ExportName, weighs: tuple[str, str]
+) -> None:
+    settings = ["algorithm.correction=decoupled", "algorithm.clip_high=0.28"]
+    found = read_script(export(load_run(MAIN, settings), name))[0]
+    option, value = weighs
+    assert found[option] == value and "0.28" in found.values()
+
+
 # What cannot be -----------------------------------------------------------------------------------
 
 

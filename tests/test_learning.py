@@ -19,6 +19,7 @@ from rich.console import Console
 
 from executor.execute import own_cores_for_nothing
 from executor.record import RunDirectory
+from streamrl.cli.step_table import line_of
 from streamrl.cli.watch_run import NUM_ROWS, RunWatch
 from streamrl.engine.entities import Group, Replica, Rollout
 from streamrl.engine.messages import Verified
@@ -28,6 +29,7 @@ from streamrl.record.line_file import LineFile
 from streamrl.record.metrics import measure
 from streamrl.record.run_lines import ROLLED_BACK_TO, SAMPLES
 from streamrl.record.trace import read_trace
+from streamrl.report.page.learning import PANELS
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
 from streamrl.report.pictures.drawing import Dot, Polyline
 from streamrl.report.pictures.step_curves import MOST_POINTS, Curve, curves_picture
@@ -113,6 +115,13 @@ def test_while_replicas_come_up_it_says_so(run: Run) -> None:
         watch.see(Verified(7, 0.25), state, 1.0)
     wanted = state.fleet.num_wanted
     assert shown(console)[-1].startswith(f"1 of {wanted} replicas start; reward 0.250; ")
+
+
+def test_the_kl_from_the_initial_policy_is_told_beside_that_from_the_one_that_sampled() -> None:
+    line = line_of(step_line(3, 2.0, kl_k3=1.5e-3, reference_kl=2.2e-2))
+    assert "KL 1.5e-03, KL ref 2.2e-02" in line
+    assert "KL ref" not in line_of(step_line(3, 2.0, kl_k3=1.5e-3))
+    assert {"kl_k3", "reference_kl"} <= {key for panel in PANELS for key, _ in panel.keys}
 
 
 def test_a_narrow_terminal_shows_whole_columns() -> None:

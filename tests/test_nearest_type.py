@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from streamrl.hardware.config_json import read_config_json
+from streamrl.hardware.config_json import MODEL_TYPES, read_config_json
 from streamrl.runfile.errors import RunError
 from tests.command_line import streamrl
 from tests.public_configs import PUBLIC
 
+PAGE = Path(__file__).parents[1] / "docs" / "executing.md"
 KNOWN = {"Mistral-7B-v0.3": 7_248_023_552, "Mixtral-8x7B": 46_702_792_704}
 """Parameters of models whose types are known, as published."""
 SAID = {
@@ -67,6 +69,12 @@ def test_a_key_of_the_nearest_type_that_a_config_has_without_a_value_is_not_aske
     table = {key: own for key, own in PUBLIC["Kimi-K2"].items() if key != "q_lora_rank"}
     with pytest.raises(RunError, match=r"the nearest is deepseek_v3, which needs q_lora_rank$"):
         read_config_json(write(tmp_path, table))
+
+
+def test_the_page_on_executing_names_every_type_of_model_that_is_read() -> None:
+    (line,) = (each for each in PAGE.read_text().splitlines() if "`[model] path`" in each)
+    named = re.findall(r"`(\w+)`", line.partition("whose `model_type` is")[2].partition(".")[0])
+    assert tuple(named) == MODEL_TYPES
 
 
 def test_simulate_says_it_in_one_line_and_doctor_among_its_findings(tmp_path: Path) -> None:
