@@ -216,9 +216,9 @@ def test_a_decoupled_clip_is_the_importance_correction_of_others_beside_their_cl
     name: ExportName, weighs: tuple[str, str]
 ) -> None:
     settings = ["algorithm.correction=decoupled", "algorithm.clip_high=0.28"]
-    found = read_script(export(load_run(MAIN, settings), name))[0]
+    text = export(load_run(MAIN, settings), name)
     option, value = weighs
-    assert found[option] == value and "0.28" in found.values()
+    assert read_script(text)[0][option] == value and "0.28" in text
 
 
 # What cannot be -----------------------------------------------------------------------------------

@@ -158,3 +158,14 @@ def test_the_correction_that_doctor_proposes_turns_no_clip_off(
     run = small_run({**STALE, "algorithm.correction": "none", **changes})
     assert bad(examine(run))["uncorrected"].changes == {"algorithm.correction": correction}
     assert not list(find_unused(make_table({**changes, "algorithm.correction": correction})))
+
+
+def test_of_a_trainer_that_follows_only_its_own_clip_is_looked_at() -> None:
+    def lines(**own: Any) -> list[str]:
+        follower = {"name": "other", "pool": "near", "tensor_parallel": 4, "algorithm": own}
+        changes = {"followers": [follower], "cluster.pools.near.nodes": 2}
+        return list(idle_clips(small_run({**FRESH, "algorithm.correction": "none", **changes})))
+
+    assert lines() == lines(correction="decoupled") == lines(clip_high=0.28) == []
+    (line,) = lines(correction="decoupled", clip_high=0.28)
+    assert line.startswith("trainer.1.algorithm.clip_high=0.28 cannot act")

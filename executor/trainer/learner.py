@@ -331,7 +331,7 @@ class Learner:
         if self.reference is not None:
             reference = torch.cat([s["reference"] for s in scored])
             penalty = losses.kl_losses(logprobs, reference, config.kl_estimator)
-            sums[losses.REFERENCE_SUM] = penalty.detach().double().sum().item()
+            sums.update({losses.REFERENCE_SUM: penalty.detach().double().sum().item()})
             if config.has_kl_loss:
                 per_token = per_token + config.kl_coefficient * penalty
         shares = [objective.share(sequence) for sequence in sequences]

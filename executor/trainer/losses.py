@@ -55,7 +55,7 @@ class Tokens:
     rollouts: torch.Tensor
     """[n] int64, which rollout of these each token belongs to, from 0."""
     proximal: torch.Tensor | None = None
-    """[n] log-probabilities of the score pass; only `decoupled` reads them."""
+    """[n] log-probabilities of the score pass, at the weights that the batch began with; only `decoupled` reads them."""
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from streamrl.doctor.finding import Finding
 from streamrl.doctor.fix import Fix
 from streamrl.engine.presets import choose_system
+from streamrl.runfile.algorithm_config import CLIP, AlgorithmConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.sides_config import AlgorithmChanges
 from streamrl.runfile.trainers import trainer_key
 
 
@@ -21,7 +23,7 @@ def idle_clips(run: Run) -> Iterator[str]:
     """Yield a line for each trainer whose clip is set, other than as it comes, and cannot act."""
     for number in range(run.num_trainers):
         own = run.followers[number - 1].algorithm if number else run.algorithm
-        if own.sets_clip and (why := _idle_for(run.as_seen_by(number))):
+        if sets_clip(own) and (why := _idle_for(run.as_seen_by(number), number > 0)):
             key = f"{trainer_key(number)}.algorithm" if number else "algorithm"
             name, value = (
                 ("clip", own.clip) if own.clip_high is None else ("clip_high", own.clip_high)
@@ -29,14 +31,23 @@ def idle_clips(run: Run) -> Iterator[str]:
             yield f"{key}.{name}={value:g} cannot act with framework.optimizer_steps=1: {why}"
 
 
-def _idle_for(run: Run) -> str | None:
-    """Return what the policy is held against where that is the policy itself; None where it may be another."""
+def sets_clip(algorithm: AlgorithmConfig | AlgorithmChanges) -> bool:
+    """Whether a clip is wanted other than it comes."""
+    return algorithm.clip not in (None, CLIP) or algorithm.clip_high is not None
+
+
+def _idle_for(run: Run, follows: bool) -> str | None:
+    """Return what the policy is held against where that is the policy itself; None where it may be another.
+
+    A trainer that follows learns from what another one's weights sampled.
+    """
     if run.framework.optimizer_steps > 1 or run.framework.epochs > 1:
         return None
     correction, system = run.algorithm.corrected_by, choose_system(run.policies)
     if correction == "decoupled":
         return "correction 'decoupled' holds the policy near the one that the batch began with, and trains on it as that one"
-    if correction in ("none", "gspo") and not system.staleness_bound and system.keeps_bound:
+    is_fresh = not follows and not system.staleness_bound and system.keeps_bound
+    if correction in ("none", "gspo") and is_fresh:
         return f"correction {correction!r} holds the policy near the one that sampled, which it still is with policies.max_staleness=0"
     return None
 

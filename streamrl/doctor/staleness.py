@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil
 
+from streamrl.doctor.clipping import sets_clip
 from streamrl.doctor.finding import Changes, Finding, Level
 from streamrl.doctor.fix import Fix
 from streamrl.engine.presets import System, choose_system
@@ -111,7 +112,7 @@ def _strict(run: Run) -> Iterator[Changes]:
 
 def _corrected(run: Run) -> Iterator[Changes]:
     """A clip stays where one is wanted, or has several optimizer steps to act in; else weights alone do, for less."""
-    keeps_clip = run.algorithm.sets_clip or run.framework.optimizer_steps > 1
+    keeps_clip = sets_clip(run.algorithm) or run.framework.optimizer_steps > 1
     yield {"algorithm.correction": "decoupled" if keeps_clip else "token-tis"}
 
 

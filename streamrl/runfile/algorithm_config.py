@@ -71,11 +71,6 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
         return None if self.imitates else self.correction or DEFAULT_CORRECTION
 
     @property
-    def sets_clip(self) -> bool:
-        """Whether a clip is wanted other than it comes."""
-        return self.clip != CLIP or self.clip_high is not None
-
-    @property
     def critic_rate(self) -> float:
         """Learning rate of the critic."""
         return self.critic_learning_rate or CRITIC_RATE * self.learning_rate

@@ -287,11 +287,6 @@ class AlgorithmChanges(Section, frozen=True, kw_only=True):
     critic_learning_rate: float | None = None
     gae_lambda: float | None = None
 
-    @property
-    def sets_clip(self) -> bool:
-        """Whether a clip of its own is wanted."""
-        return self.clip is not None or self.clip_high is not None
-
 
 class FollowerConfig(TrainerConfig, frozen=True, kw_only=True):
     """A trainer after the first `[[trainer]]`: it learns from the rollouts that the first one's weights generate.
