@@ -12,6 +12,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.reading import decode_recorded_run, make_run, read_table, section_of
 from streamrl.runfile.sides_config import FollowerConfig
 from streamrl.runfile.trainers import TRAINER, is_list
+from streamrl.runfile.unused_keys import drop_unused
 from streamrl.runfile.writing import run_table
 
 
@@ -35,6 +36,7 @@ def attach(
 def _read_follower(run: Run, path: Path) -> FollowerConfig:
     """Return the trainer of a file, checked as if the run file had it; raises `ValueError` as a run file does."""
     section, table = read_table(path), run_table(run)
+    drop_unused(table)
     trainers = table[TRAINER] if is_list(table) else [table[TRAINER]]
     names = [None, *run.follower_names]
     name = section.get("name")
