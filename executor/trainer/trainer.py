@@ -136,7 +136,6 @@ class Trainer:
         )
         self._seconds.clear()
         self._num_trained = 0
-        self._leads.clear()
         self._sample(command)
         self._estimator.end_step(command.groups)
         for group in command.groups:
@@ -147,7 +146,7 @@ class Trainer:
     def _staleness_of(self, groups: tuple[int, ...]) -> list[int]:
         """Return how many versions each rollout was behind the leader, in order; of a version that was lost none."""
         return [
-            max(0, self._leads[number] - self._buffer.rollouts[number].born)
+            max(0, self._leads.pop(number) - self._buffer.rollouts[number].born)
             for number in self._buffer.numbers_of(groups)
         ]
 
