@@ -44,7 +44,8 @@ def test_planning_names_its_phases_in_their_order() -> None:
     told: list[tuple[int, str]] = []
     make_plan(few(SMALL, systems=["stream-async"]), lambda done, what: told.append((done, what)))
     phases = list(dict.fromkeys(what for _, what in told))
-    assert phases == ["simulating", "finalists", "what if", "the chosen plan", "with less room"]
+    found = ("simulating", "finalists", "what if", "the chosen plan")
+    assert phases == [*found, "beside it", "what binds", "with less room"]
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     firsts = {what: done for done, what in reversed(told)}
     assert firsts["simulating"] == 0

@@ -24,6 +24,7 @@ from streamrl.engine.messages import (
     Trained,
     TrainerStarted,
 )
+from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import LEADER, UNIFORM
 from streamrl.record.trace import Trace, replay
@@ -37,7 +38,7 @@ PROMOTED = 2
 FOLLOWERS: list[dict[str, Any]] = [
     {**SECOND, "name": "odd", "tensor_parallel": 1, "every": 2},
     {**SECOND, "tensor_parallel": 1, "max_staleness": 2},
-    {**SECOND, "name": "late", "tensor_parallel": 1, "min_staleness": 1, "backlog": 1},
+    {**SECOND, "name": "late", "tensor_parallel": 1, "backlog": 1},
 ]
 PASSES_OVER = {
     "algorithm.name": "grpo",
@@ -76,9 +77,12 @@ CASES = [case for case in map(Case._make, ALL) if case.is_met][::11]
 
 
 def run_of(case: Case) -> Run:
+    *others, late = FOLLOWERS
+    if SYSTEMS[case.system].staleness_bound:
+        late = {**late, "min_staleness": 1}
     changes = {
         **TWO,
-        "followers": FOLLOWERS,
+        "followers": [*others, late],
         "trainer.tensor_parallel": 2,
         "algorithm.name": "rloo",
         "algorithm.steps": STEPS,

@@ -34,7 +34,13 @@ FULL: dict[str, Any] = {
 def filled() -> Run:
     """Return an offer whose trainers on 8 GPUs fit, with less room than is left."""
     run = few(
-        {"trainer.logits": "chunked", "algorithm.name": "grpo", "algorithm.group_size": 2}, **FULL
+        {
+            "trainer.logits": "chunked",
+            "algorithm.name": "grpo",
+            "algorithm.group_size": 2,
+            "cluster.pools.h800.host_memory": "1 GB",  # room for no optimizer
+        },
+        **FULL,
     )
     for tokens in range(8000, 400_000, 1000):
         full = replace(run, trainer=replace(run.trainer, max_tokens_per_pass=tokens))

@@ -243,7 +243,7 @@ def test_what_replicas_finished_before_they_died_is_trained_on_and_not_made_agai
                 os.kill(handle.pid, signal.SIGKILL)
 
     run = real_run(tmp_path, policies__system="disaggregated", algorithm__steps=1)
-    trace = execute(run, directory, watch, is_local=True)
+    trace = execute(run, directory, watch, is_local=True, slowest=0.1, max_running=1)
     entries = trace.entries
     assert any(isinstance(entry.event, ReplicaLost) for entry in entries)
     made = [entry.event.rollout for entry in entries if isinstance(entry.event, Generated)]
