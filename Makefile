@@ -81,7 +81,8 @@ test-deepspeed: $(ENGINES)/.ready
 	$(ENGINES)/bin/python -m pytest $(SIDE_BY_SIDE) -m "deepspeed and not ray"
 
 test-ray: $(ENGINES)/.ready
-	RAY_AUTH_MODE=token $(ENGINES)/bin/python -m pytest $(SIDE_BY_SIDE) -m ray
+	RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$$($(PYTHON) -c 'import secrets; print(secrets.token_hex(32))') \
+		$(ENGINES)/bin/python -m pytest $(SIDE_BY_SIDE) -m ray
 
 test-trl: $(TRL)/.ready
 	$(TRL)/bin/python -m pytest -m trl tests/test_trl_losses.py
