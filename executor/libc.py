@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
+import sys
 
 PR_SET_PDEATHSIG = 1
 """The signal that a process gets when the thread that started it dies."""
@@ -27,3 +29,9 @@ def _checked(name: str, result: int) -> int:
         error = ctypes.get_errno()
         raise OSError(error, f"{name}: {os.strerror(error)}")
     return result
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process with the one that started it, whatever either does; only Linux knows how."""
+    if sys.platform == "linux":
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

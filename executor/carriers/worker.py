@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-import signal
 import socket
 import sys
 import traceback
@@ -18,6 +17,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from executor.carriers.wire import PING, Answer, Call, Kind, encode, read_frame, write_frame
+from executor.libc import die_with_parent
 from executor.roles import RoleLostError
 
 
@@ -66,14 +66,6 @@ def typed_arguments(method: Any, arguments: list[Any]) -> list[Any]:
     hints.pop("return", None)
     kinds = list(hints.values())[: len(arguments)]
     return [msgspec.convert(value, kind) for value, kind in zip(arguments, kinds, strict=True)]
-
-
-def die_with_parent() -> None:
-    """Let the kernel kill this process with the one that started it, be it stopped; only Linux knows how."""
-    if sys.platform == "linux":
-        from executor.libc import PR_SET_PDEATHSIG, prctl
-
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import struct
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from math import isfinite
 from typing import NamedTuple, NoReturn
 
-from executor.libc import PR_SET_PDEATHSIG, prctl
+from executor.libc import die_with_parent
 from executor.verifier.sandbox import Sandbox
 from executor.verifier.scorers import Grader
 
@@ -63,8 +61,7 @@ def read_verdict(data: bytes, bounds: tuple[float, float]) -> ScoringOutcome:
 
 def _prepare(sandbox: Sandbox, pipes: set[int]) -> bytes:
     """Leave everything behind but `pipes`; return what to answer where that was refused, else nothing."""
-    if sys.platform == "linux":
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # whatever the parent dies of
+    die_with_parent()
     os.setpgid(0, 0)  # to be killed with what it starts, where it can start anything
     os.dup2(0, 1)  # nothing is read or written there
     os.dup2(0, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,19 @@ def decode_recorded_run(data: bytes) -> Run:
 def encode_run(run: Run) -> bytes:
     """Write a run as JSON, quantities in base units."""
     return msgspec.json.encode(run, enc_hook=float)
+
+
+def values_by_key(run: Run) -> dict[str, object]:
+    """Return every key of a run's file, dotted, with its value as JSON has it, quantities in base units."""
+    return dict(_leaves(msgspec.json.decode(encode_run(run)), ""))
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict) and value:
+        for key, each in value.items():
+            yield from _leaves(each, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
 
 
 def with_follower(run: Run, section: dict[str, Any]) -> Run:

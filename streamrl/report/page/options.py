@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import msgspec
-
 from streamrl.hardware.profiles import price_of
 from streamrl.record.rent import dollars_per_second
 from streamrl.record.whole_run import WholeRun
@@ -17,7 +15,7 @@ from streamrl.report.plan import Choice
 from streamrl.report.words import Team, rent_text, team_of, what_text
 from streamrl.runfile.config import Run
 from streamrl.runfile.prompt_checks import OF_ONE
-from streamrl.runfile.reading import encode_run
+from streamrl.runfile.reading import values_by_key
 from streamrl.runfile.sides import kind_name
 from streamrl.runfile.units import SECONDS_PER_HOUR
 
@@ -103,18 +101,10 @@ def flatten(run: Run, inputs: Mapping[str, str]) -> dict[str, object]:
 
     A price that the run file leaves out is the GPU's own.
     """
-    found = {**dict(_leaves(msgspec.json.decode(encode_run(run)), "")), **inputs}
+    found = {**values_by_key(run), **inputs}
     for name, pool in run.cluster.pools.items():
         found[f"cluster.pools.{name}.price"] = price_of(pool)
     return found
-
-
-def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
-    if isinstance(value, dict) and value:
-        for key, each in value.items():
-            yield from _leaves(each, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value
 
 
 def _letter(index: int) -> str:
