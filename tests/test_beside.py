@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from sim.planner.binding import find_binding
-from sim.planner.found import settings_of
+from sim.planner.found import Found, settings_of
 from sim.planner.race import Race
 from sim.planner.relief import find_gains
 from sim.planner.search import ALIKE, Search
@@ -38,6 +38,28 @@ def test_what_stands_beside_a_plan_has_the_figures_of_its_own_simulation_as_long
         assert least < runner.behind < most
         assert runner.behind == pytest.approx(runner.value / plan.objective.value - 1)
     assert all(each.behind > -ALIKE for each in runners)
+
+
+def test_a_runner_up_of_a_few_steps_stands_in_the_units_of_the_steady_state_of_the_plan() -> None:
+    """Its own few steps are other prompts than those of the steady state: only the ratio of both says something of it."""
+    search = Search.open(few({**SMALL, "simulate.max_steps": 60}))
+    ranking = search.run(Here(), lambda: None)
+    race = Race(search)
+    chosen = race.settle(Here(), race.run(Here(), lambda: None), lambda: None)
+    race._compare(Here(), ranking[:4], lambda: None)
+    steady, paired = race.steady[chosen][0], race.finals[chosen][0]
+    assert len(steady.step_times) > len(paired.step_times)
+    by_settings = {str(settings_of(search.space.candidate(index))): index for index in race.finals}
+    runners = Found(search, race, chosen).runners_up()
+    finalists = {by_settings.get(str(each.choice.settings)): each.choice for each in runners}
+    of_few = {index: choice for index, choice in finalists.items() if index not in race.steady}
+    assert len(of_few.keys() & race.finals.keys()) >= 2
+    for index in of_few.keys() & race.finals.keys():
+        own = race.finals[index][0]
+        for key in ("step_time", "median_step_time", "cost_per_step", "cost_per_million_tokens"):
+            ratio = getattr(own, key) / getattr(paired, key)
+            assert getattr(of_few[index], key) == pytest.approx(getattr(steady, key) * ratio)
+        assert of_few[index].step_time != pytest.approx(own.step_time)
 
 
 def test_what_turns_out_clearly_better_beside_a_plan_is_chosen() -> None:
