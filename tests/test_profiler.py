@@ -33,6 +33,7 @@ def profile(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = CliRunner().invoke(app, ["profile", str(model), *more])
     assert done.exit_code == 0, done.output
     assert str(path) in done.output
+    assert f"{read_measured(path).pace:.3f} times as long as at its medians" in done.output
     return path
 
 
@@ -48,6 +49,7 @@ def test_a_profile_has_every_table_and_says_what_it_was_taken_on(profile: Path) 
     assert found.push.bytes == found.load.bytes > 4 * found.model.num_parameters
     assert (found.gpu, found.dtype, found.backend) == ("cpu", "float32", "transformers")
     assert not found.shares_prefixes and found.pads_context
+    assert found.pace != 1  # the readings of a point differ, and their mean is not their median
     assert found.host.threads == 1 and found.host.cores >= 1 and found.host.cpu
     assert all(row.context <= row.longest <= 64 for row in found.mixed)
     assert [row.running for row in found.mixed] == [3]

@@ -67,6 +67,10 @@ def test_what_the_tables_do_not_know_of_a_stream_is_its_turnover(tmp_path: Path)
         [EXCESS, 2 * EXCESS], rel=1e-3
     )
     assert 0 < next(turnover_times(profile, [stream(0.0)])) < 1e-5
+    num, passes = stream(EXCESS)
+    slow = RefillStream(num, [replace(one, seconds=1.2 * one.seconds) for one in passes])
+    slower = next(turnover_times(replace(profile, pace=1.2), [slow]))
+    assert slower == pytest.approx(1.2 * EXCESS, rel=1e-3)
     assert 0 < next(turnover_times(profile, [stream(-EXCESS)])) < 1e-5
 
 
@@ -96,11 +100,17 @@ def test_handling_is_timed_by_executing_a_run(tmp_path: Path) -> None:
         assert len(seconds) == STEPS - 1 and all(0 < each < 1 for each in seconds)
 
 
-def test_what_a_worker_takes_is_its_roles_and_what_others_take_is_handling() -> None:
-    def taken_beside(argument: str) -> tuple[float, float]:
+ON_ITS_FIRST_THREAD = "while True: pass"
+ON_ANOTHER = (
+    "import threading\ndef compute():\n  while True: pass\nthreading.Thread(target=compute).start()"
+)
+
+
+def test_what_workers_compute_is_of_roles_and_what_they_and_others_do_beside_is_handling() -> None:
+    def taken_beside(program: str, argument: str) -> tuple[float, float]:
         """Return what handling and roles took while a process with this in its command computed for 0.3 s."""
         before = cpu_times_so_far(is_over_ray=False)
-        endless = [sys.executable, "-c", "while True: pass", argument]
+        endless = [sys.executable, "-c", program, argument]
         with subprocess.Popen(endless) as busy:
             while sum(psutil.Process(busy.pid).cpu_times()[:2]) < 0.3:
                 time.sleep(0.02)
@@ -108,10 +118,11 @@ def test_what_a_worker_takes_is_its_roles_and_what_others_take_is_handling() -> 
             busy.kill()
         return after[0] - before[0], after[1] - before[1]
 
-    handling, roles = taken_beside(WORKER)
-    assert roles >= 0.3 and handling < 0.2
-    handling, roles = taken_beside("anything")
-    assert handling >= 0.3 and roles == 0
+    handling, roles = taken_beside(ON_ANOTHER, WORKER)
+    assert roles >= 0.2 and handling < 0.2
+    for argument in (WORKER, "anything"):
+        handling, roles = taken_beside(ON_ITS_FIRST_THREAD, argument)
+        assert handling >= 0.3 and roles < 0.01
 
 
 def test_what_actors_take_beyond_their_roles_is_handling() -> None:

@@ -1,4 +1,7 @@
-"""What a rollout takes of the process that decides, and of the verifier: CPU seconds, of a few steps that are executed.
+"""What a rollout takes of those that compute nothing: CPU seconds, of a few steps that are executed.
+
+They are the process that decides, the verifier, and of replica and trainer the thread that reads calls and writes answers
+while another one computes.
 
 Over Ray, what it takes beyond: Ray's own processes bring what roles say, and threads of each actor read and write it. So
 they count too, and of the actors on this machine what they take more than the same roles as processes of this one.
@@ -44,9 +47,9 @@ class Taken(NamedTuple):
     """CPU seconds of a rollout, a mean for each step."""
 
     handling: list[float]
-    """Of the process that decides, of the verifier's, and of Ray's own where they bring what roles say."""
+    """Of the process that decides, of the verifier's, of what serves calls in replica and trainer, and of Ray's own."""
     roles: list[float]
-    """Of replica and trainer, or of the actors that they are."""
+    """Of what computes in replica and trainer, or of all threads of the actors that they are."""
 
     def handling_over_ray(self, local: Taken) -> list[float]:
         """Return what is neither replica's nor trainer's where roles are actors; `local` is of processes of this one."""
@@ -150,7 +153,7 @@ class _Clock:
 
 
 def cpu_times_so_far(*, is_over_ray: bool) -> tuple[float, float]:
-    """Return what was taken so far: of this process and of those for it that are no role, and of roles."""
+    """Return what was taken so far: of all that handles rollouts, and of roles."""
     known = {process.pid: process for process in psutil.Process().children(recursive=True)}
     if is_over_ray:
         rays = (p for p in psutil.process_iter(["name"]) if _is_of_ray(p.info["name"] or ""))
@@ -159,14 +162,20 @@ def cpu_times_so_far(*, is_over_ray: bool) -> tuple[float, float]:
     for process in known.values():
         try:
             used = sum(process.cpu_times()[:2])  # in user mode, and in the kernel for it
-            is_role = WORKER in process.cmdline() or process.name().startswith(ACTOR)
+            is_worker = WORKER in process.cmdline()
+            serving = _serving_time(process) if is_worker else 0.0
+            is_role = is_worker or process.name().startswith(ACTOR)
         except psutil.Error:
             continue  # it has ended
-        if is_role:
-            roles += used
-        else:
-            handling += used
+        handling += serving if is_role else used
+        roles += used - serving if is_role else 0.0
     return handling, roles
+
+
+def _serving_time(worker: psutil.Process) -> float:
+    """Return what a worker's first thread took, on which calls come and go; all computing is on others."""
+    first = next(thread for thread in worker.threads() if thread.id == worker.pid)
+    return float(first.user_time + first.system_time)
 
 
 def _is_of_ray(name: str) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from executor.rollout.inference_engine import TimedPass
 from streamrl.runfile.policies_config import SyncMode
@@ -64,3 +65,9 @@ class Readings:
     """The same of a trainer's, where there is one."""
     num_bytes: int = 0
     pads_context: bool = False
+
+    @property
+    def timed(self) -> list[Mapping[Any, list[float]]]:
+        """Readings of operations that take most of a run's seconds."""
+        tables: list[Mapping[Any, list[float]]] = [self.decode, self.mixed, self.prefill, self.join]
+        return [*tables, self.train, self.score, self.reward]

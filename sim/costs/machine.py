@@ -27,6 +27,7 @@ from streamrl.hardware.machine_fit import (
 from streamrl.hardware.machine_profile import MeasuredProfile, Once, read_measured
 from streamrl.hardware.memory import most_running, num_trained_models
 from streamrl.hardware.profile_match import check_fits
+from streamrl.hardware.profile_pace import at_its_pace
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
@@ -140,7 +141,7 @@ class MachineCosts:
             RunError: the file is no profile, or one of another model, GPU, dtype, backend or parallelism.
         """
         try:
-            profile = read_measured(path)
+            profile = at_its_pace(read_measured(path))
         except ValueError as error:
             raise RunError("costs.profile", str(path), text=f"costs.profile: {error}") from None
         check_fits(profile, run, path)

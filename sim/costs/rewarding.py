@@ -15,6 +15,7 @@ from sim.costs.wires import Wires
 from streamrl.hardware.machine_fit import PassFit, fit_passes
 from streamrl.hardware.machine_profile import MeasuredProfile, read_measured, shape_digest
 from streamrl.hardware.model_shape import ModelShape
+from streamrl.hardware.profile_pace import at_its_pace
 from streamrl.hardware.reward_memory import check_reward_memory, reward_model_key, reward_shape
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.config import Run
@@ -84,7 +85,7 @@ def _measured(run: Run, path: Path) -> ModelRewards:
     Raises:
         RunError: it has none of a reward model, or of another one, or on another GPU.
     """
-    profile = read_measured(path)
+    profile = at_its_pace(read_measured(path))
     key, shape = reward_model_key(run), reward_shape(run)
     measured = profile.reward_model
     if measured is None or not profile.reward:

@@ -102,6 +102,10 @@ def measure(
         print_json({"path": str(path), "profile": found})
     else:
         Console().print(_summary(found))
+        Console().print(
+            f"pace: all that was timed took {found.pace:.3f} times as long as at its medians, as runs will",
+            soft_wrap=True,
+        )
         Console().print(f"profile: {path}", soft_wrap=True)
 
 

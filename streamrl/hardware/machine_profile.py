@@ -15,7 +15,7 @@ Every `seconds` is [lower quartile, median, upper quartile] of the repeats. Tabl
 | sharing  | speeds of roles that compute at the same time on one host's cores, as shares of those alone |
 | reward   | a call of the reward model's replica that scores `rollouts` of `tokens` each, the way there and back included |
 | turnover | what a rollout's coming and going adds to a replica's passes, beyond what the tables say of them |
-| handling | CPU seconds that a rollout takes of the process that decides and of the verifier, on those cores |
+| handling | CPU seconds that a rollout takes of the process that decides, of the verifier and of what serves calls in roles |
 | handling_over_ray | the same where roles are actors: Ray's own processes too, and what actors take beyond their roles |
 """
 
@@ -186,6 +186,9 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     refill_passes: int
     """Forward passes from the end of a rollout to the one that the next in the queue joins."""
     repeats: int
+    pace: float = 1.0
+    """What all that was timed took over what it would at the medians: a shared host is slower in spells. 1 where an
+    earlier version measured."""
     packing: Packing = "padded"
     """How rollouts lay in the trainer's passes; an earlier version padded them."""
     model: MeasuredModel
@@ -260,6 +263,8 @@ def find_problems(profile: MeasuredProfile) -> Iterator[str]:
     for key in ("tensor_parallel", "prefill_tokens", "repeats"):
         if getattr(profile, key) < 1:
             yield f"{key} must be at least 1, got {getattr(profile, key)}"
+    if not (math.isfinite(profile.pace) and profile.pace > 0):
+        yield f"pace must be positive and finite, got {profile.pace}"
     if profile.refill_passes < 0:
         yield f"refill_passes must be 0 or more, got {profile.refill_passes}"
     for name in ("decode", "prefill", "join", "train", "score", "call"):

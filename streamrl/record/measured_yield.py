@@ -7,6 +7,7 @@ from pathlib import Path
 from streamrl.hardware.machine_fit import fit_decode
 from streamrl.hardware.machine_profile import read_measured
 from streamrl.hardware.profile_match import check_fits
+from streamrl.hardware.profile_pace import at_its_pace
 from streamrl.record.decode_yield import DecodeYield
 from streamrl.runfile.config import Run
 
@@ -20,7 +21,7 @@ def measured_yield(run: Run) -> list[DecodeYield]:
         return []
     path = Path(run.costs.profile)
     try:
-        profile = read_measured(path)
+        profile = at_its_pace(read_measured(path))
         for kind in range(run.num_kinds):
             check_fits(profile, run.of_kind(kind), path)
     except ValueError:
