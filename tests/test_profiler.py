@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from executor.profiling.measurements import Limits, full_plan, quick_plan
 from sim.world import simulate
 from streamrl.cli.main import app
+from streamrl.engine.world import RunInterruptedError
 from streamrl.hardware.machine_profile import read_measured
 from streamrl.record.metrics import measure
 from tests.measured_profile import measured_run
@@ -63,6 +65,22 @@ def test_what_profile_writes_simulate_reads(model: Path, profile: Path) -> None:
     metrics = measure(simulate(run))
     assert metrics.tiers == pytest.approx({"measured": 1.0})
     assert metrics.step_time > 0
+
+
+def test_a_profile_that_is_ended_is_not_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*_: object) -> None:
+        raise RunInterruptedError("terminated: go on with: streamrl execute", signal.SIGTERM)
+
+    monkeypatch.setattr("executor.profiling.profile_file.measure", ended)
+    path = tmp_path / "profile.toml"
+    done = CliRunner().invoke(app, ["profile", str(model), *LIMITS, "-o", str(path)])
+    assert done.exit_code == 128 + signal.SIGTERM
+    assert (
+        f"streamrl: SIGTERM: {path} is not written" in done.output and "--resume" not in done.output
+    )
+    assert not path.exists()
 
 
 @pytest.mark.parametrize(

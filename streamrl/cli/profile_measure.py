@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from signal import Signals
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import AsJson, claim_file, print_json
+from streamrl.engine.world import RunInterruptedError
 from streamrl.hardware.machine_profile import MeasuredProfile, write_measured
 from streamrl.runfile.sides_config import Packing
 
@@ -94,9 +96,15 @@ def measure(
         ray=None if ray is None else RayPlace(ray, ray_address),
         reward_model=reward_model,
     )
-    with make_progress() as progress:
-        task = progress.add_task("measure", total=num_points(setup), facts="starting")
-        found = profile_model(setup, gpu, lambda what: progress.update(task, advance=1, facts=what))
+    try:
+        with make_progress() as progress:
+            task = progress.add_task("measure", total=num_points(setup), facts="starting")
+            found = profile_model(
+                setup, gpu, lambda what: progress.update(task, advance=1, facts=what)
+            )
+    except RunInterruptedError as error:  # of the run by which handling is timed
+        typer.echo(f"streamrl: {Signals(error.signal).name}: {path} is not written", err=True)
+        raise typer.Exit(128 + error.signal) from None
     write_measured(found, path)
     if as_json:
         print_json({"path": str(path), "profile": found})
