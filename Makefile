@@ -39,8 +39,6 @@ TRL := build/trl
 DEMO := build/demo
 # Tests of one file stay in one process, which sets up what they share once.
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
-# Those of engines are few and long: whoever is done first takes half of what the other has left.
-EVENLY := --numprocesses 2 --dist worksteal
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
 .PHONY: demo test test-oldest test-vllm test-deepspeed test-ray test-trl lock fuzz mutants faults lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-subscribers bench-trl bench-workers soak clean
@@ -77,10 +75,10 @@ test-oldest: $(READY)
 	build/oldest/bin/python -m pytest $(SIDE_BY_SIDE)
 
 test-vllm: $(ENGINES)/.ready
-	$(ENGINES)/bin/python -m pytest $(EVENLY) -m "vllm and not ray"
+	$(ENGINES)/bin/python -m pytest $(SIDE_BY_SIDE) -m "vllm and not ray"
 
 test-deepspeed: $(ENGINES)/.ready
-	$(ENGINES)/bin/python -m pytest $(EVENLY) -m "deepspeed and not ray"
+	$(ENGINES)/bin/python -m pytest $(SIDE_BY_SIDE) -m "deepspeed and not ray"
 
 test-ray: $(ENGINES)/.ready
 	RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$$($(PYTHON) -c 'import secrets; print(secrets.token_hex(32))') \
