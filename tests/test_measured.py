@@ -24,11 +24,9 @@ from streamrl.hardware.machine_profile import (
     DecodeRow,
     MeasuredProfile,
     MixedRow,
-    RelayRow,
     read_measured,
     write_measured,
 )
-from streamrl.hardware.profile_pace import pace_of
 from streamrl.record.informative import informative_share
 from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace
@@ -48,8 +46,6 @@ from tests.measured_profile import (
     prefix_time,
     slope,
 )
-
-RELAY = (RelayRow(mode="delta", bytes=500, values=250, encode=around(1e-3), decode=around(2e-3)),)
 
 
 @pytest.fixture
@@ -200,31 +196,6 @@ def test_every_operation_of_a_simulation_is_measured(
     assert any(
         str(path) in source for found in costs.provenance.values() for source in found.sources
     )
-
-
-def test_a_machine_that_is_slower_in_spells_takes_longer_than_its_medians(
-    model: Path, profile: MeasuredProfile, tmp_path: Path
-) -> None:
-    """Readings of one point are too few for a mean; of all of them a quarter were three times as long."""
-    readings: list[dict[object, list[float]]] = [
-        {1: [1.0, 1.0, 1.0, 3.0]},
-        {(1, 2): [2.0, 2.0, 2.0, 6.0], "none": []},
-    ]
-    assert pace_of(readings) == pytest.approx((6 + 12) / (4 + 8))
-    assert pace_of([{1: [0.1, 0.1]}]) == pace_of([]) == 1.0
-    path = written(replace(profile, pace=1.5), tmp_path)
-    assert read_measured(path).pace == 1.5
-    run = measured_run(model, path)
-    costs = Costs.load(run)
-    assert costs.decode.step_time(4, 100) == pytest.approx(1.5 * (base(4) + slope(4) * 100))
-    assert costs.prefill_time(16, 128, 4, 1) == pytest.approx(1.5 * prefix_time(1, 16))
-    assert costs.step_time == pytest.approx(1.5 * (5e-4 + 3e-3))
-    assert (costs.sync.push_time, costs.load_time) == pytest.approx((6e-3, 9e-3))
-    train = 5e-4 + 64e-6 + TRAIN_FACTOR * (ALONE + prefix_time(1, 64))
-    assert costs.training.train_time([64]) == pytest.approx(1.5 * train)
-    written(replace(profile, pace=1.5, dtype="bfloat16", relay=RELAY), tmp_path)
-    delta = measured_run(model, path, sync__mode="delta", model__dtype="bfloat16")
-    assert Costs.load(delta).sync.push_time == pytest.approx(1.5 * (4e-3 + 1e-3 + 2e-3))
 
 
 def test_the_trainer_computes_the_informative_share_and_is_sent_all(

@@ -161,21 +161,22 @@ def cpu_times_so_far(*, is_over_ray: bool) -> tuple[float, float]:
     handling, roles = time.process_time(), 0.0
     for process in known.values():
         try:
-            used = sum(process.cpu_times()[:2])  # in user mode, and in the kernel for it
-            is_worker = WORKER in process.cmdline()
-            serving = _serving_time(process) if is_worker else 0.0
-            is_role = is_worker or process.name().startswith(ACTOR)
+            serving, used = _serving_time(process), sum(process.cpu_times()[:2])
+            if WORKER in process.cmdline():
+                computed = used - serving
+            else:
+                computed = used if process.name().startswith(ACTOR) else 0.0
         except psutil.Error:
             continue  # it has ended
-        handling += serving if is_role else used
-        roles += used - serving if is_role else 0.0
+        handling += used - computed
+        roles += computed
     return handling, roles
 
 
-def _serving_time(worker: psutil.Process) -> float:
-    """Return what a worker's first thread took, on which calls come and go; all computing is on others."""
-    first = next(thread for thread in worker.threads() if thread.id == worker.pid)
-    return float(first.user_time + first.system_time)
+def _serving_time(process: psutil.Process) -> float:
+    """Return what its first thread took, on which a worker's calls come and go; all computing is on others."""
+    first = (thread for thread in process.threads() if thread.id == process.pid)
+    return float(sum(thread.user_time + thread.system_time for thread in first))
 
 
 def _is_of_ray(name: str) -> bool:
