@@ -24,6 +24,12 @@ def syscall(number: int, *arguments: object) -> int:
     return _checked(f"system call {number}", _LIBRARY.syscall(number, *arguments))
 
 
+def madvise(address: int, size: int, advice: int) -> bool:
+    """Tell the kernel how memory will be used; return whether it did as advised, which it need not."""
+    where, length = ctypes.c_void_p(address), ctypes.c_size_t(size)
+    return bool(_LIBRARY.madvise(where, length, advice) == 0)
+
+
 def _checked(name: str, result: int) -> int:
     if result < 0:
         error = ctypes.get_errno()

@@ -252,6 +252,48 @@ def test_the_process_with_the_scorer_inherits_no_environment_and_no_ctrl_c() -> 
     use(do)
 
 
+def test_an_answer_that_can_act_has_its_process_to_itself_and_the_next_one_finds_another_there() -> (
+    None
+):
+    async def do(verifier: Verifier) -> None:
+        await verifier.verify(*EASY)
+        server = (await verifier.start()).pid
+        used: list[int] = []
+        for _ in range(3):
+            (ready,) = children(server)
+            used.append(ready)
+            await verifier.verify("$x$ = one", 3, {"answer": "0.5"})
+            async with asyncio.timeout(10):
+                while not (others := [pid for pid in children(server) if pid != ready]):
+                    await asyncio.sleep(0.01)
+                while children(server) != others:  # what was used up is dead, and is buried later
+                    await verifier.verify(*EASY)
+        assert len({*used}) == 3
+
+    use(do)
+
+
+def test_memory_in_huge_pages_holds_what_it_held() -> None:
+    """In a process of its own: where the kernel puts none into huge pages, nothing happens."""
+    program = """
+from executor.verifier.huge_pages import HUGE_PAGE, collapse
+kept = [bytes([one % 251]) * 4096 for one in range(4 * HUGE_PAGE // 4096)]
+done = collapse()
+assert all(block == bytes([one % 251]) * 4096 for one, block in enumerate(kept))
+found = [line.split()[1] for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHuge")]
+print(done, found[0])
+"""
+    said = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    done, kilobytes = map(int, said.stdout.split())
+    assert (done == 0) == (kilobytes == 0)
+
+
 def test_a_worker_that_is_killed_is_replaced() -> None:
     async def do(verifier: Verifier) -> None:
         task, _, worker = await begin_to_hang(verifier)

@@ -3,7 +3,7 @@
 Started with an empty environment, it loads the scorers once. Of its controller it gets a line of JSON for each
 answer, `{"id", "scorer", "answer", "record"}`, and gives one back, `{"id", "reward", "fault", "detail"}`. It never looks
 at an answer itself. A worker that was given an answer which could run code is not used again: what that may have
-changed there would meet the next rollout.
+changed there would meet the next rollout. The next one is forked before another answer comes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
 
+from executor.verifier.huge_pages import collapse
 from executor.verifier.rewards import make_scorer
 from executor.verifier.sandbox import Sandbox, SandboxLimits, find_gaps
 from executor.verifier.scorers import Grade, Grader, Scorer, can_act
@@ -74,6 +75,7 @@ def main(options: Options) -> None:
     os.environ.clear()
     gc.collect()
     gc.freeze()  # or collecting in a worker would copy all of it
+    collapse()
     limits = SandboxLimits(*options["limits"])
     connection = socket.socket(fileno=options["connection"])
     sandbox = Sandbox(limits, roots)
@@ -146,6 +148,8 @@ class ForkServer:
         self._limits = limits
         self._sandbox = sandbox
         self._workers: dict[int, Worker] = {}
+        self._killed: set[int] = set()
+        """Processes that die on their own time: what they had is given back meanwhile."""
         self._unread = b""
         self._is_over = False
         self._selector = selectors.DefaultSelector()
@@ -158,8 +162,10 @@ class ForkServer:
                 handle: Callable[[], None] = key.data
                 handle()
             self._end_overdue()
+            self._bury(os.WNOHANG)
         for worker in list(self._workers.values()):
             self._discard(worker)
+        self._bury()
 
     def _receive(self) -> None:
         data = self._connection.recv(1 << 20)
@@ -227,6 +233,8 @@ class ForkServer:
         self._settle(worker, outcome)
         if worker.is_used_up or is_old or outcome.fault is not None:
             self._discard(worker)
+            if not any(other.is_idle for other in self._workers.values()):
+                self._fork()
 
     def _settle(self, worker: Worker, outcome: ScoringOutcome) -> None:
         if worker.request is not None:
@@ -251,9 +259,13 @@ class ForkServer:
         os.kill(worker.pid, signal.SIGKILL)
         with suppress(ProcessLookupError):  # the rule where seccomp is at work: it started nobody
             os.killpg(worker.pid, signal.SIGKILL)
-        os.waitpid(worker.pid, 0)
+        self._killed.add(worker.pid)
         os.close(worker.verdicts)
         os.close(worker.requests)
+
+    def _bury(self, options: int = 0) -> None:
+        """Take back the processes of those that are dead, or wait until they are."""
+        self._killed -= {pid for pid in self._killed if os.waitpid(pid, options)[0]}
 
     def _answer(self, request: int, outcome: ScoringOutcome) -> None:
         told = {"id": request, **outcome._asdict()}
