@@ -28,6 +28,8 @@ async def side_by_side(generate: Sequence[Work], train: Work | None) -> PartTime
     generating = asyncio.gather(*(work() for work in generate))
     passes: list[float] = []
     while train is not None and not (generating.done() and len(passes) >= LEAST_PASSES):
-        passes += await train()
+        found = await train()
+        if not generating.done() or len(passes) < LEAST_PASSES:
+            passes += found  # not one that had company for a part of it
     steps = [mean(seconds) for seconds in await generating]
     return PartTimes(mean(steps or [0.0]), mean(passes or [0.0]))

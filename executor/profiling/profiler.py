@@ -29,7 +29,7 @@ from executor.profiling.relaying import RelayBench
 from executor.profiling.rewarding_bench import time_rewards
 from executor.profiling.timed_roles import TimedReplicaRole, TimedTrainerRole
 from executor.rollout.transformers_engine import PREFILL_TOKENS
-from executor.samples import Request
+from executor.samples import Request, Sample
 from executor.tokens import encode_ids
 from executor.transfer.shared_directory import SharedDirectory
 
@@ -306,7 +306,9 @@ class _Bench:
                 await self.warm_up(replica, trainer)
             replicas = [first, *more]
             generate = [partial(self._decode_on, replica) for replica in replicas]
-            train = partial(self._train_on, trainer)
+            middle = sorted(self._plan.passes, key=lambda one: one[0] * one[1])
+            samples = self._made_up.samples(*middle[len(middle) // 2], advantage=1.0)
+            train = partial(self._train_on, trainer, samples)
             for _ in range(self._plan.repeats):
                 alone = await side_by_side(generate[:1], None)
                 trained = await side_by_side([], train)
@@ -324,10 +326,9 @@ class _Bench:
         passes = await replica.passes()
         return [one.seconds for one in passes if one.running == running and not one.prefixes]
 
-    async def _train_on(self, trainer: TimedTrainerRole) -> list[float]:
-        """Make a pass of middling size; return its seconds."""
-        passes = sorted(self._plan.passes, key=lambda one: one[0] * one[1])
-        await self._train(trainer, *passes[len(passes) // 2])
+    async def _train_on(self, trainer: TimedTrainerRole, samples: list[Sample]) -> list[float]:
+        """Make a pass of middling size, of samples that need no core to be made; return its seconds."""
+        await trainer.train(samples)
         return await self._seconds(trainer)
 
     @property

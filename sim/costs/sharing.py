@@ -1,17 +1,20 @@
 """How much slower roles are that compute at the same time on the cores of one host, as a profile measured it.
 
-Measured are companies: so many replicas that decode, alone or beside a trainer. In a larger one each role has its share
-of the cores that the largest measured one had, or of all where that left some idle. Nobody is faster in company than
-alone, nor all together than the cores are: what is measured beyond that is the host's changing pace. The process that
-decides, and the verifier, are not among them: while they handle a rollout, that is one thread more, and every thread has
-as much of the cores as any other.
+Threads take turns where there are more of them than cores, and each gets as much as any other. What a role loses beyond
+its turns is what caches, memory and hardware threads give to those that run meanwhile: as large a share of its seconds
+for each of them, one figure for every pair of kinds, fitted to all companies that a profile measured (so many replicas
+that decode, alone or beside a trainer). One company by itself says little, as the host's pace changes by more from one
+minute to the next. The process that decides, the verifier, and what serves calls in replicas are not among them: while
+they handle a rollout, that is one thread more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
 
 from streamrl.hardware.machine_fit import MEDIAN
 from streamrl.hardware.machine_profile import Host, SharingRow
@@ -22,50 +25,76 @@ Speeds: TypeAlias = Mapping[RoleKind, float]
 ALONE: Speeds = {"generating": 1.0, "training": 1.0, "handling": 1.0}
 
 
+class CoreLosses(NamedTuple):
+    """By what share of its seconds work takes longer for each other role that runs beside it all the time."""
+
+    generating_by_generating: float = 0.0
+    generating_by_training: float = 0.0
+    training_by_generating: float = 0.0
+
+
+NO_LOSSES = CoreLosses()
+
+
 @dataclass(frozen=True)
 class CoreSharing:
     """The speeds of roles that share the cores of a host, and of the thread that handles rollouts."""
 
-    measured: Mapping[tuple[int, int], Speeds]
-    """By how many generate and how many train."""
     cores: float
     threads: int = 1
     """Of each role that generates or trains."""
+    losses: CoreLosses = NO_LOSSES
 
     @classmethod
     def of(cls, rows: Sequence[SharingRow], host: Host) -> CoreSharing | None:
         """Return what a profile says; None where it says nothing."""
         if not rows:
             return None
-        measured = {(row.generating, row.training): _speeds(row) for row in rows}
-        return cls(measured, host.cores, host.threads)
+        turns = cls(host.cores, host.threads)
+        return cls(turns.cores, turns.threads, turns._fit(rows))
 
     def speeds(self, generating: int, training: int, handling: int = 0) -> Speeds:
         """Return the speeds while so many of each kind compute; a second trainer counts as a replica."""
-        speeds = self._of_roles(generating, training)
-        if not handling:
-            return speeds
-        threads = (generating + training) * self.threads
-        share = min(1.0, self.cores / (threads + handling))
-        left = share / min(1.0, self.cores / max(1, threads))
-        return {**{kind: left * speed for kind, speed in speeds.items()}, "handling": share}
-
-    def _of_roles(self, generating: int, training: int) -> Speeds:
         trains = min(training, 1)
         replicas = generating + training - trains
-        known = [count for count, beside in self.measured if beside == trains]
-        if not replicas or replicas + trains < 2 or not known:
-            return ALONE
-        nearest = min(known, key=lambda count: (abs(count - replicas), count))
-        left = 1.0
-        if replicas > nearest:
-            left = min(1.0, max(nearest + trains, self.cores / self.threads) / (replicas + trains))
-        found = self.measured[nearest, trains]
-        together = nearest * found["generating"] + trains * found["training"]
-        left *= min(1.0, self.cores / self.threads / together)
-        return {kind: min(1.0, left * speed) for kind, speed in found.items()}
+        share, beside = self._turns(replicas + trains, handling)
+        losses = self.losses
+        of_replicas = max(0, replicas - 1) * losses.generating_by_generating
+        generates = 1 + beside * (of_replicas + trains * losses.generating_by_training)
+        learns = 1 + beside * replicas * losses.training_by_generating
+        return {"generating": share / generates, "training": share / learns, "handling": share}
+
+    def _turns(self, roles: int, handling: int) -> tuple[float, float]:
+        """Return the share of its time that a thread runs, and that of it for which another role's run beside."""
+        own = min(self.threads, self.cores)  # of a role that has more, alone too
+        threads = roles * own + handling
+        if threads <= self.cores:
+            return 1.0, 1.0
+        return self.cores / threads, (self.cores - own) / (threads - own)
+
+    def _fit(self, rows: Sequence[SharingRow]) -> CoreLosses:
+        """Return the losses that come nearest to what all companies lost beyond their turns; none gains."""
+        generates, learns = [], []
+        for row in rows:
+            share, beside = self._turns(row.generating + row.training, 0)
+            lost = share / row.generation[MEDIAN] - 1
+            generates.append((beside * (row.generating - 1), beside * row.training, lost))
+            if row.train is not None:
+                learns.append((beside * row.generating, share / row.train[MEDIAN] - 1))
+        return CoreLosses(*_least_squares(generates), *_least_squares(learns))
 
 
-def _speeds(row: SharingRow) -> Speeds:
-    training = 1.0 if row.train is None else row.train[MEDIAN]
-    return {"generating": row.generation[MEDIAN], "training": training}
+def _least_squares(rows: Sequence[tuple[float, ...]]) -> list[float]:
+    """Return the factors, none below 0, with which the columns but the last add up to about the last."""
+    if not rows:
+        return [0.0]
+    table = np.array(rows, dtype=float)
+    terms, wanted = table[:, :-1], table[:, -1]
+    found = np.linalg.lstsq(terms, wanted, rcond=None)[0]
+    if found.min() >= 0 or len(found) == 1:
+        return [max(0.0, float(one)) for one in found]
+    # of two, the other alone, where one would be below 0
+    least = int(found.argmin())
+    other = 1 - least
+    (alone,) = _least_squares([(row[other], row[-1]) for row in rows])
+    return [0.0 if place == least else alone for place in range(2)]
