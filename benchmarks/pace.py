@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import exp, log
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 
 import msgspec
 
@@ -14,15 +14,18 @@ from executor.profiling.profile_file import make_setup
 from executor.profiling.profiler import measure
 from streamrl.hardware.machine_fit import MEDIAN
 from streamrl.hardware.machine_profile import MeasuredProfile
+from streamrl.hardware.profile_pace import at_its_pace
 
 REPEATS = 3
 
 
 def measure_pace(model: Path, profile: MeasuredProfile, limits: Limits) -> float:
-    """Return how many times as long as in the profile decode steps and training passes take now, in about ten seconds.
+    """Return how many times as long as by the profile decode steps and training passes take now, in about ten seconds.
 
-    A few points of the profile's are measured again, as it did; of what they take now over then it is the geometric mean.
+    A few points of the profile's are measured again, as it did; of what they take now, on average, over what is predicted
+    of them, at the profile's own pace, it is the geometric mean.
     """
+    profile = at_its_pace(profile)
     plan = full_plan(limits)
     middle = sorted({context for _, context in plan.decode})[1]
     batches = sorted({row.running for row in profile.decode})
@@ -43,8 +46,8 @@ def measure_pace(model: Path, profile: MeasuredProfile, limits: Limits) -> float
             (row for row in profile.decode if row.running == running),
             key=lambda row: abs(row.context - context),
         )
-        ratios.append(median(found.decode[running, context]) / row.seconds[MEDIAN])
+        ratios.append(mean(found.decode[running, context]) / row.seconds[MEDIAN])
     for row in profile.train:
         if (row.rollouts, row.tokens) in found.train:
-            ratios.append(median(found.train[row.rollouts, row.tokens]) / row.seconds[MEDIAN])
+            ratios.append(mean(found.train[row.rollouts, row.tokens]) / row.seconds[MEDIAN])
     return exp(mean(map(log, ratios)))

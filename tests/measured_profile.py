@@ -85,6 +85,7 @@ def make_profile(model: Path, **changes: Any) -> MeasuredProfile:
         prefill_tokens=512,
         refill_passes=0,
         repeats=5,
+        pace=1.0,
         model=MeasuredModel(
             name=shape.name, num_parameters=shape.num_parameters, digest=shape_digest(shape)
         ),

@@ -9,7 +9,11 @@ import pytest
 
 from sim.costs.costs import Costs
 from sim.planner.sync_time import _sync
+from streamrl.hardware.calibration_file import profile_digest
+from streamrl.hardware.machine_profile import write_measured
+from streamrl.hardware.profiles import load_model
 from streamrl.runfile.config import Run
+from tests.measured_profile import make_profile, measured_run, model_directory
 from tests.runs import small_run
 
 FACTORS = """
@@ -133,3 +137,30 @@ def test_a_missing_calibration_is_named(tmp_path: Path) -> None:
     run = small_run({"costs.calibration": str(tmp_path / "no.toml")})
     with pytest.raises(ValueError, match=r"costs\.calibration: .*no\.toml: No such file"):
         Costs.load(run)
+
+
+def test_factors_of_another_profile_are_refused(tmp_path: Path) -> None:
+    """Its seconds are others: a factor of old ones would make up for what is no longer off."""
+    model, profile = model_directory(tmp_path / "model"), tmp_path / "profile.toml"
+    write_measured(make_profile(model), profile)
+    made, file = measured_run(model, profile), tmp_path / "calibration.toml"
+    name = load_model(made.model).name
+    own = f'source = "steps.csv"\ndate = 2026-11-24\nmodel = "{name}"\nsystem = "stream-async"\n'
+    for fitted_beside, again in (
+        (profile_digest(made), True),
+        (None, True),
+        ("none", False),
+        ("1" * 16, False),
+    ):
+        line = "" if fitted_beside is None else f'profile = "{fitted_beside}"\n'
+        file.write_text(own + line + "[overhead]\nseconds = 7.0\n")
+        run = measured_run(model, profile, costs__calibration=str(file))
+        if again:
+            assert Costs.load(run)
+        else:
+            with pytest.raises(ValueError, match=r"another costs\.profile than .*profile\.toml"):
+                Costs.load(run)
+    file.write_text(own + f'profile = "{profile_digest(made)}"\n[overhead]\nseconds = 7.0\n')
+    write_measured(make_profile(model, pace=1.25), profile)
+    with pytest.raises(ValueError, match=r"another costs\.profile than"):
+        Costs.load(measured_run(model, profile, costs__calibration=str(file)))

@@ -209,6 +209,9 @@ def test_the_trainer_computes_the_informative_share_and_is_sent_all(
         run = measured_run(model, path, workload__informative_share=share)
         found = Costs.load(run).training.train_time(lengths)
         assert found == pytest.approx(call + share * passes, rel=1e-4)
+    few = Costs.load(measured_run(model, path, workload__informative_share=0.25)).training
+    one_pass = TRAIN_FACTOR * (ALONE + 0.25 * prefix_time(2, 64))  # of whatever rollouts there are
+    assert few.train_time([64] * 2) == pytest.approx(5e-4 + 1e-6 * 128 + one_pass, rel=1e-4)
     whole = measured_run(
         model, path, workload__informative_share=0.5, algorithm__kl_coefficient=0.1
     )

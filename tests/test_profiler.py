@@ -35,7 +35,7 @@ def profile(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = CliRunner().invoke(app, ["profile", str(model), *more])
     assert done.exit_code == 0, done.output
     assert str(path) in done.output
-    assert f"{read_measured(path).pace:.3f} times as long as at its medians" in done.output
+    assert f"{read_measured(path).pace:.3f} times as long as at their medians" in done.output
     return path
 
 

@@ -98,10 +98,10 @@ def test_its_directory_is_found_from_the_run_file_and_a_name_of_the_hub_is_none(
 # Seconds ------------------------------------------------------------------------------------------
 
 
-def measured(directory: Path, **changes: Any) -> Run:
+def measured(directory: Path, *, pace: float = 1.0, **changes: Any) -> Run:
     """Return a run with a profile that has calls of a reward model, as long as those of its own prefill."""
     model = model_directory(directory / "model")
-    profile = make_profile(model)
+    profile = make_profile(model, pace=pace)
     rows = tuple(profile.prefill)
     rewards = MeasuredModel(name="judge", num_parameters=1, digest=profile.model.digest)
     passes = [
@@ -134,6 +134,9 @@ def test_a_call_takes_what_a_profile_measured_of_its_passes_padding_included(
     costs = reward_costs(measured(tmp_path, verifier__max_tokens_per_pass=128))
     assert costs is not None
     assert costs.call_time([16] * 4) == pytest.approx(ALONE + prefix_time(4, 16), rel=1e-4)
+    slower = reward_costs(measured(tmp_path, pace=1.5))
+    assert slower is not None
+    assert slower.call_time([16]) == pytest.approx(1.5 * (ALONE + prefix_time(1, 16)), rel=1e-4)
     assert costs.call_time([10, 64]) == pytest.approx(ALONE + prefix_time(2, 64), rel=1e-4)
     three = costs.call_time([64, 64, 64])
     assert three == pytest.approx(2 * ALONE + prefix_time(2, 64) + prefix_time(1, 64), rel=1e-4)

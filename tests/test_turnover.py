@@ -11,6 +11,7 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
+from executor.carriers.launch import REPLICA, TRAINER
 from executor.profiling.handling import (
     NOTHING,
     STEPS,
@@ -67,10 +68,8 @@ def test_what_the_tables_do_not_know_of_a_stream_is_its_turnover(tmp_path: Path)
         [EXCESS, 2 * EXCESS], rel=1e-3
     )
     assert 0 < next(turnover_times(profile, [stream(0.0)])) < 1e-5
-    num, passes = stream(EXCESS)
-    slow = RefillStream(num, [replace(one, seconds=1.2 * one.seconds) for one in passes])
-    slower = next(turnover_times(replace(profile, pace=1.2), [slow]))
-    assert slower == pytest.approx(1.2 * EXCESS, rel=1e-3)
+    usual = next(turnover_times(replace(profile, pace=1.2), [stream(EXCESS)]))
+    assert usual == pytest.approx(EXCESS, rel=1e-3), "as the tables: at the usual pace"
     assert 0 < next(turnover_times(profile, [stream(-EXCESS)])) < 1e-5
 
 
@@ -104,25 +103,37 @@ ON_ITS_FIRST_THREAD = "while True: pass"
 ON_ANOTHER = (
     "import threading\ndef compute():\n  while True: pass\nthreading.Thread(target=compute).start()"
 )
+IN_CHILDREN_THAT_END = """
+import os, time
+while True:
+    if not os.fork():
+        while time.process_time() < 0.1: pass
+        os._exit(0)
+    os.wait()
+"""
 
 
 def test_what_workers_compute_is_of_roles_and_what_they_and_others_do_beside_is_handling() -> None:
-    def taken_beside(program: str, argument: str) -> tuple[float, float]:
+    def taken_beside(program: str, *arguments: str) -> tuple[float, float]:
         """Return what handling and roles took while a process with this in its command computed for half a second."""
         before = cpu_times_so_far(is_over_ray=False)
-        endless = [sys.executable, "-c", program, argument]
+        endless = [sys.executable, "-c", program, *arguments]
         with subprocess.Popen(endless) as busy:
-            while sum(psutil.Process(busy.pid).cpu_times()[:2]) < 0.5:
+            while sum(psutil.Process(busy.pid).cpu_times()[:4]) < 0.5:
                 time.sleep(0.02)
             after = cpu_times_so_far(is_over_ray=False)
             busy.kill()
         return after[0] - before[0], after[1] - before[1]
 
-    handling, roles = taken_beside(ON_ANOTHER, WORKER)
+    handling, roles = taken_beside(ON_ANOTHER, WORKER, REPLICA)
     assert roles >= 0.3 and handling < 0.2
-    handling, roles = taken_beside(ON_ITS_FIRST_THREAD, WORKER)
+    handling, roles = taken_beside(ON_ITS_FIRST_THREAD, WORKER, REPLICA)
     assert handling >= 0.3 and 0 <= roles < 0.1
+    handling, roles = taken_beside(ON_ITS_FIRST_THREAD, WORKER, TRAINER)
+    assert roles >= 0.3 and handling < 0.2, "a trainer's calls hold what serves them"
     handling, roles = taken_beside(ON_ITS_FIRST_THREAD, "anything")
+    assert handling >= 0.3 and roles == 0
+    handling, roles = taken_beside(IN_CHILDREN_THAT_END, "a fork server")
     assert handling >= 0.3 and roles == 0
 
 

@@ -234,6 +234,9 @@ def test_an_executed_run_knows_its_full_batch_from_the_profile_of_its_machine(
     assert known.batches == [1, 2, 3, 4] and known.kv_capacity is None
     assert known.base == pytest.approx([base(batch) for batch in known.batches])
     assert known.per_context_token == pytest.approx([slope(batch) for batch in known.batches])
+    write_measured(make_profile(model, pace=1.5), path)
+    (slower,) = measured_yield(measured_run(model, path, rollout__max_running=4))
+    assert slower.base == pytest.approx([1.5 * seconds for seconds in known.base])
     assert measured_yield(measured_run(model, path, model__dtype="bfloat16")) == []
     assert measured_yield(measured_run(model, tmp_path / "none.toml")) == []
     assert measured_yield(small_run()) == []

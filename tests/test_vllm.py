@@ -129,6 +129,10 @@ def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.05)
 
 
+def called(process: psutil.Process) -> str:
+    return " ".join([process.name(), *process.cmdline()])
+
+
 async def in_the_midst(replica: ReplicaRole) -> list[asyncio.Future[Completion]]:
     """Return rollouts of which some run: so many that even on a machine that stands still the last are far from done."""
     pending = [asyncio.ensure_future(replica.generate(ask(n, 1000))) for n in range(40)]
@@ -180,12 +184,13 @@ def test_when_the_core_dies_every_pending_rollout_raises_and_later_ones_are_lost
     model: Path,
 ) -> None:
     async def go() -> None:
+        others = {process.pid for process in psutil.Process().children()}
         replica = ReplicaWorker(ReplicaSettings(**settings(model)))
         await replica.start(None, 0)
         try:
             pending = await in_the_midst(replica)
             for process in psutil.Process().children():
-                if "EngineCore" in process.name() or "EngineCore" in " ".join(process.cmdline()):
+                if process.pid not in others and "EngineCore" in called(process):
                     process.kill()
             ended = await outcomes(pending)
             assert isinstance(ended[-1], RuntimeError)

@@ -1,7 +1,7 @@
 """What a rollout takes of those that compute nothing: CPU seconds, of a few steps that are executed.
 
-They are the process that decides, the verifier, and of replica and trainer the thread that reads calls and writes answers
-while another one computes.
+They are the process that decides, the verifier, and of a replica the thread that reads calls and writes answers while
+another one generates. A trainer's serves it before it computes: that is in the seconds of its calls.
 
 Over Ray, what it takes beyond: Ray's own processes bring what roles say, and threads of each actor read and write it. So
 they count too, and of the actors on this machine what they take more than the same roles as processes of this one.
@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import psutil
 
+from executor.carriers.launch import REPLICA
 from executor.execute import execute
 from executor.profiling.measurements import SHORT, RayPlace, Setup
 from executor.prompts import load_tokenizer
@@ -28,6 +29,8 @@ from streamrl.runfile.reading import make_run
 STEPS = 8
 """Of which the first is left out: it loads what all need."""
 PROMPTS, GROUP_SIZE = 12, 8
+RUNNING = 16
+"""Rollouts at once, so that they end one by one, as those of longer runs do: each end wakes who serves it."""
 WORKER = "executor.carriers.worker"
 """What the command of a replica or a trainer has in it: they are timed by what they compute."""
 RAY_PROCESSES = ("raylet", "gcs_server")
@@ -47,9 +50,9 @@ class Taken(NamedTuple):
     """CPU seconds of a rollout, a mean for each step."""
 
     handling: list[float]
-    """Of the process that decides, of the verifier's, of what serves calls in replica and trainer, and of Ray's own."""
+    """Of the process that decides, of the verifier's, of what serves calls in the replica, and of Ray's own."""
     roles: list[float]
-    """Of what computes in replica and trainer, or of all threads of the actors that they are."""
+    """Of what computes in the replica, of the trainer, or of all threads of the actors that they are."""
 
     def handling_over_ray(self, local: Taken) -> list[float]:
         """Return what is neither replica's nor trainer's where roles are actors; `local` is of processes of this one."""
@@ -106,7 +109,7 @@ def time_handling(
             "rollout": {
                 "pool": pool,
                 "replicas": 1,
-                "max_running": PROMPTS * GROUP_SIZE,
+                "max_running": RUNNING,
                 "max_tokens": tokens,
             },
             "trainer": {"pool": pool},
@@ -161,20 +164,30 @@ def cpu_times_so_far(*, is_over_ray: bool) -> tuple[float, float]:
     handling, roles = time.process_time(), 0.0
     for process in known.values():
         try:
-            serving, used = _serving_time(process), sum(process.cpu_times()[:2])
-            if WORKER in process.cmdline():
-                computed = used - serving
-            else:
-                computed = used if process.name().startswith(ACTOR) else 0.0
+            serves, computes = _cpu_times(process)
         except psutil.Error:
             continue  # it has ended
-        handling += used - computed
-        roles += computed
+        handling += serves
+        roles += computes
     return handling, roles
 
 
-def _serving_time(process: psutil.Process) -> float:
-    """Return what its first thread took, on which a worker's calls come and go; all computing is on others."""
+def _cpu_times(process: psutil.Process) -> tuple[float, float]:
+    """Return what a process took to handle rollouts, and to compute as a role."""
+    command = process.cmdline()
+    own, name = sum(process.cpu_times()[:2]), process.name()
+    if WORKER in command:
+        serving = _first_thread_time(process) if REPLICA in command else 0.0
+        return serving, max(0.0, own - serving)
+    if _is_of_ray(name):
+        return (0.0, own) if name.startswith(ACTOR) else (own, 0.0)
+    return sum(
+        process.cpu_times()[:4]
+    ), 0.0  # with children that have ended: graders live for an answer
+
+
+def _first_thread_time(process: psutil.Process) -> float:
+    """Return what the thread took on which a worker's calls come and go; all computing is on others."""
     first = (thread for thread in process.threads() if thread.id == process.pid)
     return float(sum(thread.user_time + thread.system_time for thread in first))
 

@@ -36,7 +36,7 @@ from streamrl.hardware.machine_profile import (
     SharingRow,
     shape_digest,
 )
-from streamrl.hardware.profile_pace import at_its_pace, pace_of
+from streamrl.hardware.profile_pace import pace_of
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.sides_config import Packing
@@ -104,7 +104,6 @@ def turnover_times(profile: MeasuredProfile, streams: Sequence[RefillStream]) ->
     Passes of a stream are those of the tables in another order; what they do not have is rollouts that come and go.
     """
     most = max((one.running for stream in streams for one in stream.passes), default=1)
-    profile = at_its_pace(profile)
     decode, prefill = fit_decode(profile.decode, most), fit_prefill(profile.prefill, profile.join)
     padded = fit_padded_share(profile.mixed, decode) if profile.mixed else profile.pads_context
     for stream in streams:

@@ -40,6 +40,7 @@ from streamrl.hardware.calibration_file import (
     StageFactor,
     StageName,
     StepOverhead,
+    profile_digest,
     write_calibration,
 )
 from streamrl.hardware.profiles import load_model
@@ -299,6 +300,7 @@ def _empty(run: Run, measured: MeasuredSteps, used: _Used) -> Calibration:
         date=datetime.datetime.now(datetime.UTC).date(),
         model=load_model(run.model).name,
         system=run.policies.system,
+        profile=profile_digest(run),
         fitted_steps=(numbers[0], numbers[used.fitted - 1]),
         held_out_steps=(rest[0], rest[-1]) if rest else None,
     )

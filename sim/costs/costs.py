@@ -71,7 +71,8 @@ class Costs(TrainerCosts):
     message_time: float = 0.0
     """Seconds that a command takes to a replica, and an event back, over a link: its latency."""
     handling_time: float = 0.0
-    """CPU seconds that a rollout takes of those who decide and reward, on a host whose cores they share."""
+    """CPU seconds that a rollout takes of those who decide, reward and serve calls of replicas, on a host whose cores they
+    share."""
     generation_factor: float = 1.0
     """Seconds of prefill are divided by it; those of `decode` are already."""
     followers: tuple[FollowerCosts, ...] = ()

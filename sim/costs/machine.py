@@ -92,9 +92,13 @@ class MeasuredTraining:
         return fixed + per_token * sum(lengths)
 
     def _computed(self, one: PassFit, lengths: Sequence[int]) -> float:
-        """Return the seconds of passes over those rollouts that are computed."""
-        each = passes(lengths, self.max_tokens_per_pass, self.packing)
-        return self.informative_share * sum(one.time(*size) for size in each)
+        """Return the seconds of passes over those rollouts that are computed, one pass at least."""
+        each, share = (
+            passes(lengths, self.max_tokens_per_pass, self.packing),
+            self.informative_share,
+        )
+        alone = max(share * len(each), 1.0) if each and share else 0.0
+        return alone * one.alone + share * sum(one.beside(*size) for size in each)
 
 
 def passes(
@@ -141,11 +145,12 @@ class MachineCosts:
             RunError: the file is no profile, or one of another model, GPU, dtype, backend or parallelism.
         """
         try:
-            profile = at_its_pace(read_measured(path))
+            as_measured = read_measured(path)
         except ValueError as error:
             raise RunError("costs.profile", str(path), text=f"costs.profile: {error}") from None
-        check_fits(profile, run, path)
-        measured = Provenance.of("measured", [_source(profile, path)])
+        check_fits(as_measured, run, path)
+        profile = at_its_pace(as_measured)
+        measured = Provenance.of("measured", [_source(as_measured, path)])
         generated = Provenance.of("measured", [*measured.sources, *_extrapolations(profile, run)])
         fit = fit_decode(profile.decode, most_running(run))
         return cls(
@@ -184,8 +189,8 @@ def _padded_share(profile: MeasuredProfile) -> float:
 
 
 def _source(profile: MeasuredProfile, path: Path) -> str:
-    host = profile.host
-    return f"{path}: {profile.source}, {host.device}, {profile.backend}, {profile.date}"
+    made_of = f"{profile.source}, {profile.host.device}, {profile.backend}, {profile.date}"
+    return f"{path}: {made_of}" + (f", pace {profile.pace:.3f}" if profile.pace else "")
 
 
 def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
@@ -203,6 +208,10 @@ def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
     threads = run.execute.threads or threads_of_each(profile.host.cores, roles)
     if run.trainer.packing != profile.packing:
         notes.append(f"training measured {profile.packing}, not {run.trainer.packing}")
+    if profile.pace is None:
+        notes.append(
+            "as if every second were one of its usual pace, as slower spells were not measured"
+        )
     if profile.gpu == "cpu" and threads != profile.host.threads:
         notes.append(f"measured with {profile.host.threads} threads a role, not {threads}")
     if profile.gpu == "cpu" and not profile.sharing and roles > 1:

@@ -111,7 +111,7 @@ def measure(
     else:
         Console().print(_summary(found))
         Console().print(
-            f"pace: all that was timed took {found.pace:.3f} times as long as at its medians, as runs will",
+            f"pace: passes took {found.pace:.3f} times as long as at their medians, and runs are predicted to",
             soft_wrap=True,
         )
         Console().print(f"profile: {path}", soft_wrap=True)

@@ -7,6 +7,7 @@ holds for the GPU that it was measured on; the overhead is of each step, whateve
 from __future__ import annotations
 
 import datetime
+import hashlib
 from functools import cache
 from math import isfinite
 from pathlib import Path
@@ -72,6 +73,9 @@ class Calibration(ProfileTable, frozen=True, kw_only=True):
     model: str
     system: str
     """`policies.system` of the run."""
+    profile: str | None = None
+    """Digest of the `costs.profile` whose seconds the factors are of, `none` where it named none; absent where an earlier
+    version wrote it."""
     fitted_steps: tuple[int, int] | None = None
     """First and last step that it was fitted to."""
     held_out_steps: tuple[int, int] | None = None
@@ -115,7 +119,7 @@ def load_calibration(run: Run) -> Calibration | None:
     """Read the calibration that a run file names; None where it names none.
 
     Raises:
-        RunError: the file is none, or was made for another model.
+        RunError: the file is none, or was made for another model, or beside another profile.
     """
     named = run.costs.calibration
     if named is None:
@@ -129,7 +133,28 @@ def load_calibration(run: Run) -> Calibration | None:
     except ValueError as error:
         raise RunError(SECTION, named, None, f"{SECTION}: {error}") from None
     _check_model(found, run, path)
+    if found.profile not in (None, profile_digest(run)):
+        profile = run.costs.profile or "no profile"
+        text = f"{SECTION}: {path} was fitted beside another costs.profile than {profile}, and its factors are of those seconds: calibrate again"
+        raise RunError(SECTION, str(path), None, text, ("costs.profile",))
     return found
+
+
+def profile_digest(run: Run) -> str:
+    """Tell the contents of the profile that a run names apart from those of others; `none` where it names none.
+
+    Raises:
+        RunError: it cannot be read.
+    """
+    if run.costs.profile is None:
+        return "none"
+    path = Path(run.costs.profile)
+    try:
+        stat = path.stat()
+        return _digest(path, stat.st_mtime_ns, stat.st_size)
+    except OSError as error:
+        key = "costs.profile"
+        raise RunError(key, str(path), None, f"{key}: {path}: {error.strerror}") from None
 
 
 def _check_model(found: Calibration, run: Run, path: Path) -> None:
@@ -154,6 +179,11 @@ def _known(table: dict[str, Any]) -> dict[str, Any]:
         if known is not None and known != {}:
             found[key] = float(f"{known:.6g}") if isinstance(known, float) else known
     return found
+
+
+@cache
+def _digest(path: Path, changed_at: int, size: int) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
 
 
 @cache

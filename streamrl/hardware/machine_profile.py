@@ -186,9 +186,9 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     refill_passes: int
     """Forward passes from the end of a rollout to the one that the next in the queue joins."""
     repeats: int
-    pace: float = 1.0
-    """What all that was timed took over what it would at the medians: a shared host is slower in spells. 1 where an
-    earlier version measured."""
+    pace: float | None = None
+    """What passes took that were timed over what they would at the medians: a shared host is slower in spells. None where
+    an earlier version measured."""
     packing: Packing = "padded"
     """How rollouts lay in the trainer's passes; an earlier version padded them."""
     model: MeasuredModel
@@ -263,7 +263,7 @@ def find_problems(profile: MeasuredProfile) -> Iterator[str]:
     for key in ("tensor_parallel", "prefill_tokens", "repeats"):
         if getattr(profile, key) < 1:
             yield f"{key} must be at least 1, got {getattr(profile, key)}"
-    if not (math.isfinite(profile.pace) and profile.pace > 0):
+    if profile.pace is not None and not (math.isfinite(profile.pace) and profile.pace > 0):
         yield f"pace must be positive and finite, got {profile.pace}"
     if profile.refill_passes < 0:
         yield f"refill_passes must be 0 or more, got {profile.refill_passes}"
