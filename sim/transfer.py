@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Generator
 from typing import Any
@@ -33,6 +32,8 @@ class Transfer:
     def __init__(self, around: Surroundings) -> None:
         self._around = around
         self._link = Link(around.env)
+        self._core = around.cores.time_of("handling")
+        """Of the thread that prepares a push: beside training, on a host whose cores all share."""
         self._inbox = simpy.Store(around.env)
         self._under_way: deque[PushWeights] = deque()
         self._process = around.env.process(self._run())
@@ -53,13 +54,15 @@ class Transfer:
 
     def _run(self) -> Generator[simpy.Event, Any, None]:
         while True:
-            with contextlib.suppress(simpy.Interrupt):  # broken off: the next one
+            try:
                 yield from self._send((yield self._inbox.get()))
+            except simpy.Interrupt:  # broken off: the next one
+                self._core.leave()
 
     def _send(self, command: PushWeights) -> Generator[simpy.Event, Any, None]:
         sync, env = self._around.costs.sync, self._around.env
         slowness = self._around.hindrances.slowness
-        yield env.timeout(sync.fill_time * slowness)
+        yield self._core.work(sync.fill_time * slowness)
         yield from self._link.carry(sync.wire_time * slowness)
         yield env.timeout(sync.drain_time * slowness)
         self._under_way.popleft()

@@ -17,9 +17,10 @@ from sim.cores import Cores, OwnTime, RoleKind, WorkTime
 from sim.costs.costs import Costs
 from sim.costs.sharing import ALONE, CoreLosses, CoreSharing
 from sim.world import SimWorld, simulate
-from streamrl.engine.messages import Generated, Verified
+from streamrl.engine.messages import Generated, PushWeights, Verified, WeightsPushed
 from streamrl.hardware.machine_profile import (
     Host,
+    Moved,
     Once,
     SharingRow,
     read_measured,
@@ -290,6 +291,28 @@ def test_rollouts_are_handled_one_after_the_other_and_that_slows_the_roles_down(
         assert not number or time >= known[number - 1] + handling_time - 1e-9
     assert measure(trace).step_time > 1.05 * without
     check_every_rollout_is_accounted_for(trace)
+
+
+def test_a_push_is_prepared_on_the_cores_that_generation_goes_on_with(tmp_path: Path) -> None:
+    run = shared_run(
+        tmp_path,
+        algorithm__steps=5,
+        rollout__replicas=2,
+        cluster__pools__local__gpus_per_node=3,
+        policies__system="fully-async",
+    )
+    path, push_time = Path(str(run.costs.profile)), 0.01
+    seconds = (push_time, push_time, push_time)
+    write_measured(with_fields(read_measured(path), push=Moved(bytes=1, seconds=seconds)), path)
+    took: list[float] = []
+    began: dict[int, float] = {}
+    for time, event, commands in simulate(run).entries:
+        if isinstance(event, WeightsPushed):
+            took.append(time - began[event.version])
+        began |= {c.version: time for c in commands if isinstance(c, PushWeights)}
+    assert len(took) >= 4 and min(took) >= push_time - 1e-9
+    assert max(took) > 1.2 * push_time
+    assert max(took) <= 2 * push_time + 1e-9, "four threads on two cores"
 
 
 def test_a_profile_that_does_not_say_what_handling_takes_is_said_not_to(tmp_path: Path) -> None:

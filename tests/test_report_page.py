@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from streamrl.hardware.profiles import load_model
 from streamrl.record.attribution import IDLE
+from streamrl.report.page.assumptions import assumptions_of
 from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
 from streamrl.report.page.sources import read_sources
@@ -325,3 +327,20 @@ def test_an_executed_run_is_timed_and_never_taken_for_a_simulation(tmp_path: Pat
     text = render_html(make_page(read_report([runs[1]])))
     assert "taken from a clock" in text and "x86_64" in text
     assert small_run().policies.system in text
+
+
+def test_the_network_of_a_pool_is_an_assumption_with_the_key_that_says_another() -> None:
+    def networks(**changes: object) -> dict[str, tuple[str, str]]:
+        run = small_run({key.replace("__", "."): value for key, value in changes.items()})
+        found = assumptions_of(run, load_model(run.model), None, None)
+        return {a.what: (a.value, a.source) for a in found if a.what.startswith("network of")}
+
+    key = "cluster.pools.far.node_bandwidth"
+    known = networks()
+    assert known["network of pool far"] == (
+        "100 Gbit/s a node",
+        f"of NVIDIA H20 96 GB: {key} says another",
+    )
+    stated = networks(cluster__pools__far__node_bandwidth="400 Gbps")
+    assert stated["network of pool far"] == ("400 Gbit/s a node", f"run file: {key}")
+    assert stated["network of pool near"] == known["network of pool near"]

@@ -142,10 +142,15 @@ class _Clock:
         self.handling: list[float] = []
         self.roles: list[float] = []
         self._last = (0.0, 0.0)
+        self._reading = 0.0
+        """What reading took so far, which no run does."""
 
     def __call__(self, event: Event, state: State, now: float) -> None:
         if isinstance(event, Stepped):
-            so_far = cpu_times_so_far(is_over_ray=self._is_over_ray)
+            began_at = time.process_time()
+            handled, computed = cpu_times_so_far(is_over_ray=self._is_over_ray)
+            so_far = handled - self._reading, computed
+            self._reading += time.process_time() - began_at
             handling, roles = (
                 (now_is - last) / (PROMPTS * GROUP_SIZE)
                 for now_is, last in zip(so_far, self._last, strict=True)

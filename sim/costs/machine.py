@@ -238,8 +238,8 @@ def _sync(profile: MeasuredProfile, run: Run, path: Path, measured: Provenance) 
         return _relayed(profile, run, path, measured)
     return SyncCosts(
         wire_bytes=profile.push.bytes,
-        fill_time=0.0,
-        wire_time=profile.push.seconds[MEDIAN],
+        fill_time=profile.push.seconds[MEDIAN],
+        wire_time=0.0,
         drain_time=0.0,
         load_time=profile.load.seconds[MEDIAN],
         tier=measured.tier,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from streamrl.hardware.calibration_file import load_calibration
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.precision import rollout_precision
-from streamrl.hardware.profiles import PROFILES, load_gpu, price_of
+from streamrl.hardware.profiles import PROFILES, gpu_of, load_gpu, price_of
 from streamrl.record.trace import Trace
 from streamrl.report.plan import Plan
 from streamrl.report.words import dollars, listing, percent, share_text, tiers_text
@@ -164,6 +164,11 @@ def _of_pool(run: Run, name: str) -> Iterator[Assumption]:
     paid = f"all {pool.num_gpus} GPUs owned" if pool.owned else "every GPU that is used"
     per_hour = f"{dollars(price_of(pool))} per GPU-hour, {paid} paid for the whole run"
     yield Assumption(f"price of pool {name}", per_hour, source)
+    if pool.gpu != "cpu":
+        key = f"cluster.pools.{name}.node_bandwidth"
+        said = f"{RUN_FILE}: {key}" if pool.node_bandwidth else f"of {gpu.name}: {key} says another"
+        network = Bandwidth(gpu_of(pool).network * pool.gpus_per_node)
+        yield Assumption(f"network of pool {name}", f"{_bandwidth(network)} a node", said)
     if rate := pool.spot_failures_per_gpu_day:
         key = f"{RUN_FILE}: cluster.pools.{name}.spot_failures_per_gpu_day"
         yield Assumption(f"spot pool {name}", f"a GPU is taken away {rate:g} times a day", key)
