@@ -46,8 +46,8 @@ def measure_pace(model: Path, profile: MeasuredProfile, limits: Limits) -> float
             (row for row in profile.decode if row.running == running),
             key=lambda row: abs(row.context - context),
         )
-        ratios.append(mean(found.decode[running, context]) / row.seconds[MEDIAN])
+        ratios.append(mean(found.decode[running, context][1:]) / row.seconds[MEDIAN])
     for row in profile.train:
         if (row.rollouts, row.tokens) in found.train:
-            ratios.append(mean(found.train[row.rollouts, row.tokens]) / row.seconds[MEDIAN])
+            ratios.append(mean(found.train[row.rollouts, row.tokens][1:]) / row.seconds[MEDIAN])
     return exp(mean(map(log, ratios)))

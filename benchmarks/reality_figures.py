@@ -144,8 +144,8 @@ def section(repeats: Repeats) -> list[str]:
         f"`make bench-reality` writes this ({stamp()}): {len(repeats)} run files that nothing was tuned on, executed "
         f"{num} times each on one",
         "machine's cores, in turn. Errors of a step's seconds: simulated *before*, and with lengths as *recorded*. *Repeats* is the",
-        "slowest over the fastest of one run; *pace* is what a few points of the profile took around it over what they took in the",
-        "profile, which both simulations reckon with; *start* is until the first rollout, and in no step.",
+        "slowest over the fastest of one run; *pace* is what a few points of the profile took around it over what the profile has",
+        "them take, which both simulations reckon with; *start* is until the first rollout, and in no step.",
         "",
         f"| {' | '.join(HEADS)} |",
         f"|{'---|' * len(HEADS)}",

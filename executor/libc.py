@@ -24,10 +24,9 @@ def syscall(number: int, *arguments: object) -> int:
     return _checked(f"system call {number}", _LIBRARY.syscall(number, *arguments))
 
 
-def madvise(address: int, size: int, advice: int) -> bool:
-    """Tell the kernel how memory will be used; return whether it did as advised, which it need not."""
-    where, length = ctypes.c_void_p(address), ctypes.c_size_t(size)
-    return bool(_LIBRARY.madvise(where, length, advice) == 0)
+def madvise(address: int, size: int, advice: int) -> None:
+    """Tell the kernel how memory will be used; whether it does as advised is its own affair."""
+    _LIBRARY.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice)
 
 
 def _checked(name: str, result: int) -> int:

@@ -9,9 +9,14 @@ import pytest
 
 from sim.costs.costs import Costs
 from sim.planner.sync_time import _sync
-from streamrl.hardware.calibration_file import profile_digest
+from streamrl.hardware.calibration_file import (
+    load_calibration,
+    named_calibration,
+    profile_digest,
+)
 from streamrl.hardware.machine_profile import write_measured
 from streamrl.hardware.profiles import load_model
+from streamrl.report.page.assumptions import assumptions_of
 from streamrl.runfile.config import Run
 from tests.measured_profile import make_profile, measured_run, model_directory
 from tests.runs import small_run
@@ -162,5 +167,11 @@ def test_factors_of_another_profile_are_refused(tmp_path: Path) -> None:
                 Costs.load(run)
     file.write_text(own + f'profile = "{profile_digest(made)}"\n[overhead]\nseconds = 7.0\n')
     write_measured(make_profile(model, pace=1.25), profile)
+    run = measured_run(model, profile, costs__calibration=str(file))
     with pytest.raises(ValueError, match=r"another costs\.profile than"):
-        Costs.load(measured_run(model, profile, costs__calibration=str(file)))
+        Costs.load(run)
+    told = {each.what: each for each in assumptions_of(run, load_model(run.model), None, None)}
+    assert "steps.csv" in told["calibration"].value  # a report of what was recorded with it
+    profile.unlink()
+    file.write_text(own + "[overhead]\nseconds = 7.0\n")
+    assert named_calibration(run) == load_calibration(run) is not None

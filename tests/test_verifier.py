@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from executor.verifier.huge_pages import collapse
 from executor.verifier.process import ENVIRONMENT
 from executor.verifier.records import check_prompts
 from executor.verifier.scorers import can_act, final_answer
@@ -273,25 +275,50 @@ def test_an_answer_that_can_act_has_its_process_to_itself_and_the_next_one_finds
     use(do)
 
 
-def test_memory_in_huge_pages_holds_what_it_held() -> None:
-    """In a process of its own: where the kernel puts none into huge pages, nothing happens."""
-    program = """
-from executor.verifier.huge_pages import HUGE_PAGE, collapse
-kept = [bytes([one % 251]) * 4096 for one in range(4 * HUGE_PAGE // 4096)]
-done = collapse()
-assert all(block == bytes([one % 251]) * 4096 for one, block in enumerate(kept))
-found = [line.split()[1] for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHuge")]
-print(done, found[0])
-"""
-    said = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    done, kilobytes = map(int, said.stdout.split())
-    assert (done == 0) == (kilobytes == 0)
+def test_a_worker_that_dies_idle_is_replaced_when_it_is_asked_for_and_not_before() -> None:
+    """Whatever kills them as they start would keep the server at nothing else."""
+
+    async def do(verifier: Verifier) -> None:
+        await verifier.verify(*EASY)
+        server = (await verifier.start()).pid
+        os.kill(children(server)[0], signal.SIGKILL)
+        await asyncio.sleep(0.3)
+        assert children(server) == []
+        assert (await verifier.verify(*EASY)).reward == 1.0
+
+    use(do)
+
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not HUGE_PAGES.exists()
+    or "[never]" in HUGE_PAGES.read_text()
+    or tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (6, 1),
+    reason="this kernel puts no memory into huge pages where it is asked to",
+)
+def test_what_is_forked_lies_in_huge_pages() -> None:
+    async def do(verifier: Verifier) -> None:
+        await verifier.verify(*EASY)
+        server = (await verifier.start()).pid
+        maps = Path(f"/proc/{server}/smaps").read_text()
+        assert sum(map(int, re.findall(r"AnonHugePages: +(\d+) kB", maps))) > 10_000
+
+    use(do)
+
+
+@pytest.mark.parametrize(
+    "maps", ["7f0000000000-7f0000600000 rw-p 00000000 00:00 0\n", "\xe9\n", None]
+)
+def test_memory_that_cannot_be_put_into_huge_pages_stays_as_it_is(
+    maps: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "maps"
+    if maps is not None:
+        path.write_bytes(maps.encode("latin-1"))
+    monkeypatch.setattr("executor.verifier.huge_pages.MAPS", path)
+    collapse()
 
 
 def test_a_worker_that_is_killed_is_replaced() -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 Work: TypeAlias = Callable[[], Awaitable[list[float]]]
 """Does some work, and returns the seconds of each part of it."""
 LEAST_PASSES = 4
-"""Training passes of a trainer that has no company: it has no end of its own."""
+"""Training passes that are made, as a trainer has no end of its own; and how often replicas begin again for them."""
 
 
 class PartTimes(NamedTuple):
@@ -23,13 +23,21 @@ class PartTimes(NamedTuple):
 async def side_by_side(generate: Sequence[Work], train: Work | None) -> PartTimes:
     """Let replicas generate at the same time, all as much, and a trainer train for as long as they do.
 
-    Means, not medians: where there are more roles than cores most steps take as long as alone, and some wait for a turn.
+    Replicas begin again until the trainer has made a few passes in their company; if each outlasts them, one counts as it
+    is. Means, not medians: where there are more roles than cores most steps take as long as alone, and some wait for a turn.
     """
-    generating = asyncio.gather(*(work() for work in generate))
+    if train is not None and not generate:
+        return PartTimes(0.0, mean([mean(await train()) for _ in range(LEAST_PASSES)]))
+    steps: list[float] = []
     passes: list[float] = []
-    while train is not None and not (generating.done() and len(passes) >= LEAST_PASSES):
-        found = await train()
-        if not generating.done() or len(passes) < LEAST_PASSES:
-            passes += found  # not one that had company for a part of it
-    steps = [mean(seconds) for seconds in await generating]
-    return PartTimes(mean(steps or [0.0]), mean(passes or [0.0]))
+    last: list[float] = []
+    while train is None or len(passes) < LEAST_PASSES:
+        generating = asyncio.gather(*(work() for work in generate))
+        while train is not None and not generating.done():
+            last = await train()
+            if not generating.done():
+                passes += last
+        steps += [mean(seconds) for seconds in await generating]
+        if train is None or len(steps) >= LEAST_PASSES * len(generate):
+            break
+    return PartTimes(mean(steps), mean(passes or last or [0.0]))

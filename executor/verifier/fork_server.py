@@ -3,7 +3,7 @@
 Started with an empty environment, it loads the scorers once. Of its controller it gets a line of JSON for each
 answer, `{"id", "scorer", "answer", "record"}`, and gives one back, `{"id", "reward", "fault", "detail"}`. It never looks
 at an answer itself. A worker that was given an answer which could run code is not used again: what that may have
-changed there would meet the next rollout. The next one is forked before another answer comes.
+changed there would meet the next rollout. The next one is forked as soon as it has answered.
 """
 
 from __future__ import annotations
@@ -178,7 +178,9 @@ class ForkServer:
         request = json.loads(line)
         scorer, grader = self._scorers[request["scorer"]], self._graders[request["scorer"]]
         try:
-            grader(request["record"])  # loads what the record's task needs, once for all workers
+            grader(
+                request["record"]
+            )  # loads what its task needs, once for all workers forked later
         except Exception as error:
             detail = f"{type(error).__name__}: {error}"[:MOST_DETAIL]
             self._answer(request["id"], ScoringOutcome(0.0, "record", detail))
@@ -206,11 +208,18 @@ class ForkServer:
         return worker
 
     def _fork(self) -> Worker:
-        requests, to_worker = os.pipe()
-        if sys.platform == "linux":
-            fcntl.fcntl(to_worker, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        verdicts, from_worker = os.pipe()
-        pid = os.fork()
+        if len(self._killed) > len(self._workers) + 1:
+            self._bury()  # or their memory would grow beyond what as many workers may have
+        pipes = [*os.pipe(), *os.pipe()]
+        requests, to_worker, verdicts, from_worker = pipes
+        try:
+            if sys.platform == "linux":
+                fcntl.fcntl(to_worker, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+            pid = os.fork()
+        except OSError:
+            for pipe in pipes:
+                os.close(pipe)
+            raise
         if pid == 0:
             work(requests, from_worker, self._graders, self._sandbox)
         os.close(requests)
@@ -230,11 +239,13 @@ class ForkServer:
         )
         worker.work_time += time.monotonic() - worker.began_at
         is_old = worker.work_time > self._limits.time  # and would meet its limit of CPU time
+        has_graded = not worker.is_idle
         self._settle(worker, outcome)
         if worker.is_used_up or is_old or outcome.fault is not None:
             self._discard(worker)
-            if not any(other.is_idle for other in self._workers.values()):
-                self._fork()
+            if has_graded and not any(other.is_idle for other in self._workers.values()):
+                with suppress(OSError):  # the next answer tries again, and says why
+                    self._fork()
 
     def _settle(self, worker: Worker, outcome: ScoringOutcome) -> None:
         if worker.request is not None:

@@ -68,7 +68,7 @@ def _prepare(sandbox: Sandbox, pipes: set[int]) -> bytes:
     _close_all_but({0, 1, 2, *pipes, *sandbox.files})
     try:
         sandbox.enter()
-    except OSError as error:
+    except Exception as error:
         return _error(error)
     return b""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
 from sim.costs.calibrated import training_factors
@@ -69,6 +70,9 @@ class MeasuredTraining:
     """Models that a step updates: a critic takes what the actor does, though its last layer has one output."""
     informative_share: float
     """Share of rollouts that the passes compute; the others are sent and skipped."""
+    taught_share: float
+    """Share of groups of which they compute any."""
+    group_size: int
     max_tokens_per_pass: int
     packing: Packing
 
@@ -92,12 +96,13 @@ class MeasuredTraining:
         return fixed + per_token * sum(lengths)
 
     def _computed(self, one: PassFit, lengths: Sequence[int]) -> float:
-        """Return the seconds of passes over those rollouts that are computed, one pass at least."""
+        """Return the seconds of passes over those rollouts that are computed; none where no group has any."""
         each, share = (
             passes(lengths, self.max_tokens_per_pass, self.packing),
             self.informative_share,
         )
-        alone = max(share * len(each), 1.0) if each and share else 0.0
+        any_taught = 1 - (1 - self.taught_share) ** ceil(len(lengths) / self.group_size)
+        alone = max(share * len(each), any_taught if share else 0.0)
         return alone * one.alone + share * sum(one.beside(*size) for size in each)
 
 
@@ -295,6 +300,8 @@ def _training(profile: MeasuredProfile, run: Run) -> MeasuredTraining:
         num_scored=algorithm.num_scored,
         num_trained=num_trained_models(run),
         informative_share=run.computed_share,
+        taught_share=run.taught_share,
+        group_size=run.algorithm.group_size,
         max_tokens_per_pass=run.trainer.max_tokens_per_pass,
         packing=run.trainer.packing,
         overhead_time=own_step_time(run).seconds,

@@ -1,10 +1,10 @@
 """How much slower roles are that compute at the same time on the cores of one host, as a profile measured it.
 
 Threads take turns where there are more of them than cores, and each gets as much as any other. What a role loses beyond
-its turns is what caches, memory and hardware threads give to those that run meanwhile: as large a share of its seconds
-for each of them, one figure for every pair of kinds, fitted to all companies that a profile measured (so many replicas
-that decode, alone or beside a trainer). One company by itself says little, as the host's pace changes by more from one
-minute to the next. The process that decides, the verifier, and what serves calls in replicas are not among them: while
+its turns is what caches, memory and hardware threads give to those that run meanwhile, as large a share of its seconds
+for each of them, and what it finds gone when its turn comes, by how long it waited. These are one figure for every pair
+of kinds and one for each kind, fitted to all companies that a profile measured (so many replicas that decode, alone or
+beside a trainer). One company by itself says little, as the host's pace changes by more from one minute to the next. The process that decides, the verifier, and what serves calls in replicas are not among them: while
 they handle a rollout, that is one thread more.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,6 +20,8 @@ import numpy as np
 from streamrl.hardware.machine_fit import MEDIAN
 from streamrl.hardware.machine_profile import Host, SharingRow
 
+ROUNDING = 1e-12
+"""Of a sum of squares: what is less than this smaller is no better."""
 RoleKind = Literal["generating", "training", "handling"]
 Speeds: TypeAlias = Mapping[RoleKind, float]
 """Of those of each kind that compute, as shares of their speeds alone."""
@@ -30,7 +33,10 @@ class CoreLosses(NamedTuple):
 
     generating_by_generating: float = 0.0
     generating_by_training: float = 0.0
+    generating_in_turns: float = 0.0
+    """By what share for all of the time that it waits for its turns."""
     training_by_generating: float = 0.0
+    training_in_turns: float = 0.0
 
 
 NO_LOSSES = CoreLosses()
@@ -61,7 +67,9 @@ class CoreSharing:
         losses = self.losses
         of_replicas = max(0, replicas - 1) * losses.generating_by_generating
         generates = 1 + beside * (of_replicas + trains * losses.generating_by_training)
+        generates += (1 - share) * losses.generating_in_turns
         learns = 1 + beside * replicas * losses.training_by_generating
+        learns += (1 - share) * losses.training_in_turns
         return {"generating": share / generates, "training": share / learns, "handling": share}
 
     def _turns(self, roles: int, handling: int) -> tuple[float, float]:
@@ -77,24 +85,24 @@ class CoreSharing:
         generates, learns = [], []
         for row in rows:
             share, beside = self._turns(row.generating + row.training, 0)
-            lost = share / row.generation[MEDIAN] - 1
-            generates.append((beside * (row.generating - 1), beside * row.training, lost))
+            others = beside * (row.generating - 1), beside * row.training
+            generates.append((*others, 1 - share, share / row.generation[MEDIAN] - 1))
             if row.train is not None:
-                learns.append((beside * row.generating, share / row.train[MEDIAN] - 1))
-        return CoreLosses(*_least_squares(generates), *_least_squares(learns))
+                lost = share / row.train[MEDIAN] - 1
+                learns.append((beside * row.generating, 1 - share, lost))
+        return CoreLosses(*_least_squares(generates, 3), *_least_squares(learns, 2))
 
 
-def _least_squares(rows: Sequence[tuple[float, ...]]) -> list[float]:
-    """Return the factors, none below 0, with which the columns but the last add up to about the last."""
-    if not rows:
-        return [0.0]
-    table = np.array(rows, dtype=float)
-    terms, wanted = table[:, :-1], table[:, -1]
-    found = np.linalg.lstsq(terms, wanted, rcond=None)[0]
-    if found.min() >= 0 or len(found) == 1:
-        return [max(0.0, float(one)) for one in found]
-    # of two, the other alone, where one would be below 0
-    least = int(found.argmin())
-    other = 1 - least
-    (alone,) = _least_squares([(row[other], row[-1]) for row in rows])
-    return [0.0 if place == least else alone for place in range(2)]
+def _least_squares(rows: Sequence[tuple[float, ...]], num: int) -> list[float]:
+    """Return the `num` factors, none below 0, with which the columns but the last add up to about the last."""
+    table = np.array(rows, dtype=float).reshape(-1, num + 1)
+    wanted = table[:, -1]
+    best, least = np.zeros(num), float(wanted @ wanted)
+    for size in range(1, num + 1):
+        for some in map(list, combinations(range(num), size)):  # the others are 0
+            found = np.zeros(num)
+            found[some] = np.linalg.lstsq(table[:, some], wanted, rcond=None)[0]
+            off = table[:, :-1] @ found - wanted
+            if found.min() >= 0 and float(off @ off) < least - ROUNDING:
+                best, least = found, float(off @ off)
+    return [float(one) for one in best]

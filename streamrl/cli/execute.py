@@ -26,6 +26,7 @@ from streamrl.cli.watch_run import RunWatch
 from streamrl.doctor.clipping import idle_clips
 from streamrl.engine.systems import needs_costs
 from streamrl.engine.world import RunInterruptedError
+from streamrl.record.inputs import with_kept_inputs
 from streamrl.record.legs import balance_books
 from streamrl.record.metrics import measure
 from streamrl.record.trace import LARGE
@@ -51,7 +52,8 @@ def execute(
         from sim.costs.costs import Costs
         from sim.costs.fill import fill_policies
 
-        run = fill_policies(run, Costs.load(run))
+        own = with_kept_inputs(run, Path(run.execute.output)) if resume else run
+        run = fill_policies(run, Costs.load(own))
     from executor.execute import execute as execute_run
 
     for line in idle_clips(run):

@@ -116,10 +116,24 @@ class Calibration(ProfileTable, frozen=True, kw_only=True):
 
 
 def load_calibration(run: Run) -> Calibration | None:
-    """Read the calibration that a run file names; None where it names none.
+    """Read the calibration that a run file names, for the seconds of its profile; None where it names none.
 
     Raises:
-        RunError: the file is none, or was made for another model, or beside another profile.
+        RunError: as of `named_calibration`, or it was fitted beside another profile.
+    """
+    found = named_calibration(run)
+    if found is None or found.profile is None or found.profile == profile_digest(run):
+        return found
+    path, profile = run.costs.calibration, run.costs.profile or "no profile"
+    text = f"{SECTION}: {path} was fitted beside another costs.profile than {profile}, and its factors are of those seconds: calibrate again"
+    raise RunError(SECTION, str(path), None, text, ("costs.profile",))
+
+
+def named_calibration(run: Run) -> Calibration | None:
+    """Read the calibration that a run file names, to tell of it; None where it names none.
+
+    Raises:
+        RunError: the file is none, or was made for another model.
     """
     named = run.costs.calibration
     if named is None:
@@ -133,10 +147,6 @@ def load_calibration(run: Run) -> Calibration | None:
     except ValueError as error:
         raise RunError(SECTION, named, None, f"{SECTION}: {error}") from None
     _check_model(found, run, path)
-    if found.profile not in (None, profile_digest(run)):
-        profile = run.costs.profile or "no profile"
-        text = f"{SECTION}: {path} was fitted beside another costs.profile than {profile}, and its factors are of those seconds: calibrate again"
-        raise RunError(SECTION, str(path), None, text, ("costs.profile",))
     return found
 
 

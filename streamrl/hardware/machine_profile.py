@@ -15,7 +15,7 @@ Every `seconds` is [lower quartile, median, upper quartile] of the repeats. Tabl
 | sharing  | speeds of roles that compute at the same time on one host's cores, as shares of those alone |
 | reward   | a call of the reward model's replica that scores `rollouts` of `tokens` each, the way there and back included |
 | turnover | what a rollout's coming and going adds to a replica's passes, beyond what the tables say of them |
-| handling | CPU seconds that a rollout takes of the process that decides, of the verifier and of what serves calls in roles |
+| handling | CPU seconds that a rollout takes of the process that decides, of the verifier and of what serves calls in replicas |
 | handling_over_ray | the same where roles are actors: Ray's own processes too, and what actors take beyond their roles |
 """
 

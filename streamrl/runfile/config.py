@@ -199,11 +199,16 @@ class Run(Section, frozen=True, kw_only=True):
     @property
     def computed_share(self) -> float:
         """Simulated share of the rollouts in a step of the trainer that leads whose gradient is computed."""
-        algorithm = self.algorithm
-        if algorithm.computes_all:
+        return self.taught_share * (
+            1.0 if self.algorithm.computes_all else self.algorithm.computed_of_group
+        )
+
+    @property
+    def taught_share(self) -> float:
+        """The same of groups of which any rollout's gradient is computed."""
+        if self.algorithm.computes_all or self.algorithm.leaves_out_uniform:
             return 1.0
-        taught = 1.0 if algorithm.leaves_out_uniform else self.workload.informative_share
-        return taught * algorithm.computed_of_group
+        return self.workload.informative_share
 
     @property
     def rollouts_per_update(self) -> int | None:

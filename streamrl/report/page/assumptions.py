@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from streamrl.hardware.calibration_file import load_calibration
+from streamrl.hardware.calibration_file import named_calibration
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.precision import rollout_precision
 from streamrl.hardware.profiles import PROFILES, gpu_of, load_gpu, price_of
@@ -63,7 +63,7 @@ def assumptions_of(
         between = f"network between {' and '.join(link.between)}"
         yield Assumption(between, value, f"{RUN_FILE}: cluster.links")
     if run.costs.calibration is not None:
-        made = load_calibration(run)
+        made = named_calibration(run)
         value = "none" if made is None else f"factors by stage, from {made.source}"
         yield Assumption("calibration", value, f"{RUN_FILE}: costs.calibration")
     for side, config in (("generation_factor", "generation"), ("training_factor", "training")):

@@ -1,0 +1,71 @@
+"""Roles that are measured in company are measured in it alone, however long a part of their work takes."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import count
+
+import pytest
+
+from executor.profiling.company import LEAST_PASSES, Work, side_by_side
+
+PASS, IN_COMPANY = 0.5, 2.0
+
+
+async def tick() -> None:
+    """Let all others go on, until who waits for one of them knows that it has ended."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+class Scene:
+    """A replica and a trainer whose seconds say whether the other worked meanwhile."""
+
+    def __init__(self, ticks_of_generation: int, ticks_of_a_pass: int) -> None:
+        self._generates = 0
+        self._ticks = ticks_of_generation, ticks_of_a_pass
+        self.rounds = 0
+
+    async def generate(self) -> list[float]:
+        self.rounds += 1
+        self._generates += 1
+        for _ in range(self._ticks[0]):
+            await tick()
+        self._generates -= 1
+        return [1.0, 3.0]
+
+    async def train(self) -> list[float]:
+        was_alone = False
+        await asyncio.sleep(0)  # those who generate begin
+        for _ in range(self._ticks[1]):
+            was_alone |= not self._generates
+            await tick()
+        return [PASS if was_alone else IN_COMPANY]
+
+
+@pytest.mark.parametrize(("of_generation", "of_a_pass"), [(50, 3), (12, 5), (7, 5)])
+def test_a_pass_counts_that_has_company_all_the_time(of_generation: int, of_a_pass: int) -> None:
+    scene = Scene(of_generation, of_a_pass)
+    found = asyncio.run(side_by_side([scene.generate], scene.train))
+    assert found == (2.0, IN_COMPANY)
+    assert 1 <= scene.rounds <= LEAST_PASSES
+
+
+def test_a_pass_that_outlasts_generation_counts_as_it_is_and_replicas_end() -> None:
+    scene = Scene(2, 50)
+    assert asyncio.run(side_by_side([scene.generate], scene.train)) == (2.0, PASS)
+    assert scene.rounds == LEAST_PASSES
+
+
+def test_who_has_no_company_makes_so_many_passes() -> None:
+    numbers = count(1)
+
+    async def train() -> list[float]:
+        return [float(next(numbers))]
+
+    async def generate() -> list[float]:
+        return [2.0, 4.0]
+
+    work: Work = train
+    assert asyncio.run(side_by_side([], work)).training == (1 + 2 + 3 + 4) / 4
+    assert asyncio.run(side_by_side([generate, generate], None)) == (3.0, 0.0)
