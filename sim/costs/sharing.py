@@ -4,8 +4,9 @@ Threads take turns where there are more of them than cores, and each gets as muc
 its turns is what caches, memory and hardware threads give to those that run meanwhile, as large a share of its seconds
 for each of them, and what it finds gone when its turn comes, by how long it waited. These are one figure for every pair
 of kinds and one for each kind, fitted to all companies that a profile measured (so many replicas that decode, alone or
-beside a trainer). One company by itself says little, as the host's pace changes by more from one minute to the next. The process that decides, the verifier, and what serves calls in replicas are not among them: while
-they handle a rollout, that is one thread more.
+beside a trainer). One company by itself says little, as the host's pace changes by more from one minute to the next. The
+process that decides, the verifier, and what serves calls in replicas are not among them: while they handle a rollout,
+that is one thread more.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ ALONE: Speeds = {"generating": 1.0, "training": 1.0, "handling": 1.0}
 
 
 class CoreLosses(NamedTuple):
-    """By what share of its seconds work takes longer for each other role that runs beside it all the time."""
+    """By what share of its seconds work takes longer.
+
+    For each other role that runs beside it all the time, and in turns: were it to wait for them all the time.
+    """
 
     generating_by_generating: float = 0.0
     generating_by_training: float = 0.0
     generating_in_turns: float = 0.0
-    """By what share for all of the time that it waits for its turns."""
     training_by_generating: float = 0.0
     training_in_turns: float = 0.0
 
