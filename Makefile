@@ -37,9 +37,10 @@ READY := $(VENV)/.ready
 ENGINES := build/engines
 TRL := build/trl
 DEMO := build/demo
-# Whoever is done first takes half of what the other has left; a Ray cluster is set up once, for all tests of its file.
+# Whoever is done first takes half of what the other has left.
 SIDE_BY_SIDE := --numprocesses 2 --dist worksteal
-CLUSTERS_SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
+# Engines and clusters are set up once for all tests of a file.
+BY_FILE := --numprocesses 2 --dist loadfile
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
 .PHONY: demo test test-oldest test-vllm test-deepspeed test-ray test-trl lock fuzz mutants faults lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-subscribers bench-trl bench-workers soak clean
@@ -76,14 +77,14 @@ test-oldest: $(READY)
 	build/oldest/bin/python -m pytest $(SIDE_BY_SIDE)
 
 test-vllm: $(ENGINES)/.ready
-	$(ENGINES)/bin/python -m pytest $(SIDE_BY_SIDE) -m "vllm and not ray"
+	$(ENGINES)/bin/python -m pytest $(BY_FILE) -m "vllm and not ray"
 
 test-deepspeed: $(ENGINES)/.ready
-	$(ENGINES)/bin/python -m pytest $(SIDE_BY_SIDE) -m "deepspeed and not ray"
+	$(ENGINES)/bin/python -m pytest $(BY_FILE) -m "deepspeed and not ray"
 
 test-ray: $(ENGINES)/.ready
 	RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$$($(PYTHON) -c 'import secrets; print(secrets.token_hex(32))') \
-		$(ENGINES)/bin/python -m pytest $(CLUSTERS_SIDE_BY_SIDE) -m ray
+		$(ENGINES)/bin/python -m pytest $(BY_FILE) -m ray
 
 test-trl: $(TRL)/.ready
 	$(TRL)/bin/python -m pytest -m trl tests/test_trl_losses.py
