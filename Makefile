@@ -73,7 +73,7 @@ test-oldest: $(READY)
 	$(BIN)/python -m tests.oldest > build/oldest.txt
 	$(PYTHON) -m venv --clear build/oldest
 	build/oldest/bin/python -m pip install --quiet $(TORCH) --constraint build/oldest.txt
-	build/oldest/bin/python -m pip install --quiet --editable '.[executor,notebooks]' hypothesis pytest pytest-xdist --constraint build/oldest.txt
+	build/oldest/bin/python -m pip install --quiet --editable '.[executor,notebooks,lora,tensorboard,wandb]' hypothesis pytest pytest-xdist --constraint build/oldest.txt
 	build/oldest/bin/python -m pytest $(SIDE_BY_SIDE)
 
 test-vllm: $(ENGINES)/.ready

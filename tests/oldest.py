@@ -12,7 +12,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
-EXTRAS = ("executor", "notebooks")
+EXTRAS = ("executor", "notebooks", "lora", "tensorboard", "wandb")
 LEFT_OUT = ("torch",)
 
 
