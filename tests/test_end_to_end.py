@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import pytest
 
@@ -140,26 +140,21 @@ execute(load_run(Path(sys.argv[1]), sys.argv[2:]), watch=watch)
 """A program whose event loop hangs in the third step."""
 
 
-class Begin(Protocol):
-    """Starts a run."""
-
-    def __call__(
-        self, program: str, *arguments: object, until: Path
-    ) -> tuple[subprocess.Popen[str], list[int]]:
-        """Return it with its workers once its directory holds a step or more."""
+Begin: TypeAlias = Callable[..., tuple[subprocess.Popen[str], list[int]]]
 
 
 @pytest.fixture
 def begin() -> Iterator[Begin]:
+    """Give what starts a run, and returns it with its workers once its directory holds a step or more."""
     begun: list[subprocess.Popen[str]] = []
 
-    def go_on(
+    def start(
         program: str, *arguments: object, until: Path
     ) -> tuple[subprocess.Popen[str], list[int]]:
         command = [sys.executable, "-c", program, *map(str, arguments)]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         begun.append(process)
-        metrics, deadline = until / "metrics.jsonl", time.monotonic() + 180
+        metrics, deadline = until / "metrics.jsonl", time.monotonic() + 90
         while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
@@ -167,7 +162,7 @@ def begin() -> Iterator[Begin]:
         assert len(workers) >= 3
         return process, workers
 
-    yield go_on
+    yield start
     for process in begun:
         with process:
             process.kill()  # a run of a test that failed would go on beside all others

@@ -94,8 +94,9 @@ def test_every_algorithm_trains(
     assert len({*loaded}) >= 2
     steps = [line for line in read_metrics(tmp_path / "run") if "step" in line]
     own_figures = [OWN_FIGURES[name] & line.keys() for line in steps]
-    assert any(own_figures)
-    assert all(some in (set(), OWN_FIGURES[name]) for some in own_figures)  # none without a pair
+    if name == "dpo":  # a step without a pair has none
+        own_figures = [some for some in own_figures if some]
+    assert own_figures and all(some == OWN_FIGURES[name] for some in own_figures)
     more = ("--resume", "--set", f"algorithm.steps={len(steps) + 2}", "--json")
     options = [part for setting in settings for part in ("--set", setting)]
     done = streamrl("execute", tmp_path / "run.toml", *OPTIONS, *options, *more)

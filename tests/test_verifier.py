@@ -5,31 +5,36 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from executor.verifier.huge_pages import collapse
 from executor.verifier.process import ENVIRONMENT
 from executor.verifier.records import check_prompts
 from executor.verifier.scorers import can_act, final_answer
 from executor.verifier.scoring_worker import read_verdict
 from executor.verifier.verifier import Scoring, Verifier
 from tests.runs import small_run
-from tests.verifying import children, config, score, verdicts, wait_until_gone, work_time
+from tests.verifying import (
+    EASY,
+    children,
+    config,
+    score,
+    use,
+    verdicts,
+    wait_until_gone,
+    work_time,
+)
 
 ROOT = Path(__file__).parent.parent
 TOWERS = ("$9^{9^{9^{9}}}$", 10, {"answer": "0.5"})
 """What math-verify compares for five seconds."""
-EASY = ("0.5", 3, {"answer": "0.5"})
 
 
 @pytest.mark.parametrize(
@@ -216,22 +221,6 @@ def test_a_scorer_that_cannot_be_loaded_is_an_error_with_its_reason(
     assert isinstance(error, RuntimeError) and "No module named 'math_verify'" in str(error)
 
 
-Use = Callable[[Verifier], Awaitable[None]]
-
-
-def use(do: Use, time_limit: float = 600) -> None:
-    """Let a test have a verifier, and end it afterwards."""
-
-    async def go() -> None:
-        verifier = Verifier(config("math-verify", time_limit=time_limit))
-        try:
-            await do(verifier)
-        finally:
-            verifier.close()
-
-    asyncio.run(asyncio.wait_for(go(), timeout=60))
-
-
 async def begin_to_hang(verifier: Verifier) -> tuple[asyncio.Task[Scoring], int, int]:
     """Return a verification that takes long, with the ids of the fork server and of the worker."""
     server = (await verifier.start()).pid
@@ -252,74 +241,6 @@ def test_the_process_with_the_scorer_inherits_no_environment_and_no_ctrl_c() -> 
         assert os.getsid(pid) == pid  # signals of a terminal go to its session
 
     use(do)
-
-
-def test_an_answer_that_can_act_has_its_process_to_itself_and_the_next_one_finds_another_there() -> (
-    None
-):
-    async def do(verifier: Verifier) -> None:
-        await verifier.verify(*EASY)
-        server = (await verifier.start()).pid
-        used: list[int] = []
-        for _ in range(3):
-            (ready,) = children(server)
-            used.append(ready)
-            await verifier.verify("$x$ = one", 3, {"answer": "0.5"})
-            async with asyncio.timeout(10):
-                while not (others := [pid for pid in children(server) if pid != ready]):
-                    await asyncio.sleep(0.01)
-                while children(server) != others:  # what was used up is dead, and is buried later
-                    await verifier.verify(*EASY)
-        assert len({*used}) == 3
-
-    use(do)
-
-
-def test_a_worker_that_dies_idle_is_replaced_when_it_is_asked_for_and_not_before() -> None:
-    """Whatever kills them as they start would keep the server at nothing else."""
-
-    async def do(verifier: Verifier) -> None:
-        await verifier.verify(*EASY)
-        server = (await verifier.start()).pid
-        (idle,) = children(server)
-        os.kill(idle, signal.SIGKILL)
-        await asyncio.sleep(0.3)
-        assert {*children(server)} <= {idle}, "dead, and buried or not"
-        assert (await verifier.verify(*EASY)).reward == 1.0
-
-    use(do)
-
-
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-@pytest.mark.skipif(
-    not HUGE_PAGES.exists()
-    or "[never]" in HUGE_PAGES.read_text()
-    or tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (6, 1),
-    reason="this kernel puts no memory into huge pages where it is asked to",
-)
-def test_what_is_forked_lies_in_huge_pages() -> None:
-    async def do(verifier: Verifier) -> None:
-        await verifier.verify(*EASY)
-        server = (await verifier.start()).pid
-        maps = Path(f"/proc/{server}/smaps").read_text()
-        assert sum(map(int, re.findall(r"AnonHugePages: +(\d+) kB", maps))) > 10_000
-
-    use(do)
-
-
-@pytest.mark.parametrize(
-    "maps", ["7f0000000000-7f0000600000 rw-p 00000000 00:00 0\n", "\xe9\n", None]
-)
-def test_memory_that_cannot_be_put_into_huge_pages_stays_as_it_is(
-    maps: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "maps"
-    if maps is not None:
-        path.write_bytes(maps.encode("latin-1"))
-    monkeypatch.setattr("executor.verifier.huge_pages.MAPS", path)
-    collapse()
 
 
 def test_a_worker_that_is_killed_is_replaced() -> None:

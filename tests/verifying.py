@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,24 @@ def verdicts(
             verifier.close()
 
     return asyncio.run(asyncio.wait_for(go(), timeout=120))
+
+
+EASY = ("0.5", 3, {"answer": "0.5"})
+"""What math-verify compares at once, and cannot act."""
+Use = Callable[[Verifier], Awaitable[None]]
+
+
+def use(do: Use, time_limit: float = 600) -> None:
+    """Let a test have a verifier, and end it afterwards."""
+
+    async def go() -> None:
+        verifier = Verifier(config("math-verify", time_limit=time_limit))
+        try:
+            await do(verifier)
+        finally:
+            verifier.close()
+
+    asyncio.run(asyncio.wait_for(go(), timeout=60))
 
 
 def work_time(pid: int) -> float:

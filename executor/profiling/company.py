@@ -26,18 +26,18 @@ async def side_by_side(generate: Sequence[Work], train: Work | None) -> PartTime
     Replicas begin again until the trainer has made a few passes in their company; if each outlasts them, one counts as it
     is. Means, not medians: where there are more roles than cores most steps take as long as alone, and some wait for a turn.
     """
-    if train is not None and not generate:
-        return PartTimes(0.0, mean([mean(await train()) for _ in range(LEAST_PASSES)]))
+    if not generate:
+        passes = [mean(await train()) for _ in range(LEAST_PASSES)] if train else [0.0]
+        return PartTimes(0.0, mean(passes))
     steps: list[float] = []
-    passes: list[float] = []
-    last: list[float] = []
-    while train is None or len(passes) < LEAST_PASSES:
+    passes, last = [], [0.0]
+    for _ in range(LEAST_PASSES):
         generating = asyncio.gather(*(work() for work in generate))
         while train is not None and not generating.done():
             last = await train()
             if not generating.done():
                 passes += last
         steps += [mean(seconds) for seconds in await generating]
-        if train is None or len(steps) >= LEAST_PASSES * len(generate):
+        if train is None or len(passes) >= LEAST_PASSES:
             break
-    return PartTimes(mean(steps), mean(passes or last or [0.0]))
+    return PartTimes(mean(steps), mean(passes or last))

@@ -178,9 +178,8 @@ class ForkServer:
         request = json.loads(line)
         scorer, grader = self._scorers[request["scorer"]], self._graders[request["scorer"]]
         try:
-            grader(
-                request["record"]
-            )  # loads what its task needs, once for all workers forked later
+            # loads what the record's task needs, once for all workers that are forked later
+            grader(request["record"])
         except Exception as error:
             detail = f"{type(error).__name__}: {error}"[:MOST_DETAIL]
             self._answer(request["id"], ScoringOutcome(0.0, "record", detail))

@@ -97,10 +97,8 @@ class MeasuredTraining:
 
     def _computed(self, one: PassFit, lengths: Sequence[int]) -> float:
         """Return the seconds of passes over those rollouts that are computed; none where no group has any."""
-        each, share = (
-            passes(lengths, self.max_tokens_per_pass, self.packing),
-            self.informative_share,
-        )
+        each = passes(lengths, self.max_tokens_per_pass, self.packing)
+        share = self.informative_share
         any_taught = 1 - (1 - self.taught_share) ** ceil(len(lengths) / self.group_size)
         alone = max(share * len(each), any_taught if share else 0.0)
         return alone * one.alone + share * sum(one.beside(*size) for size in each)

@@ -13,16 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from streamrl.hardware.machine_fit import MEDIAN
+from streamrl.hardware.machine_fit import MEDIAN, fit_positive
 from streamrl.hardware.machine_profile import Host, SharingRow
 
-ROUNDING = 1e-12
-"""Of a sum of squares: what is less than this smaller is no better."""
 RoleKind = Literal["generating", "training", "handling"]
 Speeds: TypeAlias = Mapping[RoleKind, float]
 """Of those of each kind that compute, as shares of their speeds alone."""
@@ -93,19 +90,10 @@ class CoreSharing:
             if row.train is not None:
                 lost = share / row.train[MEDIAN] - 1
                 learns.append((beside * row.generating, 1 - share, lost))
-        return CoreLosses(*_least_squares(generates, 3), *_least_squares(learns, 2))
+        return CoreLosses(*_factors(generates, 3), *_factors(learns, 2))
 
 
-def _least_squares(rows: Sequence[tuple[float, ...]], num: int) -> list[float]:
+def _factors(rows: Sequence[tuple[float, ...]], num: int) -> list[float]:
     """Return the `num` factors, none below 0, with which the columns but the last add up to about the last."""
     table = np.array(rows, dtype=float).reshape(-1, num + 1)
-    wanted = table[:, -1]
-    best, least = np.zeros(num), float(wanted @ wanted)
-    for size in range(1, num + 1):
-        for some in map(list, combinations(range(num), size)):  # the others are 0
-            found = np.zeros(num)
-            found[some] = np.linalg.lstsq(table[:, some], wanted, rcond=None)[0]
-            off = table[:, :-1] @ found - wanted
-            if found.min() >= 0 and float(off @ off) < least - ROUNDING:
-                best, least = found, float(off @ off)
-    return [float(one) for one in best]
+    return fit_positive(table[:, :-1], table[:, -1], np.ones(len(table)))
