@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,7 +82,10 @@ def run_pair(replicas: int, data: Path, path: Path, number: int) -> Pair:
     done = {place: run_cell(one, data, outputs[place], path, pace) for place, one in order}
     after = pace_of(data, path)
     sync, streams = (judge(done[place], path, after) for place in range(2))
-    return Pair(sync, streams)
+    pair = Pair(sync, streams)
+    gains = ", ".join(f"{name} {pair.gain(name):+.1%}" for name in ("measured", "recorded"))
+    print(f"pair {number + 1}, {replicas} replicas: {gains}", file=sys.stderr)
+    return pair
 
 
 def figures(pairs: Sequence[Pair]) -> dict[str, list[float]]:
