@@ -27,7 +27,7 @@ from benchmarks.reality_runs import judge, make_models, pace_of, profile, run_ce
 from sim.fidelity.scorecard import stamp
 from streamrl.report.fidelity import ASYNCHRONY, with_section
 
-ROUNDS = 6
+ROUNDS = 10
 REPLICAS = 1, 2, 3
 
 
