@@ -32,6 +32,8 @@ PYTHON ?= python3
 # A CPU or a CUDA build, whichever the package index in use gives for this version.
 TORCH ?= torch==2.13.0
 VENV := .venv
+# Processes of runs read what the first has compiled.
+export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ENGINES := build/engines

@@ -1,16 +1,16 @@
 """What asynchrony gains on this machine, executed and simulated, at one, two and three replicas.
 
-Runs in which generation waits for training and runs in which it does not take turns, each pair next to each other, and
-every other pair the other way round: a host that others use as well changes its pace by the minute, and a pair has one
-pace. What is told of several pairs is the mean of their gains and its standard error; a difference from the simulation
-that is smaller than that was not seen. Simulated are the runs with the lengths that they had. Nothing else may run on
-the machine meanwhile.
+Runs in which generation waits for training and runs in which it does not take turns, a second each: a host that others
+use as well changes its pace by the minute, and both have all of its paces. What is told of several pairs is the mean of
+their gains and its standard error; a difference from the simulation that is smaller than that was not seen. Simulated
+are the runs with the lengths that they had. Nothing else may run on the machine meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,26 +21,34 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.reality_cells import asynchrony_pair
-from benchmarks.reality_figures import Repeat
-from benchmarks.reality_runs import judge, make_models, pace_of, profile, run_cell
+from benchmarks.in_turns import execute_in_turns
+from benchmarks.reality_cells import asynchrony_pair, make_run
+from benchmarks.reality_runs import as_recorded, make_models, profile, with_profile
 from sim.fidelity.scorecard import stamp
+from streamrl.record.metrics import measure
 from streamrl.report.fidelity import ASYNCHRONY, with_section
 
-ROUNDS = 10
+ROUNDS = 6
 REPLICAS = 1, 2, 3
 
 
-class Pair(NamedTuple):
-    """Both runs of a pair, one after the other."""
+class Step(NamedTuple):
+    """Seconds of a step of a run."""
 
-    sync: Repeat
-    streams: Repeat
+    measured: float
+    recorded: float
+    """Simulated with the lengths that it had."""
+
+
+class Pair(NamedTuple):
+    """Both runs of a pair."""
+
+    sync: Step
+    streams: Step
 
     def gain(self, name: str) -> float:
         """Return by how much steps are shorter where generation does not wait, measured or simulated."""
-        streams, sync = (getattr(one, name).step_time for one in (self.streams, self.sync))
-        return float(1 - streams / sync)
+        return float(1 - getattr(self.streams, name) / getattr(self.sync, name))
 
 
 def main() -> None:
@@ -73,18 +81,21 @@ def main() -> None:
         args.page.write_text(with_section(page, ASYNCHRONY, lines), encoding="utf-8")
 
 
-def run_pair(replicas: int, data: Path, path: Path, number: int) -> Pair:
-    """Execute both, in the order of an even or an odd pair."""
-    pace = pace_of(data, path)
-    cells = list(enumerate(asynchrony_pair(replicas)))
-    order = cells[::-1] if number % 2 else cells
-    outputs = {place: data / f"pair-{number}-{replicas}-{place}" for place, _ in order}
-    done = {place: run_cell(one, data, outputs[place], path, pace) for place, one in order}
-    after = pace_of(data, path)
-    sync, streams = (judge(done[place], path, after) for place in range(2))
-    pair = Pair(sync, streams)
-    gains = ", ".join(f"{name} {pair.gain(name):+.1%}" for name in ("measured", "recorded"))
-    print(f"pair {number + 1}, {replicas} replicas: {gains}", file=sys.stderr)
+def run_pair(replicas: int, data: Path, profile: Path, number: int) -> Pair:
+    """Execute both in turns, and simulate what they did."""
+    outputs = [data / f"pair-{number}-{replicas}-{place}" for place in range(2)]
+    cells = zip(asynchrony_pair(replicas), outputs, strict=True)
+    runs = [with_profile(make_run(one, data, output), profile) for one, output in cells]
+    traces = execute_in_turns(runs, data / f"turns-{number}-{replicas}")
+    steps = []
+    for trace, output in zip(traces, outputs, strict=True):
+        measured = measure(trace)
+        recorded = as_recorded(trace, output / "trace.jsonl", profile, measured.counted_steps)
+        steps.append(Step(measured.step_time, recorded.step_time))
+        shutil.rmtree(output / "checkpoints")
+    pair = Pair(*steps)
+    gains = ", ".join(f"{name} {pair.gain(name):+.1%}" for name in Step._fields)
+    print(f"pair {number + 1}, {replicas} replicas: {steps}, gains {gains}", file=sys.stderr)
     return pair
 
 
@@ -100,26 +111,22 @@ def error(values: Sequence[float]) -> float:
     return stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
-HEADS = "replicas", "sync", "async", "gains", "simulated", "simulated less measured", "pace"
+HEADS = "replicas", "sync", "async", "gains", "simulated", "simulated less measured"
 
 
 def row_of(replicas: int, pairs: Sequence[Pair]) -> tuple[str, ...]:
-    """Return median seconds of a step, the gains and their difference, and how much the pace changed."""
+    """Return median seconds of a step, the gains and their difference."""
     shown = [f"{mean(v):+.1%} ± {error(v):.1%}" for v in figures(pairs).values()]
-    paces = [one.pace for pair in pairs for one in pair]
-    seconds = [median(p.measured.step_time for p in side) for side in zip(*pairs, strict=True)]
-    return (
-        *(str(replicas), *(f"{one:.2f} s" for one in seconds), *shown),
-        f"{min(paces):.2f} to {max(paces):.2f}",
-    )
+    seconds = [median(step.measured for step in side) for side in zip(*pairs, strict=True)]
+    return str(replicas), *(f"{one:.2f} s" for one in seconds), *shown
 
 
 def section(rows: Sequence[Sequence[str]], rounds: int) -> list[str]:
     """Return the lines of docs/fidelity.md's section."""
     return [
         f"`make bench-reality` writes this ({stamp()}): {rounds} pairs of runs at each number of replicas, whose generation waits",
-        "for training (*sync*) and does not (*async*), next to each other on one machine's two cores. What steps gain is the mean over",
-        "pairs and its standard error, executed and simulated with the lengths that the runs had.",
+        "for training (*sync*) and does not (*async*), in turns of a second on one machine's two cores, so that both have all paces of its",
+        "host. What steps gain is the mean over pairs and its standard error, executed and simulated with the lengths that the runs had.",
         "",
         f"| {' | '.join(HEADS)} |",
         f"|{'---|' * len(HEADS)}",

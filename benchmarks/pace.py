@@ -16,11 +16,12 @@ from streamrl.hardware.machine_fit import MEDIAN
 from streamrl.hardware.machine_profile import MeasuredProfile
 from streamrl.hardware.profile_pace import at_its_pace
 
-REPEATS = 3
+REPEATS = 12
+"""Spells of another pace last seconds: fewer readings lie in one of them."""
 
 
 def measure_pace(model: Path, profile: MeasuredProfile, limits: Limits) -> float:
-    """Return how many times as long as by the profile decode steps and training passes take now, in about ten seconds.
+    """Return how many times as long as by the profile decode steps and training passes take now, in about twenty seconds.
 
     A few points of the profile's are measured again, as it did; of what they take now, on average, over what is predicted
     of them, at the profile's own pace, it is the geometric mean.

@@ -13,8 +13,8 @@ from streamrl.runfile.reading import load_run
 EXAMPLES = Path(__file__).parent.parent / "examples"
 STEPS = 12
 """Optimizer steps of each run; the first ones do not count."""
-PAIR_STEPS = 20
-"""Of the runs whose difference is asked for: a pair is done before the host has changed its pace, and there are many."""
+PAIR_STEPS = 36
+"""Of the runs whose difference is asked for: that of two runs of twelve steps is mostly chance."""
 LEARNING_RATE = 1e-6
 """Of published runs: within twelve steps lengths do not change, so that they can be known before. `LEARNS` has the
 quickstart's, with which its outputs grow by half meanwhile, as nobody could say before."""

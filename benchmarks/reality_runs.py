@@ -54,7 +54,7 @@ class Executed(NamedTuple):
 def run_cell(one: Cell, data: Path, output: Path, profile: Path, pace: float) -> Executed:
     """Simulate a run file at the machine's pace, then execute it."""
     run = make_run(one, data, output)
-    predicted = _with_profile(run, profile, pace)
+    predicted = with_profile(run, profile, pace)
     simulated = simulate(predicted)
     trace = execute(fill_policies(run, Costs.load(predicted)))
     shutil.rmtree(output / "checkpoints")
@@ -66,15 +66,20 @@ def run_cell(one: Cell, data: Path, output: Path, profile: Path, pace: float) ->
 def judge(done: Executed, profile: Path, pace_after: float) -> Repeat:
     """Simulate an executed run with the lengths and advantages that it had, at the pace around it."""
     pace = (done.pace_before + pace_after) / 2
-    workload = recorded_workload(done.trace, done.file)
-    run = msgspec.structs.replace(done.trace.run, workload=workload)
-    simulated = simulate(_with_profile(run, profile, pace))
     measured = measure(done.trace)
-    recorded = measure(simulated, measured.counted_steps)
+    recorded = as_recorded(done.trace, done.file, profile, measured.counted_steps, pace)
     return Repeat(
         *(measured, done.before, recorded, pace, started_at(done.trace)),
         *(push_time(done.trace), done.push_before),
     )
+
+
+def as_recorded(
+    trace: Trace, file: Path, profile: Path, counted: tuple[int, int], pace: float = 1.0
+) -> Metrics:
+    """Return the figures of a run as simulated with the lengths and advantages that are recorded of it in a file."""
+    run = msgspec.structs.replace(trace.run, workload=recorded_workload(trace, file))
+    return measure(simulate(with_profile(run, profile, pace)), counted)
 
 
 def pace_of(data: Path, profile: Path) -> float:
@@ -102,7 +107,7 @@ def push_time(trace: Trace) -> float:
     return median(took)
 
 
-def _with_profile(run: Run, path: Path, pace: float) -> Run:
+def with_profile(run: Run, path: Path, pace: float = 1.0) -> Run:
     """Return a run whose seconds are a profile's, so many times as long."""
     costs = CostsConfig(profile=str(path), generation_factor=1 / pace, training_factor=1 / pace)
     found: Run = msgspec.structs.replace(run, costs=costs)

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from sim.costs.costs import Costs
+from sim.costs.fill import fill_policies
 from sim.steady_state import simulate_steady
 from streamrl.cli.compare import compare
 from streamrl.cli.plan import plan
@@ -22,6 +25,7 @@ from streamrl.report.page.sources import read_sources
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
 from streamrl.runfile.writing import write_run
+from tests.command_line import streamrl
 from tests.measured_profile import make_profile, measured_run, model_directory
 from tests.report_directories import simulate_plan
 from tests.test_execute import execute
@@ -137,6 +141,30 @@ def test_what_was_kept_has_the_same_name_wherever_it_is_and_another_where_it_dif
     Path("b/inputs/workload.lengths.source/lengths.csv").write_text(LENGTHS + "9\n")
     names = [kept_names(run, Path(name))["workload.lengths.source"] for name in "ab"]
     assert names[0] != names[1] and all(name.startswith("lengths.csv (") for name in names)
+
+
+def test_a_run_goes_on_with_the_costs_that_it_began_with(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its policies reckon with the same seconds, though another profile may lie where its own did."""
+    run = local_run(policies__dispatch="skewness-aware")
+    began = fill_policies(run, Costs.load(run)).policies.latency
+    keep_inputs(run, Path("run"))
+    measured = make_profile(home / "small")
+    other = [replace(row, seconds=[2 * one for one in row.seconds]) for row in measured.decode]
+    write_measured(replace(measured, decode=other), Path("profile.toml"))
+    write_run(run, Path("run.toml"))
+    seen: list[Run] = []
+
+    def see(run: Run, *others: object) -> None:
+        seen.append(run)
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr("executor.execute.execute", see)
+    for how in ((), ("--resume",)):
+        assert streamrl("execute", "run.toml", *how).returncode == 1
+    anew, on = (run.policies.latency for run in seen)
+    assert began is not None and on == began != anew
 
 
 def test_a_run_that_kept_nothing_is_read_where_it_was(home: Path) -> None:

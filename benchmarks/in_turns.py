@@ -1,0 +1,134 @@
+"""Runs that take turns on this machine: at whatever pace its host is, each has it as long as the others.
+
+All are begun at once, each with its own processes, of which those of one go on for a second while the others are stopped.
+What was recorded of a run is read without the time that it stood still, so its seconds are those of a run alone.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from sim.costs.costs import Costs
+from sim.costs.fill import fill_policies
+from streamrl.engine.messages import Event
+from streamrl.engine.state import State
+from streamrl.record.trace import Trace, read_trace
+from streamrl.runfile.config import Run
+from streamrl.runfile.reading import load_run
+from streamrl.runfile.writing import write_run
+
+TURN = 1.0
+"""Seconds; spells of a host's pace last several."""
+STARTED = "started"
+
+
+class Turns:
+    """A run in processes of its own, which a signal stops."""
+
+    def __init__(self, run: Run, directory: Path) -> None:
+        """Begin it; what it was begun with lies in `directory`."""
+        directory.mkdir(parents=True)
+        write_run(run, directory / "run.toml")
+        self._started = directory / STARTED
+        self._trace = Path(run.execute.output) / "trace.jsonl"
+        own = [sys.executable, "-m", "benchmarks.in_turns", directory / "run.toml", self._started]
+        with (directory / "log").open("wb") as log:
+            self._process = subprocess.Popen(own, stdout=log, stderr=log)
+        self._log = directory / "log"
+        self._stops: list[tuple[float, float]] = []
+        self._stop()
+
+    def take(self) -> bool:
+        """Go on for a turn; whether that was not its last."""
+        stopped_at = self._stopped_at
+        self._signal(signal.SIGCONT)
+        self._stops.append((stopped_at, time.monotonic()))
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(TURN)
+            return False
+        self._stop()
+        return True
+
+    def end(self) -> None:
+        """Kill what is left of it."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def trace(self) -> Trace:
+        """Return what was recorded, without the time that it was stopped.
+
+        Raises:
+            RuntimeError: the run failed.
+        """
+        if self._process.returncode:
+            raise RuntimeError(self._log.read_text(encoding="utf-8"))
+        trace = read_trace(self._trace)
+        start = float(self._started.read_text(encoding="utf-8"))
+        times = [entry.time for entry in trace.entries]
+        shifted = zip(trace.entries, gone_on([t + start for t in times], self._stops), strict=True)
+        began = gone_on([start], self._stops)[0]
+        trace.entries = [entry._replace(time=time - began) for entry, time in shifted]
+        return trace
+
+    def _stop(self) -> None:
+        self._stopped_at = time.monotonic()
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, which: signal.Signals) -> None:
+        with suppress(psutil.NoSuchProcess):
+            own = psutil.Process(self._process.pid)
+            for one in (own, *own.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    one.send_signal(which)
+
+
+def gone_on(times: Sequence[float], stops: Sequence[tuple[float, float]]) -> list[float]:
+    """Return times less what lies before them in stops, which are in order and the first of which they all follow."""
+    clock, gone = [stops[0][0]], [stops[0][0]]
+    for begin, end in stops:
+        gone += [gone[-1] + begin - clock[-1]] * 2
+        clock += [begin, end]
+    beyond = max(*times, clock[-1]) - clock[-1]
+    found = np.interp(times, [*clock, clock[-1] + beyond], [*gone, gone[-1] + beyond])
+    return [float(time) for time in found]
+
+
+def execute_in_turns(runs: Sequence[Run], directory: Path) -> list[Trace]:
+    """Execute runs in turns, and return what was recorded of each without the time that it was stopped."""
+    started = [Turns(run, directory / str(place)) for place, run in enumerate(runs)]
+    try:
+        going = started
+        while going:
+            going = [one for one in going if one.take()]
+        return [one.trace() for one in started]
+    finally:
+        for one in started:
+            one.end()
+
+
+def main() -> None:
+    """Execute one run file, and write when its clock began."""
+    run, started = load_run(Path(sys.argv[1])), Path(sys.argv[2])
+    seen: list[Event] = []
+
+    def see(event: Event, state: State, now: float) -> None:
+        if not seen:
+            started.write_text(repr(time.monotonic() - now), encoding="utf-8")
+            seen.append(event)
+
+    from executor.execute import execute
+
+    execute(fill_policies(run, Costs.load(run)), watch=see)
+
+
+if __name__ == "__main__":
+    main()
