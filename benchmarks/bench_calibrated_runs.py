@@ -6,9 +6,9 @@
 | stream-sync    | generation waits for training                                                                    |
 | shorter        | outputs of at most 48 tokens                                                                     |
 
-Before and after each of them the quickstart itself is executed and calibrated on; the mean of what both predict is what a
-machine whose pace drifts is judged by. A simulation gets the lengths and advantages that its run had, and both are judged
-by the same steps, those that count in the run's metrics. The machine is profiled once, before all.
+They and the quickstart itself, which is calibrated on, take turns of a second, so that all have the same pace of a host that
+others use as well. A simulation gets the lengths and advantages that its run had, and both are judged by the same steps,
+those that count in the run's metrics. The machine is profiled once, before all.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -27,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.bench_profile import predict, write_profile
+from benchmarks.in_turns import execute_in_turns
 from benchmarks.quickstart import EXAMPLES, make_quickstart, settings_of
-from executor.execute import execute
 from sim.calibration.recorded_steps import calibrate_recorded
 from streamrl.hardware.calibration_file import write_calibration
 from streamrl.record.metrics import measure
@@ -79,20 +80,16 @@ def compare(data: Path, scratch: Path, rounds: int, steps: int) -> dict[str, lis
     base = make(data, steps)
     write_profile(data, base, profile)
     outcomes: dict[str, list[Outcome]] = {name: [] for name in OTHERS}
-    calibration = calibrate(base, profile, scratch / "base-first")
     for number in range(rounds):
-        for name, changes in OTHERS.items():
-            done = carry_out(make(data, steps, changes), scratch / f"{name}-{number}")
-            around = [calibration, calibrate(base, profile, scratch / f"base-{name}-{number}")]
-            calibration = around[1]
+        home = scratch / f"round-{number}"
+        runs = [base, *(make(data, steps, changes) for changes in OTHERS.values())]
+        first, *others = carry_out(runs, home)
+        calibration = calibrate(first, profile, home / "calibration.toml")
+        for name, done in zip(OTHERS, others, strict=True):
             measured = measure(done.trace).step_time
-            found = mean(predict(*done, profile, one).step_time for one in around)
-            plain = predict(*done, profile).step_time
+            plain, found = (predict(*done, profile, one).step_time for one in (None, calibration))
             outcomes[name].append(Outcome(measured, plain / measured - 1, found / measured - 1))
-            print(
-                f"{name}: {measured:.3f} s a step, {outcomes[name][-1].calibrated:+.1%}",
-                file=sys.stderr,
-            )
+            print(f"{name}: {outcomes[name][-1]}", file=sys.stderr)
     return outcomes
 
 
@@ -101,19 +98,26 @@ def make(data: Path, steps: int, changes: tuple[str, ...] = ()) -> Run:
     return load_run(EXAMPLES / "quickstart.toml", [*settings_of(data, steps), *changes])
 
 
-def carry_out(run: Run, output: Path) -> Executed:
-    """Execute a run."""
-    trace = execute(replace(run, execute=replace(run.execute, output=str(output))))
-    shutil.rmtree(output / "checkpoints")
-    return Executed(trace, output / "trace.jsonl")
+def carry_out(runs: Sequence[Run], home: Path) -> list[Executed]:
+    """Execute runs in turns."""
+    outputs = [home / f"run-{place}" for place in range(len(runs))]
+    own = [
+        replace(run, execute=replace(run.execute, output=str(output)))
+        for run, output in zip(runs, outputs, strict=True)
+    ]
+    traces = execute_in_turns(own, home / "turns")
+    for output in outputs:
+        shutil.rmtree(output / "checkpoints")
+    return [
+        Executed(trace, output / "trace.jsonl")
+        for trace, output in zip(traces, outputs, strict=True)
+    ]
 
 
-def calibrate(base: Run, profile: Path, output: Path) -> Path:
-    """Execute the quickstart, and return the calibration that its steps give."""
-    done = carry_out(base, output)
+def calibrate(done: Executed, profile: Path, path: Path) -> Path:
+    """Write the calibration that a run's steps give."""
     run = replace(done.trace.run, costs=CostsConfig(profile=str(profile)))
     found = calibrate_recorded(run, done.trace, done.file).calibration
-    path = output / "calibration.toml"
     path.write_text(write_calibration(found), encoding="utf-8")
     return path
 

@@ -21,6 +21,7 @@ from sim.costs.costs import Costs
 from sim.costs.fill import fill_policies
 from streamrl.engine.messages import Event
 from streamrl.engine.state import State
+from streamrl.engine.systems import needs_costs
 from streamrl.record.trace import Trace, read_trace
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
@@ -127,7 +128,7 @@ def main() -> None:
 
     from executor.execute import execute
 
-    execute(fill_policies(run, Costs.load(run)), watch=see)
+    execute(fill_policies(run, Costs.load(run)) if needs_costs(run) else run, watch=see)
 
 
 if __name__ == "__main__":
