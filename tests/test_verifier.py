@@ -133,6 +133,7 @@ def test_code_that_is_spelled_in_numbers_changes_no_other_rollouts_reward() -> N
     ("answer", "is_able"),
     [
         *((text, False) for text in ("", "15", "-1.5", "9**9", "[[0, 1], [2, 3]]", "Yes")),
+        *((text, False) for text in ("a+7=07;b-2=5", "2x^3 - x + C", "x1 < y", "N 5")),
         *(
             (text, True)
             for text in (
@@ -142,6 +143,16 @@ def test_code_that_is_spelled_in_numbers_changes_no_other_rollouts_reward() -> N
                 "[0 for x[0] in y]",
                 "\N{SMALL ROMAN NUMERAL ONE}(1)",
                 "_()",
+                "x(1)",
+                "x[0]",
+                "(a:=1)",
+                "a or b",
+                "a1b+2",
+                "0xab-1",
+                "x+\N{SMALL ROMAN NUMERAL ONE}",
+                "x!",
+                "x@y",
+                "x\n.y",
                 "'\\145\\170\\151\\164'!",
             )
         ),

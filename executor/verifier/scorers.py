@@ -49,6 +49,8 @@ class Scorer(NamedTuple):
 
 _ARITHMETIC = re.compile(r"[0-9.,:;+\-*/%^=<>(){}\[\]$ \t\n]*")
 """Numbers and what stands between them."""
+_ALGEBRA = re.compile(r"(?:[0-9,;+\-*/%^=<>$ \t\n]|[A-Za-z](?![0-9]*[A-Za-z]))*")
+"""Numbers and names of one letter, and its digits, and what reckons with them: nothing is called, or looked up in anything."""
 
 
 def final_answer(completion: str) -> str:
@@ -65,10 +67,11 @@ def final_answer(completion: str) -> str:
 def can_act(answer: str) -> bool:
     """Return whether an answer, were it evaluated, could do more than compute a value.
 
-    To reach anything it takes a name, and more than the name to do anything with it. Quotes and backslashes
-    are kept out as well, since text that is evaluated may be evaluated again, and spells any name in numbers.
+    To reach anything it takes a name, and more than the name to do anything with it: brackets, a dot, or a word of the
+    language, which has two letters at least. Quotes and backslashes are kept out as well, since text that is evaluated may
+    be evaluated again, and spells any name in numbers.
     """
-    return not (_ARITHMETIC.fullmatch(answer) or answer.isalnum())
+    return not (_ARITHMETIC.fullmatch(answer) or _ALGEBRA.fullmatch(answer) or answer.isalnum())
 
 
 def whole(completion: str, num_tokens: int) -> str:
