@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
 import pytest
 
-from executor.directory_lock import is_abandoned
+from executor.directory_lock import LOCK
 from streamrl.record.run_lines import read_metrics, read_rollouts
 from streamrl.record.trace import read_trace, replay
 from tests.command_line import streamrl
@@ -168,14 +169,20 @@ def begin() -> Iterator[Begin]:
             process.kill()  # a run of a test that failed would go on beside all others
 
 
-def check_is_gone(workers: list[int], shared: set[Path]) -> None:
-    """Raise `AssertionError` where a worker, or what it shared with others, is still there."""
+def check_is_gone(driver: int, workers: list[int]) -> None:
+    """Raise `AssertionError` where a worker, or what a driver shared with others, is still there."""
     deadline = time.monotonic() + 2
     while any(map(is_running, workers)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    left = set(Path("/dev/shm").glob("streamrl-*")) - shared
-    assert not any(map(is_abandoned, left))  # others may be those of runs beside this one
+    assert driver not in map(owner_of, Path("/dev/shm").glob("streamrl-*"))
+
+
+def owner_of(shared: Path) -> int | None:
+    """Return who signed the lock of a directory; None where that is gone meanwhile, or not signed yet."""
+    with suppress(FileNotFoundError):
+        return int((shared / LOCK).read_text() or 0)
+    return None
 
 
 IN_TIME = 40
@@ -188,7 +195,6 @@ def test_ctrl_c_ends_a_run_within_15_seconds_whatever_hangs(
 ) -> None:
     output = project / who.replace(" ", "-")
     settings = [f"execute.output={output}", "algorithm.steps=10000", "execute.checkpoint_every=1"]
-    shared = set(Path("/dev/shm").glob("streamrl-*"))
     if who == "the loop":
         process, workers = begin(HANGING, project / "run.toml", *settings, until=output)
         time.sleep(2.0)
@@ -205,13 +211,12 @@ def test_ctrl_c_ends_a_run_within_15_seconds_whatever_hangs(
         r"streamrl: Ctrl-C after step \d+: step \d+ is saved; go on with: streamrl execute .* --resume",
         told,
     )
-    check_is_gone(workers, shared)
+    check_is_gone(process.pid, workers)
 
 
 def test_ctrl_c_leaves_a_readable_trace_and_no_process(project: Path, begin: Begin) -> None:
     output = project / "interrupted"
     settings = ["--set", "algorithm.steps=10000", "--set", f"execute.output={output}"]
-    shared = set(Path("/dev/shm").glob("streamrl-*"))
     process, workers = begin(MAIN, "execute", project / "run.toml", *settings, until=output)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=IN_TIME)
@@ -224,7 +229,7 @@ def test_ctrl_c_leaves_a_readable_trace_and_no_process(project: Path, begin: Beg
         f" saved; go on with: streamrl execute {project / 'run.toml'} {' '.join(settings)} --resume"
     )
     assert all(line.startswith("step") for line in progress)
-    check_is_gone(workers, shared)
+    check_is_gone(process.pid, workers)
     trace = read_trace(output / "trace.jsonl")
     check_every_rollout_is_accounted_for(trace)
     assert replay(trace) is None
