@@ -16,7 +16,7 @@ from streamrl.hardware.machine_fit import MEDIAN
 from streamrl.hardware.machine_profile import MeasuredProfile
 from streamrl.hardware.profile_pace import at_its_pace
 
-REPEATS = 12
+REPEATS = 6
 """Spells of another pace last seconds: fewer readings lie in one of them."""
 
 
