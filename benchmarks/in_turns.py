@@ -93,8 +93,8 @@ class Turns:
 
 
 def gone_on(times: Sequence[float], stops: Sequence[tuple[float, float]]) -> list[float]:
-    """Return times less what lies before them in stops, which are in order and the first of which they all follow."""
-    clock, gone = [stops[0][0]], [stops[0][0]]
+    """Return times less what lies before them in stops, which are in order."""
+    clock, gone = [0.0], [0.0]
     for begin, end in stops:
         gone += [gone[-1] + begin - clock[-1]] * 2
         clock += [begin, end]
