@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -81,18 +80,17 @@ def main() -> None:
         args.page.write_text(with_section(page, ASYNCHRONY, lines), encoding="utf-8")
 
 
-def run_pair(replicas: int, data: Path, profile: Path, number: int) -> Pair:
-    """Execute both in turns, and simulate what they did."""
+def run_pair(replicas: int, data: Path, path: Path, number: int) -> Pair:
+    """Execute both in turns, and simulate what they did by the profile at `path`."""
     outputs = [data / f"pair-{number}-{replicas}-{place}" for place in range(2)]
     cells = zip(asynchrony_pair(replicas), outputs, strict=True)
-    runs = [with_profile(make_run(one, data, output), profile) for one, output in cells]
+    runs = [with_profile(make_run(one, data, output), path) for one, output in cells]
     traces = execute_in_turns(runs, data / f"turns-{number}-{replicas}")
     steps = []
     for trace, output in zip(traces, outputs, strict=True):
         measured = measure(trace)
-        recorded = as_recorded(trace, output / "trace.jsonl", profile, measured.counted_steps)
+        recorded = as_recorded(trace, output / "trace.jsonl", path, measured.counted_steps)
         steps.append(Step(measured.step_time, recorded.step_time))
-        shutil.rmtree(output / "checkpoints")
     pair = Pair(*steps)
     gains = ", ".join(f"{name} {pair.gain(name):+.1%}" for name in Step._fields)
     print(f"pair {number + 1}, {replicas} replicas: {steps}, gains {gains}", file=sys.stderr)

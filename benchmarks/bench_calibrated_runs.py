@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -106,8 +105,6 @@ def carry_out(runs: Sequence[Run], home: Path) -> list[Executed]:
         for run, output in zip(runs, outputs, strict=True)
     ]
     traces = execute_in_turns(own, home / "turns")
-    for output in outputs:
-        shutil.rmtree(output / "checkpoints")
     return [
         Executed(trace, output / "trace.jsonl")
         for trace, output in zip(traces, outputs, strict=True)

@@ -6,6 +6,7 @@ What was recorded of a run is read without the time that it stood still, so its 
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +30,6 @@ from streamrl.runfile.writing import write_run
 
 TURN = 1.0
 """Seconds; spells of a host's pace last several."""
-STARTED = "started"
 
 
 class Turns:
@@ -39,7 +39,7 @@ class Turns:
         """Begin it; what it was begun with lies in `directory`."""
         directory.mkdir(parents=True)
         write_run(run, directory / "run.toml")
-        self._started = directory / STARTED
+        self._started = directory / "started"
         self._trace = Path(run.execute.output) / "trace.jsonl"
         own = [sys.executable, "-m", "benchmarks.in_turns", directory / "run.toml", self._started]
         with (directory / "log").open("wb") as log:
@@ -104,16 +104,22 @@ def gone_on(times: Sequence[float], stops: Sequence[tuple[float, float]]) -> lis
 
 
 def execute_in_turns(runs: Sequence[Run], directory: Path) -> list[Trace]:
-    """Execute runs in turns, and return what was recorded of each without the time that it was stopped."""
+    """Execute runs in turns, and return what was recorded of each without the time that it was stopped.
+
+    Their checkpoints, which nobody goes on from, are removed.
+    """
     started = [Turns(run, directory / str(place)) for place, run in enumerate(runs)]
     try:
         going = started
         while going:
             going = [one for one in going if one.take()]
-        return [one.trace() for one in started]
+        traces = [one.trace() for one in started]
     finally:
         for one in started:
             one.end()
+    for run in runs:
+        shutil.rmtree(Path(run.execute.output) / "checkpoints")
+    return traces
 
 
 def main() -> None:
