@@ -48,7 +48,7 @@ scorer = "reward-model"
 model = "judge"
 weight = 0.5
 [policies]
-system = "stream-async"
+system = "stream-sync"  # so that the last step's rollouts are verified in it
 [execute]
 launcher = "in-process"
 output = "run"
