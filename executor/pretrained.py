@@ -1,10 +1,17 @@
-"""Causal language models of Hugging Face directories, loaded one at a time in a process."""
+"""Causal language models of Hugging Face directories, loaded one at a time in a process.
+
+Their attention is computed without cuDNN, which torch (2.9 to 2.13) takes first on GPUs from Hopper on, and which plans anew
+for every shape that a process has not seen (0.4 s forward and 0.6 s backward on a B200: modelscope/FunASR issue 3704).
+Rollouts differ in length, so nearly every pass would be planned: on an H200 quickstart's trainer took 4 s a step in
+bfloat16, and 0.15 s in float32, which cuDNN does not compute.
+"""
 
 from __future__ import annotations
 
 import threading
 from typing import Any
 
+import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -31,6 +38,7 @@ def load_pretrained(
     """
     kind = AutoModelForTokenClassification if has_values else AutoModelForCausalLM
     load: Any = kind.from_pretrained
+    torch.backends.cuda.enable_cudnn_sdp(False)
     with _LOADING:
         model = load(directory, **options)
     if is_aligned:
@@ -52,6 +60,7 @@ def load_reward_model(model: str, *, by_token: bool, **options: Any) -> Any:
     """
     kind = AutoModelForTokenClassification if by_token else AutoModelForSequenceClassification
     load: Any = kind.from_pretrained
+    torch.backends.cuda.enable_cudnn_sdp(False)
     with _LOADING:
         found, report = load(model, output_loading_info=True, **options)
     if missing := sorted(report["missing_keys"]):

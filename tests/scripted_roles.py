@@ -107,6 +107,7 @@ class ScriptedEngine:
 
     end_tokens = frozenset(range(VOCABULARY))
     pads_context = False
+    prefill_tokens = 512
 
     def __init__(self, config: ScriptedConfig) -> None:
         self._config = config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from executor.pretrained import load_pretrained, load_reward_model
 from executor.tokens import ID, LOGPROB
 from executor.trainer.passes import attend_apart, output_logprobs, passes
 from executor.trainer.sequences import TokenSequence
 from streamrl.hardware.config_json import MODEL_TYPES
+from tests.tiny_model import save_tiny_model, save_tiny_reward_model
 
 VOCABULARY, TEMPERATURE, WINDOW = 40, 0.8, 8
 SHAPE = {
@@ -145,3 +148,15 @@ def test_a_model_whose_attention_is_its_own_is_refused() -> None:
     model.set_attn_implementation("eager")
     with pytest.raises(ValueError, match=r"^trainer\.packing must be 'padded' for this model: its"):
         attend_apart(model)
+
+
+@pytest.mark.parametrize("load", [load_pretrained, load_reward_model])
+def test_no_attention_is_planned_anew_for_every_length(load: Any, tmp_path: Path) -> None:
+    judge = save_tiny_reward_model(tmp_path / "model", ["<pad>", "<eos>", *"0123456789"])
+    save_tiny_model(tmp_path / "policy", ["<pad>", "<eos>", *"0123456789"])
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    if load is load_pretrained:
+        load(str(tmp_path / "policy"))
+    else:
+        load(str(judge), by_token=False)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

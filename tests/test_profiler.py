@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from executor.profiling.measurements import Limits, full_plan, quick_plan
+from executor.profiling.measurements import LONGEST_PREFIX, Limits, full_plan, quick_plan
 from sim.world import simulate
 from streamrl.cli.main import app
 from streamrl.engine.world import RunInterruptedError
 from streamrl.hardware.machine_profile import read_measured
 from streamrl.record.metrics import measure
 from tests.measured_profile import measured_run
-from tests.tiny_model import save_tiny_reward_model, tiny_model
+from tests.tiny_model import WIDE_HEADS, save_tiny_reward_model, tiny_model
 
 LIMITS = ["--max-running", "4", "--max-context", "64", "--max-tokens-per-pass", "128"]
 
@@ -67,6 +67,21 @@ def test_what_profile_writes_simulate_reads(model: Path, profile: Path) -> None:
     assert metrics.step_time > 0
 
 
+@pytest.mark.vllm
+def test_what_vllm_takes_is_measured_and_simulated(tmp_path: Path) -> None:
+    model, path = tmp_path / "model", tmp_path / "vllm.toml"
+    tiny_model(64, eos_token_id=1, **WIDE_HEADS).save_pretrained(model)
+    given = [str(model), "--backend", "vllm", "--quick", *LIMITS, "-o", str(path)]
+    done = CliRunner().invoke(app, ["profile", *given])
+    assert done.exit_code == 0, done.output
+    found = read_measured(path)
+    assert found.backend == "vllm" and not found.pads_context
+    assert found.prefill_tokens >= LONGEST_PREFIX["vllm"] - 4
+    assert {row.running for row in found.decode} == {1, 4}
+    run = measured_run(model, path, rollout__max_running=4, rollout__backend="vllm")
+    assert measure(simulate(run)).tiers == pytest.approx({"measured": 1.0})
+
+
 def test_a_profile_that_is_ended_is_not_written(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,7 +103,6 @@ def test_a_profile_that_is_ended_is_not_written(
     [
         (["nowhere"], ["nowhere", "config.json"]),
         (["{model}", "--gpu", "h10"], ["h10", "h100"]),
-        (["measure", "{model}", "--backend", "vlm"], ["vlm", "transformers"]),
         (["{model}", "--max-context", "8"], ["max_context", "8"]),
         (["{model}", "--max-tokens-per-pass", "100"], ["max_tokens_per_pass", "512", "100"]),
     ],
@@ -101,6 +115,13 @@ def test_wrong_input_is_named_and_nothing_is_written(
     assert isinstance(done.exception, ValueError)
     for word in words:
         assert word in str(done.exception)
+    assert not (tmp_path / "p.toml").exists()
+
+
+def test_an_engine_that_is_not_simulated_is_not_measured(model: Path, tmp_path: Path) -> None:
+    given = ["measure", str(model), "--backend", "static", "-o", str(tmp_path / "p.toml")]
+    done = CliRunner().invoke(app, ["profile", *given])
+    assert done.exit_code == 2 and "'static'" in done.output and "vllm" in done.output
     assert not (tmp_path / "p.toml").exists()
 
 

@@ -10,6 +10,7 @@ from streamrl.doctor.finding import Finding, Level
 from streamrl.runfile.config import Run
 
 NEVER = "never"
+H200 = "by hand, on one H200"
 
 
 class Ran(NamedTuple):
@@ -24,17 +25,17 @@ class Ran(NamedTuple):
 RAN = {
     ran.choice: ran
     for ran in (
-        Ran("rollout.backend = transformers", "every test and benchmark", NEVER),
+        Ran("rollout.backend = transformers", "every test and benchmark", H200),
         Ran("rollout.backend = static", "`make test`", NEVER),
-        Ran("rollout.backend = vllm", "`make test-vllm`, in float32", NEVER),
+        Ran("rollout.backend = vllm", "`make test-vllm`, in float32", H200),
         Ran("rollout.tensor_parallel > 1", NEVER, NEVER),
-        Ran("trainer.backend = torch", "every test and benchmark", NEVER),
+        Ran("trainer.backend = torch", "every test and benchmark", H200),
         Ran("trainer.backend = deepspeed", "`make test-deepspeed`, in float32", NEVER),
         Ran("trainer.data_parallel > 1", "`make test`, `make test-deepspeed`", NEVER),
-        Ran("execute.launcher = local", "every test and benchmark", NEVER),
+        Ran("execute.launcher = local", "every test and benchmark", H200),
         Ran("execute.launcher = in-process", "`make test`", NEVER),
         Ran("execute.launcher = ray", "`make test-ray`", NEVER),
-        Ran("sync.mode = full", "every test and benchmark", NEVER),
+        Ran("sync.mode = full", "every test and benchmark", H200),
         Ran("sync.mode = delta", "`make test`, in bfloat16", NEVER),
         Ran("sync.mode = lora", "`make test`", NEVER),
     )

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 import msgspec
 
 from executor.rollout.transformers_engine import PREFILL_TOKENS
-from streamrl.runfile.sides_config import Packing
+from streamrl.runfile.sides_config import Packing, ProfiledBackend
+
+LONGEST_PREFIX: dict[ProfiledBackend, int] = {"transformers": PREFILL_TOKENS, "vllm": 2048}
+"""New tokens that one pass of an engine takes, whatever GPU it has (vLLM: the least `max_num_batched_tokens` that it sets
+itself); longer prefixes are not measured."""
 
 BATCHES = (1, 2, 4, 8, 16, 32, 48)
 """Batches of the decode step below the largest one: dense where Python's share of a step falls fast."""
@@ -36,6 +40,8 @@ class Limits:
     """Prompt and output tokens of a rollout."""
     max_tokens_per_pass: int
     """Of the trainer."""
+    longest_prefix: int = PREFILL_TOKENS
+    """New tokens of a rollout in a pass of the replica."""
 
     def __post_init__(self) -> None:
         for key, least in (("max_running", 1), ("max_context", 4 * WINDOW)):
@@ -86,6 +92,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """Hugging Face directory."""
     dtype: str
     device: str
+    backend: ProfiledBackend = "transformers"
     threads: int
     limits: Limits
     plan: Measurements
@@ -134,7 +141,7 @@ def _plan(
             (b, max(1, b // 8), length)
             for b in running
             for length in lengths[:2]
-            if length <= PREFILL_TOKENS
+            if length <= limits.longest_prefix
         ],
         passes=passes,
         rewards=[(n, w) for w in widths for n in REWARDED if n == 1 or n * w <= room],
@@ -145,7 +152,7 @@ def _plan(
 
 def _prefixes(limits: Limits, lengths: list[int]) -> list[tuple[int, int]]:
     """One prefix of each length, and as many of the shorter ones as a pass has room for."""
-    lengths = sorted({min(length, PREFILL_TOKENS) for length in lengths})
+    lengths = sorted({min(length, limits.longest_prefix) for length in lengths})
     ones = [(1, length) for length in lengths]
     many = [(min(limits.max_running, max(2, 256 // length)), length) for length in lengths[:2]]
     return [*ones, *(pair for pair in many if pair[0] > 1 and pair[0] <= limits.max_running)]

@@ -16,7 +16,6 @@ from executor.execute import facts
 from executor.profiling.measurements import Limits, RayPlace, Setup, full_plan, quick_plan
 from executor.profiling.profiler import Watch, measure
 from executor.profiling.readings import Readings, RefillStream
-from executor.rollout.transformers_engine import PREFILL_TOKENS
 from streamrl.hardware.host_cores import threads_of_each
 from streamrl.hardware.machine_fit import fit_decode, fit_padded_share, fit_prefill
 from streamrl.hardware.machine_profile import (
@@ -39,7 +38,7 @@ from streamrl.hardware.machine_profile import (
 from streamrl.hardware.profile_pace import pace_of
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.cluster_config import ModelConfig
-from streamrl.runfile.sides_config import Packing
+from streamrl.runfile.sides_config import Packing, ProfiledBackend
 
 QUARTILES = (25, 50, 75)
 LEAST = 1e-6
@@ -56,6 +55,7 @@ def make_setup(
     threads: int | None,
     limits: Limits,
     is_quick: bool,
+    backend: ProfiledBackend = "transformers",
     packing: Packing = "packed",
     ray: RayPlace | None = None,
     reward_model: Path | None = None,
@@ -78,6 +78,7 @@ def make_setup(
         dtype=dtype,
         device="cpu" if gpu == "cpu" else "cuda",
         threads=threads or (threads_of_each(usable_cores(), 2) if gpu == "cpu" else 1),
+        backend=backend,
         limits=limits,
         plan=plan,
         packing=packing,
@@ -129,11 +130,11 @@ def _tables(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
         gpu=gpu,
         tensor_parallel=1,
         dtype=setup.dtype,
-        backend="transformers",
+        backend=setup.backend,
         shares_prefixes=False,
         packing=setup.packing,
         pads_context=readings.pads_context,
-        prefill_tokens=PREFILL_TOKENS,
+        prefill_tokens=readings.prefill_tokens,
         refill_passes=round(float(np.median(readings.refill_passes))),
         repeats=setup.plan.repeats,
         pace=pace_of(readings.timed),

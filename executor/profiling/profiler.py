@@ -28,7 +28,6 @@ from executor.profiling.readings import Readings, RefillStream
 from executor.profiling.relaying import RelayBench
 from executor.profiling.rewarding_bench import time_rewards
 from executor.profiling.timed_roles import TimedReplicaRole, TimedTrainerRole
-from executor.rollout.transformers_engine import PREFILL_TOKENS
 from executor.samples import Request, Sample
 from executor.tokens import encode_ids
 from executor.transfer.shared_directory import SharedDirectory
@@ -37,6 +36,8 @@ REPLICA = "executor.profiling.timed_roles:TimedReplica"
 TRAINER = "executor.profiling.timed_roles:TimedTrainer"
 REFILLS = 4
 """Rollouts of the stream that keeps a replica full, as a multiple of what it runs at once."""
+HALF = 0.5
+"""Of a GPU's memory, for a replica that takes its share at once: the trainer is beside it."""
 LEARNING_RATE = 1e-6
 """Small enough that the weights stay a language model's while they are timed."""
 
@@ -86,6 +87,7 @@ async def _measure(setup: Setup, watch: Watch) -> Readings:
         bench = _Bench(setup, readings, watch, made_up, Path(scratch), common)
         async with bench.replica() as replica, bench.trainer("token-tis") as trainer:
             readings.pads_context = await replica.pads_context()
+            readings.prefill_tokens = await replica.prefill_tokens()
             await bench.warm_up(replica, trainer)
             async with RelayBench.open(str(endless), setup.dtype) as relays:
                 for _ in range(setup.plan.repeats):
@@ -115,6 +117,7 @@ class _Bench:
         common: dict[str, object],
     ) -> None:
         self._limits, self._plan, self._packing = setup.limits, setup.plan, setup.packing
+        self._backend = setup.backend
         self._readings = readings
         self._watch = watch
         self._random = random.Random(0)
@@ -138,6 +141,9 @@ class _Bench:
             "max_prompt_tokens": longest,
             "temperature": 1.0,
             "seed": 0,
+            "backend": self._backend,
+            "shares_prefixes": False,
+            "memory_utilization": HALF,
             "tokenizer": self._common["model"] if self._has_tokenizer else None,
             **self._common,
         }
@@ -203,7 +209,7 @@ class _Bench:
 
         The first of them decodes while the prefixes of the others are computed, and must outlast that.
         """
-        lead = running * context // PREFILL_TOKENS + 1
+        lead = running * context // self._limits.longest_prefix + 1
         prompt = max(1, context - (WINDOW + lead) // 2)
         await self._generate(replica, running, prompt, WINDOW + lead)
         key = (running, context)
@@ -215,7 +221,7 @@ class _Bench:
     async def _time_mixed(self, replica: TimedReplicaRole, running: int, num_long: int) -> None:
         """Let rollouts decode of which some have as many tokens as may be, and the others few."""
         longest = self._limits.max_context
-        lead = (num_long * longest + running * SHORT) // PREFILL_TOKENS + 1
+        lead = (num_long * longest + running * SHORT) // self._limits.longest_prefix + 1
         steps = WINDOW + lead
         await asyncio.gather(
             self._generate(replica, num_long, max(1, longest - steps), steps),

@@ -65,6 +65,7 @@ class Readings:
     """The same of a trainer's, where there is one."""
     num_bytes: int = 0
     pads_context: bool = False
+    prefill_tokens: int = 0
 
     @property
     def timed(self) -> list[Mapping[Any, list[float]]]:

@@ -24,6 +24,9 @@ class TimedReplicaRole(ReplicaRole, Protocol):
     async def pads_context(self) -> bool:
         """Return whether decode steps pad every rollout to the longest."""
 
+    async def prefill_tokens(self) -> int:
+        """Return the most new prefix tokens of a pass in which all others decode."""
+
     async def passes(self) -> list[TimedPass]:
         """Return the passes since the last call."""
 
@@ -47,6 +50,10 @@ class TimedReplica(ReplicaWorker, TimedReplicaRole):
     async def pads_context(self) -> bool:
         """Return whether decode steps pad every rollout to the longest."""
         return self._engine.pads_context
+
+    async def prefill_tokens(self) -> int:
+        """Return the most new prefix tokens of a pass in which all others decode."""
+        return self._engine.prefill_tokens
 
     async def passes(self) -> list[TimedPass]:
         """Return the passes since the last call; the last one has no end, so it is left out."""

@@ -125,6 +125,10 @@ class InferenceEngine(Protocol):
         """Whether a decode step takes as long as if every rollout were as long as the longest."""
 
     @property
+    def prefill_tokens(self) -> int:
+        """Most new prefix tokens of a pass in which all others decode; known once started."""
+
+    @property
     def has_room(self) -> bool:
         """Whether a sequence submitted now joins the next forward pass; True where `submit` raises."""
 

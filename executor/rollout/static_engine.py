@@ -89,6 +89,11 @@ class StaticEngine:
         return True
 
     @property
+    def prefill_tokens(self) -> int:
+        """Most new prefix tokens of a pass: a batch's first has all of them."""
+        return self._settings.max_running * self._settings.max_length
+
+    @property
     def has_room(self) -> bool:
         """Whether no batch is under way, and the next has a row left."""
         is_open = self._batch is None and len(self._rows) < self._settings.max_running

@@ -74,6 +74,11 @@ class TransformersEngine:
         return bool(self._model.config._attn_implementation == BY_ROW)
 
     @property
+    def prefill_tokens(self) -> int:
+        """Most new prefix tokens of a pass, beside those that decode."""
+        return PREFILL_TOKENS
+
+    @property
     def has_room(self) -> bool:
         """Whether one more sequence fits the batch, which changes from pass to pass."""
         return len(self._on_end) < self._settings.max_running

@@ -143,6 +143,12 @@ class VllmEngine:
         return False
 
     @property
+    def prefill_tokens(self) -> int:
+        """Most new prefix tokens of a pass: what vLLM schedules in one, less those that decode."""
+        scheduled = int(self._llm.vllm_config.scheduler_config.max_num_batched_tokens)
+        return scheduled - self._settings.max_running
+
+    @property
     def has_room(self) -> bool:
         """Whether one more sequence fits the batch."""
         return len(self._runs) < self._settings.max_running or self._is_over

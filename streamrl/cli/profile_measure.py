@@ -15,7 +15,7 @@ from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import AsJson, claim_file, print_json
 from streamrl.engine.world import RunInterruptedError
 from streamrl.hardware.machine_profile import MeasuredProfile, write_measured
-from streamrl.runfile.sides_config import Packing
+from streamrl.runfile.sides_config import Packing, ProfiledBackend
 
 DIRECTORY = Path("runs/profiles")
 
@@ -25,7 +25,9 @@ def measure(
     gpu: Annotated[
         str, typer.Option(help="What this machine computes on: a name in profiles/gpus.")
     ] = "cpu",
-    backend: Annotated[str, typer.Option(help="Who generates: transformers.")] = "transformers",
+    backend: Annotated[
+        ProfiledBackend, typer.Option(help="Who generates, as `rollout.backend` names it.")
+    ] = "transformers",
     dtype: Annotated[
         str | None, typer.Option(help="Of weights: float32 on a CPU, else bfloat16, where absent.")
     ] = None,
@@ -72,12 +74,10 @@ def measure(
 
     Example: streamrl profile build/quickstart/model --max-context 176 -o runs/profiles/quickstart.toml
     """
-    if backend != "transformers":
-        raise ValueError(f"--backend {backend!r} is unknown; there is transformers")
     path = output or DIRECTORY / f"{model.resolve().name}.{gpu}.toml"
     claim_file(path)
-    _need_executor()
-    from executor.profiling.measurements import Limits, RayPlace
+    _need_executor(backend)
+    from executor.profiling.measurements import LONGEST_PREFIX, Limits, RayPlace
     from executor.profiling.profile_file import make_setup, profile_model
     from executor.profiling.profiler import num_points
 
@@ -90,7 +90,9 @@ def measure(
             max_running=max_running,
             max_context=max_context,
             max_tokens_per_pass=max_tokens_per_pass,
+            longest_prefix=LONGEST_PREFIX[backend],
         ),
+        backend=backend,
         is_quick=quick,
         packing=packing,
         ray=None if ray is None else RayPlace(ray, ray_address),
@@ -117,10 +119,12 @@ def measure(
         Console().print(f"profile: {path}", soft_wrap=True)
 
 
-def _need_executor() -> None:
-    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"{', '.join(missing)} not installed: pip install 'streamrl[executor]'")
+def _need_executor(backend: ProfiledBackend) -> None:
+    needed = {"executor": ("torch", "transformers"), "vllm": ("vllm",) if backend == "vllm" else ()}
+    for extra, names in needed.items():
+        missing = [name for name in names if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ValueError(f"{', '.join(missing)} not installed: pip install 'streamrl[{extra}]'")
 
 
 def _summary(found: MeasuredProfile) -> Table:
