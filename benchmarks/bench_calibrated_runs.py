@@ -7,8 +7,9 @@
 | shorter        | outputs of at most 48 tokens                                                                     |
 
 They and the quickstart itself, which is calibrated on, take turns of a second, so that all have the same pace of a host that
-others use as well. A simulation gets the lengths and advantages that its run had, and both are judged by the same steps,
-those that count in the run's metrics. The machine is profiled once, before all.
+others use as well; shorter steps are more, so that all end at about the same time. The calibration is of all steps of the
+quickstart: what it is judged by is other runs. A simulation gets the lengths and advantages that its run had, and both are
+judged by the same steps, those that count in the run's metrics. The machine is profiled once, before all.
 """
 
 from __future__ import annotations
@@ -36,10 +37,19 @@ from streamrl.record.trace import Trace
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.reading import load_run
 
+
+class Other(NamedTuple):
+    """A run that is predicted."""
+
+    steps: float
+    """For each of the quickstart's: as its own are shorter or longer than those."""
+    changes: tuple[str, ...]
+
+
 OTHERS = {
-    "two replicas": ("rollout.replicas=2", "cluster.pools.local.gpus_per_node=3"),
-    "stream-sync": ("policies.system=stream-sync",),
-    "shorter": ("rollout.max_tokens=48",),
+    "two replicas": Other(1.1, ("rollout.replicas=2", "cluster.pools.local.gpus_per_node=3")),
+    "stream-sync": Other(0.75, ("policies.system=stream-sync",)),
+    "shorter": Other(1.4, ("rollout.max_tokens=48",)),
 }
 
 
@@ -81,7 +91,9 @@ def compare(data: Path, scratch: Path, rounds: int, steps: int) -> dict[str, lis
     outcomes: dict[str, list[Outcome]] = {name: [] for name in OTHERS}
     for number in range(rounds):
         home = scratch / f"round-{number}"
-        runs = [base, *(make(data, steps, changes) for changes in OTHERS.values())]
+        runs = [base]
+        for other in OTHERS.values():
+            runs.append(make(data, round(steps * other.steps), other.changes))
         first, *others = carry_out(runs, home)
         calibration = calibrate(first, profile, home / "calibration.toml")
         for name, done in zip(OTHERS, others, strict=True):
@@ -114,7 +126,7 @@ def carry_out(runs: Sequence[Run], home: Path) -> list[Executed]:
 def calibrate(done: Executed, profile: Path, path: Path) -> Path:
     """Write the calibration that a run's steps give."""
     run = replace(done.trace.run, costs=CostsConfig(profile=str(profile)))
-    found = calibrate_recorded(run, done.trace, done.file).calibration
+    found = calibrate_recorded(run, done.trace, done.file, held_out=0.0).calibration
     path.write_text(write_calibration(found), encoding="utf-8")
     return path
 

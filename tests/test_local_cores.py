@@ -74,9 +74,9 @@ def test_roles_on_the_cpu_have_all_cores_between_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("sixteen")
-def test_roles_on_gpus_have_a_thread_each_as_ever(tmp_path: Path) -> None:
+def test_roles_on_gpus_have_the_cores_to_copy_and_check_weights_with(tmp_path: Path) -> None:
     run = local_run(tmp_path, cluster__pools=GPUS)
-    assert (roles_on_cores(run), threads_of(run)) == (0, 1)
+    assert (roles_on_cores(run), threads_of(run)) == (0, 8)
     assert "cores" not in {finding.name for finding in readiness.find(run)}
     assert roles_on_cores(local_run(tmp_path, cluster__pools=GPUS, execute__device="cpu")) == 2
 

@@ -6,6 +6,7 @@ import asyncio
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from executor.transfer.shared_memory import (
     replaced_directory,
     write_buckets,
 )
+from executor.transfer.side_by_side import num_threads, side_by_side
 from executor.transfer.transfer import Transfer
 from executor.transfer.version_directory import remove_version
 from streamrl.engine.messages import PushWeights, WeightsPushed
@@ -69,6 +71,39 @@ def test_buckets_hold_at_most_their_bytes_unless_of_one_tensor(tmp_path: Path) -
     assert sorted(Path(b.path).name for b in manifest.buckets) == sorted(
         path.name for path in (tmp_path / "v000000").iterdir()
     )
+
+
+def test_buckets_are_the_same_whatever_number_is_written_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {f"t{i}": torch.full((100,), float(i)) for i in range(10)}
+    one, more = (tmp_path / name for name in ("one", "more"))
+    expected = write_buckets(tensors.items(), one, 0, bucket_bytes=400)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    manifest = write_buckets(tensors.items(), more, 0, bucket_bytes=400)
+    assert [b.checksum for b in manifest.buckets] == [b.checksum for b in expected.buckets]
+    assert [Path(b.path).name for b in manifest.buckets] == [
+        Path(b.path).name for b in expected.buckets
+    ]
+    assert verify_buckets(manifest) == verify_buckets(expected) == expected.checksum
+    assert_same(manifest, tensors)
+
+
+def test_as_many_are_worked_on_at_a_time_as_there_are_threads_and_come_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    together = threading.Barrier(3, timeout=60)  # who is alone waits for ever
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+
+    def wait(number: int) -> int:
+        together.wait()
+        return number
+
+    assert list(side_by_side(wait, range(6))) == [0, 1, 2, 3, 4, 5]
+    monkeypatch.setenv("OMP_NUM_THREADS", "2,1")
+    assert num_threads() == 1
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert num_threads() == 1
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 2**20])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from math import ceil
 from pathlib import Path
 
-from executor.carriers.local_gpus import device_of, on_cpus
+from executor.carriers.local_gpus import device_of
 from streamrl.hardware.host_cores import threads_of_each
 from streamrl.runfile.config import Run
 
@@ -22,21 +23,28 @@ def usable_cores() -> int:
 
 def roles_on_cores(run: Run) -> int:
     """Return how many processes of a run compute on the CPU: replicas at the start, ranks of trainers that learn, reward models."""
-    kinds = [own.replicas for own in run.rollout.kinds if device_of(run, own.pool) == "cpu"]
-    learning = [own for n, own in enumerate(run.trainers) if not run.only_counts(n)]
-    ranks = [own.num_gpus for own in learning if device_of(run, own.pool) == "cpu"]
-    rewards = run.verifier.workers if run.verifier.pool is not None and on_cpus(run) else 0
-    return sum(kinds) + sum(ranks) + rewards
+    return sum(number for number, pool in _roles(run) if device_of(run, pool) == "cpu")
+
+
+def _roles(run: Run) -> Iterator[tuple[int, str]]:
+    """Yield how many processes of a kind there are, each with their pool."""
+    for kind in run.rollout.kinds:
+        yield kind.replicas, kind.pool
+    for number, trainer in enumerate(run.trainers):
+        if not run.only_counts(number):
+            yield trainer.num_gpus, trainer.pool
+    if run.verifier.pool is not None:
+        yield run.verifier.workers, run.verifier.pool
 
 
 def threads_of(run: Run) -> int:
-    """Return the CPU threads of each worker process; of one that has a GPU a second one is of no use."""
+    """Return the CPU threads of each worker process; where all have GPUs, weights are written and checked with them."""
     if run.execute.threads is not None:
         return run.execute.threads
     if run.execute.deterministic:
         return 1
-    roles = roles_on_cores(run)
-    return threads_of_each(usable_cores(), roles) if roles else 1
+    roles = roles_on_cores(run) or sum(number for number, _ in _roles(run))
+    return threads_of_each(usable_cores(), roles)
 
 
 def _allowed(quota: Path) -> int:

@@ -77,7 +77,7 @@ def make_setup(
         model=str(model),
         dtype=dtype,
         device="cpu" if gpu == "cpu" else "cuda",
-        threads=threads or (threads_of_each(usable_cores(), 2) if gpu == "cpu" else 1),
+        threads=threads or threads_of_each(usable_cores(), 2),
         backend=backend,
         limits=limits,
         plan=plan,

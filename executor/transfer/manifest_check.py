@@ -6,6 +6,7 @@ from pathlib import Path
 
 from executor.checksums import combine, file_checksum
 from executor.samples import Manifest
+from executor.transfer.side_by_side import side_by_side
 
 
 def verify_buckets(manifest: Manifest) -> str:
@@ -14,7 +15,7 @@ def verify_buckets(manifest: Manifest) -> str:
     Raises:
         ValueError: a bucket is another than was written; the message names the file and both checksums.
     """
-    checksums = [file_checksum(Path(bucket.path)) for bucket in manifest.buckets]
+    checksums = list(side_by_side(lambda own: file_checksum(Path(own.path)), manifest.buckets))
     for bucket, found in zip(manifest.buckets, checksums, strict=True):
         if found != bucket.checksum:
             raise ValueError(

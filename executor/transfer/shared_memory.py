@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from executor.checksums import file_checksum
 from executor.samples import Bucket, Manifest
+from executor.transfer.side_by_side import side_by_side
 from executor.transfer.version_directory import version_directory
 
 BUCKET_BYTES = 256 * 2**20
@@ -47,11 +48,13 @@ def write_version(
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Manifest:
     """Write one weight version into a directory; see `write_buckets`."""
-    buckets = [
-        _write_bucket(contents, aliases, target / f"bucket-{index:05d}.safetensors")
-        for index, (contents, aliases) in enumerate(_fill_buckets(tensors, bucket_bytes))
-    ]
-    return Manifest(version=version, buckets=buckets)
+    contents = enumerate(_fill_buckets(tensors, bucket_bytes))
+
+    def write(numbered: tuple[int, Contents]) -> Bucket:
+        index, own = numbered
+        return _write_bucket(*own, target / f"bucket-{index:05d}.safetensors")
+
+    return Manifest(version=version, buckets=list(side_by_side(write, contents)))
 
 
 def read_buckets(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
