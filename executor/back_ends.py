@@ -101,6 +101,12 @@ def _limits(run: Run) -> Iterator[Limit]:
             "--set rollout.backend=vllm executes the run on several GPUs a replica",
         )
         yield Limit(
+            "execute.device",
+            run.execute.device,
+            own.tensor_parallel == 1 or ":" not in run.execute.device,
+            f"'auto' or 'cuda' where {kind_key(kind)}.tensor_parallel is {own.tensor_parallel}",
+        )
+        yield Limit(
             f"{kind_key(kind)}.speculative",
             "a draft",
             own.drafts is None,
@@ -251,6 +257,12 @@ def _limits_of_trainer(run: Run, number: int) -> Iterator[Limit]:
         run.execute.device,
         launcher != "ray" or ":" not in run.execute.device,
         "'auto', 'cpu' or 'cuda' for launcher ray, which chooses GPUs itself",
+    )
+    yield Limit(
+        "execute.device",
+        run.execute.device,
+        trainer.data_parallel == 1 or ":" not in run.execute.device,
+        f"'auto', 'cpu' or 'cuda' where {key}.data_parallel is {trainer.data_parallel}: each rank has a GPU of its own",
     )
     if trainer.backend == "torch":
         yield Limit(

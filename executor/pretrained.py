@@ -1,7 +1,7 @@
 """Causal language models of Hugging Face directories, loaded one at a time in a process.
 
-Their attention is computed without cuDNN, which torch (2.9 to 2.13) takes first on GPUs from Hopper on, and which plans anew
-for every shape that a process has not seen (0.4 s forward and 0.6 s backward on a B200: modelscope/FunASR issue 3704).
+Their attention is computed without cuDNN, which torch (2.11, and later) takes first on Hopper and Blackwell, and which plans anew
+for every shape that it has not seen (0.4 s forward and 0.6 s backward on a B200: modelscope/FunASR issue 3704).
 Rollouts differ in length, so nearly every pass would be planned: on an H200 quickstart's trainer took 4 s a step in
 bfloat16, and 0.15 s in float32, which cuDNN does not compute.
 """

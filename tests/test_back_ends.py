@@ -13,6 +13,8 @@ from executor.back_ends import check_back_ends
 from executor.checkup import readiness, run_paths
 from executor.execute import execute
 from executor.prompts import PromptWorkload
+from executor.rollout.inference_engine import ReplicaSettings
+from executor.rollout.vllm_settings import place_of
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.reading import make_run
 from tests.patients import NOWHERE, bad, local_table
@@ -50,6 +52,25 @@ def test_adapters_need_safetensors_to_be_merged_with(tmp_path: Path) -> None:
     (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"sync\.mode 'lora' .* has no model\*\.safetensors"):
         execute(run)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"trainer.data_parallel": 2}, "where trainer.data_parallel is 2"),
+        (
+            {"rollout.tensor_parallel": 2, "rollout.backend": "vllm"},
+            "where rollout.tensor_parallel is 2",
+        ),
+    ],
+)
+def test_one_gpu_by_name_is_refused_to_who_needs_several(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    pools = {"cluster.pools": {"here": {"gpu": "h100", "gpus_per_node": 8}}}
+    run = make_run(local_table(tmp_path, {"execute.device": "cuda:1", **pools, **changes}))
+    with pytest.raises(ValueError, match=rf"execute\.device must be .* {words}"):
+        check_back_ends(run)
 
 
 @pytest.mark.parametrize(
@@ -203,3 +224,13 @@ def test_vllm_shares_gpus_with_the_trainer(tmp_path: Path) -> None:
         "rollout.backend": "vllm",
     }
     check_back_ends(make_run(local_table(tmp_path, changes), NOWHERE.parent))
+
+
+def test_vllm_on_a_gpu_has_passes_of_its_servers_size_and_of_all_that_may_run() -> None:
+    def place(max_running: int) -> dict[str, Any]:
+        limits = {"max_running": max_running, "max_tokens": 8, "max_prompt_tokens": 8}
+        settings = {"model": "m", "temperature": 1.0, "seed": 0, "device": "cuda", **limits}
+        return place_of(ReplicaSettings(**settings))  # type: ignore[arg-type]
+
+    assert place(64) == {"gpu_memory_utilization": 0.9, "max_num_batched_tokens": 8192}
+    assert place(10_000)["max_num_batched_tokens"] == 10_000

@@ -183,3 +183,12 @@ def test_what_is_no_device_is_refused_when_the_run_file_is_read(
 ) -> None:
     with pytest.raises(ValueError, match=rf"^execute\.device must be auto, .*, got {device!r}"):
         local_run(tmp_path, execute__device=device)
+
+
+def test_a_gpu_that_is_named_is_all_that_processes_see(tmp_path: Path) -> None:
+    run = local_run(tmp_path, execute__device="cuda:2")
+    placement = Placement(run)
+    assert seen(run, "abc", placement.replica(0), *placement.trainers[0]) == ["c", "c"]
+    assert LocalLauncher(run, RunDirectory(tmp_path / "run")).device("here") == "cuda"
+    within = local_run(tmp_path, execute__device="cuda:2", execute__launcher="in-process")
+    assert LocalLauncher(within, RunDirectory(tmp_path / "run")).device("here") == "cuda:2"

@@ -153,9 +153,13 @@ class Launcher(ABC):
     @abstractmethod
     async def _start_relay(self, place: str | None, config: Config, name: str) -> Handle: ...
 
+    def device(self, pool: str) -> str:
+        """Return the device, as a role's own process names it, of roles in a pool."""
+        return device_of(self._run, pool)
+
     def _common(self, pool: str) -> Config:
         return {
-            "device": device_of(self._run, pool),
+            "device": self.device(pool),
             "dtype": self._run.model.dtype,
             "num_threads": self.num_threads,
             "deterministic": self._run.execute.deterministic,

@@ -28,6 +28,12 @@ def device_of(run: Run, pool: str) -> str:
     return "cpu" if run.cluster.pools[pool].gpu == "cpu" else "cuda"
 
 
+def index_of(device: str) -> int | None:
+    """Return the GPU that a device names, as in cuda:1; None where it names none."""
+    match = DEVICE.fullmatch(device)
+    return None if match is None or match["index"] is None else int(match["index"])
+
+
 def gpus_needed(run: Run) -> int:
     """Return the GPUs of this machine that a run needs, for as many replicas as there may be."""
     kinds = run.rollout.kinds
@@ -38,9 +44,9 @@ def gpus_needed(run: Run) -> int:
     rewards = 0 if on_cpus(run) else run.verifier.num_gpus
     if not on_gpus and not any(trainers) and not rewards:
         return 0
-    match = DEVICE.fullmatch(run.execute.device)
-    if match is not None and match["index"] is not None:
-        return int(match["index"]) + 1
+    named = index_of(run.execute.device)
+    if named is not None:
+        return named + 1
     if run.execute.launcher == "in-process":
         return 1
     added = (_most_replicas(run) - run.rollout.num_replicas) * run.rollout.tensor_parallel
@@ -77,10 +83,13 @@ class LocalGpus:
     def environment(self, place: Place) -> dict[str, str]:
         """Return what lets a process see the GPUs of its place and no other.
 
-        Nothing where it works on the CPU, or `execute.device` names a GPU.
+        Nothing where it works on the CPU; the one that `execute.device` names, where it names any.
         """
-        if device_of(self._run, place.pool) != "cuda":
+        device = device_of(self._run, place.pool)
+        if device == "cpu":
             return {}
+        if (named := index_of(device)) is not None:
+            return {VARIABLE: self._names[named]}
         numbers = [self._numbers[place.pool, place.node, gpu] for gpu in place.gpus]
         return {VARIABLE: ",".join(self._names[number] for number in numbers)}
 

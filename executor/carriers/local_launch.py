@@ -45,6 +45,11 @@ class LocalLauncher(Launcher):
         """CPU threads of each role."""
         return threads_of(self._run)
 
+    def device(self, pool: str) -> str:
+        """Return the device, as a role's own process names it: one of its own sees no GPUs but those of its place."""
+        device = super().device(pool)
+        return device if self._run.execute.launcher == "in-process" else device.partition(":")[0]
+
     def join(self, run: Run) -> None:
         """Take the run with one more trainer, and the GPUs that this one has.
 

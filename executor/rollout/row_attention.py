@@ -15,6 +15,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from executor.attention import attend
+
 BY_ROW = "streamrl_by_row"
 """Name of our attention in transformers' registry."""
 DENSE = 0.5
@@ -173,13 +175,6 @@ def _attend_prefix(
         mask = torch.ones(len(queries), len(keys), dtype=torch.bool, device=keys.device).tril(
             behind
         )
-    attended = scaled_dot_product_attention(
-        queries.transpose(0, 1)[None],
-        keys.transpose(0, 1)[None],
-        values.transpose(0, 1)[None],
-        attn_mask=mask,
-        is_causal=not behind,
-        scale=scaling,
-        enable_gqa=queries.shape[1] != keys.shape[1],
-    )
+    heads = (tensor.transpose(0, 1)[None] for tensor in (queries, keys, values))
+    attended = attend(*heads, mask=mask, is_causal=not behind, scaling=scaling)
     return attended[0].transpose(0, 1)

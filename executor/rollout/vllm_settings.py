@@ -13,6 +13,8 @@ from streamrl.hardware.config_json import read_config_json
 
 PAGE_TOKENS = 128
 """Tokens of a page of the cache on CPUs, as vLLM's kernels there like it."""
+GPU_PASS_TOKENS = 8192
+"""Tokens of a pass on GPUs, as vLLM's own server has them: left to itself, an engine that is embedded takes 2,048."""
 SPARE_PAGES = 2
 """Pages that vLLM keeps for itself."""
 
@@ -36,13 +38,6 @@ def make_arguments(settings: ReplicaSettings) -> Any:
     """Return the arguments of vLLM's engine."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    place: dict[str, Any] = {"gpu_memory_utilization": settings.memory_utilization}
-    if settings.device == "cpu":
-        place = {
-            "kv_cache_memory_bytes": _cache_bytes(settings),
-            "block_size": PAGE_TOKENS,
-            "enforce_eager": True,
-        }
     return AsyncEngineArgs(
         model=settings.model,
         dtype=settings.dtype,
@@ -59,8 +54,22 @@ def make_arguments(settings: ReplicaSettings) -> Any:
         enable_sleep_mode=settings.takes_turns and settings.device != "cpu",  # refused on CPUs
         worker_extension_cls="executor.rollout.vllm_worker.ReplicaExtension",
         enable_log_requests=False,
-        **place,
+        **place_of(settings),
     )
+
+
+def place_of(settings: ReplicaSettings) -> dict[str, Any]:
+    """Return the arguments that depend on the device."""
+    if settings.device == "cpu":
+        return {
+            "kv_cache_memory_bytes": _cache_bytes(settings),
+            "block_size": PAGE_TOKENS,
+            "enforce_eager": True,
+        }
+    return {
+        "gpu_memory_utilization": settings.memory_utilization,
+        "max_num_batched_tokens": max(GPU_PASS_TOKENS, settings.max_running),
+    }
 
 
 def make_sampling(

@@ -26,6 +26,7 @@ from executor.trainer.adapters import adapters_of, add_adapters, load_adapters
 from executor.trainer.backends import make_backend
 from executor.trainer.critic import Critic
 from executor.trainer.objectives import objective_of
+from executor.trainer.own_stream import stream_of_its_own
 from executor.trainer.passes import (
     attend_apart,
     output_logprobs,
@@ -245,7 +246,8 @@ class Learner:
                 if has_adapters
                 else cast_tensors(weights, dtype)
             )
-            return write_buckets(tensors, directory, version)
+            with stream_of_its_own(torch.device(self.config.device)):
+                return write_buckets(tensors, directory, version)
 
     def save(self, path: Path) -> None:
         """Write weights, optimizer and version, the model's other files beside them, and checksums of all."""

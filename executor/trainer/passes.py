@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from executor.attention import attend
 from executor.tokens import Ids
 from executor.trainer.losses import token_entropies, token_logprobs
 from executor.trainer.sequences import TokenSequence
@@ -141,15 +141,7 @@ def attend_packed(
     split = (torch.split(tensor, lengths, dim=2) for tensor in (query, key, value))
     masks = (_window(length, sliding_window, query.device) for length in lengths)
     attended = [
-        scaled_dot_product_attention(
-            own_query,
-            own_key,
-            own_value,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        attend(own_query, own_key, own_value, mask=mask, is_causal=mask is None, scaling=scaling)
         for own_query, own_key, own_value, mask in zip(*split, masks, strict=True)
     ]
     return torch.cat(attended, dim=2).transpose(1, 2).contiguous(), None
