@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import msgspec
 
 from executor.rollout.transformers_engine import PREFILL_TOKENS
-from streamrl.runfile.sides_config import Packing, ProfiledBackend
+from streamrl.hardware.machine_profile import ProfiledBackend
+from streamrl.runfile.sides_config import Packing
 
 LONGEST_PREFIX: dict[ProfiledBackend, int] = {"transformers": PREFILL_TOKENS, "vllm": 2048}
 """New tokens that one pass of an engine takes, whatever GPU it has (vLLM: the least `max_num_batched_tokens` that it sets

@@ -30,6 +30,7 @@ from streamrl.hardware.machine_profile import (
     Once,
     PassRow,
     PrefillRow,
+    ProfiledBackend,
     RelayRow,
     Seconds,
     SharingRow,
@@ -38,7 +39,7 @@ from streamrl.hardware.machine_profile import (
 from streamrl.hardware.profile_pace import pace_of
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.cluster_config import ModelConfig
-from streamrl.runfile.sides_config import Packing, ProfiledBackend
+from streamrl.runfile.sides_config import Packing
 
 QUARTILES = (25, 50, 75)
 LEAST = 1e-6

@@ -14,8 +14,8 @@ from rich.table import Table
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import AsJson, claim_file, print_json
 from streamrl.engine.world import RunInterruptedError
-from streamrl.hardware.machine_profile import MeasuredProfile, write_measured
-from streamrl.runfile.sides_config import Packing, ProfiledBackend
+from streamrl.hardware.machine_profile import MeasuredProfile, ProfiledBackend, write_measured
+from streamrl.runfile.sides_config import Packing
 
 DIRECTORY = Path("runs/profiles")
 

@@ -28,7 +28,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -37,6 +37,8 @@ from streamrl.hardware.profile_table import ProfileTable
 from streamrl.runfile.policies_config import SyncMode
 from streamrl.runfile.sides_config import Packing
 
+ProfiledBackend = Literal["transformers", "vllm"]
+"""Engines whose seconds are measured: those whose runs are simulated."""
 DIGEST_LENGTH = 16  # hex digits: chance never makes two shapes alike
 
 Seconds = tuple[float, float, float]

@@ -20,8 +20,6 @@ from streamrl.runfile.section import Section
 from streamrl.runfile.units import Duration, Size
 
 RolloutBackend = Literal["transformers", "static", "vllm"]
-ProfiledBackend = Literal["transformers", "vllm"]
-"""Those whose runs are simulated, so that their seconds can be measured."""
 TrainerBackend = Literal["torch", "deepspeed"]
 AdmissionName = Literal["on-demand", "reserve"]
 Recompute = Literal["none", "selective", "mlp", "full"]
