@@ -171,7 +171,16 @@ LAYERS = {
     ),
     "executor": (
         *("notices", "libc", "checksums", "tokens", "samples", "token_files", "kept_tokens"),
-        *("prompt_probe", "prompts", "roles", "pretrained", "turnout", "buffer", "token_teller"),
+        *(
+            "prompt_probe",
+            "prompts",
+            "roles",
+            "pretrained",
+            "attention",
+            "turnout",
+            "buffer",
+            "token_teller",
+        ),
         *(
             "changed_settings",
             "checkpoints",
