@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from executor.profiling.measurements import LONGEST_PREFIX, Limits, full_plan, quick_plan
+from executor.profiling.measurements import Limits, full_plan, longest_prefix, quick_plan
 from sim.world import simulate
 from streamrl.cli.main import app
 from streamrl.engine.world import RunInterruptedError
@@ -76,7 +76,7 @@ def test_what_vllm_takes_is_measured_and_simulated(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     found = read_measured(path)
     assert found.backend == "vllm" and not found.pads_context
-    assert found.prefill_tokens >= LONGEST_PREFIX["vllm"] - 4
+    assert found.prefill_tokens >= longest_prefix("vllm", "cpu") - 4
     assert {row.running for row in found.decode} == {1, 4}
     run = measured_run(model, path, rollout__max_running=4, rollout__backend="vllm")
     assert measure(simulate(run)).tiers == pytest.approx({"measured": 1.0})

@@ -8,12 +8,9 @@ from dataclasses import dataclass
 import msgspec
 
 from executor.rollout.transformers_engine import PREFILL_TOKENS
+from executor.rollout.vllm_settings import GPU_PASS_TOKENS
 from streamrl.hardware.machine_profile import ProfiledBackend
 from streamrl.runfile.sides_config import Packing
-
-LONGEST_PREFIX: dict[ProfiledBackend, int] = {"transformers": PREFILL_TOKENS, "vllm": 2048}
-"""New tokens that one pass of an engine takes, whatever GPU it has (vLLM: the least `max_num_batched_tokens` that it sets
-itself); longer prefixes are not measured."""
 
 BATCHES = (1, 2, 4, 8, 16, 32, 48)
 """Batches of the decode step below the largest one: dense where Python's share of a step falls fast."""
@@ -103,6 +100,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """Hugging Face directory of a reward model whose calls are measured too; none where absent."""
     ray: RayPlace | None = None
     """Where to measure what Ray takes; nowhere where absent."""
+
+
+def longest_prefix(backend: ProfiledBackend, gpu: str) -> int:
+    """Return the new tokens of a rollout that one pass of an engine takes; longer prefixes are not measured."""
+    return GPU_PASS_TOKENS if backend == "vllm" and gpu != "cpu" else PREFILL_TOKENS
 
 
 def full_plan(limits: Limits) -> Measurements:

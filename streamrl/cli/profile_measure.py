@@ -77,7 +77,7 @@ def measure(
     path = output or DIRECTORY / f"{model.resolve().name}.{gpu}.toml"
     claim_file(path)
     _need_executor(backend)
-    from executor.profiling.measurements import LONGEST_PREFIX, Limits, RayPlace
+    from executor.profiling.measurements import Limits, RayPlace, longest_prefix
     from executor.profiling.profile_file import make_setup, profile_model
     from executor.profiling.profiler import num_points
 
@@ -90,7 +90,7 @@ def measure(
             max_running=max_running,
             max_context=max_context,
             max_tokens_per_pass=max_tokens_per_pass,
-            longest_prefix=LONGEST_PREFIX[backend],
+            longest_prefix=longest_prefix(backend, gpu),
         ),
         backend=backend,
         is_quick=quick,
