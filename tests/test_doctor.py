@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from streamrl.cli.doctor import examine
+from streamrl.doctor import batch
 from streamrl.doctor.changes import changed
 from streamrl.doctor.diagnosis import diagnose
 from streamrl.doctor.diagnosis import examine as examine_run
@@ -17,7 +18,7 @@ from streamrl.doctor.lengths import mean_lengths
 from streamrl.doctor.memory import memory_of
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
-from streamrl.runfile.reading import make_run
+from streamrl.runfile.reading import load_run, make_run
 from tests.command_line import streamrl
 from tests.patients import NOWHERE, bad, doctor, full_run, full_table, local_table
 from tests.tiny_model import save_tiny_reward_model
@@ -349,3 +350,16 @@ def test_heads_that_are_kept_on_several_gpus_are_told_and_nothing_is_wrong_with_
         f.name: f for f in diagnose(full_run({**changes, "cluster.pools.far.gpus_per_node": 4}))
     }
     assert found["rollout-kv-heads"].level == "ok" and "on 2 GPUs" in found["rollout-kv-heads"].text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "level", "words"),
+    [(20_000, None, ""), (17_000, "ok", "4% of the outputs"), (4000, "warning", "41% of the out")],
+)
+def test_outputs_that_would_be_longer_than_they_may_are_told_of(
+    tokens: int, level: str | None, words: str
+) -> None:
+    run = load_run(ROOT / "examples/streamrl-32b.toml", [f"rollout.max_tokens={tokens}"])
+    found = [finding for finding in batch.find(run) if finding.name == "cut-off"]
+    assert [finding.level for finding in found] == ([] if level is None else [level])
+    assert all(words in f.text and f"max_tokens={tokens:,}" in f.text for f in found)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from sim.simulated_rewards import BEST, REWARD, SimRewards
 from streamrl.doctor.changes import changed
@@ -18,6 +19,7 @@ from streamrl.record.informative import informative_share
 from streamrl.record.metrics import measure
 from streamrl.record.run_lines import read_metrics
 from streamrl.record.trace import Trace, replay
+from streamrl.report.run_tables import metrics_table
 from streamrl.runfile.errors import RunError
 from tests.patients import full_run
 from tests.runs import checked_world, of, small_run
@@ -157,6 +159,16 @@ def test_the_doctor_says_what_leaving_out_comes_to(share: float, name: str, leve
     if name == "too-few-batches":
         assert finding.changes == {"algorithm.max_gen_batches": 40}
         assert "too-few-batches" not in {f.name for f in examine(changed(run, finding.changes))}
+
+
+def test_a_reward_that_nobody_knows_is_not_told_as_if_it_were() -> None:
+    changes = {"algorithm.dynamic_sampling": True, "workload.informative_share": 0.5}
+    simulated = measure(checked_world(small_run(changes)).run())
+    assert any(simulated.rewards)
+    for world in ("simulated", "real"):
+        told = metrics_table(replace(simulated, world=world))
+        labels = [str(label) for label in told.columns[0].cells]
+        assert ("mean reward" in labels) == (world == "real")
 
 
 # Executed -----------------------------------------------------------------------------------------

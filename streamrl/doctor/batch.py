@@ -17,6 +17,8 @@ MOST_BUBBLE = 0.1
 """Share of a pass for which a pipeline may stand empty before it is called a loss."""
 MOST_UNEVEN = 0.05
 """Share of a step's work for which ranks may wait as rollouts do not divide, before it is called a loss."""
+MOST_CUT_OFF, LEAST_CUT_OFF = 0.1, 0.01
+"""Share of the outputs that may end at `rollout.max_tokens` before that is warned of, and from which on it is told."""
 MOST_MICRO_BATCH = 64
 MOST_FACTOR = 2.0
 """By how much a step, or a micro-batch, may grow or shrink to come out even before anything else is tried."""
@@ -27,6 +29,7 @@ def find(run: Run) -> Iterator[Finding]:
     yield _finding("ok", "batch", _sum_up(run))
     yield from find_trainer(run)
     yield from _find_replicas(run)
+    yield from _find_cut_off(run)
     if run.algorithm.leaves_out_uniform:
         yield _find_left_out(run)
 
@@ -112,6 +115,18 @@ def _find_replicas(run: Run) -> Iterator[Finding]:
             f"replicas have nothing to do"
         )
         yield _finding("warning", "idle-replicas", text)
+
+
+def _find_cut_off(run: Run) -> Iterator[Finding]:
+    """Find outputs that end at the most tokens that a rollout may have."""
+    mean = mean_lengths(run)
+    if mean is None or mean.cut_off < LEAST_CUT_OFF:
+        return
+    text = (
+        f"{mean.cut_off:.0%} of the outputs of workload.lengths would be longer than "
+        f"rollout.max_tokens={run.rollout.max_tokens:,}, and end there"
+    )
+    yield _finding("warning" if mean.cut_off > MOST_CUT_OFF else "ok", "cut-off", text)
 
 
 def _find_left_out(run: Run) -> Finding:

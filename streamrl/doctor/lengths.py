@@ -20,6 +20,8 @@ class MeanLengths(NamedTuple):
     output: float
     context: float
     """Of a rollout while it is decoded, at a moment drawn at random: long ones are seen most."""
+    cut_off: float
+    """Share of the outputs that would be longer than `rollout.max_tokens`, and end there."""
 
     @property
     def total(self) -> float:
@@ -49,6 +51,7 @@ def _mean(config: LengthsConfig, group_size: int, most: int, seed: int) -> MeanL
         lengths, prompts = source.block(0, BLOCK, group_size)
     else:
         lengths, prompts = source.sample(np.random.default_rng([seed, 0]), BLOCK, group_size)
-    capped = np.clip(np.rint(lengths * config.scale), 1, most)
+    whole = np.rint(lengths * config.scale)
+    capped = np.clip(whole, 1, most)
     prompt, halfway = float(prompts.mean()), float((capped**2).sum() / capped.sum() / 2)
-    return MeanLengths(prompt, float(capped.mean()), prompt + halfway)
+    return MeanLengths(prompt, float(capped.mean()), prompt + halfway, float((whole > most).mean()))

@@ -261,7 +261,9 @@ def _summary(metrics: Metrics) -> Iterable[tuple[str, str, str]]:
     yield "seconds from", "", format_tiers(metrics.tiers)
     if metrics.uncertainty is not None:
         yield "error of kernels", *_errors(metrics.uncertainty)
-    if any(metrics.rewards):
+    if (
+        any(metrics.rewards) and metrics.world == "real"
+    ):  # simulated ones only say which groups differ
         yield "mean reward", f"{metrics.rewards[-1]:.3f}", _ends(metrics.rewards)
     if metrics.selection is not None:
         yield from _selected(metrics.selection)

@@ -115,9 +115,7 @@ def _of_work(run: Run, model: ModelShape) -> Iterator[Assumption]:
     if lengths is not None:
         value = f"{KINDS[lengths.kind]} {lengths.source}"
         value += f", scaled by {lengths.scale:g}" if lengths.scale != 1 else ""
-        value += (
-            f", at most {run.rollout.max_tokens:,} tokens; prompts of {lengths.prompt_tokens:,}"
-        )
+        value += f", at most {run.rollout.max_tokens:,} tokens; prompts of {lengths.prompt_tokens:,} where it has none of its own"
         yield Assumption("output lengths", value, _lengths_source(lengths))
         if lengths.ranker != "none":
             value = lengths.ranker
