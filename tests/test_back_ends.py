@@ -226,11 +226,11 @@ def test_vllm_shares_gpus_with_the_trainer(tmp_path: Path) -> None:
     check_back_ends(make_run(local_table(tmp_path, changes), NOWHERE.parent))
 
 
-def test_vllm_on_a_gpu_has_passes_of_its_servers_size_and_of_all_that_may_run() -> None:
+def test_vllm_on_a_gpu_takes_prefixes_as_its_server_does_beside_all_that_may_decode() -> None:
     def place(max_running: int) -> dict[str, Any]:
         limits = {"max_running": max_running, "max_tokens": 8, "max_prompt_tokens": 8}
         settings = {"model": "m", "temperature": 1.0, "seed": 0, "device": "cuda", **limits}
         return place_of(ReplicaSettings(**settings))  # type: ignore[arg-type]
 
-    assert place(64) == {"gpu_memory_utilization": 0.9, "max_num_batched_tokens": 8192}
-    assert place(10_000)["max_num_batched_tokens"] == 10_000
+    assert place(64) == {"gpu_memory_utilization": 0.9, "max_num_batched_tokens": 8256}
+    assert place(10_000)["max_num_batched_tokens"] == 18_192

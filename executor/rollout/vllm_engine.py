@@ -146,7 +146,7 @@ class VllmEngine:
     def prefill_tokens(self) -> int:
         """Most new prefix tokens of a pass: what vLLM schedules in one, less those that decode."""
         scheduled = int(self._llm.vllm_config.scheduler_config.max_num_batched_tokens)
-        return scheduled - self._settings.max_running
+        return max(1, scheduled - self._settings.max_running)
 
     @property
     def has_room(self) -> bool:

@@ -14,7 +14,7 @@ from streamrl.hardware.config_json import read_config_json
 PAGE_TOKENS = 128
 """Tokens of a page of the cache on CPUs, as vLLM's kernels there like it."""
 GPU_PASS_TOKENS = 8192
-"""Tokens of a pass on GPUs, as vLLM's own server has them: left to itself, an engine that is embedded takes 2,048."""
+"""New prefix tokens of a pass on GPUs, beside those that decode, as vLLM's server has them: an embedded engine takes 2,048 in all."""
 SPARE_PAGES = 2
 """Pages that vLLM keeps for itself."""
 
@@ -68,7 +68,7 @@ def place_of(settings: ReplicaSettings) -> dict[str, Any]:
         }
     return {
         "gpu_memory_utilization": settings.memory_utilization,
-        "max_num_batched_tokens": max(GPU_PASS_TOKENS, settings.max_running),
+        "max_num_batched_tokens": GPU_PASS_TOKENS + settings.max_running,
     }
 
 
