@@ -65,7 +65,9 @@ def test_what_is_forked_lies_in_huge_pages() -> None:
         await verifier.verify(*EASY)
         server = (await verifier.start()).pid
         maps = Path(f"/proc/{server}/smaps").read_text()
-        assert sum(map(int, re.findall(r"AnonHugePages: +(\d+) kB", maps))) > 10_000
+        assert (
+            sum(map(int, re.findall(r"AnonHugePages: +(\d+) kB", maps))) >= 2_048
+        )  # one: there may be few left
 
     use(do)
 

@@ -159,10 +159,11 @@ def test_causes_without_a_share_are_left_out() -> None:
 
 
 def test_rewards_are_shown_from_both_ends_where_there_are_any() -> None:
-    shown = render(metrics_table(PREDICTED))
+    executed = msgspec.structs.replace(PREDICTED, world="real")
+    shown = render(metrics_table(executed))
     assert "0.200 over the first 5" in shown and "0.900 over the last 5" in shown
     assert "(+0.700)" in shown
-    without = msgspec.structs.replace(PREDICTED, rewards=[0.0] * 12)
+    without = msgspec.structs.replace(executed, rewards=[0.0] * 12)
     assert "reward" not in render(metrics_table(without))
 
 

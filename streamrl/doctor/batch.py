@@ -217,5 +217,8 @@ FIXES = {
         "set workload.informative_share to the share of groups whose rewards differ: 1 - uniform_groups of metrics.jsonl",
     ),
     "too-few-batches": Fix(_more_batches, "choose prompts that the model solves now and then"),
+    "cut-off": Fix(
+        _nothing, "raise rollout.max_tokens, or reckon with rollouts that end without an answer"
+    ),
     "idle-replicas": Fix(_fewer_replicas, "generate on fewer replicas"),
 }
