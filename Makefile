@@ -23,6 +23,7 @@
 # make bench-ranker   what a ranker that learns is worth here, executed and simulated; quarter of an hour on a quiet machine
 # make bench-drift    how soon a ranker's drift is noticed, how often imagined, and how often to fit one anew; five minutes
 # make faults         what breaks on purpose, in every system, and what becomes of the run: docs/reliability.md; twenty minutes
+# make kills          forty processes killed one after the other at random moments, in every system; ten minutes
 # make soak           does a long run grow? 10,000 simulated steps, half an hour executed under random faults
 # make bench-subscribers  what trainers that follow cost, and whether they learn; half an hour on a quiet machine
 # make bench-offers   is a chosen plan the best of its offer? other searches of seventeen offers; hours
@@ -45,7 +46,7 @@ SIDE_BY_SIDE := --numprocesses 2 --dist worksteal
 BY_FILE := --numprocesses 2 --dist loadfile
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test test-oldest test-vllm test-deepspeed test-ray test-trl lock fuzz mutants faults lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-subscribers bench-trl bench-workers soak clean
+.PHONY: demo test test-oldest test-vllm test-deepspeed test-ray test-trl lock fuzz mutants faults kills lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-subscribers bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -167,6 +168,9 @@ bench-subscribers: $(READY)
 
 bench-offers: $(READY)
 	$(BIN)/python benchmarks/bench_offers.py
+
+kills: $(READY)
+	$(BIN)/python -m benchmarks.bench_kills
 
 soak: $(READY)
 	$(BIN)/python -m benchmarks.bench_soak

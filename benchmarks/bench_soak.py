@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.fault_books import KINDS
 from benchmarks.fault_model import make_model
+from benchmarks.processes import processes_of
 from streamrl.record.run_lines import read_metrics
 
 HERE = Path(__file__).parent
@@ -36,8 +37,6 @@ PROBE_STEPS = 400
 MINUTES_A_FAULT = 7
 """Of each kind: mending one takes up to half a minute."""
 SLOW = {"link-slows": 'factor = 20.0\nduration = "2 s"', "verifier-stalls": 'duration = "2 s"'}
-ROLES = {"replica": "ReplicaWorker", "trainer": "TrainerWorker", "verifier": "fork_server"}
-"""What the command line of a role's process has; the driver is who was started."""
 COMMAND = (sys.executable, "-c", "from streamrl.cli import main; main()")
 
 
@@ -149,32 +148,7 @@ def _watch(process: subprocess.Popen[bytes]) -> Iterator[Sample]:
 
 def _memory(driver: int) -> dict[str, float]:
     """Return the bytes that a process of each role holds, on average."""
-    found: dict[str, list[float]] = {"driver": [_rss(driver)]}
-    for entry in Path("/proc").iterdir():
-        words = _command_line(entry) if entry.name.isdigit() else ""
-        for role, word in ROLES.items():
-            if word in words and _is_below(int(entry.name), driver):
-                found.setdefault(role, []).append(_rss(int(entry.name)))
-    return {role: mean(sizes) for role, sizes in found.items()}
-
-
-def _command_line(entry: Path) -> str:
-    try:
-        return (entry / "cmdline").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""  # it has ended
-
-
-def _is_below(pid: int, driver: int) -> bool:
-    """Whether a process was started by the driver, or by one that was."""
-    while pid > 1:
-        if pid == driver:
-            return True
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            return False
-    return False
+    return {role: mean(map(_rss, pids)) for role, pids in processes_of(driver).items()}
 
 
 def _rss(pid: int) -> float:

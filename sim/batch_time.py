@@ -136,7 +136,8 @@ def _sampled(steps: Mapping[int, float], most: int) -> dict[int, float]:
 
 def deal(run: Run, batch: Sequence[Draw]) -> list[Generate]:
     """Return what the run's policies send to its replicas when a batch is drawn and all of them are idle."""
-    engine = build_engine(replace(run, algorithm=replace(run.algorithm, steps=1)))
+    algorithm = replace(run.algorithm, steps=1, prompts_per_step=len(batch))
+    engine = build_engine(replace(run, algorithm=algorithm))
     drawn = PromptsDrawn(1, 0, tuple(draw.drawn for draw in batch))
     replicas = (ReplicaStarted(replica_id, 0) for replica_id in range(run.rollout.num_replicas))
     events: Iterable[Event] = (RunStarted(0, 0), TrainerStarted(LEADER, 0), *replicas, drawn)

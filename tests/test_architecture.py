@@ -166,7 +166,7 @@ LAYERS = {
             "drawn",
         ),
         *("step_trace", "way", "world", "steady_state"),
-        *("batch_time", "parallel", "studies", "planner", "calibration"),
+        *("batch_time", "step_batches", "parallel", "studies", "planner", "calibration"),
         *("checkup", "fidelity"),
     ),
     "executor": (

@@ -29,6 +29,7 @@ from sim.planner.trial import (
     shortened,
     training_error_of,
 )
+from sim.step_batches import StepBatch, StepEnds
 from streamrl.hardware.memory import most_running
 from streamrl.runfile.config import Run
 from tests.test_search_space import offer
@@ -105,7 +106,9 @@ def test_a_trainer_of_a_stream_is_done_at_the_latest_of_any_arrival_and_all_work
 ) -> None:
     finishes = sorted(Finish(*each) for each in found)
     total = sum(finish.tokens for finish in finishes)
-    done = summarize([finishes], 1, waits_for_groups=False).stream_end(np.array(seconds))
+    done = summarize([StepEnds(finishes, finishes)], 1, waits_for_groups=False).stream_end(
+        np.array(seconds)
+    )
     for train_time, end in zip(seconds, done, strict=True):
         left, latest = 0.0, 0.0
         for finish in reversed(finishes):
@@ -212,7 +215,8 @@ def test_where_steps_overlap_a_simulation_corrects_the_estimates_of_the_same_rep
 
 def test_weight_sync_takes_what_its_costs_say() -> None:
     space = Space.open(offer(LARGE, micro_batch=[1, 4]))
-    stages = Estimates(space, [open_trial(shortened(space.run, 0))[1].draw(0, 256)]).estimate()
+    batch = StepBatch(open_trial(shortened(space.run, 0))[1].draw(0, 256))
+    stages = Estimates(space, [batch]).estimate()
     rng = np.random.default_rng(0)
     for index in rng.choice(len(space), 30, replace=False):
         candidate: Candidate = space.candidate(int(index))

@@ -18,7 +18,7 @@ from sim.calibration.disagreement import find_differences, find_disagreements, m
 from sim.calibration.stepwise import simulate_steps
 from streamrl.hardware.calibration_file import Calibration, write_calibration
 from streamrl.hardware.profiles import read_profile
-from streamrl.logs.measured_steps import MeasuredStep, MeasuredSteps, write_steps
+from streamrl.logs.measured_steps import SECONDS, MeasuredStep, MeasuredSteps, write_steps
 from streamrl.runfile.config import Run
 from streamrl.runfile.writing import write_run
 from tests.command_line import streamrl
@@ -154,6 +154,20 @@ def test_what_has_no_seconds_of_its_own_is_what_whole_steps_have_beside_the_othe
     }
     assert "generation, score and train: one factor for all" in one.notes[0]
     assert one.calibration.step.after is not None and one.calibration.step.after < 0.1
+
+
+@pytest.mark.parametrize("system", ["disaggregated", "stream-async"])
+def test_a_log_in_milliseconds_is_refused(system: str) -> None:
+    run, steps = measured({"policies.system": system})
+    seconds = [
+        {name: 1e3 * value for name in SECONDS if (value := getattr(step, name)) is not None}
+        for step in steps.steps
+    ]
+    thousands = tuple(
+        replace(step, **each) for step, each in zip(steps.steps, seconds, strict=True)
+    )
+    with pytest.raises(ValueError, match=r"steps.csv: every stage took .* milliseconds\?"):
+        calibrate_steps(run, replace(steps, steps=thousands))
 
 
 def test_a_calibration_that_a_run_file_names_is_left_out_of_account(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from sim.simulated_rewards import BEST, REWARD, SimRewards
 from streamrl.doctor.changes import changed
 from streamrl.doctor.diagnosis import examine
-from streamrl.engine.messages import PromptsDrawn, Skip, Step, Verified
+from streamrl.engine.messages import DrawPrompts, PromptsDrawn, Skip, Step, Verified
 from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.trainer_side import LEADER, UNIFORM
 from streamrl.record.informative import informative_share
@@ -75,6 +75,21 @@ def test_every_step_is_full_of_groups_that_teach_something(system: str, consumpt
     assert balance.is_balanced, balance.faults
     assert balance.trainers[LEADER].dropped[UNIFORM] == 4 * len(gone)
     assert measure(trace).dropped[UNIFORM] == 4 * len(gone)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("system", ["stream-sync", "one-step-async", "stream-async"])
+def test_another_group_is_drawn_as_one_is_left_out_while_the_others_go_on(
+    system: str, waits: bool
+) -> None:
+    changes = {"policies.system": system, "policies.waits_for_whole_batches": waits or None}
+    share = {"workload.informative_share": 0.5}
+    trace = checked_world(small_run({**DYNAMIC, **changes, **share})).run()
+    leaving = [entry.commands for entry in trace.entries if of(Skip, entry.commands)]
+    assert len(leaving) > 12
+    for commands in leaving:
+        drawn = sum(draw.num_groups for draw in of(DrawPrompts, commands))
+        assert drawn == len(list(of(Skip, commands)))
 
 
 def test_what_leaving_out_costs_goes_by_the_share_of_groups_that_teach() -> None:

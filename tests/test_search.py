@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sim.batch_time import generate_batch
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_latency
 from sim.parallel import answers_in_time
@@ -21,6 +20,7 @@ from sim.planner.race import Race
 from sim.planner.search import MARGIN, Search
 from sim.planner.trial import SEARCH_STEPS, Trial, open_trial, short_speed_of, shortened
 from sim.steady_state import measure_steady
+from sim.step_batches import step_batches
 from streamrl.report.plan import read_plan, write_plan
 from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.runfile.cluster_config import PoolConfig
@@ -212,16 +212,17 @@ def test_some_replicas_stand_for_many(memory: float, waits: bool) -> None:
     applied = candidate.apply(base)
     costs = Costs.load(applied)
     filled = fill_latency(applied, costs)
-    batch = workload.draw(0, run.algorithm.prompts_per_step)
+    batch = next(step_batches(base, workload))
     count = candidate.replicas.replicas
     whole, part = (
-        summarize([generate_batch(filled, costs, batch, most)], count, waits_for_groups=waits)
+        summarize([batch.generate(filled, costs, most)], count, waits_for_groups=waits)
         for most in (None, 8)
     )
     is_short = costs.kv_capacity < 20 * run.rollout.max_tokens
     assert is_short == (memory < 0.5)
     assert part.mean == pytest.approx(whole.mean, rel=1e-3 if is_short else 0.05)
-    assert part.share == pytest.approx(whole.share, rel=0.05)
+    for one, all_of_them in ((part.shares, whole.shares), (part.turnovers, whole.turnovers)):
+        assert one == pytest.approx(all_of_them, rel=0.05)
     busy = np.array([0.1, 0.5, 1.0, 2.0, 10.0]) * whole.mean
     assert part.stream_end(busy) == pytest.approx(whole.stream_end(busy), rel=0.03)
 

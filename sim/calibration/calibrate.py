@@ -66,6 +66,8 @@ SUSPECTS: dict[StageName, str] = {
     "sync": "sync.backend, sync.mode, links, framework.switch_time",
 }
 WHOLE_STEP = Target((), step_seconds, no_seconds)
+IN_OTHER_UNITS = 200.0
+"""Measured over simulated seconds of every stage from which on those are no seconds: no machine is so much slower."""
 LARGE = 0.15
 """Error of a stage after its factor from which on one factor does not explain its steps."""
 
@@ -192,6 +194,7 @@ class _Fit:
         self._factors = {stage: 1.0 for target in targets for stage in target.stages}
         self._watch("without a calibration")
         before = made = self._simulated(self._run, self._used.steps)
+        self._refuse_other_units(targets, before, empty.source)
         for number in range(1, ROUNDS + 1):
             change = self._adjust(targets, made)
             self._watch(f"round {number}")
@@ -203,6 +206,18 @@ class _Fit:
             self._drop([target for target in targets if target not in met])
             made = self._simulate(self._filled(met, empty, made))
         return self._with_errors(self._filled(met, empty, made), met, before, made)
+
+    def _refuse_other_units(
+        self, targets: Sequence[Target], made: SimulatedSteps, source: str
+    ) -> None:
+        """Raise `ValueError` where every stage was measured to take hundreds of times what it is simulated to."""
+        found = [pairs for target in targets if (pairs := self._fitted(target, made)) is not None]
+        slower = min((1 / pairs.ratio for pairs in found), default=0.0)
+        if slower > IN_OTHER_UNITS:
+            raise ValueError(
+                f"{source}: every stage took {slower:,.0f} times as long as the run file is simulated to: "
+                "are its seconds milliseconds?"
+            )
 
     def _simulate(self, calibration: Calibration) -> SimulatedSteps:
         with TemporaryDirectory() as directory:

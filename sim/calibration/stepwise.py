@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import ceil
 from statistics import fmean
 
 from msgspec.structs import replace
 
-from sim.batch_time import generate_batch
 from sim.calibration.disagreement import takes_turns
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_policies
+from sim.step_batches import step_batches
 from sim.world import SimWorld
 from streamrl.engine.messages import ExpectationsChanged, Generated
 from streamrl.logs.measured_steps import MeasuredStep
@@ -41,13 +43,16 @@ class StepwiseWorkload:
         self._inner = SimulatedWorkload(run)
         self._steps = steps
         self._size = run.algorithm.prompts_per_step
+        self._batches = step_batches(run, self._inner)
+        self._ends: list[int] = []
+        """Of each step the group after its last one, as far as they were drawn."""
         self._most = run.rollout.max_tokens
         self._scales: dict[int, float] = {}
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:
         """Return groups `first_group` and following, with the lengths of their steps."""
         draws = self._inner.draw(first_group, num_groups)
-        return [self._scaled(draw, draw.drawn.group // self._size) for draw in draws]
+        return [self._scaled(draw, self._step_of(draw.drawn.group)) for draw in draws]
 
     def learn(self, event: Generated) -> ExpectationsChanged | None:
         """See `Workload`."""
@@ -56,6 +61,12 @@ class StepwiseWorkload:
     def forget(self, group: int) -> None:
         """See `Workload`."""
         self._inner.forget(group)
+
+    def _step_of(self, group: int) -> int:
+        """Return the step, from 0 on, for which a group is drawn."""
+        while not self._ends or self._ends[-1] <= group:
+            self._ends.append(next(self._batches).drawn[-1].drawn.group + 1)
+        return bisect_right(self._ends, group)
 
     def _measured(self, step: int) -> MeasuredStep:
         return self._steps[min(step, len(self._steps) - 1)]
@@ -76,7 +87,8 @@ class StepwiseWorkload:
         wanted, most = self._measured(step).output_tokens, self._cap(step)
         if wanted is None:
             return 1.0
-        draws = self._inner.draw(step * self._size, self._size)
+        first = self._ends[step - 1] if step else 0
+        draws = self._inner.draw(first, self._size)
         lengths = [length for draw in draws for length in draw.lengths]
         scale = wanted / fmean(lengths)
         for _ in range(ROUNDS):
@@ -125,9 +137,8 @@ def simulate_steps(run: Run, measured: Sequence[MeasuredStep]) -> SimulatedSteps
 
 def _with_generation(run: Run, costs: Costs, steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
     """Add what each step's batch takes replicas that have nothing else: a run that trains meanwhile does not tell."""
-    workload, size = StepwiseWorkload(run, steps), run.algorithm.prompts_per_step
-    batches = (workload.draw(place * size, size) for place in range(len(steps)))
-    seconds = [generate_batch(run, costs, batch)[-1].time for batch in batches]
+    batches = islice(step_batches(run, StepwiseWorkload(run, steps)), len(steps))
+    seconds = [batch.generate(run, costs).in_turn[-1].time for batch in batches]
     return [replace(step, generation=s) for step, s in zip(steps, seconds, strict=True)]
 
 

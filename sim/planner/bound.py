@@ -32,10 +32,10 @@ from sim.planner.objective import values_of
 from sim.planner.space import Candidate, Space
 from sim.planner.sync_time import sync_times
 from sim.planner.train_time import FallingLengths, TrainTimes, train_times
+from sim.step_batches import StepBatch
 from streamrl.engine.presets import System
 from streamrl.runfile.config import Run
 from streamrl.runfile.policies_config import StreamingName
-from streamrl.workload.workload import Draw
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.signedinteger]
@@ -87,17 +87,18 @@ class StageSeconds(NamedTuple):
 class Estimates:
     """Seconds of a step of every plan of a space."""
 
-    def __init__(self, space: Space, batches: Sequence[Sequence[Draw]]) -> None:
+    def __init__(self, space: Space, batches: Sequence[StepBatch]) -> None:
         """Compute what takes no simulation, for batches that are generated and trained.
 
         Raises:
             ValueError: costs of the run's model or GPUs are missing.
         """
         self.space, run = space, space.run
-        self._works = works = [DealtBatch.of(batch) for batch in batches]
-        trains = [FallingLengths(work.lengths) for work in works]
-        self.tokens = float(np.mean([work.outputs.sum() for work in works]))
-        """Output tokens of a step."""
+        self._works = [DealtBatch.of(batch.drawn) for batch in batches]
+        trained_on = [DealtBatch.of(batch.trained) for batch in batches]
+        trains = [FallingLengths(work.lengths) for work in trained_on]
+        self.tokens = float(np.mean([work.outputs.sum() for work in trained_on]))
+        """Output tokens that a step trains on."""
         self._overlaps = [_overlaps(system) for system in space.systems]
         self._times: dict[Asked, GenerationTime] = {}
         self._paces: dict[Paced, float] = {}
@@ -291,7 +292,7 @@ class Estimates:
         for replicas, found in self._found(mode):
             seconds = found.mean
             if self._overlaps[mode]:
-                seconds = max(found.share, seconds / (1 + system.staleness_bound))
+                seconds = found.overlapping(1 + system.staleness_bound)
             seen[_degree(self.space.replicas[replicas])].append((replicas, seconds))
         return self._filled(table, seen)
 

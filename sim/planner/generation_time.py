@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from sim.batch_time import Finish
 from sim.costs.curves import DecodeCurve
+from sim.step_batches import StepEnds
 from streamrl.workload.workload import Draw
 
 Floats = NDArray[np.float64]
@@ -19,7 +20,12 @@ class GenerationTime(NamedTuple):
     """What replicas take for one batch after the other."""
 
     seconds: Floats
-    """To the last rollout of each batch."""
+    """To the last rollout of each batch that is trained on, groups for those that are passed over drawn as these are."""
+    together: Floats
+    """To the last rollout of each batch with all groups drawn at once, as where steps overlap."""
+    turnovers: Floats
+    """To the end of each group of a batch, all of them added up, over the groups that are trained on: what a step takes
+    where so many are under way at any time, and another is begun as one ends."""
     shares: Floats
     """To the end of a replica's share of each batch, the mean over replicas: what a batch takes replicas that begin the
     next one as they end theirs."""
@@ -32,10 +38,10 @@ class GenerationTime(NamedTuple):
         """Seconds of a batch."""
         return float(self.seconds.mean())
 
-    @property
-    def share(self) -> float:
-        """Seconds of a replica's share."""
-        return float(self.shares.mean())
+    def overlapping(self, num_batches: int) -> float:
+        """Return the seconds of a step where so many batches are under way at any time."""
+        under_way = max(self.together.mean(), self.turnovers.mean())
+        return float(max(self.shares.mean(), under_way / num_batches))
 
     def stream_end(self, train_time: Floats) -> Floats:
         """Return when trainers are done that work on rollouts as they finish, each `train_time` for all of them.
@@ -51,19 +57,29 @@ class GenerationTime(NamedTuple):
 
 
 def summarize(
-    batches: Sequence[Sequence[Finish]], num_replicas: int, *, waits_for_groups: bool
+    batches: Sequence[StepEnds], num_replicas: int, *, waits_for_groups: bool
 ) -> GenerationTime:
-    """Keep what later questions need of the ends of each batch's rollouts, the first first.
+    """Keep what later questions need of the ends of each batch's rollouts.
 
     Args:
-        batches: the end of every rollout, by batch.
+        batches: when they are finished, by batch.
         num_replicas: replicas among which each batch was dealt.
         waits_for_groups: whether a rollout can be trained on only once all of its group are finished.
     """
-    seconds = np.array([finishes[-1].time for finishes in batches])
-    shares = np.array([_mean_share(finishes, num_replicas) for finishes in batches])
-    arrivals = [_by_group(finishes) if waits_for_groups else finishes for finishes in batches]
-    return GenerationTime(seconds, shares, [_envelope_of(finishes) for finishes in arrivals])
+    arrivals = [_by_group(ends.in_turn) if waits_for_groups else ends.in_turn for ends in batches]
+    return GenerationTime(
+        seconds=np.array([ends.in_turn[-1].time for ends in batches]),
+        together=np.array([ends.at_once[-1].time for ends in batches]),
+        turnovers=np.array([_turnover(ends) for ends in batches]),
+        shares=np.array([_mean_share(ends.at_once, num_replicas) for ends in batches]),
+        envelopes=[_envelope_of(ends) for ends in arrivals],
+    )
+
+
+def _turnover(ends: StepEnds) -> float:
+    """Add up when groups end, of rising ends the last one of each, and divide by those that are trained on."""
+    complete = {finish.group: finish.time for finish in ends.at_once}
+    return sum(complete.values()) / len({finish.group for finish in ends.in_turn})
 
 
 def _mean_share(finishes: Sequence[Finish], num_replicas: int) -> float:

@@ -107,6 +107,7 @@ def _plan(
             unit=UNITS[objective],
         ),
         candidates=len(search.space),
+        systems=list(dict.fromkeys(mode.system for mode in search.space.modes)),
         simulated=len(search.speeds),
         ruled_out=int((bounds > value).sum()),
         seconds=time.perf_counter() - started_at,

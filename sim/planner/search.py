@@ -94,7 +94,7 @@ class Search(Scores):
         """
         base = shortened(run, run.seed)
         batches = counted_batches(base)
-        falling = [FallingLengths(DealtBatch.of(batch).lengths) for batch in batches]
+        falling = [FallingLengths(DealtBatch.of(batch.trained).lengths) for batch in batches]
         space = Space.open(run, falling, tight=tight)
         return cls(space=space, estimates=Estimates(space, batches), base=base, deadline=deadline)
 

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from statistics import fmean
 
 from msgspec.structs import replace
 
-from sim.batch_time import Finish, generate_batch
+from sim.batch_time import Finish
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_latency
 from sim.costs.training.training import TrainingCosts
@@ -30,9 +31,10 @@ from sim.planner.layouts import (
     holds_rollouts,
 )
 from sim.planner.train_time import FallingLengths, passes_time, train_times
+from sim.step_batches import StepBatch, step_batches
 from streamrl.engine.presets import choose_system
 from streamrl.runfile.config import Run
-from streamrl.workload.workload import Draw, SimulatedWorkload
+from streamrl.workload.workload import SimulatedWorkload
 
 FEWEST_LONGEST = 8
 """Rollouts of the longest kind that a replica must hold at once for its tensor parallelism to count as fitting:
@@ -130,12 +132,10 @@ class Stages:
     # Generation -----------------------------------------------------------------------------------
 
     @cached_property
-    def _batches(self) -> list[list[Draw]]:
+    def _batches(self) -> list[StepBatch]:
         """Return the first batches of the run."""
-        size = self._run.algorithm.prompts_per_step
-        workload = SimulatedWorkload(self._run)
         most = max(self._num_batches, TRAINED_BATCHES)
-        return [workload.draw(first, size) for first in range(0, most * size, size)]
+        return list(islice(step_batches(self._run, SimulatedWorkload(self._run)), most))
 
     def _choices(self, num_gpus: int) -> list[Replicas]:
         """Return the replicas to try."""
@@ -153,7 +153,9 @@ class Stages:
     def _generate(self, choice: Replicas) -> Generation:
         run, costs = self._replica(choice)
         run = choice.apply(run)
-        batches = [generate_batch(run, costs, b) for b in self._batches[: self._num_batches]]
+        steps = [batch.generate(run, costs) for batch in self._batches[: self._num_batches]]
+        is_ahead = choose_system(run.policies).staleness_bound > 0
+        batches = [ends.at_once if is_ahead else ends.in_turn for ends in steps]
         return Generation(
             num_gpus=choice.num_gpus,
             replicas=choice.replicas,
@@ -187,7 +189,7 @@ class Stages:
     def _lengths(self) -> list[list[int]]:
         """Prompt and output tokens of each rollout, by batch and in draw order."""
         return [
-            [draw.drawn.prompt_tokens + length for draw in batch for length in draw.lengths]
+            [draw.drawn.prompt_tokens + n for draw in batch.trained for n in draw.lengths]
             for batch in self._batches[:TRAINED_BATCHES]
         ]
 

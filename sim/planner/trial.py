@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from functools import lru_cache
+from itertools import islice
 from math import inf
 from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from sim.batch_time import generate_batch
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_kinds, fill_latency
 from sim.costs.training.training import TrainingCosts
@@ -21,6 +21,7 @@ from sim.planner.portions import costs_of_portion, portion_of, speed_of_all, wit
 from sim.planner.space import Candidate
 from sim.planner.train_time import closed_form_error
 from sim.steady_state import UnfinishedError, measure_steady, sampled, simulate_steady
+from sim.step_batches import StepBatch, step_batches
 from streamrl.engine.presets import choose_system
 from streamrl.record.leader_steps import read_steps
 from streamrl.record.metrics import Metrics, measure_speed
@@ -30,7 +31,7 @@ from streamrl.record.trace import Trace
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import decode_run, encode_run
-from streamrl.workload.workload import Draw, SimulatedWorkload
+from streamrl.workload.workload import SimulatedWorkload
 
 SEARCH_STEPS = 8
 """Most steps by which a search compares plans: all take the same prompts and lengths, so that their difference is known
@@ -139,11 +140,17 @@ def counted_steps(run: Run) -> tuple[int, int]:
     return min(START, most - 1) + 1, most
 
 
-def counted_batches(base: bytes) -> list[list[Draw]]:
-    """Return the batches that the steps of a trial that count train on."""
+def counted_batches(base: bytes) -> list[StepBatch]:
+    """Return what the steps of a trial that count generate and train on."""
     run, workload = open_trial(base)
-    size, (first, last) = run.algorithm.prompts_per_step, counted_steps(run)
-    return [workload.draw(batch * size, size) for batch in range(first - 1, last)]
+    first, last = counted_steps(run)
+    return _batches_of(run, workload, range(first - 1, last))
+
+
+def _batches_of(run: Run, workload: SimulatedWorkload, numbers: Sequence[int]) -> list[StepBatch]:
+    """Return some of the batches of a run."""
+    known = list(islice(step_batches(run, workload), max(numbers) + 1))
+    return [known[number] for number in numbers]
 
 
 def _planned(trial: Trial) -> tuple[Run, SimulatedWorkload]:
@@ -162,19 +169,19 @@ def generation_of(trial: Trial) -> GenerationTime:
     """Simulate a plan's replicas alone, on one batch after the other."""
     base, workload = open_trial(trial.run)
     run = trial.candidate.apply(base)
-    costs, size = Costs.load(run), run.algorithm.prompts_per_step
+    costs = Costs.load(run)
     run = fill_kinds(fill_latency(run, costs), costs)
-    draws = [workload.draw(batch * size, size) for batch in trial.batches]
-    batches = [generate_batch(run, costs, batch, MOST_REPLICAS) for batch in draws]
+    batches = _batches_of(run, workload, trial.batches)
+    ends = [batch.generate(run, costs, MOST_REPLICAS) for batch in batches]
     waits = run.algorithm.trains_whole_groups
-    return summarize(batches, run.rollout.num_replicas, waits_for_groups=waits)
+    return summarize(ends, run.rollout.num_replicas, waits_for_groups=waits)
 
 
 def training_error_of(trial: Trial) -> float:
     """Return the seconds of a plan's passes one by one, on the first of its batches, over their closed form."""
     base, workload = open_trial(trial.run)
-    run, size = trial.candidate.apply(base), base.algorithm.prompts_per_step
-    lengths = DealtBatch.of(workload.draw(trial.batches[0] * size, size)).lengths
+    run, (batch,) = trial.candidate.apply(base), _batches_of(base, workload, trial.batches[:1])
+    lengths = DealtBatch.of(batch.trained).lengths
     streaming = choose_system(run.policies).streaming
     return closed_form_error(run, TrainingCosts.load(run), lengths, streaming)
 

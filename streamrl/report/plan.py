@@ -10,6 +10,7 @@ from streamrl.record.uncertainty import Uncertainty
 from streamrl.record.whole_run import WholeRun
 from streamrl.runfile.framework_config import FrameworkName
 from streamrl.runfile.plan_config import ObjectiveName
+from streamrl.runfile.policies_config import SystemName
 
 PLAN_JSON = "plan.json"
 PLAN_TOML = "plan.toml"
@@ -173,6 +174,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     objective: Figure
     candidates: int
     """Plans that fit: all were estimated."""
+    systems: list[SystemName] = []
+    """Systems that were searched."""
     simulated: int
     """Plans that were simulated."""
     open_gap: float | None = None

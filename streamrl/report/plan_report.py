@@ -56,6 +56,11 @@ def head_lines(plan: Plan) -> Iterator[str]:
         yield from fact_lines(plan.whole_run)
     yield f"  {plan.binding.text}"
     yield f"  chosen as {plan.why}; {search_text(plan)}"
+    if plan.systems and "fully-async" not in plan.systems:
+        yield (
+            f"  systems that were searched: {', '.join(plan.systems)}; not fully-async, whose rollouts may be several "
+            "steps old: plan.systems names it where it is wanted"
+        )
     if plan.tighter is not None:
         yield (
             f"  with less room {plan.tighter.gain:.0%} better: {plan.tighter.choice}, whose trainer takes "

@@ -29,7 +29,10 @@ class BoundedAdmission:
     def __init__(self, window: AdmissionWindow, waits_for_whole_batches: bool = False) -> None:
         self.window = window
         self.waits_for_whole_batches = waits_for_whole_batches
-        """Whether the next batch is drawn only after every rollout of the last one is generated."""
+        """Whether the next batch is drawn only after every rollout of the last one is generated.
+
+        What takes the place of a group that was dropped belongs to a batch that has begun, and waits for nobody.
+        """
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield draws, one for each step they are meant for."""
@@ -43,7 +46,8 @@ class BoundedAdmission:
 
     def _draw(self, state: State, num_allowed: int) -> Iterator[Command]:
         while state.num_admitted < num_allowed:
-            if self.waits_for_whole_batches and _is_generating(state):
+            begins_batch = state.num_admitted % self.window.prompts_per_step == 0
+            if self.waits_for_whole_batches and begins_batch and _is_generating(state):
                 return
             yield self._next_draw(state, num_allowed)
 

@@ -1,0 +1,167 @@
+"""Does a run end as it should whatever process of it is killed, and when? kill -9 at random moments, in every system.
+
+    python -m benchmarks.bench_kills --kills 40
+
+Each run has its driver, a replica, its trainer and its verifier killed one after the other, in an order and at moments
+drawn by its seed: while workers start as well as in the middle of a step. Where that was the driver it is resumed. Every
+other run trains on groups as they are complete (`greedy`). One JSON object a run; exit status 1 where one of them does not
+have all steps, or its books do not balance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import product
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from benchmarks.fault_books import SIMULATED, Books, balance
+from benchmarks.fault_model import make_model
+from benchmarks.processes import ROLES, processes_of
+from streamrl.record.legs import balance_legs
+from streamrl.record.trace import read_trace
+from streamrl.report.ledger_line import tell_faults
+
+HERE = Path(__file__).parent
+VICTIMS = ("driver", *ROLES)
+CONSUMPTIONS = ("strict-fifo", "greedy")
+APART = 8.0
+"""Seconds from one kill to the next, at most: starting a worker takes three to ten."""
+STEPS = 600
+"""More than are made before the last kill."""
+MOST_SECONDS = 420.0
+"""That a run may take; one that takes longer hangs."""
+RUN = """
+import sys
+from executor.execute import execute
+from streamrl.runfile.reading import load_run
+path, what, *changes = sys.argv[1:]
+execute(load_run(path, changes), what == "resume")
+"""
+
+
+@dataclass
+class Killed:
+    """What became of one run."""
+
+    system: str
+    consumption: str
+    seed: int
+    kills: list[tuple[str, float, int]] = field(default_factory=list)
+    """Whom, how many seconds after the run began, and how many steps it had."""
+    status: int | None = None
+    """Exit status of the last leg; None of one that came to no end."""
+    books: Books | None = None
+    ledger: str = ""
+    """What its ledger finds wrong."""
+    seconds: float = 0.0
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it has all steps, and every rollout is accounted for."""
+        books = self.books
+        is_clean = books is not None and not (books.lost or books.twice or books.wrong)
+        return self.status == 0 and is_clean and not self.ledger
+
+
+def main() -> None:
+    """Kill until there were enough, and print what became of the runs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=40, help="at least")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time")
+    arguments = parser.parse_args()
+    num_runs = -(-arguments.kills // len(VICTIMS))
+    with tempfile.TemporaryDirectory(prefix="bench-kills-") as name:
+        make_model(Path(name))
+        with ThreadPoolExecutor(arguments.workers) as pool:
+            runs = list(pool.map(partial(_show, Path(name)), range(num_runs)))
+    num_kills = sum(len(run.kills) for run in runs)
+    unsound = sum(not run.is_sound for run in runs)
+    print(json.dumps({"name": "kills.kills", "value": num_kills, "unit": "processes"}))
+    print(json.dumps({"name": "kills.unsound", "value": unsound, "unit": "runs"}))
+    sys.exit(0 if num_kills >= arguments.kills and not unsound else 1)
+
+
+def _show(directory: Path, seed: int) -> Killed:
+    found = kill(directory, seed)
+    print(json.dumps(asdict(found) | {"is_sound": found.is_sound}), flush=True)
+    return found
+
+
+def kill(directory: Path, seed: int) -> Killed:
+    """Execute a run whose processes are killed one after the other."""
+    ways = list(product(SIMULATED, CONSUMPTIONS))
+    system, consumption = ways[seed % len(ways)]
+    found = Killed(system, consumption, seed)
+    place = directory / f"run-{seed}"
+    place.mkdir()
+    table = (HERE / "faults-executed.toml").read_text()
+    (place / "run.toml").write_text(table)
+    changes = [
+        *(f"policies.system={system}", f"policies.consumption={consumption}", f"seed={seed}"),
+        f"algorithm.steps={STEPS}",
+    ]
+    draw, began_at = Random(seed), time.monotonic()
+    victims = draw.sample(VICTIMS, len(VICTIMS))
+    leg = _begin(place, "begin", changes)
+    while not (place / "run" / "trace.jsonl").exists() and leg.poll() is None:
+        time.sleep(0.01)
+    for victim in victims:
+        time.sleep(draw.uniform(0.0, APART))
+        pids = _wait_for(victim, leg, began_at)
+        if not pids:
+            break  # the run has ended
+        os.kill(draw.choice(pids), signal.SIGKILL)
+        found.kills.append((victim, round(time.monotonic() - began_at, 2), _num_steps(place)))
+        if victim == "driver":
+            leg.wait()
+            leg = _begin(place, "resume", changes)
+    try:
+        found.status = leg.wait(MOST_SECONDS)
+    except subprocess.TimeoutExpired:
+        leg.kill()
+        leg.wait()
+    found.seconds = round(time.monotonic() - began_at, 1)
+    output = place / "run"
+    legs = [
+        read_trace(path) for path in (*sorted(output.glob("trace.*.jsonl")), output / "trace.jsonl")
+    ]
+    found.books, found.ledger = balance(legs), tell_faults(balance_legs(legs))
+    if not found.is_sound:
+        print((place / "log").read_text()[-2000:], file=sys.stderr)
+    return found
+
+
+def _begin(place: Path, what: str, changes: list[str]) -> subprocess.Popen[Any]:
+    words = [sys.executable, "-c", RUN, str(place / "run.toml"), what, *changes]
+    with (place / "log").open("ab") as log:
+        return subprocess.Popen(words, stdout=log, stderr=log)
+
+
+def _wait_for(role: str, leg: subprocess.Popen[Any], began_at: float) -> list[int]:
+    """Return the processes of a role, once there are any; none where the run ends before."""
+    while leg.poll() is None and time.monotonic() - began_at < MOST_SECONDS:
+        if pids := processes_of(leg.pid).get(role):
+            return pids
+        time.sleep(0.05)
+    return []
+
+
+def _num_steps(place: Path) -> int:
+    path = place / "run" / "metrics.jsonl"
+    return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Which processes a run has, by their roles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROLES = {"replica": "ReplicaWorker", "trainer": "TrainerWorker", "verifier": "fork_server"}
+"""What the command line of a role's process has; the driver is who was started."""
+
+
+def processes_of(driver: int) -> dict[str, list[int]]:
+    """Return the processes of a run by role, the driver's own among them."""
+    found = {"driver": [driver]}
+    for entry in Path("/proc").iterdir():
+        words = _command_line(entry) if entry.name.isdigit() else ""
+        for role, word in ROLES.items():
+            if word in words and _is_below(int(entry.name), driver):
+                found.setdefault(role, []).append(int(entry.name))
+    return found
+
+
+def _command_line(entry: Path) -> str:
+    try:
+        return (entry / "cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""  # it has ended
+
+
+def _is_below(pid: int, driver: int) -> bool:
+    """Whether a process was started by the driver, or by one that was."""
+    while pid > 1:
+        if pid == driver:
+            return True
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            return False
+    return False
