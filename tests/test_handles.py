@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from executor.carriers.handles import Handle, InProcess, LocalProcess, WorkerLostError
+from executor.carriers.processes import Begin, fork, spawn
 from executor.carriers.remote import remote
 from executor.roles import RoleLostError
 from tests.verifying import wait_until_gone
@@ -84,8 +85,16 @@ async def local(log: Path) -> Handle:
     return await LocalProcess.start(ROLE, {"first": 3}, log, {})
 
 
+async def forked(log: Path) -> Handle:
+    return await LocalProcess.start(ROLE, {"first": 3}, log, {}, begin=fork)
+
+
 Start = Callable[[Path], Awaitable[Handle]]
-carriers = pytest.mark.parametrize("start", [in_process, local])
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
+carriers = pytest.mark.parametrize(
+    "start", [in_process, local, pytest.param(forked, marks=on_linux)]
+)
+begins = pytest.mark.parametrize("begin", [spawn, pytest.param(fork, marks=on_linux)])
 
 
 @carriers
@@ -143,9 +152,10 @@ def test_an_error_reaches_the_caller_and_the_role_lives_on(start: Start, tmp_pat
     assert asyncio.run(go()) == 3
 
 
-def test_a_dead_worker_fails_pending_and_later_calls(tmp_path: Path) -> None:
+@begins
+def test_a_dead_worker_fails_pending_and_later_calls(begin: Begin, tmp_path: Path) -> None:
     async def go() -> None:
-        handle = await LocalProcess.start(ROLE, {"first": 0}, tmp_path / "log", {})
+        handle = await LocalProcess.start(ROLE, {"first": 0}, tmp_path / "log", {}, begin=begin)
         await handle.call("count", returns=int)
         pending = asyncio.ensure_future(handle.call("wait", 0, 60.0, returns=list[int]))
         await asyncio.sleep(0.1)
@@ -185,9 +195,12 @@ def test_a_role_that_is_killed_or_can_do_nothing_any_more_fails_pending_and_late
     asyncio.run(go(break_down, "can do nothing any more: .*no GPU is left"))
 
 
-def test_closing_leaves_no_process_even_in_the_middle_of_a_call(tmp_path: Path) -> None:
+@begins
+def test_closing_leaves_no_process_even_in_the_middle_of_a_call(
+    begin: Begin, tmp_path: Path
+) -> None:
     async def go() -> int:
-        handle = await LocalProcess.start(ROLE, {"first": 0}, tmp_path / "log", {})
+        handle = await LocalProcess.start(ROLE, {"first": 0}, tmp_path / "log", {}, begin=begin)
         await handle.call("count", returns=int)
         call = asyncio.ensure_future(handle.call("wait", 0, 60.0, returns=list[int]))
         await asyncio.sleep(0.1)
@@ -200,12 +213,13 @@ def test_closing_leaves_no_process_even_in_the_middle_of_a_call(tmp_path: Path) 
         os.kill(asyncio.run(go()), 0)
 
 
+@begins
 @pytest.mark.parametrize(("method", "status"), [("compute", 0), ("block", -signal.SIGKILL)])
 def test_closing_ends_a_worker_that_computes_and_kills_one_that_hangs(
-    method: str, status: int, tmp_path: Path
+    method: str, status: int, begin: Begin, tmp_path: Path
 ) -> None:
     async def go() -> int | None:
-        handle = await LocalProcess.start(ROLE, {"first": 0}, tmp_path / "log", {})
+        handle = await LocalProcess.start(ROLE, {"first": 0}, tmp_path / "log", {}, begin=begin)
         await handle.call("count", returns=int)
         call = asyncio.ensure_future(handle.call(method, returns=type(None)))
         await asyncio.sleep(0.3)
@@ -220,10 +234,12 @@ def test_closing_ends_a_worker_that_computes_and_kills_one_that_hangs(
 PARENT = """
 import asyncio, os, signal, sys
 from pathlib import Path
+from executor.carriers import processes
 from executor.carriers.handles import LocalProcess
 
 async def go():
-    handle = await LocalProcess.start(ROLE, {"first": 0}, Path(os.devnull), {})
+    begin = getattr(processes, sys.argv[2])
+    handle = await LocalProcess.start(ROLE, {"first": 0}, Path(os.devnull), {}, begin=begin)
     await handle.call("count", returns=int)
     handle.send_signal(signal.SIGSTOP)
     print(handle.pid, flush=True)
@@ -235,7 +251,9 @@ asyncio.run(go())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills children with their parent")
-def test_a_worker_that_stands_still_dies_with_its_controller() -> None:
-    done = subprocess.run([sys.executable, "-c", PARENT, ROLE], capture_output=True, text=True)
+@begins
+def test_a_worker_that_stands_still_dies_with_its_controller(begin: Begin) -> None:
+    words = [sys.executable, "-c", PARENT, ROLE, begin.__name__]
+    done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     wait_until_gone([int(done.stdout)], 5)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from executor.carriers.handles import LocalProcess, WorkerLostError
 from executor.carriers.launch import TRAINER, worker_environment
 from executor.carriers.local_launch import LOOPBACK
+from executor.carriers.processes import begin_for
 from executor.carriers.rank_handles import RankHandles
 from executor.carriers.remote import remote
 from executor.roles import TrainerRole
@@ -76,6 +77,7 @@ async def trainer(
             msgspec.to_builtins(msgspec.structs.replace(config, rank=rank)),
             directory / f"rank-{rank}.log",
             {**worker_environment(1), "GLOO_SOCKET_IFNAME": LOOPBACK},
+            begin=begin_for("cpu", shape.backend),
         )
         for rank in range(shape.num_ranks)
     ]

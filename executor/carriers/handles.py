@@ -13,11 +13,11 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from executor.carriers import processes
 from executor.carriers.heartbeat import PATIENCE, PING_TIME, Heartbeat
 from executor.carriers.wire import PING, Answer, Call, decode, read_frame, write_frame
 from executor.carriers.worker import make_role
@@ -113,7 +113,7 @@ class LocalProcess(Handle):
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
+        process: processes.Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         patience: float,
@@ -136,19 +136,12 @@ class LocalProcess(Handle):
         log: Path,
         environment: dict[str, str],
         patience: float = PATIENCE,
+        begin: processes.Begin = processes.spawn,
     ) -> LocalProcess:
         """Start the process; its output goes to `log`, and it is killed where it seems dead for `patience` seconds."""
         ours, theirs = socket.socketpair()
         with log.open("ab") as output, theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "executor.carriers.worker", role_path, str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, **environment},
-                start_new_session=True,  # Ctrl-C is the controller's to handle
-            )
+            process = await begin(role_path, theirs, output, {**os.environ, **environment})
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         write_frame(writer, config)
         return cls(process, reader, writer, patience)

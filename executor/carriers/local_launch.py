@@ -20,6 +20,7 @@ from executor.carriers.launch import (
 from executor.carriers.local_cores import threads_of
 from executor.carriers.local_gpus import LocalGpus, device_of
 from executor.carriers.placement import Place, Placement
+from executor.carriers.processes import begin_for
 from executor.carriers.rank_handles import RankHandles
 from executor.record import RunDirectory
 from streamrl.engine.trainer_side import LEADER
@@ -109,9 +110,10 @@ class LocalLauncher(Launcher):
     async def _start(self, role: str, config: Config, name: str, place: Place) -> Handle:
         if self._run.execute.launcher == "in-process":
             return InProcess(role, config)
-        log = self._directory.logs / f"{name}.log"
+        run, log = self._run, self._directory.logs / f"{name}.log"
+        begin = begin_for(device_of(run, place.pool), run.rollout.backend, run.trainer.backend)
         return await LocalProcess.start(
-            role, config, log, self.environment(place), self._run.execute.patience
+            role, config, log, self.environment(place), run.execute.patience, begin
         )
 
     def environment(self, place: Place) -> dict[str, str]:

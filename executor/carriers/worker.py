@@ -20,6 +20,9 @@ from executor.carriers.wire import PING, Answer, Call, Kind, encode, read_frame,
 from executor.libc import die_with_parent
 from executor.roles import RoleLostError
 
+MODULE = "executor.carriers.worker"
+"""Of this file, by which a worker's process is known."""
+
 
 async def serve(role_path: str, connection: socket.socket) -> None:
     """Serve one role over `connection` until the controller closes it."""

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import psutil
 
+from executor.carriers import worker
 from executor.carriers.launch import REPLICA
 from executor.execute import execute
 from executor.profiling.measurements import SHORT, RayPlace, Setup
@@ -31,7 +32,6 @@ STEPS = 8
 PROMPTS, GROUP_SIZE = 12, 8
 RUNNING = 16
 """Rollouts at once, so that they end one by one, as those of longer runs do: each end wakes who serves it."""
-WORKER = "executor.carriers.worker"
 """What the command of a replica or a trainer has in it: they are timed by what they compute."""
 RAY_PROCESSES = ("raylet", "gcs_server")
 """What brings calls and answers of actors, and knows where they are."""
@@ -181,7 +181,7 @@ def _cpu_times(process: psutil.Process) -> tuple[float, float]:
     """Return what a process took to handle rollouts, and to compute as a role."""
     command = process.cmdline()
     own, name = sum(process.cpu_times()[:2]), process.name()
-    if WORKER in command:
+    if worker.MODULE in command:
         serving = _first_thread_time(process) if REPLICA in command else 0.0
         return serving, max(0.0, own - serving)
     if _is_of_ray(name):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from executor.carriers.handles import Handle, LocalProcess
 from executor.carriers.launch import worker_environment
+from executor.carriers.processes import begin_for
 from executor.carriers.remote import remote
 from executor.profiling.company import side_by_side
 from executor.profiling.endless_model import vocabulary_of, without_end
@@ -171,7 +172,8 @@ class _Bench:
     @contextlib.asynccontextmanager
     async def _role(self, path: str, config: dict[str, object]) -> AsyncIterator[Handle]:
         log = self._scratch / "worker.log"
-        handle = await LocalProcess.start(path, config, log, self._environment)
+        begin = begin_for(str(self._common["device"]), self._backend)
+        handle = await LocalProcess.start(path, config, log, self._environment, begin=begin)
         try:
             yield handle
         finally:

@@ -10,6 +10,7 @@ from typing import Any
 
 from executor.carriers.handles import LocalProcess
 from executor.carriers.launch import REWARD_MODEL, worker_environment
+from executor.carriers.processes import begin_for
 from executor.carriers.remote import remote
 from executor.profiling.measurements import Setup
 from executor.profiling.readings import Readings
@@ -38,7 +39,8 @@ async def time_rewards(
     }
     texts = _Texts(load_tokenizer(setup.reward_model))
     environment = worker_environment(setup.threads)
-    handle = await LocalProcess.start(REWARD_MODEL, config, scratch / "reward.log", environment)
+    log, begin = scratch / "reward.log", begin_for(setup.device)
+    handle = await LocalProcess.start(REWARD_MODEL, config, log, environment, begin=begin)
     try:
         role = remote(RewardRole, handle)
         await role.start()

@@ -1,0 +1,141 @@
+"""The process that workers are forked from: it has imported what they all need, which takes one five seconds of a core.
+
+    python -m executor.carriers.nursery FD
+
+Over FD its controller asks for workers and tells each one's role, environment and directory, with three descriptors: the
+worker's connection, its log, and a socket on which the nursery answers with the worker's process id and, once it has
+ended, its exit status. A nursery computes nothing, so that it has no threads which a fork would lose. It ends with its
+controller, or when it has had no workers for a while; who kills it kills its workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from typing import NamedTuple, NoReturn
+
+import msgspec
+
+from executor.carriers.worker import MODULE, serve
+from executor.libc import die_with_parent, show_command_line
+
+PRELOADED = ("executor.rollout.replica_worker", "executor.trainer.trainer_worker")
+"""Whose imports, torch and transformers among them, most workers need."""
+IDLE_TIME = 60.0
+"""Seconds that it waits for somebody to ask for a worker while it has none."""
+NUM_DESCRIPTORS = 3
+HEADER = 8
+"""Bytes that tell how long a request is; the descriptors come with them."""
+CONNECTION = 3
+"""Descriptor of a worker's connection; it has no others but the standard ones."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What a worker is to be."""
+
+    role: str
+    environment: dict[str, str]
+    directory: str
+
+
+class Child(NamedTuple):
+    """A worker that lives."""
+
+    pid: int
+    answers: socket.socket
+
+
+def main(control: socket.socket) -> None:
+    """Import what workers need, then fork them as they are asked for."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or collecting in a worker would copy all of it
+    with selectors.DefaultSelector() as selector:
+        selector.register(control, selectors.EVENT_READ)
+        while ready := selector.select(IDLE_TIME if len(selector.get_map()) == 1 else None):
+            for key, _ in ready:
+                if key.data is not None:
+                    selector.unregister(key.fd)
+                    _bury(key.fd, key.data)
+                elif (asked := receive(control)) is None:
+                    return
+                else:
+                    child = _fork(*asked)
+                    pidfd = os.pidfd_open(child.pid)
+                    selector.register(pidfd, selectors.EVENT_READ, child)
+
+
+def send(control: socket.socket, request: Request, descriptors: list[int]) -> None:
+    """Ask a nursery for a worker."""
+    data = msgspec.json.encode(request)
+    socket.send_fds(control, [len(data).to_bytes(HEADER, "big")], descriptors)
+    control.sendall(data)
+
+
+def receive(control: socket.socket) -> tuple[Request, list[int]] | None:
+    """Return a request and its descriptors; None where there are no more."""
+    header, descriptors, _, _ = socket.recv_fds(control, HEADER, NUM_DESCRIPTORS)
+    if not header:
+        return None
+    data = bytearray()
+    size = int.from_bytes(header, "big")
+    while len(data) < size:
+        if not (part := control.recv(size - len(data))):
+            return None
+        data += part
+    return msgspec.json.decode(data, type=Request), descriptors
+
+
+def _fork(request: Request, descriptors: list[int]) -> Child:
+    connection, log, told = descriptors
+    pid = os.fork()
+    if pid == 0:
+        _work(request, connection, log)
+    os.close(connection)
+    os.close(log)
+    answers = socket.socket(fileno=told)
+    answers.send(str(pid).encode())
+    return Child(pid, answers)
+
+
+def _bury(pidfd: int, child: Child) -> None:
+    """Take back the process of a worker that has ended, and tell how."""
+    os.close(pidfd)
+    _, status = os.waitpid(child.pid, 0)
+    with child.answers:
+        child.answers.send(str(os.waitstatus_to_exitcode(status)).encode(), socket.MSG_NOSIGNAL)
+
+
+def _work(request: Request, connection: int, log: int) -> NoReturn:
+    """Be a worker, as one that was started by itself is."""
+    try:
+        os.setsid()  # Ctrl-C is the controller's to handle
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.dup2(connection, CONNECTION, inheritable=False)
+        os.closerange(CONNECTION + 1, os.sysconf("SC_OPEN_MAX"))
+        die_with_parent()
+        os.environ.clear()
+        os.environ.update(request.environment)
+        os.chdir(request.directory)
+        sys.argv = [MODULE, request.role, str(CONNECTION)]
+        show_command_line([sys.executable, "-m", *sys.argv])
+        asyncio.run(serve(request.role, socket.socket(fileno=CONNECTION)))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    main(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)

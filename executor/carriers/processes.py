@@ -1,0 +1,150 @@
+"""How the process of a worker begins: with imports of its own, or forked from one that has them (`executor.carriers.nursery`)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from executor.carriers import nursery, worker
+
+Environment = dict[str, str]
+READ_AT_IMPORT = (
+    *("HF_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH"),
+    "TRANSFORMERS_",
+)
+"""Beginnings of variables that libraries look at once: who has others needs another nursery."""
+PADDING = " " * 100
+"""Of a nursery's command line: its workers show their own in its place."""
+STARTERS = frozenset(("vllm", "deepspeed"))
+"""Back ends that are not for forked workers."""
+MOST_BYTES = 32
+"""Of what a nursery tells of a worker."""
+
+
+class Process(Protocol):
+    """The process of a worker, as `subprocess.Popen` has it."""
+
+    pid: int
+    returncode: int | None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return its exit status, negative for a signal.
+
+        Raises:
+            subprocess.TimeoutExpired: it lives on.
+        """
+
+    def kill(self) -> None:
+        """Kill it, if it lives."""
+
+
+Begin = Callable[[str, socket.socket, BinaryIO, Environment], Awaitable[Process]]
+"""Of a role, the worker's end of its connection, its log and its whole environment."""
+
+
+def begin_for(device: str, *backends: str) -> Begin:
+    """Return how workers of a device begin: CUDA, vLLM and DeepSpeed have threads and processes that no fork takes along."""
+    is_plain = device == "cpu" and not STARTERS.intersection(backends)
+    return fork if sys.platform == "linux" and is_plain else spawn
+
+
+async def spawn(
+    role: str, connection: socket.socket, log: BinaryIO, environment: Environment
+) -> Process:
+    """Start a worker that imports what it needs."""
+    return subprocess.Popen(
+        [sys.executable, "-m", worker.MODULE, role, str(connection.fileno())],
+        pass_fds=(connection.fileno(),),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env=environment,
+        start_new_session=True,  # Ctrl-C is the controller's to handle
+    )
+
+
+async def fork(
+    role: str, connection: socket.socket, log: BinaryIO, environment: Environment
+) -> Process:
+    """Let a nursery fork a worker; the first one of an environment waits until there is one.
+
+    Raises:
+        ChildProcessError: the nursery has died, and so has another; its words are in `log`.
+    """
+    request = nursery.Request(role, environment, str(Path.cwd()))
+    for _ in range(2):  # the first one may just have had no work for too long
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        with theirs:
+            try:
+                control = _nursery_for(environment, log)
+                descriptors = [connection.fileno(), log.fileno(), theirs.fileno()]
+                nursery.send(control, request, descriptors)
+            except (BrokenPipeError, ConnectionResetError):
+                continue
+        if told := await asyncio.get_running_loop().sock_recv(ours, MOST_BYTES):
+            return Forked(int(told), ours)
+    raise ChildProcessError("the process that workers are forked from has died")
+
+
+class Forked:
+    """A worker that a nursery has forked."""
+
+    def __init__(self, pid: int, answers: socket.socket) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._answers = answers
+
+    def wait(self, timeout: float | None = None) -> int:
+        """See `Process`."""
+        poll = select.poll()
+        poll.register(self._answers, select.POLLIN)
+        if not poll.poll(None if timeout is None else 1e3 * timeout):
+            raise subprocess.TimeoutExpired("worker", timeout or 0.0)
+        told = self._answers.recv(MOST_BYTES, socket.MSG_PEEK)  # whoever else waits reads it too
+        self.returncode = int(told) if told else -signal.SIGKILL  # it died with its nursery
+        return self.returncode
+
+    def kill(self) -> None:
+        """See `Process`; a process id is not given anew before its nursery has told of the end."""
+        try:
+            self.wait(0.0)
+        except subprocess.TimeoutExpired:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+_nurseries: dict[tuple[tuple[str, str], ...], tuple[subprocess.Popen[bytes], socket.socket]] = {}
+"""Those of this process, by what their libraries have read."""
+
+
+def _nursery_for(environment: Environment, log: BinaryIO) -> socket.socket:
+    """Return the connection to a nursery that lives."""
+    read = {name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT)}
+    key = (("controller", str(os.getpid())), *sorted(read.items()))
+    process, control = _nurseries.get(key, (None, None))
+    if process is not None and control is not None:
+        if process.poll() is None:
+            return control
+        control.close()
+    control, theirs = socket.socketpair()
+    with theirs:
+        words = [sys.executable, "-m", nursery.__name__, str(theirs.fileno()), PADDING]
+        process = subprocess.Popen(
+            words,
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
+    _nurseries[key] = process, control
+    return control

@@ -1,0 +1,169 @@
+"""Workers that are forked from a process which has imported what they need: as those that are started, only sooner."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from executor.carriers import nursery, processes, worker
+from executor.carriers.handles import LocalProcess, WorkerLostError
+from executor.carriers.processes import begin_for, fork, spawn
+from tests.verifying import wait_until_gone
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forked on Linux alone")
+ROLE = "tests.test_nursery:Witness"
+NAME = "STREAMRL_TEST_NURSERY"
+
+
+class Nothing(msgspec.Struct, frozen=True):
+    """What a witness has to know."""
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """What a worker finds."""
+
+    parent: int
+    session: int
+    directory: str
+    variable: str | None
+    descriptors: list[int]
+    has_torch: bool
+
+
+class Witness:
+    """A role that tells where it is."""
+
+    def __init__(self, config: Nothing) -> None:
+        self._had_torch = "torch" in sys.modules
+
+    async def look(self) -> Seen:
+        print("seen", flush=True)
+        return Seen(
+            os.getppid(),
+            os.getsid(0),
+            str(Path.cwd()),
+            os.environ.get(NAME),
+            [int(each.name) for each in Path("/proc/self/fd").iterdir()],
+            self._had_torch,
+        )
+
+    async def stop(self) -> None:
+        pass
+
+
+def with_worker(
+    log: Path, check: Callable[[LocalProcess, Seen], Awaitable[None]], **environment: str
+) -> None:
+    """Fork a witness and let somebody look at it."""
+
+    async def go() -> None:
+        handle = await LocalProcess.start(ROLE, {}, log, environment, begin=fork)
+        try:
+            await check(handle, await handle.call("look", returns=Seen))
+        finally:
+            await handle.close()
+
+    asyncio.run(go())
+
+
+def test_a_worker_has_its_own_environment_directory_log_and_nothing_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(NAME, "before")
+
+    async def check(handle: LocalProcess, seen: Seen) -> None:
+        assert seen.directory == str(tmp_path) and seen.session == handle.pid
+        assert seen.has_torch and seen.parent != os.getpid()
+        assert (tmp_path / "log").read_text().strip() == "seen"
+        assert len(seen.descriptors) < 10
+        assert worker.MODULE in psutil.Process(handle.pid).cmdline()
+        assert ROLE in psutil.Process(handle.pid).cmdline()
+
+    async def before(handle: LocalProcess, seen: Seen) -> None:
+        assert seen.variable == "before"
+        await check(handle, seen)
+        (tmp_path / "log").unlink()
+
+    async def after(handle: LocalProcess, seen: Seen) -> None:
+        assert seen.variable == "after"
+        await check(handle, seen)
+
+    with_worker(tmp_path / "log", before)
+    with_worker(tmp_path / "log", after, **{NAME: "after"})
+
+
+def test_workers_share_a_nursery_where_libraries_read_the_same(tmp_path: Path) -> None:
+    parents: list[int] = []
+
+    async def note(handle: LocalProcess, seen: Seen) -> None:
+        parents.append(seen.parent)
+
+    for threads in ("1", "1", "2"):
+        with_worker(tmp_path / "log", note, OMP_NUM_THREADS=threads)
+    first, same, other = parents
+    assert first == same != other
+
+
+def test_who_kills_a_nursery_kills_its_workers_and_the_next_has_another(tmp_path: Path) -> None:
+    parents: list[int] = []
+
+    async def kill(handle: LocalProcess, seen: Seen) -> None:
+        parents.append(seen.parent)
+        os.kill(seen.parent, signal.SIGKILL)
+        with pytest.raises(WorkerLostError, match="status -9"):
+            while time.sleep(0.01) is None:
+                await handle.call("look", returns=Seen)
+        wait_until_gone([handle.pid], 5)
+
+    for _ in range(2):
+        with_worker(tmp_path / "log", kill)
+    assert parents[0] != parents[1]
+
+
+def test_a_nursery_without_work_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_nurseries", {})
+    short = f"import {nursery.__name__} as n, socket, sys; n.IDLE_TIME = 0.5; n.PRELOADED = (); "
+    short += "n.main(socket.socket(fileno=int(sys.argv[-2])))"
+    parents: list[int] = []
+
+    async def note(handle: LocalProcess, seen: Seen) -> None:
+        await asyncio.sleep(1.0)  # with a worker it does not
+        parents.append(seen.parent)
+        assert await handle.call("look", returns=Seen) == seen
+
+    original = processes.subprocess.Popen
+
+    def begin(words: list[str], **options: object) -> object:
+        return original([words[0], "-c", short, *words[3:]], **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(processes.subprocess, "Popen", begin)
+    for _ in range(2):
+        with_worker(tmp_path / "log", note)
+        wait_until_gone([parents[-1]], 5)
+    assert parents[0] != parents[1]
+
+
+def test_a_nursery_that_cannot_begin_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_nurseries", {})
+    monkeypatch.setattr(processes.sys, "executable", "/bin/false")
+    with pytest.raises(ChildProcessError, match="workers are forked from has died"):
+        asyncio.run(LocalProcess.start(ROLE, {}, tmp_path / "log", {}, begin=fork))
+
+
+def test_what_has_threads_of_its_own_is_not_forked() -> None:
+    assert begin_for("cpu", "transformers", "torch") is fork
+    assert begin_for("cuda", "transformers", "torch") is spawn
+    assert begin_for("cpu", "vllm", "torch") is spawn
+    assert begin_for("cpu", "transformers", "deepspeed") is spawn
