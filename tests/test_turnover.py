@@ -12,10 +12,10 @@ import pytest
 from msgspec.structs import replace
 
 from executor.carriers.launch import REPLICA, TRAINER
+from executor.carriers.worker import MODULE
 from executor.profiling.handling import (
     NOTHING,
     STEPS,
-    WORKER,
     Taken,
     cpu_times_so_far,
     has_tokenizer,
@@ -125,11 +125,11 @@ def test_what_workers_compute_is_of_roles_and_what_they_and_others_do_beside_is_
             busy.kill()
         return after[0] - before[0], after[1] - before[1]
 
-    handling, roles = taken_beside(ON_ANOTHER, WORKER, REPLICA)
+    handling, roles = taken_beside(ON_ANOTHER, MODULE, REPLICA)
     assert roles >= 0.3 and handling < 0.2
-    handling, roles = taken_beside(ON_ITS_FIRST_THREAD, WORKER, REPLICA)
+    handling, roles = taken_beside(ON_ITS_FIRST_THREAD, MODULE, REPLICA)
     assert handling >= 0.3 and 0 <= roles < 0.1
-    handling, roles = taken_beside(ON_ITS_FIRST_THREAD, WORKER, TRAINER)
+    handling, roles = taken_beside(ON_ITS_FIRST_THREAD, MODULE, TRAINER)
     assert roles >= 0.3 and handling < 0.2, "a trainer's calls hold what serves them"
     handling, roles = taken_beside(ON_ITS_FIRST_THREAD, "anything")
     assert handling >= 0.3 and roles == 0

@@ -113,7 +113,7 @@ class LocalProcess(Handle):
 
     def __init__(
         self,
-        process: processes.Process,
+        process: processes.WorkerProcess,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         patience: float,

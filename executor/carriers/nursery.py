@@ -37,7 +37,7 @@ CONNECTION = 3
 """Descriptor of a worker's connection; it has no others but the standard ones."""
 
 
-class Request(msgspec.Struct, frozen=True):
+class WorkerRequest(msgspec.Struct, frozen=True):
     """What a worker is to be."""
 
     role: str
@@ -73,14 +73,14 @@ def main(control: socket.socket) -> None:
                     selector.register(pidfd, selectors.EVENT_READ, child)
 
 
-def send(control: socket.socket, request: Request, descriptors: list[int]) -> None:
+def send(control: socket.socket, request: WorkerRequest, descriptors: list[int]) -> None:
     """Ask a nursery for a worker."""
     data = msgspec.json.encode(request)
     socket.send_fds(control, [len(data).to_bytes(HEADER, "big")], descriptors)
     control.sendall(data)
 
 
-def receive(control: socket.socket) -> tuple[Request, list[int]] | None:
+def receive(control: socket.socket) -> tuple[WorkerRequest, list[int]] | None:
     """Return a request and its descriptors; None where there are no more."""
     header, descriptors, _, _ = socket.recv_fds(control, HEADER, NUM_DESCRIPTORS)
     if not header:
@@ -91,10 +91,10 @@ def receive(control: socket.socket) -> tuple[Request, list[int]] | None:
         if not (part := control.recv(size - len(data))):
             return None
         data += part
-    return msgspec.json.decode(data, type=Request), descriptors
+    return msgspec.json.decode(data, type=WorkerRequest), descriptors
 
 
-def _fork(request: Request, descriptors: list[int]) -> Child:
+def _fork(request: WorkerRequest, descriptors: list[int]) -> Child:
     connection, log, told = descriptors
     pid = os.fork()
     if pid == 0:
@@ -114,7 +114,7 @@ def _bury(pidfd: int, child: Child) -> None:
         child.answers.send(str(os.waitstatus_to_exitcode(status)).encode(), socket.MSG_NOSIGNAL)
 
 
-def _work(request: Request, connection: int, log: int) -> NoReturn:
+def _work(request: WorkerRequest, connection: int, log: int) -> NoReturn:
     """Be a worker, as one that was started by itself is."""
     try:
         os.setsid()  # Ctrl-C is the controller's to handle

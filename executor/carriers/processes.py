@@ -29,7 +29,7 @@ MOST_BYTES = 32
 """Of what a nursery tells of a worker."""
 
 
-class Process(Protocol):
+class WorkerProcess(Protocol):
     """The process of a worker, as `subprocess.Popen` has it."""
 
     pid: int
@@ -46,7 +46,7 @@ class Process(Protocol):
         """Kill it, if it lives."""
 
 
-Begin = Callable[[str, socket.socket, BinaryIO, Environment], Awaitable[Process]]
+Begin = Callable[[str, socket.socket, BinaryIO, Environment], Awaitable[WorkerProcess]]
 """Of a role, the worker's end of its connection, its log and its whole environment."""
 
 
@@ -58,7 +58,7 @@ def begin_for(device: str, *backends: str) -> Begin:
 
 async def spawn(
     role: str, connection: socket.socket, log: BinaryIO, environment: Environment
-) -> Process:
+) -> WorkerProcess:
     """Start a worker that imports what it needs."""
     return subprocess.Popen(
         [sys.executable, "-m", worker.MODULE, role, str(connection.fileno())],
@@ -73,13 +73,13 @@ async def spawn(
 
 async def fork(
     role: str, connection: socket.socket, log: BinaryIO, environment: Environment
-) -> Process:
+) -> WorkerProcess:
     """Let a nursery fork a worker; the first one of an environment waits until there is one.
 
     Raises:
         ChildProcessError: the nursery has died, and so has another; its words are in `log`.
     """
-    request = nursery.Request(role, environment, str(Path.cwd()))
+    request = nursery.WorkerRequest(role, environment, str(Path.cwd()))
     for _ in range(2):  # the first one may just have had no work for too long
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
@@ -104,7 +104,7 @@ class Forked:
         self._answers = answers
 
     def wait(self, timeout: float | None = None) -> int:
-        """See `Process`."""
+        """See `WorkerProcess`."""
         poll = select.poll()
         poll.register(self._answers, select.POLLIN)
         if not poll.poll(None if timeout is None else 1e3 * timeout):
@@ -114,7 +114,7 @@ class Forked:
         return self.returncode
 
     def kill(self) -> None:
-        """See `Process`; a process id is not given anew before its nursery has told of the end."""
+        """See `WorkerProcess`; a process id is not given anew before its nursery has told of the end."""
         try:
             self.wait(0.0)
         except subprocess.TimeoutExpired:

@@ -394,8 +394,7 @@ class _Bench:
             self._watch("score")
 
     async def _train(self, trainer: TimedTrainerRole, rollouts: int, width: int) -> None:
-        samples = self._made_up.samples(rollouts, width, advantage=1.0)
-        await trainer.train(samples)
+        await trainer.train(self._made_up.samples(rollouts, width, advantage=1.0))
 
     async def _seconds(self, trainer: TimedTrainerRole) -> list[float]:
         return await trainer.seconds()
