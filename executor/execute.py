@@ -32,7 +32,7 @@ from streamrl.hardware.profiles import load_model
 from streamrl.hardware.weight_files import weight_problems
 from streamrl.record.measured_yield import measured_yield
 from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_tokens
-from streamrl.record.run_lines import read_rollouts
+from streamrl.record.run_lines import TRACE, read_rollouts
 from streamrl.record.trace import Trace, read_trace
 from streamrl.runfile.config import Run
 
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from executor.record import RunDirectory
     from executor.roles import TransferRole, Write
 
-TRACE = "trace.jsonl"
 BACKENDS = ("torch", "transformers", "safetensors", "tokenizers")
 
 Watch = Callable[[Event, State, float], None]

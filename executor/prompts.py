@@ -128,7 +128,11 @@ class PromptWorkload:
     def _check_prompts(self, sources: Sequence[PromptSource], most: int) -> None:
         lines = (source.line(at) for source in sources for at in range(len(source.records)))
         for line, num_tokens in zip(lines, map(count_ids, self.prompts), strict=True):
-            if not 0 < num_tokens <= most:
+            if not num_tokens:
+                raise ValueError(
+                    f"{line}: the tokenizer of model.path makes no token of the prompt: are its files there?"
+                )
+            if num_tokens > most:
                 raise ValueError(
                     f"{line}: {num_tokens} prompt tokens, but workload.max_prompt_tokens is {most}"
                 )
@@ -155,10 +159,18 @@ def expecting_policy(run: Run) -> str | None:
 
 
 def load_tokenizer(path: str) -> Any:
-    """Read the tokenizer of a Hugging Face directory."""
+    """Read the tokenizer of a Hugging Face directory.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # of whatever kind a damaged file makes it be
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"model.path {path!r}: its tokenizer cannot be read: {reason}") from error
 
 
 def _check_expected(sources: Sequence[PromptSource], policy: str) -> None:

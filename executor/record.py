@@ -40,9 +40,14 @@ from executor.trackers import Trackers
 from executor.trainer_record import FollowerRecord, TrainerRecord, followers_of
 from streamrl.record.completions import SampledGroup
 from streamrl.record.inputs import keep_inputs
-from streamrl.record.legs import KEPT_BY_A_RESUME, first_difference, trace_of_leg
+from streamrl.record.legs import (
+    KEPT_BY_A_RESUME,
+    first_difference,
+    legs_set_aside,
+    trace_of_leg,
+)
 from streamrl.record.line_file import LineFile, open_at_end
-from streamrl.record.run_lines import METRICS, ROLLED_BACK_TO, ROLLOUTS, RUN, SAMPLES
+from streamrl.record.run_lines import METRICS, ROLLED_BACK_TO, ROLLOUTS, RUN, SAMPLES, TRACE
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.paths import check_writable
@@ -96,7 +101,7 @@ class RunDirectory(TrainerRecord):
         if not resume:
             (self.path / ATTACHED).unlink(missing_ok=True)
         keep_inputs(run, self.path)
-        self.trace_file = LineFile((self.path / "trace.jsonl").open("wb", buffering=0))
+        self.trace_file = LineFile((self.path / TRACE).open("wb", buffering=0))
         self._metrics = open_at_end(self.path / METRICS)
         self._rollouts = open_at_end(self.path / ROLLOUTS)
         self._samples = open_at_end(self.path / SAMPLES)
@@ -110,6 +115,12 @@ class RunDirectory(TrainerRecord):
             self.damaged += [f"{follower.path.name}: {damage}" for damage in damaged]
         return checkpoint
 
+    @property
+    def has_run(self) -> bool:
+        """Whether a run was begun in the directory: it has a trace of it, or a checkpoint."""
+        is_recorded = (self.path / TRACE).exists() or bool(legs_set_aside(self.path))
+        return is_recorded or self.checkpoints.newest() is not None
+
     def find_checkpoint(self, run: Run, resume: bool) -> Checkpoint | None:
         """Return the checkpoint that `run` resumes from; None where it begins, or no checkpoint is complete.
 
@@ -119,8 +130,7 @@ class RunDirectory(TrainerRecord):
                 damaged.
         """
         self.followers = self.followers or followers_of(run, self.path)
-        has_run = (self.path / "trace.jsonl").exists()
-        if has_run and not resume:
+        if self.has_run and not resume:
             raise ValueError(
                 f"execute.output {str(self.path)!r} holds a run; resume it with --resume, or name "
                 "another directory with --set execute.output=…"
@@ -129,7 +139,7 @@ class RunDirectory(TrainerRecord):
             check_writable(path, "execute.output")
         if not resume:
             return None
-        if not has_run:
+        if not self.has_run:
             raise ValueError(f"execute.output {str(self.path)!r} holds no run to resume")
         try:
             return self._find_to_resume(run)
@@ -250,13 +260,19 @@ class RunDirectory(TrainerRecord):
         traces = (path.read_bytes() for path in sorted(self.path.glob("trace*.jsonl")))
         if not any(saved in trace for trace in traces):
             tell(
-                f"{self.path / 'trace.jsonl'} ends before step {version} was saved, which is there: the run goes on, "
+                f"{self.path / TRACE} ends before step {version} was saved, which is there: the run goes on, "
                 "but its ledger will not balance"
             )
 
     def _put_old_trace_aside(self) -> None:
-        trace = self.path / "trace.jsonl"
-        if trace.exists():
-            before = 1 + len(list(self.path.glob("trace.*.jsonl")))
-            trace.rename(trace_of_leg(self.path, before))
-            self.leg = before + 1
+        """Name the trace of the leg before by its number; of a leg that died before its first line nothing is kept."""
+        trace = self.path / TRACE
+        self.leg = 1 + max(legs_set_aside(self.path), default=0)
+        if trace.exists() and _has_first_line(trace):
+            trace.rename(trace_of_leg(self.path, self.leg))
+            self.leg += 1
+
+
+def _has_first_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.readline().endswith(b"\n")

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from executor.buffer import BufferedRollout
-from executor.prompts import PromptWorkload
+from executor.prompts import PromptWorkload, load_tokenizer
 from executor.record import RunDirectory
 from executor.roles import Scoring
 from streamrl.runfile.bounds import _bounds_of
@@ -28,12 +28,28 @@ from streamrl.workload.prompt_records import read_source
 from tests.command_line import streamrl
 from tests.scripted import ScriptedTokenizer, make_world
 from tests.test_execute import real_run
+from tests.tiny_model import save_tiny_model
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "h20-h800.toml"
 SMALL = ["--set", "algorithm.prompts_per_step=64", "--set", "simulate.max_steps=3"]
 BOM = b"\xef\xbb\xbf"
 
 # Text ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["{}", '{"a": 1}', "not JSON", None])
+def test_a_damaged_tokenizer_is_told_of_by_its_directory(
+    tmp_path: Path, damage: str | None
+) -> None:
+    save_tiny_model(tmp_path, ["<pad>", "<eos>", "a"])
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "tokenizer.json").unlink()
+    if damage is not None:
+        (tmp_path / "tokenizer.json").write_text(damage)
+    with pytest.raises(
+        ValueError, match=r"model\.path .*its tokenizer cannot be read|makes no token"
+    ):
+        PromptWorkload(real_run(tmp_path), load_tokenizer(str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -43,8 +59,9 @@ BOM = b"\xef\xbb\xbf"
         b'{"prompt": "a"}\r\n{"prompt": "b"}\r\n',
         b'{"prompt": "a"}\n{"prompt": "b"}\n\n  \n',
         b'{"prompt": "a"}\n{"prompt": "b"}',
+        BOM + b'{"prompt": "a"}\r\n{"prompt": "b"}\r\n\r\n',
     ],
-    ids=["BOM", "CRLF", "blank last lines", "no last newline"],
+    ids=["BOM", "CRLF", "blank last lines", "no last newline", "BOM, CRLF, a blank last line"],
 )
 def test_prompts_are_read_as_editors_leave_them(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "prompts.jsonl"

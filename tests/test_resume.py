@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from streamrl.engine.messages import Event, SaveCheckpoint, Step, Stepped
 from streamrl.engine.state import State
 from streamrl.record.completions import read_completions
 from streamrl.record.entries import Entry
+from streamrl.record.legs import balance_books
 from streamrl.record.metrics import measure
 from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_tokens
 from streamrl.record.run_lines import read_metrics, read_rollouts
@@ -45,6 +47,38 @@ def digests(directory: Path) -> dict[str, str]:
         for file in sorted(directory.rglob("*"))
         if file.is_file()
     }
+
+
+@pytest.mark.parametrize("written", [b"", b'{"format":'])
+def test_a_leg_that_died_before_its_first_line_is_no_leg(written: bytes, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    execute(real_run(tmp_path, algorithm__steps=3))
+    (output / "trace.jsonl").rename(output / "trace.1.jsonl")
+    (output / "trace.jsonl").write_bytes(written)
+    trace = execute(real_run(tmp_path, algorithm__steps=6), resume=True)
+    assert trace.leg == 2 and not (output / "trace.2.jsonl").exists()
+    assert balance_books(read_trace(output / "trace.jsonl"), output).is_balanced
+
+
+def test_what_a_user_names_like_a_trace_is_no_leg(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    execute(real_run(tmp_path, algorithm__steps=3))
+    shutil.copy(output / "trace.jsonl", output / "trace.bak.jsonl")
+    assert execute(real_run(tmp_path, algorithm__steps=6), resume=True).leg == 2
+    assert balance_books(read_trace(output / "trace.jsonl"), output).is_balanced
+
+
+def test_checkpoints_without_a_trace_are_a_run_that_nobody_begins_anew(tmp_path: Path) -> None:
+    execute(real_run(tmp_path, algorithm__steps=3))
+    (tmp_path / "run" / "trace.jsonl").unlink()
+    longer = real_run(tmp_path, algorithm__steps=6)
+    before = digests(tmp_path)
+    with pytest.raises(ValueError, match="holds a run"):
+        execute(longer)
+    assert digests(tmp_path) == before
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3]
+    steps = [e.event for e in execute(longer, resume=True).entries if isinstance(e.event, Stepped)]
+    assert [step.version for step in steps] == [4, 5, 6]
 
 
 @pytest.mark.parametrize("steps", [3, 2])

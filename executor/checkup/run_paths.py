@@ -77,7 +77,7 @@ def _find_reward_model(run: Run) -> Iterator[Finding]:
 def _find_output(run: Run) -> Iterator[Finding]:
     """Find a run directory that is taken, with the step that it could go on from, or that cannot be made."""
     path = Path(run.execute.output)
-    if (path / "trace.jsonl").exists():
+    if RunDirectory(path).has_run:
         yield _taken(run, path)
     elif (parent := _nearest_there(path)) and not _is_writable(parent):
         text = f"execute.output: {path} cannot be made, as {parent} is no directory to write to"

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from streamrl.cli.shared import (
-    TRACE_FILE,
     AsJson,
     Overrides,
     RunFile,
@@ -29,6 +28,7 @@ from streamrl.engine.world import RunInterruptedError
 from streamrl.record.inputs import with_kept_inputs
 from streamrl.record.legs import balance_books
 from streamrl.record.metrics import measure
+from streamrl.record.run_lines import TRACE
 from streamrl.record.trace import LARGE
 from streamrl.report.ledger_line import ledger_line
 from streamrl.report.run_tables import metrics_table
@@ -76,7 +76,10 @@ def execute(
     check_ledger(ledger)
     metrics = replace(measure(trace), ledger=ledger)
     if not _is_large(output):
-        write_views(trace, output)
+        try:
+            write_views(trace, output)
+        except OSError as error:  # the run is done, whatever becomes of its pictures
+            typer.echo(f"streamrl: not all views are written: {error}", err=True)
     if as_json:
         print_json(metrics)
     else:
@@ -88,7 +91,7 @@ def execute(
 
 def _tell_what_is_left(output: Path) -> None:
     """Say how the books of a run stand that was cut short, and leave its views, where it has left any."""
-    if (output / TRACE_FILE).exists():
+    if (output / TRACE).exists():
         trace = open_trace(output)
         typer.echo(ledger_line(balance_books(trace, output)), err=True)
         if not _is_large(output):
@@ -100,7 +103,7 @@ def _tell_what_is_left(output: Path) -> None:
 
 def _is_large(output: Path) -> bool:
     """Whether views of the trace would take long, and much memory: the timeline that was written live stays, if any."""
-    return (output / TRACE_FILE).stat().st_size > LARGE
+    return (output / TRACE).stat().st_size > LARGE
 
 
 def _how_to_resume(run_file: Path, overrides: Sequence[str]) -> str:

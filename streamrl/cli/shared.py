@@ -9,6 +9,7 @@ import msgspec
 import typer
 
 from streamrl.record.balance import Balance
+from streamrl.record.run_lines import TRACE
 from streamrl.record.trace import Trace, read_trace
 from streamrl.report.ledger_line import tell_faults
 from streamrl.runfile.paths import check_writable
@@ -26,7 +27,6 @@ RunDirectory = Annotated[
     Path, typer.Argument(metavar="RUN", help="The directory of a run that goes on: execute.output.")
 ]
 
-TRACE_FILE = "trace.jsonl"
 HEADER = b'{"format":'
 """What a trace begins with."""
 
@@ -57,13 +57,13 @@ def claim_file(path: Path) -> None:
 
 def trace_file(path: Path) -> Path:
     """Return a trace file, or the one in a run directory."""
-    return path / TRACE_FILE if path.is_dir() else path
+    return path / TRACE if path.is_dir() else path
 
 
 def holds_run(path: Path) -> bool:
     """Return whether a path is a run directory, or a trace file."""
     if path.is_dir():
-        return (path / TRACE_FILE).is_file()
+        return (path / TRACE).is_file()
     try:
         with path.open("rb") as file:
             return file.read(len(HEADER)) == HEADER

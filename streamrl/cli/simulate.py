@@ -13,7 +13,6 @@ from sim.costs.framework_time import framework_sources
 from sim.steady_state import UnfinishedError, measure_steady, simulate_steady
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import (
-    TRACE_FILE,
     AsJson,
     Overrides,
     check_ledger,
@@ -23,6 +22,7 @@ from streamrl.cli.shared import (
 )
 from streamrl.record.inputs import keep_inputs
 from streamrl.record.metrics import Metrics, measure
+from streamrl.record.run_lines import TRACE
 from streamrl.record.trace import Trace
 from streamrl.report.ledger_line import ledger_line
 from streamrl.report.run_tables import metrics_table
@@ -167,7 +167,7 @@ def _refuse_options_of_studies(options: dict[str, bool]) -> None:
 
 def refuse_real_run(output: Path) -> None:
     """Raise `ValueError` where a directory holds what no simulation could bring back."""
-    if (output / TRACE_FILE).exists() and open_trace(output).world == "real":
+    if (output / TRACE).exists() and open_trace(output).world == "real":
         raise ValueError(f"--output {output} holds an executed run, which would be overwritten")
 
 
@@ -191,5 +191,5 @@ def _write(trace: Trace, output: Path) -> None:
 
     output.mkdir(parents=True, exist_ok=True)
     keep_inputs(trace.run, output)
-    (output / TRACE_FILE).write_bytes(trace.encode())
+    (output / TRACE).write_bytes(trace.encode())
     write_views(trace, output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from itertools import chain, zip_longest
 from operator import attrgetter
@@ -30,6 +31,10 @@ KEYS_OF_EACH = {
 """Of those that are a value for each table of a list: the number of the first table, and the key in a run file."""
 
 
+LEG = re.compile(r"trace\.(\d+)\.jsonl")
+"""Names of traces of legs that others followed: what else lies there is not the run's."""
+
+
 def first_difference(name: str, one: object, other: object) -> tuple[str, str, str]:
     """Return the key of a run file in which two runs differ in what a resume keeps, and what each has there."""
     if name not in KEYS_OF_EACH:
@@ -45,6 +50,12 @@ def first_difference(name: str, one: object, other: object) -> tuple[str, str, s
 def trace_of_leg(directory: Path, leg: int) -> Path:
     """Return where the trace of a leg lies in a run directory once a later one has begun."""
     return directory / f"trace.{leg}.jsonl"
+
+
+def legs_set_aside(directory: Path) -> list[int]:
+    """Return the legs of a run directory whose traces a later one has put aside, in order."""
+    found = (LEG.fullmatch(path.name) for path in directory.glob("trace.*.jsonl"))
+    return sorted(int(match[1]) for match in found if match is not None)
 
 
 def balance_books(trace: Trace, directory: Path) -> Balance:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-RUN = "run.json"
+RUN, TRACE = "run.json", "trace.jsonl"
 METRICS, ROLLOUTS, SAMPLES = "metrics.jsonl", "rollouts.jsonl", "samples.jsonl"
 FATES = ("generated", "trained", "dropped")
 OF_FAMILY = "/"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from streamrl.engine.messages import Abort, Command, LoadWeights, PushWeights
+from streamrl.engine.messages import Abort, Command, LoadWeights, PushWeights, Step
 from streamrl.engine.state import State
 
 
@@ -98,9 +98,13 @@ def _is_behind(state: State) -> bool:
 
 
 def _push(state: State) -> Iterator[Command]:
-    """Yield a push where one is due that is not on its way: of the newest version, every `sync_every` of them."""
+    """Yield a push where one is due that is not on its way: of the newest version, every `sync_every` of them.
+
+    What waits while an optimizer step is made, as after a push that took as long as all before it, is the next version.
+    """
     leader = state.leader
-    if state.pushing is None and leader.is_ready and state.must_push:
+    is_stepping = isinstance(leader.command, Step)
+    if state.pushing is None and leader.is_ready and state.must_push and not is_stepping:
         yield PushWeights(leader.version, leader.id)
 
 

@@ -14,7 +14,14 @@ from streamrl.hardware.profiles import load_model
 from streamrl.record.completions import SampledGroup, read_completions
 from streamrl.record.inputs import CONFIG, kept_names, with_kept_inputs
 from streamrl.record.metrics import Metrics, measure
-from streamrl.record.run_lines import METRICS, SAMPLES, Line, follower_directory, read_metrics
+from streamrl.record.run_lines import (
+    METRICS,
+    SAMPLES,
+    TRACE,
+    Line,
+    follower_directory,
+    read_metrics,
+)
 from streamrl.record.trace import Trace, read_trace
 from streamrl.report.against_file import AGAINST_JSON, AgainstFile, read_comparison
 from streamrl.report.page.study_json import STUDY_CSV, RecordedStudy, read_study
@@ -22,8 +29,7 @@ from streamrl.report.plan import PLAN_JSON, PLAN_TOML, Plan, read_plan
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
 
-TRACE_FILE = "trace.jsonl"
-REPORTED = (TRACE_FILE, PLAN_JSON, STUDY_CSV, AGAINST_JSON)
+REPORTED = (TRACE, PLAN_JSON, STUDY_CSV, AGAINST_JSON)
 
 
 class Learned(NamedTuple):
