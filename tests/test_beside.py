@@ -88,9 +88,24 @@ def test_a_cap_is_named_as_what_binds_only_where_raising_it_shortens_a_step() ->
     assert binding.resource == "rollout.max_running 2"
     binding = find_binding(search.estimates, chosen, speed, {"max_running": 0.001})
     assert binding.resource == "GPU memory bandwidth"
+    assert find_binding(search.estimates, chosen, speed, {}).resource == "GPU memory bandwidth"
     for stage in ("generation", "training"):
         saved = {"generation": 0.01, "training": 0.01, "max_running": 0.0, stage: 0.08}
         binding = find_binding(search.estimates, chosen, speed, saved)
         assert binding.stage == stage and f"{stage} 8.0%" in binding.text.replace(
             "saves ", ""
         ).replace(" of it", "")
+
+
+def test_what_raising_the_bound_on_staleness_saves_is_told_before_the_longest_rollout() -> None:
+    changes = {**SMALL, "policies.waits_for_whole_batches": False}
+    search = Search.open(few(changes, systems=["stream-async", "stream-sync"]))
+    longest = {"stream-async": 0.0, "stream-sync": 0.0}
+    for index in map(int, search.run(Here(), lambda: None)):
+        system = search.space.candidate(index).mode.system
+        longest[system] = max(longest[system], search.estimates.least(index).longest)
+        saved = {"generation": 0.1, "training": 0.0, "max_staleness": 0.2}
+        binding = find_binding(search.estimates, index, search.speeds[index], saved)
+        bound = "policies.max_staleness 1, of 64 rollouts at once"
+        assert system != "stream-async" or binding.resource.startswith(bound), binding
+    assert longest["stream-async"] <= longest["stream-sync"]

@@ -255,6 +255,23 @@ def test_a_log_of_another_mode_or_of_passes_that_a_run_file_lacks_is_refused() -
     assert found.key == "algorithm.old_log_probs"
 
 
+def test_stages_that_are_longer_than_their_step_were_not_in_turns() -> None:
+    run, steps = measured()
+    halved = tuple(replace(step, step_time=(step.step_time or 0) / 2) for step in steps.steps)
+    (found,) = find_disagreements(run, replace(steps, steps=halved))
+    assert found.key == "policies.system" and "some went on at once" in found.text
+    assert not find_disagreements(run, steps)
+
+
+def test_whole_steps_that_factors_leave_off_are_doubted() -> None:
+    run, steps = measured(AT_ONCE)
+    assert not calibrate_steps(run, steps).notes
+    slower = tuple(replace(step, step_time=2 * (step.step_time or 0)) for step in steps.steps)
+    ahead = small_run({**KEYS, **AT_ONCE, "policies.system": "one-step-async"})
+    notes = calibrate_steps(ahead, replace(steps, steps=slower)).notes
+    assert any("whole steps are off by" in note and "policies.system" in note for note in notes)
+
+
 def test_a_stated_step_time_that_was_not_measured_is_refused() -> None:
     _, steps = measured(AT_ONCE)
     stated = small_run({**KEYS, **AT_ONCE, "framework": {"step_time": "30 s"}})

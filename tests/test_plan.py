@@ -24,6 +24,7 @@ from sim.steady_state import simulate_steady
 from streamrl.record.metrics import measure
 from streamrl.report.export.launch_file import export
 from streamrl.report.plan import read_plan, write_plan
+from streamrl.report.plan_report import head_lines
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.plan_config import ObjectiveName
@@ -178,6 +179,18 @@ def test_a_plan_says_what_was_cut_what_binds_and_how_far_the_bound_is() -> None:
     assert plan.allocation.least <= plan.objective.value <= plan.allocation.most
     assert sum(plan.tiers.values()) == pytest.approx(1.0)
     assert plan.runners_up and all(runner.behind > -0.02 for runner in plan.runners_up)
+
+
+def test_a_plan_says_what_was_not_looked_at() -> None:
+    plan = planned(few(seeds=3)).plan
+    told = "\n".join(head_lines(plan))
+    assert "not fully-async" in told and plan.systems
+    named = replace(plan, systems=["fully-async"])
+    assert "fully-async, whose" not in "\n".join(head_lines(named))
+    assert plan.whole_nodes == ["h20", "h800"]
+    assert "whole nodes of h20 and h800: --set plan.unit=1" in told
+    told = "\n".join(head_lines(planned(few(unit=8)).plan))
+    assert "whole nodes" not in told, "the run file says how they are divided"
 
 
 def test_what_binds_is_the_stage_that_is_made_slow() -> None:

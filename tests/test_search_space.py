@@ -21,7 +21,7 @@ from sim.planner.layouts import (
     fitting_trainers,
 )
 from sim.planner.limits import OVER
-from sim.planner.modes import Mode
+from sim.planner.modes import Mode, find_modes
 from sim.planner.pairs import LINK, POOL_SIZE, SHARED
 from sim.planner.space import Candidate, Space
 from streamrl.record.rent import dollars_per_second
@@ -115,6 +115,15 @@ def test_what_the_section_names_is_all_that_is_open() -> None:
         Mode("stream-async", 3, "random", None, "full"),
         Mode("stream-sync", None, "random", None, "full"),
     }
+
+
+def test_the_bound_of_a_run_holds_for_every_system_that_generates_ahead() -> None:
+    systems = ["fully-async", "one-step-async", "stream-sync"]
+    run = offer({"policies": {"system": "stream-async", "max_staleness": 3}}, systems=systems)
+    bounds = {mode.system: mode.max_staleness for mode in find_modes(run)}
+    assert bounds == {"fully-async": 3, "one-step-async": 3, "stream-sync": None}
+    unbound = offer({"policies": {"system": "stream-async"}}, systems=systems)
+    assert {mode.max_staleness for mode in find_modes(unbound)} == {None}
 
 
 def test_what_replaces_parts_of_the_runs_system_stays_with_that_system() -> None:

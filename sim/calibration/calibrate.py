@@ -55,12 +55,13 @@ HELD_OUT = 0.4
 """Share of the steps, the last ones, that nothing is fitted to."""
 FOR_HOLDING_OUT = 4
 """Steps from which on some are held out, and the first is skipped: it compiles, and waits for what came before none."""
-UNLIKELY = (0.1, 4.0)
+UNLIKELY = (0.25, 4.0)
 """Factors beyond which hardware and frameworks do not differ: more likely the run file is of something else."""
 MET = 0.05
 """Share by which simulated and measured seconds may still differ after the last round."""
 SUSPECTS: dict[StageName, str] = {
-    "generation": "rollout.replicas, rollout.tensor_parallel, rollout.max_running, costs.engine",
+    "generation": "rollout.replicas, rollout.tensor_parallel, rollout.max_running, costs.engine, "
+    "algorithm.dynamic_sampling with workload.informative_share",
     "score": "trainer's degrees, algorithm.old_log_probs, algorithm.kl_coefficient",
     "train": "trainer's degrees, trainer.recompute, trainer.packing, framework.optimizer_steps",
     "sync": "sync.backend, sync.mode, links, framework.switch_time",
@@ -335,3 +336,8 @@ def _doubts(made: Calibration) -> Iterator[str]:
             )
         if found.errors.after is not None and found.errors.after > LARGE:
             yield f"{stage}: one factor leaves its steps off by {found.errors.after:.0%}: something else differs between them"
+    if made.step.after is not None and made.step.after > LARGE:
+        yield (
+            f"whole steps are off by {made.step.after:.0%} after all factors: stages follow each other otherwise than the "
+            "run file says (policies.system, policies.max_staleness, algorithm.dynamic_sampling, framework.step_time)"
+        )

@@ -86,12 +86,32 @@ def _flat(table: dict[str, Any], parent: str = "") -> dict[str, Any]:
 
 def _of_mode(run: Run, measured: MeasuredSteps) -> Iterator[Disagreement]:
     turns = takes_turns(run)
+    if turns and choose_system(run.policies).streaming == "whole-batch":
+        yield from _of_turns(run, measured)
     if measured.is_asynchronous is None or measured.is_asynchronous is not turns:
         return
     theirs = "beside training" if measured.is_asynchronous else "in turns with training"
     ours = "takes turns" if turns else "is asynchronous"
     text = f"{run.policies.system!r} {ours}, but {measured.framework} generated {theirs}"
     yield Disagreement("policies.system", text)
+
+
+def _of_turns(run: Run, measured: MeasuredSteps) -> Iterator[Disagreement]:
+    """Find stages that take longer together than the steps in which they would follow each other."""
+    step, generation = measured.mean("step_time"), measured.mean("generation")
+    first, train = (
+        measured.mean("busy") if generation is None else generation,
+        measured.mean("train"),
+    )
+    if step is None or first is None or train is None:
+        return
+    together = first + train + sum(measured.mean(name) or 0.0 for name in ("score", "sync"))
+    if together > (1 + LENGTHS) * step:
+        text = (
+            f"{run.policies.system!r} takes turns, but generation, passes and sync of {together:.4g} s are in steps of "
+            f"{step:.4g} s: some went on at once"
+        )
+        yield Disagreement("policies.system", text)
 
 
 def _of_rollouts(run: Run, measured: MeasuredSteps) -> Iterator[Disagreement]:

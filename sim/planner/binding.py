@@ -74,21 +74,22 @@ def _of_generation(
     estimates: Estimates, index: int, run: Run, gains: Mapping[Relieved, float]
 ) -> str:
     """Say why generation takes what it takes: its longest rollout, a cap whose relief saves seconds, or the work."""
-    least = estimates.least(index)
-    if least.longest >= least.work:
-        return "the longest rollout, token by token"
     batch = replica_batch(run)
     assert batch is not None, "it was simulated"
-    if batch.limit == "max_running" and gains.get("max_running", SAVES) >= SAVES:
+    if gains.get("max_running", 0.0) >= max(SAVES, gains.get("max_staleness", 0.0)):
         return f"rollout.max_running {run.rollout.max_running}"
-    if batch.limit == "memory":
-        return f"GPU memory for KV cache, of {batch.held:.0f} rollouts a replica"
-    if gains.get("max_staleness", 0.0) >= SAVES:
+    is_of_memory = batch.limit == "memory"
+    if gains.get("max_staleness", 0.0) >= SAVES and not is_of_memory:
         bound = estimates.space.system(index).staleness_bound
         return (
             f"policies.max_staleness {bound:g}, of {rollouts_under_way(run):,} rollouts at once, "
             "and GPU memory bandwidth"
         )
+    least = estimates.least(index)
+    if least.longest >= least.work:
+        return "the longest rollout, token by token"
+    if is_of_memory:
+        return f"GPU memory for KV cache, of {batch.held:.0f} rollouts a replica"
     return "GPU memory bandwidth"
 
 

@@ -47,8 +47,6 @@ IN_FLIGHT = 1.1
 """The same over the bound, where replicas load weights without a pause: nothing drains."""
 BINDS = 0.97
 """Share of a step above which training, not generation, is what a simulated one waited for."""
-
-
 Degree = Replicas
 """What one replica is: those of a side with one; several kinds are like no other replicas."""
 
@@ -239,9 +237,8 @@ class Estimates:
         return found
 
     def least(self, index: int) -> LeastTimes:
-        """Return the bounds of a plan's generation: the longest rollout's, and that of all work for one replica."""
-        least = self._least[int(self.space.of_replicas[index])]
-        return least._replace(work=least.work / self.space.candidate(index).replicas.num_replicas)
+        """Return the bounds of a step's generation: its share of the longest rollout's, and its work on a plan's replicas."""
+        return self._least_of(int(self.space.of_replicas[index]), int(self.space.of_mode[index]))
 
     def _put_together(self, *, is_bound: bool) -> StageSeconds:
         columns = [np.zeros(len(self.space)) for _ in StageSeconds._fields]
@@ -317,11 +314,14 @@ class Estimates:
         return np.array([self._bound_of(each, mode) for each in range(len(self._least))])
 
     def _bound_of(self, replicas: int, mode: int) -> float:
+        longest, work = self._least_of(replicas, mode)
+        return max(0.0 if self._leaves_stragglers(mode) else longest, work)
+
+    def _least_of(self, replicas: int, mode: int) -> LeastTimes:
         """Steps that overlap share out the longest rollout's seconds; each takes as long as all its tokens do."""
         least, num_replicas = self._least[replicas], self.space.replicas[replicas].num_replicas
         num_batches = 1 + self.space.systems[mode].staleness_bound if self._overlaps[mode] else 1
-        longest = 0.0 if self._leaves_stragglers(mode) else least.longest / num_batches
-        return max(longest, least.work / num_replicas)
+        return LeastTimes(least.longest / num_batches, least.work / num_replicas)
 
     def _leaves_stragglers(self, mode: int) -> bool:
         """Whether a step is made without the longest rollouts that were begun for it."""

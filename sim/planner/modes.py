@@ -94,9 +94,10 @@ def find_modes(run: Run) -> list[Mode]:
 
 
 def _bounds(run: Run, system: SystemName) -> list[float | int | None]:
-    """Return the bounds of staleness that a system may have; None is its own."""
-    own = run.policies.max_staleness if system == run.policies.system else None
+    """Return the bounds of staleness that a system may have, the run's where it has one; None is the system's own."""
     generates_ahead = SYSTEMS[system].max_staleness > 0
+    is_own = generates_ahead or system == run.policies.system
+    own = run.policies.max_staleness if is_own else None
     if run.plan.max_staleness is None or not generates_ahead:
         return [own]
     return [bound for bound in run.plan.max_staleness if bound > 0] or [own]

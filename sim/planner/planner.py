@@ -108,6 +108,7 @@ def _plan(
         ),
         candidates=len(search.space),
         systems=list(dict.fromkeys(mode.system for mode in search.space.modes)),
+        whole_nodes=_whole_nodes(run),
         simulated=len(search.speeds),
         ruled_out=int((bounds > value).sum()),
         seconds=time.perf_counter() - started_at,
@@ -134,6 +135,14 @@ def _plan(
         drafts=drafts_text(run),
     )
     return Planned(planned, plan)
+
+
+def _whole_nodes(run: Run) -> list[str]:
+    """Return the pools whose nodes no plan divides, unless the run file says of how many GPUs both sides are."""
+    plan = run.plan
+    if plan.unit is not None or plan.rollout_gpus is not None or plan.trainer_gpus is not None:
+        return []
+    return [name for name, pool in run.cluster.pools.items() if pool.nodes > 1]
 
 
 def _of_framework(planned: Run, scope: Scope) -> PlannedFramework | None:

@@ -176,6 +176,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Plans that fit: all were estimated."""
     systems: list[SystemName] = []
     """Systems that were searched."""
+    whole_nodes: list[str] = []
+    """Pools of which each side was given whole nodes alone."""
     simulated: int
     """Plans that were simulated."""
     open_gap: float | None = None

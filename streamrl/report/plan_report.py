@@ -61,6 +61,11 @@ def head_lines(plan: Plan) -> Iterator[str]:
             f"  systems that were searched: {', '.join(plan.systems)}; not fully-async, whose rollouts may be several "
             "steps old: plan.systems names it where it is wanted"
         )
+    if plan.whole_nodes:
+        yield (
+            f"  each side has whole nodes of {' and '.join(plan.whole_nodes)}: --set plan.unit=1 looks at parts of a node "
+            "too, which may be cheaper where little is enough"
+        )
     if plan.tighter is not None:
         yield (
             f"  with less room {plan.tighter.gain:.0%} better: {plan.tighter.choice}, whose trainer takes "

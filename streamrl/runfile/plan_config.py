@@ -75,7 +75,7 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     systems: list[SystemName] | None = None
     """The run's own, colocated, stream-sync, one-step-async and stream-async where absent."""
     max_staleness: list[int] | None = None
-    """Bounds for systems that generate ahead; the run's, or the system's own, where absent."""
+    """Bounds for systems that generate ahead; that of the run for all of them, or each one's own, where absent."""
     dispatch: list[DispatchName] | None = None
     """The run's own where absent; where a ranker is named least-loaded and skewness-aware too."""
     order: list[OrderName] | None = None
