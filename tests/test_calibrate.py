@@ -179,7 +179,10 @@ def test_a_calibration_that_a_run_file_names_is_left_out_of_account(tmp_path: Pa
 
 def test_a_factor_beyond_what_hardware_differs_by_is_doubted() -> None:
     run, steps = measured()
-    slower = tuple(replace(step, train=(step.train or 0.0) * 20) for step in steps.steps)
+    slower = tuple(
+        replace(step, train=(step.train or 0.0) * 20, step_time=(step.step_time or 0.0) + 8.0)
+        for step in steps.steps
+    )
     found = calibrate_steps(run, replace(steps, steps=slower))
     assert any(note.startswith("train: ") and "trainer.recompute" in note for note in found.notes)
 
