@@ -190,6 +190,15 @@ def test_a_simulation_names_the_framework_among_its_sources_and_without_one_says
     assert not list(framework_sources(small_run()))
 
 
+@pytest.mark.parametrize("name", ["verl", "nemo-rl"])
+def test_a_way_of_dynamic_sampling_that_is_not_simulated_is_told(name: str) -> None:
+    keys = {"framework": {"name": name}, "algorithm.name": "grpo", "algorithm.group_size": 4}
+    for is_dynamic in (True, False):
+        run = small_run({**keys, "algorithm.dynamic_sampling": is_dynamic})
+        told = "\n".join(framework_sources(run))
+        assert ("is not simulated as it is" in told) == is_dynamic
+
+
 def test_a_report_takes_for_granted_what_a_framework_fills_in() -> None:
     run = of_framework("verl", {"algorithm.old_log_probs": "engine"})
     found = {each.what: each for each in assumptions_of(run, load_model(run.model), None, None)}

@@ -23,6 +23,7 @@ from streamrl.runfile.frameworks import (
 )
 
 Figure = Literal["step_time", "switch_time"]
+DYNAMIC_SAMPLING = "algorithm.dynamic_sampling"
 FOLDER, ENGINE = "profiles/frameworks", "costs.engine"
 
 
@@ -77,6 +78,9 @@ def framework_sources(run: Run) -> Iterator[str]:
             f"{SYNC_BACKEND} of framework {framework.name} is unknown ({why}): {run.sync.backend} stands in, "
             "a roofline of what the wires need and nothing else"
         )
+    how = framework.unknown.get(DYNAMIC_SAMPLING)
+    if how is not None and run.leaves_out_uniform:
+        yield f"{DYNAMIC_SAMPLING} of framework {framework.name} is not simulated as it is ({how})"
     times = [own_step_time(run), *([own_switch_time(run)] if run.shares_gpus else [])]
     yield from (time.source for time in times)
 
