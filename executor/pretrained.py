@@ -9,6 +9,8 @@ bfloat16, and 0.15 s in float32, which cuDNN does not compute.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +23,14 @@ from transformers import (
 _LOADING = threading.Lock()
 """While it loads, transformers takes `tie_weights` out of its base class: two loads that overlap in threads put
 back what the other took out, and no model of the process has tied weights any more (seen in 5.23)."""
+
+
+@contextmanager
+def _loading() -> Iterator[None]:
+    """Leave cuDNN's attention out from now on, and wait until no other thread loads."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    with _LOADING:
+        yield
 
 
 def load_pretrained(
@@ -38,8 +48,7 @@ def load_pretrained(
     """
     kind = AutoModelForTokenClassification if has_values else AutoModelForCausalLM
     load: Any = kind.from_pretrained
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    with _LOADING:
+    with _loading():
         model = load(directory, **options)
     if is_aligned:
         for parameter in model.parameters():
@@ -60,8 +69,7 @@ def load_reward_model(model: str, *, by_token: bool, **options: Any) -> Any:
     """
     kind = AutoModelForTokenClassification if by_token else AutoModelForSequenceClassification
     load: Any = kind.from_pretrained
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    with _LOADING:
+    with _loading():
         found, report = load(model, output_loading_info=True, **options)
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"{model} is no reward model: it lacks {', '.join(missing[:3])}")

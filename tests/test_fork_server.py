@@ -51,6 +51,12 @@ def test_a_worker_that_dies_idle_is_replaced_when_it_is_asked_for_and_not_before
     use(do)
 
 
+def free_huge_pages() -> int:
+    """Return how many blocks of 2 MB are free (proc(5), buddyinfo: those of 512 and of 1,024 pages)."""
+    zones = [line.split()[4:] for line in Path("/proc/buddyinfo").read_text().splitlines()]
+    return sum(int(zone[9]) + 2 * int(zone[10]) for zone in zones)
+
+
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -65,10 +71,9 @@ def test_what_is_forked_lies_in_huge_pages() -> None:
         await verifier.verify(*EASY)
         server = (await verifier.start()).pid
         maps = Path(f"/proc/{server}/smaps").read_text()
-        assert (
-            sum(map(int, re.findall(r"AnonHugePages: +(\d+) kB", maps))) >= 2_048
-        )  # one: there may be few left
+        assert sum(map(int, re.findall(r"AnonHugePages: +(\d+) kB", maps))) >= 2_048 * wanted
 
+    wanted = 5 if free_huge_pages() >= 10 else 1  # a kernel that has been up for long has few left
     use(do)
 
 
