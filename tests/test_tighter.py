@@ -11,12 +11,14 @@ from sim.planner.found import settings_of
 from sim.planner.planner import make_plan
 from sim.planner.search import ALIKE
 from sim.planner.space import Space
-from sim.planner.trial import Trial, short_speed_of, shortened
+from sim.planner.trial import SEARCH_STEPS, Trial, short_speed_of, shortened
+from sim.steady_state import measure_steady
+from streamrl.doctor.changes import changed
 from streamrl.doctor.memory import trainer_side
 from streamrl.hardware.memory import ROOMY
 from streamrl.report.plan_report import head_lines
 from streamrl.runfile.config import Run
-from tests.test_plan import few
+from tests.test_plan import SMALL, few
 
 FULL: dict[str, Any] = {
     "trainer_gpus": [8, 16],
@@ -81,3 +83,21 @@ def test_no_plan_is_named_that_is_no_better() -> None:
     plan = make_plan(dearer).plan
     assert plan.allocation.trainer.num_gpus == 16 and plan.tighter is None
     assert not [line for line in head_lines(plan) if "with less room" in line]
+
+
+def test_a_plan_names_the_better_one_on_parts_of_a_node() -> None:
+    run = few(SMALL, systems=["stream-sync"])
+    plan = make_plan(run).plan
+    parts = plan.parts
+    assert parts is not None and parts.gain > ALIKE
+    sides = ("rollout.replicas", "rollout.tensor_parallel")
+    assert int(parts.settings[sides[0]]) * int(parts.settings[sides[1]]) < 8
+    few_steps = replace(run, simulate=replace(run.simulate, max_steps=SEARCH_STEPS))
+    ours, theirs = (
+        measure_steady(changed(few_steps, dict(settings))).cost_per_million_tokens
+        for settings in (plan.allocation.settings, parts.settings)
+    )
+    assert 1 - theirs / ours == pytest.approx(parts.gain, abs=0.05)
+    (line,) = [line for line in head_lines(plan) if "on parts of a node" in line]
+    assert parts.choice in line and f"{parts.gain:.0%} better" in line
+    assert make_plan(few(SMALL, systems=["stream-sync"], unit=8)).plan.parts is None

@@ -20,7 +20,7 @@ from sim.planner.race import Race
 from sim.planner.relief import find_gains
 from sim.planner.search import Search
 from sim.planner.sensitivity import Verdict, judge
-from sim.planner.tighter import find_tighter
+from sim.planner.tighter import find_parts, find_tighter
 from sim.planner.trial import open_trial
 from streamrl.hardware.profiles import price_of
 from streamrl.report.plan import Change, Figure, Plan, PlannedFramework
@@ -92,6 +92,9 @@ def _plan(
     chosen, verdicts = _settle(search, race, pool, progress, chosen, verdicts)
     gains = find_gains(race, chosen, pool, progress.on("what binds"))
     tighter = find_tighter(search, chosen, pool, progress.on("with less room"))
+    whole_nodes = _whole_nodes(run)
+    on_parts = progress.on("parts of a node")
+    parts = find_parts(search, chosen, pool, on_parts) if whole_nodes else None
     objective, (metrics, *_) = run.plan.objective, race.steady[chosen]
     planned = with_restarts(race.planned(chosen), metrics.step_time)
     check_run(planned)
@@ -108,7 +111,8 @@ def _plan(
         ),
         candidates=len(search.space),
         systems=list(dict.fromkeys(mode.system for mode in search.space.modes)),
-        whole_nodes=_whole_nodes(run),
+        whole_nodes=whole_nodes,
+        parts=parts,
         simulated=len(search.speeds),
         ruled_out=int((bounds > value).sum()),
         seconds=time.perf_counter() - started_at,

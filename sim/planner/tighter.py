@@ -1,17 +1,28 @@
-"""What room costs: plans leave a tenth of a trainer's memory free, and one that does not may be cheaper."""
+"""What a search leaves out because it is seldom wanted, and may be cheaper: trainers with little room, and parts of a node."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 
 from sim.planner.found import describe, settings_of
 from sim.planner.search import ALIKE, Search
+from sim.planner.space import Candidate
 from streamrl.doctor.memory import trainer_side
-from streamrl.report.plan import Tighter
+from streamrl.report.plan import OnParts, Tighter
+from streamrl.runfile.config import Run
+
+
+class Better(NamedTuple):
+    """A plan that is notably better."""
+
+    candidate: Candidate
+    gain: float
+    """Share by which its objective is below the chosen plan's, on the same prompts."""
 
 
 def find_tighter(
@@ -19,8 +30,43 @@ def find_tighter(
 ) -> Tighter | None:
     """Return the best plan of the chosen one's system and pools whose trainer leaves less room, where it is notably better.
 
-    The best by estimate is simulated on the prompts of the search. None too where no time is left.
+    None too where no time is left.
     """
+    run = _alike(search, chosen)
+    found = _find(search, run, chosen, pool, watch, tight=True)
+    if found is None:
+        return None
+    side = trainer_side(found.candidate.apply(run))
+    return Tighter(
+        choice=describe(run, found.candidate),
+        settings=settings_of(found.candidate),
+        gain=found.gain,
+        memory=side.need / side.capacity,
+    )
+
+
+def find_parts(
+    search: Search, chosen: int, pool: Executor, watch: Callable[[], None]
+) -> OnParts | None:
+    """Return the best plan of the chosen one's system and pools on GPUs of one node of each, where it is notably better.
+
+    None too where no time is left.
+    """
+    run = _alike(search, chosen)
+    nodes = {name: replace(each, nodes=1) for name, each in run.cluster.pools.items()}
+    run = replace(run, cluster=replace(run.cluster, pools=nodes))
+    found = _find(search, run, chosen, pool, watch, tight=False)
+    if found is None:
+        return None
+    return OnParts(
+        choice=describe(run, found.candidate),
+        settings=settings_of(found.candidate),
+        gain=found.gain,
+    )
+
+
+def _alike(search: Search, chosen: int) -> Run:
+    """Return the run of a search with the system and pools of a plan alone."""
     run, (replicas, trainer, mode) = search.space.run, search.space.candidate(chosen)
     alike = replace(
         run.plan,
@@ -28,10 +74,23 @@ def find_tighter(
         rollout_pools=list(replicas.pools),
         trainer_pools=[trainer.pool],
     )
+    return replace(run, plan=alike)
+
+
+def _find(
+    search: Search,
+    run: Run,
+    chosen: int,
+    pool: Executor,
+    watch: Callable[[], None],
+    *,
+    tight: bool,
+) -> Better | None:
+    """Return the best plan of a run by estimate, simulated on the prompts of the search, where it is notably better."""
     if search.is_late:
         return None
     try:
-        other = Search.open(replace(run, plan=alike), search.deadline, tight=True)
+        other = Search.open(run, search.deadline, tight=tight)
     except ValueError:  # none is open
         return None
     other.estimates.take_paces(search.estimates)
@@ -44,13 +103,4 @@ def find_tighter(
     if best not in other.ranking():  # it breaks a budget, or does not finish
         return None
     gain = 1 - other.value(best) / value
-    if gain <= ALIKE:
-        return None
-    candidate = other.space.candidate(best)
-    side = trainer_side(candidate.apply(run))
-    return Tighter(
-        choice=describe(run, candidate),
-        settings=settings_of(candidate),
-        gain=gain,
-        memory=side.need / side.capacity,
-    )
+    return Better(other.space.candidate(best), gain) if gain > ALIKE else None

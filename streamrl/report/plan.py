@@ -125,8 +125,8 @@ class Beside(msgspec.Struct, frozen=True, kw_only=True):
     """What that plan is, where no time was left to simulate it for as long as the chosen one."""
 
 
-class Tighter(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan that is notably better, and not chosen as its trainer leaves too little of a GPU's memory free."""
+class OnParts(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan that is notably better, and not looked for among the others as it takes parts of a node."""
 
     choice: str
     """What is run, in a line."""
@@ -134,6 +134,11 @@ class Tighter(msgspec.Struct, frozen=True, kw_only=True):
     """Every key of the run file that it sets."""
     gain: float
     """Share by which its objective is below the chosen plan's, on the same prompts."""
+
+
+class Tighter(OnParts, frozen=True, kw_only=True):
+    """A plan that is notably better, and not chosen as its trainer leaves too little of a GPU's memory free."""
+
     memory: float
     """Share of a GPU that its trainer takes."""
 
@@ -191,6 +196,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Why this plan and no other that costs about as much."""
     beside: list[Beside] = []
     """The best synchronous, the best colocated and the fastest plan."""
+    parts: OnParts | None = None
+    """A better plan on parts of a node; None where there is none that is notably better, no time was left to look, or `whole_nodes` is
+    empty."""
     tighter: Tighter | None = None
     """A better plan with less room; None where there is none that is notably better, or no time was left to look."""
     staleness_cost: float = 0.0

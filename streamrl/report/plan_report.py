@@ -61,7 +61,12 @@ def head_lines(plan: Plan) -> Iterator[str]:
             f"  systems that were searched: {', '.join(plan.systems)}; not fully-async, whose rollouts may be several "
             "steps old: plan.systems names it where it is wanted"
         )
-    if plan.whole_nodes:
+    if plan.parts is not None:
+        yield (
+            f"  on parts of a node {plan.parts.gain:.0%} better: {plan.parts.choice}; --set plan.unit=1 looks at all of "
+            "those"
+        )
+    elif plan.whole_nodes:
         yield (
             f"  each side has whole nodes of {' and '.join(plan.whole_nodes)}: --set plan.unit=1 looks at parts of a node "
             "too, which may be cheaper where little is enough"
