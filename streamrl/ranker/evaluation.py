@@ -158,8 +158,8 @@ def evaluate_scores(
     for index, row in enumerate(scores.rows):
         score = scores.number(index, column)
         if lengths is None:
-            tokens = scores.number(index, TOKENS)
-            known = [] if tokens is None else [int(tokens)]
+            tokens = scores.tokens(index)
+            known = [] if tokens is None else [tokens]
         else:
             known = lengths.get(row[PROMPT], [])
         if score is not None and known:

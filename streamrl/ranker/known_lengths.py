@@ -44,13 +44,13 @@ def read_known(source: Path, model: str | None = None) -> list[KnownPrompt]:
     found: dict[str, KnownPrompt] = {}
     text = next((column for column in TEXT if column in table.columns), None)
     for index, row in enumerate(table.rows):
-        tokens = table.number(index, TOKENS)
+        tokens = table.tokens(index)
         if tokens is None:
             continue
         name = row[PROMPT]
         if name not in found:
             found[name] = KnownPrompt(name, table.family(index), row[text] if text else None)
-        found[name].lengths.append(int(tokens))
+        found[name].lengths.append(tokens)
     if not found:
         raise ValueError(f"{source} has no lengths")
     return list(found.values())

@@ -17,6 +17,8 @@ FAMILY = (
     "dataset",
 )  # columns that may name a row's task family, first one found
 PROMPT, TOKENS, SCORE, MODEL = "prompt_id", "output_tokens", "score", "model"
+MOST_TOKENS = 1e15
+"""Of an output: as in tables that lengths are drawn from."""
 
 
 class ScoreFile(NamedTuple):
@@ -50,6 +52,14 @@ class ScoreFile(NamedTuple):
         if value is not None and not np.isfinite(value):
             raise ValueError(f"{self.path}: row {index + 1}, {column}: no number: {text!r}")
         return value
+
+    def tokens(self, index: int) -> int | None:
+        """Return the length of a row's output, or None where the field is empty."""
+        value = self.number(index, TOKENS)
+        if value is not None and not 0 <= value <= MOST_TOKENS:
+            text = f"{value:g} is no number from 0 to {MOST_TOKENS:.0e}"
+            raise ValueError(f"{self.path}: row {index + 1}, {TOKENS}: {text}")
+        return None if value is None else int(value)
 
     def family(self, index: int) -> str:
         """Return the task family of a row: the file's name where no column says it."""
@@ -104,9 +114,9 @@ def lengths_by_prompt(tables: Iterable[ScoreFile]) -> dict[str, list[int]]:
         table.must_have(PROMPT, TOKENS)
         own: dict[str, list[int]] = {}
         for index, row in enumerate(table.rows):
-            tokens = table.number(index, TOKENS)
+            tokens = table.tokens(index)
             if tokens is not None:
-                own.setdefault(row[PROMPT], []).append(int(tokens))
+                own.setdefault(row[PROMPT], []).append(tokens)
         for prompt in own:
             if prompt in found:
                 raise ValueError(f"{table.path}: another file has lengths of prompt {prompt!r} too")
