@@ -301,6 +301,10 @@ def local_run(tmp_path: Path, rewards: list[dict[str, Any]]) -> dict[str, Any]:
         ("import no_such_module", "No module named 'no_such_module'"),
         ("score = 3", "has no function score"),
         ("raise SystemExit('gone')", "gone"),
+        (
+            "def score(completion, record): raise ValueError('\\x1b[31mred\\x1b[0m')",
+            r"ValueError:  \[31mred \[0m",
+        ),
         ("def score(completion, record): open('left', 'w')", "Function not implemented|Permission"),
         ("def score(completion, record):\n while True: pass", "time limit"),
     ],

@@ -279,5 +279,6 @@ class ForkServer:
 
     def _answer(self, request: int, outcome: ScoringOutcome) -> None:
         told = {"id": request, **outcome._asdict()}
-        text = told["detail"].encode(errors="replace").decode()
+        shown = (c if c.isprintable() else " " for c in told["detail"])  # no escapes for a terminal
+        text = "".join(shown).encode(errors="replace").decode()
         self._connection.sendall(json.dumps({**told, "detail": text}).encode() + b"\n")
