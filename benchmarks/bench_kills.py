@@ -2,8 +2,8 @@
 
     python -m benchmarks.bench_kills --kills 40
 
-Each run has its driver, a replica, its trainer and its verifier killed one after the other, in an order and at moments
-drawn by its seed: while workers start as well as in the middle of a step. Where that was the driver it is resumed. Every
+Each run has its driver, a replica, its trainer, its verifier and the process that workers are forked from killed one after
+the other, in an order and at moments drawn by its seed: while workers start as well as in the middle of a step. Where that was the driver it is resumed. Every
 other run trains on groups as they are complete (`greedy`). One JSON object a run; exit status 1 where one of them does not
 have all steps, or its books do not balance.
 """

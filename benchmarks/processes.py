@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-ROLES = {"replica": "ReplicaWorker", "trainer": "TrainerWorker", "verifier": "fork_server"}
-"""What the command line of a role's process has; the driver is who was started."""
+ROLES = {
+    "replica": "ReplicaWorker",
+    "trainer": "TrainerWorker",
+    "verifier": "fork_server",
+    "nursery": "carriers.nursery",
+}
+"""What the command line of a role's process has; the driver is who was started. Workers are forked from a nursery."""
 
 
 def processes_of(driver: int) -> dict[str, list[int]]:
