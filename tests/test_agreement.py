@@ -138,7 +138,8 @@ def test_trainers_without_room_are_taken_where_there_are_no_others() -> None:
 
 def test_what_binds_generation_is_what_limits_a_replicas_batch() -> None:
     changes = {"costs": {"generation_factor": 0.005}}
-    for most, resource in ((2, "rollout.max_running 2"), (64, "GPU memory bandwidth")):
+    cap = "rollout.max_running 2, which nobody tried to raise"
+    for most, resource in ((2, cap), (64, "GPU memory bandwidth")):
         run = few(
             {**changes, "rollout.max_running": most},
             systems=["disaggregated"],

@@ -88,7 +88,8 @@ def test_a_cap_is_named_as_what_binds_only_where_raising_it_shortens_a_step() ->
     assert binding.resource == "rollout.max_running 2"
     binding = find_binding(search.estimates, chosen, speed, {"max_running": 0.001})
     assert binding.resource == "GPU memory bandwidth"
-    assert find_binding(search.estimates, chosen, speed, {}).resource == "GPU memory bandwidth"
+    binding = find_binding(search.estimates, chosen, speed, {})
+    assert binding.resource == "rollout.max_running 2, which nobody tried to raise"
     for stage in ("generation", "training"):
         saved = {"generation": 0.01, "training": 0.01, "max_running": 0.0, stage: 0.08}
         binding = find_binding(search.estimates, chosen, speed, saved)

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
+import psutil
 import pytest
 
 from executor.directory_lock import LOCK
@@ -71,17 +72,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the processes that a process has started and that still run."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[1]) == pid and fields[0] != "Z":
-                found.append(int(entry.name))
-    return found
+    """Return the processes that a process, or one that it has started, has started and that still run."""
+    found = psutil.Process(pid).children(recursive=True)
+    return [child.pid for child in found if child.status() != psutil.STATUS_ZOMBIE]
 
 
 def is_running(pid: int) -> bool:
@@ -163,7 +156,7 @@ def begin() -> Iterator[Begin]:
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
         workers = children_of(process.pid)
-        assert len(workers) >= 3
+        assert len(workers) >= 4, "a verifier, a nursery, and a worker of each role"
         return process, workers
 
     yield start

@@ -4,8 +4,8 @@
 
 Over FD its controller asks for workers and tells each one's role, environment and directory, with three descriptors: the
 worker's connection, its log, and a socket on which the nursery answers with the worker's process id and, once it has
-ended, its exit status. A nursery computes nothing, so that it has no threads which a fork would lose. It ends with its
-controller, or when it has had no workers for a while; who kills it kills its workers.
+ended, its exit status. A nursery computes nothing, so that it has no threads which a fork would lose. It ends with the
+thread that asked for it first, or when it has had no workers for a while; who kills it kills its workers.
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ def _work(request: WorkerRequest, connection: int, log: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     main(socket.socket(fileno=int(sys.argv[1])))
     os._exit(0)

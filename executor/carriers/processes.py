@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -122,13 +123,13 @@ class Forked:
 
 
 _nurseries: dict[tuple[tuple[str, str], ...], tuple[subprocess.Popen[bytes], socket.socket]] = {}
-"""Those of this process, by what their libraries have read."""
+"""Those of this process, by the thread with which they end and what their libraries have read."""
 
 
 def _nursery_for(environment: Environment, log: BinaryIO) -> socket.socket:
     """Return the connection to a nursery that lives."""
     read = {name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT)}
-    key = (("controller", str(os.getpid())), *sorted(read.items()))
+    key = (("thread", str(threading.get_native_id())), *sorted(read.items()))
     process, control = _nurseries.get(key, (None, None))
     if process is not None and control is not None:
         if process.poll() is None:

@@ -76,8 +76,11 @@ def _of_generation(
     """Say why generation takes what it takes: its longest rollout, a cap whose relief saves seconds, or the work."""
     batch = replica_batch(run)
     assert batch is not None, "it was simulated"
+    cap = f"rollout.max_running {run.rollout.max_running}"
     if gains.get("max_running", 0.0) >= max(SAVES, gains.get("max_staleness", 0.0)):
-        return f"rollout.max_running {run.rollout.max_running}"
+        return cap
+    if not gains and batch.limit == "max_running":
+        return f"{cap}, which nobody tried to raise"
     is_of_memory = batch.limit == "memory"
     if gains.get("max_staleness", 0.0) >= SAVES and not is_of_memory:
         bound = estimates.space.system(index).staleness_bound
