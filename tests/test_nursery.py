@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -16,7 +18,7 @@ import pytest
 
 from executor.carriers import nursery, processes, worker
 from executor.carriers.handles import LocalProcess, WorkerLostError
-from executor.carriers.processes import begin_for, fork, spawn
+from executor.carriers.processes import Forked, begin_for, fork, spawn
 from tests.verifying import wait_until_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forked on Linux alone")
@@ -160,6 +162,33 @@ def test_a_nursery_that_cannot_begin_is_an_error(
     monkeypatch.setattr(processes.sys, "executable", "/bin/false")
     with pytest.raises(ChildProcessError, match="workers are forked from has died"):
         asyncio.run(LocalProcess.start(ROLE, {}, tmp_path / "log", {}, begin=fork))
+
+
+def test_who_has_died_this_moment_is_killed_without_a_word() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:  # which has told nothing yet
+        Forked(gone.pid, ours).kill()
+
+
+def test_a_worker_that_nobody_asks_after_does_not_end_its_nursery(tmp_path: Path) -> None:
+    parents: list[int] = []
+
+    async def forget(handle: LocalProcess, seen: Seen) -> None:
+        parents.append(seen.parent)
+        process = handle._process
+        assert isinstance(process, Forked)
+        process._answers.shutdown(socket.SHUT_RDWR)
+        os.kill(handle.pid, signal.SIGKILL)
+        wait_until_gone([handle.pid], 5)
+
+    async def note(handle: LocalProcess, seen: Seen) -> None:
+        parents.append(seen.parent)
+
+    with_worker(tmp_path / "log", forget)
+    with_worker(tmp_path / "log", note)
+    assert parents[0] == parents[1]
 
 
 def test_what_has_threads_of_its_own_is_not_forked() -> None:

@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import traceback
+from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
 import msgspec
@@ -101,17 +102,25 @@ def _fork(request: WorkerRequest, descriptors: list[int]) -> Child:
         _work(request, connection, log)
     os.close(connection)
     os.close(log)
-    answers = socket.socket(fileno=told)
-    answers.send(str(pid).encode())
-    return Child(pid, answers)
+    child = Child(pid, socket.socket(fileno=told))
+    _tell(child, pid)
+    return child
 
 
 def _bury(pidfd: int, child: Child) -> None:
-    """Take back the process of a worker that has ended, and tell how."""
+    """Tell how a worker has ended, then take back its process: until then nobody else has its id."""
     os.close(pidfd)
-    _, status = os.waitpid(child.pid, 0)
+    ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert ended is not None, "it is waited for"
+    status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
     with child.answers:
-        child.answers.send(str(os.waitstatus_to_exitcode(status)).encode(), socket.MSG_NOSIGNAL)
+        _tell(child, status)
+    os.waitpid(child.pid, 0)
+
+
+def _tell(child: Child, number: int) -> None:
+    with suppress(BrokenPipeError, ConnectionResetError):  # nobody asks any more
+        child.answers.send(str(number).encode(), socket.MSG_NOSIGNAL)
 
 
 def _work(request: WorkerRequest, connection: int, log: int) -> NoReturn:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -119,7 +120,8 @@ class Forked:
         try:
             self.wait(0.0)
         except subprocess.TimeoutExpired:
-            os.kill(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has died with its nursery this moment
+                os.kill(self.pid, signal.SIGKILL)
 
 
 _nurseries: dict[tuple[tuple[str, str], ...], tuple[subprocess.Popen[bytes], socket.socket]] = {}
