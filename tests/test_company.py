@@ -69,3 +69,16 @@ def test_who_has_no_company_makes_so_many_passes() -> None:
     work: Work = train
     assert asyncio.run(side_by_side([], work)).training == (1 + 2 + 3 + 4) / 4
     assert asyncio.run(side_by_side([generate, generate], None)) == (3.0, 0.0)
+
+
+def test_a_replica_that_was_never_full_is_left_out_and_all_begin_again_where_none_was() -> None:
+    rounds = iter([[], [], [], [2.0]])
+
+    async def generate() -> list[float]:
+        return next(rounds)
+
+    async def full() -> list[float]:
+        return [4.0]
+
+    assert asyncio.run(side_by_side([generate, full], None)) == (4.0, 0.0)
+    assert asyncio.run(side_by_side([generate], None)) == (2.0, 0.0)

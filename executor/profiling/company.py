@@ -24,7 +24,7 @@ async def side_by_side(generate: Sequence[Work], train: Work | None) -> PartTime
     """Let replicas generate at the same time, all as much, and a trainer train for as long as they do.
 
     Replicas begin again until the trainer has made a few passes in their company; if each outlasts them, one counts as it
-    is. Means, not medians: where there are more roles than cores most steps take as long as alone, and some wait for a turn.
+    is. One that was never as full as all are meant to be is left out. Means, not medians: where there are more roles than cores most steps take as long as alone, and some wait for a turn.
     """
     if not generate:
         passes = [mean(await train()) for _ in range(LEAST_PASSES)] if train else [0.0]
@@ -37,7 +37,7 @@ async def side_by_side(generate: Sequence[Work], train: Work | None) -> PartTime
             last = await train()
             if not generating.done():
                 passes += last
-        steps += [mean(seconds) for seconds in await generating]
-        if train is None or len(passes) >= LEAST_PASSES:
+        steps += [mean(seconds) for seconds in await generating if seconds]
+        if steps and (train is None or len(passes) >= LEAST_PASSES):
             break
     return PartTimes(mean(steps), mean(passes or last))
