@@ -29,7 +29,7 @@ from typing import Any, cast
 import msgspec
 from msgspec.structs import replace
 
-from benchmarks.fault_books import EXECUTED, KINDS, RAY, SIMULATED, Cell, Key, balance
+from benchmarks.fault_books import EXECUTED, KINDS, RAY, SIMULATED, Cell, Key, balance, read_legs
 from benchmarks.fault_model import make_model
 from benchmarks.fault_page import page
 from executor.faults import StruckFault, read_struck
@@ -50,7 +50,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.record.legs import balance_legs
 from streamrl.record.run_lines import read_metrics
-from streamrl.record.trace import Trace, read_trace
+from streamrl.record.trace import Trace
 from streamrl.report.ledger_line import tell_faults
 from streamrl.runfile.faults_config import FaultConfig, FaultKind
 from streamrl.runfile.reading import load_run
@@ -148,9 +148,7 @@ class Matrix:
 
 def is_sound(cell: Cell) -> bool:
     """Whether a run came to its end with all rollouts accounted for and no wrong weights."""
-    books = cell.books
-    is_clean = not (books.lost or books.twice or books.wrong or cell.ledger)
-    return cell.is_complete and is_clean and not cell.hung
+    return cell.is_complete and cell.books.is_clean and not cell.ledger and not cell.hung
 
 
 # Simulated ----------------------------------------------------------------------------------------
@@ -280,8 +278,7 @@ def execute(directory: Path, key: Key) -> Cell:
     while status == -signal.SIGKILL:
         status = _run(place, system, seed, "resume")
     output = place / "run"
-    paths = [*sorted(output.glob("trace.*.jsonl")), output / "trace.jsonl"]
-    legs = [read_trace(path) for path in paths]
+    legs = read_legs(output)
     books = balance(legs)
     if (
         system == "stream-sync"

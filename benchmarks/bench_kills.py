@@ -3,9 +3,9 @@
     python -m benchmarks.bench_kills --kills 40
 
 Each run has its driver, a replica, its trainer, its verifier and the process that workers are forked from killed one after
-the other, in an order and at moments drawn by its seed: while workers start as well as in the middle of a step. Where that was the driver it is resumed. Every
-other run trains on groups as they are complete (`greedy`). One JSON object a run; exit status 1 where one of them does not
-have all steps, or its books do not balance.
+the other, in an order and at moments drawn by its seed: while workers start as well as in the middle of a step. Where that
+was the driver it is resumed. Every other run trains on groups as they are complete (`greedy`). One JSON object a run; exit
+status 1 where one of them does not have all steps, or its books do not balance.
 """
 
 from __future__ import annotations
@@ -26,29 +26,23 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.fault_books import SIMULATED, Books, balance
+from benchmarks.bench_faults import COMMAND
+from benchmarks.fault_books import SIMULATED, Books, balance, read_legs
 from benchmarks.fault_model import make_model
 from benchmarks.processes import ROLES, processes_of
 from streamrl.record.legs import balance_legs
-from streamrl.record.trace import read_trace
 from streamrl.report.ledger_line import tell_faults
 
 HERE = Path(__file__).parent
 VICTIMS = ("driver", *ROLES)
-CONSUMPTIONS = ("strict-fifo", "greedy")
+WAYS = list(product(SIMULATED, ("strict-fifo", "greedy")))
+"""Every system, each in both orders of consumption: all of them have a run at least."""
 APART = 8.0
 """Seconds from one kill to the next, at most: starting a worker takes three to ten."""
 STEPS = 600
 """More than are made before the last kill."""
 MOST_SECONDS = 420.0
 """That a run may take; one that takes longer hangs."""
-RUN = """
-import sys
-from executor.execute import execute
-from streamrl.runfile.reading import load_run
-path, what, *changes = sys.argv[1:]
-execute(load_run(path, changes), what == "resume")
-"""
 
 
 @dataclass
@@ -70,8 +64,7 @@ class Killed:
     @property
     def is_sound(self) -> bool:
         """Whether it has all steps, and every rollout is accounted for."""
-        books = self.books
-        is_clean = books is not None and not (books.lost or books.twice or books.wrong)
+        is_clean = self.books is not None and self.books.is_clean
         return self.status == 0 and is_clean and not self.ledger
 
 
@@ -81,7 +74,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=40, help="at least")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     arguments = parser.parse_args()
-    num_runs = -(-arguments.kills // len(VICTIMS))
+    num_runs = max(len(WAYS), -(-arguments.kills // len(VICTIMS)))
     with tempfile.TemporaryDirectory(prefix="bench-kills-") as name:
         make_model(Path(name))
         with ThreadPoolExecutor(arguments.workers) as pool:
@@ -101,8 +94,7 @@ def _show(directory: Path, seed: int) -> Killed:
 
 def kill(directory: Path, seed: int) -> Killed:
     """Execute a run whose processes are killed one after the other."""
-    ways = list(product(SIMULATED, CONSUMPTIONS))
-    system, consumption = ways[seed % len(ways)]
+    system, consumption = WAYS[seed % len(WAYS)]
     found = Killed(system, consumption, seed)
     place = directory / f"run-{seed}"
     place.mkdir()
@@ -134,9 +126,7 @@ def kill(directory: Path, seed: int) -> Killed:
         leg.wait()
     found.seconds = round(time.monotonic() - began_at, 1)
     output = place / "run"
-    legs = [
-        read_trace(path) for path in (*sorted(output.glob("trace.*.jsonl")), output / "trace.jsonl")
-    ]
+    legs = read_legs(output)
     found.books, found.ledger = balance(legs), tell_faults(balance_legs(legs))
     if not found.is_sound:
         print((place / "log").read_text()[-2000:], file=sys.stderr)
@@ -144,7 +134,7 @@ def kill(directory: Path, seed: int) -> Killed:
 
 
 def _begin(place: Path, what: str, changes: list[str]) -> subprocess.Popen[Any]:
-    words = [sys.executable, "-c", RUN, str(place / "run.toml"), what, *changes]
+    words = [sys.executable, "-c", COMMAND, str(place / "run.toml"), what, *changes]
     with (place / "log").open("ab") as log:
         return subprocess.Popen(words, stdout=log, stderr=log)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple, get_args
 
 from streamrl.engine.messages import (
@@ -24,7 +25,9 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.entries import Entry
-from streamrl.record.trace import Trace
+from streamrl.record.legs import legs_set_aside, trace_of_leg
+from streamrl.record.run_lines import TRACE
+from streamrl.record.trace import Trace, read_trace
 from streamrl.runfile.faults_config import OF_REWARD_MODEL, FaultKind
 
 KINDS: tuple[FaultKind, ...] = tuple(
@@ -94,6 +97,11 @@ class Books(NamedTuple):
     wrong: int
     """In steps that count, though born under weights that had been taken back."""
 
+    @property
+    def is_clean(self) -> bool:
+        """Whether every rollout is accounted for, and none was trained on that should not have been."""
+        return not (self.lost or self.twice or self.wrong)
+
 
 class Key(NamedTuple):
     """Which run."""
@@ -120,6 +128,12 @@ class Cell:
     """Seconds from a fault to the event that tells of it, by kind."""
     mended: dict[str, float] = field(default_factory=dict)
     """Seconds from a fault to the next new step, and to a serving replacement of what was lost."""
+
+
+def read_legs(output: Path) -> list[Trace]:
+    """Return the traces of all legs of an executed run, in order."""
+    earlier = (trace_of_leg(output, leg) for leg in legs_set_aside(output))
+    return [read_trace(path) for path in (*earlier, output / TRACE)]
 
 
 def balance(legs: Iterable[Trace]) -> Books:

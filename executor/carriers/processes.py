@@ -62,8 +62,15 @@ async def spawn(
     role: str, connection: socket.socket, log: BinaryIO, environment: Environment
 ) -> WorkerProcess:
     """Start a worker that imports what it needs."""
+    return _start([worker.MODULE, role, str(connection.fileno())], connection, log, environment)
+
+
+def _start(
+    words: list[str], connection: socket.socket, log: BinaryIO, environment: Environment
+) -> subprocess.Popen[bytes]:
+    """Run a module, given with its arguments, that has the descriptor of a connection."""
     return subprocess.Popen(
-        [sys.executable, "-m", worker.MODULE, role, str(connection.fileno())],
+        [sys.executable, "-m", *words],
         pass_fds=(connection.fileno(),),
         stdin=subprocess.DEVNULL,
         stdout=log,
@@ -139,15 +146,7 @@ def _nursery_for(environment: Environment, log: BinaryIO) -> socket.socket:
         control.close()
     control, theirs = socket.socketpair()
     with theirs:
-        words = [sys.executable, "-m", nursery.__name__, str(theirs.fileno()), PADDING]
-        process = subprocess.Popen(
-            words,
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=environment,
-            start_new_session=True,
-        )
+        words = [nursery.__name__, str(theirs.fileno()), PADDING]
+        process = _start(words, theirs, log, environment)
     _nurseries[key] = process, control
     return control

@@ -142,15 +142,20 @@ def counted_steps(run: Run) -> tuple[int, int]:
 
 def counted_batches(base: bytes) -> list[StepBatch]:
     """Return what the steps of a trial that count generate and train on."""
-    run, workload = open_trial(base)
+    run, _ = open_trial(base)
     first, last = counted_steps(run)
-    return _batches_of(run, workload, range(first - 1, last))
+    return _batches_of(base, range(first - 1, last))
 
 
-def _batches_of(run: Run, workload: SimulatedWorkload, numbers: Sequence[int]) -> list[StepBatch]:
-    """Return some of the batches of a run."""
-    known = list(islice(step_batches(run, workload), max(numbers) + 1))
+def _batches_of(base: bytes, numbers: Sequence[int]) -> list[StepBatch]:
+    """Return some of the batches of a run file, which all its plans share."""
+    known = _first_batches(base, max(numbers) + 1)
     return [known[number] for number in numbers]
+
+
+@lru_cache(maxsize=8)
+def _first_batches(base: bytes, num: int) -> list[StepBatch]:
+    return list(islice(step_batches(*open_trial(base)), num))
 
 
 def _planned(trial: Trial) -> tuple[Run, SimulatedWorkload]:
@@ -167,11 +172,11 @@ def _planned(trial: Trial) -> tuple[Run, SimulatedWorkload]:
 
 def generation_of(trial: Trial) -> GenerationTime:
     """Simulate a plan's replicas alone, on one batch after the other."""
-    base, workload = open_trial(trial.run)
+    base, _ = open_trial(trial.run)
     run = trial.candidate.apply(base)
     costs = Costs.load(run)
     run = fill_kinds(fill_latency(run, costs), costs)
-    batches = _batches_of(run, workload, trial.batches)
+    batches = _batches_of(trial.run, trial.batches)
     ends = [batch.generate(run, costs, MOST_REPLICAS) for batch in batches]
     waits = run.algorithm.trains_whole_groups
     return summarize(ends, run.rollout.num_replicas, waits_for_groups=waits)
@@ -179,8 +184,8 @@ def generation_of(trial: Trial) -> GenerationTime:
 
 def training_error_of(trial: Trial) -> float:
     """Return the seconds of a plan's passes one by one, on the first of its batches, over their closed form."""
-    base, workload = open_trial(trial.run)
-    run, (batch,) = trial.candidate.apply(base), _batches_of(base, workload, trial.batches[:1])
+    base, _ = open_trial(trial.run)
+    run, (batch,) = trial.candidate.apply(base), _batches_of(trial.run, trial.batches[:1])
     lengths = DealtBatch.of(batch.trained).lengths
     streaming = choose_system(run.policies).streaming
     return closed_form_error(run, TrainingCosts.load(run), lengths, streaming)
