@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from executor.carriers.handles import Handle
+from executor.carriers.heartbeat import PATIENCE
 
 
-async def start_actor(role_path: str, config: dict[str, Any], log: Path) -> Handle:
+async def start_actor(
+    role_path: str, config: dict[str, Any], log: Path, patience: float = PATIENCE
+) -> Handle:
     """Start a role."""
     import ray
 
@@ -18,7 +21,7 @@ async def start_actor(role_path: str, config: dict[str, Any], log: Path) -> Hand
     if not ray.is_initialized():
         ray.init("local", num_cpus=8, log_to_driver=False, include_dashboard=False)
     options = {"num_cpus": 0, "max_concurrency": 1000}
-    actor = RayActor(ray.remote(RayRole).options(**options).remote(), role_path)
+    actor = RayActor(ray.remote(RayRole).options(**options).remote(), role_path, patience)
     await actor.locate()
     await actor.begin(role_path, config, str(log))
     return actor

@@ -42,8 +42,10 @@ from streamrl.record.metrics import measure
 from streamrl.record.trace import Trace, replay
 from streamrl.runfile.config import Run
 from streamrl.workload.prompt_records import Record
+from tests.ray_actors import start_actor
 from tests.scripted import REPLICA, ScriptedLauncher, ScriptedVerifier, make_world
 from tests.test_execute import real_run
+from tests.test_handles import Counter, CounterConfig
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
 
 COUNTER = "tests.test_handles:Counter"
@@ -78,6 +80,34 @@ def test_a_process_that_computes_lives_though_it_answers_nobody(tmp_path: Path) 
         await asyncio.sleep(1.5)
         await handle.call("compute_alone", 5.0, returns=type(None))
         assert await handle.call("count", returns=int) == 8
+        await handle.close()
+
+    asyncio.run(asyncio.wait_for(go(), timeout=60))
+
+
+class SlowStarter(Counter):
+    """Answers nobody for three seconds while it is made, as a process does that imports torch on a busy machine."""
+
+    def __init__(self, config: CounterConfig) -> None:
+        time.sleep(3.0)
+        super().__init__(config)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [LocalProcess.start, pytest.param(start_actor, marks=pytest.mark.ray)],
+    ids=["local", "ray"],
+)
+def test_a_start_may_take_longer_than_a_silence_later(start: Any, tmp_path: Path) -> None:
+    async def go() -> None:
+        path, log = "tests.test_hangs:SlowStarter", tmp_path / "log"
+        more = {"environment": {}} if start == LocalProcess.start else {}
+        handle = await start(path, {"first": 7}, log, patience=1.0, **more)
+        assert await handle.call("count", returns=int) == 7
+        await asyncio.sleep(1.5)
+        handle.send_signal(signal.SIGSTOP)
+        with pytest.raises(WorkerLostError, match=r"no sign of life for \d s and was killed"):
+            await asyncio.wait_for(handle.call("count", returns=int), timeout=20)
         await handle.close()
 
     asyncio.run(asyncio.wait_for(go(), timeout=60))

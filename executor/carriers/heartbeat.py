@@ -16,8 +16,8 @@ PING_TIME = (
 PATIENCE = ExecuteConfig().patience
 """Seconds without a sign of life, where nothing else is said."""
 FACTOR = 10
-"""How many times as long as the longest silence so far a process may be silent, and as `patience` before its first
-answer, while it imports what its role needs."""
+"""How many times as long as the longest silence so far a process may be silent, and as `patience` while it starts and
+imports what its role needs."""
 
 
 class Heartbeat:
@@ -30,7 +30,7 @@ class Heartbeat:
         self._num_silent = 0
         """Pings for which there was no sign of life."""
         self._longest = 0.0
-        self._has_answered = False
+        self._has_started = False
         self._is_waiting = False
         self._work_time = 0
 
@@ -43,7 +43,7 @@ class Heartbeat:
     def is_over(self) -> bool:
         """Whether the process has been silent for too long."""
         most = max(self._patience, FACTOR * self._longest)
-        return self.silence > (most if self._has_answered else FACTOR * self._patience)
+        return self.silence > (most if self._has_started else FACTOR * self._patience)
 
     def is_asked_for(self) -> bool:
         """Enter that it is time for a ping; return whether one should be sent, as none waits for its answer."""
@@ -58,11 +58,11 @@ class Heartbeat:
             self._num_silent += 1
         return False
 
-    def answer(self) -> None:
-        """Enter that the last ping was answered."""
-        if self._has_answered:  # else it was starting
+    def answer(self, has_started: bool = True) -> None:
+        """Enter that the last ping was answered, and whether by a process that has made its role."""
+        if self._has_started:
             self._longest = max(self._longest, self.silence)
-        self._has_answered = True
+        self._has_started = has_started
         self._is_waiting = False
         self._num_silent = 0
 

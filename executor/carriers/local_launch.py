@@ -111,7 +111,8 @@ class LocalLauncher(Launcher):
         if self._run.execute.launcher == "in-process":
             return InProcess(role, config)
         run, log = self._run, self._directory.logs / f"{name}.log"
-        begin = begin_for(device_of(run, place.pool), run.rollout.backend, run.trainer.backend)
+        backend = run.rollout.backend if role == REPLICA else None
+        begin = begin_for(device_of(run, place.pool), backend)
         return await LocalProcess.start(
             role, config, log, self.environment(place), run.execute.patience, begin
         )

@@ -25,8 +25,6 @@ READ_AT_IMPORT = (
 """Beginnings of variables that libraries look at once: who has others needs another nursery."""
 PADDING = " " * 100
 """Of a nursery's command line: its workers show their own in its place."""
-STARTERS = frozenset(("vllm", "deepspeed"))
-"""Back ends that are not for forked workers."""
 MOST_BYTES = 32
 """Of what a nursery tells of a worker."""
 
@@ -52,9 +50,9 @@ Begin = Callable[[str, socket.socket, BinaryIO, Environment], Awaitable[WorkerPr
 """Of a role, the worker's end of its connection, its log and its whole environment."""
 
 
-def begin_for(device: str, *backends: str) -> Begin:
-    """Return how workers of a device begin: CUDA, vLLM and DeepSpeed have threads and processes that no fork takes along."""
-    is_plain = device == "cpu" and not STARTERS.intersection(backends)
+def begin_for(device: str, backend: str | None) -> Begin:
+    """Return how a worker of a device begins: CUDA has threads that no fork takes along, vLLM processes of its own."""
+    is_plain = device == "cpu" and backend != "vllm"
     return fork if sys.platform == "linux" and is_plain else spawn
 
 

@@ -51,6 +51,7 @@ class RayActor(Handle):
         self._lost: WorkerLostError | None = None
         self._heartbeat = Heartbeat(None, patience)
         self._beating: asyncio.Task[None] | None = None
+        self._has_begun = False
         self.whereabouts: Whereabouts | None = None
 
     async def locate(self) -> Whereabouts:
@@ -66,6 +67,7 @@ class RayActor(Handle):
         await self._await(
             self._actor.begin.remote(role_path, bytes(encode(config)), str(Path.cwd()), log)
         )
+        self._has_begun = True
         self._keep(self._listen())
 
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
@@ -165,7 +167,7 @@ class RayActor(Handle):
     async def _ping(self) -> None:
         with contextlib.suppress(RayError):
             await _result(self._actor.ping.remote())
-            self._heartbeat.answer()
+            self._heartbeat.answer(self._has_begun)
             return
         self._lose("is lost: its process or its node has ended")
 
