@@ -4,6 +4,7 @@
 # make test-vllm  sets up vLLM for CPUs in an environment of its own, and runs the tests that generate with it
 # make test-deepspeed  the same environment, which has DeepSpeed too: runs the tests that train with it
 # make test-ray     the same environment, which has Ray too: roles on clusters of several nodes on this machine
+# make test-engines   both of vLLM and DeepSpeed, side by side
 # make test-trl     losses and gradients against TRL's on the same tensors, in an environment of its own
 # make lock   the newest versions of packages, which the others then install: requirements.lock
 # make fuzz   damaged and made-up inputs, others each time: FUZZ_EXAMPLES=N for each test, 1,000 where absent
@@ -42,11 +43,14 @@ TRL := build/trl
 DEMO := build/demo
 # Whoever is done first takes half of what the other has left.
 SIDE_BY_SIDE := --numprocesses 2 --dist worksteal
-# Engines and clusters are set up once for all tests of a file.
+MARKS_OF_test-vllm := vllm
+MARKS_OF_test-deepspeed := deepspeed
+MARKS_OF_test-engines := vllm or deepspeed
+# A cluster is set up once for all tests of a file.
 BY_FILE := --numprocesses 2 --dist loadfile
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
-.PHONY: demo test test-oldest test-vllm test-deepspeed test-ray test-trl lock fuzz mutants faults kills lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-subscribers bench-trl bench-workers soak clean
+.PHONY: demo test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl lock fuzz mutants faults kills lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-subscribers bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -79,11 +83,8 @@ test-oldest: $(READY)
 	build/oldest/bin/python -m pip install --quiet --editable '.[executor,notebooks,lora,tensorboard,wandb]' hypothesis pytest pytest-xdist --constraint build/oldest.txt
 	build/oldest/bin/python -m pytest $(SIDE_BY_SIDE)
 
-test-vllm: $(ENGINES)/.ready
-	$(ENGINES)/bin/python -m pytest $(BY_FILE) -m "vllm and not ray"
-
-test-deepspeed: $(ENGINES)/.ready
-	$(ENGINES)/bin/python -m pytest $(BY_FILE) -m "deepspeed and not ray"
+test-vllm test-deepspeed test-engines: $(ENGINES)/.ready
+	$(ENGINES)/bin/python -m pytest $(SIDE_BY_SIDE) -m "($(MARKS_OF_$@)) and not ray"
 
 test-ray: $(ENGINES)/.ready
 	RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$$($(PYTHON) -c 'import secrets; print(secrets.token_hex(32))') \

@@ -6,8 +6,9 @@ with all others and `--rounds` times, and once more with the lengths that it had
     before      simulated before it was executed, lengths as its run file has them
     recorded    simulated with its lengths
 
-A host that others use as well changes its pace by the minute. So a few points of the profile are measured again between
-runs (`benchmarks/pace.py`), and its seconds are taken as many times as long as they took just before, or around, a run.
+A host that others use as well changes its pace by the minute. So a few points of a run's own profile are measured again
+between runs (`benchmarks/pace.py`), and its seconds are taken as many times as long as they took just before, or around,
+a run.
 
 Its own repeats say what no prediction can get below. How long pushes take is set beside what was simulated before. Nothing
 else may run on the machine meanwhile.
@@ -61,16 +62,19 @@ def compare(
     """Profile, execute every cell in turn and that `rounds` times; return the repeats by cell."""
     profiles = {
         name: profile(data, name, data / f"{name}.toml", is_quick=is_quick)
-        for name in dict.fromkeys(("first", *(one.model for one in cells)))
+        for name in dict.fromkeys(one.model for one in cells)
     }
     repeats: dict[str, list[Repeat]] = {one.name: [] for one in cells}
-    pace = pace_of(data, profiles["first"])
+    model, pace = "", 1.0
     for number in range(rounds):
         for place, one in enumerate(cells):
+            own = profiles[one.model]
+            if one.model != model:
+                pace = pace_of(data, one.model, own)
             output = data / f"run-{number}-{place}"
-            done = run_cell(one, data, output, profiles[one.model], pace)
-            pace = pace_of(data, profiles["first"])
-            repeats[one.name].append(judge(done, profiles[one.model], pace))
+            done = run_cell(one, data, output, own, pace)
+            model, pace = one.model, pace_of(data, one.model, own)
+            repeats[one.name].append(judge(done, own, pace))
     return repeats
 
 

@@ -82,9 +82,9 @@ def as_recorded(
     return measure(simulate(with_profile(run, profile, pace)), counted)
 
 
-def pace_of(data: Path, profile: Path) -> float:
-    """Return how long the machine takes now over what it took in the first model's profile."""
-    return measure_pace(data / "first" / "model", read_measured(profile), LIMITS)
+def pace_of(data: Path, model: str, profile: Path) -> float:
+    """Return how long the machine takes now over what it took in a model's profile."""
+    return measure_pace(data / model / "model", read_measured(profile), LIMITS)
 
 
 def started_at(trace: Trace) -> float:

@@ -34,7 +34,8 @@ from executor.attached import ATTACHED, replace_file
 from executor.buffer import BufferedRollout
 from executor.changed_settings import changes
 from executor.checkpoints import Checkpoint, Checkpoints, Position
-from executor.directory_lock import DirectoryLock
+from executor.control import CONTROL
+from executor.directory_lock import LOCK, DirectoryLock
 from executor.notices import tell
 from executor.trackers import Trackers
 from executor.trainer_record import FollowerRecord, TrainerRecord, followers_of
@@ -54,6 +55,8 @@ from streamrl.runfile.paths import check_writable
 from streamrl.runfile.reading import decode_recorded_run, encode_run
 
 TOKENS = "tokens"
+DIRECTORIES = (TOKENS, "checkpoints", "logs", CONTROL)
+FILES = (LOCK, RUN, METRICS, ROLLOUTS, SAMPLES)
 
 
 class RunDirectory(TrainerRecord):
@@ -135,8 +138,11 @@ class RunDirectory(TrainerRecord):
                 f"execute.output {str(self.path)!r} holds a run; resume it with --resume, or name "
                 "another directory with --set execute.output=…"
             )
-        for path in (self.path, self.path / TOKENS):
+        for path in (self.path, *(self.path / name for name in DIRECTORIES)):
             check_writable(path, "execute.output")
+        for path in (self.path / name for name in FILES):
+            if path.is_dir():
+                raise ValueError(f"execute.output {path}: cannot be written: Is a directory")
         if not resume:
             return None
         if not self.has_run:

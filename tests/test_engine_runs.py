@@ -152,6 +152,16 @@ def test_a_rank_that_dies_costs_no_rollout(
 
 
 @pytest.mark.vllm
+def test_a_replica_on_two_devices_takes_its_shards_of_every_version(tmp_path: Path) -> None:
+    own = ("rollout.tensor_parallel=2", "cluster.pools.local.gpus_per_node=4")
+    trace = execute(tmp_path, "vllm", "policies.system=stream-sync", *own)
+    loaded = [e.event.checksum for e in trace.entries if isinstance(e.event, WeightsLoaded)]
+    assert len({*loaded}) >= 2
+    steps = [line for line in read_metrics(tmp_path / "run") if "step" in line]
+    assert len(steps) >= 3 and all(line["logprob_gap"] < 1e-4 for line in steps)
+
+
+@pytest.mark.vllm
 def test_a_replica_and_a_trainer_that_die_and_a_lost_push_cost_no_rollout(tmp_path: Path) -> None:
     settings = ("policies.system=stream-async", "algorithm.steps=6", "execute.checkpoint_every=1")
     trace = execute(tmp_path, "vllm", *settings, faults=FAULTS)

@@ -238,6 +238,28 @@ def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path, place: s
         RunDirectory(tmp_path / place).find_checkpoint(run, resume=False)
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("tokens", "Not a directory"),
+        ("control", "Not a directory"),
+        ("logs", "Not a directory"),
+        ("lock", "Is a directory"),
+        ("metrics.jsonl", "Is a directory"),
+    ],
+)
+def test_what_is_in_the_way_of_a_run_is_refused_before_anything_is_written(
+    tmp_path: Path, name: str, says: str
+) -> None:
+    there = tmp_path / "run"
+    run = real_run(tmp_path)
+    there.mkdir()
+    (there / name).write_text("mine") if says.startswith("Not") else (there / name).mkdir()
+    with pytest.raises(ValueError, match=rf"^execute\.output .*/{name}: cannot be written: {says}"):
+        RunDirectory(there).find_checkpoint(run, resume=False)
+    assert [each.name for each in there.iterdir()] == [name]
+
+
 def test_a_profile_that_could_not_be_written_is_not_measured(tmp_path: Path) -> None:
     done = streamrl("profile", tmp_path / "model", "-o", tmp_path)
     assert done.returncode == 2 and "Is a directory" in done.stderr

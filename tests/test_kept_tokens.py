@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from executor.execute import token_directory
 from executor.kept_tokens import KeptTokens
-from executor.record import RunDirectory
 from executor.samples import FinishReason, Request
 from executor.token_files import (
     Head,
@@ -211,19 +210,6 @@ def test_a_directory_of_tokens_loses_nothing_that_is_somebody_elses(tmp_path: Pa
     with token_directory(run, is_resumed=True):
         assert [each.name for each in tokens.iterdir()] == ["1.0"]
     assert not tokens.exists()
-
-
-def test_a_file_where_tokens_are_to_lie_is_refused_before_anything_is_written(
-    tmp_path: Path,
-) -> None:
-    run = real_run(tmp_path)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "tokens").write_text("mine")
-    with pytest.raises(
-        ValueError, match=r"execute\.output .*/tokens: cannot be written: Not a dir"
-    ):
-        RunDirectory(tmp_path / "run").find_checkpoint(run, resume=False)
-    assert [each.name for each in (tmp_path / "run").iterdir()] == ["tokens"]
 
 
 # A replica ----------------------------------------------------------------------------------------

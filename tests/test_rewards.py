@@ -26,9 +26,14 @@ THINKS = r"<think>.*</think>\s*<answer>.*</answer>"
 RECORD = {"prompt": "1+1=", "answer": "2"}
 
 
-def scored(rewards: list[RewardConfig], *texts: str, record: dict[str, Any] = RECORD) -> list[Any]:
+def scored(
+    rewards: list[RewardConfig],
+    *texts: str,
+    record: dict[str, Any] = RECORD,
+    time_limit: float = 30.0,
+) -> list[Any]:
     """Return what completions get, or the error."""
-    return verdicts(rewards, [(text, record) for text in texts])
+    return verdicts(rewards, [(text, record) for text in texts], time_limit=time_limit)
 
 
 def only(text: str, record: dict[str, Any] = RECORD, **keys: Any) -> float:
@@ -78,7 +83,7 @@ def test_what_a_scorer_cannot_digest_has_its_worst_score_whatever_the_sign_of_it
         RewardConfig(scorer="regex", pattern=hangs, name="unwanted", weight=-3.0),
         RewardConfig(scorer="exact"),
     ]
-    (found,) = scored(rewards, "a" * 40)
+    (found,) = scored(rewards, "a" * 40, time_limit=1.0)
     faults = "wanted: time limit; unwanted: time limit"
     assert found == Scoring(-3.0, faults, {"wanted": 0.0, "unwanted": 1.0, "exact": 0.0})
 

@@ -28,7 +28,7 @@ RAN = {
         Ran("rollout.backend = transformers", "every test and benchmark", H200),
         Ran("rollout.backend = static", "`make test`", NEVER),
         Ran("rollout.backend = vllm", "`make test-vllm`, in float32", H200),
-        Ran("rollout.tensor_parallel > 1", NEVER, NEVER),
+        Ran("rollout.tensor_parallel > 1", "`make test-vllm`, 2 in float32", NEVER),
         Ran("trainer.backend = torch", "every test and benchmark", H200),
         Ran("trainer.backend = deepspeed", "`make test-deepspeed`, in float32", NEVER),
         Ran("trainer.data_parallel > 1", "`make test`, `make test-deepspeed`", NEVER),
