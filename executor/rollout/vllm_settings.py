@@ -31,6 +31,8 @@ def environment(settings: ReplicaSettings) -> dict[str, str]:
         found["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # replicas would share the first cores
         found["OMP_NUM_THREADS"] = str(settings.num_threads)
         found["CUDA_VISIBLE_DEVICES"] = ""  # a build for GPUs would take one
+        if settings.tensor_parallel == 1:
+            found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one worker is its engine's own process
     return found
 
 
@@ -65,6 +67,7 @@ def place_of(settings: ReplicaSettings) -> dict[str, Any]:
             "kv_cache_memory_bytes": _cache_bytes(settings),
             "block_size": PAGE_TOKENS,
             "enforce_eager": True,
+            "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp",
         }
     return {
         "gpu_memory_utilization": settings.memory_utilization,
