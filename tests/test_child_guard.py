@@ -6,10 +6,23 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
-from executor.rollout.child_guard import ChildGuard
+import pytest
+
+from executor.rollout.child_guard import SHARED, ChildGuard
+
+SHARES = """
+import mmap, sys, time
+file = open(sys.argv[1], "w+b")
+file.truncate(4096)
+held = mmap.mmap(file.fileno(), 4096)
+print(flush=True)
+time.sleep(600)
+"""
 
 
 def test_what_was_told_of_is_killed() -> None:
@@ -30,3 +43,21 @@ def test_children_are_gone_once_they_are_killed() -> None:
     threading.Timer(0.3, os.kill, (child.pid, signal.SIGKILL)).start()
     guard.kill_told()
     assert child not in multiprocessing.active_children()
+
+
+@pytest.mark.skipif(not Path(SHARED).parent.is_dir(), reason="no /dev/shm here")
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_memory_that_an_engine_s_processes_share_goes_with_them(is_dead: bool) -> None:
+    shared = Path(f"{SHARED}test-{os.getpid()}")
+    command = [sys.executable, "-c", SHARES, str(shared)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline()
+        guard = ChildGuard()
+        assert child.pid in guard.tell()
+        time.sleep(0.5)  # it has looked at what it was told of
+        if is_dead:
+            child.kill()
+            child.wait()
+        assert shared.exists()
+        guard.kill_told()
+    assert not shared.exists()

@@ -1,8 +1,9 @@
-"""Processes that an engine starts end with the process that started them, whatever kills that.
+"""Processes that an engine starts end with the process that started them, whatever kills that, and so does what they share.
 
 `python -m executor.rollout.child_guard SESSION` waits until its standard input ends, which it does when whoever holds
 the other end is gone, and then kills every process of a session, and those whose ids it was told, one a line. A worker
-leads a session of its own; where an engine lives in somebody else's, its processes are told once they are there.
+leads a session of its own; where an engine lives in somebody else's, its processes are told once they are there. Memory
+by which vLLM's workers on CPUs talk to each other is removed then: who is killed removes none.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
 TRACKER = "resource_tracker"
 """In the command of the process that removes shared memory once those who made it are gone (Python's)."""
+SHARED = "/dev/shm/vllm_dist_"
+"""What the names of shared memory begin with that vLLM's workers leave."""
 LOOK_TIME = 0.02
 """Seconds between two looks at what is left."""
 END_TIME = 10.0
@@ -59,22 +63,38 @@ class ChildGuard:
 
 def _watch(leader: int) -> None:
     told: set[psutil.Process] = set()
+    shared: set[Path] = set()
     for line in sys.stdin.buffer:
         with suppress(psutil.Error):
             told.add(psutil.Process(int(line)))
-    _kill(told)
+            shared |= _shared_by(int(line))  # or one that ends before it is killed would keep it
+    shared |= _kill(told)
     if leader and not psutil.pid_exists(leader):
         while found := _members(leader):
-            _kill(found)
+            shared |= _kill(found)
+    for path in shared:
+        path.unlink(missing_ok=True)
 
 
-def _kill(processes: Iterable[psutil.Process]) -> None:
-    """Kill processes, but for those that clean up after the others and end by themselves."""
+def _kill(processes: Iterable[psutil.Process]) -> set[Path]:
+    """Kill processes, but for those that clean up after the others and end by themselves; return what they shared."""
+    shared: set[Path] = set()
     for process in processes:
         with suppress(psutil.Error):
             if not _is_tracker(process):
+                shared |= _shared_by(process.pid)
                 process.kill()
     time.sleep(LOOK_TIME)
+    return shared
+
+
+def _shared_by(pid: int) -> set[Path]:
+    """Return the shared memory of an engine that a process has in its address space; see proc(5)."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+        paths = (line.split(maxsplit=5)[-1] for line in lines)
+        return {Path(path) for path in paths if path.startswith(SHARED)}
+    return set()
 
 
 def _members(session: int) -> list[psutil.Process]:
