@@ -154,12 +154,16 @@ def shared_by(process: psutil.Process) -> set[Path]:
     return {path for path in mapped if path.parent == SHARED_MEMORY and path.exists()}
 
 
-def test_nothing_outlives_a_replica_that_is_killed(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_nothing_outlives_a_replica_that_is_killed(
+    num_devices: int, model: Path, tmp_path: Path
+) -> None:
     families: list[psutil.Process] = []
     shared: set[Path] = set()
 
     async def go() -> None:
-        handle = await LocalProcess.start(REPLICA, settings(model), tmp_path / "log", {})
+        config = settings(model) | {"tensor_parallel": num_devices}
+        handle = await LocalProcess.start(REPLICA, config, tmp_path / "log", {})
         replica = remote(ReplicaRole, handle)
         await replica.start(None, 0)
         families.extend(family(handle.pid))
@@ -174,9 +178,9 @@ def test_nothing_outlives_a_replica_that_is_killed(model: Path, tmp_path: Path) 
         await handle.close()
 
     asyncio.run(go())
-    assert len(families) >= 4, "the replica, vLLM's core, its worker, and a guard"
+    assert len(families) >= 3, "the replica, vLLM's core, and a guard"
     wait_until(lambda: all(map(is_over, families)), 10)
-    assert shared
+    assert shared or num_devices == 1, "by which workers talk"
     wait_until(lambda: not any(path.exists() for path in shared), 10)
 
 
