@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).with_suffix(".toml")
 PYTEST = (
     *("-x", "-q", "--tb=no", "--strict-markers", "-p", "no:cacheprovider"),
-    *("-m", "not vllm and not deepspeed", "-o", "addopts="),
+    *("-m", "not vllm and not deepspeed and not ray and not trl", "-o", "addopts="),
 )
 PASSED, FAILED = 0, 1  # exit statuses of pytest; others mean that nothing was tested
 MOST_SECONDS = 900
