@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -98,15 +97,18 @@ def main() -> None:
 def profile(path: Path, *, is_quick: bool = False) -> None:
     """Measure this machine with the model and within the limits of the run file, and what Ray takes on the trainer's side."""
     run = load_run(RUN_FILE, [])
-    limits = {
-        **{name.replace("_", "-"): value for name, value in asdict(limits_of(run)).items()},
+    most = limits_of(run)
+    options = {
+        "max-running": most.max_running,
+        "max-context": most.max_context,
+        "max-tokens-per-pass": most.max_tokens_per_pass,
         "dtype": run.model.dtype,
         "threads": 1,
         "ray": run.trainer.pool,
         "ray-address": f"{ADDRESSES[NEAR]}:{PORT}",
         "output": path,
     }
-    settings = [part for key, value in limits.items() for part in (f"--{key}", str(value))]
+    settings = [part for key, value in options.items() for part in (f"--{key}", str(value))]
     streamrl("profile", str(run.model.path), *settings, *(["--quick"] if is_quick else []))
 
 
