@@ -51,7 +51,7 @@ from streamrl.record.line_file import LineFile, open_at_end
 from streamrl.record.run_lines import METRICS, ROLLED_BACK_TO, ROLLOUTS, RUN, SAMPLES, TRACE
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.paths import check_writable
+from streamrl.runfile.paths import check_no_directory, check_writable
 from streamrl.runfile.reading import decode_recorded_run, encode_run
 
 TOKENS = "tokens"
@@ -140,9 +140,8 @@ class RunDirectory(TrainerRecord):
             )
         for path in (self.path, *(self.path / name for name in DIRECTORIES)):
             check_writable(path, "execute.output")
-        for path in (self.path / name for name in FILES):
-            if path.is_dir():
-                raise ValueError(f"execute.output {path}: cannot be written: Is a directory")
+        for name in FILES:
+            check_no_directory(self.path / name, "execute.output")
         if not resume:
             return None
         if not self.has_run:

@@ -23,10 +23,8 @@ import msgspec
 
 ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).with_suffix(".toml")
-PYTEST = (
-    *("-x", "-q", "--tb=no", "--strict-markers", "-p", "no:cacheprovider"),
-    *("-m", "not vllm and not deepspeed and not ray and not trl", "-o", "addopts="),
-)
+PYTEST = ("-x", "--tb=no", "-p", "no:cacheprovider")
+"""Beside what `pyproject.toml` asks for."""
 PASSED, FAILED = 0, 1  # exit statuses of pytest; others mean that nothing was tested
 MOST_SECONDS = 900
 

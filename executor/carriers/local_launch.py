@@ -111,8 +111,7 @@ class LocalLauncher(Launcher):
         if self._run.execute.launcher == "in-process":
             return InProcess(role, config)
         run, log = self._run, self._directory.logs / f"{name}.log"
-        backend = run.rollout.backend if role == REPLICA else None
-        begin = begin_for(device_of(run, place.pool), backend)
+        begin = begin_for(device_of(run, place.pool), config.get("backend"))
         return await LocalProcess.start(
             role, config, log, self.environment(place), run.execute.patience, begin
         )

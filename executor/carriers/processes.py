@@ -50,7 +50,7 @@ Begin = Callable[[str, socket.socket, BinaryIO, Environment], Awaitable[WorkerPr
 """Of a role, the worker's end of its connection, its log and its whole environment."""
 
 
-def begin_for(device: str, backend: str | None) -> Begin:
+def begin_for(device: str, backend: object = None) -> Begin:
     """Return how a worker of a device begins: CUDA has threads that no fork takes along, vLLM processes of its own."""
     is_plain = device == "cpu" and backend != "vllm"
     return fork if sys.platform == "linux" and is_plain else spawn

@@ -172,7 +172,7 @@ class _Bench:
     @contextlib.asynccontextmanager
     async def _role(self, path: str, config: dict[str, object]) -> AsyncIterator[Handle]:
         log = self._scratch / "worker.log"
-        begin = begin_for(str(self._common["device"]), self._backend)
+        begin = begin_for(str(self._common["device"]), config.get("backend"))
         handle = await LocalProcess.start(path, config, log, self._environment, begin=begin)
         try:
             yield handle

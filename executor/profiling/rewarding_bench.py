@@ -39,7 +39,7 @@ async def time_rewards(
     }
     texts = _Texts(load_tokenizer(setup.reward_model))
     environment = worker_environment(setup.threads)
-    log, begin = scratch / "reward.log", begin_for(setup.device, None)
+    log, begin = scratch / "reward.log", begin_for(setup.device)
     handle = await LocalProcess.start(REWARD_MODEL, config, log, environment, begin=begin)
     try:
         role = remote(RewardRole, handle)

@@ -12,7 +12,7 @@ from streamrl.record.balance import Balance
 from streamrl.record.run_lines import TRACE
 from streamrl.record.trace import Trace, read_trace
 from streamrl.report.ledger_line import tell_faults
-from streamrl.runfile.paths import check_writable
+from streamrl.runfile.paths import check_no_directory, check_writable
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")]
 Overrides = Annotated[
@@ -50,8 +50,7 @@ def claim_directory(path: Path) -> None:
 
 def claim_file(path: Path) -> None:
     """Raise `ValueError` where a result could not be written to a file, before any work; nothing is left there."""
-    if path.is_dir():
-        raise ValueError(f"--output {path}: cannot be written: Is a directory")
+    check_no_directory(path, "--output")
     claim_directory(path.parent)
 
 

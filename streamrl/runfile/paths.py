@@ -89,6 +89,12 @@ def _replaced(place: Any, names: list[str], path: str) -> Any:
     return msgspec.structs.replace(place, **{name: value})
 
 
+def check_no_directory(path: Path, key: str) -> None:
+    """Raise `ValueError` with `key` where a directory is in the place of a file that is to be written."""
+    if path.is_dir():
+        raise ValueError(f"{key} {path}: cannot be written: Is a directory")
+
+
 def check_writable(path: Path, key: str) -> None:
     """Raise `ValueError` with `key` where nothing could be written to a directory; nothing is left there."""
     try:
