@@ -65,6 +65,7 @@ class Figure(NamedTuple):
     simulated_push: float
     pace: float
     """Of the machine around the run: seconds over those of its profile."""
+    pace_after: float
 
 
 def main() -> None:
@@ -74,7 +75,7 @@ def main() -> None:
     parser.add_argument("--delay", type=float, default=0.02, help="seconds one way")
     parser.add_argument("--modes", nargs="*", default=MODES, choices=MODES)
     parser.add_argument("--systems", nargs="*", default=SYSTEMS)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--profile", type=Path, help="measured before; else it is now")
     options = parser.parse_args()
@@ -83,12 +84,13 @@ def main() -> None:
         with wan_link(options.rate, options.delay), cluster():
             if not path.is_file():
                 profile(path)
-            figures = [
-                compare(Path(name) / str(number), path, mode, system, options)
-                for number in range(options.rounds)
-                for system in options.systems
-                for mode in options.modes
-            ]
+            figures, pace = list[Figure](), pace_of(path)
+            for number in range(options.rounds):
+                for system in options.systems:
+                    for mode in options.modes:
+                        scratch = Path(name) / str(number)
+                        figures.append(compare(scratch, path, mode, system, options, pace))
+                        pace = figures[-1].pace_after
     for figure in figures:
         tell(figure)
     tell_medians(figures)
@@ -196,9 +198,9 @@ def wait_for(name: str) -> None:
 
 
 def compare(
-    scratch: Path, path: Path, mode: str, system: str, options: argparse.Namespace
+    scratch: Path, path: Path, mode: str, system: str, options: argparse.Namespace, before: float
 ) -> Figure:
-    """Execute a run over the link, and simulate it with the lengths that it had."""
+    """Execute a run over the link, and simulate it with the lengths that it had; `before` is the pace just now."""
     output = scratch / f"{mode}-{system}"
     keys = {
         "sync.mode": mode,
@@ -211,9 +213,9 @@ def compare(
         "cluster.links.0.latency": f"{1000 * options.delay:g} ms",
     }
     settings = [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
-    before = pace_of(path)
     streamrl("execute", str(RUN_FILE), *settings)
-    pace = (before + pace_of(path)) / 2
+    after = pace_of(path)
+    pace = (before + after) / 2
     trace = read_trace(output / "trace.jsonl")
     pushes = [e.event for e in trace.entries if isinstance(e.event, WeightsPushed)]
     simulated = simulate(simulation_of(trace, output / "trace.jsonl", path, pushes, pace))
@@ -221,7 +223,7 @@ def compare(
     again = measure(simulated, measured.counted_steps)
     print(f"{mode}, {system}: {measured.step_time:.3f} s a step, pace {pace:.2f}", file=sys.stderr)
     times = push_time(trace), push_time(simulated)
-    return Figure(mode, system, measured, again, pushes, *times, pace)
+    return Figure(mode, system, measured, again, pushes, *times, pace, after)
 
 
 def pace_of(path: Path) -> float:

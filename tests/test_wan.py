@@ -28,7 +28,7 @@ def test_deltas_cross_a_slow_link(tmp_path: Path) -> None:
     with wan_link(options.rate, options.delay), bench_wan.cluster():
         bench_wan.profile(profile, is_quick=True)
         assert read_measured(profile).handling_over_ray is not None
-        figure = bench_wan.compare(tmp_path, profile, "delta", "stream-async", options)
+        figure = bench_wan.compare(tmp_path, profile, "delta", "stream-async", options, 1.0)
     first, *others = figure.pushes
     assert others and all(push.num_bytes < first.num_bytes / 2 for push in others)
     assert min(push.wire_time for push in figure.pushes) > 2 * options.delay

@@ -33,6 +33,7 @@ from typing import assert_never, get_args
 
 import numpy as np
 import torch
+from torch.nn.functional import cross_entropy
 
 from executor.trainer.sequences import TokenSequence
 from streamrl.runfile.algorithm_config import CorrectionName, KlEstimator
@@ -60,15 +61,19 @@ class Tokens:
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return `log softmax(logits / temperature)[token]`, [n] float32, of logits [n, vocabulary]."""
-    scaled = logits.float() / temperature
-    chosen = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return chosen - scaled.logsumexp(-1)
+    return -cross_entropy(scaled_logits(logits, temperature), tokens, reduction="none")
 
 
 def token_entropies(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return the entropy of what may come next, [n] float32 in nats, with gradient, of logits [n, vocabulary]."""
-    scaled = (logits.float() / temperature).log_softmax(-1)
+    scaled = scaled_logits(logits, temperature).log_softmax(-1)
     return -(scaled.exp() * scaled).sum(-1)
+
+
+def scaled_logits(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return logits in float32 as they are sampled from; the same tensor where that is what they are."""
+    whole = logits.float()
+    return whole if temperature == 1.0 else whole / temperature
 
 
 def flatten_sequences(
