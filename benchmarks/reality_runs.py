@@ -28,10 +28,11 @@ from executor.profiling.profile_file import make_setup, profile_model
 from sim.costs.costs import Costs
 from sim.costs.fill import fill_policies
 from sim.world import simulate
-from streamrl.engine.messages import Generate, PushWeights, WeightsPushed
+from streamrl.engine.messages import Generate
 from streamrl.hardware.machine_profile import read_measured, write_measured
 from streamrl.record.informative import recorded_workload
 from streamrl.record.metrics import Metrics, measure
+from streamrl.record.timeline import read_timeline
 from streamrl.record.trace import Trace
 from streamrl.runfile.config import CostsConfig, Run
 
@@ -98,13 +99,7 @@ def started_at(trace: Trace) -> float:
 
 def push_time(trace: Trace) -> float:
     """Return the median seconds of a push of weights."""
-    began: dict[int, float] = {}
-    took = []
-    for time, event, commands in trace.entries:
-        if isinstance(event, WeightsPushed):
-            took.append(time - began.pop(event.version))
-        began.update({c.version: time for c in commands if isinstance(c, PushWeights)})
-    return median(took)
+    return median(span.end - span.start for span in read_timeline(trace).link)
 
 
 def with_profile(run: Run, path: Path, pace: float = 1.0) -> Run:

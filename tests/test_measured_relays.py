@@ -125,6 +125,23 @@ def test_in_one_pool_whole_weights_need_no_relay(profile: MeasuredProfile, tmp_p
     assert sync.push_time == pytest.approx(PUSH)
 
 
+def test_a_push_over_ray_takes_what_its_calls_do_on_one_machine_for_each_of_those_over_a_link(
+    profile: MeasuredProfile, tmp_path: Path
+) -> None:
+    def push_time(launcher: str, own: MeasuredProfile) -> float:
+        run = far(own, tmp_path, "delta")
+        run = replace(run, execute=replace(run.execute, launcher=launcher))
+        found: float = Costs.load(run).sync.push_time
+        return found
+
+    usual = push_time("ray", profile)
+    known = replace(profile, push_over_ray=Once(seconds=around(PUSH + DECODE_ALL + 0.03)))
+    assert push_time("ray", known) == pytest.approx(usual + 5 / 3 * 0.03)
+    assert push_time("local", known) == pytest.approx(usual)
+    quick = replace(profile, push_over_ray=Once(seconds=around(PUSH)))
+    assert push_time("ray", quick) == pytest.approx(usual)
+
+
 def test_rollouts_over_ray_take_of_the_cores_what_was_measured_over_ray(
     profile: MeasuredProfile, tmp_path: Path
 ) -> None:
@@ -141,3 +158,7 @@ def test_rollouts_over_ray_take_of_the_cores_what_was_measured_over_ray(
     assert unknown in "; ".join(found("ray", local).provenance["decode"].sources)
     assert unknown not in "; ".join(found("ray", both).provenance["decode"].sources)
     assert unknown not in "; ".join(found("local", local).provenance["decode"].sources)
+    calls = "as if calls of a push over Ray took nothing, which was not measured"
+    timed = replace(both, push_over_ray=Once(seconds=around(0.1)))
+    assert calls in "; ".join(found("ray", both).provenance["decode"].sources)
+    assert calls not in "; ".join(found("ray", timed).provenance["decode"].sources)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -22,9 +23,12 @@ from executor.carriers import worker
 from executor.carriers.launch import REPLICA
 from executor.execute import execute
 from executor.profiling.measurements import SHORT, RayPlace, Setup
+from executor.profiling.readings import Readings
 from executor.prompts import load_tokenizer
 from streamrl.engine.messages import Event, Stepped
 from streamrl.engine.state import State
+from streamrl.record.timeline import read_timeline
+from streamrl.record.trace import read_trace
 from streamrl.runfile.reading import make_run
 
 STEPS = 8
@@ -53,6 +57,8 @@ class Taken(NamedTuple):
     """Of the process that decides, of the verifier's, of what serves calls in the replica, and of Ray's own."""
     roles: list[float]
     """Of what computes in the replica, of the trainer, or of all threads of the actors that they are."""
+    pushes: Sequence[float] = ()
+    """Seconds of each push of whole weights, which stay on the machine."""
 
     def handling_over_ray(self, local: Taken) -> list[float]:
         """Return what is neither replica's nor trainer's where roles are actors; `local` is of processes of this one."""
@@ -73,6 +79,19 @@ def has_tokenizer(model: Path) -> bool:
         return len(load_tokenizer(str(model)).encode(RECORD["prompt"])) > 0
     except (OSError, ValueError):
         return False
+
+
+def read_handling(setup: Setup, readings: Readings, watch: Callable[[str], None]) -> None:
+    """Enter what executed runs take beside what roles compute, and over Ray where that is asked for."""
+    local = measure_handling(setup) if setup.plan.companies or setup.ray is not None else NOTHING
+    if setup.plan.companies:
+        readings.handling += local.handling
+        watch("handling")
+    if setup.ray is not None:
+        over_ray = measure_handling(setup, setup.ray)
+        readings.handling_over_ray += over_ray.handling_over_ray(local)
+        readings.push_over_ray += over_ray.pushes
+        watch("handling over Ray")
 
 
 def measure_handling(setup: Setup, ray: RayPlace | None = None) -> Taken:
@@ -131,7 +150,9 @@ def time_handling(
         }
     )
     execute(run, watch=clock)
-    return Taken(clock.handling[1:], clock.roles[1:])
+    pushes = read_timeline(read_trace(scratch / "run" / "trace.jsonl")).link
+    seconds = [span.end - span.start for span in pushes[1:]]
+    return Taken(clock.handling[1:], clock.roles[1:], seconds)
 
 
 class _Clock:

@@ -188,6 +188,7 @@ def _tables(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
         ),
         handling=_once(readings.handling),
         handling_over_ray=_once(readings.handling_over_ray),
+        push_over_ray=_once(readings.push_over_ray),
     )
 
 

@@ -22,7 +22,7 @@ from executor.carriers.processes import begin_for
 from executor.carriers.remote import remote
 from executor.profiling.company import side_by_side
 from executor.profiling.endless_model import vocabulary_of, without_end
-from executor.profiling.handling import NOTHING, has_tokenizer, measure_handling
+from executor.profiling.handling import has_tokenizer, read_handling
 from executor.profiling.made_up import MadeUp
 from executor.profiling.measurements import JOIN_STEPS, SHORT, WINDOW, Setup
 from executor.profiling.readings import Readings, RefillStream
@@ -53,14 +53,7 @@ def measure(setup: Setup, watch: Watch) -> Readings:
         RuntimeError: a worker failed; the message says why, its log is gone with the scratch directory.
     """
     readings = asyncio.run(_measure(setup, watch))
-    local = measure_handling(setup) if setup.plan.companies or setup.ray is not None else NOTHING
-    if setup.plan.companies:
-        readings.handling += local.handling
-        watch("handling")
-    if setup.ray is not None:
-        over_ray = measure_handling(setup, setup.ray)
-        readings.handling_over_ray += over_ray.handling_over_ray(local)
-        watch("handling over Ray")
+    read_handling(setup, readings, watch)
     return readings
 
 

@@ -57,6 +57,7 @@ class Readings:
     streams: list[RefillStream] = field(default_factory=list)
     handling: list[float] = field(default_factory=list)
     handling_over_ray: list[float] = field(default_factory=list)
+    push_over_ray: list[float] = field(default_factory=list)
     generation: dict[tuple[int, int], list[float]] = field(
         default_factory=lambda: defaultdict(list)
     )

@@ -224,11 +224,16 @@ def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
     is_over_ray = profile.gpu == "cpu" and run.execute.launcher == "ray"
     if is_over_ray and profile.handling_over_ray is None:
         notes.append("as if Ray itself took no core, which was not measured")
+    if is_over_ray and profile.relay and profile.push_over_ray is None:
+        notes.append("as if calls of a push over Ray took nothing, which was not measured")
     return notes
 
 
 HANDSHAKES = 4
 """Ways over a link that a push to a relay takes beside its bytes: sent and acknowledged, told to unpack, told of."""
+CALLS, CALLS_IN_PLACE = 5, 3
+"""Calls of roles that a push over a link takes, for the trainer to write, and for relays to pack, read, receive and
+unpack; and that on one machine, where nothing is read or received."""
 
 
 def _sync(profile: MeasuredProfile, run: Run, path: Path, measured: Provenance) -> SyncCosts:
@@ -276,11 +281,20 @@ def _relayed(profile: MeasuredProfile, run: Run, path: Path, measured: Provenanc
         wire_time=0.0
         if link is None
         else sending_time(payload, link_leg(link).bandwidth, 2 * link.latency),
-        drain_time=HANDSHAKES * latency + row.decode[MEDIAN],
+        drain_time=HANDSHAKES * latency + row.decode[MEDIAN] + _calls_over_ray(profile, run),
         load_time=profile.load.seconds[MEDIAN],
         tier=measured.tier if mode != "lora" else "composed",
         sources=measured.sources,
     )
+
+
+def _calls_over_ray(profile: MeasuredProfile, run: Run) -> float:
+    """Return what calls of a push take where roles are actors: in a run, more than what they ask for."""
+    whole = next((row for row in profile.relay if row.mode == "full"), None)
+    if run.execute.launcher != "ray" or profile.push_over_ray is None or whole is None:
+        return 0.0
+    in_place = profile.push.seconds[MEDIAN] + whole.decode[MEDIAN]
+    return max(0.0, profile.push_over_ray.seconds[MEDIAN] - in_place) * CALLS / CALLS_IN_PLACE
 
 
 def _training(profile: MeasuredProfile, run: Run) -> MeasuredTraining:

@@ -17,6 +17,7 @@ Every `seconds` is [lower quartile, median, upper quartile] of the repeats. Tabl
 | turnover | what a rollout's coming and going adds to a replica's passes, beyond what the tables say of them |
 | handling | CPU seconds that a rollout takes of the process that decides, of the verifier and of what serves calls in replicas |
 | handling_over_ray | the same where roles are actors: Ray's own processes too, and what actors take beyond their roles |
+| push_over_ray | a push of whole weights by relays that are actors on the trainer's machine, in a run |
 """
 
 from __future__ import annotations
@@ -216,6 +217,8 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     """None in the same cases."""
     handling_over_ray: Once | None = None
     """The same where roles are actors of a Ray cluster; None where that was not measured."""
+    push_over_ray: Once | None = None
+    """None in the same cases, or where an earlier version measured."""
     turnover: Once | None = None
     """None where an earlier version measured."""
     reward: tuple[PassRow, ...] = ()
@@ -223,6 +226,12 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     reward_model: MeasuredModel | None = None
     """Whose calls those of `reward` are."""
 
+
+ONCE = (
+    *("optimizer", "push", "load", "turnover"),
+    *("handling", "handling_over_ray", "push_over_ray"),
+)
+"""Tables of one row."""
 
 NO_PASSES = ("name", "source", "num_draft_layers")
 """What of a shape changes no pass that was measured."""
@@ -275,7 +284,7 @@ def find_problems(profile: MeasuredProfile) -> Iterator[str]:
             yield f"{name} has no rows"
         for number, row in enumerate(rows, start=1):
             yield from _row_problems(f"{name} row {number}", row)
-    for name in ("optimizer", "push", "load", "handling", "handling_over_ray", "turnover"):
+    for name in ONCE:
         if (once := getattr(profile, name)) is not None:
             yield from _row_problems(name, once)
     for number, mixed in enumerate(profile.mixed, start=1):

@@ -27,6 +27,7 @@ TIMED = (
     "turnover",
     "handling",
     "handling_over_ray",
+    "push_over_ray",
 )
 """Tables of seconds. Streams, which `turnover` is of, last a second and spells several: their median has the usual pace too."""
 
