@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from executor.rollout.inference_engine import ReplicaSettings
 from executor.rollout.replica_worker import ReplicaWorker
+from executor.rollout.static_engine import cache_name
 from executor.samples import Completion, Manifest, Request
 from executor.tokens import (
     TokenBlock,
@@ -348,10 +349,9 @@ def across_a_load(old: Any, new: Any, prompt: list[int], tokens: list[int], star
     The last token sampled before the load is the first one the new weights read, over the keys
     that the old weights computed for everything before it.
     """
+    name = cache_name(old)
     before = old(torch.tensor([prompt + tokens[: start - 1]]), use_cache=True)
-    after = new(
-        torch.tensor([tokens[start - 1 : -1]]), past_key_values=before.past_key_values
-    ).logits[0]
+    after = new(torch.tensor([tokens[start - 1 : -1]]), **{name: before[name]}).logits[0]
     return torch.cat([before.logits[0, len(prompt) - 1 :], after])
 
 

@@ -66,7 +66,7 @@ class Launcher(ABC):
     async def trainer(self, number: int) -> Handle:
         """Start the role of a trainer, on each of its ranks."""
         run = self._run.as_seen_by(number)
-        algorithm = run.algorithm
+        algorithm, common = run.algorithm, self._common(run.trainer.pool)
         config: Config = {
             "model": run.model.path,
             "learning_rate": algorithm.learning_rate,
@@ -89,10 +89,11 @@ class Launcher(ABC):
             "gae_lambda": algorithm.gae_lambda,
             "max_tokens_per_pass": run.trainer.max_tokens_per_pass,
             "packing": run.trainer.packing,
+            "recompute": "none" if common["device"] == "cpu" else run.trainer.recompute,
             "seed": run.seed,
             "backend": run.trainer.backend,
             "adapter_rank": run.sync.lora_rank if run.sync.mode == "lora" else None,
-            **self._common(run.trainer.pool),
+            **common,
         }
         num_ranks = run.trainer.num_gpus
         if num_ranks == 1 and run.trainer.backend == "torch":

@@ -10,7 +10,7 @@ import msgspec
 from executor.rollout.transformers_engine import PREFILL_TOKENS
 from executor.rollout.vllm_settings import GPU_PASS_TOKENS
 from streamrl.hardware.machine_profile import ProfiledBackend
-from streamrl.runfile.sides_config import Packing
+from streamrl.runfile.sides_config import Packing, Recompute
 
 BATCHES = (1, 2, 4, 8, 16, 32, 48)
 """Batches of the decode step below the largest one: dense where Python's share of a step falls fast."""
@@ -96,6 +96,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     plan: Measurements
     packing: Packing
     """Of the trainer's passes."""
+    recompute: Recompute
+    """What they compute again."""
     reward_model: str | None = None
     """Hugging Face directory of a reward model whose calls are measured too; none where absent."""
     ray: RayPlace | None = None

@@ -39,7 +39,7 @@ from streamrl.hardware.machine_profile import (
 from streamrl.hardware.profile_pace import pace_of
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.runfile.cluster_config import ModelConfig
-from streamrl.runfile.sides_config import Packing
+from streamrl.runfile.sides_config import Packing, Recompute
 
 QUARTILES = (25, 50, 75)
 LEAST = 1e-6
@@ -58,10 +58,13 @@ def make_setup(
     is_quick: bool,
     backend: ProfiledBackend = "transformers",
     packing: Packing = "packed",
+    recompute: Recompute | None = None,
     ray: RayPlace | None = None,
     reward_model: Path | None = None,
 ) -> Setup:
     """Say what to measure; without `threads` a replica and a trainer on the CPU share its cores.
+
+    Without `recompute` the trainer computes again what a run does whose file does not say: nothing on a CPU.
 
     Raises:
         ValueError: no model directory, or an unknown GPU, with the closest names.
@@ -69,6 +72,10 @@ def make_setup(
     if not (model / "config.json").is_file():
         raise ValueError(f"{model} is no model directory: it has no config.json")
     load_gpu(gpu)
+    if gpu == "cpu" and recompute not in (None, "none"):
+        raise ValueError(
+            f"--recompute must be none on a CPU, where runs keep all, got {recompute!r}"
+        )
     for directory in (model, *([reward_model] if reward_model else [])):
         load_model(ModelConfig(path=str(directory)))
     plan = quick_plan(limits) if is_quick else full_plan(limits)
@@ -83,6 +90,7 @@ def make_setup(
         limits=limits,
         plan=plan,
         packing=packing,
+        recompute=recompute or ("none" if gpu == "cpu" else "full"),
         ray=ray,
         reward_model=None if reward_model is None else str(reward_model),
     )
@@ -134,6 +142,7 @@ def _tables(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
         backend=setup.backend,
         shares_prefixes=False,
         packing=setup.packing,
+        recompute=setup.recompute,
         pads_context=readings.pads_context,
         prefill_tokens=readings.prefill_tokens,
         refill_passes=round(float(np.median(readings.refill_passes))),

@@ -110,7 +110,8 @@ class _Bench:
         scratch: Path,
         common: dict[str, object],
     ) -> None:
-        self._limits, self._plan, self._packing = setup.limits, setup.plan, setup.packing
+        self._limits, self._plan = setup.limits, setup.plan
+        self._training = {"packing": setup.packing, "recompute": setup.recompute}
         self._backend = setup.backend
         self._readings = readings
         self._watch = watch
@@ -154,7 +155,7 @@ class _Bench:
             "temperature": 1.0,
             "correction": correction,
             "max_tokens_per_pass": self._limits.max_tokens_per_pass,
-            "packing": self._packing,
+            **self._training,
             **self._common,
         }
         async with self._role(TRAINER, config) as handle:

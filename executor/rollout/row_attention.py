@@ -38,6 +38,8 @@ class RowPrefix:
 class RowPass:
     """What attention does in every layer of a forward pass."""
 
+    cache: Any
+    """Of continuous batching."""
     written: torch.Tensor
     """(tokens,) where in the cache each token's keys and values go."""
     stride: int
@@ -55,6 +57,22 @@ class RowPass:
     prefixes: list[RowPrefix]
 
 
+class AttentionsOwn:
+    """A cache as a model gets it whose attention writes there itself: models from transformers 5.24 on ask it to, before they attend."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write nothing, and return what this pass has."""
+        return keys, values
+
+
 def attend_by_row(model: Any) -> Any:
     """Let a model whose continuous batching has one page a sequence attend by rows until you remove what this returns."""
     AttentionInterface.register(BY_ROW, row_attention)
@@ -64,7 +82,8 @@ def attend_by_row(model: Any) -> Any:
 
 def _plan(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Add to a forward pass of continuous batching what its attention does."""
-    allocator = kwargs["cache"].layer_to_allocator[0]
+    cache = kwargs["cache"]
+    allocator = cache.layer_to_allocator[0]
     allocator.get_read_indices = _nowhere
     tokens_per_page = allocator.tokens_per_page
     stride = allocator.block_physical_stride // tokens_per_page
@@ -80,7 +99,8 @@ def _plan(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, d
         ].T.tolist()
     ]
     decoding = _decoding(ends[:-1][is_decoding], rows[is_decoding], lengths[is_decoding])
-    return args, {**kwargs, "row_pass": RowPass(written, stride, *decoding, prefixes)}
+    row_pass = RowPass(cache, written, stride, *decoding, prefixes)
+    return args, {**kwargs, "cache": AttentionsOwn(cache), "row_pass": row_pass}
 
 
 def _nowhere(*_: object) -> list[int]:
@@ -120,7 +140,7 @@ def row_attention(
     Those of this pass, `key` and `value`, are written there first. Returns (1, queries, heads, size).
     """
     ours: RowPass = kwargs["row_pass"]
-    allocator = kwargs["cache"].layer_to_allocator[module.layer_idx]
+    allocator = ours.cache.layer_to_allocator[module.layer_idx]
     pages = allocator.get_cache_for_block_table(module.layer_idx)
     for cached, new in zip(pages, (key, value), strict=True):
         cached.flatten(0, 1).index_copy_(0, ours.written, new[0].transpose(0, 1))

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -220,6 +221,11 @@ class StaticEngine:
         return rows
 
 
+def cache_name(model: Any) -> str:
+    """Return what a model calls the keys and values that it is given: another name from transformers 5.24 on."""
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+
+
 class _Batch:
     """The rows of one batch, padded on the left to the longest prefix, and their keys and values."""
 
@@ -275,9 +281,9 @@ class _Batch:
             input_ids=self._inputs,
             attention_mask=self._is_token.long(),
             position_ids=positions[:, -self._inputs.shape[1] :],
-            past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
+            **{cache_name(self._model): self._cache},
         )
         self._is_token = torch.cat([self._is_token, self._is_token.new_ones(len(self._rows), 1)], 1)
         return torch.log_softmax(output.logits[:, -1].float() / self._temperature, dim=-1)

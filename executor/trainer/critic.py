@@ -12,6 +12,7 @@ from executor.pretrained import load_pretrained
 from executor.trainer.backends import make_backend
 from executor.trainer.passes import attend_apart, output_logits
 from executor.trainer.rank_group import RankGroup
+from executor.trainer.recomputation import recompute
 from executor.trainer.sequences import TokenSequence
 from executor.trainer.trainer_settings import DTYPES, TrainerSettings
 
@@ -44,6 +45,7 @@ class Critic:
         model = model.to(settings.device).eval()
         if settings.packing == "packed":
             attend_apart(model)
+        recompute(model, settings.recompute)
         if checkpoint is None:
             for parameter in model.score.parameters():
                 torch.nn.init.zeros_(parameter)

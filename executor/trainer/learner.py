@@ -34,6 +34,7 @@ from executor.trainer.passes import (
     passes,
 )
 from executor.trainer.rank_group import RankGroup
+from executor.trainer.recomputation import recompute
 from executor.trainer.sequences import NOTHING, TokenSequence, read_samples
 from executor.trainer.trainer_settings import DTYPES, TrainerSettings
 from executor.trainer.training_backend import TrainingBackend
@@ -373,14 +374,14 @@ def load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:
     ranks = RankGroup(config)
     torch.manual_seed(config.seed)
     model = _load_model(config.model if config.adapter_rank else checkpoint or config.model, config)
+    recompute(model, config.recompute)
     if config.adapter_rank is not None:
         add_adapters(model, config.adapter_rank)
         if checkpoint is not None:
             load_adapters(model, Path(checkpoint), config.adapter_rank)
     needs_reference = config.kl_coefficient > 0 or config.algorithm == "dpo"
     reference = _load_model(config.model, config) if needs_reference else None
-    has_critic = config.critic_learning_rate is not None
-    critic = Critic(config, ranks, checkpoint) if has_critic else None
+    critic = None if config.critic_learning_rate is None else Critic(config, ranks, checkpoint)
     backend = make_backend(config, model, ranks)
     version = 0 if checkpoint is None else backend.load(Path(checkpoint))
     return Learner(config, ranks, backend, reference, critic, version)

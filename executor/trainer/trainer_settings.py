@@ -15,7 +15,7 @@ from streamrl.runfile.algorithm_config import (
     KlPlace,
     LossMean,
 )
-from streamrl.runfile.sides_config import Packing, TrainerBackend
+from streamrl.runfile.sides_config import Packing, Recompute, TrainerBackend
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CHOICES = {
@@ -25,6 +25,7 @@ CHOICES = {
     "kl_in": get_args(KlPlace),
     "loss_mean": get_args(LossMean),
     "packing": get_args(Packing),
+    "recompute": get_args(Recompute),
     "dtype": tuple(DTYPES),
     "backend": get_args(TrainerBackend),
     "zero": (0, 1, 2, 3),
@@ -71,6 +72,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens in one forward and backward, padding included; a longer rollout has a pass of its own."""
     packing: Packing = "packed"
     """See the table of `executor.trainer.passes`."""
+    recompute: Recompute = "none"
+    """See the table of `executor.trainer.recomputation`."""
     weight_decay: float = 0.0
     seed: int = 0
     """Of weights that the directory lacks; training itself draws nothing."""

@@ -211,6 +211,10 @@ def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
     threads = run.execute.threads or threads_of_each(profile.host.cores, roles)
     if run.trainer.packing != profile.packing:
         notes.append(f"training measured {profile.packing}, not {run.trainer.packing}")
+    if profile.gpu != "cpu" and run.trainer.recompute != profile.recompute:
+        notes.append(
+            f"training measured with recompute {profile.recompute}, not {run.trainer.recompute}"
+        )
     if profile.pace is None:
         notes.append(
             "as if every second were one of its usual pace, as slower spells were not measured"

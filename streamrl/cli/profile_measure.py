@@ -15,7 +15,7 @@ from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import AsJson, claim_file, print_json
 from streamrl.engine.world import RunInterruptedError
 from streamrl.hardware.machine_profile import MeasuredProfile, ProfiledBackend, write_measured
-from streamrl.runfile.sides_config import Packing
+from streamrl.runfile.sides_config import Packing, Recompute
 
 DIRECTORY = Path("runs/profiles")
 
@@ -38,6 +38,12 @@ def measure(
         Packing,
         typer.Option(help="Of the trainer's passes: packed, or padded where a model needs it."),
     ] = "packed",
+    recompute: Annotated[
+        Recompute | None,
+        typer.Option(
+            help="Of the trainer, as `trainer.recompute` names it: full on GPUs, where absent; nothing else is there on a CPU."
+        ),
+    ] = None,
     threads: Annotated[
         int | None,
         typer.Option(
@@ -95,6 +101,7 @@ def measure(
         backend=backend,
         is_quick=quick,
         packing=packing,
+        recompute=recompute,
         ray=None if ray is None else RayPlace(ray, ray_address),
         reward_model=reward_model,
     )

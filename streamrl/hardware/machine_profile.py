@@ -36,7 +36,7 @@ import msgspec
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profile_table import ProfileTable
 from streamrl.runfile.policies_config import SyncMode
-from streamrl.runfile.sides_config import Packing
+from streamrl.runfile.sides_config import Packing, Recompute
 
 ProfiledBackend = Literal["transformers", "vllm"]
 """Engines whose seconds are measured: those whose runs are simulated."""
@@ -194,6 +194,8 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     an earlier version measured."""
     packing: Packing = "padded"
     """How rollouts lay in the trainer's passes; an earlier version padded them."""
+    recompute: Recompute = "none"
+    """What the trainer's passes computed again."""
     model: MeasuredModel
     host: Host
     versions: dict[str, str]
