@@ -166,17 +166,17 @@ def gap(first: Weights, second: Weights) -> float:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "recompute"),
     [
-        {"loss_mean": "token", "max_grad_norm": 0.05},
-        {"correction": "decoupled", "kl_coefficient": 0.1, "loss_mean": "rollout"},
-        {"algorithm": "ppo", "critic_learning_rate": 10 * RATE, "gae_lambda": 0.9},
-        {"algorithm": "dpo", "correction": None, "beta": 0.5},
+        ({"loss_mean": "token", "max_grad_norm": 0.05}, "none"),
+        ({"correction": "decoupled", "kl_coefficient": 0.1, "loss_mean": "rollout"}, "mlp"),
+        ({"algorithm": "ppo", "critic_learning_rate": 10 * RATE, "gae_lambda": 0.9}, "full"),
+        ({"algorithm": "dpo", "correction": None, "beta": 0.5}, "none"),
     ],
     ids=["clipped", "scored", "ppo", "dpo"],
 )
-def test_the_gradient_is_that_of_one_rank(
-    model_path: str, tmp_path: Path, shape: Shape, changes: dict[str, Any]
+def test_the_gradient_is_that_of_one_rank_that_keeps_all_activations(
+    model_path: str, tmp_path: Path, shape: Shape, changes: dict[str, Any], recompute: str
 ) -> None:
     calls = in_pairs(batches()) if changes.get("algorithm") == "dpo" else batches()
     changes = {**changes, "max_tokens_per_pass": 64}
@@ -184,7 +184,8 @@ def test_the_gradient_is_that_of_one_rank(
     async def go(split: Shape) -> tuple[Weights, list[Any]]:
         place = tmp_path / str(split.num_ranks + 10 * (split is shape))
         place.mkdir()
-        async with trainer(model_path, place, split, **changes) as (role, _):
+        own = {"recompute": recompute} if split is shape else {}
+        async with trainer(model_path, place, split, **changes, **own) as (role, _):
             assert await role.start(None) == 0
             before = await weights_of(role, 0, place)
             version, figures = await train(role, calls)
