@@ -186,6 +186,7 @@ $(READY): pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m $(PIP_INSTALL) $(TORCH)
 	$(BIN)/python -m $(PIP_INSTALL) --editable '.[executor,notebooks,dev]' --constraint requirements.lock
+	$(BIN)/python -W ignore -c "import reasoning_gym"  # whose own packages warn of themselves when they are compiled
 	touch $@
 
 $(TRL)/.ready: pyproject.toml

@@ -142,6 +142,24 @@ def test_a_push_over_ray_takes_what_its_calls_do_on_one_machine_for_each_of_thos
     assert push_time("ray", quick) == pytest.approx(usual)
 
 
+def test_in_one_pool_a_push_over_ray_takes_what_was_measured_there(
+    profile: MeasuredProfile, tmp_path: Path
+) -> None:
+    def push_time(mode: str, launcher: str, own: MeasuredProfile) -> float:
+        write_measured(own, tmp_path / "profile.toml")
+        changes = {"sync__mode": mode, "sync__changed_share": 0.1, "model__dtype": "bfloat16"}
+        run = measured_run(tmp_path / "model", tmp_path / "profile.toml", **changes)
+        run = replace(run, execute=replace(run.execute, launcher=launcher))
+        found: float = Costs.load(run).sync.push_time
+        return found
+
+    known = replace(profile, push_over_ray=Once(seconds=around(PUSH + DECODE_ALL + 0.03)))
+    assert push_time("full", "ray", known) == pytest.approx(PUSH + DECODE_ALL + 0.03)
+    assert push_time("full", "local", known) == pytest.approx(PUSH)
+    assert push_time("full", "ray", profile) == pytest.approx(PUSH)
+    assert push_time("delta", "ray", known) == pytest.approx(PUSH + ENCODE + DECODE + 0.03)
+
+
 def test_rollouts_over_ray_take_of_the_cores_what_was_measured_over_ray(
     profile: MeasuredProfile, tmp_path: Path
 ) -> None:

@@ -95,8 +95,9 @@ def test_handling_is_timed_by_executing_a_run(tmp_path: Path) -> None:
     assert has_tokenizer(tmp_path / "model")
     assert not has_tokenizer(model_directory(tmp_path / "bare"))
     taken = time_handling(tmp_path / "model", 8, "float32", 1, tmp_path / "run")
-    for seconds in taken:
+    for seconds in (taken.handling, taken.roles):
         assert len(seconds) == STEPS - 1 and all(0 < each < 1 for each in seconds)
+    assert len(taken.pushes) == STEPS - 2 and all(0 < each < 1 for each in taken.pushes)
 
 
 ON_ITS_FIRST_THREAD = "while True: pass"

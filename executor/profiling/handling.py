@@ -90,7 +90,7 @@ def read_handling(setup: Setup, readings: Readings, watch: Callable[[str], None]
     if setup.ray is not None:
         over_ray = measure_handling(setup, setup.ray)
         readings.handling_over_ray += over_ray.handling_over_ray(local)
-        readings.push_over_ray += over_ray.pushes
+        readings.push_over_ray += over_ray.pushes if setup.device == "cpu" else []  # by a CPU
         watch("handling over Ray")
 
 

@@ -72,6 +72,10 @@ class AttentionsOwn:
         """Write nothing, and return what this pass has."""
         return keys, values
 
+    def get_seq_length(self, *_: Any) -> int:
+        """Return no length: continuous batching gives positions, where some models would count from what was there."""
+        return 0
+
 
 def attend_by_row(model: Any) -> Any:
     """Let a model whose continuous batching has one page a sequence attend by rows until you remove what this returns."""

@@ -234,6 +234,7 @@ class _Batch:
         self._rows = rows
         self._temperature = temperature
         self._cache = DynamicCache(config=model.config)
+        self._cached = {cache_name(model): self._cache}
         width = max(len(row.prefix) for row in rows)
         gaps = [width - len(row.prefix) for row in rows]
         padded = [[PADDING] * gap + row.prefix for gap, row in zip(gaps, rows, strict=True)]
@@ -283,7 +284,7 @@ class _Batch:
             position_ids=positions[:, -self._inputs.shape[1] :],
             use_cache=True,
             logits_to_keep=1,
-            **{cache_name(self._model): self._cache},
+            **self._cached,
         )
         self._is_token = torch.cat([self._is_token, self._is_token.new_ones(len(self._rows), 1)], 1)
         return torch.log_softmax(output.logits[:, -1].float() / self._temperature, dim=-1)

@@ -3,17 +3,19 @@
 | recompute       | what of a layer is computed again                                                    |
 |-----------------|--------------------------------------------------------------------------------------|
 | none            | nothing                                                                              |
-| mlp, selective  | its norms and its MLP, as whole modules: of an MLP selective would keep the products |
+| mlp, selective  | its norms and its MLP, each as a whole: of an MLP selective would keep the products  |
 | full            | all of it: its input alone is kept                                                   |
 
-Attention's scores are kept by nobody: fused kernels make them again. What is computed again is what was computed first, as
-models are trained without dropout.
+Attention's scores are kept by nobody where its kernels are fused, which make them again. What is computed again is what was
+computed first, as models are trained without dropout. Inputs are kept in the dtype that they come in: between layers that
+is float32, beside weights in float32, and so is what comes out of the norm before an MLP.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch.nn import Module
@@ -22,10 +24,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from streamrl.runfile.sides_config import Recompute
 
-MLPS = ("mlp", "feed_forward", "block_sparse_moe")
+MLPS = ("mlp", "shared_mlp", "experts", "feed_forward", "block_sparse_moe")
 """What models call the MLP of a layer, or its mixture of experts."""
 NORM = "Norm"
-"""How the classes of norms end."""
+"""In the names of norms' classes."""
 
 
 def recompute(model: Any, choice: Recompute) -> None:
@@ -39,11 +41,11 @@ def recompute(model: Any, choice: Recompute) -> None:
     layers = [
         module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
     ]
-    parts = layers if choice == "full" else [part for layer in layers for part in _parts(layer)]
-    if not parts:
+    parts = [[layer] if choice == "full" else [*_parts(layer)] for layer in layers]
+    if not all(parts) or not layers:
         ways = "'none'" if not layers else "'full' or 'none'"
         raise ValueError(f"trainer.recompute must be {ways} for this model, got {choice!r}")
-    for part in parts:
+    for part in chain.from_iterable(parts):
         again: Any = partial(
             checkpoint, part.forward, use_reentrant=False, preserve_rng_state=False
         )
@@ -55,4 +57,4 @@ def _parts(layer: Module) -> Iterator[Module]:
     mlps = [part for name, part in layer.named_children() if name in MLPS]
     if mlps:
         yield from mlps
-        yield from (part for part in layer.children() if type(part).__name__.endswith(NORM))
+        yield from (part for part in layer.children() if NORM in type(part).__name__)

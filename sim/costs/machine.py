@@ -250,7 +250,7 @@ def _sync(profile: MeasuredProfile, run: Run, path: Path, measured: Provenance) 
         return _relayed(profile, run, path, measured)
     return SyncCosts(
         wire_bytes=profile.push.bytes,
-        fill_time=profile.push.seconds[MEDIAN],
+        fill_time=profile.push.seconds[MEDIAN] + _over_ray(profile, run),
         wire_time=0.0,
         drain_time=0.0,
         load_time=profile.load.seconds[MEDIAN],
@@ -292,13 +292,20 @@ def _relayed(profile: MeasuredProfile, run: Run, path: Path, measured: Provenanc
     )
 
 
-def _calls_over_ray(profile: MeasuredProfile, run: Run) -> float:
-    """Return what calls of a push take where roles are actors: in a run, more than what they ask for."""
-    whole = next((row for row in profile.relay if row.mode == "full"), None)
-    if run.execute.launcher != "ray" or profile.push_over_ray is None or whole is None:
+def _over_ray(profile: MeasuredProfile, run: Run) -> float:
+    """Return what a push of whole weights that stays on its machine takes more where roles are actors: relays and their calls."""
+    if run.execute.launcher != "ray" or profile.push_over_ray is None:
         return 0.0
-    in_place = profile.push.seconds[MEDIAN] + whole.decode[MEDIAN]
-    return max(0.0, profile.push_over_ray.seconds[MEDIAN] - in_place) * CALLS / CALLS_IN_PLACE
+    return max(0.0, profile.push_over_ray.seconds[MEDIAN] - profile.push.seconds[MEDIAN])
+
+
+def _calls_over_ray(profile: MeasuredProfile, run: Run) -> float:
+    """Return what calls of a push over relays take where roles are actors: in a run, more than what they ask for."""
+    whole = next((row for row in profile.relay if row.mode == "full"), None)
+    if whole is None:
+        return 0.0
+    calls = max(0.0, _over_ray(profile, run) - whole.decode[MEDIAN])
+    return calls if find_link(run) is None else calls * CALLS / CALLS_IN_PLACE
 
 
 def _training(profile: MeasuredProfile, run: Run) -> MeasuredTraining:

@@ -192,10 +192,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     virtual_stages: int = 1
     """Simulated: slices of the model that each pipeline stage has (Megatron's interleaved schedule)."""
     recompute: Recompute = "full"
-    """What the backward pass computes again: full keeps the input of each layer and computes the layer again;
-    selective makes norms and activations of MLPs again; mlp makes norms and whole MLPs again, experts with their
-    dispatch; none keeps all but attention scores, which flash attention never keeps. Executed, it is so on GPUs, with
-    selective as mlp; a CPU keeps all."""
+    """What the backward pass computes again (executed: on GPUs, selective as mlp; a CPU keeps all). full: layers, of which
+    it keeps the input; selective: norms and activations of MLPs; mlp: norms and whole MLPs, experts with their
+    dispatch; none: nothing but attention scores, which flash attention never keeps."""
     kernels: Literal["fused", "uncompiled", "eager"] = "eager"
     """Simulated: how elementwise work runs: fused (Transformer Engine, torch.compile: tuned pretraining), with fused
     attention and norms alone, or one operation after the other, as the trainers of RL frameworks mostly run (prime-rl's
