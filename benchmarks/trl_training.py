@@ -171,15 +171,19 @@ def _watch(figures: list[dict[str, float]]) -> Any:
 def _skipping(trainer: Any) -> Any:
     """Return a trainer that computes no rollout of advantage 0, as streamrl does: its gradient is 0.
 
-    Sums are divided by the tokens of the whole batch, as before.
+    Sums are divided by the tokens of the whole batch, as before. Of several processes each computes as many rollouts as
+    the one that has most to: TRL gathers figures of each rollout.
     """
+    from torch import distributed
 
     class SkippingTrainer(trainer):  # type: ignore[misc]
         def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
             advantages = inputs["advantages"]
-            kept = (advantages.abs() > NO_ADVANTAGE).nonzero()[:, 0]
-            if not len(kept):
-                kept = kept.new_zeros(1)
+            is_kept = advantages.abs() > NO_ADVANTAGE
+            most = is_kept.sum().clamp(min=1)
+            if distributed.is_initialized():
+                distributed.all_reduce(most, distributed.ReduceOp.MAX)
+            kept = is_kept.int().argsort(descending=True, stable=True)[:most]
             few = {
                 name: value[kept] if getattr(value, "shape", ())[:1] == advantages.shape else value
                 for name, value in inputs.items()
