@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -85,12 +86,12 @@ def main() -> None:
             if not path.is_file():
                 profile(path)
             figures, pace = list[Figure](), pace_of(path)
-            for number in range(options.rounds):
-                for system in options.systems:
-                    for mode in options.modes:
-                        scratch = Path(name) / str(number)
-                        figures.append(compare(scratch, path, mode, system, options, pace))
-                        pace = figures[-1].pace_after
+            for number, system, mode in product(
+                range(options.rounds), options.systems, options.modes
+            ):
+                scratch = Path(name) / str(number)
+                figures.append(compare(scratch, path, mode, system, options, pace))
+                pace = figures[-1].pace_after
     for figure in figures:
         tell(figure)
     tell_medians(figures)

@@ -270,7 +270,7 @@ def test_two_clusters_compare_alike_as_plans_and_against_each_other_however_long
 ):
     many = {"simulate.max_steps": 60, "simulate.interval": 0.02}
     answers = []
-    for steps in (6, 500):
+    for steps in (6, 30, 500):
         plans = [
             planned(few({**many, "algorithm.steps": steps}, rollout_pools=[pool]))
             for pool in ("h20", "h800")
@@ -281,4 +281,4 @@ def test_two_clusters_compare_alike_as_plans_and_against_each_other_however_long
         assert against.cost_ratio.interval is not None
         least, most = against.cost_ratio.interval
         assert least - (most - least) < near.value / far.value < most + (most - least)
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]

@@ -28,7 +28,6 @@ from executor.prompts import load_tokenizer
 from streamrl.engine.messages import Event, Stepped
 from streamrl.engine.state import State
 from streamrl.record.timeline import read_timeline
-from streamrl.record.trace import read_trace
 from streamrl.runfile.reading import make_run
 
 STEPS = 8
@@ -36,7 +35,6 @@ STEPS = 8
 PROMPTS, GROUP_SIZE = 12, 8
 RUNNING = 16
 """Rollouts at once, so that they end one by one, as those of longer runs do: each end wakes who serves it."""
-"""What the command of a replica or a trainer has in it: they are timed by what they compute."""
 RAY_PROCESSES = ("raylet", "gcs_server")
 """What brings calls and answers of actors, and knows where they are."""
 ACTOR = "ray::"
@@ -149,8 +147,7 @@ def time_handling(
             },
         }
     )
-    execute(run, watch=clock)
-    pushes = read_timeline(read_trace(scratch / "run" / "trace.jsonl")).link
+    pushes = read_timeline(execute(run, watch=clock)).link
     seconds = [span.end - span.start for span in pushes[1:]]
     return Taken(clock.handling[1:], clock.roles[1:], seconds)
 
