@@ -39,7 +39,15 @@ def measure_pace(model: Path, profile: MeasuredProfile, limits: Limits) -> float
         passes=[passes[len(passes) // 2]],
         **{"mixed": [], "prefill": [], "join": [], "calls": [], "companies": []},
     )
-    setup = make_setup(model, gpu="cpu", dtype="float32", threads=1, limits=limits, is_quick=False)
+    setup = make_setup(
+        model,
+        gpu=profile.gpu,
+        dtype=profile.dtype,
+        threads=profile.host.threads,
+        limits=limits,
+        is_quick=False,
+        packing=profile.packing,
+    )
     found = measure(msgspec.structs.replace(setup, plan=few), lambda what: None)
     ratios = []
     for running, context in decode:
