@@ -4,7 +4,8 @@
 
 Both train the quickstart's model on its prompts: 24 prompts a step with 8 rollouts each, at most 128 tokens, AdamW, the
 PPO clip, a mean over tokens, rewards of one scorer, float32, two cores in all. Both run under the interpreter of this
-script, so on the same torch and transformers. Every one of `SETTINGS` is tried first; what is compared is the fastest.
+script, so on the same torch and transformers. Every one of TRL's `SETTINGS` and of streamrl's `OWN_SETTINGS` is tried
+first, for each system; what is compared is the fastest of each.
 
 TRL computes rollouts whose advantage is 0, though they have no gradient; streamrl leaves them out. So TRL is compared
 twice: as it is, and leaving them out as well, which is the comparison like for like.
@@ -31,9 +32,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -51,6 +53,23 @@ LAST = 10
 SLOWEST = 120
 """Seconds after which a setting that is tried is given up."""
 SYSTEMS = {"sync": "stream-sync", "async": "stream-async"}
+OWN_SETTINGS: dict[str, dict[str, Any]] = {
+    "as the example": {},
+    "all at once": {"rollout.max_running": ROLLOUTS},
+    "two replicas": {
+        "rollout.replicas": 2,
+        "rollout.max_running": ROLLOUTS // 2,
+        "cluster.pools.local.gpus_per_node": 3,
+    },
+    "two replicas, two ranks": {
+        "rollout.replicas": 2,
+        "rollout.max_running": ROLLOUTS // 2,
+        "trainer.data_parallel": 2,
+        "cluster.pools.local.gpus_per_node": 4,
+    },
+}
+"""What run files say where the quickstart's says something else: as TRL's settings, of seconds and not of what is learned.
+Processes share the two cores, each with one thread."""
 LEAVES_OUT = "TRL, advantages of 0 left out"
 QUIET = 0.05
 """Share of the machine that others may take before its figures are called doubtful."""
@@ -77,8 +96,8 @@ class Figure(NamedTuple):
     tokens_per_second: float | None = None
 
 
-Entrant = Callable[[int, float, int], list[Step]]
-"""Trains so many steps at a learning rate, from a seed."""
+Entrant = Callable[..., list[Step]]
+"""Trains so many steps at a learning rate, from a seed; within a `limit` of seconds, where that is given."""
 
 
 def main() -> None:
@@ -88,14 +107,17 @@ def main() -> None:
     taken = _machine_seconds()
     if not MODEL.exists():
         _run([sys.executable, "examples/make_quickstart.py", "--out", "build/quickstart"])
-    names = [options.setting] if options.setting else list(SETTINGS)
     console = Console(stderr=options.json, width=110)
     console.print(_machine(), highlight=False)
-    setting, tried = fastest(names, console)
-    rounds = compare(entrants(setting), options.rounds, options.steps)
+    chosen, tried = {}, list[Figure]()
+    for who, ways in ways_of(options.setting, options.own_setting).items():
+        chosen[who], figures = fastest(who, ways, console)
+        tried += figures
+    those = entrants(chosen)
+    rounds = compare(those, options.rounds, options.steps)
     figures = [*tried, *seconds(rounds), *ratios(rounds)]
     if options.seeds:
-        learned = learn(entrants(setting), options.seeds, options.learning_steps)
+        learned = learn(those, options.seeds, options.learning_steps)
         figures += rewards(learned, options.learning_steps)
     wall = time.monotonic() - began
     others = max(0.0, _machine_seconds() - taken - _own_seconds()) / (wall * (os.cpu_count() or 1))
@@ -104,31 +126,39 @@ def main() -> None:
     console.print(told + (": not a quiet one" if others > QUIET else ""), highlight=False)
 
 
-def entrants(setting: str) -> dict[str, Entrant]:
-    """Return who trains, by name: TRL with a setting, as it is and leaving out advantages of 0, and the systems."""
+def ways_of(setting: str | None, own: str | None) -> dict[str, dict[str, Entrant]]:
+    """Return in which ways TRL and each system can do a step, by name, or in the given one."""
+    theirs = [setting] if setting else list(SETTINGS)
+    ours = [own] if own else list(OWN_SETTINGS)
     return {
-        "TRL": lambda steps, rate, seed: run_trl(setting, steps, rate, seed, skips=False),
-        LEAVES_OUT: lambda steps, rate, seed: run_trl(setting, steps, rate, seed, skips=True),
-        **{name: _system(system) for name, system in SYSTEMS.items()},
+        "TRL": {name: partial(run_trl, name) for name in theirs},
+        **{
+            who: {name: partial(run_streamrl, system, OWN_SETTINGS[name]) for name in ours}
+            for who, system in SYSTEMS.items()
+        },
     }
 
 
-def _system(system: str) -> Entrant:
-    return lambda steps, rate, seed: run_streamrl(system, steps, rate, seed)
+def entrants(chosen: Mapping[str, Entrant]) -> dict[str, Entrant]:
+    """Return who trains, by name: TRL as it is and leaving out advantages of 0, and the systems."""
+    trl = chosen["TRL"]
+    return {"TRL": partial(trl, skips=False), LEAVES_OUT: trl, **{w: chosen[w] for w in SYSTEMS}}
 
 
-def fastest(names: list[str], console: Console) -> tuple[str, list[Figure]]:
-    """Return the setting in which a step of TRL takes the fewest seconds, and a figure of each that was tried."""
+def fastest(
+    who: str, ways: Mapping[str, Entrant], console: Console
+) -> tuple[Entrant, list[Figure]]:
+    """Return the way in which a step takes the fewest seconds, and a figure of each that was tried."""
     steps = WARM_UP + TRIED_STEPS + COOL_DOWN
     found = {}
-    for name in names if len(names) > 1 else []:
+    for name, run in ways.items() if len(ways) > 1 else ():
         try:
-            found[name] = seconds_of(run_trl(name, steps, STILL, 0, skips=True, limit=SLOWEST))
+            found[name] = seconds_of(run(steps, STILL, 0, limit=SLOWEST))
         except RuntimeError as error:
-            console.print(f"TRL, {name}: left out, {error}", highlight=False, markup=False)
-    chosen = min(found, key=lambda name: found[name], default=names[0])
-    console.print(f"TRL at its fastest: {chosen}, {SETTINGS[chosen]}", highlight=False)
-    return chosen, [Figure(f"TRL tried, {name}: s/step", [found[name]]) for name in found]
+            console.print(f"{who}, {name}: left out, {error}", highlight=False, markup=False)
+    chosen = min(found, key=lambda name: found[name], default=next(iter(ways)))
+    console.print(f"{who} at its fastest: {chosen}", highlight=False)
+    return ways[chosen], [Figure(f"{who} tried, {name}: s/step", [found[name]]) for name in found]
 
 
 def compare(runs: Mapping[str, Entrant], rounds: int, steps: int) -> list[dict[str, list[Step]]]:
@@ -190,7 +220,13 @@ def rewards(learned: list[dict[str, list[Step]]], steps: int) -> list[Figure]:
 
 
 def run_trl(
-    name: str, steps: int, rate: float, seed: int, *, skips: bool, limit: float | None = None
+    name: str,
+    steps: int,
+    rate: float,
+    seed: int,
+    limit: float | None = None,
+    *,
+    skips: bool = True,
 ) -> list[Step]:
     """Train with TRL in processes of its own."""
     setting = SETTINGS[name]
@@ -206,7 +242,14 @@ def run_trl(
     return [Step(line["time"], line["reward"], line["tokens"]) for line in lines]
 
 
-def run_streamrl(system: str, steps: int, rate: float, seed: int) -> list[Step]:
+def run_streamrl(
+    system: str,
+    setting: Mapping[str, Any],
+    steps: int,
+    rate: float,
+    seed: int,
+    limit: float | None = None,
+) -> list[Step]:
     """Execute the quickstart's run file under a system."""
     with tempfile.TemporaryDirectory() as folder:
         changes = {
@@ -216,10 +259,11 @@ def run_streamrl(system: str, steps: int, rate: float, seed: int) -> list[Step]:
             "algorithm.learning_rate": rate,
             "execute.output": f"{folder}/run",
             "execute.checkpoint_every": steps,
+            **setting,
         }
         words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
         command = [sys.executable, "-c", "from streamrl.cli import main; main()", "execute"]
-        _run([*command, str(HERE / "examples/quickstart.toml"), *words])
+        _run([*command, str(HERE / "examples/quickstart.toml"), *words], limit=limit)
         text = Path(folder, "run/metrics.jsonl").read_text(encoding="utf-8")
     lines = map(json.loads, text.splitlines())
     return [Step(line["time"], line["reward"], line["length_mean"]) for line in lines]
@@ -297,6 +341,7 @@ def _read_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="that rewards are compared from")
     parser.add_argument("--learning-steps", type=int, default=25)
     parser.add_argument("--setting", choices=SETTINGS, help="TRL's; the others are not tried")
+    parser.add_argument("--own-setting", choices=OWN_SETTINGS, help="streamrl's, likewise")
     parser.add_argument("--json", action="store_true", help="one object a figure")
     return parser.parse_args()
 

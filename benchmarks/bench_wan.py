@@ -4,9 +4,9 @@
 
 examples/two-datacenters.toml is executed on a Ray cluster of two nodes, each in a network namespace of its own, between
 which `benchmarks.wan_link` carries packets late; it needs root. This machine is profiled first. Each run is simulated with
-its recorded lengths and the share of values that it changed, at the pace that the machine had around it. One JSON object
-per figure: step times, their errors, and what deltas and adapters gain on whole weights, measured and simulated; then the
-medians of the rounds.
+its recorded lengths and the share of values that it changed, at the pace that the cores had during it
+(`benchmarks.core_watch`). One JSON object per figure: step times, their errors, and what deltas and adapters gain on whole
+weights, measured and simulated; then the medians of the rounds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from benchmarks.pace import measure_pace
+from benchmarks.core_watch import CoreWatch, watched_cores
 from benchmarks.quickstart import limits_of
 from benchmarks.reality_runs import push_time
 from benchmarks.wan_link import ADDRESSES, FAR, NEAR, inside, wan_link
@@ -65,8 +65,7 @@ class Figure(NamedTuple):
     push_time: float
     simulated_push: float
     pace: float
-    """Of the machine around the run: seconds over those of its profile."""
-    pace_after: float
+    """Of the cores during the run: seconds over those that work took while they were profiled."""
 
 
 def main() -> None:
@@ -78,23 +77,27 @@ def main() -> None:
     parser.add_argument("--systems", nargs="*", default=SYSTEMS)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--profile", type=Path, help="measured before; else it is now")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="bench-wan-") as name:
-        path = options.profile or Path(name) / "profile.toml"
+    with tempfile.TemporaryDirectory(prefix="bench-wan-") as name, watched_cores() as cores:
+        path = Path(name) / "profile.toml"
         with wan_link(options.rate, options.delay), cluster():
-            if not path.is_file():
-                profile(path)
-            figures, pace = list[Figure](), pace_of(path)
-            for number, system, mode in product(
-                range(options.rounds), options.systems, options.modes
-            ):
-                scratch = Path(name) / str(number)
-                figures.append(compare(scratch, path, mode, system, options, pace))
-                pace = figures[-1].pace_after
+            usual = timed(cores, profile, path)
+            figures = [
+                compare(Path(name) / str(number), path, mode, system, options, cores, usual)
+                for number, system, mode in product(
+                    range(options.rounds), options.systems, options.modes
+                )
+            ]
     for figure in figures:
         tell(figure)
     tell_medians(figures)
+
+
+def timed(cores: CoreWatch, work: Callable[..., None], *arguments: Any) -> float:
+    """Do what takes minutes, and return the seconds that the cores' own piece of work took meanwhile."""
+    began_at = time.monotonic()
+    work(*arguments)
+    return cores.mean_time(began_at, time.monotonic())
 
 
 def profile(path: Path, *, is_quick: bool = False) -> None:
@@ -199,9 +202,15 @@ def wait_for(name: str) -> None:
 
 
 def compare(
-    scratch: Path, path: Path, mode: str, system: str, options: argparse.Namespace, before: float
+    scratch: Path,
+    path: Path,
+    mode: str,
+    system: str,
+    options: argparse.Namespace,
+    cores: CoreWatch,
+    usual: float,
 ) -> Figure:
-    """Execute a run over the link, and simulate it with the lengths that it had; `before` is the pace just now."""
+    """Execute a run over the link, and simulate it with the lengths that it had; `usual` is of `timed` for the profile."""
     output = scratch / f"{mode}-{system}"
     keys = {
         "sync.mode": mode,
@@ -214,23 +223,16 @@ def compare(
         "cluster.links.0.latency": f"{1000 * options.delay:g} ms",
     }
     settings = [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
-    streamrl("execute", str(RUN_FILE), *settings)
-    after = pace_of(path)
-    pace = (before + after) / 2
+    pace = timed(cores, streamrl, "execute", str(RUN_FILE), *settings) / usual
     trace = read_trace(output / "trace.jsonl")
     pushes = [e.event for e in trace.entries if isinstance(e.event, WeightsPushed)]
     simulated = simulate(simulation_of(trace, output / "trace.jsonl", path, pushes, pace))
     measured = measure(trace)
     again = measure(simulated, measured.counted_steps)
-    print(f"{mode}, {system}: {measured.step_time:.3f} s a step, pace {pace:.2f}", file=sys.stderr)
+    steps = f"{measured.step_time:.3f} s a step, simulated {again.step_time:.3f}"
+    print(f"{mode}, {system}: {steps}, pace {pace:.2f}", file=sys.stderr)
     times = push_time(trace), push_time(simulated)
-    return Figure(mode, system, measured, again, pushes, *times, pace, after)
-
-
-def pace_of(path: Path) -> float:
-    """Return how long this machine takes now over what it took in its profile."""
-    run = load_run(RUN_FILE, [])
-    return measure_pace(Path(str(run.model.path)), read_measured(path), limits_of(run))
+    return Figure(mode, system, measured, again, pushes, *times, pace)
 
 
 def simulation_of(

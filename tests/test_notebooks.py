@@ -22,6 +22,7 @@ SHORT = {
         *("algorithm.prompts_per_step=64", "simulate.max_steps=6", "plan.finalists=1"),
         *("plan.rollout_tensor_parallel=[1]", "plan.trainer_tensor_parallel=[4]"),
         *("plan.micro_batch=[2]", "plan.sync_modes=['full']"),
+        *("cluster.pools.h20.nodes=2", "cluster.pools.h800.nodes=2"),
     ],
 }
 """What makes the run of a notebook small: that it runs does not depend on how much it simulates."""

@@ -1,0 +1,86 @@
+"""How fast the cores are, all the while: what shares their host slows each by up to a half, in spells of seconds.
+
+`python benchmarks/core_watch.py CORE FILE` does a small piece of work on a core ten times a second, and writes how many
+CPU seconds it took. It takes 3 % of the core, and what else runs there does not change what it reads: other processes
+take turns with it, and its caches are warm when it is timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+
+import numpy as np
+
+INTERVAL = 0.1
+"""Seconds between two readings."""
+WARM_UP, TIMED = 100, 200
+"""Products of a reading: a core that rested comes up to its speed first."""
+
+
+class CoreWatch:
+    """Readings of every core, as they come."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def mean_time(self, began_at: float, ended_at: float) -> float:
+        """Return what the piece of work took between two times of `time.monotonic`, in seconds, mean of all cores.
+
+        Raises:
+            ValueError: nothing was read in between.
+        """
+        found = []
+        for file in self._directory.iterdir():
+            lines = (line.split() for line in file.read_text(encoding="ascii").splitlines())
+            read = [float(taken) for at, taken in lines if began_at <= float(at) <= ended_at]
+            if not read:
+                raise ValueError(f"no core was timed between {began_at} and {ended_at}")
+            found.append(mean(read))
+        return mean(found)
+
+
+@contextlib.contextmanager
+def watched_cores() -> Iterator[CoreWatch]:
+    """Time every core that this process may use until the end of the context."""
+    with tempfile.TemporaryDirectory(prefix="core-watch-") as name, contextlib.ExitStack() as ends:
+        for core in sorted(os.sched_getaffinity(0)):
+            command = [sys.executable, __file__, str(core), str(Path(name) / str(core))]
+            process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            ends.callback(process.wait)
+            ends.callback(process.kill)
+        while len(list(Path(name).iterdir())) < len(os.sched_getaffinity(0)):
+            time.sleep(INTERVAL)
+        yield CoreWatch(Path(name))
+
+
+def _watch(core: int, file: Path) -> None:
+    os.sched_setaffinity(0, {core})
+    matrix = np.full((64, 64), 1.0 / 64, dtype=np.float32)
+    with file.open("w", encoding="ascii", buffering=1) as readings:
+        while True:
+            _work(matrix, WARM_UP)
+            began = time.thread_time()
+            _work(matrix, TIMED)
+            readings.write(f"{time.monotonic()} {time.thread_time() - began}\n")
+            time.sleep(INTERVAL)
+
+
+def _work(matrix: np.ndarray, num_products: int) -> None:
+    """Do what decode steps of a small model are made of: little products, and Python between them."""
+    product = matrix
+    for _ in range(num_products):
+        product = product @ matrix
+        for _ in range(50):
+            pass
+
+
+if __name__ == "__main__":
+    _watch(int(sys.argv[1]), Path(sys.argv[2]))
