@@ -1,7 +1,7 @@
 """How fast the cores are, all the while: what shares their host slows each by up to a half, in spells of seconds.
 
-`python benchmarks/core_watch.py CORE FILE` does a small piece of work on a core ten times a second, and writes how many
-CPU seconds it took. It takes 3 % of the core, and what else runs there does not change what it reads: other processes
+`python benchmarks/core_watch.py CORE FILE` does a small piece of work on a core three times a second, and writes how many
+CPU seconds it took. It takes 1 % of the core, and what else runs there does not change what it reads: other processes
 take turns with it, and its caches are warm when it is timed.
 """
 
@@ -19,7 +19,7 @@ from statistics import mean
 
 import numpy as np
 
-INTERVAL = 0.1
+INTERVAL = 0.3
 """Seconds between two readings."""
 WARM_UP, TIMED = 100, 200
 """Products of a reading: a core that rested comes up to its speed first."""

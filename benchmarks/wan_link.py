@@ -37,6 +37,8 @@ CLONE_NEWNET = 0x40000000
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 MTU = 1500
 """Of most networks; a packet takes this process some 10 us."""
+CONTROL = "net.ipv4.tcp_congestion_control=cubic"
+"""As most machines come, and as is simulated: BBR would not begin slowly again after a pause."""
 QUEUE_TIME = 0.25
 """Seconds of the link's rate that wait before packets are dropped, beside those on their way."""
 MOST_AT_ONCE = 64
@@ -76,6 +78,7 @@ def wan_link(rate: float, delay: float) -> Iterator[None]:
         for name, address in ADDRESSES.items():
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", DEVICE)
             _ip("-n", name, "link", "set", DEVICE, "mtu", str(MTU), "up")
+            _ip("netns", "exec", name, "sysctl", "-qw", CONTROL)
         context = multiprocessing.get_context("fork")
         carrier = context.Process(target=_carry, args=(*ends, rate, delay), daemon=True)
         carrier.start()
