@@ -37,8 +37,8 @@ CLONE_NEWNET = 0x40000000
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 MTU = 1500
 """Of most networks; a packet takes this process some 10 us."""
-CONTROL = "net.ipv4.tcp_congestion_control=cubic"
-"""As most machines come, and as is simulated: BBR would not begin slowly again after a pause."""
+CONTROL = "net.ipv4.tcp_congestion_control=reno"
+"""Which every kernel has; it begins as most do, and as is simulated. BBR would not begin anew after a pause."""
 QUEUE_TIME = 0.25
 """Seconds of the link's rate that wait before packets are dropped, beside those on their way."""
 MOST_AT_ONCE = 64
