@@ -4,7 +4,7 @@ They are the process that decides, the verifier, and of a replica the thread tha
 another one generates. A trainer's serves it before it computes: that is in the seconds of its calls.
 
 Over Ray, what it takes beyond: Ray's own processes bring what roles say, and threads of each actor read and write it. So
-they count too, and of the actors on this machine what they take more than the same roles as processes of this one.
+they count too, and of the actors on this machine all threads but the one that computes, which takes most.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 import psutil
@@ -49,26 +49,12 @@ RECORD = {
 
 
 class Taken(NamedTuple):
-    """CPU seconds of a rollout, a mean for each step."""
+    """What rollouts took of those that compute nothing."""
 
-    handling: list[float]
-    """Of the process that decides, of the verifier's, of what serves calls in the replica, and of Ray's own."""
-    roles: list[float]
-    """Of what computes in the replica, of the trainer, or of all threads of the actors that they are."""
+    handling: Sequence[float] = ()
+    """CPU seconds of a rollout, a mean for each step."""
     pushes: Sequence[float] = ()
     """Seconds of each push of whole weights, which stay on the machine."""
-
-    def handling_over_ray(self, local: Taken) -> list[float]:
-        """Return what is neither replica's nor trainer's where roles are actors; `local` is of processes of this one."""
-        own = median(local.roles or [0.0])
-        return [
-            decides + max(0.0, taken - own)
-            for decides, taken in zip(self.handling, self.roles, strict=True)
-        ]
-
-
-NOTHING = Taken([], [])
-"""Of a model whose runs cannot be executed."""
 
 
 def has_tokenizer(model: Path) -> bool:
@@ -81,13 +67,12 @@ def has_tokenizer(model: Path) -> bool:
 
 def read_handling(setup: Setup, readings: Readings, watch: Callable[[str], None]) -> None:
     """Enter what executed runs take beside what roles compute, and over Ray where that is asked for."""
-    local = measure_handling(setup) if setup.plan.companies or setup.ray is not None else NOTHING
     if setup.plan.companies:
-        readings.handling += local.handling
+        readings.handling += measure_handling(setup).handling
         watch("handling")
     if setup.ray is not None:
         over_ray = measure_handling(setup, setup.ray)
-        readings.handling_over_ray += over_ray.handling_over_ray(local)
+        readings.handling_over_ray += over_ray.handling
         readings.push_over_ray += over_ray.pushes if setup.device == "cpu" else []  # by a CPU
         watch("handling over Ray")
 
@@ -96,7 +81,7 @@ def measure_handling(setup: Setup, ray: RayPlace | None = None) -> Taken:
     """Return what rollouts of the model to be measured take; nothing where its runs cannot be executed."""
     model, tokens = Path(setup.model), min(2 * SHORT, setup.limits.max_context // 2)
     if not has_tokenizer(model):
-        return NOTHING
+        return Taken()
     with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
         return time_handling(model, tokens, setup.dtype, setup.threads, Path(scratch, "run"), ray)
 
@@ -149,7 +134,7 @@ def time_handling(
     )
     pushes = read_timeline(execute(run, watch=clock)).link
     seconds = [span.end - span.start for span in pushes[1:]]
-    return Taken(clock.handling[1:], clock.roles[1:], seconds)
+    return Taken(clock.handling[1:], seconds)
 
 
 class _Clock:
@@ -158,54 +143,44 @@ class _Clock:
     def __init__(self, *, is_over_ray: bool) -> None:
         self._is_over_ray = is_over_ray
         self.handling: list[float] = []
-        self.roles: list[float] = []
-        self._last = (0.0, 0.0)
+        self._last = 0.0
         self._reading = 0.0
         """What reading took so far, which no run does."""
 
     def __call__(self, event: Event, state: State, now: float) -> None:
         if isinstance(event, Stepped):
             began_at = time.process_time()
-            handled, computed = cpu_times_so_far(is_over_ray=self._is_over_ray)
-            so_far = handled - self._reading, computed
+            handled = handling_so_far(is_over_ray=self._is_over_ray)
+            so_far = handled - self._reading
             self._reading += time.process_time() - began_at
-            handling, roles = (
-                (now_is - last) / (PROMPTS * GROUP_SIZE)
-                for now_is, last in zip(so_far, self._last, strict=True)
-            )
-            self.handling.append(handling)
-            self.roles.append(roles)
+            self.handling.append((so_far - self._last) / (PROMPTS * GROUP_SIZE))
             self._last = so_far
 
 
-def cpu_times_so_far(*, is_over_ray: bool) -> tuple[float, float]:
-    """Return what was taken so far: of all that handles rollouts, and of roles."""
+def handling_so_far(*, is_over_ray: bool) -> float:
+    """Return the CPU seconds so far of all that handles rollouts."""
     known = {process.pid: process for process in psutil.Process().children(recursive=True)}
     if is_over_ray:
         rays = (p for p in psutil.process_iter(["name"]) if _is_of_ray(p.info["name"] or ""))
         known |= {process.pid: process for process in rays}
-    handling, roles = time.process_time(), 0.0
+    handling = time.process_time()
     for process in known.values():
-        try:
-            serves, computes = _cpu_times(process)
-        except psutil.Error:
-            continue  # it has ended
-        handling += serves
-        roles += computes
-    return handling, roles
+        with suppress(psutil.Error):  # it has ended
+            handling += _handling_time(process)
+    return handling
 
 
-def _cpu_times(process: psutil.Process) -> tuple[float, float]:
-    """Return what a process took to handle rollouts, and to compute as a role."""
-    command = process.cmdline()
-    own, name = sum(process.cpu_times()[:2]), process.name()
+def _handling_time(process: psutil.Process) -> float:
+    """Return the CPU seconds of a process that are no role's computing."""
+    command, name = process.cmdline(), process.name()
     if worker.MODULE in command:
-        serving = _first_thread_time(process) if REPLICA in command else 0.0
-        return serving, max(0.0, own - serving)
-    if _is_of_ray(name):
-        return (0.0, own) if name.startswith(ACTOR) else (own, 0.0)
-    with_ended_children = sum(process.cpu_times()[:4])  # graders live for an answer
-    return with_ended_children, 0.0
+        return _first_thread_time(process) if REPLICA in command else 0.0
+    own = sum(process.cpu_times()[:2])
+    if name.startswith(ACTOR):
+        return own - max(thread.user_time + thread.system_time for thread in process.threads())
+    if name in RAY_PROCESSES:
+        return float(own)
+    return float(sum(process.cpu_times()[:4]))  # with ended children: graders live for an answer
 
 
 def _first_thread_time(process: psutil.Process) -> float:

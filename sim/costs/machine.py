@@ -235,6 +235,9 @@ def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
 
 HANDSHAKES = 4
 """Ways over a link that a push to a relay takes beside its bytes: sent and acknowledged, told to unpack, told of."""
+OBJECT_BYTES, OBJECT_WAYS = 100 * 1024, 4
+"""What is larger is an object of Ray's store, which the far node asks for, once it has asked who has it (Ray's
+`max_direct_call_object_size`, and its object manager)."""
 CALLS, CALLS_IN_PLACE = 5, 3
 """Calls of roles that a push over a link takes, for the trainer to write, and for relays to pack, read, receive and
 unpack; and that on one machine, where nothing is read or received."""
@@ -279,13 +282,15 @@ def _relayed(profile: MeasuredProfile, run: Run, path: Path, measured: Provenanc
         )
     link = None if index is None else run.cluster.links[index]
     latency = 0.0 if link is None else link.latency
+    is_object = run.execute.launcher == "ray" and payload > OBJECT_BYTES
+    ways = HANDSHAKES + (OBJECT_WAYS if is_object else 0)
     return SyncCosts(
         wire_bytes=payload,
         fill_time=profile.push.seconds[MEDIAN] + row.encode[MEDIAN],
         wire_time=0.0
         if link is None
         else sending_time(payload, link_leg(link).bandwidth, 2 * link.latency),
-        drain_time=HANDSHAKES * latency + row.decode[MEDIAN] + _calls_over_ray(profile, run),
+        drain_time=ways * latency + row.decode[MEDIAN] + _calls_over_ray(profile, run),
         load_time=profile.load.seconds[MEDIAN],
         tier=measured.tier if mode != "lora" else "composed",
         sources=measured.sources,
