@@ -14,10 +14,8 @@ from msgspec.structs import replace
 from executor.carriers.launch import REPLICA, TRAINER
 from executor.carriers.worker import MODULE
 from executor.profiling.handling import (
-    NOTHING,
     STEPS,
-    Taken,
-    cpu_times_so_far,
+    HandlingWatch,
     has_tokenizer,
     time_handling,
 )
@@ -95,8 +93,7 @@ def test_handling_is_timed_by_executing_a_run(tmp_path: Path) -> None:
     assert has_tokenizer(tmp_path / "model")
     assert not has_tokenizer(model_directory(tmp_path / "bare"))
     taken = time_handling(tmp_path / "model", 8, "float32", 1, tmp_path / "run")
-    for seconds in (taken.handling, taken.roles):
-        assert len(seconds) == STEPS - 1 and all(0 < each < 1 for each in seconds)
+    assert len(taken.handling) == STEPS - 1 and all(0 < each < 1 for each in taken.handling)
     assert len(taken.pushes) == STEPS - 2 and all(0 < each < 1 for each in taken.pushes)
 
 
@@ -114,36 +111,31 @@ while True:
 """
 
 
-def test_what_workers_compute_is_of_roles_and_what_they_and_others_do_beside_is_handling() -> None:
-    def taken_beside(program: str, *arguments: str) -> tuple[float, float]:
-        """Return what handling and roles took while a process with this in its command computed for half a second."""
-        before = cpu_times_so_far(is_over_ray=False)
+AS_AN_ACTOR = "import ctypes\nctypes.CDLL(None).prctl(15, b'ray::RayRole')\n"
+ON_TWO_THREADS = f"{ON_ANOTHER}\ncompute()"
+
+
+def test_what_workers_compute_is_no_handling_and_what_they_and_others_do_beside_is() -> None:
+    def taken_beside(program: str, *arguments: str) -> float:
+        """Return what handling took while a process with this in its command computed for half a second."""
+        watch = HandlingWatch(is_over_ray=False)
+        watch.take()
         endless = [sys.executable, "-c", program, *arguments]
         with subprocess.Popen(endless) as busy:
             while sum(psutil.Process(busy.pid).cpu_times()[:4]) < 0.5:
                 time.sleep(0.02)
-            after = cpu_times_so_far(is_over_ray=False)
+            taken = watch.take()
             busy.kill()
-        return after[0] - before[0], after[1] - before[1]
+        return taken
 
-    handling, roles = taken_beside(ON_ANOTHER, MODULE, REPLICA)
-    assert roles >= 0.3 and handling < 0.2
-    handling, roles = taken_beside(ON_ITS_FIRST_THREAD, MODULE, REPLICA)
-    assert handling >= 0.3 and 0 <= roles < 0.1
-    handling, roles = taken_beside(ON_ITS_FIRST_THREAD, MODULE, TRAINER)
-    assert roles >= 0.3 and handling < 0.2, "a trainer's calls hold what serves them"
-    handling, roles = taken_beside(ON_ITS_FIRST_THREAD, "anything")
-    assert handling >= 0.3 and roles == 0
-    handling, roles = taken_beside(IN_CHILDREN_THAT_END, "a fork server")
-    assert handling >= 0.3 and roles == 0
-
-
-def test_what_actors_take_beyond_their_roles_is_handling() -> None:
-    local = Taken(handling=[0.5, 0.5, 0.5], roles=[2.0, 3.0, 9.0])
-    over_ray = Taken(handling=[1.0, 1.0, 1.0], roles=[5.0, 4.0, 2.5])
-    assert over_ray.handling_over_ray(local) == [3.0, 2.0, 1.0]
-    assert over_ray.handling_over_ray(NOTHING) == [6.0, 5.0, 3.5]
-    assert NOTHING.handling_over_ray(local) == []
+    assert taken_beside(ON_ANOTHER, MODULE, REPLICA) < 0.2
+    assert taken_beside(ON_ITS_FIRST_THREAD, MODULE, REPLICA) >= 0.3
+    beside = taken_beside(ON_ITS_FIRST_THREAD, MODULE, TRAINER)
+    assert beside < 0.2, "a trainer's calls hold what serves them"
+    assert taken_beside(ON_ITS_FIRST_THREAD, "anything") >= 0.3
+    assert taken_beside(IN_CHILDREN_THAT_END, "a fork server") >= 0.3
+    assert taken_beside(AS_AN_ACTOR + ON_ANOTHER) < 0.2
+    assert 0.15 < taken_beside(AS_AN_ACTOR + ON_TWO_THREADS) < 0.45, "all but what takes most"
 
 
 @pytest.mark.parametrize("table", ["handling", "turnover"])

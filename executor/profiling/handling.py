@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -141,46 +141,54 @@ class _Clock:
     """Reads CPU times once a step."""
 
     def __init__(self, *, is_over_ray: bool) -> None:
-        self._is_over_ray = is_over_ray
+        self._watch = HandlingWatch(is_over_ray=is_over_ray)
         self.handling: list[float] = []
-        self._last = 0.0
-        self._reading = 0.0
-        """What reading took so far, which no run does."""
 
     def __call__(self, event: Event, state: State, now: float) -> None:
         if isinstance(event, Stepped):
-            began_at = time.process_time()
-            handled = handling_so_far(is_over_ray=self._is_over_ray)
-            so_far = handled - self._reading
-            self._reading += time.process_time() - began_at
-            self.handling.append((so_far - self._last) / (PROMPTS * GROUP_SIZE))
-            self._last = so_far
+            self.handling.append(self._watch.take() / (PROMPTS * GROUP_SIZE))
 
 
-def handling_so_far(*, is_over_ray: bool) -> float:
-    """Return the CPU seconds so far of all that handles rollouts."""
-    known = {process.pid: process for process in psutil.Process().children(recursive=True)}
-    if is_over_ray:
-        rays = (p for p in psutil.process_iter(["name"]) if _is_of_ray(p.info["name"] or ""))
-        known |= {process.pid: process for process in rays}
-    handling = time.process_time()
-    for process in known.values():
-        with suppress(psutil.Error):  # it has ended
-            handling += _handling_time(process)
-    return handling
+class HandlingWatch:
+    """CPU seconds of all that handles rollouts."""
+
+    def __init__(self, *, is_over_ray: bool) -> None:
+        self._is_over_ray = is_over_ray
+        self._last: dict[int, dict[int, float]] = {}
+        """Of each process that counts, seconds by thread; of one that counts as a whole under its own number."""
+        self._last_here = 0.0
+
+    def take(self) -> float:
+        """Return what was taken since the last call, without what this takes itself."""
+        here, taken, read = time.process_time(), 0.0, {}
+        for process in self._processes():
+            with suppress(psutil.Error):  # it has ended
+                threads = read[process.pid] = _counted_times(process)
+                before = self._last.get(process.pid, {})
+                lately = [seconds - before.get(name, 0.0) for name, seconds in threads.items()]
+                computes = process.name().startswith(ACTOR)
+                taken += sum(lately) - (max(lately) if computes else 0.0)
+        taken += here - self._last_here
+        self._last, self._last_here = read, time.process_time()
+        return taken
+
+    def _processes(self) -> Iterable[psutil.Process]:
+        known = {process.pid: process for process in psutil.Process().children(recursive=True)}
+        if self._is_over_ray:
+            rays = (p for p in psutil.process_iter(["name"]) if _is_of_ray(p.info["name"] or ""))
+            known |= {process.pid: process for process in rays}
+        return known.values()
 
 
-def _handling_time(process: psutil.Process) -> float:
-    """Return the CPU seconds of a process that are no role's computing."""
+def _counted_times(process: psutil.Process) -> dict[int, float]:
+    """Return the CPU seconds of a process so far that may be handling, by thread."""
     command, name = process.cmdline(), process.name()
     if worker.MODULE in command:
-        return _first_thread_time(process) if REPLICA in command else 0.0
-    own = sum(process.cpu_times()[:2])
+        return {process.pid: _first_thread_time(process)} if REPLICA in command else {}
     if name.startswith(ACTOR):
-        return own - max(thread.user_time + thread.system_time for thread in process.threads())
-    if name in RAY_PROCESSES:
-        return float(own)
-    return float(sum(process.cpu_times()[:4]))  # with ended children: graders live for an answer
+        return {one.id: one.user_time + one.system_time for one in process.threads()}
+    own = process.cpu_times()[: 2 if name in RAY_PROCESSES else 4]
+    return {process.pid: float(sum(own))}  # with ended children: graders live for an answer
 
 
 def _first_thread_time(process: psutil.Process) -> float:
