@@ -35,8 +35,8 @@ STEPS = 8
 PROMPTS, GROUP_SIZE = 12, 8
 RUNNING = 16
 """Rollouts at once, so that they end one by one, as those of longer runs do: each end wakes who serves it."""
-RAY_PROCESSES = ("raylet", "gcs_server")
-"""What brings calls and answers of actors, and knows where they are."""
+RAY_PACKAGE = "/site-packages/ray/"
+"""In the command of each of Ray's own processes: what brings calls and answers of actors, and what watches over them."""
 ACTOR = "ray::"
 """How names of actors begin."""
 SCORER = "reasoning-gym"
@@ -175,8 +175,8 @@ class HandlingWatch:
     def _processes(self) -> Iterable[psutil.Process]:
         known = {process.pid: process for process in psutil.Process().children(recursive=True)}
         if self._is_over_ray:
-            rays = (p for p in psutil.process_iter(["name"]) if _is_of_ray(p.info["name"] or ""))
-            known |= {process.pid: process for process in rays}
+            every = psutil.process_iter(["name", "cmdline"])
+            known |= {process.pid: process for process in every if _is_of_ray(process)}
         return known.values()
 
 
@@ -187,8 +187,11 @@ def _counted_times(process: psutil.Process) -> dict[int, float]:
         return {process.pid: _first_thread_time(process)} if REPLICA in command else {}
     if name.startswith(ACTOR):
         return {one.id: one.user_time + one.system_time for one in process.threads()}
-    own = process.cpu_times()[: 2 if name in RAY_PROCESSES else 4]
-    return {process.pid: float(sum(own))}  # with ended children: graders live for an answer
+    is_of_ray = RAY_PACKAGE in " ".join(command)
+    own = process.cpu_times()[
+        : 2 if is_of_ray else 4
+    ]  # with ended children: graders live for an answer
+    return {process.pid: float(sum(own))}
 
 
 def _first_thread_time(process: psutil.Process) -> float:
@@ -197,5 +200,8 @@ def _first_thread_time(process: psutil.Process) -> float:
     return float(sum(thread.user_time + thread.system_time for thread in first))
 
 
-def _is_of_ray(name: str) -> bool:
-    return name in RAY_PROCESSES or name.startswith(ACTOR)
+def _is_of_ray(process: psutil.Process) -> bool:
+    """Whether a process, of which psutil has read name and command, is one of Ray's or an actor."""
+    found = process.info
+    command = " ".join(found["cmdline"] or [])
+    return (found["name"] or "").startswith(ACTOR) or RAY_PACKAGE in command
