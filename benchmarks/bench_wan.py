@@ -138,12 +138,12 @@ def streamrl(*arguments: str) -> None:
 
 
 @contextmanager
-def cluster() -> Iterator[None]:
-    """Have a Ray node at each end of the link."""
+def cluster(near: str = "training", far: str = "generation") -> Iterator[None]:
+    """Have a Ray node at each end of the link, each of a pool."""
     head = ["--head", f"--port={PORT}", "--include-dashboard=false"]
-    far = [f"--address={ADDRESSES[NEAR]}:{PORT}"]
+    joins = [f"--address={ADDRESSES[NEAR]}:{PORT}"]
     with ExitStack() as nodes:
-        for name, pool, own in ((NEAR, "training", head), (FAR, "generation", far)):
+        for name, pool, own in ((NEAR, near, head), (FAR, far, joins)):
             nodes.enter_context(node(name, pool, own))
             wait_for(name)
         yield

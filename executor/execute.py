@@ -66,7 +66,8 @@ def check_executable(run: Run) -> None:
         check_installed(MODULES[name], name)
     if run.model.path is None:
         raise ValueError(
-            f"model.path is missing: model.name={run.model.name!r} has no weights here"
+            f"model.path is missing: model.name={run.model.name!r} has no weights here "
+            "(--set model.path=DIRECTORY)"
         )
     load_model(run.model)
     if run.sync.mode == "lora" and not any(Path(run.model.path).glob("model*.safetensors")):

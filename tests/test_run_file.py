@@ -10,6 +10,7 @@ import pytest
 from sim.costs.costs import Costs
 from streamrl.runfile.reading import decode_run, encode_run, load_run, make_run
 from streamrl.runfile.units import Bandwidth, Duration, Size
+from tests.measured_profile import model_directory
 from tests.runs import make_table, small_run
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "h20-h800.toml"
@@ -128,6 +129,14 @@ def test_set_reads_numbers_strings_tables_and_entries_of_lists() -> None:
     assert run.cluster.links[0].latency == pytest.approx(0.02)
     assert run.cluster.pools["h20"].num_gpus == 8
     assert run.execute.checkpoint_every == 7
+
+
+def test_a_path_that_is_set_takes_the_place_of_the_name_of_a_model(tmp_path: Path) -> None:
+    model_directory(tmp_path / "own")
+    run = load_run(EXAMPLE, [f"model.path={tmp_path / 'own'}"])
+    assert (run.model.name, run.model.path) == (None, str(tmp_path / "own"))
+    again = load_run(EXAMPLE, [f"model.path={tmp_path / 'own'}", "model.name=qwen2.5-7b"])
+    assert (again.model.name, again.model.path) == ("qwen2.5-7b", None)
 
 
 def test_set_reaches_the_entry_of_a_list_that_it_names(tmp_path: Path) -> None:

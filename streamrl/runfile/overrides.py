@@ -9,6 +9,9 @@ from streamrl.runfile.errors import RunError, shown
 from streamrl.runfile.keys import join_key, split_key
 from streamrl.runfile.trainers import full_key
 
+INSTEAD: dict[tuple[str, ...], str] = {("model", "path"): "name", ("model", "name"): "path"}
+"""Keys of which a section has one: the one that is set takes the other's place, as of a plan that names its model."""
+
 
 def override(table: dict[str, Any], change: str) -> None:
     """Set one dotted key, as `key=value` says; tables on the way are made, entries of lists are numbered from 0.
@@ -33,6 +36,7 @@ def override(table: dict[str, Any], change: str) -> None:
         place[_index(place, last, key)] = read_value(text.strip())
     else:
         place[last] = read_value(text.strip())
+        place.pop(INSTEAD.get((*parents, last)), None)
 
 
 def _enter(place: Any, part: str, path: str) -> Any:
