@@ -37,6 +37,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -101,8 +102,9 @@ Entrant = Callable[..., list[Step]]
 
 
 def main() -> None:
-    """Find TRL's fastest setting, compare seconds with it, then rewards."""
+    """Find the fastest settings of TRL and of each system, compare their seconds, then rewards."""
     options = _read_arguments()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])  # and of all that it starts
     began = time.monotonic()
     taken = _machine_seconds()
     if not MODEL.exists():
@@ -259,6 +261,7 @@ def run_streamrl(
             "algorithm.learning_rate": rate,
             "execute.output": f"{folder}/run",
             "execute.checkpoint_every": steps,
+            "execute.threads": 1,
             **setting,
         }
         words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
@@ -309,8 +312,7 @@ def _run(
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"it took more than {limit:.0f} s") from None
         finally:
-            with contextlib.suppress(ProcessLookupError):  # who else it started
-                os.killpg(process.pid, signal.SIGKILL)
+            _kill(process.pid)
             process.wait()
         told.seek(0)
         lines = told.read().strip().splitlines() or ["it wrote nothing"]
@@ -319,6 +321,16 @@ def _run(
             (line for line in lines if re.match(r"(\[rank\d\]: )?\w*Error", line)), lines[-1]
         )
         raise RuntimeError(f"exit status {status}: {why}")
+
+
+def _kill(pid: int) -> None:
+    """Kill the group of a process, and what it has started in sessions of their own."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for one in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _machine_seconds() -> float:

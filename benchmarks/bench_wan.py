@@ -35,7 +35,7 @@ from benchmarks.reality_runs import push_time
 from benchmarks.wan_link import ADDRESSES, FAR, NEAR, inside, wan_link
 from sim.world import simulate
 from streamrl.engine.messages import WeightsPushed
-from streamrl.hardware.machine_profile import read_measured
+from streamrl.hardware.machine_profile import read_measured, write_measured
 from streamrl.hardware.profiles import load_model
 from streamrl.record.informative import recorded_workload
 from streamrl.record.metrics import Metrics, measure
@@ -88,8 +88,6 @@ def main() -> None:
                     range(options.rounds), options.systems, options.modes
                 )
             ]
-    for figure in figures:
-        tell(figure)
     tell_medians(figures)
 
 
@@ -229,22 +227,28 @@ def compare(
     simulated = simulate(simulation_of(trace, output / "trace.jsonl", path, pushes, pace))
     measured = measure(trace)
     again = measure(simulated, measured.counted_steps)
-    steps = f"{measured.step_time:.3f} s a step, simulated {again.step_time:.3f}"
-    print(f"{mode}, {system}: {steps}, pace {pace:.2f}", file=sys.stderr)
     times = push_time(trace), push_time(simulated)
-    return Figure(mode, system, measured, again, pushes, *times, pace)
+    figure = Figure(mode, system, measured, again, pushes, *times, pace)
+    tell(figure)
+    return figure
 
 
 def simulation_of(
     trace: Trace, file: Path, path: Path, pushes: list[WeightsPushed], pace: float
 ) -> Run:
-    """Return the run as it is simulated: its own lengths, this machine's seconds, as many values changed as were."""
+    """Return the run as it is simulated: its own lengths, this machine's seconds, as many values changed as were.
+
+    A profile at the pace of the run is written beside its trace.
+    """
+    profile = read_measured(path)
+    profile = msgspec.structs.replace(profile, pace=pace * (profile.pace or 1.0))
+    write_measured(profile, file.with_name("profile.toml"))
     run: Run = msgspec.structs.replace(trace.run, workload=recorded_workload(trace, file))
-    costs = CostsConfig(profile=str(path), generation_factor=1 / pace, training_factor=1 / pace)
+    costs = CostsConfig(profile=str(file.with_name("profile.toml")))
     run = msgspec.structs.replace(run, costs=costs)
     if run.sync.mode != "delta":
         return run
-    row = next(row for row in read_measured(path).relay if row.mode == "delta")
+    row = next(row for row in profile.relay if row.mode == "delta")
     sent = median(push.num_bytes for push in pushes[1:])
     share = sent / (row.bytes / row.values) / load_model(run.model).num_parameters
     sync = msgspec.structs.replace(run.sync, changed_share=min(1.0, share))

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import mean
 
@@ -28,37 +28,45 @@ WARM_UP, TIMED = 100, 200
 class CoreWatch:
     """Readings of every core, as they come."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, files: Mapping[int, Path]) -> None:
+        self._files = files
 
     def mean_time(self, began_at: float, ended_at: float) -> float:
         """Return what the piece of work took between two times of `time.monotonic`, in seconds, mean of all cores.
 
         Raises:
-            ValueError: nothing was read in between.
+            ValueError: a core was not read in between.
         """
         found = []
-        for file in self._directory.iterdir():
+        for core, file in self._files.items():
             lines = (line.split() for line in file.read_text(encoding="ascii").splitlines())
             read = [float(taken) for at, taken in lines if began_at <= float(at) <= ended_at]
             if not read:
-                raise ValueError(f"no core was timed between {began_at} and {ended_at}")
+                raise ValueError(f"core {core} was not timed between {began_at} and {ended_at}")
             found.append(mean(read))
         return mean(found)
 
 
 @contextlib.contextmanager
 def watched_cores() -> Iterator[CoreWatch]:
-    """Time every core that this process may use until the end of the context."""
+    """Time every core that this process may use until the end of the context.
+
+    Raises:
+        RuntimeError: one cannot be timed.
+    """
     with tempfile.TemporaryDirectory(prefix="core-watch-") as name, contextlib.ExitStack() as ends:
+        files = {}
         for core in sorted(os.sched_getaffinity(0)):
-            command = [sys.executable, __file__, str(core), str(Path(name) / str(core))]
+            files[core] = Path(name) / str(core)
+            command = [sys.executable, __file__, str(core), str(files[core])]
             process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
             ends.callback(process.wait)
             ends.callback(process.kill)
-        while len(list(Path(name).iterdir())) < len(os.sched_getaffinity(0)):
-            time.sleep(INTERVAL)
-        yield CoreWatch(Path(name))
+            while not files[core].exists():
+                if process.poll() is not None:
+                    raise RuntimeError(f"core {core} cannot be timed: {command} has ended")
+                time.sleep(INTERVAL)
+        yield CoreWatch(files)
 
 
 def _watch(core: int, file: Path) -> None:

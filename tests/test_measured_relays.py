@@ -145,14 +145,16 @@ def test_a_push_over_ray_takes_what_its_calls_do_on_one_machine_for_each_of_thos
 def test_what_is_an_object_of_rays_store_is_looked_for_and_asked_for_over_the_link(
     profile: MeasuredProfile, tmp_path: Path
 ) -> None:
-    def more_over_ray(num_bytes: int) -> float:
+    def more_over_ray(num_bytes: int, **sync: str) -> float:
         whole = replace(profile.relay[0], bytes=num_bytes)
         run = far(replace(profile, relay=(whole,)), tmp_path, "full")
+        run = replace(run, sync=replace(run.sync, **sync))
         over_ray = replace(run, execute=replace(run.execute, launcher="ray"))
         return float(Costs.load(over_ray).sync.push_time - Costs.load(run).sync.push_time)
 
     assert more_over_ray(100 * 1024) == 0.0
     assert more_over_ray(100 * 1024 + 1) == pytest.approx(4 * LATENCY)
+    assert more_over_ray(100 * 1024 + 1, wire="gloo") == 0.0, "relays bring it to each other"
 
 
 def test_in_one_pool_a_push_over_ray_takes_what_was_measured_there(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from benchmarks import bench_wan
+from benchmarks.core_watch import watched_cores
 from benchmarks.wan_link import missing, wan_link
 from streamrl.hardware.machine_profile import read_measured
 
@@ -25,10 +27,13 @@ def test_deltas_cross_a_slow_link(tmp_path: Path) -> None:
         subprocess.run([sys.executable, *make], check=True)
     options = argparse.Namespace(rate=200e6, delay=0.02, steps=4)
     profile = tmp_path / "profile.toml"
-    with wan_link(options.rate, options.delay), bench_wan.cluster():
-        bench_wan.profile(profile, is_quick=True)
-        assert read_measured(profile).handling_over_ray is not None
-        figure = bench_wan.compare(tmp_path, profile, "delta", "stream-async", options, 1.0)
+    with watched_cores() as cores, wan_link(options.rate, options.delay), bench_wan.cluster():
+        usual = bench_wan.timed(cores, partial(bench_wan.profile, is_quick=True), profile)
+        measured = read_measured(profile)
+        assert measured.handling is not None and measured.handling_over_ray is not None
+        assert measured.handling.seconds < measured.handling_over_ray.seconds
+        asked = "delta", "stream-async", options
+        figure = bench_wan.compare(tmp_path, profile, *asked, cores, usual)
     first, *others = figure.pushes
     assert others and all(push.num_bytes < first.num_bytes / 2 for push in others)
     assert min(push.wire_time for push in figure.pushes) > 2 * options.delay

@@ -4,17 +4,20 @@ They are the process that decides, the verifier, and of a replica the thread tha
 another one generates. A trainer's serves it before it computes: that is in the seconds of its calls.
 
 Over Ray, what it takes beyond: Ray's own processes bring what roles say, and threads of each actor read and write it. So
-they count too, and of the actors on this machine all threads but the one that computes, which takes most.
+they count too, and of the actors on this machine all threads but the one that computes, which takes most: each role has
+one that does. What others take to push and load weights, once a step, is what a profile has for that, and is left out.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import psutil
@@ -35,10 +38,10 @@ STEPS = 8
 PROMPTS, GROUP_SIZE = 12, 8
 RUNNING = 16
 """Rollouts at once, so that they end one by one, as those of longer runs do: each end wakes who serves it."""
-RAY_PACKAGE = "/site-packages/ray/"
-"""In the command of each of Ray's own processes: what brings calls and answers of actors, and what watches over them."""
-ACTOR = "ray::"
-"""How names of actors begin."""
+RAY_PROCESSES = ("raylet", "gcs_server")
+"""What brings calls and answers of actors, and knows where they are."""
+ACTOR = "ray::RayRole"
+"""How the names of our actors begin."""
 SCORER = "reasoning-gym"
 """Grades what may be code in a process of its own, as most scorers do."""
 RECORD = {
@@ -72,7 +75,8 @@ def read_handling(setup: Setup, readings: Readings, watch: Callable[[str], None]
         watch("handling")
     if setup.ray is not None:
         over_ray = measure_handling(setup, setup.ray)
-        readings.handling_over_ray += over_ray.handling
+        synced = (median(readings.push) + median(readings.load)) / (PROMPTS * GROUP_SIZE)
+        readings.handling_over_ray += [max(0.0, each - synced) for each in over_ray.handling]
         readings.push_over_ray += over_ray.pushes if setup.device == "cpu" else []  # by a CPU
         watch("handling over Ray")
 
@@ -80,10 +84,11 @@ def read_handling(setup: Setup, readings: Readings, watch: Callable[[str], None]
 def measure_handling(setup: Setup, ray: RayPlace | None = None) -> Taken:
     """Return what rollouts of the model to be measured take; nothing where its runs cannot be executed."""
     model, tokens = Path(setup.model), min(2 * SHORT, setup.limits.max_context // 2)
+    threads = setup.threads if ray is None else 1  # of an actor one computes
     if not has_tokenizer(model):
         return Taken()
     with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
-        return time_handling(model, tokens, setup.dtype, setup.threads, Path(scratch, "run"), ray)
+        return time_handling(model, tokens, setup.dtype, threads, Path(scratch, "run"), ray)
 
 
 def time_handling(
@@ -154,44 +159,46 @@ class HandlingWatch:
 
     def __init__(self, *, is_over_ray: bool) -> None:
         self._is_over_ray = is_over_ray
-        self._last: dict[int, dict[int, float]] = {}
-        """Of each process that counts, seconds by thread; of one that counts as a whole under its own number."""
-        self._last_here = 0.0
+        self._last: dict[tuple[int, int], float] = {}
+        """Seconds of each process, and of each thread of an actor."""
+        self._own = 0.0
+        """What reading took so far, which no run does."""
 
     def take(self) -> float:
-        """Return what was taken since the last call, without what this takes itself."""
-        here, taken, read = time.process_time(), 0.0, {}
+        """Return what was taken since the last call."""
+        began_at = time.process_time()
+        taken = self._lately((os.getpid(), 0), began_at - self._own)
         for process in self._processes():
             with suppress(psutil.Error):  # it has ended
-                threads = read[process.pid] = _counted_times(process)
-                before = self._last.get(process.pid, {})
-                lately = [seconds - before.get(name, 0.0) for name, seconds in threads.items()]
-                computes = process.name().startswith(ACTOR)
-                taken += sum(lately) - (max(lately) if computes else 0.0)
-        taken += here - self._last_here
-        self._last, self._last_here = read, time.process_time()
+                if process.name().startswith(ACTOR):
+                    times = [(one.id, one.user_time + one.system_time) for one in process.threads()]
+                    lately = [self._lately((process.pid, name), so_far) for name, so_far in times]
+                    taken += sum(lately) - max(lately)
+                else:
+                    taken += self._lately((process.pid, 0), _handling_time(process))
+        self._own += time.process_time() - began_at
         return taken
+
+    def _lately(self, name: tuple[int, int], so_far: float) -> float:
+        """Return what was taken since this was last asked of a process or thread."""
+        before, self._last[name] = self._last.get(name, 0.0), so_far
+        return so_far - before
 
     def _processes(self) -> Iterable[psutil.Process]:
         known = {process.pid: process for process in psutil.Process().children(recursive=True)}
         if self._is_over_ray:
-            every = psutil.process_iter(["name", "cmdline"])
-            known |= {process.pid: process for process in every if _is_of_ray(process)}
+            rays = (p for p in psutil.process_iter(["name"]) if _is_of_ray(p.info["name"] or ""))
+            known |= {process.pid: process for process in rays}
         return known.values()
 
 
-def _counted_times(process: psutil.Process) -> dict[int, float]:
-    """Return the CPU seconds of a process so far that may be handling, by thread."""
-    command, name = process.cmdline(), process.name()
+def _handling_time(process: psutil.Process) -> float:
+    """Return the CPU seconds of a process so far that are no role's computing."""
+    command = process.cmdline()
     if worker.MODULE in command:
-        return {process.pid: _first_thread_time(process)} if REPLICA in command else {}
-    if name.startswith(ACTOR):
-        return {one.id: one.user_time + one.system_time for one in process.threads()}
-    is_of_ray = RAY_PACKAGE in " ".join(command)
-    own = process.cpu_times()[
-        : 2 if is_of_ray else 4
-    ]  # with ended children: graders live for an answer
-    return {process.pid: float(sum(own))}
+        return _first_thread_time(process) if REPLICA in command else 0.0
+    own = process.cpu_times()[: 2 if process.name() in RAY_PROCESSES else 4]
+    return float(sum(own))  # with ended children: graders live for an answer
 
 
 def _first_thread_time(process: psutil.Process) -> float:
@@ -200,8 +207,5 @@ def _first_thread_time(process: psutil.Process) -> float:
     return float(sum(thread.user_time + thread.system_time for thread in first))
 
 
-def _is_of_ray(process: psutil.Process) -> bool:
-    """Whether a process, of which psutil has read name and command, is one of Ray's or an actor."""
-    found = process.info
-    command = " ".join(found["cmdline"] or [])
-    return (found["name"] or "").startswith(ACTOR) or RAY_PACKAGE in command
+def _is_of_ray(name: str) -> bool:
+    return name in RAY_PROCESSES or name.startswith(ACTOR)

@@ -282,8 +282,8 @@ def _relayed(profile: MeasuredProfile, run: Run, path: Path, measured: Provenanc
         )
     link = None if index is None else run.cluster.links[index]
     latency = 0.0 if link is None else link.latency
-    is_object = run.execute.launcher == "ray" and payload > OBJECT_BYTES
-    ways = HANDSHAKES + (OBJECT_WAYS if is_object else 0)
+    brings = run.execute.launcher == "ray" and run.sync.wire != "gloo"
+    ways = HANDSHAKES + (OBJECT_WAYS if brings and payload > OBJECT_BYTES else 0)
     return SyncCosts(
         wire_bytes=payload,
         fill_time=profile.push.seconds[MEDIAN] + row.encode[MEDIAN],
