@@ -43,13 +43,13 @@ READY := $(VENV)/.ready
 ENGINES := build/engines
 TRL := build/trl
 DEMO := build/demo
-# One more than the two cores of a small machine, as tests wait too; whoever is done first takes half of what another has left.
-SIDE_BY_SIDE := --numprocesses 3 --dist worksteal
+# Whoever is done first takes half of what the other has left.
+SIDE_BY_SIDE := --numprocesses 2 --dist worksteal
 MARKS_OF_test-vllm := vllm
 MARKS_OF_test-deepspeed := deepspeed
 MARKS_OF_test-engines := vllm or deepspeed
 # A cluster is set up once for all tests of a file.
-BY_FILE := --numprocesses 3 --dist loadfile
+BY_FILE := --numprocesses 2 --dist loadfile
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml
 
 .PHONY: demo test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl lock fuzz mutants faults kills lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-subscribers bench-trl bench-workers soak clean

@@ -236,11 +236,11 @@ def _bytes_a_step(work: Callable[[int], None]) -> float:
     """Return by how much the most bytes that a work of so many steps takes grow with each."""
     work(20)  # what is loaded once
     peaks = []
-    for most in (50, 150):
+    for most in (100, 300):
         tracemalloc.start()
         try:
             work(most)
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()
-    return (peaks[1] - peaks[0]) / 100
+    return (peaks[1] - peaks[0]) / 200
