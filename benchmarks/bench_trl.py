@@ -66,6 +66,7 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
         "rollout.replicas": 2,
         "rollout.max_running": ROLLOUTS // 2,
         "trainer.data_parallel": 2,
+        "trainer.zero": 0,
         "cluster.pools.local.gpus_per_node": 4,
     },
 }
