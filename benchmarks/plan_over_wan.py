@@ -4,7 +4,7 @@
     build/engines/bin/python -m benchmarks.plan_over_wan plans/7b/plan.toml --output runs/plan-7b
 
 It needs root. The quickstart's model stands in for the plan's, one replica and one trainer for its GPUs; what the plan
-says of pools, system, dispatch, order and sync stays. Then `streamrl compare` prints the run beside its simulation.
+says of pools, system, dispatch and sync stays. Then `streamrl compare` prints the run beside its simulation.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ SMALL: dict[str, Any] = {
     "workload.lengths.source": QUICKSTART / "lengths.csv",
     "workload.lengths.prompt_tokens": 16,
     "verifier.scorer": "reasoning-gym",
+    "policies.order": "fifo",  # the quickstart's prompts say nothing of how long their outputs are
     "execute.launcher": "ray",
     "execute.ray_address": f"{ADDRESSES[NEAR]}:{PORT}",
 }
