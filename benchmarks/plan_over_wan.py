@@ -1,6 +1,6 @@
 """A plan for two datacenters, executed small: its pools, link, system and sync on CPUs, over Ray and an emulated link.
 
-    streamrl plan examples/plan-7b.toml --set plan.sync_modes='["delta"]' -o plans/7b
+    streamrl plan examples/plan-7b.toml --set framework.name=streamrl -o plans/7b
     build/engines/bin/python -m benchmarks.plan_over_wan plans/7b/plan.toml --output runs/plan-7b
 
 It needs root. The quickstart's model stands in for the plan's, one replica and one trainer for its GPUs; what the plan
