@@ -116,15 +116,19 @@ def profile(path: Path, *, is_quick: bool = False) -> None:
     streamrl("profile", str(run.model.path), *settings, *(["--quick"] if is_quick else []))
 
 
+def near_command(*arguments: str) -> list[str]:
+    """Return the words of a command of streamrl on the trainer's side, whose environment has `TOKEN`."""
+    return [*inside(NEAR), str(PYTHON), "-c", "from streamrl.cli import main; main()", *arguments]
+
+
 def streamrl(*arguments: str) -> None:
     """Run a command on the trainer's side.
 
     Raises:
         RuntimeError: it failed.
     """
-    command = [str(PYTHON), "-c", "from streamrl.cli import main; main()"]
     done = subprocess.run(
-        [*inside(NEAR), *command, *arguments],
+        near_command(*arguments),
         cwd=HERE,
         capture_output=True,
         text=True,

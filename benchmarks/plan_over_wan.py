@@ -15,8 +15,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench_wan import PORT, PYTHON, TOKEN, cluster
-from benchmarks.wan_link import ADDRESSES, NEAR, inside, wan_link
+from benchmarks.bench_wan import PORT, TOKEN, cluster, near_command
+from benchmarks.wan_link import ADDRESSES, NEAR, wan_link
 from streamrl.runfile.config import Run
 from streamrl.runfile.reading import load_run
 
@@ -65,9 +65,8 @@ def main() -> None:
     settings = [*small(run, options.rate, options.delay), f"execute.output={options.output}"]
     words = [word for one in [*settings, *options.set] for word in ("--set", one)]
     with wan_link(options.rate, options.delay), cluster(run.trainer.pool, run.rollout.pool):
-        for command in (["execute", options.plan, *words], ["compare", options.output]):
-            streamrl = [str(PYTHON), "-c", "from streamrl.cli import main; main()"]
-            subprocess.run([*inside(NEAR), *streamrl, *command], check=True, env=os.environ | TOKEN)
+        for command in (["execute", str(options.plan), *words], ["compare", str(options.output)]):
+            subprocess.run(near_command(*command), check=True, env=os.environ | TOKEN)
 
 
 def small(run: Run, rate: float, delay: float) -> list[str]:

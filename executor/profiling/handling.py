@@ -5,7 +5,7 @@ another one generates. A trainer's serves it before it computes: that is in the 
 
 Over Ray, what it takes beyond: Ray's own processes bring what roles say, and threads of each actor read and write it. So
 they count too, and of the actors on this machine all threads but the one that computes, which takes most: each role has
-one that does. What others take to push and load weights, once a step, is what a profile has for that, and is left out.
+one that does. What its other threads take to push and load weights, once a step, a profile has already: it is left out.
 """
 
 from __future__ import annotations

@@ -31,9 +31,7 @@ def environment(settings: ReplicaSettings) -> dict[str, str]:
         found["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # replicas would share the first cores
         found["OMP_NUM_THREADS"] = str(settings.num_threads)
         found["CUDA_VISIBLE_DEVICES"] = ""  # a build for GPUs would take one
-        found["TORCHDYNAMO_DISABLE"] = (
-            "1"  # all is eager, and what samples would be compiled at each start
-        )
+        found["TORCHDYNAMO_DISABLE"] = "1"  # else each start compiles what samples
         if settings.tensor_parallel == 1:
             found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one worker is its engine's own process
     return found

@@ -16,6 +16,8 @@ INSTEAD: dict[tuple[str, ...], str] = {("model", "path"): "name", ("model", "nam
 def override(table: dict[str, Any], change: str) -> None:
     """Set one dotted key, as `key=value` says; tables on the way are made, entries of lists are numbered from 0.
 
+    Where a section has one of two keys (`INSTEAD`), the other one goes.
+
     Raises:
         RunError: the text is no `key=value`, or the key leads through what is no table.
     """
