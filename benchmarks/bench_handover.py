@@ -405,7 +405,6 @@ def make_handover_run(folder: Path, num_tokens: int) -> Run:
             f"algorithm.group_size={GROUP}",
         ],
     )
-    del table["model"]["name"]
     return make_run(table)
 
 
