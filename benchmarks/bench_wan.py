@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
@@ -78,42 +78,93 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="bench-wan-") as name, watched_cores() as cores:
-        path = Path(name) / "profile.toml"
-        with wan_link(options.rate, options.delay), cluster():
-            usual = timed(cores, profile, path)
-            figures = [
-                compare(Path(name) / str(number), path, mode, system, options, cores, usual)
-                for number, system, mode in product(
-                    range(options.rounds), options.systems, options.modes
-                )
-            ]
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-wan-") as name,
+        watched_cores() as cores,
+        wan_link(options.rate, options.delay),
+        cluster(),
+    ):
+        bench = Bench(Path(name), cores, options)
+        profiles = {mode: bench.profile(mode) for mode in ("full", "lora") if mode in options.modes}
+        if "delta" in options.modes:
+            profiles["delta"] = profiles.get("full") or bench.profile("full")
+        figures = [
+            bench.compare(profiles[mode], mode, system, str(number))
+            for number, system, mode in product(
+                range(options.rounds), options.systems, options.modes
+            )
+        ]
     tell_medians(figures)
 
 
-def timed(cores: CoreWatch, work: Callable[..., None], *arguments: Any) -> float:
-    """Do what takes minutes, and return the seconds that the cores' own piece of work took meanwhile."""
-    began_at = time.monotonic()
-    work(*arguments)
-    return cores.mean_time(began_at, time.monotonic())
+class Profiled(NamedTuple):
+    """What this machine takes, and at what pace it took it."""
+
+    path: Path
+    work_time: float
+    """Seconds that the cores' own piece of work took meanwhile."""
 
 
-def profile(path: Path, *, is_quick: bool = False) -> None:
-    """Measure this machine with the model and within the limits of the run file, and what Ray takes on the trainer's side."""
-    run = load_run(RUN_FILE, [])
-    most = limits_of(run)
-    options = {
-        "max-running": most.max_running,
-        "max-context": most.max_context,
-        "max-tokens-per-pass": most.max_tokens_per_pass,
-        "dtype": run.model.dtype,
-        "threads": 1,
-        "ray": run.trainer.pool,
-        "ray-address": f"{ADDRESSES[NEAR]}:{PORT}",
-        "output": path,
-    }
-    settings = [part for key, value in options.items() for part in (f"--{key}", str(value))]
-    streamrl("profile", str(run.model.path), *settings, *(["--quick"] if is_quick else []))
+class Bench(NamedTuple):
+    """Profiles this machine and executes runs on it, while its cores are watched."""
+
+    scratch: Path
+    cores: CoreWatch
+    options: argparse.Namespace
+
+    def profile(self, mode: str, *, is_quick: bool = False) -> Profiled:
+        """Measure the machine within the limits of the run file, and what Ray takes on the trainer's side.
+
+        Adapters are measured where `mode` is lora, whole weights and deltas of them else.
+        """
+        run, path = load_run(RUN_FILE, []), self.scratch / f"profile-{mode}.toml"
+        most = limits_of(run)
+        options = {
+            "max-running": most.max_running,
+            "max-context": most.max_context,
+            "max-tokens-per-pass": most.max_tokens_per_pass,
+            "dtype": run.model.dtype,
+            "threads": 1,
+            "ray": run.trainer.pool,
+            "ray-address": f"{ADDRESSES[NEAR]}:{PORT}",
+            "output": path,
+            **({"lora-rank": run.sync.lora_rank} if mode == "lora" else {}),
+        }
+        settings = [part for key, value in options.items() for part in (f"--{key}", str(value))]
+        own = [*settings, *(["--quick"] if is_quick else [])]
+        return Profiled(path, self._timed("profile", str(run.model.path), *own))
+
+    def compare(self, profile: Profiled, mode: str, system: str, name: str) -> Figure:
+        """Execute a run over the link, and simulate it with the lengths that it had."""
+        options = self.options
+        output = self.scratch / f"{name}-{mode}-{system}"
+        keys = {
+            "sync.mode": mode,
+            "policies.system": system,
+            "algorithm.steps": options.steps,
+            "execute.launcher": "ray",
+            "execute.output": output,
+            "execute.ray_address": f"{ADDRESSES[NEAR]}:{PORT}",
+            "cluster.links.0.bandwidth": f"{options.rate / 1e6:g} Mbps",
+            "cluster.links.0.latency": f"{1000 * options.delay:g} ms",
+        }
+        settings = [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
+        pace = self._timed("execute", str(RUN_FILE), *settings) / profile.work_time
+        trace = read_trace(output / "trace.jsonl")
+        pushes = [e.event for e in trace.entries if isinstance(e.event, WeightsPushed)]
+        again = simulation_of(trace, output / "trace.jsonl", profile.path, pushes, pace)
+        simulated, measured = simulate(again), measure(trace)
+        predicted = measure(simulated, measured.counted_steps)
+        times = push_time(trace), push_time(simulated)
+        figure = Figure(mode, system, measured, predicted, pushes, *times, pace)
+        tell(figure)
+        return figure
+
+    def _timed(self, *arguments: str) -> float:
+        """Run a command of streamrl, and return the seconds that the cores' own piece of work took meanwhile."""
+        began_at = time.monotonic()
+        streamrl(*arguments)
+        return self.cores.mean_time(began_at, time.monotonic())
 
 
 def near_command(*arguments: str) -> list[str]:
@@ -201,40 +252,6 @@ def wait_for(name: str) -> None:
             return
         time.sleep(1.0)
     raise RuntimeError(f"no Ray node came up in {name}: {done.stderr[-500:]}")
-
-
-def compare(
-    scratch: Path,
-    path: Path,
-    mode: str,
-    system: str,
-    options: argparse.Namespace,
-    cores: CoreWatch,
-    usual: float,
-) -> Figure:
-    """Execute a run over the link, and simulate it with the lengths that it had; `usual` is of `timed` for the profile."""
-    output = scratch / f"{mode}-{system}"
-    keys = {
-        "sync.mode": mode,
-        "policies.system": system,
-        "algorithm.steps": options.steps,
-        "execute.launcher": "ray",
-        "execute.output": output,
-        "execute.ray_address": f"{ADDRESSES[NEAR]}:{PORT}",
-        "cluster.links.0.bandwidth": f"{options.rate / 1e6:g} Mbps",
-        "cluster.links.0.latency": f"{1000 * options.delay:g} ms",
-    }
-    settings = [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
-    pace = timed(cores, streamrl, "execute", str(RUN_FILE), *settings) / usual
-    trace = read_trace(output / "trace.jsonl")
-    pushes = [e.event for e in trace.entries if isinstance(e.event, WeightsPushed)]
-    simulated = simulate(simulation_of(trace, output / "trace.jsonl", path, pushes, pace))
-    measured = measure(trace)
-    again = measure(simulated, measured.counted_steps)
-    times = push_time(trace), push_time(simulated)
-    figure = Figure(mode, system, measured, again, pushes, *times, pace)
-    tell(figure)
-    return figure
 
 
 def simulation_of(

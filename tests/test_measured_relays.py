@@ -112,6 +112,34 @@ def test_adapters_have_their_own_bytes_and_are_merged_as_all_is_checked(
     assert sync.tier == "composed"
 
 
+def test_adapters_that_were_measured_take_what_they_did(
+    profile: MeasuredProfile, tmp_path: Path
+) -> None:
+    row = RelayRow(mode="lora", bytes=900, values=450, encode=around(ENCODE), decode=around(DECODE))
+    own = replace(profile, relay=(row,), lora_rank=2)
+    run = far(own, tmp_path, "lora")
+    costs = Costs.load(run)
+    assert costs.sync.wire_bytes == 900 / 2 * run.sync.lora_rank
+    expected = PUSH + ENCODE + wire(costs.sync.wire_bytes) + 4 * LATENCY + DECODE
+    assert costs.sync.push_time == pytest.approx(expected)
+    assert costs.sync.tier == "measured"
+    with pytest.raises(RunError, match=r"adapters of rank 2, but sync\.mode is 'full'"):
+        Costs.load(far(own, tmp_path, "full"))
+
+
+def test_a_run_says_what_adapters_its_training_was_measured_with(
+    profile: MeasuredProfile, tmp_path: Path
+) -> None:
+    def notes(lora_rank: int | None, mode: str = "lora") -> str:
+        own = replace(profile, lora_rank=lora_rank)
+        return "; ".join(Costs.load(far(own, tmp_path, mode)).provenance["decode"].sources)
+
+    assert "measured of all weights, not with adapters of rank 4" in notes(None)
+    assert "measured of rank 2, not with adapters of rank 4" in notes(2)
+    assert "not with adapters" not in notes(4)
+    assert "not with adapters" not in notes(None, "full")
+
+
 def test_a_profile_without_relays_is_refused(profile: MeasuredProfile, tmp_path: Path) -> None:
     older = replace(profile, relay=())
     with pytest.raises(RunError, match=r"no relays for sync\.mode 'delta'"):

@@ -67,6 +67,22 @@ def test_what_profile_writes_simulate_reads(model: Path, profile: Path) -> None:
     assert metrics.step_time > 0
 
 
+def test_adapters_are_measured_and_simulated(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "adapters.toml"
+    done = CliRunner().invoke(
+        app, ["profile", str(model), "--lora-rank", "2", "--quick", *LIMITS, "-o", str(path)]
+    )
+    assert done.exit_code == 0, done.output
+    found = read_measured(path)
+    assert found.lora_rank == 2
+    (row,) = found.relay
+    assert row.mode == "lora" and row.bytes == found.push.bytes < found.load.bytes / 2
+    assert found.load.bytes > 4 * found.model.num_parameters
+    sync = {"sync__mode": "lora", "sync__lora_rank": 2}
+    metrics = measure(simulate(measured_run(model, path, rollout__max_running=4, **sync)))
+    assert metrics.tiers == pytest.approx({"measured": 1.0})
+
+
 @pytest.mark.vllm
 def test_what_vllm_takes_is_measured_and_simulated(tmp_path: Path) -> None:
     model, path = tmp_path / "model", tmp_path / "vllm.toml"

@@ -17,9 +17,10 @@ from executor.profiling.handling import (
     STEPS,
     HandlingWatch,
     has_tokenizer,
-    time_handling,
+    measure_handling,
 )
-from executor.profiling.profile_file import turnover_times
+from executor.profiling.measurements import Limits
+from executor.profiling.profile_file import make_setup, turnover_times
 from executor.profiling.readings import RefillStream
 from executor.rollout.inference_engine import TimedPass
 from sim.costs.costs import Costs
@@ -92,7 +93,11 @@ def test_handling_is_timed_by_executing_a_run(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model", SYMBOLS)
     assert has_tokenizer(tmp_path / "model")
     assert not has_tokenizer(model_directory(tmp_path / "bare"))
-    taken = time_handling(tmp_path / "model", 8, "float32", 1, tmp_path / "run")
+    limits = Limits(max_running=1, max_context=64, max_tokens_per_pass=64)
+    setup = make_setup(
+        tmp_path / "model", gpu="cpu", dtype="float32", threads=1, limits=limits, is_quick=True
+    )
+    taken = measure_handling(setup)
     assert len(taken.handling) == STEPS - 1 and all(0 < each < 1 for each in taken.handling)
     assert len(taken.pushes) == STEPS - 2 and all(0 < each < 1 for each in taken.pushes)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,14 +25,13 @@ def test_deltas_cross_a_slow_link(tmp_path: Path) -> None:
         make = ["examples/make_quickstart.py", "--out", "build/quickstart"]
         subprocess.run([sys.executable, *make], check=True)
     options = argparse.Namespace(rate=200e6, delay=0.02, steps=4)
-    profile = tmp_path / "profile.toml"
     with watched_cores() as cores, wan_link(options.rate, options.delay), bench_wan.cluster():
-        usual = bench_wan.timed(cores, partial(bench_wan.profile, is_quick=True), profile)
-        measured = read_measured(profile)
+        bench = bench_wan.Bench(tmp_path, cores, options)
+        profile = bench.profile("full", is_quick=True)
+        measured = read_measured(profile.path)
         assert measured.handling is not None and measured.handling_over_ray is not None
         assert measured.handling.seconds < measured.handling_over_ray.seconds
-        asked = "delta", "stream-async", options
-        figure = bench_wan.compare(tmp_path, profile, *asked, cores, usual)
+        figure = bench.compare(profile, "delta", "stream-async", "run")
     first, *others = figure.pushes
     assert others and all(push.num_bytes < first.num_bytes / 2 for push in others)
     assert min(push.wire_time for push in figure.pushes) > 2 * options.delay

@@ -31,6 +31,7 @@ from executor.prompts import load_tokenizer
 from streamrl.engine.messages import Event, Stepped
 from streamrl.engine.state import State
 from streamrl.record.timeline import read_timeline
+from streamrl.runfile.config import Run
 from streamrl.runfile.reading import make_run
 
 STEPS = 8
@@ -57,7 +58,7 @@ class Taken(NamedTuple):
     handling: Sequence[float] = ()
     """CPU seconds of a rollout, a mean for each step."""
     pushes: Sequence[float] = ()
-    """Seconds of each push of whole weights, which stay on the machine."""
+    """Seconds of each push, of what stays on the machine: whole weights, or adapters where those are measured."""
 
 
 def has_tokenizer(model: Path) -> bool:
@@ -82,42 +83,35 @@ def read_handling(setup: Setup, readings: Readings, watch: Callable[[str], None]
 
 
 def measure_handling(setup: Setup, ray: RayPlace | None = None) -> Taken:
-    """Return what rollouts of the model to be measured take; nothing where its runs cannot be executed."""
-    model, tokens = Path(setup.model), min(2 * SHORT, setup.limits.max_context // 2)
-    threads = setup.threads if ray is None else 1  # of an actor one computes
-    if not has_tokenizer(model):
+    """Execute a short run of the model to be measured, and return what its rollouts take.
+
+    Nothing where its runs cannot be executed. Roles are processes of this one, or actors of a cluster, whose own
+    processes count then.
+    """
+    if not has_tokenizer(Path(setup.model)):
         return Taken()
     with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
-        return time_handling(model, tokens, setup.dtype, threads, Path(scratch, "run"), ray)
+        clock = _Clock(is_over_ray=ray is not None)
+        trace = execute(handled_run(setup, ray, Path(scratch)), watch=clock)
+    pushes = read_timeline(trace).link
+    return Taken(clock.handling[1:], [span.end - span.start for span in pushes[1:]])
 
 
-def time_handling(
-    model: Path, tokens: int, dtype: str, threads: int, scratch: Path, ray: RayPlace | None = None
-) -> Taken:
-    """Execute a short run and return what its rollouts take.
-
-    Args:
-        model: Hugging Face directory, with its tokenizer.
-        tokens: output tokens of each rollout.
-        dtype: of the model.
-        threads: of the replica, and of the trainer.
-        scratch: a directory that this makes.
-        ray: a cluster whose actors the roles are, and whose own processes count; processes of this one where absent.
-    """
+def handled_run(setup: Setup, ray: RayPlace | None, scratch: Path) -> Run:
+    """Return the run that is executed, whose prompts are written to a directory."""
     pool = "local" if ray is None else ray.pool
-    scratch.mkdir()
     prompts = scratch / "prompts.jsonl"
     prompts.write_text(f"{json.dumps(RECORD)}\n" * PROMPTS, encoding="utf-8")
-    clock = _Clock(is_over_ray=ray is not None)
-    run = make_run(
+    rank = setup.lora_rank
+    return make_run(
         {
-            "model": {"path": str(model), "dtype": dtype},
+            "model": {"path": setup.model, "dtype": setup.dtype},
             "cluster": {"pools": {pool: {"gpu": "cpu", "gpus_per_node": 2}}},
             "rollout": {
                 "pool": pool,
                 "replicas": 1,
                 "max_running": RUNNING,
-                "max_tokens": tokens,
+                "max_tokens": min(2 * SHORT, setup.limits.max_context // 2),
             },
             "trainer": {"pool": pool},
             "algorithm": {
@@ -129,17 +123,15 @@ def time_handling(
             "workload": {"prompts": str(prompts)},
             "verifier": {"scorer": SCORER},
             "policies": {"system": "stream-sync"},
+            "sync": {} if rank is None else {"mode": "lora", "lora_rank": rank},
             "execute": {
                 "output": str(scratch / "run"),
                 "checkpoint_every": STEPS + 1,
-                "threads": threads,
+                "threads": setup.threads if ray is None else 1,  # of an actor one computes
                 **({} if ray is None else {"launcher": "ray", "ray_address": ray.address}),
             },
         }
     )
-    pushes = read_timeline(execute(run, watch=clock)).link
-    seconds = [span.end - span.start for span in pushes[1:]]
-    return Taken(clock.handling[1:], seconds)
 
 
 class _Clock:

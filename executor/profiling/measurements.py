@@ -98,6 +98,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """Of the trainer's passes."""
     recompute: Recompute
     """What they compute again."""
+    lora_rank: int | None = None
+    """Of adapters, which train and are pushed and merged instead of weights; none where absent."""
     reward_model: str | None = None
     """Hugging Face directory of a reward model whose calls are measured too; none where absent."""
     ray: RayPlace | None = None

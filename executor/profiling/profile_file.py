@@ -59,6 +59,7 @@ def make_setup(
     backend: ProfiledBackend = "transformers",
     packing: Packing = "packed",
     recompute: Recompute | None = None,
+    lora_rank: int | None = None,
     ray: RayPlace | None = None,
     reward_model: Path | None = None,
 ) -> Setup:
@@ -91,6 +92,7 @@ def make_setup(
         plan=plan,
         packing=packing,
         recompute=recompute or ("none" if gpu == "cpu" else "full"),
+        lora_rank=lora_rank,
         ray=ray,
         reward_model=None if reward_model is None else str(reward_model),
     )
@@ -143,6 +145,7 @@ def _tables(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
         shares_prefixes=False,
         packing=setup.packing,
         recompute=setup.recompute,
+        lora_rank=setup.lora_rank,
         pads_context=readings.pads_context,
         prefill_tokens=readings.prefill_tokens,
         refill_passes=round(float(np.median(readings.refill_passes))),
@@ -174,8 +177,8 @@ def _tables(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
             for tokens, seconds in sorted(readings.call.items())
         ],
         optimizer=Once(seconds=quartiles(readings.optimizer)),
-        push=Moved(bytes=readings.num_bytes, seconds=quartiles(readings.push)),
-        load=Moved(bytes=readings.num_bytes, seconds=quartiles(readings.load)),
+        push=Moved(bytes=readings.pushed_bytes, seconds=quartiles(readings.push)),
+        load=Moved(bytes=readings.loaded_bytes, seconds=quartiles(readings.load)),
         relay=tuple(
             RelayRow(
                 mode=mode,

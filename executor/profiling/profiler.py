@@ -111,7 +111,12 @@ class _Bench:
         common: dict[str, object],
     ) -> None:
         self._limits, self._plan = setup.limits, setup.plan
-        self._training = {"packing": setup.packing, "recompute": setup.recompute}
+        self._training = {
+            "packing": setup.packing,
+            "recompute": setup.recompute,
+            "adapter_rank": setup.lora_rank,
+        }
+        self._has_adapters = setup.lora_rank is not None
         self._backend = setup.backend
         self._readings = readings
         self._watch = watch
@@ -368,13 +373,18 @@ class _Bench:
         self._readings.optimizer += await self._seconds(trainer)
         directory = SharedDirectory("profile")
         try:
-            manifest = await trainer.push(self._version, str(directory.path))
+            pushed = await trainer.push(self._version, str(directory.path))
             self._readings.push += await self._seconds(trainer)
-            self._readings.num_bytes = manifest.num_bytes
+            self._readings.pushed_bytes = pushed.num_bytes
+            loaded = pushed
+            if self._has_adapters:
+                loaded = await relays.time_adapters(pushed, self._readings)
+            self._readings.loaded_bytes = loaded.num_bytes
             began_at = time.perf_counter()
-            await replica.load(manifest, drain=True)
+            await replica.load(loaded, drain=True)
             self._readings.load.append(time.perf_counter() - began_at)
-            await relays.time(manifest, self._readings)
+            if not self._has_adapters:
+                await relays.time(pushed, self._readings)
         finally:
             directory.remove()
         self._watch("sync")

@@ -64,7 +64,9 @@ class Readings:
     """By company: what is left of a replica's speed, as a share of that alone."""
     training: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     """The same of a trainer's, where there is one."""
-    num_bytes: int = 0
+    pushed_bytes: int = 0
+    loaded_bytes: int = 0
+    """More than are pushed where those are of adapters."""
     pads_context: bool = False
     prefill_tokens: int = 0
 

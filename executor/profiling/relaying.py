@@ -55,6 +55,16 @@ class RelayBench:
         self._base = arrived.manifest
         await self._delta.keep([arrived.manifest.checksum])
 
+    async def time_adapters(self, manifest: Manifest, readings: Readings) -> Manifest:
+        """Bring adapters to a place, which merges them; enter the seconds, and return the weights as they lie there."""
+        parcel = await self._near.pack(manifest, "lora", None)
+        arrived = await _bring(self._whole, parcel)
+        readings.pack["lora"].append(parcel.seconds)
+        readings.unpack["lora"].append(arrived.seconds)
+        readings.packed["lora"] = (parcel.num_bytes, parcel.num_bytes // BYTES[self._dtype])
+        await self._whole.keep([arrived.manifest.checksum])
+        return arrived.manifest
+
 
 async def _bring(relay: RelayWorker, parcel: Parcel) -> Arrived:
     """Bring a parcel to a relay, and let it make weights of it."""

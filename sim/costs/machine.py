@@ -215,6 +215,11 @@ def _extrapolations(profile: MeasuredProfile, run: Run) -> list[str]:
         notes.append(
             f"training measured with recompute {profile.recompute}, not {run.trainer.recompute}"
         )
+    if run.sync.mode == "lora" and profile.lora_rank != run.sync.lora_rank:
+        measured = "of all weights" if profile.lora_rank is None else f"of rank {profile.lora_rank}"
+        notes.append(
+            f"training measured {measured}, not with adapters of rank {run.sync.lora_rank}"
+        )
     if profile.pace is None:
         notes.append(
             "as if every second were one of its usual pace, as slower spells were not measured"
@@ -265,17 +270,19 @@ def _sync(profile: MeasuredProfile, run: Run, path: Path, measured: Provenance) 
 def _relayed(profile: MeasuredProfile, run: Run, path: Path, measured: Provenance) -> SyncCosts:
     """Return what a push over relays takes: what is sent is made of it, crosses the link, and is made weights of.
 
-    Adapters are merged about as fast as whole weights are copied and checked.
+    Where no adapters were measured, they are merged about as fast as whole weights are copied and checked.
     """
     mode, index = run.sync.mode, find_link(run)
     rows = {row.mode: row for row in profile.relay}
-    row = rows.get("full" if mode == "lora" else mode)
+    row = rows.get(mode) or (rows.get("full") if mode == "lora" else None)
     if row is None:
         text = f"costs.profile: {path} has no relays for sync.mode {mode!r}: streamrl profile measures them"
         raise RunError("costs.profile", str(path), None, text, ("sync.mode",))
     payload = Payload.load(run).num_bytes
     if mode == "full":
         payload = row.bytes
+    elif profile.lora_rank is not None:
+        payload = round(row.bytes / profile.lora_rank * run.sync.lora_rank)
     elif mode == "delta" and row.values:
         payload = round(
             row.bytes / row.values * load_model(run.model).num_parameters * run.sync.changed_share
@@ -292,7 +299,7 @@ def _relayed(profile: MeasuredProfile, run: Run, path: Path, measured: Provenanc
         else sending_time(payload, link_leg(link).bandwidth, 2 * link.latency),
         drain_time=ways * latency + row.decode[MEDIAN] + _calls_over_ray(profile, run),
         load_time=profile.load.seconds[MEDIAN],
-        tier=measured.tier if mode != "lora" else "composed",
+        tier=measured.tier if row.mode == mode else "composed",
         sources=measured.sources,
     )
 
@@ -306,10 +313,11 @@ def _over_ray(profile: MeasuredProfile, run: Run) -> float:
 
 def _calls_over_ray(profile: MeasuredProfile, run: Run) -> float:
     """Return what calls of a push over relays take where roles are actors: in a run, more than what they ask for."""
-    whole = next((row for row in profile.relay if row.mode == "full"), None)
-    if whole is None:
+    pushed = "full" if profile.lora_rank is None else "lora"
+    row = next((row for row in profile.relay if row.mode == pushed), None)
+    if row is None:
         return 0.0
-    calls = max(0.0, _over_ray(profile, run) - whole.decode[MEDIAN])
+    calls = max(0.0, _over_ray(profile, run) - row.decode[MEDIAN])
     return calls if find_link(run) is None else calls * CALLS / CALLS_IN_PLACE
 
 

@@ -44,6 +44,13 @@ def measure(
             help="Of the trainer, as `trainer.recompute` names it: full on GPUs, where absent; nothing else is there on a CPU."
         ),
     ] = None,
+    lora_rank: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Train, push and merge adapters of this rank, as runs with `sync.mode` lora do; all weights where absent.",
+        ),
+    ] = None,
     threads: Annotated[
         int | None,
         typer.Option(
@@ -82,7 +89,7 @@ def measure(
     """
     path = output or DIRECTORY / f"{model.resolve().name}.{gpu}.toml"
     claim_file(path)
-    _need_executor(backend)
+    _need_executor(backend, has_adapters=lora_rank is not None)
     from executor.profiling.measurements import Limits, RayPlace, longest_prefix
     from executor.profiling.profile_file import make_setup, profile_model
     from executor.profiling.profiler import num_points
@@ -102,6 +109,7 @@ def measure(
         is_quick=quick,
         packing=packing,
         recompute=recompute,
+        lora_rank=lora_rank,
         ray=None if ray is None else RayPlace(ray, ray_address),
         reward_model=reward_model,
     )
@@ -126,8 +134,12 @@ def measure(
         Console().print(f"profile: {path}", soft_wrap=True)
 
 
-def _need_executor(backend: ProfiledBackend) -> None:
-    needed = {"executor": ("torch", "transformers"), "vllm": ("vllm",) if backend == "vllm" else ()}
+def _need_executor(backend: ProfiledBackend, *, has_adapters: bool) -> None:
+    needed = {
+        "executor": ("torch", "transformers"),
+        "vllm": ("vllm",) if backend == "vllm" else (),
+        "lora": ("peft",) if has_adapters else (),
+    }
     for extra, names in needed.items():
         missing = [name for name in names if importlib.util.find_spec(name) is None]
         if missing:

@@ -196,6 +196,8 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     """How rollouts lay in the trainer's passes; an earlier version padded them."""
     recompute: Recompute = "none"
     """What the trainer's passes computed again."""
+    lora_rank: int | None = None
+    """Of the adapters that were trained and pushed; None where all weights were."""
     model: MeasuredModel
     host: Host
     versions: dict[str, str]

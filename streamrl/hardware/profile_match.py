@@ -40,3 +40,9 @@ def check_fits(profile: MeasuredProfile, run: Run, path: Path) -> None:
         if value != measured:
             text = f"costs.profile: {path} was measured with {measured!r}, but {key} is {value!r}"
             raise RunError("costs.profile", str(path), None, text)
+    if profile.lora_rank is not None and run.sync.mode != "lora":
+        text = (
+            f"costs.profile: {path} was measured with adapters of rank {profile.lora_rank}, "
+            f"but sync.mode is {run.sync.mode!r}"
+        )
+        raise RunError("costs.profile", str(path), None, text, ("sync.mode",))
