@@ -15,6 +15,7 @@ import pytest
 
 from executor.carriers.handles import Handle, InProcess, LocalProcess, Process, WorkerLostError
 from executor.carriers.launch import COUNTER, RELAY, REPLICA, REWARD_MODEL, TRAINER
+from executor.carriers.processes import begin_for
 from executor.carriers.remote import remote
 from executor.checksums import combine
 from executor.roles import ReplicaRole, RewardRole, TrainerRole, TransferRole, VerifierRole, Write
@@ -67,7 +68,8 @@ async def start(carrier: str, path: str, config: dict[str, Any], log: Path) -> H
         return InProcess(path, config)
     if carrier == "ray":
         return await start_actor(path, config, log)
-    return await LocalProcess.start(path, config, log, {"OMP_NUM_THREADS": "1"})
+    begin = begin_for("cpu", config.get("backend"))
+    return await LocalProcess.start(path, config, log, {"OMP_NUM_THREADS": "1"}, begin=begin)
 
 
 # Replicas -----------------------------------------------------------------------------------------

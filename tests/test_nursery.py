@@ -24,6 +24,9 @@ from tests.verifying import wait_until_gone
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forked on Linux alone")
 ROLE = "tests.test_nursery:Witness"
 NAME = "STREAMRL_TEST_NURSERY"
+RARE, RARER = "tabnanny", "pyclbr"
+"""Modules that nothing else imports."""
+WATCHED = ("torch", RARE, RARER)
 
 
 class Nothing(msgspec.Struct, frozen=True):
@@ -38,14 +41,15 @@ class Seen(msgspec.Struct, frozen=True):
     directory: str
     variable: str | None
     descriptors: list[int]
-    has_torch: bool
+    had: list[str]
+    """Of `WATCHED`, what was imported before it was made."""
 
 
 class Witness:
     """A role that tells where it is."""
 
     def __init__(self, config: Nothing) -> None:
-        self._had_torch = "torch" in sys.modules
+        self._had = [name for name in WATCHED if name in sys.modules]
 
     async def look(self) -> Seen:
         print("seen", flush=True)
@@ -55,20 +59,29 @@ class Witness:
             str(Path.cwd()),
             os.environ.get(NAME),
             [int(each.name) for each in Path("/proc/self/fd").iterdir()],
-            self._had_torch,
+            self._had,
         )
 
     async def stop(self) -> None:
         pass
 
 
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nurseries import nothing that takes seconds."""
+    monkeypatch.setattr(processes, "COMMON", (RARE,))
+
+
 def with_worker(
-    log: Path, check: Callable[[LocalProcess, Seen], Awaitable[None]], **environment: str
+    log: Path,
+    check: Callable[[LocalProcess, Seen], Awaitable[None]],
+    begin: processes.Begin = fork,
+    **environment: str,
 ) -> None:
     """Fork a witness and let somebody look at it."""
 
     async def go() -> None:
-        handle = await LocalProcess.start(ROLE, {}, log, environment, begin=fork)
+        handle = await LocalProcess.start(ROLE, {}, log, environment, begin=begin)
         try:
             await check(handle, await handle.call("look", returns=Seen))
         finally:
@@ -85,7 +98,7 @@ def test_a_worker_has_its_own_environment_directory_log_and_nothing_of_others(
 
     async def check(handle: LocalProcess, seen: Seen) -> None:
         assert seen.directory == str(tmp_path) and seen.session == handle.pid
-        assert seen.has_torch and seen.parent != os.getpid()
+        assert seen.had == ["torch"] and seen.parent != os.getpid()
         assert (tmp_path / "log").read_text().strip() == "seen"
         assert len(seen.descriptors) < 10
         assert worker.MODULE in psutil.Process(handle.pid).cmdline()
@@ -104,6 +117,7 @@ def test_a_worker_has_its_own_environment_directory_log_and_nothing_of_others(
     with_worker(tmp_path / "log", after, **{NAME: "after"})
 
 
+@pytest.mark.usefixtures("bare")
 def test_workers_share_a_nursery_where_libraries_read_the_same(tmp_path: Path) -> None:
     parents: list[int] = []
 
@@ -116,6 +130,23 @@ def test_workers_share_a_nursery_where_libraries_read_the_same(tmp_path: Path) -
     assert first == same != other
 
 
+@pytest.mark.usefixtures("bare")
+def test_workers_of_a_back_end_are_forked_from_a_nursery_that_imports_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(processes.IMPORTS, "vllm", (RARER,))
+    seen: dict[str, Seen] = {}
+    for backend in ("vllm", "transformers", "vllm"):
+
+        async def note(handle: LocalProcess, found: Seen, name: str = backend) -> None:
+            assert seen.setdefault(name, found).parent == found.parent
+
+        with_worker(tmp_path / "log", note, begin_for("cpu", backend))
+    assert seen["vllm"].had == [RARE, RARER] and seen["transformers"].had == [RARE]
+    assert seen["vllm"].parent != seen["transformers"].parent
+
+
+@pytest.mark.usefixtures("bare")
 def test_who_kills_a_nursery_kills_its_workers_and_the_next_has_another(tmp_path: Path) -> None:
     parents: list[int] = []
 
@@ -134,8 +165,8 @@ def test_who_kills_a_nursery_kills_its_workers_and_the_next_has_another(tmp_path
 
 def test_a_nursery_without_work_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_nurseries", {})
-    short = f"import {nursery.__name__} as n, socket, sys; n.IDLE_TIME = 0.5; n.PRELOADED = (); "
-    short += "n.main(socket.socket(fileno=int(sys.argv[-2])))"
+    short = f"import {nursery.__name__} as n, socket, sys; n.IDLE_TIME = 0.5; "
+    short += "n.main(socket.socket(fileno=int(sys.argv[1])), ())"
     parents: list[int] = []
 
     async def note(handle: LocalProcess, seen: Seen) -> None:
@@ -172,6 +203,7 @@ def test_who_has_died_this_moment_is_killed_without_a_word() -> None:
         Forked(gone.pid, ours).kill()
 
 
+@pytest.mark.usefixtures("bare")
 def test_a_worker_that_nobody_asks_after_does_not_end_its_nursery(tmp_path: Path) -> None:
     parents: list[int] = []
 
@@ -193,6 +225,6 @@ def test_a_worker_that_nobody_asks_after_does_not_end_its_nursery(tmp_path: Path
 
 def test_what_has_threads_of_its_own_is_not_forked() -> None:
     assert begin_for("cpu", "transformers") is fork
-    assert begin_for("cpu", "deepspeed") is fork
-    assert begin_for("cuda", "transformers") is spawn
-    assert begin_for("cpu", "vllm") is spawn
+    for backend in ("transformers", "deepspeed", "vllm"):
+        assert begin_for("cpu", backend) is not spawn
+        assert begin_for("cuda", backend) is spawn

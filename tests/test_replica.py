@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Coroutine
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from tests.engines import HANG, params
 from tests.tiny_model import WIDE_HEADS, Weights, changed_weights, reference, tiny_model
 
 VOCABULARY = 120
+VERSION = 3
 NOTHING = TokenBlock(0, None)
 ENDLESS = 100_000  # output tokens: minutes of generation, past the timeout of `serve`
 
@@ -63,6 +66,32 @@ def new_weights(model_path: Path) -> Weights:
     return changed_weights(model_path)
 
 
+Served = tuple[asyncio.Runner, ReplicaWorker]
+"""A replica, and the event loop that it is called on."""
+
+
+class Kept:
+    """A replica that waits for its next scenario: vLLM takes ten seconds of a core to start."""
+
+    def __init__(self) -> None:
+        self.served: list[Served] = []
+        self.ends = ExitStack()
+
+    def close(self) -> None:
+        """End it."""
+        self.served.clear()
+        self.ends.close()
+
+
+_kept = Kept()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_what_was_kept() -> Iterator[None]:
+    yield
+    _kept.close()
+
+
 @pytest.fixture(params=params())
 def backend(request: pytest.FixtureRequest) -> str:
     """Every engine in turn."""
@@ -76,19 +105,41 @@ def serve(
     manifest: Manifest | None = None,
     **settings: Any,
 ) -> None:
-    """Run `scenario` with a started replica, and stop it whatever happens."""
+    """Run `scenario` with a started replica, and stop it whatever happens.
 
-    async def main() -> None:
-        defaults = {"max_running": 4, "max_tokens": 400, "max_prompt_tokens": 16}
-        limits = defaults | {"temperature": 1.0, "seed": 0, "backend": backend} | settings
+    One of vLLM's without settings of its own goes on to the next scenario that wants none either: such tests stand together.
+    """
+    if backend != "vllm" or manifest is not None or settings:
+        _kept.close()  # vLLM's processes in one are each other's
+        with started(path, backend, manifest, settings) as (runner, replica):
+            runner.run(asyncio.wait_for(scenario(replica), HANG))
+        return
+    if not _kept.served:
+        _kept.served.append(_kept.ends.enter_context(started(path, backend, None, {})))
+    runner, replica = _kept.served[0]
+    try:
+        runner.run(asyncio.wait_for(scenario(replica), HANG))
+        with tempfile.TemporaryDirectory() as directory:
+            own = write_buckets(reference(path).state_dict().items(), Path(directory), VERSION)
+            runner.run(replica.load(own, drain=True))
+    except BaseException:
+        _kept.close()
+        raise
+
+
+@contextmanager
+def started(
+    path: Path, backend: str, manifest: Manifest | None, settings: dict[str, Any]
+) -> Iterator[Served]:
+    defaults = {"max_running": 4, "max_tokens": 400, "max_prompt_tokens": 16}
+    limits = defaults | {"temperature": 1.0, "seed": 0, "backend": backend} | settings
+    with asyncio.Runner() as runner:
         replica = ReplicaWorker(ReplicaSettings(model=str(path), **limits))
-        await replica.start(manifest, version=manifest.version if manifest else 3)
+        runner.run(replica.start(manifest, version=manifest.version if manifest else VERSION))
         try:
-            await asyncio.wait_for(scenario(replica), timeout=HANG)
+            yield runner, replica
         finally:
-            await replica.stop()
-
-    asyncio.run(main())
+            runner.run(replica.stop())
 
 
 def request(rollout: int, max_tokens: int, priority: int = 0, **fields: Any) -> Request:
@@ -174,6 +225,133 @@ def test_logprobs_are_those_of_a_full_forward_pass(
     serve(model_path, backend, scenario, temperature=temperature)
 
 
+def test_tokens_go_to_the_file_that_a_request_names(
+    model_path: Path, backend: str, tmp_path: Path
+) -> None:
+    first, second = (str(tmp_path / name) for name in ("a", "b"))
+
+    async def scenario(replica: ReplicaWorker) -> None:
+        done = await replica.generate(request(0, 9, output_path=first))
+        assert done.output == TokenBlock(9, first)
+        again = request(0, 20, prefix=(done.output,), output_path=second)
+        rest = await replica.generate(again)
+        assert rest.output == TokenBlock(11, second)
+        assert_close(rest, full_forward(reference(model_path), again, rest, 1.0))
+
+    serve(model_path, backend, scenario)
+
+
+def test_an_engine_says_what_each_of_its_passes_held(model_path: Path, backend: str) -> None:
+    async def scenario(replica: ReplicaWorker) -> None:
+        await replica._engine.time_passes()
+        asked = [request(0, 4), request(1, 4)]
+        if backend == "vllm":  # which takes in what has come when it looks
+            asked.pop()
+        await asyncio.gather(*map(replica.generate, asked))
+        prefill, *decodes = await replica._engine.passes()
+        assert (prefill.running, sorted(prefill.prefixes)) == (
+            0,
+            [count_ids(a.prompt) for a in asked],
+        )
+        prompts = sum(count_ids(each.prompt) for each in asked)
+        assert [one.context for one in decodes] == [prompts + len(asked) * made for made in (1, 2)]
+        assert all(one.running == len(asked) and one.seconds > 0 for one in decodes)
+        assert await replica._engine.passes() == []
+
+    serve(model_path, backend, scenario)
+
+
+@torch.no_grad()
+def across_a_load(old: Any, new: Any, prompt: list[int], tokens: list[int], start: int) -> Any:
+    """Log-probabilities where the weights changed in flight after `start` tokens.
+
+    The last token sampled before the load is the first one the new weights read, over the keys
+    that the old weights computed for everything before it.
+    """
+    name = cache_name(old)
+    before = old(torch.tensor([prompt + tokens[: start - 1]]), use_cache=True)
+    after = new(torch.tensor([tokens[start - 1 : -1]]), **{name: before[name]}).logits[0]
+    return torch.cat([before.logits[0, len(prompt) - 1 :], after])
+
+
+def test_a_load_in_flight_splits_the_tokens_exactly_where_the_weights_changed(
+    model_path: Path, backend: str, new_weights: Weights, tmp_path: Path
+) -> None:
+    manifest = write_buckets(new_weights.items(), tmp_path, version=4)
+    old, new = reference(model_path), reference(model_path, new_weights)
+
+    async def scenario(replica: ReplicaWorker) -> None:
+        asked = [request(rollout, 300) for rollout in range(3)]
+        running = [asyncio.create_task(replica.generate(ask)) for ask in asked]
+        await replica.generate(request(9, 10))
+        assert (await replica.load(manifest, drain=False)).load_time > 0
+        later = request(10, 20)
+        done = await replica.generate(later)
+        assert done.versions == [(4, 0)]
+        assert_close(done, full_forward(new, later, done, 1.0))
+        for ask, done in zip(asked, await asyncio.gather(*running), strict=True):
+            (first, zero), (second, start) = done.versions
+            assert (first, zero, second) == (3, 0, 4) and 5 <= start < 300
+            logits = across_a_load(old, new, ids_of(ask.prompt), tokens_of(done), start)
+            assert_close(done, sampled_logprobs(logits, tokens_of(done), 1.0), atol=1e-4)
+
+    serve(model_path, backend, scenario)
+
+
+def corrupt(manifest: Manifest) -> Manifest:
+    path = Path(manifest.buckets[-1].path)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    return manifest
+
+
+@pytest.mark.parametrize("drain", [False, True])
+def test_bad_weights_are_refused_and_the_old_ones_go_on_serving(
+    model_path: Path, backend: str, new_weights: Weights, tmp_path: Path, drain: bool
+) -> None:
+    name = "model.norm.weight"
+    others = {key: tensor for key, tensor in new_weights.items() if key != name}
+    bad = {
+        "checksum": new_weights,
+        f"'{name}' is missing": others,
+        "no tensor 'surprise'": new_weights | {"surprise": torch.zeros(2)},
+        f"shape of '{name}'": others | {name: torch.zeros(7)},
+    }
+    model = reference(model_path)
+
+    async def scenario(replica: ReplicaWorker) -> None:
+        for number, (message, weights) in enumerate(bad.items()):
+            manifest = write_buckets(weights.items(), tmp_path, number, bucket_bytes=2**14)
+            if message == "checksum":
+                manifest = corrupt(manifest)
+            with pytest.raises(ValueError, match=message):
+                await replica.load(manifest, drain)
+            ask = request(0, 20)
+            done = await replica.generate(ask)
+            assert done.versions == [(3, 0)]
+            assert_close(done, full_forward(model, ask, done, 1.0))
+
+    serve(model_path, backend, scenario)
+
+
+def test_a_request_without_room_is_refused(model_path: Path, backend: str) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"prompt": encode_ids([1] * 17)}, "prompt .* 16 .* got 17"),
+        ({"max_tokens": 401}, "max_tokens .* got 401"),
+        ({"prompt": b""}, "prompt"),
+        ({"max_tokens": 2, "prefix": (write_block([1, 2], [-1.0] * 2, None),)}, "prefix"),
+    ]
+
+    async def scenario(replica: ReplicaWorker) -> None:
+        for changes, message in wrong:
+            with pytest.raises(ValueError, match=f"rollout 5.*{message}"):
+                await replica.generate(replace(request(5, 4), **changes))
+            assert (await replica.generate(request(5, 3))).output.num_tokens == 3
+
+    serve(model_path, backend, scenario)
+
+
 @pytest.fixture
 def tokenizer_path(tmp_path: Path) -> str:
     """A word for every token; every fifth is special."""
@@ -201,22 +379,6 @@ def test_the_text_is_that_of_the_whole_output_without_special_tokens(
         assert (await running).text is None
 
     serve(model_path, backend, scenario, tokenizer=tokenizer_path)
-
-
-def test_tokens_go_to_the_file_that_a_request_names(
-    model_path: Path, backend: str, tmp_path: Path
-) -> None:
-    first, second = (str(tmp_path / name) for name in ("a", "b"))
-
-    async def scenario(replica: ReplicaWorker) -> None:
-        done = await replica.generate(request(0, 9, output_path=first))
-        assert done.output == TokenBlock(9, first)
-        again = request(0, 20, prefix=(done.output,), output_path=second)
-        rest = await replica.generate(again)
-        assert rest.output == TokenBlock(11, second)
-        assert_close(rest, full_forward(reference(model_path), again, rest, 1.0))
-
-    serve(model_path, backend, scenario)
 
 
 def test_tokens_are_sampled_from_the_whole_vocabulary(model_path: Path, backend: str) -> None:
@@ -264,26 +426,6 @@ def test_a_static_batch_takes_nothing_in_until_all_of_it_is_over(model_path: Pat
     ended.clear()
     serve(model_path, "transformers", scenario, max_running=2)
     assert ended == [0, 2, 1, 3]
-
-
-def test_an_engine_says_what_each_of_its_passes_held(model_path: Path, backend: str) -> None:
-    async def scenario(replica: ReplicaWorker) -> None:
-        await replica._engine.time_passes()
-        asked = [request(0, 4), request(1, 4)]
-        if backend == "vllm":  # which takes in what has come when it looks
-            asked.pop()
-        await asyncio.gather(*map(replica.generate, asked))
-        prefill, *decodes = await replica._engine.passes()
-        assert (prefill.running, sorted(prefill.prefixes)) == (
-            0,
-            [count_ids(a.prompt) for a in asked],
-        )
-        prompts = sum(count_ids(each.prompt) for each in asked)
-        assert [one.context for one in decodes] == [prompts + len(asked) * made for made in (1, 2)]
-        assert all(one.running == len(asked) and one.seconds > 0 for one in decodes)
-        assert await replica._engine.passes() == []
-
-    serve(model_path, backend, scenario)
 
 
 def test_the_smallest_priority_starts_first_and_ties_by_rollout(
@@ -342,43 +484,6 @@ def test_a_cancelled_generate_gives_its_place_to_the_next(model_path: Path, back
     serve(model_path, backend, scenario, max_running=1, max_tokens=ENDLESS)
 
 
-@torch.no_grad()
-def across_a_load(old: Any, new: Any, prompt: list[int], tokens: list[int], start: int) -> Any:
-    """Log-probabilities where the weights changed in flight after `start` tokens.
-
-    The last token sampled before the load is the first one the new weights read, over the keys
-    that the old weights computed for everything before it.
-    """
-    name = cache_name(old)
-    before = old(torch.tensor([prompt + tokens[: start - 1]]), use_cache=True)
-    after = new(torch.tensor([tokens[start - 1 : -1]]), **{name: before[name]}).logits[0]
-    return torch.cat([before.logits[0, len(prompt) - 1 :], after])
-
-
-def test_a_load_in_flight_splits_the_tokens_exactly_where_the_weights_changed(
-    model_path: Path, backend: str, new_weights: Weights, tmp_path: Path
-) -> None:
-    manifest = write_buckets(new_weights.items(), tmp_path, version=4)
-    old, new = reference(model_path), reference(model_path, new_weights)
-
-    async def scenario(replica: ReplicaWorker) -> None:
-        asked = [request(rollout, 300) for rollout in range(3)]
-        running = [asyncio.create_task(replica.generate(ask)) for ask in asked]
-        await replica.generate(request(9, 10))
-        assert (await replica.load(manifest, drain=False)).load_time > 0
-        later = request(10, 20)
-        done = await replica.generate(later)
-        assert done.versions == [(4, 0)]
-        assert_close(done, full_forward(new, later, done, 1.0))
-        for ask, done in zip(asked, await asyncio.gather(*running), strict=True):
-            (first, zero), (second, start) = done.versions
-            assert (first, zero, second) == (3, 0, 4) and 5 <= start < 300
-            logits = across_a_load(old, new, ids_of(ask.prompt), tokens_of(done), start)
-            assert_close(done, sampled_logprobs(logits, tokens_of(done), 1.0), atol=1e-4)
-
-    serve(model_path, backend, scenario)
-
-
 def test_a_drained_load_gives_every_rollout_one_version(
     model_path: Path, backend: str, new_weights: Weights, tmp_path: Path
 ) -> None:
@@ -397,43 +502,6 @@ def test_a_drained_load_gives_every_rollout_one_version(
             assert_close(completion, full_forward(model, ask, completion, 1.0))
 
     serve(model_path, backend, scenario, max_running=2)
-
-
-def corrupt(manifest: Manifest) -> Manifest:
-    path = Path(manifest.buckets[-1].path)
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    return manifest
-
-
-@pytest.mark.parametrize("drain", [False, True])
-def test_bad_weights_are_refused_and_the_old_ones_go_on_serving(
-    model_path: Path, backend: str, new_weights: Weights, tmp_path: Path, drain: bool
-) -> None:
-    name = "model.norm.weight"
-    others = {key: tensor for key, tensor in new_weights.items() if key != name}
-    bad = {
-        "checksum": new_weights,
-        f"'{name}' is missing": others,
-        "no tensor 'surprise'": new_weights | {"surprise": torch.zeros(2)},
-        f"shape of '{name}'": others | {name: torch.zeros(7)},
-    }
-    model = reference(model_path)
-
-    async def scenario(replica: ReplicaWorker) -> None:
-        for number, (message, weights) in enumerate(bad.items()):
-            manifest = write_buckets(weights.items(), tmp_path, number, bucket_bytes=2**14)
-            if message == "checksum":
-                manifest = corrupt(manifest)
-            with pytest.raises(ValueError, match=message):
-                await replica.load(manifest, drain)
-            ask = request(0, 20)
-            done = await replica.generate(ask)
-            assert done.versions == [(3, 0)]
-            assert_close(done, full_forward(model, ask, done, 1.0))
-
-    serve(model_path, backend, scenario)
 
 
 def test_a_replica_starts_with_the_weights_of_its_manifest(
@@ -469,24 +537,7 @@ def test_a_rollout_ends_at_the_end_of_sequence_token_and_includes_it(
             assert completion.finish == ("stop" if last in ends else "length")
         assert {completion.finish for completion in done} == {"stop", "length"}
 
-    serve(path, backend, scenario)
-
-
-def test_a_request_without_room_is_refused(model_path: Path, backend: str) -> None:
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"prompt": encode_ids([1] * 17)}, "prompt .* 16 .* got 17"),
-        ({"max_tokens": 401}, "max_tokens .* got 401"),
-        ({"prompt": b""}, "prompt"),
-        ({"max_tokens": 2, "prefix": (write_block([1, 2], [-1.0] * 2, None),)}, "prefix"),
-    ]
-
-    async def scenario(replica: ReplicaWorker) -> None:
-        for changes, message in wrong:
-            with pytest.raises(ValueError, match=f"rollout 5.*{message}"):
-                await replica.generate(replace(request(5, 4), **changes))
-            assert (await replica.generate(request(5, 3))).output.num_tokens == 3
-
-    serve(model_path, backend, scenario)
+    serve(path, backend, scenario, max_tokens=6)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

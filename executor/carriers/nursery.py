@@ -1,6 +1,6 @@
 """The process that workers are forked from: it has imported what they all need, which takes one five seconds of a core.
 
-    python -m executor.carriers.nursery FD
+    python -m executor.carriers.nursery FD MODULE...
 
 Over FD its controller asks for workers and tells each one's role, environment and directory, with three descriptors: the
 worker's connection, its log, and a socket on which the nursery answers with the worker's process id and, once it has
@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
@@ -27,8 +28,6 @@ import msgspec
 from executor.carriers.worker import MODULE, serve
 from executor.libc import die_with_parent, show_command_line
 
-PRELOADED = ("executor.rollout.replica_worker", "executor.trainer.trainer_worker")
-"""Whose imports, torch and transformers among them, most workers need."""
 IDLE_TIME = 60.0
 """Seconds that it waits for somebody to ask for a worker while it has none."""
 NUM_DESCRIPTORS = 3
@@ -53,9 +52,9 @@ class Child(NamedTuple):
     answers: socket.socket
 
 
-def main(control: socket.socket) -> None:
+def main(control: socket.socket, modules: Sequence[str]) -> None:
     """Import what workers need, then fork them as they are asked for."""
-    for name in PRELOADED:
+    for name in modules:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # or collecting in a worker would copy all of it
@@ -147,5 +146,5 @@ def _work(request: WorkerRequest, connection: int, log: int) -> NoReturn:
 if __name__ == "__main__":
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    main(socket.socket(fileno=int(sys.argv[1])))
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:-1])  # the last makes room
     os._exit(0)

@@ -10,8 +10,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -19,10 +20,17 @@ from executor.carriers import nursery, worker
 
 Environment = dict[str, str]
 READ_AT_IMPORT = (
-    *("HF_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH"),
-    "TRANSFORMERS_",
+    *("DS_", "HF_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH"),
+    *("TRANSFORMERS_", "VLLM_"),
 )
 """Beginnings of variables that libraries look at once: who has others needs another nursery."""
+COMMON = ("executor.rollout.replica_worker", "executor.trainer.trainer_worker")
+"""Whose imports, torch and transformers among them, most workers need: a nursery has them."""
+IMPORTS = {
+    "deepspeed": ("deepspeed",),
+    "vllm": ("executor.rollout.vllm_imports",),
+}
+"""What it imports for workers of a back end besides."""
 PADDING = " " * 100
 """Of a nursery's command line: its workers show their own in its place."""
 MOST_BYTES = 32
@@ -51,9 +59,11 @@ Begin = Callable[[str, socket.socket, BinaryIO, Environment], Awaitable[WorkerPr
 
 
 def begin_for(device: str, backend: object = None) -> Begin:
-    """Return how a worker of a device begins: CUDA has threads that no fork takes along, vLLM processes of its own."""
-    is_plain = device == "cpu" and backend != "vllm"
-    return fork if sys.platform == "linux" and is_plain else spawn
+    """Return how a worker of a device begins: CUDA has threads that no fork takes along."""
+    if sys.platform != "linux" or device != "cpu":
+        return spawn
+    imports = IMPORTS.get(str(backend), ())
+    return partial(fork, imports=imports) if imports else fork
 
 
 async def spawn(
@@ -79,9 +89,13 @@ def _start(
 
 
 async def fork(
-    role: str, connection: socket.socket, log: BinaryIO, environment: Environment
+    role: str,
+    connection: socket.socket,
+    log: BinaryIO,
+    environment: Environment,
+    imports: Sequence[str] = (),
 ) -> WorkerProcess:
-    """Let a nursery fork a worker; the first one of an environment waits until there is one.
+    """Let a nursery fork a worker; the first one of an environment and of further imports waits until there is one.
 
     Raises:
         ChildProcessError: the nursery has died, and so has another; its words are in `log`.
@@ -92,7 +106,7 @@ async def fork(
         ours.setblocking(False)
         with theirs:
             try:
-                control = _nursery_for(environment, log)
+                control = _nursery_for(environment, imports, log)
                 descriptors = [connection.fileno(), log.fileno(), theirs.fileno()]
                 nursery.send(control, request, descriptors)
             except (BrokenPipeError, ConnectionResetError):
@@ -130,13 +144,14 @@ class Forked:
 
 
 _nurseries: dict[tuple[tuple[str, str], ...], tuple[subprocess.Popen[bytes], socket.socket]] = {}
-"""Those of this process, by the thread with which they end and what their libraries have read."""
+"""Those of this process, by the thread with which they end, what they import, and what their libraries have read."""
 
 
-def _nursery_for(environment: Environment, log: BinaryIO) -> socket.socket:
+def _nursery_for(environment: Environment, imports: Sequence[str], log: BinaryIO) -> socket.socket:
     """Return the connection to a nursery that lives."""
     read = {name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT)}
-    key = (("thread", str(threading.get_native_id())), *sorted(read.items()))
+    thread, names = str(threading.get_native_id()), " ".join((*COMMON, *imports))
+    key = (("thread", thread), ("imports", names), *sorted(read.items()))
     process, control = _nurseries.get(key, (None, None))
     if process is not None and control is not None:
         if process.poll() is None:
@@ -144,7 +159,7 @@ def _nursery_for(environment: Environment, log: BinaryIO) -> socket.socket:
         control.close()
     control, theirs = socket.socketpair()
     with theirs:
-        words = [nursery.__name__, str(theirs.fileno()), PADDING]
+        words = [nursery.__name__, str(theirs.fileno()), *COMMON, *imports, PADDING]
         process = _start(words, theirs, log, environment)
     _nurseries[key] = process, control
     return control

@@ -19,21 +19,27 @@ SPARE_PAGES = 2
 """Pages that vLLM keeps for itself."""
 
 
+ANYWHERE = {
+    "VLLM_NO_USAGE_STATS": "1",  # nothing is sent home
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked child would keep this process's connections open
+    "VLLM_HOST_IP": "127.0.0.1",  # all of one replica is on this machine
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+ON_CPUS = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas would share the first cores
+    "CUDA_VISIBLE_DEVICES": "",  # a build for GPUs would take one
+    "TORCHDYNAMO_DISABLE": "1",  # else each start compiles what samples
+}
+"""What vLLM reads from the environment of its process before it is imported."""
+
+
 def environment(settings: ReplicaSettings) -> dict[str, str]:
-    """Return what vLLM reads from the environment of this process, before it is imported."""
-    found = {
-        "VLLM_NO_USAGE_STATS": "1",  # nothing is sent home
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked child would keep this process's connections open
-        "VLLM_HOST_IP": "127.0.0.1",  # all of one replica is on this machine
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    if settings.device == "cpu":
-        found["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # replicas would share the first cores
-        found["OMP_NUM_THREADS"] = str(settings.num_threads)
-        found["CUDA_VISIBLE_DEVICES"] = ""  # a build for GPUs would take one
-        found["TORCHDYNAMO_DISABLE"] = "1"  # else each start compiles what samples
-        if settings.tensor_parallel == 1:
-            found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one worker is its engine's own process
+    """Return what vLLM reads from the environment of this process, before its engine starts."""
+    if settings.device != "cpu":
+        return ANYWHERE
+    found = {**ANYWHERE, **ON_CPUS, "OMP_NUM_THREADS": str(settings.num_threads)}
+    if settings.tensor_parallel == 1:
+        found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one worker is its engine's own process
     return found
 
 
