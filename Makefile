@@ -43,8 +43,9 @@ READY := $(VENV)/.ready
 ENGINES := build/engines
 TRL := build/trl
 DEMO := build/demo
-# Whoever is done first takes half of what the other has left.
-SIDE_BY_SIDE := --numprocesses 2 --dist worksteal
+# Whoever is done first takes half of what another has left. Many tests wait for somebody: three keep two cores busy.
+SIDE_BY_SIDE := --numprocesses 3 --dist worksteal
+COMPUTING := --numprocesses 2 --dist worksteal
 MARKS_OF_test-vllm := vllm
 MARKS_OF_test-deepspeed := deepspeed
 MARKS_OF_test-engines := vllm or deepspeed
@@ -86,7 +87,7 @@ test-oldest: $(READY)
 	build/oldest/bin/python -m pytest $(SIDE_BY_SIDE)
 
 test-vllm test-deepspeed test-engines: $(ENGINES)/.ready
-	$(ENGINES)/bin/python -m pytest $(SIDE_BY_SIDE) -m "($(MARKS_OF_$@)) and not ray"
+	$(ENGINES)/bin/python -m pytest $(COMPUTING) -m "($(MARKS_OF_$@)) and not ray"
 
 test-ray: $(ENGINES)/.ready
 	RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$$($(PYTHON) -c 'import secrets; print(secrets.token_hex(32))') \

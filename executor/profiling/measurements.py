@@ -105,6 +105,12 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     ray: RayPlace | None = None
     """Where to measure what Ray takes; nowhere where absent."""
 
+    @property
+    def training(self) -> dict[str, object]:
+        """What a trainer's settings say of it."""
+        adapters = {"adapter_rank": self.lora_rank}
+        return {"packing": self.packing, "recompute": self.recompute, **adapters}
+
 
 def longest_prefix(backend: ProfiledBackend, gpu: str) -> int:
     """Return the new tokens of a rollout that one pass of an engine takes; longer prefixes are not measured."""

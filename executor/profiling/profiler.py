@@ -111,11 +111,7 @@ class _Bench:
         common: dict[str, object],
     ) -> None:
         self._limits, self._plan = setup.limits, setup.plan
-        self._training = {
-            "packing": setup.packing,
-            "recompute": setup.recompute,
-            "adapter_rank": setup.lora_rank,
-        }
+        self._training = setup.training
         self._has_adapters = setup.lora_rank is not None
         self._backend = setup.backend
         self._readings = readings
