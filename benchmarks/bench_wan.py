@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="*", default=SYSTEMS)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--output", type=Path, help="keep profiles and runs in this directory")
     options = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(prefix="bench-wan-") as name,
@@ -84,7 +85,9 @@ def main() -> None:
         wan_link(options.rate, options.delay),
         cluster(),
     ):
-        bench = Bench(Path(name), cores, options)
+        scratch = options.output or Path(name)
+        scratch.mkdir(parents=True, exist_ok=True)
+        bench = Bench(scratch, cores, options)
         profiles = {mode: bench.profile(mode) for mode in ("full", "lora") if mode in options.modes}
         if "delta" in options.modes:
             profiles["delta"] = profiles.get("full") or bench.profile("full")

@@ -33,7 +33,7 @@ class Transfer:
         self._around = around
         self._link = Link(around.env)
         self._core = around.cores.time_of("handling")
-        """Of the thread that prepares a push: beside training, on a host whose cores all share."""
+        """Of the threads that prepare and unpack a push: beside training, on a host whose cores all share."""
         self._inbox = simpy.Store(around.env)
         self._under_way: deque[PushWeights] = deque()
         self._process = around.env.process(self._run())
@@ -65,5 +65,7 @@ class Transfer:
         yield self._core.work(sync.fill_time * slowness)
         yield from self._link.carry(sync.wire_time * slowness)
         yield env.timeout(sync.drain_time * slowness)
+        if sync.unpack_time:
+            yield self._core.work(sync.unpack_time * slowness)
         self._under_way.popleft()
         self._around.emit(WeightsPushed(command.version, sync.wire_bytes))

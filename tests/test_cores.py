@@ -20,7 +20,6 @@ from sim.world import SimWorld, simulate
 from streamrl.engine.messages import Generated, PushWeights, Verified, WeightsPushed
 from streamrl.hardware.machine_profile import (
     Host,
-    Moved,
     Once,
     SharingRow,
     read_measured,
@@ -327,7 +326,10 @@ def test_rollouts_are_handled_one_after_the_other_and_that_slows_the_roles_down(
     check_every_rollout_is_accounted_for(trace)
 
 
-def test_a_push_is_prepared_on_the_cores_that_generation_goes_on_with(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["fill_time", "unpack_time"])
+def test_a_push_is_prepared_and_unpacked_on_the_cores_that_generation_goes_on_with(
+    tmp_path: Path, part: str
+) -> None:
     run = shared_run(
         tmp_path,
         algorithm__steps=5,
@@ -335,12 +337,13 @@ def test_a_push_is_prepared_on_the_cores_that_generation_goes_on_with(tmp_path: 
         cluster__pools__local__gpus_per_node=3,
         policies__system="fully-async",
     )
-    path, push_time = Path(str(run.costs.profile)), 0.01
-    seconds = (push_time, push_time, push_time)
-    write_measured(with_fields(read_measured(path), push=Moved(bytes=1, seconds=seconds)), path)
+    costs, push_time = Costs.load(run), 0.01
+    seconds = dict.fromkeys(("fill_time", "wire_time", "drain_time"), 0.0) | {part: push_time}
+    sync = replace(costs.sync, **seconds)
+    world = SimWorld(run, replace(costs, sync=sync), SimulatedWorkload(run))
     took: list[float] = []
     began: dict[int, float] = {}
-    for time, event, commands in simulate(run).entries:
+    for time, event, commands in world.run().entries:
         if isinstance(event, WeightsPushed):
             took.append(time - began[event.version])
         began |= {c.version: time for c in commands if isinstance(c, PushWeights)}

@@ -297,7 +297,8 @@ def _relayed(profile: MeasuredProfile, run: Run, path: Path, measured: Provenanc
         wire_time=0.0
         if link is None
         else sending_time(payload, link_leg(link).bandwidth, 2 * link.latency),
-        drain_time=ways * latency + row.decode[MEDIAN] + _calls_over_ray(profile, run),
+        drain_time=ways * latency + _calls_over_ray(profile, run),
+        unpack_time=row.decode[MEDIAN],
         load_time=profile.load.seconds[MEDIAN],
         tier=measured.tier if row.mode == mode else "composed",
         sources=measured.sources,

@@ -114,11 +114,13 @@ class SyncCosts:
     tier: Tier
     sources: tuple[str, ...]
     """Files of profiles/ that the figures come from."""
+    unpack_time: float = 0.0
+    """Seconds after that in which weights are made of what arrived, on cores that others may want: a host's."""
 
     @property
     def push_time(self) -> float:
         """Seconds of a push that finds the wire free."""
-        return self.fill_time + self.wire_time + self.drain_time
+        return self.fill_time + self.wire_time + self.drain_time + self.unpack_time
 
     def calibrated(self, run: Run) -> SyncCosts:
         """Return what it takes by the calibration that a run names, where that knows the GPUs of its replicas."""
@@ -131,6 +133,7 @@ class SyncCosts:
             fill_time=self.fill_time / factor,
             wire_time=self.wire_time / factor,
             drain_time=self.drain_time / factor,
+            unpack_time=self.unpack_time / factor,
             load_time=self.load_time / factor,
             sources=(*self.sources, calibration.tell("sync", gpu, str(run.costs.calibration))),
         )
