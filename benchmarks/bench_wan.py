@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--delay", type=float, default=0.02, help="seconds one way")
     parser.add_argument("--modes", nargs="*", default=MODES, choices=MODES)
     parser.add_argument("--systems", nargs="*", default=SYSTEMS)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--output", type=Path, help="keep profiles and runs in this directory")
     options = parser.parse_args()
