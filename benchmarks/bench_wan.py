@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--output", type=Path, help="keep profiles and runs in this directory")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # nodes end with it
     with (
         tempfile.TemporaryDirectory(prefix="bench-wan-") as name,
         watched_cores() as cores,
