@@ -71,10 +71,11 @@ def watched_cores() -> Iterator[CoreWatch]:
 
 
 def _watch(core: int, file: Path) -> None:
+    watcher = os.getppid()
     os.sched_setaffinity(0, {core})
     matrix = np.full((64, 64), 1.0 / 64, dtype=np.float32)
     with file.open("w", encoding="ascii", buffering=1) as readings:
-        while True:
+        while os.getppid() == watcher:  # whose end may have been sudden
             _work(matrix, WARM_UP)
             began = time.thread_time()
             _work(matrix, TIMED)
