@@ -66,6 +66,8 @@ class Figure(NamedTuple):
     simulated_push: float
     pace: float
     """Of the cores during the run: seconds over those that work took while they were profiled."""
+    work_time: float
+    """Seconds that their own piece of work took during the run."""
 
 
 def main() -> None:
@@ -79,6 +81,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--output", type=Path, help="keep profiles and runs in this directory")
     options = parser.parse_args()
+    if options.output is not None:
+        options.output.mkdir(parents=True)  # one that is there may have other runs
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # nodes end with it
     with (
         tempfile.TemporaryDirectory(prefix="bench-wan-") as name,
@@ -87,7 +91,6 @@ def main() -> None:
         cluster(),
     ):
         scratch = options.output or Path(name)
-        scratch.mkdir(parents=True, exist_ok=True)
         bench = Bench(scratch, cores, options)
         profiles = {mode: bench.profile(mode) for mode in ("full", "lora") if mode in options.modes}
         if "delta" in options.modes:
@@ -153,14 +156,15 @@ class Bench(NamedTuple):
             "cluster.links.0.latency": f"{1000 * options.delay:g} ms",
         }
         settings = [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
-        pace = self._timed("execute", str(RUN_FILE), *settings) / profile.work_time
+        work_time = self._timed("execute", str(RUN_FILE), *settings)
+        pace = work_time / profile.work_time
         trace = read_trace(output / "trace.jsonl")
         pushes = [e.event for e in trace.entries if isinstance(e.event, WeightsPushed)]
         again = simulation_of(trace, output / "trace.jsonl", profile.path, pushes, pace)
         simulated, measured = simulate(again), measure(trace)
         predicted = measure(simulated, measured.counted_steps)
         times = push_time(trace), push_time(simulated)
-        figure = Figure(mode, system, measured, predicted, pushes, *times, pace)
+        figure = Figure(mode, system, measured, predicted, pushes, *times, pace, work_time)
         tell(figure)
         return figure
 
@@ -301,10 +305,11 @@ def tell(figure: Figure) -> None:
 
 def tell_medians(figures: list[Figure]) -> None:
     """Print what steps take in the middle of the rounds, and what a mode saves of that with whole weights, in percent."""
+    usual = median(figure.work_time for figure in figures)
     steps: dict[tuple[str, str], list[Figure]] = {}
     for figure in figures:
         steps.setdefault((figure.system, figure.mode), []).append(figure)
-    middle = {key: middle_of(rounds) for key, rounds in steps.items()}
+    middle = {key: middle_of(rounds, usual) for key, rounds in steps.items()}
     for (system, mode), (measured, simulated) in middle.items():
         line = {
             "name": f"wan.median.{mode}.{system}",
@@ -319,11 +324,11 @@ def tell_medians(figures: list[Figure]) -> None:
         print(json.dumps(line), flush=True)
 
 
-def middle_of(rounds: list[Figure]) -> tuple[float, float]:
-    """Return the median steps, executed and simulated, in seconds at the pace of the profile."""
+def middle_of(rounds: list[Figure], usual: float) -> tuple[float, float]:
+    """Return the median steps, executed and simulated, in seconds at the pace at which the cores' work takes `usual`."""
     return (
-        median(figure.measured.step_time / figure.pace for figure in rounds),
-        median(figure.simulated.step_time / figure.pace for figure in rounds),
+        median(figure.measured.step_time * usual / figure.work_time for figure in rounds),
+        median(figure.simulated.step_time * usual / figure.work_time for figure in rounds),
     )
 
 

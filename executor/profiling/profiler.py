@@ -83,7 +83,7 @@ async def _measure(setup: Setup, watch: Watch) -> Readings:
             readings.pads_context = await replica.pads_context()
             readings.prefill_tokens = await replica.prefill_tokens()
             await bench.warm_up(replica, trainer)
-            async with RelayBench.open(str(endless), setup.dtype) as relays:
+            async with RelayBench.open(bench.role, str(endless), setup.dtype) as relays:
                 for _ in range(setup.plan.repeats):
                     await bench.time_replica(replica)
                     await bench.time_sync(replica, trainer, relays)
@@ -143,7 +143,7 @@ class _Bench:
             "tokenizer": self._common["model"] if self._has_tokenizer else None,
             **self._common,
         }
-        async with self._role(REPLICA, config) as handle:
+        async with self.role(REPLICA, config) as handle:
             replica = remote(TimedReplicaRole, handle)
             await replica.start(None, 0)
             yield replica
@@ -159,13 +159,13 @@ class _Bench:
             **self._training,
             **self._common,
         }
-        async with self._role(TRAINER, config) as handle:
+        async with self.role(TRAINER, config) as handle:
             trainer = remote(TimedTrainerRole, handle)
             await trainer.start(None)
             yield trainer
 
     @contextlib.asynccontextmanager
-    async def _role(self, path: str, config: dict[str, object]) -> AsyncIterator[Handle]:
+    async def role(self, path: str, config: dict[str, object]) -> AsyncIterator[Handle]:
         log = self._scratch / "worker.log"
         begin = begin_for(str(self._common["device"]), config.get("backend"))
         handle = await LocalProcess.start(path, config, log, self._environment, begin=begin)

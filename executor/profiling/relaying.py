@@ -3,38 +3,46 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from executor.carriers.handles import Handle
+from executor.carriers.launch import RELAY
+from executor.carriers.remote import remote
 from executor.profiling.readings import Readings
+from executor.roles import RelayRole
 from executor.samples import Arrived, Manifest, Parcel
 from executor.transfer.delta import count_changes
-from executor.transfer.relay import RelaySettings, RelayWorker
 from streamrl.hardware.model_shape import BYTES
+
+Start = Callable[[str, dict[str, object]], contextlib.AbstractAsyncContextManager[Handle]]
+"""Starts a role, as runs do, and ends it."""
 
 
 class RelayBench:
     """A relay beside the trainer, and one at another place for each way of sending weights."""
 
-    def __init__(self, settings: RelaySettings) -> None:
-        self._dtype = settings.dtype
-        self._near, self._whole, self._delta = (RelayWorker(settings) for _ in range(3))
+    def __init__(self, near: RelayRole, whole: RelayRole, delta: RelayRole, dtype: str) -> None:
+        self._near, self._whole, self._delta = near, whole, delta
+        self._dtype = dtype
         self._base: Manifest | None = None
         """What the place that is sent deltas has."""
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, model: str, dtype: str) -> AsyncIterator[RelayBench]:
-        """Start relays in this process, and leave nothing of them behind."""
-        bench = cls(RelaySettings(model=model, dtype=dtype))
-        relays = (bench._near, bench._whole, bench._delta)
-        try:
-            for relay in relays:
-                await relay.start()
-            yield bench
-        finally:
-            for relay in relays:
-                await relay.stop()
+    async def open(cls, start: Start, model: str, dtype: str) -> AsyncIterator[RelayBench]:
+        """Start relays, and leave nothing of them behind."""
+        async with contextlib.AsyncExitStack() as ends:
+            relays = []
+            for _ in range(3):
+                handle = await ends.enter_async_context(
+                    start(RELAY, {"model": model, "dtype": dtype})
+                )
+                relays.append(remote(RelayRole, handle))
+                await relays[-1].start()
+                ends.push_async_callback(relays[-1].stop)
+            near, whole, delta = relays
+            yield cls(near, whole, delta, dtype)
 
     async def time(self, manifest: Manifest, readings: Readings) -> None:
         """Bring a push to both places; enter the seconds, and of the first push those of whole weights alone."""
@@ -66,7 +74,7 @@ class RelayBench:
         return arrived.manifest
 
 
-async def _bring(relay: RelayWorker, parcel: Parcel) -> Arrived:
+async def _bring(relay: RelayRole, parcel: Parcel) -> Arrived:
     """Bring a parcel to a relay, and let it make weights of it."""
     for number, piece in enumerate(parcel.pieces):
         await relay.receive(parcel.result.version, number, 0, Path(piece.path).read_bytes())
